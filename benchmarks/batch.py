@@ -27,8 +27,8 @@ SPARE = 512  # more tokens of each than are measured
 PLAIN, AGAIN = "plain", "plain again"
 
 
-def start(generator: Any, prompts: list[list[int]], max_tokens: int, samplers: list[Any], compiled: bool) -> Iterator:
-    """The tokens of a batch, whose prompts are prefilled; mlx-lm's own model has no passes that are compiled."""
+def start(generator: Any, prompts: list[list[int]], max_tokens: int, samplers: list[Any]) -> Iterator:
+    """The tokens of a batch, whose prompts are prefilled."""
     # None ends while others are measured: a smaller batch is slower.
     generator.insert(prompts, max_tokens=[max_tokens + SPARE] * len(prompts), samplers=samplers)
     seen: set[int] = set()
@@ -38,7 +38,6 @@ def start(generator: Any, prompts: list[list[int]], max_tokens: int, samplers: l
     def tokens() -> Iterator:
         try:
             while True:
-                generator.model.drafting.compiled = compiled
                 yield from generator.next_generated()
         finally:
             generator.close()
@@ -72,9 +71,9 @@ def main() -> None:
 
         def generate(depth: Any) -> Iterator:
             if depth in (PLAIN, AGAIN):
-                return start(StockGenerator(model), prompts, args.max_tokens, [make_sampler(args.temp)] * B, False)  # noqa: B023
+                return start(StockGenerator(model), prompts, args.max_tokens, [make_sampler(args.temp)] * B)  # noqa: B023
             generator = mlx_mtp.BatchGenerator(drafting, num_draft_tokens=depth, return_prompt_caches=False)
-            return start(generator, prompts, args.max_tokens, own, True)  # noqa: B023
+            return start(generator, prompts, args.max_tokens, own)  # noqa: B023
 
         runs = {depth: lambda depth=depth: generate(depth) for depth in (PLAIN, AGAIN, *depths)}
         measure(runs, B, 2 * TURN)  # compiles

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import generate_step
 
 import mlx_mtp
 from benchmarks.timing import take_turns
-from mlx_mtp.decoding.loop import plain_generate_step
 from scripts.shared import script_parser
 
 PROMPT = '"""An order."""\nORDER = '
@@ -52,7 +52,7 @@ def main() -> None:
         options: dict[str, Any] = {"max_tokens": args.max_tokens, "logits_processors": processors}
         counts[run] = mlx_mtp.DraftCounts()
         if (k := DRAFTS.get(run.removeprefix(FREE))) is None:
-            steps = plain_generate_step(prompt, model, **options)
+            steps = generate_step(prompt, model, **options)
         else:
             drafts = {"num_draft_tokens": k, "copy_drafts": "off", "counts": counts[run]}
             steps = mlx_mtp.mtp_generate_step(prompt, model, **drafts, **options)

@@ -23,7 +23,7 @@ from benchmarks.fit_cost import model_of
 from mlx_mtp.benchmark.synthetic import COMMON
 from mlx_mtp.caches import recurrent as caches
 from mlx_mtp.caches.prompt_cache import PromptCache, make_prompt_cache
-from mlx_mtp.layers.compiled import n_traces
+from mlx_mtp.layers.compiled import Compiler, n_traces
 from mlx_mtp.layers.mtp import run_head
 from scripts.shared import script_parser
 
@@ -61,7 +61,7 @@ class Passes:
     """A model behind a prompt, and the CPU time of building and evaluating what a step consists of."""
 
     def __init__(self, model: Any):
-        self.model, self.ids = model, mx.arange(PROMPT)[None]
+        self.model, self.ids, self.compiler = model, mx.arange(PROMPT)[None], Compiler()
         entries = make_prompt_cache(model)
         logits, self.hidden = model(self.ids, cache=entries, return_hidden=True)
         run_head(model, self.hidden[:, :-1], self.ids[:, 1:], entries[len(model.layers)])
@@ -71,9 +71,9 @@ class Passes:
     def step(self) -> dict[str, tuple[float, float]]:
         """(building, evaluating) of each of ``PARTS``."""
         model, backbone, head = self.model, self.cache.backbone, self.cache.head
-        times = {"plain": self._time(lambda: model(self.ids[:, :1], cache=backbone))}
+        times = {"plain": self._time(lambda: model(self.ids[:, :1], cache=backbone, compiler=self.compiler))}
         self.n += 1
-        options = {"return_hidden": True, "n_confirmed": 1}
+        options = {"return_hidden": True, "n_confirmed": 1, "compiler": self.compiler}
         times["verify"] = self._time(lambda: model(self.ids[:, :WINDOW], cache=backbone, **options))
         times["rollback"] = self._time(lambda: caches.rollback(backbone, self.n, KEPT))
         self.n += KEPT
@@ -84,7 +84,7 @@ class Passes:
     def _draft(self) -> mx.array:
         out, token, tokens = self.hidden[:, -1:], self.ids[:, :1], []
         for _ in range(DRAFTS):
-            out = run_head(self.model, out, token, self.cache.head)
+            out = run_head(self.model, out, token, self.cache.head, compiler=self.compiler)
             token = mx.argmax(self.model.draft_logits(out), axis=-1)
             tokens.append(token)
         return mx.concatenate(tokens, axis=1)

@@ -20,12 +20,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import generate_step
 from tqdm import tqdm
 
 import mlx_mtp
 from benchmarks.timing import ratios, time_in_turns
 from mlx_mtp.benchmark.runs import AUTO, NO_COPIES, PLAIN, Run, repeated_share
-from mlx_mtp.decoding.loop import plain_generate_step
 from mlx_mtp.prompts import PYTHON, nine_kinds
 from scripts.shared import script_parser
 from tests.support.decoding import plain
@@ -41,7 +41,7 @@ Case = tuple[str, nn.Module, list[int], Callable | None]  # name, model, prompt,
 def generate(run: Run, model: nn.Module, prompt: Sequence[int], num_draft_tokens: Any, **options: Any) -> Iterator:
     """The tokens of a run behind the first."""
     if run in (PLAIN, AGAIN):
-        steps: Iterator = plain_generate_step(mx.array(prompt), model, **options)
+        steps: Iterator = generate_step(mx.array(prompt), model, **options)
     else:
         options |= {"num_draft_tokens": num_draft_tokens, "copy_drafts": "auto" if run == AUTO else "off"}
         steps = mlx_mtp.mtp_generate_step(mx.array(prompt), model, **options)

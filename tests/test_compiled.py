@@ -5,21 +5,24 @@ import copy
 import mlx.core as mx
 import pytest
 from mlx import nn
-from mlx.utils import tree_map
+from mlx.utils import tree_map, tree_unflatten
 from mlx_lm.models.cache import KVCache
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 
-from mlx_mtp import batch_generate, load
+from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.recurrent import recurrent_states, rollback
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.decoding.clock import Clock
+from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.layers import compiled
+from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.layers.draft_lm_head import quantize_head
 from mlx_mtp.layers.drafting import DraftConfig
 from mlx_mtp.layers.mtp import run_head
-from mlx_mtp.layers.passes import Pass
 from mlx_mtp.models.same_bits import LENGTHS, compiled_differences, report
-from tests.support.decoding import PROMPT, WINDOW, mtp
+from tests.support.batches import run
+from tests.support.decoding import PROMPT, WINDOW, mtp, plain
 from tests.support.models import FAMILIES, PACK, arrays_equal, deep_model, tiny_model, trace_anew
 
 # The CPU backend multiplies gathered matrices in float32 alone, so experts are in float32.
@@ -37,17 +40,18 @@ FORMS = [
 
 def passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits: int | None = None) -> list:
     """What windows of these lengths, plain steps and the head return and leave in the caches, of B sequences."""
-    model.drafting.compiled = is_compiled
+    compiler = Compiler() if is_compiled else None
     caches, head = model.make_cache(), KVCache()
     rows = mx.stack([mx.roll(PROMPT, b) for b in range(B)])
     _, hidden = model(rows, cache=caches, return_hidden=True)
     if kv_bits is not None:
         caches = [c.to_quantized(32, kv_bits) if hasattr(c, "to_quantized") else c for c in caches]
-    seen, n = [run_head(model, hidden[:, :-1], rows[:, 1:], head)], rows.shape[1]
+    seen, n = [run_head(model, hidden[:, :-1], rows[:, 1:], head, compiler=compiler)], rows.shape[1]
     for T in lengths:
         window = mx.broadcast_to(WINDOW[:T], (B, T))
-        logits, hidden = model(window, cache=caches, return_hidden=True, n_confirmed=int(T > 1))
-        seen += [logits, hidden, *recurrent_states(caches), run_head(model, hidden, window, head)]
+        options = {"n_confirmed": int(T > 1), "compiler": compiler}
+        logits, hidden = model(window, cache=caches, return_hidden=True, **options)
+        seen += [logits, hidden, *recurrent_states(caches), run_head(model, hidden, window, head, compiler=compiler)]
         if T > 1:
             rollback(caches, n, T // 2)
             seen += recurrent_states(caches)
@@ -121,6 +125,190 @@ def test_weights_that_change_are_seen(change):
         assert arrays_equal(second, passes(model, False, lengths=(1, 3)))
 
 
+# What changes between two generations
+
+
+def begin_with(prompt, **options):
+    return lambda model: lambda: mtp(prompt, model, max_tokens=8, num_draft_tokens=2, **options)
+
+
+def begin_mlx_lm(prompt):
+    return lambda model: lambda: plain(prompt, model, max_tokens=8)
+
+
+def begin_after(cache_of, generate):
+    """Generations that continue a prompt cache with one token."""
+
+    def begin(model):
+        before = cache_of(model)
+        if len(before) > len(model.layers):
+            prefill(PROMPT, model, prompt_cache=before)
+        else:
+            mx.eval(model(PROMPT[None], cache=before), [c.state for c in before])
+        return lambda: generate(WINDOW[:1], model, max_tokens=8, prompt_cache=copy.deepcopy(before))
+
+    return begin
+
+
+def begin_batch(prompts):
+    def begin(model):
+        generator = BatchGenerator(model, num_draft_tokens=2)
+
+        def generate():
+            uids = generator.insert(prompts, max_tokens=[8] * len(prompts))
+            texts = run(generator)
+            return [texts[uid].tokens for uid in uids]
+
+        return generate
+
+    return begin
+
+
+def begin_joining(model):
+    generator = BatchGenerator(model, num_draft_tokens=2)
+    generator.insert([PROMPT.tolist()], max_tokens=[400])
+    run(generator, n_steps=4)
+
+    def generate():
+        (uid,) = generator.insert([[3]], max_tokens=[8])
+        texts = {}
+        while uid not in texts or texts[uid].finish_reason is None:
+            run(generator, texts, 1)
+        return texts[uid].tokens
+
+    return generate
+
+
+GENERATIONS = {
+    "with drafts": begin_with(PROMPT),
+    "a prompt of one token": begin_with(PROMPT[:1]),
+    "one token after a prompt cache": begin_after(make_prompt_cache, mtp),
+    "mlx-lm": begin_mlx_lm(PROMPT),
+    "mlx-lm, a prompt of one token": begin_mlx_lm(PROMPT[:1]),
+    "mlx-lm, one token after a prompt cache": begin_after(lambda model: model.make_cache(), plain),
+    "a batch": begin_batch([PROMPT.tolist(), WINDOW.tolist()]),
+    "a batch of prompts of one token": begin_batch([[3], [1]]),
+    "one joins": begin_joining,
+}  # fmt: skip
+
+
+def turn_adapter_off(model) -> None:
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            module.scale = 0.0
+
+
+@pytest.mark.parametrize("begin", GENERATIONS.values(), ids=GENERATIONS)
+def test_a_number_that_changes_between_two_generations_is_seen(begin):
+    model = tiny_model("qwen3_5")
+    with_adapter(model, 4.0)
+    generate = begin(model)
+    before = generate()
+    turn_adapter_off(model)
+    after = generate()
+    model.drafting.compiled = False
+    assert after == generate() != before
+
+
+class Watched:
+    """A model, with all that its backbone and its head have computed."""
+
+    def __init__(self, model):
+        self.model_, self.seen = model, []
+
+    def __getattr__(self, name):
+        return getattr(self.model_, name)
+
+    def __call__(self, inputs, **options):
+        logits, hidden = self.model_(inputs, **options)
+        self.seen += [logits, hidden]
+        return logits, hidden
+
+    def draft_logits(self, hidden):
+        self.seen.append(hidden)
+        return self.model_.draft_logits(hidden)
+
+
+def computed(model) -> list[mx.array]:
+    watched = Watched(model)
+    mtp(PROMPT, watched, max_tokens=4, num_draft_tokens=2)
+    return watched.seen
+
+
+class Doubled(nn.QuantizedLinear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def doubled(linear):
+    other = Doubled(64, 64, False, linear.group_size, linear.bits)
+    return other.update(linear.parameters()).eval()
+
+
+def in_8_bits(linear):
+    plain = nn.Linear(64, 64, bias=False)
+    plain.weight = mx.dequantize(linear.weight, linear.scales, linear.biases, linear.group_size, linear.bits)
+    return plain.to_quantized(32, 8).eval()
+
+
+WAYS = {
+    "setattr": lambda model, changed: setattr(mlp := model.layers[0].mlp, "up_proj", changed(mlp.up_proj)),
+    "of attention": lambda model, changed: setattr(a := model.layers[1].self_attn, "o_proj", changed(a.o_proj)),
+    "of the head": lambda model, changed: setattr(mlp := model.mtp.layers[0].mlp, "up_proj", changed(mlp.up_proj)),
+    "its mlp's update_modules": lambda model, changed: replace(model.layers[0].mlp, "up_proj", changed),
+    "its layer's": lambda model, changed: replace(model.layers[0], "mlp.up_proj", changed),
+    "the backbone's": lambda model, changed: replace(model.model, "layers.0.mlp.up_proj", changed),
+    "the model's": lambda model, changed: replace(model, "language_model.model.layers.0.mlp.up_proj", changed),
+    "the head's layer's": lambda model, changed: replace(model.mtp.layers[0], "mlp.up_proj", changed),
+}  # fmt: skip
+
+
+def replace(module, path: str, changed) -> None:
+    module.update_modules(tree_unflatten([(path, changed(dict(module.named_modules())[path]))]))
+
+
+@pytest.mark.parametrize("changed", [doubled, in_8_bits])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_module_that_is_replaced_is_seen(way, changed):
+    model = tiny_model("qwen3_5")
+    nn.quantize(model, 32, 4)
+    model.eval()
+    before = computed(model)
+    way(model, changed)
+    after = computed(model)
+    model.drafting.compiled = False
+    assert arrays_equal(after, computed(model))
+    assert not arrays_equal(after, before)
+
+
+NUMBERS = {
+    "a norm's eps": lambda model: setattr(model.layers[0].input_layernorm, "eps", 0.5),
+    "of the head's norm": lambda model: setattr(model.mtp.norm, "eps", 0.5),
+    "the rope's base": lambda model: setattr(model.layers[1].self_attn.rope, "base", 10.0),
+    "of the head's rope": lambda model: setattr(model.mtp.layers[0].self_attn.rope, "base", 10.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_of_a_module_is_seen(change):
+    model = tiny_model("qwen3_5")
+    before = computed(model)
+    change(model)
+    after = computed(model)
+    model.drafting.compiled = False
+    assert arrays_equal(after, computed(model))
+    assert not arrays_equal(after, before)
+
+
+def test_modules_cannot_be_replaced_within_a_generation():
+    model = tiny_model("qwen3_5")
+    steps = mtp_generate_step(PROMPT, model, num_draft_tokens=2)
+    next(steps)
+    nn.quantize(model, 32, 4)
+    with pytest.raises(ValueError, match="cannot be replaced while it generates"):
+        list(steps)
+
+
 def test_models_of_one_kind_keep_their_own_weights():
     a, b = tiny_model("qwen3_5", 0), tiny_model("qwen3_5", 1)
     assert not arrays_equal(passes(a, True), passes(b, True))
@@ -139,7 +327,7 @@ def traced() -> set[str]:
 
 
 def one_token(model):
-    model(WINDOW[None, :1], cache=model.make_cache())
+    model(WINDOW[None, :1], cache=model.make_cache(), compiler=Compiler())
 
 
 def test_layers_of_one_kind_share_a_trace(monkeypatch):
@@ -164,8 +352,8 @@ def test_prompts_exact_passes_and_training_are_not_compiled(monkeypatch):
     trace_anew(monkeypatch)
     model = tiny_model("qwen3_5")
     caches = model.make_cache()
-    model(WINDOW[None], cache=caches)
-    model(WINDOW[None, :3], cache=caches, n_confirmed=1, exact=True)
+    model(WINDOW[None], cache=caches, compiler=Compiler())
+    model(WINDOW[None, :3], cache=caches, n_confirmed=1, exact=True, compiler=Compiler())
     for train in (model.train, lambda: [layer.mlp.train() for layer in model.layers]):  # as an adapter just added
         train()
         one_token(model)
@@ -218,7 +406,7 @@ def test_pieces_are_the_whole(monkeypatch, pieces):
     assert [mtp(PROMPT, model, max_tokens=10, num_draft_tokens=k) for k in (0, 3)] == want
     original = mx.async_eval
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(arrays), original(*arrays)))
-    model(WINDOW[None, :3], cache=model.make_cache(), n_confirmed=1)
+    model(WINDOW[None, :3], cache=model.make_cache(), n_confirmed=1, compiler=Compiler())
     assert len(sent) == 2 // pieces  # of two attention layers
 
 
@@ -232,11 +420,11 @@ def test_a_device_that_rounds_otherwise_is_told(monkeypatch):
     assert model.drafting.compiled
     assert report(differences) == "Compiled passes over 1, 2, 5, 17 tokens give the same bits as uncompiled ones."
 
-    def call(self, function, module, *inputs, **numbers):
-        out = compiled.run(function, module, *inputs, **numbers)
-        return out * 1.01 if self.compiled and isinstance(out, mx.array) else out
+    def run(self, function, module, *inputs, **numbers):
+        out = function(module, *inputs, **numbers)
+        return out * 1.01 if isinstance(out, mx.array) else out
 
-    monkeypatch.setattr(Pass, "call", call)
+    monkeypatch.setattr(Compiler, "run", run)
     differences = compiled_differences(tiny_model("qwen3_5"), PROMPT)
     assert all(d > 0 for d in differences.values())
     assert report(differences).startswith(

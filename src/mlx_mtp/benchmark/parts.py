@@ -23,6 +23,7 @@ from ..caches.prompt_cache import PromptCache, make_prompt_cache
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import prefill
 from ..distributed.ranks import from_rank_0
+from ..layers.compiled import Compiler
 from ..layers.mtp import run_head
 from ..pacing.depth import MAX_DRAFT_TOKENS
 
@@ -93,7 +94,7 @@ class Timer:
     """Times the parts of a step after a prompt [T], for windows of 1 to ``max_draft_tokens + 1`` tokens."""
 
     def __init__(self, model: Any, prompt: mx.array, max_draft_tokens: int):
-        self.model = model
+        self.model, self.compiler = model, Compiler()
         entries = make_prompt_cache(model)
         prefill(prompt, model, prompt_cache=entries)
         mx.eval([c.state for c in entries])
@@ -107,9 +108,8 @@ class Timer:
 
     def verify(self, n: int, exact: bool = False) -> "Time":
         """Time a pass over n tokens that leaves its window open."""
-        return _time(
-            lambda: self.model(self.windows[n], cache=self.backbone, return_hidden=True, n_confirmed=1, exact=exact)
-        )
+        options = {"n_confirmed": 1, "exact": exact, "compiler": self.compiler}
+        return _time(lambda: self.model(self.windows[n], cache=self.backbone, return_hidden=True, **options))
 
     def rollback(self, n: int) -> float:
         """Time closing the window with n of its tokens kept."""
@@ -160,7 +160,7 @@ class Timer:
         hidden = self.hidden
 
         def build() -> mx.array:
-            out = run_head(self.model, hidden, self.token, self.head_cache)
+            out = run_head(self.model, hidden, self.token, self.head_cache, compiler=self.compiler)
             return mx.argmax(self.model.draft_logits(out), axis=-1)
 
         times = []

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream
+from mlx_lm.generate import generate_step, generation_stream
 
 from ..decoding.counts import DraftCounts
-from ..decoding.loop import mtp_generate_step, plain_generate_step
+from ..decoding.loop import mtp_generate_step
 from ..drafts.prompt_lookup import N_GRAM
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 
@@ -72,7 +72,7 @@ def generate(
     counts = DraftCounts()
     steps: Any
     if run == PLAIN:
-        steps = plain_generate_step(prompt, model, max_tokens=max_tokens)
+        steps = generate_step(prompt, model, max_tokens=max_tokens)
     else:
         options: dict[str, Any] = {"num_draft_tokens": _n_drafts(run, depth), "draft_p_min": draft_p_min}
         options["copy_drafts"] = "auto" if run in (AUTO, COPIES) else "off"

@@ -23,6 +23,7 @@ import mlx.core as mx
 from ..caches.prompt_cache import PromptCache, has_head, make_head_cache
 from ..caches.rows import RowsCache
 from ..caches.single import KVOptions, SingleCache
+from ..layers.compiled import Compiler
 from ..models.protocol import MTPModel, PassCaches
 from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.step_times import Plan
@@ -74,7 +75,8 @@ class Decoder:
         self.sequences: list[Sequence] = []
         self.rows = RowsCache(self.model)  # the caches of several sequences
         self.cache: PassCaches = self.rows  # or the ``SingleCache`` of a single sequence
-        self.head = HeadCache(self.model) if has_head(self.model) else NoHead()
+        self.compiler = Compiler()
+        self.head = HeadCache(self.model, self.compiler) if has_head(self.model) else NoHead()
         self.drafter = HeadDrafter(self.model, self.head)
         self.decided = mx.zeros((0, 1), mx.uint32)  # the last decided token of each sequence, [B, 1]
         self.drafts: Drafts | None = None  # the drafts of the next window
@@ -117,7 +119,11 @@ class Decoder:
         assert drafts is not None
         if len(drafts) > 0:
             tokens = mx.concatenate([tokens, drafts.tokens], axis=1)
-        options: dict[str, Any] = {"return_hidden": True, "n_confirmed": int(len(drafts) > 0)}
+        options: dict[str, Any] = {
+            "return_hidden": True,
+            "n_confirmed": int(len(drafts) > 0),
+            "compiler": self.compiler,
+        }
         if self.exact:
             options["exact"] = True  # for plain steps, too, which would otherwise run compiled
         if embeddings is not None:
@@ -254,6 +260,7 @@ class Decoder:
     def join(self, sequences: list[Sequence]) -> None:
         """Add sequences whose prompts are prefilled except for the last token."""
         self.roll_back()
+        self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
         caches, held = [s.cache for s in sequences], [s.cache for s in self.sequences]
         if len(held) + len(caches) == 1:
             self.cache = SingleCache(caches[0], self.kv)

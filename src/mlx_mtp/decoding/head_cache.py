@@ -25,6 +25,7 @@ from mlx_lm.models.cache import KVCache
 from ..caches.positions import Positions, rope_at
 from ..caches.prompt_cache import PromptCache
 from ..caches.rows import HeadRows
+from ..layers.compiled import Compiler
 from ..layers.mtp import append_keys_and_values, run_head
 from ..layers.passes import in_pass, pass_of_head
 from ..models.protocol import MTPModel
@@ -67,8 +68,8 @@ class HeadCache:
     One sequence uses the head's ``KVCache`` of its prompt cache in place, several use ``HeadRows``.
     """
 
-    def __init__(self, model: MTPModel):
-        self.model = model
+    def __init__(self, model: MTPModel, compiler: Compiler):
+        self.model, self.compiler = model, compiler
         self.cache: Any = HeadRows()
         # Hidden states [B, T, H] and tokens [B, T], of which the first t columns are pairs of at least one sequence. They are
         # not cut to t here: a slice is lazy, and another thread that closes the generator could not evaluate it.
@@ -99,7 +100,7 @@ class HeadCache:
 
     def run(self, hidden: mx.array, tokens: mx.array) -> mx.array:
         """A pass of the head over hidden states [B, t, H] and tokens [B, t] -> its output for the last, [B, 1, H]"""
-        return run_head(self.model, hidden, tokens, self.cache, positions=self._own_positions)
+        return run_head(self.model, hidden, tokens, self.cache, positions=self._own_positions, compiler=self.compiler)
 
     def catch_up(self, most: int | None = None) -> mx.array:
         """Run the head over the pending pairs, and remove them.
@@ -111,7 +112,7 @@ class HeadCache:
             mx.array: The head's output for each sequence's last pair, [B, 1, H].
         """
         hidden, tokens = (x[:, :most] for x in _joined(self.pending))
-        with in_pass(pass_of_head(self.model.drafting, hidden.shape[1])):
+        with in_pass(pass_of_head(hidden.shape[1], self.model.drafting, self.compiler)):
             out = self._catch_up_ragged(hidden, tokens) if self._is_ragged else self.run(hidden, tokens)
         # In one statement: an interrupt before it leaves all pairs pending.
         self.n_verified, self.pending, self.counts = self.cache.offset, [], [0] * len(self.counts)

@@ -28,7 +28,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import does_model_support_input_embeddings
 
@@ -36,7 +36,6 @@ from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import open_prompt_cache, place_images
 from ..caches.single import KVOptions
 from ..drafts.draft_options import CopyDrafts, NumDraftTokens, check_model, resolve
-from ..layers.passes import not_compiled
 from .counts import DraftCounts
 from .decoder import Decoder
 from .planner import Planner, depth_of
@@ -217,13 +216,6 @@ def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:
     """
     for _ in mtp_generate_step(prompt, model, max_tokens=0, **kwargs):
         pass
-
-
-def plain_generate_step(
-    prompt: mx.array, model: nn.Module, **kwargs: Any
-) -> Generator[tuple[int, mx.array], None, None]:
-    """mlx-lm's ``generate_step``, whose passes run as in mlx-lm's own model: not compiled. For comparisons."""
-    return not_compiled(model, generate_step(prompt, model, **kwargs))
 
 
 def check_arguments(

@@ -23,8 +23,9 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream, maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.loop import mtp_generate_step, plain_generate_step
+from ..decoding.loop import mtp_generate_step
 from ..drafts.draft_options import CopyDrafts, NumDraftTokens, resolve
+from ..layers.compiled import Compiler
 
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ def check(
         recent.pop(n - 2, None)  # mlx-lm runs one token ahead
         return logits
 
-    plain = plain_generate_step(
+    plain = generate_step(
         prompt,
         model,
         max_tokens=max_tokens,
@@ -188,10 +189,10 @@ def _run_in_windows(
     """Plain mlx-lm's logits [V] after the tokens in the caches and these tokens, run ``size`` at a time."""
     # The last window is padded with its last token, which does not affect the tokens before.
     n_filled = -len(tokens) % size
-    filled = mx.array(tokens + tokens[-1:] * n_filled)
+    filled, compiler = mx.array(tokens + tokens[-1:] * n_filled), Compiler()
     with mx.stream(generation_stream):
         for window in mx.split(filled, filled.size // size):  # [size]
             maybe_quantize_kv_cache(caches, quantized_kv_start, kv_group_size, kv_bits)
-            logits: mx.array = model(window[None], cache=caches)  # [1, size, V]
+            logits: mx.array = model(window[None], cache=caches, compiler=compiler)  # [1, size, V]
             mx.eval(logits, [c.state for c in caches])
     return logits[0, size - 1 - n_filled].astype(mx.float32)

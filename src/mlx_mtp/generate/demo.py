@@ -14,7 +14,6 @@ from ..cli.display import paint, table
 from ..cli.errors import one_line_errors
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
-from ..layers.passes import not_compiled
 from ..prompts import encode
 from .stream import GenerationResponse, stream_generate
 
@@ -91,9 +90,9 @@ def compare(
 def generate_once(
     model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int, mtp: bool
 ) -> list[GenerationResponse]:
-    """All responses of a run. A plain run is mlx-lm's own, not compiled."""
+    """All responses of a run. A plain run is mlx-lm's own."""
     with closing(stream_generate(model, tokenizer, prompt, max_tokens, mtp=mtp)) as responses:
-        return list(responses if mtp else not_compiled(model, responses))
+        return list(responses)
 
 
 def speed(responses: list[GenerationResponse]) -> float:

@@ -5,9 +5,8 @@ A function of ``mx.compile`` is traced once; then its graph is copied without Py
 
 The module is an argument, so its weights are arguments of the trace: layers of one kind share a trace, and new weights take
 effect at once. All other attributes are fixed in the trace and define the kind of the module: its class, its numbers, and those
-of its submodules. If a submodule is replaced, its arrays usually do not fit the trace, and the kind is looked up again. If it
-is replaced by a module of another class whose arrays have the same names and shapes, ``forget_kind`` must be called, as
-``update_modules`` does.
+of its submodules. A ``Compiler`` looks up the kind of a module at its first call, and serves one generation: the next one sees
+whatever was changed in the modules.
 """
 
 import threading
@@ -35,23 +34,9 @@ class Kind:
     def __init__(self, template: Any):
         self.template = template
 
-    def __deepcopy__(self, memo: Any) -> "Kind":
-        return self
-
 
 UNTRACEABLE = Kind(None)
 _kinds: WeakValueDictionary[Hashable, Kind] = WeakValueDictionary()
-
-
-class Compilable:
-    """A module that looks up its kind again after modules in it are replaced. List it before ``nn.Module`` in the bases."""
-
-    def forget_kind(self) -> None:
-        vars(self).pop("_kind", None)
-
-    def update_modules(self, *args: Any, **kwargs: Any) -> Any:
-        self.forget_kind()
-        return super().update_modules(*args, **kwargs)  # type: ignore[misc]
 
 
 class _Traces(threading.local):
@@ -70,33 +55,42 @@ def n_traces() -> int:
     return _traces.n_made
 
 
-def run(function: Function, module: Any, *inputs: mx.array, **numbers: int) -> Any:
-    """``function(module, *inputs, **numbers)``, compiled.
+class Compiler:
+    """Runs functions of modules compiled, for one generation. It takes the modules as they are at its first call of each."""
 
-    Args:
-        function (Callable): A pure function that returns arrays. It may call the modules in ``module``.
-        module (nn.Module): The module. The call is not compiled if it is in training, or has an attribute that a trace cannot
-          have, such as a distributed group.
-        inputs (mx.array): At least one array. Traces are looked up by the shape of the first.
-        numbers (int): Numbers, which are fixed in the trace.
-    """
-    kind = UNTRACEABLE if module.training else vars(module).get("_kind") or _kind_of(module)
-    if kind is UNTRACEABLE:
-        return function(module, *inputs, **numbers)
-    key, latest = (kind, function, inputs[0].shape, *numbers.values()), _traces.latest
-    trace = latest.get(key)
-    if trace is None:
-        trace = latest[key] = _make_trace(kind, function, numbers)
-        _traces.n_made += 1
-        if len(latest) > MOST_TRACES:
-            latest.popitem(last=False)
-    else:
-        latest.move_to_end(key)
-    try:
+    def __init__(self) -> None:
+        # By the id of the module, which is kept: otherwise a later module may have the same id.
+        self.kinds: dict[int, tuple[Any, Kind]] = {}
+
+    def forget(self) -> None:
+        """Look at all modules again, at the beginning of a generation."""
+        self.kinds = {}
+
+    def run(self, function: Function, module: Any, *inputs: mx.array, **numbers: int) -> Any:
+        """``function(module, *inputs, **numbers)``, compiled.
+
+        Args:
+            function (Callable): A pure function that returns arrays. It may call the modules in ``module``.
+            module (nn.Module): The module. The call is not compiled if it is in training, or has an attribute that a trace
+              cannot have, such as a distributed group.
+            inputs (mx.array): At least one array. Traces are looked up by the shape of the first.
+            numbers (int): Numbers, which are fixed in the trace.
+        """
+        if id(module) not in self.kinds:
+            self.kinds[id(module)] = module, _kind_of(module)
+        _, kind = self.kinds[id(module)]
+        if kind is UNTRACEABLE:
+            return function(module, *inputs, **numbers)
+        key, latest = (kind, function, inputs[0].shape, *numbers.values()), _traces.latest
+        trace = latest.get(key)
+        if trace is None:
+            trace = latest[key] = _make_trace(kind, function, numbers)
+            _traces.n_made += 1
+            if len(latest) > MOST_TRACES:
+                latest.popitem(last=False)
+        else:
+            latest.move_to_end(key)
         return trace(module, inputs)
-    except _AnotherKind:
-        module._kind = None
-        return run(function, module, *inputs, **numbers)
 
 
 def _make_trace(kind: Kind, function: Function, numbers: dict[str, int]) -> Function:
@@ -106,36 +100,24 @@ def _make_trace(kind: Kind, function: Function, numbers: dict[str, int]) -> Func
     return mx.compile(traced)
 
 
-class _AnotherKind(Exception):
-    """A module has another kind than recorded."""
-
-
 class _UntraceableError(Exception):
-    """A module has an attribute that a trace cannot have."""
-
-
-class _TrainingError(Exception):
-    """A module is in training."""
+    """A module has an attribute that a trace cannot have, or is in training."""
 
 
 def _kind_of(module: Any) -> Kind:
     try:
         description = _describe(module)
-    except _TrainingError:
-        return UNTRACEABLE
     except _UntraceableError:
-        module._kind = UNTRACEABLE
         return UNTRACEABLE
     kind = _kinds.get(description)
     if kind is None:
         kind = _kinds[description] = Kind(_without_arrays(module))
-    module._kind = kind
     return kind
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
     """A module's attributes other than arrays, modules and lists of them."""
-    return {name: x for name, x in vars(module).items() if name not in ("_no_grad", "_kind")}
+    return {name: x for name, x in vars(module).items() if name != "_no_grad"}
 
 
 def _describe(x: Any) -> Hashable:
@@ -144,7 +126,7 @@ def _describe(x: Any) -> Hashable:
         return mx.array
     if isinstance(x, nn.Module):
         if x.training:
-            raise _TrainingError
+            raise _UntraceableError
         return type(x), _describe(_own(x)), _describe({**x})
     if isinstance(x, dict):
         return tuple((name, _describe(value)) for name, value in x.items())
@@ -170,16 +152,12 @@ def _without_arrays(x: Any) -> Any:
 def _filled(template: Any, arrays: Any) -> Any:
     """Fill a template with a module's arrays, which ``mx.compile`` passes in plain dictionaries and lists."""
     if isinstance(template, dict):  # a module is one
-        if not isinstance(arrays, dict) or template.keys() != arrays.keys():
-            raise _AnotherKind
+        if template.keys() != arrays.keys():
+            raise ValueError("The modules of a model cannot be replaced while it generates: end the generation before.")
         items = {name: _filled(template[name], x) for name, x in arrays.items()}
         return _copy(template, items) if isinstance(template, nn.Module) else items
     if isinstance(template, list | tuple):
-        if not isinstance(arrays, list | tuple) or len(template) != len(arrays):
-            raise _AnotherKind
         return type(template)(map(_filled, template, arrays))
-    if isinstance(arrays, dict | list | tuple):
-        raise _AnotherKind
     return arrays
 
 

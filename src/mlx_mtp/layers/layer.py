@@ -15,12 +15,11 @@ import mlx.core as mx
 
 from ..caches.recurrent import ArraysCache
 from .attention import attend
-from .compiled import Compilable
 from .gated_delta import recurrent_layer
 from .passes import Pass, current_pass
 
 
-class Layer(Compilable):
+class Layer:
     """A decoder layer. List it before mlx-lm's ``DecoderLayer`` or ``Qwen3NextDecoderLayer`` in the bases."""
 
     is_linear: bool
@@ -30,9 +29,9 @@ class Layer(Compilable):
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         this = current_pass()
         if cache is not None and self.is_linear:
-            if getattr(cache, "records_inputs", False) or (this.compiled and mask is None):
+            if getattr(cache, "records_inputs", False) or (this.compiler is not None and mask is None):
                 return self.recur(x, cache, this)
-        elif cache is not None and (this.compiled or this.attention_rows is not None):
+        elif cache is not None and (this.compiler is not None or this.attention_rows is not None):
             return self.attend(x, mask, cache, this)
         return super().__call__(x, mask, cache)  # type: ignore[misc]
 

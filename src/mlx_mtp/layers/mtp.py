@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from ..caches.positions import Positions, rope_at
-from .compiled import Compilable
+from .compiled import Compiler
 from .layer import after_attention, keys_and_values_of, queries_of
 from .passes import current_pass, in_pass, pass_of_head
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-class MTPModule(Compilable, nn.Module):
+class MTPModule(nn.Module):
     """The head, without the embedding and the lm_head that it shares with the backbone.
 
     Args:
@@ -128,6 +128,7 @@ def run_head(
     cache: Any,
     embeddings: mx.array | None = None,
     positions: Positions | None = None,
+    compiler: Compiler | None = None,
 ) -> mx.array:
     """One pass of a model's head, for its last position.
 
@@ -138,11 +139,12 @@ def run_head(
         embeddings (mx.array, optional): Embeddings to use instead of the tokens', [B, T, H].
         positions (Positions, optional): The positions of the hidden states in a text with images. Default: ``None``, plain
           positions.
+        compiler (Compiler, optional): Compiles the pass. Default: ``None``, not compiled.
 
     Returns:
         mx.array: The head's output for the last position, [B, 1, H].
     """
-    this = pass_of_head(model.drafting, hidden.shape[1])
+    this = pass_of_head(hidden.shape[1], model.drafting, compiler)
     if embeddings is None:
         embeddings = this.call(_embed, model.model.embed_tokens, tokens)
     with in_pass(this), rope_at(positions):

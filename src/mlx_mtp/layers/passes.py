@@ -1,18 +1,15 @@
 """The configuration of a pass for its layers: a context variable, since mlx-lm's forward pass has no argument for it."""
 
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 
 from ..caches.positions import plain_position
-from .compiled import run
+from .compiled import Compiler
 from .drafting import DraftConfig
-
-T = TypeVar("T")
 
 MOST_TOKENS = 17  # tokens of a sequence in a compiled pass: a decided token and up to sixteen copies
 
@@ -21,21 +18,23 @@ MOST_TOKENS = 17  # tokens of a sequence in a compiled pass: a decided token and
 class Pass:
     """
     Args:
-        compiled (bool): Whether layers are compiled. Default: ``False``, they run as in mlx-lm.
+        compiler (Compiler, optional): Compiles the layers. Default: ``None``, they run as in mlx-lm.
         attention_rows (int, optional): The most queries of an attention call, see ``attention.py``. Default: ``None``, all.
         pieces (int, optional): The number of attention layers after which the graph built so far is submitted to the device,
           while the host builds the rest. Default: ``None``, the whole graph at once.
     """
 
-    compiled: bool = False
+    compiler: Compiler | None = None
     attention_rows: int | None = None
     pieces: int | None = None
     n_attended: int = 0  # attention layers built so far
     starts: dict[int, mx.array | None] = field(default_factory=dict)  # results of ``start``, which all layers share
 
     def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
-        """``function(module, *inputs, **numbers)``, compiled or not, see ``compiled.run``."""
-        return (run if self.compiled else _call)(function, module, *inputs, **numbers)
+        """``function(module, *inputs, **numbers)``, compiled or not, see ``Compiler.run``."""
+        if self.compiler is None:
+            return function(module, *inputs, **numbers)
+        return self.compiler.run(function, module, *inputs, **numbers)
 
     def start(self, cache: Any) -> tuple[mx.array, ...]:
         """The position of the first token after a cache, as an array, since a number would be fixed in a trace.
@@ -58,17 +57,21 @@ class Pass:
             mx.async_eval(x)
 
 
-def pass_over(T: int, drafting: DraftConfig, n_confirmed: int, exact: bool) -> Pass:
+def pass_over(T: int, drafting: DraftConfig, n_confirmed: int, exact: bool, compiler: Compiler | None) -> Pass:
     """A pass of the backbone over T tokens of each sequence. Prompts and exact windows run as in mlx-lm."""
     if exact or (n_confirmed == 0 and T > 1):
         return Pass()
     rows = drafting.attention_rows if n_confirmed > 0 else None
-    return Pass(drafting.compiled and T <= MOST_TOKENS, rows, drafting.pieces)
+    return Pass(_compiler(T, drafting, compiler), rows, drafting.pieces)
 
 
-def pass_of_head(drafting: DraftConfig, T: int) -> Pass:
+def pass_of_head(T: int, drafting: DraftConfig, compiler: Compiler | None) -> Pass:
     """A pass of the head over T tokens of each sequence."""
-    return Pass(drafting.compiled and T <= MOST_TOKENS)
+    return Pass(_compiler(T, drafting, compiler))
+
+
+def _compiler(T: int, drafting: DraftConfig, compiler: Compiler | None) -> Compiler | None:
+    return compiler if drafting.compiled and T <= MOST_TOKENS else None
 
 
 _pass: ContextVar[Pass | None] = ContextVar("pass", default=None)
@@ -90,21 +93,3 @@ class in_pass:
 
     def __exit__(self, *_: object) -> None:
         _pass.reset(self.token)
-
-
-def _call(function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
-    return function(module, *inputs, **numbers)
-
-
-def not_compiled(model: Any, steps: Generator[T, None, None]) -> Generator[T, None, None]:
-    """The steps of a generation without compiled passes, as in mlx-lm. It may take turns with other generations."""
-    with closing(steps):
-        while True:
-            compiled, model.drafting.compiled = model.drafting.compiled, False
-            try:
-                step = next(steps)
-            except StopIteration:
-                return
-            finally:
-                model.drafting.compiled = compiled
-            yield step

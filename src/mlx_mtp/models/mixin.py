@@ -12,6 +12,7 @@ from ..caches.positions import add_mrope, rope_at
 from ..caches.prompt_cache import positions_of
 from ..caches.recurrent import ArraysCache, open_windows
 from ..distributed.ranks import Ranks
+from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
 from ..layers.exact import one_by_one
 from ..layers.mtp import MTPModule, is_raw, sanitize_head, split_head
@@ -52,14 +53,7 @@ class MTPMixin:
 
     def update_modules(self, *args: Any, **kwargs: Any) -> Any:
         self._fingerprint = None
-        self.forget_kinds()
         return super().update_modules(*args, **kwargs)  # type: ignore[misc]
-
-    def forget_kinds(self) -> None:
-        """Call after modules in layers were replaced, see ``compiled.py``."""
-        mtp = getattr(self, "mtp", None)
-        for module in [*self.layers, *([] if mtp is None else [mtp, *mtp.layers])]:
-            module.forget_kind()
 
     def make_draft_model(self) -> DraftModel:
         """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``.
@@ -158,6 +152,7 @@ def forward(
     return_hidden: bool = False,
     n_confirmed: int = 0,
     exact: bool = False,
+    compiler: Compiler | None = None,
     **kwargs: Any,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """The call of ``mlx_mtp.models.qwen3_5.Model``, with the backbone as ``model.model`` and its options as ``kwargs``.
@@ -168,7 +163,7 @@ def forward(
     if n_confirmed > 0:
         open_windows(cache, len(model.layers), n_confirmed, exact)
     with (
-        in_pass(pass_over(inputs.shape[1], drafting, n_confirmed, exact)),
+        in_pass(pass_over(inputs.shape[1], drafting, n_confirmed, exact, compiler)),
         rope_at(positions_of(cache, len(model.layers))),
     ):
         if exact:

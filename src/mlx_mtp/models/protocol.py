@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..distributed.ranks import Ranks
+from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
 from ..layers.mtp import MTPModule
 
@@ -81,6 +82,7 @@ class MTPModel(Protocol):
         return_hidden: bool = False,
         n_confirmed: int = 0,
         exact: bool = False,
+        compiler: Compiler | None = None,
     ) -> Any: ...
 
     def make_cache(self) -> list[Any]: ...

@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx_lm.models import qwen3_5 as stock
 from mlx_lm.models.base import gather_last_axis
 
+from ..layers.compiled import Compiler
 from ..layers.layer import Layer
 from ..layers.mtp import MTPModule
 from .mixin import MTPMixin, add_head, forward
@@ -83,8 +84,9 @@ class Model(MTPMixin, stock.Model):
         return_hidden: bool = False,
         n_confirmed: int = 0,
         exact: bool = False,
+        compiler: Compiler | None = None,
     ) -> mx.array | tuple[mx.array, mx.array]:
-        """mlx-lm's call, with three more options.
+        """mlx-lm's call, with more options.
 
         Args:
             inputs (mx.array): Token ids, [B, T].
@@ -95,6 +97,7 @@ class Model(MTPMixin, stock.Model):
               ``mlx_mtp.caches.recurrent.rollback`` can roll back to any token from this one on. Default: ``0``.
             exact (bool): Make the logits of each token bit-equal to those of a call on that token alone; see
               ``layers/exact.py`` for the cost. Requires a cache. Default: ``False``.
+            compiler (Compiler, optional): Compiles the pass. Default: ``None``, it runs as in mlx-lm.
 
         Returns:
             mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
@@ -106,6 +109,7 @@ class Model(MTPMixin, stock.Model):
             return_hidden=return_hidden,
             n_confirmed=n_confirmed,
             exact=exact,
+            compiler=compiler,
             drafting=self.drafting,
         )
 
@@ -115,7 +119,6 @@ class Model(MTPMixin, stock.Model):
         super().shard(group)
         if getattr(self.language_model, "mtp", None) is not None:
             shard_layers(self.mtp.layers, group)
-        self.forget_kinds()
 
     @property
     def mtp(self) -> MTPModule:

@@ -8,6 +8,7 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import qwen3_next as stock
 from mlx_lm.models.base import gather_last_axis
 
+from ..layers.compiled import Compiler
 from ..layers.layer import Layer
 from .mixin import MTPMixin, add_head, forward
 from .shard import shard_layers, shard_recurrent_layer
@@ -51,6 +52,7 @@ class Model(MTPMixin, stock.Model):
         return_hidden: bool = False,
         n_confirmed: int = 0,
         exact: bool = False,
+        compiler: Compiler | None = None,
     ) -> mx.array | tuple[mx.array, mx.array]:
         """As ``mlx_mtp.models.qwen3_5.Model``, but without input embeddings, which mlx-lm's Qwen3-Next does not support."""
         return forward(
@@ -60,6 +62,7 @@ class Model(MTPMixin, stock.Model):
             return_hidden=return_hidden,
             n_confirmed=n_confirmed,
             exact=exact,
+            compiler=compiler,
             drafting=self.drafting,
         )
 
@@ -84,4 +87,3 @@ class Model(MTPMixin, stock.Model):
         shard_layers([layer for layer in self.layers if not layer.is_linear], group)
         if getattr(self, "mtp", None) is not None:
             shard_layers(self.mtp.layers, group)
-        self.forget_kinds()

@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..layers.compiled import Compiler
 from ..layers.passes import MOST_TOKENS
 
 LENGTHS = (1, 2, 5, MOST_TOKENS)  # tokens of a pass
@@ -12,18 +13,16 @@ LENGTHS = (1, 2, 5, MOST_TOKENS)  # tokens of a pass
 
 def compiled_differences(model: Any, prompt: mx.array) -> dict[int, float]:
     """The largest difference in any logit between compiled and other passes over n tokens, after a prompt [T]."""
-    caches, was_compiled = model.make_cache(), model.drafting.compiled
+    caches, compiled = model.make_cache(), {"compiler": Compiler()}
     mx.eval(model(prompt[None], cache=caches), [c.state for c in caches])
     differences = {}
-    try:
-        for n in LENGTHS:
-            window, logits = mx.repeat(prompt[None, -1:], n, axis=1), []
-            for compiled in (True, False):
-                model.drafting.compiled = compiled
-                logits.append(model(window, cache=copy.deepcopy(caches), n_confirmed=int(n > 1)).astype(mx.float32))
-            differences[n] = float(mx.abs(logits[0] - logits[1]).max())
-    finally:
-        model.drafting.compiled = was_compiled
+    for n in LENGTHS:
+        window = mx.repeat(prompt[None, -1:], n, axis=1)
+        ours, others = (
+            model(window, cache=copy.deepcopy(caches), n_confirmed=int(n > 1), **options).astype(mx.float32)
+            for options in (compiled, {})
+        )
+        differences[n] = float(mx.abs(ours - others).max())
     return differences
 
 
