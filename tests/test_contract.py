@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 import mlx_mtp
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.layers.passes import Pass, in_pass
 from tests.support.models import PACK, deep_model, tiny_config, tiny_model
 
@@ -285,7 +286,7 @@ def test_a_recurrent_layer_matches_the_stock_layer_bit_for_bit(family, dtype, be
                 stock.__call__(layer, x[:, :before], cache=theirs)
             window = x[:, before : before + n_tokens]
             ours.open_window(n_confirmed)
-            with in_pass(Pass(compiled)):
+            with in_pass(Pass(Compiler() if compiled else None)):
                 got = layer(window, cache=ours)
             assert mx.array_equal(got, stock.__call__(layer, window, cache=theirs)), moved
             for a, b in zip(ours.cache, theirs.cache):
@@ -300,7 +301,7 @@ def test_an_attention_layer_matches_the_stock_layer(family, make_cache):
     stock = stock_of(layer)
     x = mx.random.normal((2, 16, 64), key=mx.random.key(0))
     moved = f"mlx-lm's {stock.__name__} computes otherwise: layers/layer.py must follow"
-    for this, is_exact in ((Pass(compiled=True), True), (Pass(attention_rows=4), False)):
+    for this, is_exact in ((Pass(Compiler()), True), (Pass(attention_rows=4), False)):
         ours, theirs = make_cache(), make_cache()
         for chunk in (x[:, :7], x[:, 7:]):
             with in_pass(this):
