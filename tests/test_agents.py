@@ -8,13 +8,14 @@ import pytest
 
 from mlx_mtp.server.api import messages, responses
 from mlx_mtp.server.api.template_messages import fold_roles
-from mlx_mtp.server.command_line import make_parser
+from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.encode import BoundedTokenizer
+from mlx_mtp.server.http.app import APIS
 from tests.support.scripted_server import serve_scripted
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
 ADD = render("add", {"a": 1, "b": 2})
-FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
+FLAGS = SimpleNamespace(max_tokens=5, num_draft_tokens=None, copy_drafts=None)
 ASK = [{"role": "user", "content": "a"}]
 MESSAGES_TOOLS = [{"name": name, "input_schema": {"type": "object", **schema}} for name, schema in SCHEMAS.items()]
 RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
@@ -323,17 +324,30 @@ def test_response_logprobs_are_those_of_its_text(client):
     assert client.responses.create(**asked | {"top_logprobs": 0}).output[1].content[0].logprobs[0].top_logprobs == []
 
 
-def test_response_without_a_limit_goes_on():
-    """As the API says: to the end of the context, unless the operator has set a limit."""
+def test_an_answer_without_a_limit_goes_on():
+    """To the end of the context, in each API, unless the operator has set a limit."""
     tokenizer = BoundedTokenizer(SimpleNamespace(get_vocab=lambda: {"a": 0}), context_length=1000)
-    limited = SimpleNamespace(**{**vars(FLAGS), "has_max_tokens": True})
-    for body, flags, want in (({}, FLAGS, 700), ({"max_output_tokens": 9}, FLAGS, 9), ({}, limited, 5)):
-        args = responses.read_request({"input": "a", **body}, flags)[1].args
-        tokenizer.complete(args)
-        tokenizer.check(300, args, flags.max_tokens, "input")
-        assert args.max_tokens == want
-    for words, is_limited in (([], False), (["--max-tokens", "512"], True)):
-        assert make_parser().parse_args(words).has_max_tokens == is_limited
+    free, same, limited = (
+        check(make_parser().parse_args(flags)) for flags in ([], ["--max-tokens", "-1"], ["--max-tokens", "5"])
+    )
+    ask = [{"role": "user", "content": "a"}]
+    for path, body, limit in (
+        ("/v1/responses", {"input": "a"}, "max_output_tokens"),
+        ("/v1/messages", {"messages": ask}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": ask}, "max_completion_tokens"),
+        ("/v1/completions", {"prompt": "a"}, "n_predict"),
+    ):
+        for flags, own, want in (
+            (free, {}, 700),
+            (same, {}, 700),
+            (free, {limit: 9}, 9),
+            (limited, {}, 5),
+            (limited, {limit: 9}, 9),
+        ):
+            args = APIS[path].read_request({**body, **own}, flags)[1].args
+            tokenizer.complete(args)
+            tokenizer.check(300, args, flags.max_tokens, "input")
+            assert args.max_tokens == want, (path, own)
 
 
 def test_response_says_what_was_asked(client):

@@ -30,7 +30,7 @@ PERSON = {
 COLOR, DIGIT = {"type": "string", "enum": ["red", "green"]}, {"type": "integer", "maximum": 9, "minimum": 0}
 PICK = {"type": "object", "properties": {"color": COLOR, "n": DIGIT}, "required": ["color", "n"]}
 ASK = [{"role": "user", "content": "a"}]
-FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
+FLAGS = SimpleNamespace(max_tokens=5, num_draft_tokens=None, copy_drafts=None)
 TOOLS = [*({"name": n, "parameters": schema} for n, schema in SCHEMAS.items()), {"name": "pick", "parameters": PICK}]
 AT_ONCE = {"chat_template_kwargs": {"enable_thinking": False}}
 

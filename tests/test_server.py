@@ -83,7 +83,7 @@ def alone(trained, text_of):
     def text(prompt: str, max_tokens: int, chat: bool = False) -> str:
         prompt = convert_chat([{"role": "user", "content": prompt}]) if chat else prompt  # it has no template
         tokens = tokenizer.encode(prompt)
-        return text_of(plain(tokens, model, max_tokens=max_tokens), () if chat else tokens)
+        return text_of(plain(tokens, model, max_tokens=max_tokens), tokens)  # a space at its beginning is kept
 
     return text
 
@@ -328,7 +328,7 @@ def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
     assert set(re.findall(r"--[a-z-]+", text)) - {"--help"} <= actions.keys()
     defaults = re.findall(r"\n  (--[a-z-]+)(?:(?!\n  --).)*?\(default: ([^),]+)", text, re.DOTALL)
     assert len(defaults) > 10
-    own = {"--num-draft-tokens", "--allowed-origins"}  # --mtp has its own, and not every page may ask
+    own = {"--num-draft-tokens", "--allowed-origins", "--max-tokens"}  # --mtp's, of fewer pages, the context
     assert [(f, str(actions[f].default)) for f, _ in defaults if f not in own] == [
         d for d in defaults if d[0] not in own
     ]
@@ -406,7 +406,7 @@ def test_without_mtp_equals_mlx_lm(without_mtp, alone):
 
 # The error names the flag, or says this.
 INVALID = [
-    "--max-tokens 0", "--max-tokens -1", "--kv-bits 7", "--quantized-kv-start -1", "--temp -1", "--temp nan", "--temp inf",
+    "--max-tokens 0", "--max-tokens -2", "--kv-bits 7", "--quantized-kv-start -1", "--temp -1", "--temp nan", "--temp inf",
     "--top-p 1.5", "--top-k -1", "--min-p nan", "--prefill-step-size 0", "--decode-concurrency 0", "--prompt-concurrency -1",
     "--prompt-cache-size -1", "--chat-template-args [1]", "--port 99999999", "--max-token-gap 0", "--max-token-gap nan",
     "--min-decode-share 1", "--min-decode-share -0.5", "--draft-model x --mtp",

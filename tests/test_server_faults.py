@@ -61,7 +61,7 @@ def schema(schema) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "a", **schema}}
 
 
-FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
+FLAGS = SimpleNamespace(max_tokens=5, num_draft_tokens=None, copy_drafts=None)
 NOT_OF_CLIENTS = "padding", "max_length", "return_tensors", "tokenize", "tools", "documents", "messages", "self"
 INVALID = {
     TEXT: dict(

@@ -15,7 +15,7 @@ from mlx_mtp.text.tool_calls import Text
 from tests.support.decoding import plain
 from tests.support.tool_texts import make_model
 
-FLAGS = SimpleNamespace(max_tokens=5, has_max_tokens=False, num_draft_tokens=None, copy_drafts=None)
+FLAGS = SimpleNamespace(max_tokens=5, num_draft_tokens=None, copy_drafts=None)
 ASK = [{"role": "user", "content": "a"}]
 
 

@@ -45,21 +45,17 @@ def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, fl
             raise ValueError(f"{flag_of(name)} must be {allowed}, not {value}.")
 
 
-def check_generation_flags(args: argparse.Namespace, no_limit: bool = True) -> None:
+def check_generation_flags(args: argparse.Namespace) -> None:
     """Check the flags of sampling, sizes and drafts before anything is loaded.
 
     Without ``--mtp``, an absent ``num_draft_tokens`` becomes mlx-lm's default.
-
-    Args:
-        no_limit (bool): Allow ``--max-tokens -1``, no limit. Default: ``True``.
 
     Raises:
         ValueError: A flag is out of range or cannot be combined with another.
     """
     check_limits(vars(args), LIMITS)
-    if args.max_tokens < 1 and not (no_limit and args.max_tokens == -1):
-        allowed = "1 or more, or -1 for no limit" if no_limit else "1 or more"
-        raise ValueError(f"--max-tokens must be {allowed}, not {args.max_tokens}.")
+    if args.max_tokens < 1 and args.max_tokens != -1:
+        raise ValueError(f"--max-tokens must be 1 or more, or -1 for no limit, not {args.max_tokens}.")
     for name, values in (("kv_bits", BITS), ("kv_group_size", GROUP_SIZES)):
         value = getattr(args, name, None)
         if value is not None and value not in values:

@@ -32,7 +32,7 @@ from .engine.provider import ModelProvider
 from .engine.stores import Stores
 from .http.app import make_app
 from .http.connections import Server, listen
-from .options import Options
+from .options import NO_LIMIT, Options
 from .request import ApiError
 
 LAST_WORDS = 1.0  # seconds to send errors after a rank is lost; then the watcher ends the process
@@ -105,9 +105,10 @@ def summary(options: Options, admission: Admission) -> list[str]:
     context = models.tokenizers[models.default].context_length
     limits = [
         f"context of {context or 'unknown'} tokens",
-        f"{options.max_tokens} output tokens by default",
         f"{options.decode_concurrency} requests at once",
     ]
+    if options.max_tokens != NO_LIMIT:
+        limits.insert(1, f"{options.max_tokens} output tokens by default")
     if options.max_queue is not None:
         limits.append(f"{options.max_queue} waiting")
     note = [f"{DEMO_NOTE}."] if options.model == str(DEMO) else []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..checkpoint.config import context_length_of, read_config
 from ..checkpoint.storage.hub import fetch
 from .engine.provider import DEFAULT
-from .options import Options
+from .options import NO_LIMIT, Options
 
 NO_KEY = "none"  # clients require a key
 KEY_VARIABLE = "MLX_MTP_API_KEY"  # the variable that Codex reads
@@ -50,7 +50,7 @@ class ClientSettings:
 def connection_to(options: Options, url: str) -> ServerAddress:
     """The address of a server with these options. Only the config of the model is fetched."""
     config = read_config(fetch(options.model, None, weights=()), options.model)
-    max_tokens = options.max_tokens if options.has_max_tokens else None
+    max_tokens = None if options.max_tokens == NO_LIMIT else options.max_tokens
     model = options.served_model_name or DEFAULT
     return ServerAddress(url, options.api_key, model, context_length_of(config), max_tokens)
 

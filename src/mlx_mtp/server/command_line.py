@@ -15,7 +15,7 @@ from ..checkpoint.load import DEMO
 from ..cli.arguments import given_sampling, head_of, load_options, rank_groups
 from ..cli.checks import check_alone, check_generation_flags, check_limits, check_model_flags, check_prompt_cache_dir
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, add_sampling
-from ..cli.parser import Given, byte_size, finish, flag_of
+from ..cli.parser import byte_size, finish, flag_of
 from ..files import check_folder, check_source
 from ..memory.needs import CONTEXT
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
@@ -23,7 +23,7 @@ from ..prompt_store.store import MAX_DISK_BYTES
 from .api.body import RESERVED
 from .client_settings import CLIENTS
 from .engine.provider import ModelProvider
-from .options import Options
+from .options import NO_LIMIT, Options
 
 LIMITS: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
@@ -142,11 +142,9 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-tokens",
         type=int,
-        default=512,
-        action=Given,
-        help="Default maximum number of tokens to generate (default: 512); /v1/responses has no limit without this flag.",
+        default=-1,
+        help="Maximum number of tokens of an answer whose request sets none (default: -1, the rest of the context)",
     )
-    parser.set_defaults(has_max_tokens=False)
     add("--decode-concurrency", type=int, default=32, help="Maximum number of requests to decode in parallel")
     add(
         "--prompt-concurrency",
@@ -225,7 +223,7 @@ def check(args: argparse.Namespace) -> Options:
     """
     if args.draft_model is not None:
         raise ValueError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
-    check_generation_flags(args, no_limit=False)
+    check_generation_flags(args)
     check_limits(vars(args), LIMITS)
     check_max_token_gap(args.max_token_gap, "--max-token-gap")
     check_min_decode_share(args.min_decode_share, "--min-decode-share")
@@ -247,8 +245,9 @@ def check(args: argparse.Namespace) -> Options:
     if args.pipeline and mx.distributed.init().size() == 1:
         raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
     _read_api_key(args)
-    names = {option.name for option in fields(Options)} - {"load", "sampling"}
+    names = {option.name for option in fields(Options)} - {"load", "sampling", "max_tokens"}
     own = {name: getattr(args, name) for name in names}
+    own["max_tokens"] = NO_LIMIT if args.max_tokens == -1 else args.max_tokens
     return Options(load=_load_arguments(args), sampling=given_sampling(args), **own)
 
 

@@ -8,6 +8,8 @@ from ..caches.single import KVOptions
 from ..drafts.draft_options import CopyDrafts, asks_for_copies
 from ..sampling.sampler import AcceptanceName
 
+NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the rest of the context
+
 
 @dataclass(frozen=True)
 class Options:
@@ -39,8 +41,7 @@ class Options:
     api_key: str | None
     # Generation
     sampling: Mapping[str, float]
-    max_tokens: int
-    has_max_tokens: bool
+    max_tokens: int  # of an answer whose request sets no limit
     decode_concurrency: int
     prefill_step_size: int
     max_token_gap: float

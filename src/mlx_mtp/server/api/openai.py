@@ -12,7 +12,7 @@ from mlx_lm.server import get_system_fingerprint
 
 from ...text.schema import Json
 from ..engine.delta import Delta, Likely
-from ..engine.encode import NO_LIMIT
+from ..options import NO_LIMIT
 from ..request import ApiError, Request, StructuredOutput
 from ..structured_output import from_response_format, only_one
 from . import refused

@@ -20,7 +20,6 @@ from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..engine.delta import Delta
-from ..engine.encode import NO_LIMIT
 from ..request import ApiError, Request
 from ..structured_output import from_response_format
 from ..thinking import Effort
@@ -135,9 +134,7 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request]:
         tool_choice=body.tool_choice,
         one_call=not body.parallel_tool_calls,
     )
-    # As in OpenAI's API, an answer without a limit may use the whole context, unless the server has a limit.
-    limit = None if flags.has_max_tokens else NO_LIMIT
-    body.set_arguments(request, flags, body.max_output_tokens or limit, [])
+    body.set_arguments(request, flags, body.max_output_tokens, [])
     return body, request
 
 

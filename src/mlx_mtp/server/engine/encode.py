@@ -12,7 +12,7 @@ from ...images.prompt import ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
 from ...memory.account import Account
 from ...memory.needs import size
-from ..options import Options
+from ..options import NO_LIMIT, Options
 from ..request import NO_MEMORY, ApiError, Prompt, Request
 from ..structured_output import make_output_grammar
 from .fetch_images import MAX_PIXELS, check_client, fetch_all
@@ -21,7 +21,6 @@ QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
 CHARS = 4  # per token; longer texts are counted before they are tokenized
 PIECE = 1 << 16  # characters that are counted at a time
 SLACK = 16  # tokens that a cut between two pieces may add
-NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the whole context
 
 
 def goes_on(messages: list[Any]) -> bool:
