@@ -10,7 +10,6 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
@@ -22,8 +21,8 @@ from mlx_mtp.decoding.decoder import Decoder
 from mlx_mtp.layers.draft_lm_head import DraftLMHead
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.server.engine.metrics import Metrics
-from tests.support.batches import Faulty, run
-from tests.support.decoding import assert_goes_on, mtp, plain
+from tests.support.batches import run
+from tests.support.decoding import mtp, plain
 from tests.support.distribution import LEVEL, PROMPT, VOCAB, Case, Counter, p_value
 from tests.support.models import model_of, tiny_model
 from tests.support.profiles import LONG
@@ -240,27 +239,6 @@ def test_sampler_that_raises_leaves_the_random_state_to_the_others(k, return_pro
     assert all("top_k" in str(text.last.error) for text in texts[1:3])
     assert texts[4].tokens == plain([4, 2], model_of("qwen3_5"), max_tokens=12)
     mx.eval(mx.random.uniform())
-
-
-def test_row_that_is_not_drafted_for_is_not_copied():
-    """One of plain decoding, and one that has ended and waits for its prompt cache."""
-    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=3)
-    options = dict(logits_processors=[[Faulty("copy", 0, ("copy",))], []], num_draft_tokens=[0, 3])
-    generator.insert([[3, 1, 4], [1, 5]], max_tokens=[12, 12], **options)
-    assert [text.finish_reason for text in run(generator).values()] == ["length", "length"]
-
-
-def test_a_stop_among_drafts_that_were_accepted_in_order():
-    """As with a grammar: the processor has seen the drafts behind the token that stops, and the cache has none of them."""
-    model, processors = model_of("qwen3_5"), [Faulty("none", 0, ("rollback",))]
-    want = plain([3, 1, 4], model, max_tokens=20, logits_processors=processors)
-    for n in range(2, 9):
-        options = dict(logits_processors=[processors], stop_sequences=[StopSequences([want[n - 2 : n]])])
-        generator, (uid,) = scripted(model, [[3, 1, 4]], [20], lambda uid, i: True, 4, **options)
-        generator.model.texts[uid] = [3, 1, 4, *want]
-        text = run(generator)[uid]
-        assert (text.finish_reason, text.tokens) == ("stop", want[:n])
-        assert_goes_on(model, text.last.prompt_cache, [3, 1, 4, *text.tokens])
 
 
 def test_quantized_prompt_cache_is_refused():

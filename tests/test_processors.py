@@ -4,16 +4,16 @@ import functools
 
 import mlx.core as mx
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import categorical_sampling, make_logits_processors
+from mlx_lm.sample_utils import make_sampler as stock_sampler
 
-from mlx_mtp import mtp_generate_step
+from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
+from mlx_mtp.generate.stored import seeing
 from mlx_mtp.sampling.processors import keeps_state
+from mlx_mtp.server.thinking import make_budget
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import model_of
-from tests.support.profiles import examples
 from tests.support.scripted import script_copies
 from tests.support.ways import alone_and_beside_others, company_of, every_way, generate
 
@@ -23,8 +23,8 @@ PROMPT = [3, 1, 4, 1, 5]
 class Alternating:
     """Even tokens at even calls, odd ones at odd: what it allows depends on how often it was called."""
 
-    def __init__(self, calls=()):
-        self.calls = list(calls)
+    def __init__(self):
+        self.calls = []
 
     def __call__(self, tokens, logits):
         self.calls.append(tokens.tolist())
@@ -32,62 +32,32 @@ class Alternating:
         return mx.where(allowed, logits, -mx.inf)
 
 
-class Copied(Alternating):
-    def copy(self):
-        return Copied(self.calls)
-
-
-class RolledBack(Alternating):
-    def rollback(self, n):
-        del self.calls[-n:]
-
-
 def run(processors, way="alone", model=None, **options):
     return generate(way, PROMPT, model or model_of("qwen3_5"), logits_processors=processors, **options)
 
 
 @every_way
-@examples(5)
-@given(
-    kind=st.sampled_from([Alternating, Copied, RolledBack]),
-    depth=st.integers(0, 6),
-    max_tokens=st.integers(1, 30),
-    penalty=st.sampled_from([None, 1.4]),
-    copies=st.booleans(),
-)
-@example(kind=RolledBack, depth=4, max_tokens=20, penalty=None, copies=False)
-def test_stateful_processor_is_called_once_a_token_in_order(way, kind, depth, max_tokens, penalty, copies):
-    processor, others = kind(), make_logits_processors(repetition_penalty=penalty)
-    stock = dict(logits_processors=[Alternating(), *others], max_tokens=max_tokens)
+@pytest.mark.parametrize("depth", [0, 3, "auto"])
+@pytest.mark.parametrize("penalty", [None, 1.4])
+def test_stateful_processor_is_called_once_a_token_in_order(way, depth, penalty, monkeypatch):
+    """Its text has no drafts, those beside it have theirs."""
+    processor, others = Alternating(), make_logits_processors(repetition_penalty=penalty)
+    stock = dict(logits_processors=[Alternating(), *others], max_tokens=20)
     truth = PROMPT + plain(PROMPT, model_of("qwen3_5"), **stock)
-    options = dict(num_draft_tokens=depth, max_tokens=max_tokens, text=truth, right=lambda i: i % 4 > 0)
-    with pytest.MonkeyPatch.context() as patch:
-        if copies:
-            script_copies(patch, [truth + [0] * 20, *company_of(model_of("qwen3_5"))], lambda i: i % 4 > 0)
-            options["copy_drafts"] = 5
-        assert run([processor, *others], way, **options).last.all_tokens == truth
-    # Plain decoding and its like are one call ahead.
-    assert processor.calls[:max_tokens] == [truth[: len(PROMPT) + n] for n in range(max_tokens)]
-    assert len(processor.calls) <= max_tokens + 1
+    script_copies(monkeypatch, [truth + [0] * 20, *company_of(model_of("qwen3_5"))], lambda i: True)
+    options = dict(num_draft_tokens=depth, copy_drafts=5, max_tokens=20, text=truth, right=lambda i: i % 4 > 0)
+    last = run([processor, *others], way, **options).last
+    assert (last.all_tokens, last.counts.n_drafted) == (truth, 0)
+    assert processor.calls == [truth[: len(PROMPT) + n] for n in range(20)]
 
 
 def test_stateful_processor_sees_only_yielded_tokens():
     for n in range(1, 12):
-        processor = Copied()
-        options = dict(logits_processors=[processor], num_draft_tokens=3)
-        steps = mtp_generate_step(mx.array(PROMPT), model_of("qwen3_5"), **options)
+        processor = Alternating()
+        steps = mtp_generate_step(mx.array(PROMPT), model_of("qwen3_5"), logits_processors=[processor])
         tokens = [next(steps)[0] for _ in range(n)]
         steps.close()
         assert processor.calls == [PROMPT + tokens[:i] for i in range(n)]
-
-
-def test_stateful_processor_with_rollback_is_asked_about_drafts(trained):
-    """A draft of the wrong parity is never accepted."""
-    accepted = [
-        sum(run([kind()], model=trained[0], max_tokens=24, num_draft_tokens=2).last.counts.accepted)
-        for kind in (Copied, RolledBack, Alternating)
-    ]
-    assert accepted[0] == accepted[1] > accepted[2]
 
 
 def test_drafts_pass_the_same_processors():
@@ -112,17 +82,37 @@ def test_stateful_sampler_is_called_once_a_token(way):
     assert ours.calls <= 26
 
 
-def test_keeps_state():
+def test_keeps_state(demo):
     def function(tokens, logits):
         return logits
 
-    assert not keeps_state(function)
-    assert not keeps_state(functools.partial(function))
-    assert not keeps_state(make_sampler(temp=0.7))
-    assert not any(keeps_state(p) for p in make_logits_processors({1: 1.0}, 1.1, 20, 0.1, 20, 0.1))
-    assert keeps_state(Alternating())
-    assert keeps_state(Alternating().__call__)
-    assert keeps_state(functools.partial(Alternating()))
+    def counting(tokens, logits):
+        return logits
+
+    counting.keeps_state = True
+    tokenizer = demo[1]
+    every = dict(top_p=0.9, min_p=0.1, top_k=5, xtc_probability=0.5)
+    samplers = [
+        make(**dict(temp=t) | more)
+        for make in (stock_sampler, make_sampler)
+        for t in (0.0, 0.7)
+        for more in ({}, every)
+    ]
+    samplers += [make_sampler(0.7, acceptance=name) for name in ("rejection", "coupled", "match")]
+    for f in (
+        *(function, functools.partial(function), functools.lru_cache(function), mx.compile(function)),
+        *(mx.argmax, functools.partial(mx.argmax, axis=-1), categorical_sampling),
+        *(*samplers, make_sampler(0.7, seed=1).at(0)),
+        *make_logits_processors({1: 1.0}, 1.1, 20, 0.1, 20, 0.1, 20),
+        make_grammar(tokenizer, regex="a+"),
+        make_budget(tokenizer, 3, True, 5),
+        *(seeing(mx.array(PROMPT), p) for p in (function, make_grammar(tokenizer, regex="a+"))),
+    ):
+        assert not keeps_state(f), f
+    alternating = Alternating()
+    for f in (alternating, alternating.__call__, functools.partial(alternating), counting):
+        assert keeps_state(f), f
+        assert keeps_state(seeing(mx.array(PROMPT), f)), f
 
 
 # Those that raise end their own text, and no other
@@ -147,15 +137,19 @@ def truth_of_plain():
     return PROMPT + plain(PROMPT, model_of("qwen3_5"), max_tokens=N + 10)
 
 
-@alone_and_beside_others
-@pytest.mark.parametrize(("k", "at"), [(0, 5), (1, 2), (2, 1), (3, 9)])
-def test_function_that_raises(way, k, at):
-    def failing(tokens, logits):
-        if len(tokens) >= len(PROMPT) + at:
-            raise Fault
-        return logits
+def failing(tokens, logits):
+    if len(tokens) >= len(PROMPT) + 5:
+        raise Fault
+    return logits
 
-    assert len(assert_fails_as(way, truth_of_plain(), k, logits_processors=[failing]).tokens) <= at
+
+@alone_and_beside_others
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("k", [0, 2, 4, 8])
+def test_what_a_function_allows_before_it_raises_is_yielded(way, k, right):
+    """As in plain decoding, whether drafts reach the position where it raises or not."""
+    options = dict(logits_processors=[failing], right=lambda i: right or i % 3 == 0)
+    assert len(assert_fails_as(way, truth_of_plain(), k, **options).tokens) == 5
 
 
 @alone_and_beside_others

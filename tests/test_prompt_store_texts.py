@@ -10,7 +10,6 @@ import mlx_mtp
 from mlx_mtp import PromptStore, batch_generate, make_prompt_cache, make_sampler, mtp_generate_step, stream_generate
 from mlx_mtp.caches.single import KVOptions
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.generate.stored import seeing
 from mlx_mtp.prompt_store import arrays, cuts
 from mlx_mtp.prompt_store.cuts import OPENING, choose_cuts
 from tests.support.decoding import plain, text_of
@@ -131,15 +130,12 @@ def test_what_is_stopped_is_kept(trained, monkeypatch):
 class Counting:
     """A processor that keeps state, and has seen each token once, in order."""
 
-    def __init__(self, seen=()):
-        self.seen = list(seen)
+    def __init__(self):
+        self.seen = []
 
     def __call__(self, tokens, logits):
         self.seen.append(tokens.tolist())
         return logits
-
-    def copy(self):
-        return Counting(self.seen)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -156,9 +152,6 @@ def test_processors_see_the_whole_prompt(sampled, trained):
     counting = Counting()
     tokens = answer(model, tokenizer, prompt, store, max_tokens=4, logits_processors=[counting])
     assert counting.seen == [prompt + tokens[:i] for i in range(4)]
-    rolled_back = seeing(mx.array([1]), type("Rolling", (Counting,), {"rollback": lambda self, n: n})())
-    assert rolled_back.rollback(3) == 3
-    assert not hasattr(seeing(mx.array([1]), type("Plain", (), {"__call__": lambda *_: 0})()), "copy")
 
 
 def test_what_does_not_go_with_a_store(trained):

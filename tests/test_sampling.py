@@ -140,15 +140,19 @@ def test_a_rejected_copy_is_replaced_by_another_token():
     acceptance, n = RejectionSampling(mlx_mtp.make_sampler(temp=1.0)), 4000
     mx.random.seed(4)
     copies = mx.arange(n) % len(TARGET)
-    tokens, accepted, _ = acceptance.accept([log(TARGET)[None]] * n, copies, [None] * n, 0)
-    assert mx.array_equal(tokens == copies, accepted)
+    tokens, accepted = acceptance.accept([log(TARGET)[None]] * (n + 1), copies, [None] * n, 0)
+    assert mx.array_equal(tokens[:-1] == copies, accepted)
     assert_drawn_from(TARGET, tokens)
 
 
 # Through the loop
 
-# Copies, and the head behind a rejected one. Coupled drafts and token match are those of a single run, see test_seeds.py.
-BRIEF = [Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5)]
+# Copies, and the head behind a rejected one; and a caller's own sampler. Coupled drafts are those of a single run, see
+# test_seeds.py.
+BRIEF = [
+    Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5),
+    Case(2, "right", acceptance="match", copies=3, temp=1.0, top_p=0.9),
+]
 
 
 @pytest.mark.parametrize("case", CASES if LONG else BRIEF, ids=lambda case: case.name)

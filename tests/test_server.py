@@ -17,10 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import mlx.core as mx
 import openai
 import pytest
-from mlx_lm import sample_utils
 from mlx_lm import server as stock
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import convert_chat
@@ -186,18 +184,6 @@ def test_seed_gives_one_text(server, without_mtp, trained, text_of):
         other.close()
         assert [answer.result() for answer in again] == [want, want]
         beside.result()
-
-
-@pytest.mark.slow
-def test_match_draws_the_tokens_of_mlx_lm(tmp_path, trained, text_of):
-    model, tokenizer = trained
-    mx.random.seed(7)
-    want = text_of(plain(tokenizer.encode(PROMPT), model, max_tokens=24, sampler=sample_utils.make_sampler(1.0)))
-    flags = "--model", TRAINED, "--mtp", "--acceptance", "match"
-    with serve_here(tmp_path / "log", *flags) as s, ThreadPoolExecutor(3) as pool:
-        seeded = [pool.submit(text_from, s, temperature=1.0, seed=7) for _ in range(2)]
-        pool.submit(text_from, s, prompt=PROMPTS[0], temperature=1.0).result()
-        assert [answer.result() for answer in seeded] == [want, want]
 
 
 def begin(server: Server, **body) -> socket.socket:

@@ -142,20 +142,6 @@ def test_who_waits_for_memory_or_for_another_model():
     assert [admission.fits(other, [request_of()] * n) for n in range(2)] == [True, False]
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "match"])
-def test_who_seeds_the_random_state_of_all_is_alone(acceptance):
-    admission = admission_with(tiny_model("qwen3_5"), "--acceptance", acceptance)
-    seeded, other = request_of(seed=1, temperature=1.0), request_of()
-    assert admission.fits(seeded, [])
-    assert not admission.fits(seeded, [other])
-    assert not admission.fits(other, [seeded])
-    assert admission.fits(request_of(seed=1), [other])  # the most likely tokens
-    assert admission.fits(other, [other])
-    loads = request_of(seed=1, temperature=None)  # not known before the model is loaded
-    loads.encoded = None
-    assert admission.fits(loads, [other])
-
-
 # Clients that wait
 
 

@@ -30,7 +30,7 @@ from mlx_mtp import BatchGenerator, DraftCounts, make_prompt_cache, make_sampler
 from mlx_mtp.decoding import clock
 from mlx_mtp.decoding.head_cache import HeadCache
 from mlx_mtp.layers.draft_lm_head import DraftLMHead
-from tests.support.batches import Fault, Faulty, Text
+from tests.support.batches import Fault, Faulty, Text, faulty
 from tests.support.decoding import assert_goes_on, mtp, plain
 from tests.support.models import FAMILIES, TRAINED, model_of
 from tests.support.profiles import LONG, examples
@@ -42,7 +42,6 @@ PENALTIES = [
     dict(repetition_penalty=1.3),
     dict(logit_bias={3: 2.0}, presence_penalty=0.4, frequency_penalty=0.2),
 ]
-HOOKS = [("call", ()), ("call", ("copy",)), ("copy", ("copy",)), ("rollback", ("rollback",))]
 # Calls of ``insert`` that are refused.
 REFUSED: list[dict[str, Any]] = [
     *({"num_draft_tokens": [n]} for n in (-1, 9, 99, 1.5, "off", "4")),
@@ -58,7 +57,7 @@ class Ask:
 
     Args:
         right (List[bool]): Whether the head's draft of token i is right, over and over.
-        fault (Tuple, optional): The arguments of ``Faulty``, a processor of which one hook raises.
+        fault (Tuple, optional): ``faulty`` or ``Faulty``, and the number of the token for which the processor raises.
         arrives (int): The step before which it joins; in a batch.
         leaves (int, optional): The number of tokens after which it is removed or closed. Default: ``None``, it goes on.
         seen (int, optional): The number of tokens after which its prompt cache is looked at, while it goes on; in a batch.
@@ -73,7 +72,7 @@ class Ask:
     copy_drafts: int | str | None = None
     seed: int | None = None
     penalties: dict[str, Any] | None = None
-    fault: tuple[str, int, tuple[str, ...]] | None = None
+    fault: tuple[Any, float] | None = None
     arrives: int = 0
     leaves: int | None = None
     seen: int | None = None
@@ -92,7 +91,7 @@ class Ask:
     def options(self, fails):
         """Its sampler and processors: those of mlx-lm, and the one that ``fails``, or allows the same tokens."""
         sampler = None if self.seed is None else make_sampler(temp=1.0, top_p=0.9, seed=self.seed)
-        own = [] if self.fault is None else [Faulty(*self.fault) if fails else Faulty("none", 0)]
+        own = [] if self.fault is None else [self.fault[0](self.fault[1] if fails else math.inf)]
         return sampler, [*make_logits_processors(**(self.penalties or {})), *own]
 
     def single_run(self, model, **options):
@@ -155,7 +154,7 @@ ASKS = st.builds(
     copy_drafts=st.sampled_from([None, "auto", "off", 1, 2, 8, 16]),
     seed=st.none() | st.integers(0, 2**64 - 1),
     penalties=st.sampled_from(PENALTIES),
-    fault=st.none() | st.builds(lambda hook, n: (hook[0], n, hook[1]), st.sampled_from(HOOKS), st.integers(0, 12)),
+    fault=st.none() | st.tuples(st.sampled_from([faulty, faulty, Faulty]), st.integers(0, 12)),
     arrives=st.integers(0, 20),
     leaves=st.none() | st.none() | st.integers(1, 20),
     seen=st.none() | st.integers(1, 20),
@@ -178,8 +177,7 @@ SCENARIOS = st.builds(
     copies=st.none() | st.lists(st.sampled_from([True, True, False, None]), min_size=1, max_size=12),
 )
 # Texts that end within a window of right drafts, of which the last ones are not handed over, or fail there.
-ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=8), dict(fault=("call", 3, ()), arrives=20)]
-ENDS += [dict(fault=("none", 0, ()), leaves=4)]  # between drafts that are accepted in order
+ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=8), dict(fault=(faulty, 3), arrives=20)]
 WITHIN_A_WINDOW = SimpleNamespace(
     family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, refused={}, close=close,
     alone={}, draft_rows=None, copies=None,
@@ -233,10 +231,9 @@ def run_alone(scenario, model, truths):
             fault = e
         n = len(tokens)
         assert tokens == want[:n]
-        assert fault is None or (ask.fault and str(fault) == ask.fault[0])
-        if fault is not None and ask.fault[::2] == ("call", ()):
-            assert n == ask.fault[1], "a token before the fault was not yielded"
-        assert fault or n == min(ask.max_tokens, ask.leaves or ask.max_tokens)
+        most = min(ask.max_tokens, ask.leaves or ask.max_tokens)
+        assert n == (most if ask.fault is None else min(most, ask.fault[1])), "a token before the fault was not yielded"
+        assert (fault is None) == (n == most)
         ask.check_counts(counts)
         if n > 0 and "kv_bits" not in kv:
             assert_goes_on(model, prompt_cache, ask.prompt + tokens)
@@ -315,7 +312,7 @@ def check_text(model, ask, want, text, removed):
         assert last.all_tokens == tokens
         if text.finish_reason == "error":
             assert isinstance(last.error, Fault), last.error
-            assert str(last.error) == ask.fault[0], "the error of another sequence"
+            assert (ask.fault or "the error of another sequence")[1] == n
         else:
             stop = ask.stop(want)
             n_want = next((i for i in range(2, n + 1) if want[i - 2 : i] == stop), ask.max_tokens)

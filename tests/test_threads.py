@@ -17,15 +17,7 @@ from tests.support.scripted import script_copies
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
 
-class Same:
-    """A processor that may keep state, so that tokens are accepted one by one."""
-
-    def __call__(self, tokens, logits):
-        return logits
-
-
 OPTIONS = {
-    "in order": lambda: dict(logits_processors=[Same()]),
     "rejection": lambda: dict(sampler=make_sampler(temp=1.0, top_p=0.9)),
     "exact": lambda: dict(exact=True),
     "quantized": lambda: dict(kv_bits=8, kv_group_size=32, quantized_kv_start=len(PROMPT) + 3),

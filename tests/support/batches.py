@@ -40,49 +40,36 @@ class Fault(Exception):
 
 
 def failing_sampler(n: int):
-    """Greedy; raises at its n-th call."""
+    """Greedy; raises from its n-th call on."""
     calls = []
 
     def sampler(logprobs):
         calls.append(logprobs)
-        if len(calls) == n:
+        if len(calls) >= n:
             raise Fault
         return mx.argmax(logprobs, axis=-1)
 
     return sampler
 
 
-class Faulty:
-    """Allows even tokens after an even number of tokens and odd ones after an odd; raises at the n-th use of a hook.
+def faulty(n: float):
+    """Allows even tokens after an even number of tokens and odd ones after an odd; raises for the n-th generated token."""
+    lengths = []
 
-    Args:
-        hook (str): ``call``, ``copy`` or ``rollback``.
-        n (int): Its uses before the one that raises.
-        has (Collection[str]): The hooks beside ``call`` that it has.
-        left (List[int]): Shared with the copies.
-    """
-
-    def __init__(self, hook: str, n: int, has=()):
-        self.hook, self.left, self.has = hook, [n], has
-
-    def _use(self, hook):
-        if hook == self.hook:
-            self.left[0] -= 1
-            if self.left[0] < 0:
-                raise Fault(hook) if self.left[0] == -1 else AssertionError(f"{hook} is used again after it has raised")
-
-    def __getattr__(self, name):
-        if name in ("copy", "rollback") and name in self.__dict__.get("has", ()):
-            return getattr(self, f"_{name}")
-        raise AttributeError(name)
-
-    def __call__(self, tokens, logits):
-        self._use("call")
+    def processor(tokens, logits):
+        lengths.append(len(tokens))
+        if len(tokens) >= lengths[0] + n:
+            raise Fault
         return mx.where(mx.arange(logits.shape[-1]) % 2 == len(tokens) % 2, logits, -mx.inf)
 
-    def _copy(self):
-        self._use("copy")
-        return self
+    return processor
 
-    def _rollback(self, n):
-        self._use("rollback")
+
+class Faulty:
+    """``faulty`` as an object, which may keep state."""
+
+    def __init__(self, n: float):
+        self.process = faulty(n)
+
+    def __call__(self, tokens, logits):
+        return self.process(tokens, logits)

@@ -1,5 +1,6 @@
 """One text, generated alone, a token at a time, or in a batch, by itself or between two others."""
 
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_mtp import DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
 from mlx_mtp.batch.generator import BatchGenerator, Response
 
-from .batches import Faulty, Text, run
+from .batches import Text, faulty, run
 from .decoding import assert_cache_of, plain
 from .scripted import Scripted
 
@@ -18,8 +19,8 @@ WAYS = ["alone", "batch of one", "batch of three"]
 every_way = pytest.mark.parametrize("way", WAYS)
 alone_and_beside_others = pytest.mark.parametrize("way", ["alone", "batch of three"])
 
-# Those beside the text: one ends soon, the other has a seed, a penalty and a processor that counts as one with a state.
-PROCESSORS = [*make_logits_processors(repetition_penalty=1.3), Faulty("none", 0, ("rollback",))]
+# Those beside the text: one ends soon, the other has a seed, a penalty and a processor.
+PROCESSORS = [*make_logits_processors(repetition_penalty=1.3), faulty(math.inf)]
 COMPANY: list[dict[str, Any]] = [
     dict(prompt=[9, 2, 6, 5], max_tokens=5, num_draft_tokens=1),
     dict(prompt=[8], max_tokens=24, sampler=make_sampler(1.0, seed=5), logits_processors=PROCESSORS),

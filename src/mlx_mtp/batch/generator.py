@@ -6,7 +6,7 @@ from collections import abc
 from collections.abc import Generator
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,10 +19,9 @@ from ..caches.positions import ImageSpan
 from ..caches.single import KVOptions
 from ..decoding.counts import DraftCounts
 from ..decoding.decoder import Decoder
-from ..decoding.loop import make_step
+from ..decoding.loop import accept, draft, verify
 from ..decoding.planner import Planner
 from ..decoding.sequence import PendingEmbeddings, Sequence
-from ..decoding.window import Step, Token
 from ..drafts.draft_options import CopyDrafts, NumDraftTokens, check_model, resolve
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..pacing.timing import timing_of
@@ -31,8 +30,6 @@ from .prompts import Prompts
 from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, tokens_of
 
 __all__ = ["BatchGenerator", "PromptResponse", "Response"]
-
-T = TypeVar("T")
 
 
 class BatchGenerator:
@@ -291,17 +288,21 @@ class BatchGenerator:
         running, failures = [s for s in decoder.sequences if s.end is None], list[Response]()
         cache_of: CacheOf = partial(cache_at_end, decoder) if self.return_prompt_caches else lambda _: None
 
-        def update_sequences(step: Step | None) -> None:
-            failures.extend(failures_of(running, cache_of))
-            _drain(decoder.hand_over_accepted(step))
-            decoder.filter([s for s in running if _goes_on(s, self.return_prompt_caches)])
-            if ready:
-                self.prompts.take(ready)
-                decoder.join(ready)
-
-        step = _drain(make_step(decoder, self.planner, update_sequences))
+        step = None
+        if decoder.window is not None:
+            step = accept(decoder, self.planner)
+            decoder.keep_accepted(step)
+            failures = failures_of(running, cache_of)
+        decoder.filter([s for s in running if _goes_on(s, self.return_prompt_caches)])
+        if ready:
+            self.prompts.take(ready)
+            decoder.join(ready)
+        if len(decoder) > 0:
+            draft(decoder, self.planner)
+            verify(decoder, self.planner, step)
+            decoder.keep_last()
         responses = [] if step is None else tokens_of(step, cache_of)
-        responses += failures + failures_of(decoder.sequences, cache_of)
+        responses += failures
         if all(s.end is not None for s in decoder.sequences):
             decoder.clear()
             self.planner.clear()
@@ -319,13 +320,3 @@ def _goes_on(s: Sequence, return_prompt_caches: bool) -> bool:
     if s.end is not None or return_prompt_caches:
         return return_prompt_caches and s.finish_reason != "error"
     return s.max_tokens > s.n_unobserved
-
-
-def _drain(moves: Generator[Token, None, T]) -> T:
-    """Run a generator of moves to its end and return its value. Its tokens are ignored: a batch returns them with the step."""
-    while True:
-        try:
-            next(moves)
-        except StopIteration as end:
-            result: T = end.value
-            return result

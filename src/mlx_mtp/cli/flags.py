@@ -39,8 +39,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--acceptance": {
         "choices": get_args(AcceptanceName),
         "help": "How sampled drafts are accepted; all three sample from the model's distribution. rejection accepts the most "
-        "drafts; coupled gives one text for a prompt and a seed, with any number of drafts and without --mtp; match gives "
-        "mlx-lm's text for the seed. Defaults to coupled with a seed and to rejection without one.",
+        "drafts; coupled gives one text for a prompt and a seed, with any number of drafts and without --mtp; match samples "
+        "as mlx-lm. Defaults to coupled with a seed and to rejection without one.",
     },
     "--draft-vocab": {
         "metavar": "N|FILE",

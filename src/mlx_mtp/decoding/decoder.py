@@ -15,7 +15,6 @@ This module does not depend on samplers, layers or the head's architecture, nor 
 """
 
 import weakref
-from collections.abc import Generator
 from typing import Any
 
 import mlx.core as mx
@@ -27,13 +26,13 @@ from ..layers.compiled import Compiler
 from ..models.protocol import MTPModel, PassCaches
 from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.step_times import Plan
-from ..sampling.acceptance import n_leading, rewind
-from .choice import choose_at_once, choose_in_order
+from ..sampling.acceptance import n_leading
+from .choice import choose
 from .drafter import HeadDrafter
 from .exchange import Exchange
 from .head_cache import HeadCache, NoHead
 from .sequence import Sequence
-from .window import Drafts, Records, Step, Token, Window
+from .window import Drafts, Records, Step, Window
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 
@@ -109,11 +108,14 @@ class Decoder:
 
     # Verify
 
-    def verify(self, embeddings: mx.array | None = None) -> None:
+    def verify(self, embeddings: mx.array | None = None) -> Window:
         """Start a pass over the decided tokens and their drafts. Call ``roll_back`` first.
 
         Args:
             embeddings (mx.array, optional): The embedding to use in place of the decided token's, [1, 1, H].
+
+        Returns:
+            Window: The pass in flight.
         """
         drafts, tokens = self.drafts, self.decided
         assert drafts is not None
@@ -134,53 +136,43 @@ class Decoder:
         self.step, self.window = None, Window(drafts, tokens, logits, hidden, [0] * len(self))
         # Evaluate the states as well: another thread that closes the generator cannot evaluate arrays of this thread's stream.
         mx.async_eval(logits, hidden, self.cache.states, sent)
+        return self.window
 
     # Accept
 
-    def accept(self) -> Generator[Token, None, Step]:
-        """Accept or reject the drafts of each sequence: all at once, or one after the other where a processor keeps state.
-
-        A step without drafts does not wait for the device.
-
-        Yields:
-            Tuple[int, mx.array, bool]: The accepted drafts of a single sequence that accepts in order; otherwise nothing.
+    def accept(self) -> Step:
+        """Accept or reject the drafts of each sequence. A step without drafts does not wait for the device.
 
         Returns:
             Step: The tokens that the sequences have decided on.
         """
         window = self.window
         assert window is not None
-        drafts = window.drafts
-        if len(drafts) > 0 and len(self) == 1 and self.sequences[0].in_order:
-            step = yield from choose_in_order(window, self.stream)
+        drafts, step = window.drafts, choose(window)
+        self.unobserved = step
+        if len(drafts) > 0:
+            mx.eval(step.choices, step.accepted)
+            leading: Any = step.accepted.tolist()
+            step.n_accepted = [
+                0 if has_ended else n_leading(flags[: plan.k])
+                for flags, plan, has_ended in zip(leading, drafts.plans, step.has_ended)
+            ]
+            drafts.records = []  # free them: a record may have an array as large as the vocabulary
+            self.wait()
         else:
-            with mx.stream(self.stream):
-                step = choose_at_once(window)
-        with mx.stream(self.stream):
-            self.unobserved = step
-            if len(drafts) > 0:
-                mx.eval(step.choices, step.accepted, step.random_states)
-                leading: Any = step.accepted.tolist()
-                step.n_accepted = [n_leading(flags[: plan.k]) for flags, plan in zip(leading, drafts.plans)]
-                if len(self) > 1:  # a sequence that has failed has accepted nothing
-                    step.n_accepted = [0 if ended else n for ended, n in zip(step.has_ended, step.n_accepted)]
-                rewind(step.random_states, step.n_accepted[0])
-                drafts.records = []  # free them: a record may have an array as large as the vocabulary
+            # Before the next pass is queued: otherwise the host would wait for both passes to read the choices.
+            mx.async_eval(step.choices)
+            if any(s.needs_tokens for s in self.sequences):
                 self.wait()
-            else:
-                # Before the next pass is queued: otherwise the host would wait for both passes to read the choices.
-                mx.async_eval(step.choices)
-                if any(s.needs_tokens for s in self.sequences):
-                    self.wait()
-            self.decided = step.last_tokens()
-            counts = [step.n_decided(b) for b in range(len(self))]
-            for b, s in enumerate(self.sequences):
-                s.decide(step.choices, b, counts[b])
-            self.n_since_clear += max(counts)
-            self.step = step
-            # A sequence that has failed has no decided token to pair with its hidden states.
-            pairs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, counts)]
-            self.head.extend(window.hidden, step.choices, pairs)
+        self.decided = step.last_tokens()
+        counts = [step.n_decided(b) for b in range(len(self))]
+        for b, s in enumerate(self.sequences):
+            s.decide(step.choices, b, counts[b])
+        self.n_since_clear += max(counts)
+        self.step = step
+        # A sequence that has failed has no decided token to pair with its hidden states.
+        pairs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, counts)]
+        self.head.extend(window.hidden, step.choices, pairs)
         return step
 
     def wait(self) -> None:
@@ -195,46 +187,24 @@ class Decoder:
         tokens = []
         for b, (s, plan) in enumerate(zip(step.sequences, step.drafts.plans)):
             n = step.n_accepted[b]
-            n_chosen = n if step.has_ended[b] else n + 1  # a sequence may fail after drafts that it accepted in order
-            tokens.append(s.take(choices[b][:n_chosen], plan, n) if n_chosen > 0 else [])
+            tokens.append([] if step.has_ended[b] else s.take(choices[b][: n + 1], plan, n))
         every = tokens[0] if len(tokens) == 1 else [token for of_one in tokens for token in of_one]
         if self.exchange is not None:
             self.exchange.receive(every)
         self.drafter.observe(every)
         step.tokens, self.unobserved = tokens, None
 
-    # Hand over
+    # Hand over. The loop of one sequence does so token by token.
 
-    def hand_over_accepted(self, step: Step | None) -> Generator[Token, None, None]:
-        """Mark the accepted drafts as final. Yield those of a single sequence, except drafts handed over before."""
-        window = self.window
-        if step is None or window is not step.window:
-            return
-        # Behind a token that stops a sequence, drafts may have been accepted one after the other (``choose_in_order``).
-        if len(self) > 1 or self.sequences[0].end == "stop":
-            window.kept = [step.n_decided(b) for b in range(len(self))]
-            return
-        for i in range(window.kept[0] - 1, step.n_decided(0) - 1):
-            assert step.tokens is not None
-            with mx.stream(self.stream):
-                token, logprobs = step.tokens[0][i], step.logprobs_of(0, i)
-            window.kept = [2 + i]
-            yield token, logprobs, True
+    def keep_accepted(self, step: Step) -> None:
+        """Mark all accepted drafts of a step as final."""
+        assert self.window is not None
+        self.window.kept = [step.n_decided(b) for b in range(len(self))]
 
-    def hand_over_last(self, step: Step | None) -> Generator[Token, None, None]:
-        """Mark the last token of the step, which is the first of the window in flight, as final. Yield it for one sequence."""
-        window = self.window
-        assert window is not None
-        if step is None or len(self) > 1 or step.sequences != self.sequences:
-            window.kept, self.cache.before_pass = [1] * len(self), None
-            return
-        assert step.tokens is not None
-        token = step.tokens[0][-1]
-        with mx.stream(self.stream):
-            logprobs = step.logprobs_of(0, len(step.tokens[0]) - 1)
-        # From here on the token counts as handed over. There is no call before the yield at which an interrupt could come.
-        window.kept, self.cache.before_pass = [1], None
-        yield token, logprobs, False
+    def keep_last(self) -> None:
+        """Mark the last token of the step, which is the first of the window in flight, as final."""
+        assert self.window is not None
+        self.window.kept, self.cache.before_pass = [1] * len(self), None
 
     # Roll back
 

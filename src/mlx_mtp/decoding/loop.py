@@ -41,7 +41,7 @@ from .decoder import Decoder
 from .planner import Planner, depth_of
 from .prefill import prefill_prompt
 from .sequence import Sequence
-from .window import Step, Token
+from .window import Step, Token, Window
 
 
 def mtp_generate_step(
@@ -91,8 +91,8 @@ def mtp_generate_step(
           chooses the same token. Default: ``None``, the most likely token.
         logits_processors (List[LogitsProcessor], optional): A list of functions that take tokens and logits and return the
           processed logits. A function is called at every position of a window, including positions that are then rejected, and
-          for the drafts. An object may keep state (see ``mlx_mtp.sampling.processors``); all processors are then called once
-          per token, in order. Default: ``None``.
+          for the drafts. With an object that may keep state (see ``mlx_mtp.sampling.processors``), there are no drafts, and all
+          processors are called once per token, in order. Default: ``None``.
         max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         prompt_cache (List[Any], optional): A pre-computed cache of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, updated
           in place.
@@ -165,47 +165,51 @@ def _steps(
             prefill_prompt(decoder, prompt, embeddings, chunk, progress)
             planner.start_window(decoder)
         while sequence.end is None and sequence.max_tokens != 0:
-            yield from make_step(decoder, planner, lambda _: sequence.check())
+            step = accept(decoder, planner)
             sequence.check()
+            draft(decoder, planner)
+            n_drafted = step.n_decided(0) - 1
+            for i in range(n_drafted):  # while the device drafts
+                token, logprobs = step.token(i, decoder.stream)
+                step.window.kept = [2 + i]
+                yield token, logprobs, True
+            window = verify(decoder, planner, step)
+            token, logprobs = step.token(n_drafted, decoder.stream)
+            # From here on the token counts as handed over. There is no call before the yield at which an interrupt could come.
+            window.kept, decoder.cache.before_pass = [1], None
+            yield token, logprobs, False  # while the device verifies
     finally:
         decoder.finalize()
 
 
-def make_step(
-    decoder: Decoder, planner: Planner, update_sequences: Callable[[Step | None], Any]
-) -> Generator[Token, None, Step | None]:
-    """Make a step of one sequence or several: accept the window in flight, draft, roll back, and verify the next window.
+def accept(decoder: Decoder, planner: Planner) -> Step:
+    """Accept or reject the drafts of the window in flight."""
+    with mx.stream(decoder.stream):
+        step = decoder.accept()
+    planner.record_drafting(step)
+    return step
+
+
+def draft(decoder: Decoder, planner: Planner) -> None:
+    """Make the drafts of the next window."""
+    with mx.stream(decoder.stream):
+        decoder.draft(planner.next(decoder))
+
+
+def verify(decoder: Decoder, planner: Planner, step: Step | None) -> Window:
+    """Roll back what was rejected, and start a pass over the next window.
 
     Args:
-        update_sequences (Callable[[Optional[Step]], Any]): Called when the step's drafts are accepted or rejected. It may add
-          and remove sequences.
-
-    Yields:
-        Tuple[int, mx.array, bool]: The tokens of a single sequence, while the device drafts and verifies.
-
-    Returns:
-        Optional[Step]: The tokens of all sequences; ``None`` if no window was in flight.
+        step (Step, optional): The step before. If it had no drafts, its tokens are read while the pass runs.
     """
-    step, stream = None, decoder.stream
-    if decoder.window is not None:
-        step = yield from decoder.accept()  # accept
-        planner.record_drafting(step)
-    with mx.stream(stream):
-        update_sequences(step)
-        if len(decoder) == 0:
-            return step
-        decoder.draft(planner.next(decoder))  # draft
-    yield from decoder.hand_over_accepted(step)  # while the device drafts
-
-    with mx.stream(stream):
-        decoder.roll_back()  # roll back
-        decoder.verify()  # verify
+    with mx.stream(decoder.stream):
+        decoder.roll_back()
+        window = decoder.verify()
         planner.start_window(decoder)
         if step is not None:
             decoder.wait()
             planner.record_plain(step)
-    yield from decoder.hand_over_last(step)  # while the device verifies
-    return step
+    return window
 
 
 def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:

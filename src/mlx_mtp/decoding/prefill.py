@@ -91,8 +91,7 @@ def _verify_last(decoder: Decoder, own: SingleCache, token: mx.array, embeddings
     decoder.drafter.observe(s.tokens)
     decoder.decided = token[None]
     decoder.draft(Drafts([s], [PLAIN_PLAN], PLAIN_PLAN, s.depth))
-    decoder.verify(None if embeddings is None else embeddings[None])
-    assert decoder.window is not None
+    window = decoder.verify(None if embeddings is None else embeddings[None])
     # Not the logits, which a prompt without generated tokens does not need.
-    mx.eval(decoder.window.hidden, own.states, cache.head.state)
-    decoder.window.kept, own.before_pass = [1], None
+    mx.eval(window.hidden, own.states, cache.head.state)
+    window.kept, own.before_pass = [1], None

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -17,8 +17,8 @@ from ..drafts.sources import Source, make_sources
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.rates import Rates
 from ..pacing.step_times import Plan
-from ..sampling.acceptance import TokenMatch, make_acceptance, rewind
-from ..sampling.processors import keeps_state
+from ..sampling.acceptance import TokenMatch, make_acceptance
+from ..sampling.processors import keeps_state, restoring_random_state
 from ..sampling.sampler import Sampler
 from ..text.grammar import Grammar
 from .counts import DraftCounts
@@ -62,6 +62,7 @@ class Sequence:
         images (List[ImageSpan]): The images of its text.
         n_generated (int): The number of generated tokens, of which the host may not know the last ones yet.
         n_observed (int): The number of generated tokens that the host knows.
+        keeps_state (bool): Whether its sampler or a processor may keep state: it then decodes without drafts.
     """
 
     cache: PromptCache
@@ -87,6 +88,9 @@ class Sequence:
         self.n_generated = self.n_observed = 0
         self.context: mx.array | None = None  # [N], for the logits processors
         self.sample_with(self.sampler)
+        self.keeps_state = any(map(keeps_state, (self.sampler or greedy_sampler, *self.logits_processors)))
+        if self.keeps_state:
+            self.options = replace(self.options, num_draft_tokens=0, copy_drafts="off")
         number = self.options.num_draft_tokens
         # Chooses its plan while it is the only sequence; ``planner.depth_of`` makes it.
         self.depth: Depth | None = number.for_text() if isinstance(number, Depth) else None
@@ -99,7 +103,6 @@ class Sequence:
             ValueError: The sampler is for a text that has begun.
         """
         self.sampler, self.acceptance = sampler, make_acceptance(sampler)
-        self.in_order = self.acceptance.keeps_state or any(keeps_state(p) for p in self.logits_processors)
         is_greedy = isinstance(self.acceptance, TokenMatch) and self.acceptance.sampler is greedy_sampler
         self.is_greedy = is_greedy and not self.logits_processors  # one argmax serves all greedy sequences
         # Without drafts, sequences of equal samplers are drawn in one call. mlx-lm's samplers are not: all sequences of a call
@@ -123,12 +126,11 @@ class Sequence:
     @contextmanager
     def own_errors(self) -> Iterator[None]:
         """A context for calls of its sampler and processors: an exception ends this sequence, and no other."""
-        random_state = mx.random.state[0]  # type: ignore[index]
         try:
-            yield
+            with restoring_random_state():
+                yield
         except Exception as e:
             self.end = e
-            rewind([random_state], 0)  # an error in a compiled sampler leaves a random state that cannot be used
 
     def check(self) -> None:
         """
@@ -144,10 +146,9 @@ class Sequence:
 
     def start(self) -> None:
         """Make its sources of drafts, once the prompt is prefilled."""
-        text = [*self.cached_text, *self.tokens]
-        self.sources = make_sources(
-            self.options, without_images(text, self.text_start, self.images), self.logits_processors
-        )
+        if not self.keeps_state:
+            text = without_images([*self.cached_text, *self.tokens], self.text_start, self.images)
+            self.sources = make_sources(self.options, text, self.logits_processors)
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 
@@ -170,14 +171,13 @@ class Sequence:
         rates = {name: source.acceptance(self.n_unobserved) for name, source in self.sources.items()}
         return {name: of_each for name, of_each in rates.items() if of_each}
 
-    def logprobs(self, logits: mx.array, drafts: mx.array, processors: list[LogitsProcessor] | None = None) -> mx.array:
+    def logprobs(self, logits: mx.array, drafts: mx.array) -> mx.array:
         """Logits [1, V] of the position after some drafts [t] -> log probabilities [1, V], processed."""
-        processors = self.logits_processors if processors is None else processors
-        if processors:
+        if self.logits_processors:
             assert self.context is not None
             tokens = mx.concatenate([self.context, drafts])
             if tokens.size > 0:  # as mlx-lm, which has none where the prompt was given as embeddings
-                for processor in processors:
+                for processor in self.logits_processors:
                     logits = processor(tokens, logits)
         return logits - mx.logsumexp(logits, keepdims=True)
 

@@ -71,8 +71,7 @@ class Step:
         accepted (mx.array): Whether each draft is accepted, [B, T - 1], bool; values after the first False mean nothing.
         logprobs (mx.array, optional): Log probabilities of the sequences without a sampler of their own, [B, T, V].
         own_logprobs (Dict[int, List[mx.array]]): Log probabilities of the other sequences, by index, each [1, V].
-        random_states (List[mx.array]): The random states to go back to, as in ``Verdict``.
-        has_ended (List[bool]): Whether each sequence had ended before.
+        has_ended (List[bool]): Whether each sequence had ended before, or has failed.
         n_accepted (List[int]): The number of drafts that each accepted, once the host knows it.
         tokens (List[List[int]]): The tokens of each sequence, once the host knows them.
     """
@@ -82,7 +81,6 @@ class Step:
     accepted: mx.array
     logprobs: mx.array | None = None
     own_logprobs: dict[int, list[mx.array]] = field(default_factory=dict)
-    random_states: list[mx.array] = field(default_factory=list)
     has_ended: list[bool] = field(default_factory=list)
     n_accepted: list[int] = field(default_factory=list)
     tokens: list[list[int]] | None = None
@@ -94,6 +92,12 @@ class Step:
     @property
     def sequences(self) -> list[Sequence]:
         return self.window.drafts.sequences
+
+    def token(self, i: int, stream: mx.Stream | mx.ThreadLocalStream) -> tuple[int, mx.array]:
+        """Token i of a single sequence, and its log probabilities, [V]."""
+        assert self.tokens is not None
+        with mx.stream(stream):
+            return self.tokens[0][i], self.logprobs_of(0, i)
 
     def logprobs_of(self, b: int, t: int) -> mx.array:
         """The log probabilities of sequence b's token t, [V]."""

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,16 +168,6 @@ def load_model(
     tokenizer_config = {} if saved is None else saved.tokenizer_config
     if args.model is None:
         args.model = str(DEMO) if saved is None else saved.model
-    load_as = partial(
-        load,
-        args.model,
-        adapter_path=args.adapter_path,
-        tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
-        model_config={"quantize_activations": args.quantize_activations},
-        return_config=True,
-        trust_remote_code=args.trust_remote_code,
-        **rank_groups(args),
-    )
     options = load_options(args)
     if args.check:
         options["settings"] = False
@@ -188,13 +177,18 @@ def load_model(
     check_drafts_possible(args)
     if args.seed is not None:
         mx.random.seed(args.seed)
-    model, tokenizer, config = load_as(
-        mtp=head_of(args), copy_drafts=asks_for_copies(args.copy_drafts) or sees, **options
+    model, tokenizer, config = load(
+        args.model,
+        mtp=head_of(args),
+        copy_drafts=asks_for_copies(args.copy_drafts) or sees,
+        adapter_path=args.adapter_path,
+        tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
+        model_config={"quantize_activations": args.quantize_activations},
+        return_config=True,
+        trust_remote_code=args.trust_remote_code,
+        **rank_groups(args),
+        **options,
     )
-    if args.mtp and args.acceptance == "match" and args.seed is not None and model.ranks is None:
-        # mlx_lm.generate seeds before it loads, and loading draws random numbers: draw the same ones.
-        mx.random.seed(args.seed)
-        load_as(mtp=False, lazy=True)
     check_model_flags(args, config)
     add_eos_tokens(tokenizer, args.extra_eos_token)
     report_settings(args, model)

@@ -95,18 +95,9 @@ def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:
     """A logits processor that gets these tokens [N] in front of all others."""
     if isinstance(processor, Grammar):  # it processes only the answer
         return processor
-    return _Seeing(before, processor)
 
+    def see(tokens: mx.array, logits: mx.array) -> mx.array:
+        return processor(mx.concatenate([before, tokens]), logits)
 
-class _Seeing:
-    """The same, with the ``copy`` and ``rollback`` of the processor if it has them."""
-
-    def __init__(self, before: mx.array, processor: Any):
-        self.before, self.processor, self.keeps_state = before, processor, keeps_state(processor)
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        return self.processor(mx.concatenate([self.before, tokens]), logits)
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.processor, name)
-        return (lambda: _Seeing(self.before, method())) if name == "copy" else method
+    see.keeps_state = keeps_state(processor)  # type: ignore[attr-defined]
+    return see

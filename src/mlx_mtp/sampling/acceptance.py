@@ -10,9 +10,7 @@ the residual, the normalized positive part of p - q.
 arXiv:2408.07978): the target's token is argmax(log p + g) and the draft is argmax(log q + g), with the same Gumbel noise g of
 the position. The token does not depend on the draft, so the text depends only on the seed and the prompt.
 
-``TokenMatch``, for any other sampler: it chooses a token at every position, and a draft is accepted if it is that choice. The
-random state is then restored to its value after the last choice that counts, so the tokens are those of plain decoding with the
-same random state.
+``TokenMatch``, for any other sampler: it chooses a token at every position, and a draft is accepted if it is that choice.
 
 A copied draft is a proposal with probability one, q(x) = 1: rejection sampling accepts it with probability p(x), and the
 residual is p without x.
@@ -24,27 +22,23 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import greedy_sampler
 
 from .noise import gumbel, uniform
-from .processors import keeps_state
+from .processors import until_error
 from .sampler import Sampler, TextSampler, for_one_text
 
 
 class Verdict(NamedTuple):
-    """The tokens of a window of T positions with k drafts, and which of the drafts are accepted."""
+    """The tokens of a window with k drafts, and which of the drafts are accepted; fewer where the sampler raises."""
 
-    tokens: mx.array  # [T]: accepted drafts; at the first that is rejected, and after the last, the target's token
+    tokens: mx.array  # [k + 1]: accepted drafts; at the first that is rejected, and after the last, the target's token
     accepted: mx.array  # [k], bool; values after the first False are ignored
-    random_states: list[mx.array]  # after each position's choice, [2]; empty if the random state need not be restored
 
 
 class Acceptance(Protocol):
     """Draws drafts from the head's distribution, and accepts them by the target's."""
-
-    keeps_state: bool  # whether positions must be accepted one at a time, in order
 
     def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, Any]:
         """
@@ -60,8 +54,8 @@ class Acceptance(Protocol):
     def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[Any], position: int) -> Verdict:
         """
         Args:
-            logprobs (List[mx.array]): The target's log probabilities, T times [1, V].
-            drafts (mx.array): [k], with k <= T.
+            logprobs (List[mx.array]): The target's log probabilities, k + 1 times [1, V].
+            drafts (mx.array): [k]
             records (Sequence[Any]): The record that ``draft`` returned with each draft; ``None`` for a copy.
             position (int): The position of the first, counted from the first generated token.
         """
@@ -71,25 +65,16 @@ class Acceptance(Protocol):
 class TokenMatch:
     def __init__(self, sampler: AnySampler):
         self.sampler = sampler
-        self.keeps_state = keeps_state(sampler)
 
     def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, None]:
         return mx.argmax(logprobs, axis=-1), None
 
     def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[None], position: int) -> Verdict:
-        choices: list[mx.array] = []
-        states: list[mx.array] = []
-        for at_position in logprobs:  # one at a time, as mlx-lm passes them to samplers
-            choices.append(self.sampler(at_position))
-            if self.sampler is not greedy_sampler:
-                states.append(mx.random.state[0])  # type: ignore[index]
-        tokens = mx.concatenate(choices)
-        return Verdict(tokens, tokens[: len(drafts)] == drafts, states)
+        tokens = mx.concatenate(until_error(self.sampler, logprobs))  # one at a time, as mlx-lm passes them to samplers
+        return Verdict(tokens, tokens[:-1] == drafts[: len(tokens) - 1])
 
 
 class RejectionSampling:
-    keeps_state = False
-
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
 
@@ -105,25 +90,21 @@ class RejectionSampling:
         records: Sequence[tuple[mx.array, mx.array] | None],
         position: int,
     ) -> Verdict:
-        k, T = len(drafts), len(logprobs)
+        k = len(drafts)
         # The draft and the verification of a position use the same uniform number.
-        uniforms = mx.concatenate(
-            [r[1] if r else self.sampler.uniforms(1) for r in records] + [self.sampler.uniforms(T - k)]
-        )  # [T, 1]
-        log_p = self.sampler.distribution(mx.concatenate(logprobs), uniforms)  # [T, V]
+        uniforms = mx.concatenate([r[1] if r else self.sampler.uniforms(1) for r in [*records, None]])  # [k + 1, 1]
+        log_p = self.sampler.distribution(mx.concatenate(logprobs), uniforms)  # [k + 1, V]
         if k == 0:
-            return Verdict(mx.random.categorical(log_p), drafts == drafts, [])
+            return Verdict(mx.random.categorical(log_p), drafts == drafts)
         ids = mx.arange(log_p.shape[-1])
         log_q = mx.concatenate([r[0] if r else mx.log(ids[None] == x) for r, x in zip(records, drafts)])  # [k, V]
         accepted = accept(log_p[:k], log_q, drafts, mx.random.uniform(shape=(k,)))
-        others = mx.random.categorical(mx.concatenate([log_residual(log_p[:k], log_q), log_p[k:]]))  # [T]
+        others = mx.random.categorical(mx.concatenate([log_residual(log_p[:k], log_q), log_p[k:]]))
         tokens = mx.concatenate([mx.where(accepted, drafts, others[:k]), others[k:]])
-        return Verdict(tokens, accepted, [])
+        return Verdict(tokens, accepted)
 
 
 class Coupled:
-    keeps_state = False
-
     def __init__(self, sampler: TextSampler):
         self.sampler, self.start = sampler.sampler, sampler.start
 
@@ -134,13 +115,13 @@ class Coupled:
     def accept(
         self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[mx.array | None], position: int
     ) -> Verdict:
-        k, T = len(drafts), len(logprobs)
-        V = logprobs[0].shape[-1]
-        every = [*records, *[None] * (T - k)]
-        noise = mx.stack([self._noise(position + t, V) if g is None else g for t, g in enumerate(every)])  # [T, V]
-        log_p = self.sampler.distribution(mx.concatenate(logprobs), self._coins(position, T))  # [T, V]
+        n, V = len(logprobs), logprobs[0].shape[-1]
+        noise = mx.stack([self._noise(position + t, V) if g is None else g for t, g in enumerate([*records, None])])
+        log_p = self.sampler.distribution(
+            mx.concatenate(logprobs), self._coins(position, n)
+        )  # [k + 1, V], as the noise
         tokens = mx.argmax(log_p + noise, axis=-1)
-        return Verdict(tokens, tokens[:k] == drafts, [])
+        return Verdict(tokens, tokens[:-1] == drafts)
 
     def _noise(self, position: int, size: int) -> mx.array:
         return gumbel(self.sampler.seed, self.start + position, size)
@@ -175,13 +156,6 @@ def log_residual(log_p: mx.array, log_q: mx.array) -> mx.array:
 def n_leading(accepted: Sequence[bool]) -> int:
     """The number of accepted drafts: those before the first rejected one."""
     return list(accepted).index(False) if False in accepted else len(accepted)
-
-
-def rewind(random_states: Sequence[mx.array], n: int) -> None:
-    """Restore MLX's random state to its value after position n, if ``Verdict`` has recorded it."""
-    if random_states:
-        high, low = np.array(random_states[n]).tolist()
-        mx.random.seed(high << 32 | low)  # which sets the state to just these two words
 
 
 def make_acceptance(sampler: AnySampler | None) -> Acceptance:

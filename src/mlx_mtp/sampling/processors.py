@@ -1,35 +1,62 @@
-"""Logits processors on a window, some positions of which will be rejected.
+"""Samplers and logits processors on a window, some positions of which will be rejected.
 
-A plain function of (tokens, logits) can be called for any position. An object may keep state between calls, such as a grammar:
-it is called once for every token, in order, and never for a position that is then rejected. If it has a method ``copy()``, or
-``rollback(n)`` that undoes its last n calls, it also processes the logits of drafts, so that more drafts are accepted. An
-object with ``keeps_state = False`` is treated as a function.
+A function can be called for any position, and for drafts that are then rejected. An object may keep state between calls, so
+its sequence decodes without drafts: the object is called once for every token, in order.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
-def keeps_state(processor: Callable[..., Any]) -> bool:
-    """Whether a processor or sampler may keep state: an object other than a function or a ``partial``."""
-    while isinstance(processor, functools.partial):
-        processor = processor.func
-    if isinstance(said := getattr(processor, "keeps_state", None), bool):
+def keeps_state(f: Callable[..., Any]) -> bool:
+    """Whether a sampler or logits processor may keep state between calls.
+
+    An object whose class defines ``__call__`` in Python may, and so may a method of an object. A function, a compiled function
+    and a ``partial`` of one do not. An attribute ``keeps_state`` of the object or function, ``True`` or ``False``, decides.
+    """
+    while isinstance(f, functools.partial):
+        f = f.func
+    if isinstance(said := getattr(f, "keeps_state", None), bool):
         return said
-    return not (inspect.isfunction(processor) or inspect.isbuiltin(processor))
+    return inspect.ismethod(f) or inspect.isfunction(type(f).__call__)
 
 
-def for_drafts(processors: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The processors for the logits of drafts: (all of them, the ones to roll back afterwards)."""
-    asked, rolled_back = [], []
-    for processor in processors:
-        if not keeps_state(processor):
-            asked.append(processor)
-        elif hasattr(processor, "copy"):
-            asked.append(processor.copy())
-        elif hasattr(processor, "rollback"):
-            asked.append(processor)
-            rolled_back.append(processor)
-    return asked, rolled_back
+def until_error(f: Callable[[S], T], positions: Iterable[S]) -> list[T]:
+    """Call a sampler or processor for the positions of a window, up to the first one for which it raises.
+
+    A window may end there: if the text comes to that position, it is the first of a later window.
+
+    Raises:
+        Exception: What it raises for the first position.
+    """
+    results: list[T] = []
+    for position in positions:
+        try:
+            with restoring_random_state():
+                results.append(f(position))
+        except Exception:
+            if not results:
+                raise
+            break
+    return results
+
+
+@contextmanager
+def restoring_random_state() -> Iterator[None]:
+    """Restore MLX's random state after an exception: one in a compiled sampler leaves a state that cannot be used."""
+    state = mx.random.state[0]  # type: ignore[index]
+    try:
+        yield
+    except Exception:
+        high, low = np.array(state).tolist()
+        mx.random.seed(high << 32 | low)  # which sets the state to just these two words
+        raise

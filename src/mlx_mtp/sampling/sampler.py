@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import mlx.core as mx
 from mlx_lm import sample_utils
@@ -30,6 +30,7 @@ class Sampler:
     xtc_probability: float
     xtc_threshold: float
     xtc_special_tokens: tuple[int, ...]
+    keeps_state: ClassVar[bool] = False
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [B, V] -> tokens [B], as mlx-lm's samplers."""
@@ -111,6 +112,8 @@ class TextSampler:
     Raises:
         ValueError: The position is negative.
     """
+
+    keeps_state = False  # in mlx_mtp, which asks its sampler by position
 
     def __init__(self, sampler: SeededSampler, start: int):
         if start < 0:

@@ -94,19 +94,12 @@ class Admission:
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:
         """Whether a request can begin in addition to the running requests."""
-        requests = [*running, request]
-        if len(requests) == 1:
+        running = [*running]
+        if not running:
             return True
-        if request.key != self.models.key or any(map(self._is_alone, requests)):
+        if request.key != self.models.key:
             return False
         return self.ranks is not None or self.need(request, running) <= self._free()
-
-    def _is_alone(self, request: Request) -> bool:
-        """Whether a request must run alone because it seeds MLX's global random state. A coupled sampler has its own seed."""
-        if request.encoded is None:  # it waits for its model
-            return False
-        is_seeded = request.args.seed is not None and request.args.sampling.temperature > 0
-        return is_seeded and self.options.acceptance in ("rejection", "match")
 
     def need(self, request: Request, running: Iterable[Request] = ()) -> int:
         """The bytes that a request's prompt needs in addition to the running requests."""
@@ -186,11 +179,8 @@ class Admission:
             raise ApiError(507, message, param=request.param, code=NO_MEMORY)
 
     def make_sampler(self, request: Request) -> Sampler:
-        """Make the sampler of a request."""
+        """Make the sampler of a request. With a seed, drafts are coupled, whatever ``--acceptance`` says."""
         asked, tokenizer, seed = request.args.sampling, self.models.tokenizer, request.args.seed
-        if self._is_alone(request):
-            mx.random.seed(seed)
-            seed = None
         return sampling.make_sampler(
             asked.temperature,
             asked.top_p,
@@ -200,7 +190,7 @@ class Admission:
             xtc_threshold=asked.xtc_threshold,
             xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
             seed=seed,
-            acceptance=self.options.acceptance,
+            acceptance=self.options.acceptance if seed is None else None,
         )
 
     def keep(self, request: Request, prompt_cache: list[Any], tokens: list[int]) -> None:
