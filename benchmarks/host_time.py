@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gated_delta
 
 from benchmarks.fit_cost import model_of
 from mlx_mtp.benchmark.synthetic import COMMON
@@ -41,10 +40,9 @@ PROMPT, WINDOW, KEPT, DRAFTS = 40, 4, 2, 3  # tokens
 PARTS = ("plain", "verify", "rollback", "drafts")
 
 
-def one_kernel(q: Any, k: Any, v: Any, a: Any, b: Any, A_log: Any, dt_bias: Any, state: Any, *_: Any, **__: Any) -> Any:
-    """As many operations as ``gated_delta_update`` has on Metal, of the same shapes."""
-    g, beta = gated_delta.compute_g(A_log, a, dt_bias), mx.sigmoid(b)  # [B, T, Hv]
-    state = mx.zeros((v.shape[0], *v.shape[2:], k.shape[-1])) if state is None else state
+def one_kernel(inputs: Any, state: Any, mask: Any = None) -> Any:
+    """As many operations as the recurrence has on Metal, of the same shapes."""
+    _, _, v, g, beta = inputs
     return v * beta[..., None] * g[..., None].astype(v.dtype), state * 1
 
 
@@ -118,8 +116,9 @@ def main() -> None:
     one_kernel = (False, "Replace the recurrence by as few operations as on Metal.")
     args = script_parser(__doc__, repeat=(20, "Steps that are timed."), one_kernel=one_kernel).parse_args()
     if args.one_kernel:
-        for name in ("mlx_lm.models.qwen3_5", "mlx_mtp.layers.gated_delta", "mlx_mtp.caches.recurrent"):
-            patch(f"{name}.gated_delta_update", one_kernel).start()
+        for module in ("layers.gated_delta", "caches.recurrent"):
+            patch(f"mlx_mtp.{module}.recur", one_kernel).start()
+        patch("mlx_lm.models.gated_delta.gated_delta_ops", lambda *x: one_kernel(x[:5], *x[5:])).start()
     recurrence = "as few operations as on Metal" if args.one_kernel else "as mlx-lm computes it here"
     print(f"{mx.default_device()}, the recurrence {recurrence}; ms of CPU time: compiled / not compiled = ratio")
     for name, (n_layers, experts) in LAYERS.items():

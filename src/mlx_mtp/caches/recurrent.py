@@ -1,27 +1,45 @@
 """Caches that can roll back a few tokens. This module does not depend on layers, drafts or acceptance."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import cache as stock
-from mlx_lm.models.gated_delta import gated_delta_update
+from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 
 
-@mx.compile
-def _rewound(
-    n: int, m: int, n_keep: int, conv_input: mx.array, state: mx.array, gates: Any, inputs: Any
+def recur(inputs: Sequence[mx.array], state: mx.array, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    """The part of mlx-lm's ``gated_delta_update`` (0.32.2) after its gates.
+
+    Args:
+        inputs (Sequence[mx.array]): Normalized q and k [B, T, Hk, Dk], v [B, T, Hv, Dv], the gates g and beta [B, T, Hv].
+        state (mx.array): [B, Hv, Dv, Dk]
+        mask (mx.array, optional): Whether each token changes the state, [B, T].
+
+    Returns:
+        Tuple[mx.array, mx.array]: The output [B, T, Hv, Dv], and the state after the tokens.
+    """
+    has_kernel = mx.default_device() == mx.gpu and mx.metal.is_available() and inputs[1].shape[-1] % 32 == 0
+    return (gated_delta_kernel if has_kernel else gated_delta_ops)(*inputs, state, mask)
+
+
+def rewind(
+    n: int, m: int, n_keep: int, conv_input: mx.array, state: mx.array, inputs: Any
 ) -> tuple[mx.array, mx.array]:
     """The arrays after n tokens of a window, by a replay of the recurrence over the m tokens after the confirmed ones.
 
-    It is compiled so that the outputs of the recurrence are not computed. There is a trace for each length of the window and of
-    the replay: at most 136 for one sequence and windows of up to 17 tokens.
+    Compiled, it has a trace for each length of the window and of the replay: at most 136 for one sequence and windows of up to
+    17 tokens.
     """
     # A copy, since a slice pins the array that it is cut from.
     conv_state = mx.contiguous(conv_input[:, n : n + n_keep])  # [B, K - 1, C]
     if m > 0:
-        state = gated_delta_update(*(x[:, :m] for x in inputs), *gates, state)[1]
+        state = recur([x[:, :m] for x in inputs], state)[1]
     return conv_state, state
+
+
+_rewound = mx.compile(rewind)  # the outputs of the recurrence are not computed
 
 
 @dataclass
@@ -32,8 +50,7 @@ class _Window:
     n_tokens: int = 0
     conv_input: mx.array | None = None  # [B, K - 1 + n_tokens, C]
     state: mx.array | None = None  # [B, Hv, Dv, Dk], after n_confirmed tokens
-    inputs: tuple[mx.array, ...] = ()  # q, k, v, a, b of the other tokens, each [B, n_tokens - n_confirmed, ...]
-    gates: tuple[mx.array, ...] = ()  # A_log [Hv], dt_bias [Hv]
+    inputs: tuple[mx.array, ...] = ()  # q, k, v, g, beta of the other tokens, each [B, n_tokens - n_confirmed, ...]
     # In exact mode, instead: the cache's arrays after the last confirmed token and after each later one.
     states: list[list[mx.array]] | None = None
 
@@ -103,7 +120,7 @@ class ArraysCache(stock.ArraysCache):
             assert window.state is not None
             n_keep, m = window.conv_input.shape[1] - window.n_tokens, n - window.n_confirmed
             inputs = window.inputs if m > 0 else ()
-            cache = [*_rewound(n, m, n_keep, window.conv_input, window.state, window.gates, inputs)]
+            cache = [*_rewound(n, m, n_keep, window.conv_input, window.state, inputs)]
         self.cache = cache
         self.window = None  # last, so that an interrupted rollback can be repeated
 

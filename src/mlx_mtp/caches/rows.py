@@ -14,16 +14,15 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import cache as stock
-from mlx_lm.models.gated_delta import gated_delta_update
 
 from .prompt_cache import PromptCache
-from .recurrent import ArraysCache
+from .recurrent import ArraysCache, recur
 
 
 @mx.compile
-def _replay(mask: mx.array, *inputs: mx.array) -> mx.array:
+def _replay(inputs: list[mx.array], state: mx.array, mask: mx.array) -> mx.array:
     """The state of each row after the tokens in its mask. It is compiled so that unused outputs are not computed."""
-    return gated_delta_update(*inputs, mask)[1]
+    return recur(inputs, state, mask)[1]
 
 
 class Rows:
@@ -236,7 +235,7 @@ class RowsArraysCache(ArraysCache):
             assert window.state is not None
             state, m = window.state, mask.shape[1]
             if m > 0:
-                state = _replay(mask, *(x[:, :m] for x in window.inputs), *window.gates, state)
+                state = _replay([x[:, :m] for x in window.inputs], state, mask)
             self.cache = [mx.take_along_axis(window.conv_input, ends, axis=1), state]
         self.window = None
 

@@ -4,7 +4,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
+from mlx_lm.models.gated_delta import compute_g, normalize_qk
+
+from ..caches.recurrent import recur
 
 
 def recurrent_layer(
@@ -21,8 +23,8 @@ def recurrent_layer(
 
     Returns:
         Tuple[mx.array, ...]: The output [B, T, H] and both states after all tokens. If ``n_confirmed`` is above 0, also the
-          inputs of the convolution [B, K - 1 + T, C], the state of the recurrence after the confirmed tokens, and q, k, v, a, b
-          of the other tokens, each [B, T - n_confirmed, ...], if there are any.
+          inputs of the convolution [B, K - 1 + T, C], the state of the recurrence after the confirmed tokens, and q, k, v and
+          the gates g, beta of the other tokens, each [B, T - n_confirmed, ...], if there are any.
     """
     delta, (B, T, _) = layer.linear_attn, x.shape
     qkv, z, a, b = delta.project(layer.input_layernorm(x))
@@ -40,15 +42,15 @@ def recurrent_layer(
     )
     q, k = normalize_qk(q, k, inv_scale=delta.head_k_dim**-0.5, eps=1e-6)
 
-    inputs, gates, record = (q, k, v, a, b), (delta.A_log, delta.dt_bias), list[mx.array]()
+    inputs = (q, k, v, compute_g(delta.A_log, a, delta.dt_bias), mx.sigmoid(b))
     if 0 < n_confirmed < T:
-        out, confirmed = gated_delta_update(*(t[:, :n_confirmed] for t in inputs), *gates, state)
+        out, confirmed = recur([t[:, :n_confirmed] for t in inputs], state)
         others = [t[:, n_confirmed:] for t in inputs]
-        rest, state = gated_delta_update(*others, *gates, confirmed)
+        rest, state = recur(others, confirmed)
         out = mx.concatenate([out, rest], axis=1)  # [B, T, Hv, Dv]
         record = [conv_input, confirmed, *others]
     else:
-        out, state = gated_delta_update(*inputs, *gates, state)
+        out, state = recur(inputs, state)
         record = [conv_input, state] if n_confirmed > 0 else []
 
     out = delta.out_proj(delta.norm(out, z).reshape(B, T, -1))

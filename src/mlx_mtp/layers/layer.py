@@ -47,8 +47,7 @@ class Layer:
         n_confirmed = 0 if window is None else min(window.n_confirmed, T)
         x, conv_state, state, *record = this.call(recurrent_layer, self, x, conv_state, state, n_confirmed=n_confirmed)
         if window is not None:
-            window.n_tokens, window.gates = T, (delta.A_log, delta.dt_bias)
-            window.conv_input, window.state, *inputs = record
+            window.n_tokens, (window.conv_input, window.state, *inputs) = T, record
             window.inputs = tuple(inputs)
         cache[0], cache[1] = conv_state, state
         cache.advance(T)

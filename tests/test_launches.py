@@ -1,0 +1,47 @@
+"""The operations that a layer submits to the device, in a graph with one operation for the recurrence, as on Metal."""
+
+import re
+
+import mlx.core as mx
+
+from mlx_mtp.caches import recurrent
+from mlx_mtp.layers import gated_delta
+from tests.support.models import model_of
+
+# These change shapes and strides, and move no data.
+VIEWS = {"Depends", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"}
+
+
+def one_operation(inputs, state, mask=None):
+    """Depends on all inputs of the recurrence, and has the shapes of its outputs."""
+    v = inputs[2]
+    out = mx.concatenate([x.reshape(*v.shape[:2], -1) for x in inputs], axis=-1)
+    return out[..., : v[0, 0].size].reshape(v.shape), mx.depends(state, out)
+
+
+def operations(tmp_path, *outputs) -> int:
+    file = tmp_path / "graph.dot"
+    mx.export_to_dot(str(file), *outputs)
+    names = re.findall(r'label ?="([^"]+)", shape=rectangle', file.read_text())
+    return sum(name not in VIEWS for name in names)
+
+
+def test_gates_are_computed_once_and_a_rollback_is_two_operations(monkeypatch, tmp_path):
+    """A window has the recurrence after its confirmed token as well, and joins both outputs."""
+    layer = model_of("qwen3_5").model.layers[0]
+    delta, H = layer.linear_attn, layer.input_layernorm.weight.size
+    states = [mx.zeros((1, delta.conv_kernel_size - 1, delta.conv_dim))]
+    states += [mx.zeros((1, delta.num_v_heads, delta.head_v_dim, delta.head_k_dim))]
+    one, four = mx.ones((1, 1, H)), mx.ones((1, 4, H))
+    mx.eval(states, one, four)
+
+    monkeypatch.setattr(gated_delta, "recur", one_operation)
+    monkeypatch.setattr(recurrent, "recur", one_operation)
+    plain = gated_delta.recurrent_layer(layer, one, *states, n_confirmed=0)
+    window = gated_delta.recurrent_layer(layer, four, *states, n_confirmed=1)
+    assert operations(tmp_path, *window) == operations(tmp_path, *plain) + 2
+
+    conv_input, confirmed, *inputs = window[3:]
+    mx.eval(conv_input, confirmed, inputs)
+    rewound = recurrent.rewind(2, 1, delta.conv_kernel_size - 1, conv_input, confirmed, inputs)
+    assert operations(tmp_path, *rewound) == 2
