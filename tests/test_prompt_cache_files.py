@@ -16,13 +16,15 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 
-from mlx_mtp import make_prompt_cache
+from mlx_mtp import PromptStore, load, make_prompt_cache
 from mlx_mtp.caches.fingerprint import SIZE
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.models import mixin
+from tests.support.checkpoints import copied, make_adapter
 from tests.support.decoding import PROMPT, mtp, plain
-from tests.support.models import deep_model, tiny_model
+from tests.support.models import ROPE, deep_model, tiny_model
 from tests.support.profiles import examples
+from tests.support.prompt_store import read
 
 model_of = functools.cache(deep_model)  # entries: recurrent, attention, recurrent, attention, the head's, the last
 KV = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)
@@ -103,7 +105,7 @@ def test_refuses_a_damaged_file(options, tmp_path):
 # Whose cache it is
 
 
-OTHER = r"belongs to another model, or to other weights of this model\. Make a new one"
+OTHER = r"belongs to another model, or to other weights, settings or adapters of this model\. Make a new one"
 
 
 def goes_on(model, prompt_cache, text) -> bool:
@@ -152,6 +154,43 @@ def test_an_adapter_in_place_is_another_model(tmp_path):
     with pytest.raises(ValueError, match=OTHER):
         mtp([7], model, prompt_cache=adapted)
     assert goes_on(model, before, text)
+
+
+def test_an_adapter_of_another_scale_is_another_model(tmp_path):
+    """For a prompt cache file and for a store's folder."""
+    folder = copied(tmp_path)
+    adapter = make_adapter(folder, tmp_path / "adapter")
+    load_adapted = lambda: load(str(folder), adapter_path=str(adapter))[0]  # noqa: E731
+    model = load_adapted()
+    file, text = saved(tmp_path, model)
+    with PromptStore(model, 1 << 30, folder=tmp_path / "store") as store:
+        read(model, text, (4,), store)
+    same = load_adapted()
+    assert goes_on(same, load_prompt_cache(file), text)
+    with PromptStore(same, 1 << 30, folder=tmp_path / "store") as store:
+        assert store.fetch(text)[1] > 0
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace('"scale": 10.0', '"scale": 5.0'))
+    other = load_adapted()
+    with pytest.raises(ValueError, match=OTHER):
+        mtp([7], other, prompt_cache=load_prompt_cache(file))
+    with PromptStore(other, 1 << 30, folder=tmp_path / "store") as store:
+        assert store.fetch(text)[1] == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 1e-3},
+        {"rope_parameters": {**ROPE, "rope_theta": 500.0}},
+        {"rope_parameters": {**ROPE, "type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}},
+    ],
+    ids=["eps", "rope", "yarn"],
+)
+def test_another_config_is_another_model(tmp_path, change):
+    file, _ = saved(tmp_path)
+    with pytest.raises(ValueError, match=OTHER):
+        mtp([7], deep_model("qwen3_5", **change), prompt_cache=load_prompt_cache(file))
 
 
 def test_resumes_files_without_a_fingerprint(tmp_path):

@@ -1,4 +1,4 @@
-"""A model's fingerprint, which identifies its prompt caches: a digest of a few values of each weight."""
+"""A model's fingerprint, which identifies its prompt caches: a digest of its config and of a few values of each weight."""
 
 import json
 from collections.abc import Iterable
@@ -14,23 +14,37 @@ N_VALUES = 4  # the least number of values read along each axis of a tensor, if 
 
 
 def fingerprint(model: Any) -> bytes:
-    """The digest of the backbone's tensors, [16], followed by the digest of the head's, [16].
+    """The digest of the backbone, [16], followed by the digest of the head, [16].
 
     They are separate since the text depends only on the backbone: a prompt cache stays valid if the head is quantized or
     fitted.
     """
     parameters: Any = tree_flatten(model.parameters())
-    head = [name.startswith(model.head_prefix) for name, _ in parameters]
-    return b"".join(digest(p for p, is_head in zip(parameters, head) if is_head is part) for part in (False, True))
+    args = {name: x for name, x in vars(model.text_args).items() if not name.startswith("mtp_")}
+
+    def part(is_head: bool) -> bytes:
+        own = [(name, p) for name, p in parameters if name.startswith(model.head_prefix) is is_head]
+        modules = [
+            (name, m) for name, m in model.named_modules() if f"{name}.".startswith(model.head_prefix) is is_head
+        ]
+        return digest(own, [args, [(name, _numbers(m)) for name, m in modules]])
+
+    return part(False) + part(True)
 
 
-def digest(parameters: Iterable[tuple[str, mx.array]]) -> bytes:
-    """The digest of named tensors, [16]."""
+def digest(parameters: Iterable[tuple[str, mx.array]], settings: Any = None) -> bytes:
+    """The digest of named tensors and of the settings of their modules, [16]."""
     parameters = sorted(parameters)
-    names = json.dumps([(name, p.shape, str(p.dtype)) for name, p in parameters])
+    names = json.dumps([[(name, p.shape, str(p.dtype)) for name, p in parameters], settings], sort_keys=True)
     values = [p[_spread(p.shape)].flatten().view(mx.uint8) for _, p in parameters]
     read = bytes(np.array(mx.concatenate(values))) if values else b""
     return blake2b(names.encode() + read, digest_size=SIZE).digest()
+
+
+def _numbers(module: Any) -> dict[str, Any]:
+    """A module's numbers and names, such as an adapter's scale."""
+    is_setting = lambda name, x: not name.startswith("_") and isinstance(x, bool | int | float | str)  # noqa: E731
+    return {name: x for name, x in sorted(vars(module).items()) if is_setting(name, x)}
 
 
 def _spread(shape: tuple[int, ...]) -> tuple[slice, ...]:

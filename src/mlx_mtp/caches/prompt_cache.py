@@ -262,8 +262,8 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
         )
     if cache.fingerprint and cache.fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
         raise ValueError(
-            "The prompt cache belongs to another model, or to other weights of this model. Make a new one with "
-            "mlx_mtp.make_prompt_cache(model)."
+            "The prompt cache belongs to another model, or to other weights, settings or adapters of this model. Make a new "
+            "one with mlx_mtp.make_prompt_cache(model)."
         )
 
 

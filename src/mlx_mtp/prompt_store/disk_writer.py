@@ -31,7 +31,7 @@ def key_of(model: Any, format: Format) -> str:
     """The name of a model and a format: a hash of everything that the bits of the arrays depend on."""
     device = mx.device_info().get("device_name", "") if mx.metal.is_available() else str(mx.default_device())
     versions = LAYOUT, version("mlx"), version("mlx-lm")
-    what = [versions, device, model.fingerprint().hex(), part_of(model), vars(model.args), format]
+    what = [versions, device, model.fingerprint().hex(), part_of(model), format]
     return sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
