@@ -1,4 +1,4 @@
-"""Draw docs/pictures/{depth,fit,latency}.svg from reports and measured outputs; scripts/measure.py does it, too.
+"""Draw docs/pictures/{depth,fit,latency}.svg from the kept outputs; scripts/measure.py does it, too.
 
 python -m scripts.draw_measurements
 """
@@ -14,7 +14,6 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parents[1] / "docs"
-PICTURES = {"demo": "depth", "fit": "fit", "latency": "latency"}  # by section of measurements.md
 COLORS = ("#3b82f6", "#d97706", "#16a34a", "#a855f7")  # on white and on black
 DARK = """<style>@media (prefers-color-scheme:dark){text{fill:#e6edf3!important}
 #patch_1 path,#patch_2 path{fill:#0d1117!important}}</style>"""
@@ -68,15 +67,15 @@ def save(figure: Figure, file: Path, description: str = "") -> None:
 
 
 def depth_chart() -> Chart:
-    """The ratios in docs/results: the head alone by depth, copies alone, and both."""
+    """The demo's speed: the head alone by depth, copies alone, and both."""
     runs = {"1": "1", "2": "2", "3": "3", "4": "4", "auto, no copies": "auto", "copies alone": "copies", "auto": "both"}
     series = []
-    for file in sorted((DOCS / "results").glob("*.json"))[:4]:
-        results = json.loads(file.read_text(encoding="utf-8"))
-        figures = [results["runs"][run] for run in runs]
-        name = f"{results['model']['name']}, {results['model']['backbone']}, {results['prompts']['kind']}"
-        errors = [(f["ratio_low"], f["ratio_high"]) for f in figures]
-        series.append(Series(name, [f["ratio"] for f in figures], errors, 4))
+    for name, label in (("demo", "bfloat16"), ("demo-4bit", "4-bit")):
+        table = output_of(name).partition("overall: plain")[2].partition("\n\n")[0]
+        rows = [re.split(" {2,}", line.strip()) for line in table.splitlines()[1:]]
+        figures = {run: [float(f) for f in ratios] for run, _, *ratios in [row[:5] for row in rows]}
+        values = [figures[run] for run in runs]
+        series.append(Series(f"demo, {label}", [v for v, _, _ in values], [(low, high) for _, low, high in values], 4))
     below = "head alone: 1 to 4 drafts, auto;   copies alone;   both"
     return Chart([*runs.values()], below, "speed, plain mlx-lm = 1", series, one=True)
 

@@ -1,20 +1,20 @@
-"""Measure what the pages quote, and write docs/develop/measurements.md, its pictures and the demo's rows in the README.
+"""Measure what the pages quote, and write docs/develop/measurements.md and its pictures.
 
     python -m scripts.measure                     each section whose kept output is not of today's demo and commands
     python -m scripts.measure --only batches fit  these sections
     python -m scripts.measure --only fit --again  even if its output is of today's demo and commands
-    python -m scripts.measure --write             all that is written, from the outputs that are kept
+    python -m scripts.measure --write             the page and the pictures, from the outputs that are kept
 
 The output of a section is kept in docs/develop/measurements/NAME.txt, below the machine, date, commit, versions and commands.
-An output of another demo checkpoint stays, and the page says so. Close other programs first: all of it takes 35 minutes on two
-cores of an AMD EPYC. Reports of `mlx_mtp.benchmark` go to docs/results: run `python -m scripts.results_table` afterwards.
+An output of another demo checkpoint stays, and the page says so. After a new output, write its ``result`` in measurements.toml.
+Close other programs first: all of it takes 35 minutes on two cores of an AMD EPYC.
 """
 
 import hashlib
 import importlib.metadata
 import json
 import os
-import re
+import platform
 import shutil
 import subprocess
 import sys
@@ -26,64 +26,29 @@ from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
+import mlx.core as mx
+
 from mlx_mtp import DEMO, __version__
-from mlx_mtp.benchmark.results_file import describe_machine, read_results
-from mlx_mtp.benchmark.runs import AUTO
 from mlx_mtp.cli.errors import one_line_errors
-from scripts.draw_measurements import PICTURES, draw_all
+from scripts.draw_measurements import draw_all
 from scripts.shared import script_parser
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "develop" / "measurements.md"
-README = ROOT / "README.md"
-DEMO_ROW = "bundled demo"  # how its rows in the README begin
 KEPT = ROOT / "docs" / "develop" / "measurements"
 WORK = ROOT / "build" / "measure"  # what the commands write, emptied before each section
 
 
-def code(output: str) -> str:
-    """An output as it is."""
-    text = output.strip("\n")
-    return f"```\n{text}\n```"
-
-
-def overall(output: str) -> str:
-    """The output of ``mlx_mtp.benchmark`` without the rows of each prompt, and without the row of docs/results.md."""
-    blocks = output.partition("\n| machine")[0].strip("\n").split("\n\n")
-    return code("\n\n".join(re.sub(r"\n.*?\n(?=overall: plain)", "\n", block, flags=re.DOTALL) for block in blocks))
-
-
-def columns(output: str) -> str:
-    """A Markdown table of lines whose cells are two spaces apart. What is beyond the columns belongs to the last one."""
-    lines = [re.split(" {2,}", line.strip()) for line in output.strip().splitlines()]
-    head, n = lines[0], len(lines[0])
-    rows = [[*cells[: n - 1], ", ".join(cells[n - 1 :])] for cells in lines[1:]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * n, *rows))
-
-
-def fit_table(output: str) -> str:
-    """The figures of ``mlx_mtp.fit``."""
-    lines = output.splitlines()
-    first = [line.split() for line in lines].index(["before", "after", "gain"])
-    rows = [line for line in lines[first:] if line.startswith((" ", "draft ", "tokens "))]
-    return code("\n".join([*rows, *(line for line in lines if line.startswith("[INFO] Recorded"))]))
-
-
-def of_the_head(output: str) -> str:
-    """What ``mlx_mtp.convert --mtp-bits`` says about the acceptance rate."""
-    return code("\n".join(line for line in output.splitlines() if "Drafts accepted:" in line))
-
-
 @dataclass(frozen=True)
 class Section:
-    """What the page shows below one title: a table of measurements.toml, which says what its entries mean."""
+    """A row of the page: a table of measurements.toml, which says what its entries mean."""
 
     name: str
     title: str
     says: str
     minutes: float = 0
     commands: Sequence[str] = ()
-    shape: str = "code"
+    result: str = ""
     optional: bool = False
     requires: str | None = None
     prepare: str | None = None
@@ -107,9 +72,7 @@ class Section:
 
 
 def read_sections() -> list[Section]:
-    text = (ROOT / "scripts" / "measurements.toml").read_text(encoding="utf-8")
-    chip = describe_machine()["chip"].lower().replace(" ", "-")
-    tables = tomllib.loads(text.replace("{chip}", chip))
+    tables = tomllib.loads((ROOT / "scripts" / "measurements.toml").read_text(encoding="utf-8"))
     return [Section(name, **{**table, "says": " ".join(table["says"].split())}) for name, table in tables.items()]
 
 
@@ -128,7 +91,6 @@ def write_texts() -> None:
         (data / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-SHAPES = {f.__name__: f for f in (code, overall, columns, fit_table, of_the_head)}
 PREPARE = {f.__name__: f for f in (write_texts,)}
 
 
@@ -138,11 +100,11 @@ def demo_digest() -> str:
 
 def header(commands: Sequence[str]) -> str:
     """What an output is of: one line for each fact."""
-    machine = describe_machine()
+    chip, memory = mx.device_info()["device_name"], os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    system = f"{os.cpu_count()} cores, {memory:.0f} GB, {platform.system()} {platform.release()}"
     mlx, mlx_lm = map(importlib.metadata.version, ("mlx", "mlx-lm"))
-    parts = "{chip}, {cores} cores, {memory_gb:.0f} GB, {os}, MLX on the {device}"
     facts = {
-        "machine": parts.format(**machine | {"device": machine["device"].upper()}),
+        "machine": f"{chip}, {system}, MLX on the {mx.default_device().type.name.upper()}",
         "date": date.today().isoformat(),
         "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip(),
         "versions": f"mlx {mlx}, mlx-lm {mlx_lm}, mlx-mtp {__version__}",
@@ -175,7 +137,6 @@ def measure(section: Section) -> None:
         if command.split()[0] == section.commands[-1].split()[0]:
             outputs.append(done.stdout.strip("\n"))
     output = join(outputs)
-    SHAPES[section.shape](output)  # what the page cannot show is not kept
     KEPT.mkdir(exist_ok=True)
     section.file.write_text(f"{header(section.commands)}\n\n{output}\n", encoding="utf-8")
 
@@ -192,61 +153,39 @@ def join(outputs: Sequence[str]) -> str:
 
 def write_page() -> str:
     """The page, of the outputs that are kept."""
-    return "\n\n".join([INTRODUCTION, *(show(s) for s in read_sections() if s.file.exists())]) + "\n"
+    head = "| measurement | result | machine |\n| --- | --- | --- |"
+    return "\n".join([INTRODUCTION, "", head, *(row(s) for s in read_sections() if s.file.exists())]) + "\n"
 
 
-def demo_rows() -> list[str]:
-    """The demo's rows of the README's table: the default settings, from the reports in docs/results."""
-    rows = []
-    for file in sorted((ROOT / "docs" / "results").glob("*-demo*.json"), key=lambda f: len(f.name)):  # 4 bits last
-        results = read_results(file)
-        section = "the-demo-with-a-4-bit-backbone" if "4bit" in file.name else "the-demo-head-and-copies-apart"
-        model, ratio = f"{DEMO_ROW}, {results['model']['backbone']}", f"{results['runs'][AUTO]['ratio']:.2f}"
-        rows.append([model, results["machine"]["chip"], ratio, f"[command](docs/develop/measurements.md#{section})"])
-    return [f"| {' | '.join(cells)} |" for cells in rows]
-
-
-def write_readme() -> str:
-    """The README with the demo's rows of today."""
-    lines = README.read_text(encoding="utf-8").splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith(f"| {DEMO_ROW}"))
-    others = [line for line in lines if not line.startswith(f"| {DEMO_ROW}")]
-    return "\n".join([*others[:first], *demo_rows(), *others[first:]]) + "\n"
-
-
-def show(section: Section) -> str:
-    facts, commands, output = read_kept(section.file)
-    of = "" if section.is_of_demo(facts) else ", with an earlier checkpoint of the demo"
-    when = f"{facts['machine']}; {facts['versions']}; {facts['date']}{of}."
-    parts = [f"## {section.title}", section.says, "```sh\n" + "\n".join(commands) + "\n```", when]
-    parts.append(output.strip() if facts.get("form") == "Markdown" else SHAPES[section.shape](output))
-    if section.name in PICTURES:
-        parts.append(f"![{section.title}](../pictures/{PICTURES[section.name]}.svg)")
-    return "\n\n".join(parts)
+def row(section: Section) -> str:
+    facts, _, _ = read_kept(section.file)
+    machine, _, _ = facts["machine"].partition(", Linux")
+    of = "" if section.is_of_demo(facts) else ", an earlier demo"
+    title = f"[{section.title}](measurements/{section.file.name})"
+    return f"| {title}: {section.says} | {section.result} | {machine}; {facts['date']}{of} |"
 
 
 INTRODUCTION = """# Measurements
 
-The figures behind the other pages, each with its command and machine. `scripts/measure.py` runs the commands, keeps
-their output in `docs/develop/measurements/` and writes this page. Figures of one small model on a CPU say nothing about
-your model on an Apple GPU: [measure that](../speed.md), and [add it](../results.md).
+The figures behind the other pages. Each file has its command, machine, versions and output. `scripts/measure.py` runs the
+commands, keeps their output and writes this page. Figures of one small model on a CPU say nothing about your model on an Apple
+GPU: [measure that](../speed.md), and [add it](../results.md).
 
 Runs alternate in one process, so that a machine that slows down slows all of them. A ratio is taken in each round; the
-median is shown, with the lowest and the highest. Unless a section says otherwise, speeds are relative to plain mlx-lm and
+median is shown, with the lowest and the highest. Unless a row says otherwise, speeds are relative to plain mlx-lm and
 the prompt is not counted."""
 
 
 def main() -> None:
     sections = [s for s in read_sections() if s.commands]
     names, again = [s.name for s in sections], (False, "Also what was measured with this demo and commands.")
-    parser = script_parser(__doc__, again=again, write=(False, "Write from the outputs that are kept alone."))
+    parser = script_parser(__doc__, again=again, write=(False, "Write from the kept outputs alone."))
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"Sections: {', '.join(names)}.")
     args = parser.parse_args()
     chosen = [s for s in sections if (s.name in args.only if args.only else not s.optional)]
     with one_line_errors("measure.py"):
         failed = [] if args.write else measure_all(chosen, args.again)
         PAGE.write_text(write_page(), encoding="utf-8")
-        README.write_text(write_readme(), encoding="utf-8")
         draw_all()
         if failed:
             raise ValueError(" ".join(failed))

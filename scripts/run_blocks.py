@@ -5,7 +5,7 @@
     unshare -n sh -c 'ip link set lo up; python -m scripts.run_blocks'   without a network
 
 Each page runs in a copy of the repository, from its first block to its last, with a HOME of its own and a stand-in for
-the Hugging Face hub. The published models, `MODEL` and other names are the demo with a small vision tower and a chat
+the Hugging Face hub. The published models, `MODEL` and other names are the demo with a small vision encoder and a chat
 template. A server keeps running until the page starts the next one. Requires port 8080. A block below
 `<!-- not run: REASON -->` does not run.
 """
@@ -55,12 +55,12 @@ mlx_mtp() {
 }
 """
 TEMPLATE = "{% for m in messages %}{{ m.content if m.content is string else m.content[-1].text }}\n{% endfor %}"
-FOLDERS = ("PATH_OR_REPO", "PATH", "MODEL", "CONVERSION", "ORIGINAL_REPO", "REPO_WITHOUT_HEAD")
+FOLDERS = ("PATH_OR_REPO", "PATH", "MODEL", "CONVERSION", "BASE_MODEL", "REPO_WITHOUT_HEAD")
 TEXTS = ("LONG_TEXT", "FILES", "edit_this_file.txt", "src/main.py")
 
 
 def make_models(folder: Path) -> dict[str, Path]:
-    """A checkpoint with everything, one without head and tower, one with a worse head, and a head alone."""
+    """A checkpoint with everything, one without head and vision encoder, one with a worse head, and a head alone."""
     full = make_checkpoint(folder / "full")
     (full / "chat_template.jinja").write_text(TEMPLATE)
     # Texts end at a token that no text has: the demo would stop at once on prompts that it has not learned.

@@ -46,22 +46,24 @@ class Client:
 def configure(name: str, home: Path, url: str) -> dict[str, str]:
     """Write a client's settings, as ``mlx_mtp server --print-config`` prints them -> its environment."""
     settings = CLIENT_SETTINGS[name](ServerAddress(url.removesuffix("/v1"), context=CONTEXT))
+    variables = settings.variables | QUIET_VARIABLES
     if settings.file:
         text = settings.text
         if name == "opencode":  # which asks before it edits
             text = json.dumps(json.loads(text) | {"permission": "allow"})
+            variables["OPENCODE_CONFIG"] = str(home / settings.file)
         (home / settings.file).parent.mkdir(parents=True)
         (home / settings.file).write_text(text)
-    return settings.variables | QUIET_VARIABLES
+    return variables
 
 
 AIDER = "aider --model openai/default_model --edit-format diff --file notes.txt --no-git --yes-always"
 AIDER += " --analytics-disable --no-check-update --no-show-model-warnings --no-show-release-notes --no-pretty --message"
-CODEX = "codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
+CODEX = "codex exec --profile mlx_mtp --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
 CLIENTS = {
     "claude": Client("@anthropic-ai/claude-code", "2.1.197", "claude --allowedTools Read,Edit,Bash -p"),
     "codex": Client("@openai/codex", "0.169.0", CODEX),
-    "opencode": Client("opencode-ai", "1.18.33", "opencode run -m local/default_model"),
+    "opencode": Client("opencode-ai", "1.18.33", "opencode run -m mlx_mtp/default_model"),
     "aider": Client("aider_chat", "0.86.2", AIDER, has_tools=False),
 }
 

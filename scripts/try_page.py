@@ -133,6 +133,7 @@ def answer_of_the_demo(page: Page, shot: Shot) -> None:
     page.click("#example")
     wait(page)
     expect(page.locator(".answer > .text")).to_contain_text("Return the position of a value")
+    shot("example")  # docs/pictures/page.png
     expect(page.locator("#welcome")).to_be_hidden()
     page.click("#new-chat")
     expect(page.locator("#welcome")).to_be_visible()

@@ -52,13 +52,14 @@ def test_lines_for_a_shell(printed):
 
 def test_codex(printed):
     provider = {"name": "mlx_mtp", "base_url": f"{LOCAL}/v1", "wire_api": "responses"}
-    want = {"model": "default_model", "model_provider": "local", "model_context_window": 8192}
-    assert tomllib.loads(printed("codex").out) == {**want, "model_providers": {"local": provider}}
+    want = {"model": "default_model", "model_provider": "mlx_mtp", "model_context_window": 8192}
+    assert tomllib.loads(printed("codex").out) == {**want, "model_providers": {"mlx_mtp": provider}}
     out, err = printed("codex", *KEYED)
     own = tomllib.loads(out)
     assert own["model"] == "qwen"
-    assert own["model_providers"]["local"]["base_url"] == f"{OTHER}/v1"
-    assert f"{own['model_providers']['local']['env_key']}={shlex.quote(KEYED[1])}" in err
+    assert own["model_providers"]["mlx_mtp"]["base_url"] == f"{OTHER}/v1"
+    assert f"{own['model_providers']['mlx_mtp']['env_key']}={shlex.quote(KEYED[1])}" in err
+    assert err.endswith("then start: codex --profile mlx_mtp\n")
     assert KEYED[1] not in out
 
 
@@ -67,7 +68,9 @@ def test_opencode(printed):
         ([], "default_model", 2048, {"baseURL": f"{LOCAL}/v1", "apiKey": "none"}),
         (KEYED, "qwen", 500, {"baseURL": f"{OTHER}/v1", "apiKey": "it's"}),
     ):
-        local = json.loads(printed("opencode", *flags).out)["provider"]["local"]
+        out, err = printed("opencode", *flags)
+        local = json.loads(out)["provider"]["mlx_mtp"]
+        assert err.endswith(f"OPENCODE_CONFIG=~/.config/opencode/mlx_mtp.json opencode -m mlx_mtp/{model}\n")
         models = {model: {"limit": {"context": 8192, "output": output}}}
         assert local == {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
 
@@ -79,10 +82,29 @@ def test_continue(printed):
     assert config["models"] == [{**own, "defaultCompletionOptions": {"contextLength": 8192}}]
 
 
+def test_zed(printed):
+    out, err = printed("zed", *KEYED)
+    provider = json.loads(out)["language_models"]["openai_compatible"]["mlx_mtp"]
+    assert provider["api_url"] == f"{OTHER}/v1"
+    assert [(m["name"], m["max_tokens"]) for m in provider["available_models"]] == [("qwen", 8192)]
+    assert f"MLX_MTP_API_KEY={shlex.quote(KEYED[1])}" in err
+    assert KEYED[1] not in out
+
+
+def test_without_the_hub_the_context_is_unknown(printed, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
+    assert "model_context_window" not in printed("codex", "--model", "qwen3.5-4b").out
+    assert "The settings lack the context length: mlx-community/Qwen3.5-4B-MLX-4bit" in caplog.text
+    with pytest.raises(SystemExit):  # a name that is not a model's is an error
+        printed("codex", "--model", "qwen3.5-4x")
+
+
 FILES = {
-    "codex": ".codex/config.toml",
-    "opencode": ".config/opencode/opencode.json",
+    "codex": ".codex/mlx_mtp.config.toml",
+    "opencode": ".config/opencode/mlx_mtp.json",
     "continue": ".continue/config.yaml",
+    "zed": ".config/zed/settings.json",
 }
 
 

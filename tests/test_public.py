@@ -88,7 +88,7 @@ def test_imports_go_down_only(name):
     own = room(name)
     if own in ("", "__main__", "_version"):
         return
-    assert own in ARROWS, f"{own} is a new room: say in ARROWS what it may import"
+    assert own in ARROWS, f"{own} is a new package: add what it may import to ARROWS"
     rooms = {room(imported) for imported in imports_of(name)} - {own, "_version"}
     assert rooms <= ARROWS[own]
 

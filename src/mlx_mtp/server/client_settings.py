@@ -1,18 +1,25 @@
 """The settings of coding agents for this server. ``--print-config`` prints them."""
 
 import json
+import logging
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from ..checkpoint.catalog import resolve
 from ..checkpoint.config import context_length_of, read_config
 from ..checkpoint.storage.hub import fetch
 from .engine.provider import DEFAULT
 from .options import NO_LIMIT, Options
 
 NO_KEY = "none"  # clients require a key
-KEY_VARIABLE = "MLX_MTP_API_KEY"  # the variable that Codex reads
+KEY_VARIABLE = "MLX_MTP_API_KEY"  # the variable that Codex and Zed read
 MAX_ANSWER = 32000  # tokens that opencode reserves for an answer without --max-tokens
+CONTEXT = 32768  # tokens of context for Zed, which requires a number, if it is not known
+NAME = "mlx_mtp"  # the provider or profile in the client
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,17 @@ class ClientSettings:
 
 
 def connection_to(options: Options, url: str) -> ServerAddress:
-    """The address of a server with these options. Only the config of the model is fetched."""
-    config = read_config(fetch(options.model, None, weights=()), options.model)
+    """The address of a server with these options. Only the config of the model is fetched, if the hub can be reached."""
+    resolve(options.model)
+    context = None
+    try:
+        context = context_length_of(read_config(fetch(options.model, None, weights=()), options.model))
+    except FileNotFoundError as e:
+        if Path(options.model).exists():
+            raise
+        log.warning(f"[WARNING] The settings lack the context length: {e}")
     max_tokens = None if options.max_tokens == NO_LIMIT else options.max_tokens
-    model = options.served_model_name or DEFAULT
-    return ServerAddress(url, options.api_key, model, context_length_of(config), max_tokens)
+    return ServerAddress(url, options.api_key, options.served_model_name or DEFAULT, context, max_tokens)
 
 
 def claude(to: ServerAddress) -> ClientSettings:
@@ -63,16 +76,18 @@ def claude(to: ServerAddress) -> ClientSettings:
 
 
 def codex(to: ServerAddress) -> ClientSettings:
-    lines = [f"model = {_quoted(to.model)}", 'model_provider = "local"']
+    """A profile: a file of its own beside the user's config.toml, which stays as it is."""
+    lines = [f"model = {_quoted(to.model)}", f'model_provider = "{NAME}"']
     lines += [f"model_context_window = {to.context}"] if to.context is not None else []
-    lines += ["", "[model_providers.local]", 'name = "mlx_mtp"', f"base_url = {_quoted(to.url + '/v1')}"]
+    lines += ["", f"[model_providers.{NAME}]", f'name = "{NAME}"', f"base_url = {_quoted(to.url + '/v1')}"]
     lines += ['wire_api = "responses"']
     lines += [f'env_key = "{KEY_VARIABLE}"'] if to.key is not None else []
     variables = {} if to.key is None else {KEY_VARIABLE: to.key}
-    return ClientSettings("codex", variables, ".codex/config.toml", "\n".join(lines) + "\n")
+    return ClientSettings(f"codex --profile {NAME}", variables, f".codex/{NAME}.config.toml", "\n".join(lines) + "\n")
 
 
 def opencode(to: ServerAddress) -> ClientSettings:
+    """A config of its own, which opencode adds to the user's where ``OPENCODE_CONFIG`` names it."""
     model = {}
     if to.context is not None:
         model["limit"] = {"context": to.context, "output": to.max_tokens or min(MAX_ANSWER, to.context // 4)}
@@ -81,8 +96,10 @@ def opencode(to: ServerAddress) -> ClientSettings:
         "options": {"baseURL": f"{to.url}/v1", "apiKey": to.key or NO_KEY},
         "models": {to.model: model},
     }
-    text = json.dumps({"provider": {"local": provider}}, indent=2) + "\n"
-    return ClientSettings(f"opencode -m {shlex.quote(f'local/{to.model}')}", {}, ".config/opencode/opencode.json", text)
+    text = json.dumps({"provider": {NAME: provider}}, indent=2) + "\n"
+    file = f".config/opencode/{NAME}.json"
+    command = f"OPENCODE_CONFIG=~/{file} opencode -m {shlex.quote(f'{NAME}/{to.model}')}"
+    return ClientSettings(command, {}, file, text)
 
 
 def aider(to: ServerAddress) -> ClientSettings:
@@ -99,6 +116,15 @@ def continue_(to: ServerAddress) -> ClientSettings:
     return ClientSettings("Continue in your editor", {}, ".continue/config.yaml", text)
 
 
+def zed(to: ServerAddress) -> ClientSettings:
+    """A provider for the user's settings. Zed reads the key from a variable named after the provider."""
+    model = {"name": to.model, "display_name": NAME, "max_tokens": to.context or CONTEXT}
+    model["capabilities"] = {"tools": True, "images": False, "parallel_tool_calls": True, "prompt_cache_key": False}
+    provider = {"api_url": f"{to.url}/v1", "available_models": [model]}
+    text = json.dumps({"language_models": {"openai_compatible": {NAME: provider}}}, indent=2) + "\n"
+    return ClientSettings("zed", {KEY_VARIABLE: to.key or NO_KEY}, ".config/zed/settings.json", text)
+
+
 def _quoted(text: str) -> str:
     """A string in JSON, which is also a string in TOML and YAML."""
     return json.dumps(text)
@@ -110,4 +136,5 @@ CLIENTS: dict[str, Callable[[ServerAddress], ClientSettings]] = {
     "opencode": opencode,
     "aider": aider,
     "continue": continue_,
+    "zed": zed,
 }
