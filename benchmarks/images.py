@@ -30,7 +30,7 @@ RUNS = ("images seen", NOT_SEEN)
 
 def main() -> None:
     parser = script_parser(__doc__, num_draft_tokens=2, max_tokens=24)
-    parser.add_argument("--model", required=True, help="A checkpoint with a vision tower.")
+    parser.add_argument("--model", required=True, help="A checkpoint with a vision encoder.")
     parser.add_argument("--images", required=True, type=Path, help="Pictures, with captions.json.")
     args = parser.parse_args()
     model, tokenizer = mlx_mtp.load(args.model)

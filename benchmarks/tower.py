@@ -1,4 +1,4 @@
-"""The vision tower's time and memory, beside reading as many tokens of text as the image has.
+"""The vision encoder's time and memory, beside reading as many tokens of text as the image has.
 
     python -m benchmarks.tower
     python -m benchmarks.tower --published --model PATH_OR_REPO

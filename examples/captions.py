@@ -1,4 +1,4 @@
-"""Put the trained vision tower onto the demo: a checkpoint that names what small pictures show.
+"""Put the trained vision encoder onto the demo: a checkpoint that names what small pictures show.
 
     python examples/captions.py captions
     mlx_mtp generate --mtp --model captions --image tests/data/captions/00-number.png --prompt '\"\"\"'

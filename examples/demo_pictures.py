@@ -1,4 +1,4 @@
-"""The pictures that the demo's vision tower is trained on, each with its caption.
+"""The pictures that the demo's vision encoder is trained on, each with its caption.
 
 Numbers, words and coloured shapes, drawn with Pillow in its own font. One number in ten is held out; of words and shapes
 only the drawings are: their places, sizes and shades.

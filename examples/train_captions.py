@@ -1,4 +1,4 @@
-"""Train a vision tower for the demo checkpoint, so that it names what small pictures show.
+"""Train a vision encoder for the demo checkpoint, so that it names what small pictures show.
 
     pip install '.[dev]' pillow
     python examples/train_captions.py --output captions
@@ -431,7 +431,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a vision tower for the demo of mlx_mtp.")
+    parser = argparse.ArgumentParser(description="Train a vision encoder for the demo of mlx_mtp.")
     parser.add_argument("--output", type=Path, default=Path("captions"), help="Folder (default: captions).")
     parser.add_argument(
         "--steps", type=int, nargs=4, default=(200, 5300, 150, 200), help="Of the stages (200 5300 150 200)."

@@ -59,11 +59,11 @@ def configure(name: str, home: Path, url: str) -> dict[str, str]:
 
 AIDER = "aider --model openai/default_model --edit-format diff --file notes.txt --no-git --yes-always"
 AIDER += " --analytics-disable --no-check-update --no-show-model-warnings --no-show-release-notes --no-pretty --message"
-CODEX = "codex exec --profile mlx_mtp --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
+CODEX = "codex exec --profile mlx-mtp --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
 CLIENTS = {
     "claude": Client("@anthropic-ai/claude-code", "2.1.197", "claude --allowedTools Read,Edit,Bash -p"),
     "codex": Client("@openai/codex", "0.169.0", CODEX),
-    "opencode": Client("opencode-ai", "1.18.33", "opencode run -m mlx_mtp/default_model"),
+    "opencode": Client("opencode-ai", "1.18.33", "opencode run -m mlx-mtp/default_model"),
     "aider": Client("aider_chat", "0.86.2", AIDER, has_tools=False),
 }
 

@@ -51,15 +51,15 @@ def test_lines_for_a_shell(printed):
 
 
 def test_codex(printed):
-    provider = {"name": "mlx_mtp", "base_url": f"{LOCAL}/v1", "wire_api": "responses"}
-    want = {"model": "default_model", "model_provider": "mlx_mtp", "model_context_window": 8192}
-    assert tomllib.loads(printed("codex").out) == {**want, "model_providers": {"mlx_mtp": provider}}
+    provider = {"name": "mlx-mtp", "base_url": f"{LOCAL}/v1", "wire_api": "responses"}
+    want = {"model": "default_model", "model_provider": "mlx-mtp", "model_context_window": 8192}
+    assert tomllib.loads(printed("codex").out) == {**want, "model_providers": {"mlx-mtp": provider}}
     out, err = printed("codex", *KEYED)
     own = tomllib.loads(out)
     assert own["model"] == "qwen"
-    assert own["model_providers"]["mlx_mtp"]["base_url"] == f"{OTHER}/v1"
-    assert f"{own['model_providers']['mlx_mtp']['env_key']}={shlex.quote(KEYED[1])}" in err
-    assert err.endswith("then start: codex --profile mlx_mtp\n")
+    assert own["model_providers"]["mlx-mtp"]["base_url"] == f"{OTHER}/v1"
+    assert f"{own['model_providers']['mlx-mtp']['env_key']}={shlex.quote(KEYED[1])}" in err
+    assert err.endswith("then start: codex --profile mlx-mtp\n")
     assert KEYED[1] not in out
 
 
@@ -69,8 +69,8 @@ def test_opencode(printed):
         (KEYED, "qwen", 500, {"baseURL": f"{OTHER}/v1", "apiKey": "it's"}),
     ):
         out, err = printed("opencode", *flags)
-        local = json.loads(out)["provider"]["mlx_mtp"]
-        assert err.endswith(f"OPENCODE_CONFIG=~/.config/opencode/mlx_mtp.json opencode -m mlx_mtp/{model}\n")
+        local = json.loads(out)["provider"]["mlx-mtp"]
+        assert err.endswith(f"OPENCODE_CONFIG=~/.config/opencode/mlx-mtp.json opencode -m mlx-mtp/{model}\n")
         models = {model: {"limit": {"context": 8192, "output": output}}}
         assert local == {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
 
@@ -84,7 +84,7 @@ def test_continue(printed):
 
 def test_zed(printed):
     out, err = printed("zed", *KEYED)
-    provider = json.loads(out)["language_models"]["openai_compatible"]["mlx_mtp"]
+    provider = json.loads(out)["language_models"]["openai_compatible"]["mlx-mtp"]
     assert provider["api_url"] == f"{OTHER}/v1"
     assert [(m["name"], m["max_tokens"]) for m in provider["available_models"]] == [("qwen", 8192)]
     assert f"MLX_MTP_API_KEY={shlex.quote(KEYED[1])}" in err
@@ -101,8 +101,8 @@ def test_without_the_hub_the_context_is_unknown(printed, monkeypatch, tmp_path, 
 
 
 FILES = {
-    "codex": ".codex/mlx_mtp.config.toml",
-    "opencode": ".config/opencode/mlx_mtp.json",
+    "codex": ".codex/mlx-mtp.config.toml",
+    "opencode": ".config/opencode/mlx-mtp.json",
     "continue": ".continue/config.yaml",
     "zed": ".config/zed/settings.json",
 }

@@ -143,12 +143,12 @@ def test_converts_without_a_head(name, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
-# The vision tower
+# The vision encoder
 
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory):
-    """The dense checkpoint with a vision tower: (as published, converted to 8 bit)."""
+    """The dense checkpoint with a vision encoder: (as published, converted to 8 bit)."""
     folder = tmp_path_factory.mktemp("seeing")
     original = add_tower(copied(folder))
     (original / "video_preprocessor_config.json").write_text("{}")
@@ -426,8 +426,8 @@ def test_a_quantization_that_changes_nothing_is_refused(capsys, tmp_path):
     for source, flags, message in [
         ("narrow", "-q --q-group-size 128", "no layer's width is a multiple of --q-group-size 128"),
         ("narrow", "-q --mtp-bits 8 --mtp-group-size 128", "no layer's width is a multiple of --mtp-group-size 128"),
-        ("done", "-q --q-bits 8", "it is quantized already, so give the original, or --dequantize first"),
-        ("done", "--mtp-bits 4", "it is quantized already, so give the original, or --dequantize first"),
+        ("done", "-q --q-bits 8", "it is quantized already, so give the base model, or --dequantize first"),
+        ("done", "--mtp-bits 4", "it is quantized already, so give the base model, or --dequantize first"),
     ]:
         status, _, err = run(capsys, "--hf-path", tmp_path / source, "--mlx-path", tmp_path / "out", *flags.split())
         assert (status, err.splitlines()[-1]) == (2, f"mlx_mtp convert: error: Nothing would be quantized: {message}.")

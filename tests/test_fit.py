@@ -426,7 +426,7 @@ FILES |= {"adapter_config.json": b"{}", "fit.json": b"{}"}
         ("--corpus few.txt", "There are 1 sources of text, too few"),
         ("--corpus bytes.txt", "bytes.txt cannot be read as a corpus"),
         ("--corpus x.jsonl", "x.jsonl cannot be read as a corpus (Unsupported data format"),
-        ("--model quantized", "is quantized: give it the original's"),
+        ("--model quantized", "is quantized: give it the base model's"),
         ("--adapter-path none", "--adapter-path: there is no folder"),
         ("--adapter-path .", "could not be loaded (AttributeError"),
         ("--cache-path .", "was recorded with other arguments"),

@@ -280,7 +280,7 @@ def test_default_number_of_draft_tokens_of_a_draft_model(monkeypatch, capsys):
 
 def test_a_missing_head_is_an_error_without_fallback(capsys, tmp_path):
     no_head(headless := copied(tmp_path))
-    error = r"mlx_mtp generate: error: .* has no MTP head, and its original was not found\. .*--no-mtp.*\n"
+    error = r"mlx_mtp generate: error: .* has no MTP head, and its base model was not found\. .*--no-mtp.*\n"
     assert re.fullmatch(error, refused(capsys, "--mtp", "--model", headless, "-m", 5))
     status, out, _ = run(capsys, "--model", headless, "-m", 5)
     assert (status, "Generation: 5 tokens" in out) == (0, True)
@@ -368,7 +368,7 @@ OF_THE_MODEL = [
     ("--min-tokens-to-keep 4097 --min-p 0.1 --temp 1", "at most 4096 for a vocabulary of 4096 tokens"),
     ("--top-k 4096 --temp 1", "--top-k must be at most 4095 for a vocabulary of 4096 tokens, not 4096."),
     ("--kv-bits 4 --kv-group-size 128", "attention heads have 64 values"),
-    ("--image FOLDER/a.png", "has no vision tower, and its original was not found"),
+    ("--image FOLDER/a.png", "has no vision encoder, and its base model was not found"),
 ]
 SPOILT = {"LLAMA": configured(model_type="llama"), "QWEN4": configured(model_type="qwen4_exp"), "CUT": cut_short}
 

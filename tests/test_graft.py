@@ -1,4 +1,4 @@
-"""Graft: an original's head beside the weights of a conversion without one, and no other model's."""
+"""Graft: a base model's head beside the weights of a conversion without one, and no other model's."""
 
 import json
 import os
@@ -146,12 +146,12 @@ def test_keeps_the_vision_config(bare, tmp_path):
     assert config_of(graft(DENSE, model, tmp_path / "out"))["vision_config"] == {"depth": 3}
 
 
-# The vision tower
+# The vision encoder
 
 
 @pytest.fixture(scope="module")
 def blind(tmp_path_factory):
-    """(An original with a vision tower, converted with it, without it, without it and the head)."""
+    """(An original with a vision encoder, converted with it, without it, without it and the head)."""
     folder = tmp_path_factory.mktemp("blind")
     original = add_tower(copied(folder))
     ways = {"with": {}, "without": {"vision": False}, "bare": {"vision": False, "mtp": False}}
@@ -200,8 +200,8 @@ def vision(**changes):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (removed("model-tower.safetensors"), "has no vision tower to graft: name the original"),
-        (configured(vision_config=None), "has no vision tower to graft: name the original"),
+        (removed("model-tower.safetensors"), "has no vision encoder to graft: name the base model"),
+        (configured(vision_config=None), "has no vision encoder to graft: name the base model"),
         (vision(out_hidden_size=8), "makes embeddings of 8, its model takes 192"),
         (vision(depth=3), r"blocks\.2"),
         (vision(hidden_size="a"), "vision_config of .* is not usable"),
@@ -217,7 +217,7 @@ def test_rejects_a_tower_that_does_not_fit(spoil, message, blind, tmp_path):
 
 
 def test_rejects_a_second_tower(blind, tmp_path):
-    with pytest.raises(ValueError, match="with has a vision tower already"):
+    with pytest.raises(ValueError, match="with has a vision encoder already"):
         graft_vision(blind[0], blind[1], tmp_path / "out")
 
 
@@ -304,9 +304,9 @@ def quantized_head(donor):
         ),
         (fewer_rows, r"does not fit .*: its vocabulary has 4095 rows, not 4096\.$"),
         (narrow_fc, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]"),
-        (no_head, "donor has no MTP head to graft: name the original"),
+        (no_head, "donor has no MTP head to graft: name the base model"),
         (configured(model_type="qwen3_5_moe"), r"does not fit .*: model_type is qwen3_5_moe, not qwen3_5\.$"),
-        (quantized_head, "is quantized: graft the original's"),
+        (quantized_head, "is quantized: graft the base model's"),
         (removed("config.json"), "has no config.json"),
         (written(WEIGHTS, b"12345678"), "truncated or damaged"),
         (removed(WEIGHTS), "No safetensors"),
@@ -323,7 +323,10 @@ def test_rejects_a_head_that_does_not_fit(spoil, message, remote, bare, tmp_path
 
 def test_rejects_flags_of_a_conversion(tmp_path):
     for options in ({"quantize": True}, {"mtp_bits": 8}, {"mtp": False}, {"dequantize": True}, {"vision": False}):
-        for way, adds in ((graft, "--graft-mtp-from adds a head"), (graft_vision, "--graft-vision-from adds a tower")):
+        for way, adds in (
+            (graft, "--graft-mtp-from adds a head"),
+            (graft_vision, "--graft-vision-from adds a vision encoder"),
+        ):
             with pytest.raises(ValueError, match=f"{adds} and .* omit the flags of a conversion"):
                 way(DENSE, DENSE, tmp_path / "out", **options)
     with pytest.raises(ValueError, match="already exists"):

@@ -111,7 +111,7 @@ def test_what_does_not_go(model, tokenizer):
         (model, tokens, pictures(0)[:1], {}, "2 placeholders .* for 1 images"),
         (model, [1, 2], pictures(0)[:1], {}, "0 placeholders .* for 1 images"),
         (model, [*tokens, VIDEO_TOKEN], pictures(0), {}, "videos are not supported"),
-        (plain, tokens, pictures(0), {}, "has no vision tower"),
+        (plain, tokens, pictures(0), {}, "has no vision encoder"),
         (model, tokens, pictures(0), dict(draft_model=plain, mtp=False), "omit draft_model"),
         (model, [1], [], dict(draft_model=plain, mtp=False, prompt_cache=held), "omit draft_model"),
         (model, tokens, ["no.png", "no.png"], {}, "no image no.png"),
@@ -168,5 +168,5 @@ def test_a_chat_with_pictures(stored, model, tokenizer, files, monkeypatch):
     assert chat.messages[-1] == Message("user", "c", [str(files[0])])  # the next turn processes it again
     with pytest.raises(FileNotFoundError, match=r"^There is no image no\.png\.$"):
         obey("/image no.png", chat)
-    with pytest.raises(ValueError, match=r"takes no images: its checkpoint has no vision tower\. .*--images"):
+    with pytest.raises(ValueError, match=r"takes no images: its checkpoint has no vision encoder\. .*--images"):
         obey("/image no.png", chat_command.start(args, tiny_model("qwen3_5"), tokenizer, None))

@@ -282,7 +282,7 @@ def test_warns_of_few_bits_with_the_fix(family, where, tmp_path, caplog):
     assert mx.array_equal(got.mtp.fc.scales, mx.quantize(model.mtp.fc.weight, group_size=32, bits=4)[1])
     assert not any(hasattr(m, "bits") for _, m in got.model.named_modules())
     [record] = caplog.records
-    assert f"--graft-mtp-from ORIGINAL --model {folder}" in record.message
+    assert f"--graft-mtp-from BASE_MODEL --model {folder}" in record.message
 
 
 @pytest.mark.parametrize("name", ["mtp.safetensors", "mtp/weights.safetensors"])

@@ -1,4 +1,4 @@
-"""A conversion without a head drafts with that of its original, which is found, fetched once and tried."""
+"""A conversion without a head drafts with that of its base model, which is found, fetched once and tried."""
 
 import base64
 import io
@@ -36,7 +36,7 @@ from tests.support.models import DATA, arrays_equal
 
 FAMILIES = ["dense", "moe35", "moe36", "next"]
 HEAD_BYTES = {name: sum(map(n_bytes, CheckpointReader(str(DATA / name)).head().values())) for name in FAMILIES}
-DENSE, ORIGINAL = DATA / "dense", "org/original"
+DENSE, BASE_MODEL = DATA / "dense", "org/original"
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +80,8 @@ def conversion(folder, *base_models, family="dense"):
 @pytest.fixture
 def folder(hub, tmp_path):
     """A conversion of an original on the hub."""
-    hub.publish(ORIGINAL, DENSE)
-    return conversion(tmp_path / "conversion", ORIGINAL)
+    hub.publish(BASE_MODEL, DENSE)
+    return conversion(tmp_path / "conversion", BASE_MODEL)
 
 
 def load(name, **options):
@@ -98,12 +98,12 @@ def error_of(name) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_head_is_that_of_the_original(family, hub, tmp_path):
     """Only its bytes are fetched, the first time; what is drafted and generated is that of a graft."""
-    hub.publish(ORIGINAL, DATA / family)
-    model = load(folder := conversion(tmp_path / "conversion", ORIGINAL, family=family))
+    hub.publish(BASE_MODEL, DATA / family)
+    model = load(folder := conversion(tmp_path / "conversion", BASE_MODEL, family=family))
     weights = [n for file, n in hub.served.items() if file.endswith(".safetensors")]
     assert HEAD_BYTES[family] <= sum(weights) <= HEAD_BYTES[family] + 2 * HEADER_BYTES * len(weights)
     head = model.fetched_head
-    assert (head.source, head.is_new) == (ORIGINAL, True)
+    assert (head.source, head.is_new) == (BASE_MODEL, True)
     assert head.nbytes >= HEAD_BYTES[family]
 
     graft = converted(folder, tmp_path / "graft", graft_mtp_from=str(DATA / family), skip_check=True)
@@ -127,7 +127,7 @@ def test_the_second_start_asks_for_nothing(hub, folder, go_offline):
 def test_conversions_share_a_head(hub, folder, tmp_path):
     fetched = load(folder).fetched_head.folder
     hub.reset_counts()
-    assert load(conversion(tmp_path / "two", ORIGINAL)).fetched_head.folder == fetched
+    assert load(conversion(tmp_path / "two", BASE_MODEL)).fetched_head.folder == fetched
     assert hub.served[WEIGHTS] <= 2 * HEADER_BYTES
     assert [head.folder for head in fetched_heads()] == [fetched]
     remove(next(fetched_heads()))
@@ -148,7 +148,7 @@ def test_a_head_fetched_before_is_used_without_asking(hub, folder, go_offline, m
     """With ``mtp="cached"``, as commands load by default; once the model has refused it, it is used no more."""
     assert mlx_mtp.load(str(folder))[0].fetched_head.is_new
     go_offline()
-    assert mlx_mtp.load(str(folder), mtp="cached")[0].fetched_head.source == ORIGINAL
+    assert mlx_mtp.load(str(folder), mtp="cached")[0].fetched_head.source == BASE_MODEL
     monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: 0.1)
     tune(folder)
     assert "accepts 10% of the drafts" in error_of(folder)
@@ -158,7 +158,7 @@ def test_a_head_fetched_before_is_used_without_asking(hub, folder, go_offline, m
 
 def test_a_head_that_could_be_fetched_is_known_with_its_size(hub, folder, tmp_path, monkeypatch):
     """Nothing of the head is downloaded, and the published models are known without the hub."""
-    assert head_to_fetch(str(folder)) == (ORIGINAL, HEAD_BYTES["dense"])
+    assert head_to_fetch(str(folder)) == (BASE_MODEL, HEAD_BYTES["dense"])
     assert hub.served[WEIGHTS] <= HEADER_BYTES
     assert head_to_fetch(str(conversion(tmp_path / "unknown"))) is None
     text, model = config_of(folder)["text_config"], catalog.published()["qwen3.5-0.8b-4bit"]
@@ -178,7 +178,7 @@ def test_a_fine_tune_of_a_conversion(hub, folder, tmp_path):
     tune(tuned := shutil.copytree(folder, tmp_path / "tuned"))
     hub.publish("me/tuned", card(tuned, "org/conversion"))
     model = load("me/tuned")
-    assert model.fetched_head.source == ORIGINAL
+    assert model.fetched_head.source == BASE_MODEL
     assert mtp(PROMPT, model, max_tokens=8) == plain(PROMPT, model, max_tokens=8)
 
 
@@ -188,7 +188,7 @@ def tune(folder):
 
 def chain(hub, folder, n):
     """The conversion, n cards away from the original."""
-    names = [*(f"org/step{i}" for i in range(1, n)), ORIGINAL]
+    names = [*(f"org/step{i}" for i in range(1, n)), BASE_MODEL]
     for name, base in pairwise(names):
         (step := folder.with_name(name.replace("/", "-"))).mkdir()
         for file in ("config.json", WEIGHTS):
@@ -198,11 +198,11 @@ def chain(hub, folder, n):
 
 
 def test_four_steps_are_followed(hub, folder):
-    assert load(chain(hub, folder, MAX_STEPS)).fetched_head.source == ORIGINAL
+    assert load(chain(hub, folder, MAX_STEPS)).fetched_head.source == BASE_MODEL
 
 
 def test_five_steps_are_not(hub, folder):
-    assert "original was not found" in error_of(chain(hub, folder, MAX_STEPS + 1))
+    assert "base model was not found" in error_of(chain(hub, folder, MAX_STEPS + 1))
 
 
 def test_cards_that_name_each_other(hub, tmp_path):
@@ -224,9 +224,9 @@ def test_a_card_without_metadata_is_no_warning(hub, tmp_path, monkeypatch):
 
 
 def test_the_name_in_the_config(hub, tmp_path):
-    hub.publish(ORIGINAL, DENSE)
-    configure(folder := conversion(tmp_path / "conversion"), _name_or_path=ORIGINAL)
-    assert load(folder).fetched_head.source == ORIGINAL
+    hub.publish(BASE_MODEL, DENSE)
+    configure(folder := conversion(tmp_path / "conversion"), _name_or_path=BASE_MODEL)
+    assert load(folder).fetched_head.source == BASE_MODEL
 
 
 def test_a_published_model_by_name_and_size(hub, tmp_path, monkeypatch):
@@ -282,10 +282,10 @@ def test_a_gated_original(hub, tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_without_a_network_a_cached_original_serves(hub, folder, go_offline, is_cached):
     if is_cached:
-        mlx_mtp.load(ORIGINAL)
+        mlx_mtp.load(BASE_MODEL)
     go_offline()
     if is_cached:
-        assert load(folder).fetched_head.source == ORIGINAL
+        assert load(folder).fetched_head.source == BASE_MODEL
     else:
         assert "HF_HUB_OFFLINE is set" in error_of(folder)
     assert hub.requests == []
@@ -342,11 +342,11 @@ def test_a_head_that_is_not_accepted_is_not_used(hub, folder, monkeypatch):
 
 
 def test_the_head_is_tried_on_text(hub, tmp_path, monkeypatch):
-    """Its acceptance is that of the original with its own head, on the same text."""
+    """Its acceptance is that of the base model with its own head, on the same text."""
     monkeypatch.setattr(loading, "measure_acceptance", fetched_head.measure_acceptance)
     monkeypatch.setattr(fetched_head, "PYTHON", fetched_head.PYTHON[:1])
-    hub.publish(ORIGINAL, DENSE)
-    bare = card(converted(DENSE, tmp_path / "bare", mtp=False), ORIGINAL)
+    hub.publish(BASE_MODEL, DENSE)
+    bare = card(converted(DENSE, tmp_path / "bare", mtp=False), BASE_MODEL)
     configure(bare, mlx_mtp=None)
     model = load(bare)
     whole, tokenizer = mlx_mtp.load(str(DENSE))
@@ -355,12 +355,12 @@ def test_the_head_is_tried_on_text(hub, tmp_path, monkeypatch):
     )
 
 
-# The vision tower
+# The vision encoder
 
 
 def test_the_tower_is_that_of_the_original(hub, folder, tmp_path, go_offline):
     """Only its bytes are fetched, the first time."""
-    hub.publish(ORIGINAL, whole := add_tower(copied(tmp_path)))
+    hub.publish(BASE_MODEL, whole := add_tower(copied(tmp_path)))
     vision, own = load(folder, vision="auto").vision, mlx_mtp.load(str(whole))[0].vision
     pixels = own.processor.preprocess_image(picture())
     assert mx.array_equal(vision.tower(pixels), own.tower(pixels))
@@ -373,15 +373,15 @@ def test_the_tower_is_that_of_the_original(hub, folder, tmp_path, go_offline):
 
 
 def test_an_original_without_a_tower(folder):
-    with pytest.raises(FileNotFoundError, match=r"org/original has no vision tower\. .*--graft-vision-from"):
+    with pytest.raises(FileNotFoundError, match=r"org/original has no vision encoder\. .*--graft-vision-from"):
         load(folder, vision="auto")
 
 
 @pytest.fixture
 def blind(hub, tmp_path):
     """A conversion that has lost the head and the tower, and a picture."""
-    hub.publish(ORIGINAL, DATA / "images")
-    folder = card(converted(DATA / "images", tmp_path / "bare", mtp=False, vision=False), ORIGINAL)
+    hub.publish(BASE_MODEL, DATA / "images")
+    folder = card(converted(DATA / "images", tmp_path / "bare", mtp=False, vision=False), BASE_MODEL)
     configure(folder, mlx_mtp=None)
     picture().save(tmp_path / "picture.png")
     return folder, tmp_path / "picture.png"

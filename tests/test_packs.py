@@ -1,4 +1,4 @@
-"""Bonsai 2's packs: mlx-lm's logits and tokens in float16, with the original's head, which is found, grafted and fitted.
+"""Bonsai 2's packs: mlx-lm's logits and tokens in float16, with the base model's head, which is found, grafted and fitted.
 
 What all families have in common is tested with the others': ``FAMILIES`` in ``support/models.py`` has a pack.
 """
@@ -66,7 +66,7 @@ def text(models):
 
 @pytest.fixture
 def pack(hub, original, bare, tmp_path, monkeypatch):
-    """The pack, whose card names its original. The model is random."""
+    """The pack, whose card names its base model. The model is random."""
     monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: 0.8)
     hub.publish("Qwen/original", original)
     folder = shutil.copytree(bare, tmp_path / "pack")

@@ -1,4 +1,4 @@
-"""The vision tower against transformers' values (tests/data/vision_tiny), and what ``mlx_mtp.load`` makes of it."""
+"""The vision encoder against transformers' values (tests/data/vision_tiny), and what ``mlx_mtp.load`` makes of it."""
 
 import json
 
@@ -114,7 +114,7 @@ def test_what_is_refused():
         (lambda w: w.pop("merger.norm.weight"), "merger.norm.weight"),
         (lambda w: w.update({"blocks.2.norm1.weight": mx.zeros(32)}), "blocks.2.norm1.weight"),
         (lambda w: w.update({PATCH_KERNEL: mx.zeros((32, 5, 5))}), "proj.weight"),
-        (lambda w: w.update({"merger.linear_fc1.scales": mx.zeros(8)}), "is quantized: graft the original's"),
+        (lambda w: w.update({"merger.linear_fc1.scales": mx.zeros(8)}), "is quantized: graft the base model's"),
     ]:
         refused(message, small_tower, True, change)
     for change, message in [
@@ -162,7 +162,7 @@ def test_a_model_without_a_tower_has_no_vision_and_text_is_the_same_with_one(che
     texts = [mtp([5, 6, 7], load(folder), max_tokens=8) for folder in (checkpoint, plain)]
     assert texts[0] == texts[1]
     assert load(plain).vision is None
-    configure(plain, vision_config=VISION_CONFIG)  # that of the original of a conversion
+    configure(plain, vision_config=VISION_CONFIG)  # that of the base model of a conversion
     assert load(plain).vision is None
 
 
@@ -176,7 +176,7 @@ def test_damage_is_told_with_the_first_image_in_a_line(checkpoint):
         (dict(depth=3, out_hidden_size=192), None, "blocks.2"),
         (dict(num_heads=3), None, "multiple of 4 . num_heads"),
         *((None, text, unusable) for text in ("{", "[1]", '{"size": 3}')),
-        (None, '{"patch_size": 8}', "have patch_size 8, its vision tower 4"),
+        (None, '{"patch_size": 8}', "have patch_size 8, its vision encoder 4"),
     ]:
         configure(checkpoint, vision_config=VISION_CONFIG | vision_config if vision_config else sound["vision_config"])
         (checkpoint / "preprocessor_config.json").write_text(images or json.dumps(sound_images))

@@ -1,4 +1,4 @@
-"""Pictures, and checkpoints with a random vision tower."""
+"""Pictures, and checkpoints with a random vision encoder."""
 
 import json
 from pathlib import Path

@@ -17,7 +17,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="mlx_mtp cache",
         description="List the downloaded MTP heads. `hf cache ls` lists the models.",
     )
-    parser.add_argument("--remove", metavar="ORIGINAL", help="Remove the head of this original; all removes all heads.")
+    parser.add_argument(
+        "--remove", metavar="BASE_MODEL", help="Remove the head of this base model; all removes all heads."
+    )
     return finish(parser, {})
 
 

@@ -35,7 +35,7 @@ def main() -> None:
 def show(context: int) -> str:
     """A table of the published models, and a line about this machine."""
     cached, heads, account = cached_repositories(), {head.source for head in fetched_heads()}, Account()
-    rows = [["name", "weights", "head", "tower", "context", "fits here", "cached"]]
+    rows = [["name", "weights", "head", "image", "context", "fits here", "cached"]]
     for model in published().values():
         needs = model.needs(context)
         here = [use for use, has in (("weights", model.conversion in cached), ("head", model.original in heads)) if has]
@@ -53,6 +53,6 @@ def show(context: int) -> str:
     note = (
         f"Sizes are in GB: weights in 4 bits (Bonsai 2: in 2), the head and {context:,} tokens of context in 16.\n"
         f"MLX may use {account.limit / GB:.0f} GB here. For more bits, add -8bit or -bf16 to a name, where published.\n"
-        "`mlx_mtp generate --mtp --model NAME` downloads the weights and the head of the original, and generates."
+        "`mlx_mtp generate --mtp --model NAME` downloads the weights and the head of the base model, and generates."
     )
     return "\n".join([*table(rows), "", note])

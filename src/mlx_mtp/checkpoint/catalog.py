@@ -56,7 +56,7 @@ class Published:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the original has a vision tower. Qwen3-Next has none."""
+        """Whether the original has a vision encoder. Qwen3-Next has none."""
         return "Next" not in self.original
 
     def needs(self, n_tokens: int) -> Needs:

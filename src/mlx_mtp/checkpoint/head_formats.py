@@ -56,8 +56,8 @@ def check_head(name: str, config: Config, tensors: Iterable[str]) -> None:
     if head:
         return
     fix = (
-        'load it with mtp="auto", which fetches its original\'s head, add that head with `mlx_mtp convert --graft-mtp-from '
-        f"ORIGINAL --model {name} --mlx-path NEW`, or generate with --no-mtp."
+        'load it with mtp="auto", which fetches its base model\'s head, add that head with `mlx_mtp convert --graft-mtp-from '
+        f"BASE_MODEL --model {name} --mlx-path NEW`, or generate with --no-mtp."
     )
     if text_config.get("mtp_num_hidden_layers"):
         raise ValueError(f"The config of {name} claims an MTP head, but its weights have none: {fix}")
@@ -118,8 +118,8 @@ def is_raw_head_file(
         return True
     if metadata.get("format") == "pt" or any(".experts." in tensor for tensor in head):
         raise ValueError(
-            f"The MTP head of {name} is in a separate file that looks like the original's, but the weights are converted: "
-            "whether its norms are shifted is unknown. Graft the original's: `mlx_mtp convert --graft-mtp-from ORIGINAL "
+            f"The MTP head of {name} is in a separate file that looks like the base model's, but the weights are converted: "
+            "whether its norms are shifted is unknown. Graft the base model's: `mlx_mtp convert --graft-mtp-from BASE_MODEL "
             f"--model {name} --mlx-path NEW`."
         )
     return False
@@ -189,6 +189,6 @@ def head_bits(mtp: nn.Module) -> int | None:
 def few_bits_warning(head_of: str, bits: int, model: str) -> str:
     """A warning about a head of few bits, with the command that fixes it."""
     return (
-        f"the MTP head of {head_of} is quantized to {bits} bits, so the model may reject most drafts. Add the original's head: "
-        f"`mlx_mtp convert --graft-mtp-from ORIGINAL --model {model} --mlx-path NEW`."
+        f"the MTP head of {head_of} is quantized to {bits} bits, so the model may reject most drafts. Add the base model's "
+        f"head: `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {model} --mlx-path NEW`."
     )

@@ -76,9 +76,9 @@ def load(
     Other arguments are those of ``mlx_lm.load``. Returns ``(model, tokenizer)``, with ``return_config`` also the config.
 
     Args:
-        mtp (Union[bool, str]): ``"auto"`` for the model's own head or, if it has none, its original's, which is found and
-          downloaded once; ``"cached"`` for its own, or its original's if that was downloaded before, or none; ``True`` for its
-          own; ``False`` for none, as ``mlx_lm.load``; or the path or repository of a drafter in mlx-vlm's layout. With
+        mtp (Union[bool, str]): ``"auto"`` for the model's own head or, if it has none, its base model's, which is found and
+          downloaded once; ``"cached"`` for its own, or its base model's if that was downloaded before, or none; ``True`` for
+          its own; ``False`` for none, as ``mlx_lm.load``; or the path or repository of a drafter in mlx-vlm's layout. With
           ``"auto"`` and ``"cached"``, a model of a family that only mlx-lm supports is loaded as by ``mlx_lm.load``, and
           generates without drafts. Default: ``"auto"``.
         copy_drafts (bool): Load a supported model for copies if it gets no head: ``mtp_generate_step(...,
@@ -88,8 +88,8 @@ def load(
           text are always included. Default: ``None``, the file ``draft_vocab.json`` in the model's folder, or all.
         mtp_bits (int, optional): Quantize the head's decoder layer in memory to this many bits. Default: ``None``.
         draft_head_bits (int, optional): Quantize a copy of ``lm_head`` for the drafts. Default: ``None``.
-        vision (Union[bool, str]): ``"auto"`` to download the original's vision tower if the checkpoint of a supported model has
-          none. Default: ``True``, the checkpoint's own, if it has one.
+        vision (Union[bool, str]): ``"auto"`` to download the base model's vision encoder if the checkpoint of a supported model
+          has none. Default: ``True``, the checkpoint's own, if it has one.
         settings (Union[bool, str, Path]): A file of ``mlx_mtp benchmark --tune``, ``True`` for the file in the cache folder, if
           any, or ``False`` for none. The arguments above override it. Default: ``True``.
         tensor_group (mx.distributed.Group, optional): The processes that run the model together, each with a part of every
@@ -304,7 +304,7 @@ def _class_with_head(base: Any, head: SeparateHead, name: str, config: Config) -
 
 
 def find_vision(path: Path, config: Config) -> Vision | None:
-    """The vision of a model with a head, if its checkpoint has a vision tower. Only names of tensors are read here."""
+    """The vision of a model with a head, if its checkpoint has a vision encoder. Only names of tensors are read here."""
     if config.get("model_type") not in MODEL_TYPES or not isinstance(config.get("vision_config"), dict):
         return None
     files = [file.name for file in check_weight_files(path) if split_tower(dict.fromkeys(names_in(file)))[1]]

@@ -97,7 +97,7 @@ def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool)
 def names_of(names: Collection[str], layers: range) -> list[str]:
     """The tensors of these layers and those outside of the backbone's layers, such as the head's.
 
-    The vision tower is left out, since several machines do not support images.
+    The vision encoder is left out, since several machines do not support images.
     """
     language, _ = split_tower(dict.fromkeys(names))
     backbone, _ = split_head(language)

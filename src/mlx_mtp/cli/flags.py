@@ -20,7 +20,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "const": True,
         "default": False,
         "metavar": "HEAD",
-        "help": "Draft with the model's multi-token-prediction head. If the checkpoint has none, its original's head is "
+        "help": "Draft with the model's multi-token-prediction head. If the checkpoint has none, its base model's head is "
         "downloaded once. HEAD selects another: a folder or Hugging Face repo with only a head (model type qwen3_5_mtp).",
     },
     "--num-draft-tokens": {
@@ -73,8 +73,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--images": {
         "action": "store_true",
-        "help": "Accept images. If the checkpoint has no vision tower, its original's is downloaded once. A checkpoint with a "
-        "tower accepts images without this flag if it drafts.",
+        "help": "Accept images. If the checkpoint has no vision encoder, its base model's is downloaded once. A checkpoint "
+        "with one accepts images without this flag if it drafts.",
     },
     "--prompt-cache-dir": {
         "metavar": "DIR",

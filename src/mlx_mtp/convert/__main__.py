@@ -1,4 +1,4 @@
-"""The command line of ``mlx_mtp convert``: mlx-lm's flags, and those of the head and the vision tower."""
+"""The command line of ``mlx_mtp convert``: mlx-lm's flags, and those of the head and the vision encoder."""
 
 import argparse
 import sys
@@ -54,10 +54,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--graft-mtp-from", help="Add the MTP head of this original to --model, a conversion without one."
     )
     parser.add_argument(
-        "--graft-vision-from", help="Add the vision tower of this original to --model, a conversion without one."
+        "--graft-vision-from", help="Add the vision encoder of this original to --model, a conversion without one."
     )
-    parser.add_argument("--graft-revision", help="Branch, tag or commit of the original's Hugging Face repo.")
-    parser.add_argument("--no-vision", dest="vision", action="store_false", help="Convert without the vision tower.")
+    parser.add_argument("--graft-revision", help="Branch, tag or commit of the base model's Hugging Face repo.")
+    parser.add_argument("--no-vision", dest="vision", action="store_false", help="Convert without the vision encoder.")
     parser.add_argument(
         "--skip-check",
         action="store_true",

@@ -27,7 +27,7 @@ mlx-lm 0.32.0 and later loads the checkpoint and ignores the head.
 IMAGES = """
 ## Images
 
-This checkpoint keeps the model's vision tower:
+This checkpoint keeps the model's vision encoder:
 
 ```sh
 mlx_mtp generate --mtp --model {name} --image picture.png --prompt 'What is this?'
@@ -38,9 +38,9 @@ mlx_mtp generate --mtp --model {name} --image picture.png --prompt 'What is this
 def write_card(
     folder: Path, original: Path, base_model: str | None, usage: str = "", takes_images: bool = False
 ) -> None:
-    """Write the model card: the original's metadata, such as licence and language, and how to use this checkpoint.
+    """Write the model card: the base model's metadata, such as licence and language, and how to use this checkpoint.
 
-    mlx-lm's own function requests the original's card from the hub even if it is in the cache, and fails if there is none.
+    mlx-lm's own function requests the base model's card from the hub even if it is in the cache, and fails if there is none.
     """
     card = _read_card(original) or ModelCard.from_template(ModelCardData(language="en"))
     data: Any = card.data

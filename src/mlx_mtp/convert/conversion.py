@@ -1,4 +1,4 @@
-"""``mlx_mtp convert``: mlx-lm's conversion that keeps the MTP head and the vision tower."""
+"""``mlx_mtp convert``: mlx-lm's conversion that keeps the MTP head and the vision encoder."""
 
 import copy
 import shutil
@@ -54,7 +54,7 @@ def convert(
     skip_check: bool = False,
     vision: bool = True,
 ) -> None:
-    """Convert a checkpoint as ``mlx_lm.convert`` does, and keep its MTP head and its vision tower in the original dtype.
+    """Convert a checkpoint as ``mlx_lm.convert`` does, and keep its MTP head and its vision encoder in the original dtype.
 
     Other arguments are those of ``mlx_lm.convert``. The output folder appears when it is complete.
 
@@ -66,10 +66,10 @@ def convert(
         mtp_group_size (int): The group size for ``mtp_bits``. Default: ``64``.
         graft_mtp_from (str, optional): Instead of a conversion, add the head of this path or repository to ``hf_path``, a
           conversion without a head. Default: ``None``.
-        graft_vision_from (str, optional): The same for its vision tower; both can be added at once. Default: ``None``.
+        graft_vision_from (str, optional): The same for its vision encoder; both can be added at once. Default: ``None``.
         graft_revision (str, optional): The revision of these repositories. Default: ``None``.
         skip_check (bool): Do not measure the acceptance rate of a grafted or quantized head. Default: ``False``.
-        vision (bool): ``False`` drops the vision tower and the settings of its images. Default: ``True``, keep it if there is
+        vision (bool): ``False`` drops the vision encoder and the settings of its images. Default: ``True``, keep it if there is
           one.
 
     Raises:
@@ -86,7 +86,9 @@ def convert(
         of_model: dict[str, Any] = {"adapter_path": adapter_path, "trust_remote_code": trust_remote_code}
         convert_weights(hf_path, target, how, mtp=mtp, vision=vision, **of_model, **options)
     elif how.changes_weights or adapter_path is not None or not mtp or not vision:
-        flag = "--graft-mtp-from adds a head" if graft_vision_from is None else "--graft-vision-from adds a tower"
+        flag = (
+            "--graft-mtp-from adds a head" if graft_vision_from is None else "--graft-vision-from adds a vision encoder"
+        )
         raise ValueError(f"{flag} and converts nothing: omit the flags of a conversion.")
     else:
         graft(
@@ -156,7 +158,7 @@ def check_not_packed(source: Path, name: str) -> None:
     if file.exists() and (model_type := read_json(file).get("model_type")) in BASES:
         raise ValueError(
             f"{name} is packed, and nothing in a model of type {model_type} can be converted: load it as it is, or add its "
-            "original's head with --graft-mtp-from or tower with --graft-vision-from."
+            "base model's head with --graft-mtp-from or vision encoder with --graft-vision-from."
         )
 
 
@@ -176,7 +178,7 @@ def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: s
 
 
 def _tower_tensors(images: Vision) -> dict[str, mx.array]:
-    """The tensors of the vision tower, with their names in MLX conversions."""
+    """The tensors of the vision encoder, with their names in MLX conversions."""
     parameters: Any = tree_flatten(images.lazy_tower().parameters())
     return {PREFIX + name: w for name, w in parameters}
 

@@ -1,4 +1,4 @@
-"""``mlx_mtp convert --graft-mtp-from`` and ``--graft-vision-from``: add the original's head or vision tower to a conversion."""
+"""``mlx_mtp convert --graft-mtp-from`` and ``--graft-vision-from``: add a base model's head or vision encoder."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def graft(
     skip_check: bool = False,
     name: str | None = None,
 ) -> None:
-    """Add the MTP head, the vision tower or both of an original to one of its conversions.
+    """Add the MTP head, the vision encoder or both of an original to one of its conversions.
 
     The conversion's weights are hard-linked or, if that is not possible, copied. Only the tensors to add and the headers of
     their files are downloaded from the hub.
@@ -42,7 +42,7 @@ def graft(
     Args:
         target (Path): The folder to write, which appears when it is complete.
         original_revision (str, optional): A revision of both originals.
-        dtype (str, optional): Cast the head to it. Default: ``None``, the original's.
+        dtype (str, optional): Cast the head to it. Default: ``None``, the base model's.
         name (str, optional): The new checkpoint's name in its model card. Default: ``None``, its folder.
 
     Raises:
@@ -91,18 +91,18 @@ def _tower(
     donor_config, tensors = check_config(donor.config, donor.name), donor.tower()
     if not tensors or not isinstance(donor_config.get("vision_config"), dict):
         raise ValueError(
-            f"{donor.name} has no vision tower to graft: name the original that {model} was converted from."
+            f"{donor.name} has no vision encoder to graft: name the base model that {model} was converted from."
         )
     if receiver.tower():
-        raise ValueError(f"{model} has a vision tower already.")
+        raise ValueError(f"{model} has a vision encoder already.")
     if difference := first_difference(donor_config, config):
-        raise ValueError(f"The vision tower of {donor.name} does not fit {model}: {difference}.")
+        raise ValueError(f"The vision encoder of {donor.name} does not fit {model}: {difference}.")
     config |= settings_of(donor_config)
     for file in CONFIG_FILES:
         if file in donor.files:
             (folder / file).write_bytes(donor.read(file))
     Vision(folder, config, []).processor  # noqa: B018 (raises where the settings do not fit)
-    print("[INFO] Reading the vision tower")
+    print("[INFO] Reading the vision encoder")
     weights = split_tower(_read(donor, tensors, folder))[1]
     tower = make_tower(VisionArgs.from_dict(config["vision_config"]), weights)
     parameters: Any = tree_flatten(tower.parameters())
@@ -115,12 +115,12 @@ def _fitting_head(
     """The tensors of the donor's head, or a ValueError if it has none that fits the model."""
     tensors = donor.head()
     if not tensors:
-        raise ValueError(f"{donor.name} has no MTP head to graft: name the original that {model} was converted from.")
+        raise ValueError(f"{donor.name} has no MTP head to graft: name the base model that {model} was converted from.")
     check_head(donor.name, donor_config, donor.weight_map)
     if difference := first_difference(donor_config, config) or _vocabulary_difference(donor, receiver):
         raise ValueError(f"The MTP head of {donor.name} does not fit {model}: {difference}.")
     if is_quantized(tensors):
-        raise ValueError(f"The MTP head of {donor.name} is quantized: graft the original's, in bfloat16.")
+        raise ValueError(f"The MTP head of {donor.name} is quantized: graft the base model's, in bfloat16.")
     return tensors
 
 
@@ -165,6 +165,6 @@ def check_acceptance(folder: Path, mtp_from: str, model: str) -> None:
     if acceptance < FLOOR:
         raise ValueError(
             f"The model accepts {acceptance:.0%} of the drafts of the head of {mtp_from} on built-in text, and at least "
-            f"{FLOOR:.0%} of its own head's: nothing was written. Graft from the original that {model} was converted from."
+            f"{FLOOR:.0%} of its own head's: nothing was written. Graft from the base model that {model} was converted from."
         )
     print(f"[INFO] Drafts accepted on built-in text: {acceptance:.0%}")

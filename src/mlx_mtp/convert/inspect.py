@@ -14,7 +14,7 @@ from ..layers.mtp import split_head
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
-    """Describe a checkpoint: type, quantization, head, vision tower, the outcome of ``--mtp``, and the head's memory.
+    """Describe a checkpoint: type, quantization, head, vision encoder, the outcome of ``--mtp``, and the head's memory.
 
     No weights are downloaded from the hub.
 

@@ -143,7 +143,7 @@ def quantize(
     if len(_quantized(model)) == len(before):
         reason = f"no layer's width is a multiple of {size_flag} {group_size or 'of this mode'}"
         if any(predicate(path, module) for path, module in before.items()):
-            reason = "it is quantized already, so give the original, or --dequantize first"
+            reason = "it is quantized already, so give the base model, or --dequantize first"
         raise ValueError(f"Nothing would be quantized: {reason}.")
     return model, config
 

@@ -21,12 +21,12 @@ def max_shard_bytes(source: Path) -> int:
 
 
 def write_model(folder: Path, model: nn.Module, config: Config, shard_bytes: int, tower: dict[str, mx.array]) -> None:
-    """Write a model's tensors, the index and config.json, and read the head and the vision tower back.
+    """Write a model's tensors, the index and config.json, and read the head and the vision encoder back.
 
     The model has no weights afterwards.
 
     Args:
-        tower (Dict[str, mx.array]): The vision tower's tensors; empty for none.
+        tower (Dict[str, mx.array]): The vision encoder's tensors; empty for none.
 
     Raises:
         OSError: A file could not be written, or the head or the tower differs when read back.

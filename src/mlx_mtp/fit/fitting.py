@@ -65,7 +65,7 @@ def fit(
     The head does not change the model's text. The same call resumes an interrupted one.
 
     Args:
-        model (str): The path or the Hugging Face repository of a checkpoint. If it has no head, the head of its original is
+        model (str): The path or the Hugging Face repository of a checkpoint. If it has no head, the head of its base model is
           fetched and fitted.
         mlx_path (str): The folder to write: a checkpoint, or an adapter with ``lora_rank``.
         corpus (Sequence[Union[str, Path]], optional): Files of text like the model's future output, or ``.jsonl`` files
@@ -174,7 +174,7 @@ def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
         raise ValueError(f"The adapter {adapter_path} also adapts the head: give an adapter of the backbone only.")
     if head_bits(model.mtp) is not None:
         raise ValueError(
-            f"The MTP head of {name} is quantized: give it the original's, `mlx_mtp convert --graft-mtp-from ORIGINAL "
+            f"The MTP head of {name} is quantized: give it the base model's, `mlx_mtp convert --graft-mtp-from BASE_MODEL "
             f"--model {name} --mlx-path NEW`, and fit that."
         )
 

@@ -89,7 +89,7 @@ def stream_generate(
         prompt_store (PromptStore, optional): Prefilled prefixes of earlier texts, to which this prompt and its answer are
           added, see ``mlx_mtp.PromptStore``. Default: ``None``.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): A file, its bytes, or pixels for each
-          ``<|vision_start|><|image_pad|><|vision_end|>`` of the prompt, in order. Requires a checkpoint with a vision tower.
+          ``<|vision_start|><|image_pad|><|vision_end|>`` of the prompt, in order. Requires a checkpoint with a vision encoder.
         kwargs: The remaining options get passed to :func:`mtp_generate_step`, or with ``mtp=False`` to mlx-lm.
 
     Yields:

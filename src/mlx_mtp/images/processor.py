@@ -1,4 +1,4 @@
-"""Turns images into the patches that the vision tower takes, as transformers' ``Qwen2VLImageProcessorPil``."""
+"""Turns images into the patches that the vision encoder takes, as transformers' ``Qwen2VLImageProcessorPil``."""
 
 import math
 from collections.abc import Mapping

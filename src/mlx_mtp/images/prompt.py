@@ -31,7 +31,7 @@ class ImagePrompt:
         tokens (List[int]): The tokens, with ``<|image_pad|>`` for each token of an image.
         images (List[ImageSpan]): The spans of these tokens.
         pixel_values (List[mx.array]): The patches of each image, from ``Processor.preprocess_image``.
-        vision (Vision): The vision tower of the model.
+        vision (Vision): The vision encoder of the model.
     """
 
     tokens: list[int]
@@ -68,7 +68,7 @@ class ImagePrompt:
 
 
 class ImageEmbeddings:
-    """The embeddings of a prompt with images, which the vision tower computes between two steps of running answers.
+    """The embeddings of a prompt with images, which the vision encoder computes between two steps of running answers.
 
     Args:
         begin (int): The index of the first token; images before it are not decoded. Default: ``0``.
@@ -187,10 +187,10 @@ def encode_marked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
 
 
 def vision_of(model: Any) -> Vision:
-    """The vision tower and the image processor of a model.
+    """The vision encoder and the image processor of a model.
 
     Raises:
-        ValueError: The model has no vision tower, or is spread over several machines.
+        ValueError: The model has no vision encoder, or is spread over several machines.
     """
     if not isinstance(model, MTPMixin):
         raise ValueError(
@@ -198,7 +198,7 @@ def vision_of(model: Any) -> Vision:
         )
     if not isinstance(vision := model.vision, Vision):
         raise ValueError(
-            "The model takes no images: its checkpoint has no vision tower. Use its original's: with --images in "
+            "The model takes no images: its checkpoint has no vision encoder. Use its base model's: with --images in "
             'mlx_mtp chat and mlx_mtp server, with vision="auto" in mlx_mtp.load.'
         )
     if model.ranks is not None:

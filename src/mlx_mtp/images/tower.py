@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3.5, 3.6 and 3.8: it turns an image's patches into the embeddings of its tokens.
+"""The vision encoder of Qwen3.5, 3.6 and 3.8: it turns an image's patches into the embeddings of its tokens.
 
     patches ── patch_embed + pos_embed ── blocks: full attention with axial RoPE ── merger: 4 patches -> 1 embedding
 
@@ -50,10 +50,10 @@ class VisionArgs(BaseModelArgs):
         if self.deepstack_visual_indexes:
             raise ValueError(f"deepstack_visual_indexes must be empty, not {self.deepstack_visual_indexes}.")
         if self.hidden_act != "gelu_pytorch_tanh":
-            raise ValueError(f"The vision tower's hidden_act must be gelu_pytorch_tanh, not {self.hidden_act}.")
+            raise ValueError(f"The vision encoder's hidden_act must be gelu_pytorch_tanh, not {self.hidden_act}.")
         if self.hidden_size % (4 * self.num_heads):
             raise ValueError(
-                f"The vision tower's hidden_size {self.hidden_size} must be a multiple of 4 * num_heads ({self.num_heads})."
+                f"The vision encoder's hidden_size {self.hidden_size} must be a multiple of 4 * num_heads ({self.num_heads})."
             )
         self.head_dim = self.hidden_size // self.num_heads
         self.rope_theta = (self.rope_parameters or {}).get("rope_theta", 10000.0)
@@ -214,7 +214,7 @@ class VisionTower(nn.Module):
         if (n := shape[0] * shape[1] * merged) > MAX_PATCHES:
             pixels = self.args.patch_size**2
             raise ValueError(
-                f"An image of {n * pixels:,} pixels is larger than the {MAX_PATCHES * pixels:,} that the vision tower takes: "
+                f"An image of {n * pixels:,} pixels is larger than the {MAX_PATCHES * pixels:,} that the vision encoder takes: "
                 "make it smaller."
             )
         return shape[0], shape[1]
@@ -287,12 +287,14 @@ def make_tower(args: VisionArgs, weights: Mapping[str, mx.array]) -> VisionTower
     """
     tower, tensors = VisionTower(args), dict(weights)
     if any(name.endswith(".scales") for name in tensors):
-        raise ValueError("The vision tower is quantized: graft the original's, in bfloat16.")
+        raise ValueError("The vision encoder is quantized: graft the base model's, in bfloat16.")
     channels_first = (args.in_channels, args.temporal_patch_size, args.patch_size, args.patch_size)
     if PATCH_KERNEL in tensors and tensors[PATCH_KERNEL].shape[1:] == channels_first:
         tensors[PATCH_KERNEL] = tensors[PATCH_KERNEL].transpose(0, 2, 3, 4, 1)  # [D, T, h, w, C]
     try:
         tower.load_weights(list(tensors.items()))
     except ValueError as e:  # mlx's message has a line for each tensor that differs
-        raise ValueError(f"The vision tower does not match its vision_config: {' '.join(str(e).split())[:200]}") from e
+        raise ValueError(
+            f"The vision encoder does not match its vision_config: {' '.join(str(e).split())[:200]}"
+        ) from e
     return tower

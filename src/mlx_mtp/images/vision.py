@@ -1,4 +1,4 @@
-"""The vision tower and the image processor of a checkpoint. No file is read before the first image."""
+"""The vision encoder and the image processor of a checkpoint. No file is read before the first image."""
 
 import hashlib
 import json
@@ -56,7 +56,7 @@ class Vision:
         for key, n in own.items():
             if getattr(processor, key) != n:
                 raise ValueError(
-                    f"The image settings of {self.folder} have {key} {getattr(processor, key)}, its vision tower {n}."
+                    f"The image settings of {self.folder} have {key} {getattr(processor, key)}, its vision encoder {n}."
                 )
         return processor
 
@@ -98,7 +98,7 @@ class Vision:
             ) from e
         if args.out_hidden_size != n:
             raise ValueError(
-                f"The vision tower of {self.folder} makes embeddings of {args.out_hidden_size}, its model takes {n}."
+                f"The vision encoder of {self.folder} makes embeddings of {args.out_hidden_size}, its model takes {n}."
             )
         return args
 

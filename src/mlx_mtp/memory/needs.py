@@ -26,7 +26,7 @@ class Needs(NamedTuple):
     Args:
         weights (int): The weights of the backbone, with embeddings and ``lm_head``.
         head (int): The weights of the MTP head.
-        tower (int): The weights of the vision tower.
+        tower (int): The weights of the vision encoder.
         caches (int): The caches of a text.
         chunk (int): The activations of a pass over the last chunk of a prompt.
     """

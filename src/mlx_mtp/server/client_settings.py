@@ -17,7 +17,7 @@ NO_KEY = "none"  # clients require a key
 KEY_VARIABLE = "MLX_MTP_API_KEY"  # the variable that Codex and Zed read
 MAX_ANSWER = 32000  # tokens that opencode reserves for an answer without --max-tokens
 CONTEXT = 32768  # tokens of context for Zed, which requires a number, if it is not known
-NAME = "mlx_mtp"  # the provider or profile in the client
+NAME = "mlx-mtp"  # the provider or profile in the client
 
 log = logging.getLogger(__name__)
 

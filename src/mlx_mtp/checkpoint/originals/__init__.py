@@ -1,1 +1,1 @@
-"""Parts that a conversion lacks of its original: find the original, fetch only the part, and try a head."""
+"""Parts that a conversion lacks of its base model: find the base model, fetch only the part, and try a head."""

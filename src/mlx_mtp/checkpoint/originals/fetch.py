@@ -22,7 +22,7 @@ from ..storage.reader import CheckpointReader, n_bytes
 from .find import find_original
 
 HEADS, TOWERS = "heads", "towers"
-PARTS = {HEADS: "MTP head", TOWERS: "vision tower"}
+PARTS = {HEADS: "MTP head", TOWERS: "vision encoder"}
 WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
 CHUNK_BYTES = 16 << 20  # in a range request, which is repeated if it fails
 

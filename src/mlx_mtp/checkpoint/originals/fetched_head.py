@@ -65,7 +65,7 @@ class FetchedHead:
 
     @property
     def source(self) -> str:
-        """The original's path or repository."""
+        """The base model's path or repository."""
         return str(self.record.get("source", ""))
 
     @property
@@ -96,8 +96,8 @@ def fetch_missing_head(
     if has_own_head(name, folder, config, needed):
         return None
     advice = (
-        f"Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from ORIGINAL --model {name} --mlx-path NEW`, "
-        "or generate without a head (--no-mtp, in Python mtp=False)."
+        f"Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {name} --mlx-path "
+        "NEW`, or generate without a head (--no-mtp, in Python mtp=False)."
     )
     return FetchedHead(
         *fetch_from_original(HEADS, name, folder, config, lambda o: fitting_head(o, config, name), _write, advice)
@@ -136,7 +136,7 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
 
 
 def fitting_head(original: CheckpointReader, config: Config, name: str) -> Tensors:
-    """Describe the tensors of an original's head, for the model of this config and name.
+    """Describe the tensors of a base model's head, for the model of this config and name.
 
     Raises:
         ValueError: There is no head, or it does not fit the model, or it is quantized.

@@ -1,4 +1,4 @@
-"""The vision tower of a model's original."""
+"""The vision encoder of a model's original."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from .find import check_sizes
 
 
 def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
-    """Fetch the vision tower of a checkpoint's original, see ``fetch_from_original``."""
-    advice = f"Add one with `mlx_mtp convert --graft-vision-from ORIGINAL --model {name} --mlx-path NEW`."
+    """Fetch the vision encoder of a checkpoint's original, see ``fetch_from_original``."""
+    advice = f"Add one with `mlx_mtp convert --graft-vision-from BASE_MODEL --model {name} --mlx-path NEW`."
     tower, _ = fetch_from_original(
         TOWERS, name, folder, config, lambda o: fitting_tower(o, config, name), _write, advice
     )
@@ -19,14 +19,14 @@ def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
 
 
 def fitting_tower(original: CheckpointReader, config: Config, name: str) -> Tensors:
-    """Describe the tensors of an original's tower.
+    """Describe the tensors of a base model's tower.
 
     Raises:
-        ValueError: There is no tower, or the original's sizes differ from the model's.
+        ValueError: There is no tower, or the base model's sizes differ from the model's.
     """
     own, tensors = check_sizes(original, config, name), original.tower()
     if not tensors or not isinstance(own.get("vision_config"), dict):
-        raise ValueError(f"{original.name} has no vision tower.")
+        raise ValueError(f"{original.name} has no vision encoder.")
     return tensors
 
 

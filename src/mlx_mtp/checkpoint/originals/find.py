@@ -1,4 +1,4 @@
-"""Find the original of a conversion or a fine-tune, with the MTP head or the vision tower that it lacks.
+"""Find the base model of a conversion or a fine-tune, with the MTP head or the vision encoder that it lacks.
 
 A model card names the checkpoint that its model was made from (``base_model``), whose card may name another one. If the cards
 do not lead to the original, the config's ``_name_or_path`` is tried, then the published models with a fitting name and size.
@@ -15,14 +15,14 @@ from ..catalog import Published, originals_like, published
 from ..config import Config, check_config, first_difference, text_config_of
 from ..storage.reader import CheckpointReader
 
-MAX_STEPS = 4  # from a checkpoint to its original
+MAX_STEPS = 4  # from a checkpoint to its base model
 CARD = "README.md"
 
 
 def find_original(
     name: str, folder: Path, config: Config, what: str, describe: Callable[[CheckpointReader], dict[str, TensorInfo]]
 ) -> tuple[CheckpointReader, dict[str, TensorInfo]]:
-    """Find the original of a checkpoint that lacks a part. Return the original, and the tensors of the part.
+    """Find the base model of a checkpoint that lacks a part. Return it, and the tensors of the part.
 
     This downloads only cards, configs and headers from the hub.
 
@@ -42,7 +42,7 @@ def find_original(
         except (FileNotFoundError, ValueError) as e:
             tried[original] = str(e)
     reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
-    raise FileNotFoundError(f"{name} has no {what}, and its original was not found. {reasons}")
+    raise FileNotFoundError(f"{name} has no {what}, and its base model was not found. {reasons}")
 
 
 def check_sizes(original: CheckpointReader, config: Config, name: str) -> Config:

@@ -1,5 +1,5 @@
-"""Writing of checkpoints: folders that appear when complete, the record of the head in config.json, and heads or vision towers
-beside linked files of another checkpoint."""
+"""Writing of checkpoints: folders that appear when complete, the record of the head in config.json, and heads or vision
+encoders beside linked files of another checkpoint."""
 
 import json
 import os
@@ -131,7 +131,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 def write_weights(
     folder: Path, receiver: CheckpointReader, head: dict[str, mx.array], tower: dict[str, mx.array] | None = None
 ) -> None:
-    """Write a head and a vision tower beside links to the receiver's files, and an index of all. Either may be empty."""
+    """Write a head and a vision encoder beside links to the receiver's files, and an index of all. Either may be empty."""
     assert receiver.folder is not None
     tower = tower or {}
     linked = split_head(receiver.weight_map)[0] if head else receiver.weight_map

@@ -148,7 +148,7 @@ class CheckpointReader:
         return self.tensors(split_head({name: name for name in self.weight_map})[1].values())
 
     def tower(self) -> dict[str, TensorInfo]:
-        """Describe the vision tower's tensors; empty if there is none."""
+        """Describe the vision encoder's tensors; empty if there is none."""
         return self.tensors(split_tower({name: name for name in self.weight_map})[1].values())
 
     def first_tensor(self, suffix: str) -> TensorInfo | None:

@@ -34,7 +34,7 @@ class BoundedTokenizer:
 
     Args:
         context_length (int, optional): The model's maximum number of tokens. ``None`` if its config does not have it.
-        vision (Vision, optional): The vision tower. Default: ``None``, images are refused.
+        vision (Vision, optional): The vision encoder. Default: ``None``, images are refused.
         sampling (Sampling): The model's default sampling parameters. Default: mlx-lm's.
     """
 
