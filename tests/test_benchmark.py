@@ -1,6 +1,7 @@
 """The benchmark: its prompts, its arithmetic, what it prints, and its synthetic models."""
 
 import json
+import sys
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
@@ -423,8 +424,10 @@ def test_an_error_is_one_line_and_status_2(capsys, flags, message):
 
 
 def test_a_plot_without_matplotlib(monkeypatch, capsys):
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    assert "pip install matplotlib" in run_command(benchmark.main, capsys, "--plot", "x.png", "--compare-depths")[2]
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert (
+        "pip install 'mlx-mtp[plot]'" in run_command(benchmark.main, capsys, "--plot", "x.png", "--compare-depths")[2]
+    )
 
 
 def test_a_plot_needs_a_fixed_depth(report):

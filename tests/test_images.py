@@ -163,7 +163,7 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="more than 99 bytes"):
             decode_url("data:image/png;base64," + "A" * 400)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    refused(b"", "Images require Pillow: pip install pillow")
+    refused(b"", "An image requires PIL: pip install 'mlx-mtp.image.'")
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "MPO"])  # which is JPEG with several images

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from itertools import permutations
 from pathlib import Path
@@ -12,16 +13,18 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO_NOTE
+from mlx_mtp.extras import EXTRAS
 
 PACKAGE = Path(mlx_mtp.__file__).parent
 ROOT = Path(__file__).parents[1]
 COMMANDS = {"about", "generate", "chat", "convert", "benchmark", "server", "draft_vocab", "fit"}
-SHARED = {"cli", "files", "prompts"}  # by the commands
+SHARED = {"cli", "extras", "files", "prompts"}  # by the commands
 LIBRARY = {"batch", "caches", "checkpoint", "decoding", "distributed", "drafts", "images", "memory", "models"}
 LIBRARY |= {"pacing", "prompt_store", "sampling", "text"}
 # What each room may import, beside itself and the version; the public names may import anything.
 ARROWS = {
     "distributed": set(),
+    "extras": set(),
     "files": set(),
     "prompts": {"files"},
     "memory": set(),
@@ -29,9 +32,9 @@ ARROWS = {
     "sampling": set(),
     "layers": {"caches"},
     "models": {"caches", "distributed", "layers"},
-    "images": {"caches", "memory", "models"},
+    "images": {"caches", "extras", "memory", "models"},
     "pacing": {"distributed", "layers", "models"},
-    "text": {"pacing"},
+    "text": {"extras", "pacing"},
     "drafts": {"caches", "layers", "models", "pacing", "text"},
     "decoding": {"caches", "distributed", "drafts", "layers", "models", "pacing", "sampling", "text"},
     "batch": {"caches", "decoding", "drafts", "models", "pacing"},
@@ -140,6 +143,56 @@ for order in {orders!r}:
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout.count("must be non-zero") == len(orders)
+
+
+WITHOUT_EXTRAS = """
+import sys
+names = {names!r}
+sys.modules |= dict.fromkeys(names)  # importing them fails
+import mlx_mtp
+from mlx_mtp import __main__
+for argv in {calls!r}:
+    sys.argv = ["mlx_mtp", *argv]
+    try:
+        __main__.main()
+    except SystemExit as e:
+        print(e.code, file=sys.stderr)
+try:
+    mlx_mtp.make_grammar(None, json_schema={{}})
+except ImportError as e:
+    print(e, file=sys.stderr)
+assert not any(sys.modules.get(name) for name in names)
+"""
+
+
+def test_without_extras():
+    """Nothing else needs them, and what does says how to install them."""
+    calls = {
+        ("server",): "mlx_mtp server requires fastapi, uvicorn, pydantic, prometheus_client, llguidance: {server}",
+        ("chat",): "mlx_mtp chat requires prompt_toolkit: {chat}",
+        ("generate", "--json-schema", "{}"): "mlx_mtp generate: error: --json-schema requires fastapi",
+        ("--print-completion", "bash"): "mlx_mtp: error: --print-completion requires shtab: {completion}",
+        ("generate", "-m", "5", "--prompt", "def f(x):"): None,
+        ("models",): None,
+    }
+    program = WITHOUT_EXTRAS.format(names=sum(EXTRAS.values(), ()), calls=[*calls])
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    for message in filter(None, calls.values()):
+        message = re.sub(r"{(\w+)}", r"pip install 'mlx-mtp[\1]'", message)
+        (i,) = [i for i, line in enumerate(lines) if message in line]
+        assert lines[i + 1] == "2"
+    assert lines[-1].endswith("pip install 'mlx-mtp[server]'")
+    assert "Traceback" not in done.stderr
+
+
+def test_direct_dependencies_are_few():
+    """And the tests have all."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len({re.match(r"[\w-]+", name)[0] for name in project["dependencies"]}) <= 11
+    assert EXTRAS.keys() <= project["optional-dependencies"].keys()
+    assert set(re.findall(r"\w+", project["optional-dependencies"]["test"][0])) >= EXTRAS.keys()
 
 
 def test_the_command_runs_without_a_warning():

@@ -6,10 +6,9 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
-import shtab
-
 from ._version import __version__
 from .cli.parser import REMOVED
+from .extras import MissingExtra, require
 
 COMMANDS = {
     "demo": ("mlx_mtp.generate.demo", "compare generation with and without drafts"),
@@ -65,11 +64,20 @@ def print_completion(shell: str) -> None:
     """Print a script for shell completion of commands, flags and file names."""
     if shell not in SHELLS:
         fail(f"--print-completion takes a shell: {', '.join(SHELLS)}.")
+    try:
+        require("completion", "--print-completion")
+    except MissingExtra as e:
+        fail(str(e))
+    import shtab
+
     parser = argparse.ArgumentParser("mlx_mtp")
     parser.add_argument("--version", action="store_true")
     commands = parser.add_subparsers()
     for name, (module, use) in COMMANDS.items():
-        parents = [import_module(module).make_parser()]
+        try:
+            parents = [import_module(module).make_parser()]
+        except MissingExtra:  # its flags are unknown
+            parents = []
         own = commands.add_parser(name, help=use, parents=parents, add_help=False, conflict_handler="resolve")
         for action in own._actions:
             if action.dest in FOLDERS or action.metavar in ("DIR", "FOLDER"):

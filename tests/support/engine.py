@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mlx_mtp.server.__main__ import make_engine
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.engine.delta import Delta
 from mlx_mtp.server.engine.frontend import Frontend
+from mlx_mtp.server.serve import make_engine
 
 from .scripted_server import choose
 

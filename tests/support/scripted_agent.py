@@ -8,7 +8,7 @@ says a title.
 import os
 from typing import Any
 
-from mlx_mtp.server import __main__
+from mlx_mtp.server import serve
 from mlx_mtp.server.engine.frontend import Frontend
 from tests.support import scripted_server
 from tests.support.tool_texts import rendered
@@ -59,4 +59,4 @@ def encode_scripted(self: Frontend, tokenizer: Any, request: Any) -> Any:
 if __name__ == "__main__":
     scripted_server.install()  # a request then says what the model says
     Frontend.encode = encode_scripted
-    __main__.main()
+    serve.main()

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.server import __main__
+from mlx_mtp.server import serve
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.http import connections
 from tests.support.server_process import Server, serve_here
@@ -63,4 +63,4 @@ def serve_scripted(log: Path, *flags: str) -> Iterator[Server]:
 if __name__ == "__main__":
     install()
     connections.LAST_ANSWERS = 2  # seconds that a template without an end runs
-    __main__.main()
+    serve.main()

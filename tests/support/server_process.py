@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.server.__main__ import make_engine, make_server
 from mlx_mtp.server.command_line import check, check_model, make_parser
 from mlx_mtp.server.http.connections import listen
+from mlx_mtp.server.serve import make_engine, make_server
 
 from .launch import connected, free_ports
 

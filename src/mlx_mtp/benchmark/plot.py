@@ -1,10 +1,10 @@
 """The benchmark's report as a picture: the head's speed by depth, and the gain of copies on each kind of prompt."""
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..extras import require
 from .measure import OVERALL, Report, Result
 from .runs import AUTO, NO_COPIES, Run
 
@@ -15,8 +15,7 @@ COLORS: dict[Run, str] = {NO_COPIES: BLUE, AUTO: GREEN}
 
 def check(file: Path) -> None:
     """Raise a ValueError if a picture could not be drawn into this file."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("A plot needs matplotlib: pip install matplotlib.")
+    require("plot", "A plot")
     from matplotlib.figure import Figure
 
     formats = Figure().canvas.get_supported_filetypes()

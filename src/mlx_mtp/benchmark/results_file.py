@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
 from mlx import nn
 
 from ..checkpoint.config import read_json
@@ -143,6 +141,9 @@ def precision(modules: Sequence[nn.Module]) -> str:
 
 def read_results(file: Path) -> dict[str, Any]:
     """Read results, or raise a ValueError if the file is not from this version's ``--report``."""
+    from jsonschema import Draft202012Validator  # of the extra ``test``
+    from jsonschema.exceptions import best_match
+
     results = read_json(file)
     error = best_match(Draft202012Validator(SCHEMA).iter_errors(results))
     if error is not None:

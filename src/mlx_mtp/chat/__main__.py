@@ -27,11 +27,11 @@ from ..cli.flags import add_drafting, add_flags, add_sampling
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import Ranks
 from ..drafts.draft_options import asks_for_copies
+from ..extras import require
 from ..generate.stream import GenerationResponse
 from ..prompt_store import PromptStore
 from .commands import COMMANDS, EXIT, HELP, obey
 from .conversation import Conversation, Options
-from .terminal import make_reader
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,11 +56,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     with one_line_errors("mlx_mtp chat"):
+        require("chat", "mlx_mtp chat")
         run(parse(make_parser()))
 
 
 def run(args: argparse.Namespace) -> None:
     """Load the model, and chat until the user ends it."""
+    from .terminal import make_reader  # with the libraries of the extra
+
     check_generation_flags(args)
     check_prompt_cache_dir(args)
     check_alone(args, "adapter_path", "prompt_cache_dir", "images")

@@ -32,6 +32,7 @@ from ..cli.flags import add_drafting
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import from_rank_0
 from ..drafts.draft_options import asks_for_copies
+from ..extras import require
 from ..files import check_source
 from ..images.prompt import read_images, vision_of
 from ..models import MODEL_TYPES, same_bits
@@ -150,6 +151,8 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
     check_images(args)
     template_options(args.chat_template_config)
+    if args.json_schema is not None:
+        require("server", "--json-schema")
     if args.json_schema is not None and not is_json(args.json_schema):
         check_source(Path(args.json_schema), "--json-schema")
     if args.check:

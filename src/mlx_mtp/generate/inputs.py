@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_caches
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..extras import require
 from ..images.processor import IMAGE_TOKEN, PLACEHOLDER
 from ..images.prompt import vision_of
 from ..models.mixin import MTPMixin
@@ -171,8 +171,7 @@ def _process_images(files: Sequence[str], model: nn.Module, config: dict[str, An
             f"--image: mlx-lm {version('mlx-lm')} has no image processor for model type {config.get('model_type')}. "
             "For a Qwen3.5, add --mtp."
         )
-    if find_spec("PIL") is None:
-        raise ValueError("--image requires Pillow: pip install pillow.")
+    require("image", "--image")
     from PIL import Image
 
     text, pixel_values = processor(text, images=[np.asarray(Image.open(f).convert("RGB")) for f in files])

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..extras import require
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -24,11 +26,10 @@ _opening = Lock()
 
 
 def pillow() -> Any:
-    """Pillow's ``Image`` module, or a ValueError with the command to install it."""
-    try:
-        from PIL import Image
-    except ImportError as e:
-        raise ValueError("Images require Pillow: pip install pillow.") from e
+    """Pillow's ``Image`` module, or a MissingExtra with the command to install it."""
+    require("image", "An image")
+    from PIL import Image
+
     return Image
 
 

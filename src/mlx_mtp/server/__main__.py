@@ -1,171 +1,26 @@
-"""The command ``mlx_mtp server``."""
+"""The command ``mlx_mtp server``, which first checks that its libraries are installed."""
 
 import argparse
-import logging
-import os
-import resource
-import signal
-import socket
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from ipaddress import ip_address
 
-import mlx.core as mx
-from mlx_lm.utils import maybe_set_recommended_wired_limit
+from ..cli.errors import one_line_errors
+from ..extras import require
 
-from ..checkpoint.load import DEMO, DEMO_NOTE
-from ..cli.errors import INTERRUPTED, one_line_errors
-from ..cli.parser import parse
-from ..distributed.ranks import Ranks
-from ..drafts.draft_options import asks_for_copies
-from ..memory.account import Account
-from ..memory.needs import size
-from .client_settings import CLIENTS, connection_to
-from .command_line import check, check_model, make_parser
-from .engine.admission import Admission
-from .engine.clients import Clients, SharedClients
-from .engine.engine import Engine
-from .engine.frontend import Frontend
-from .engine.metrics import Metrics
-from .engine.provider import ModelProvider
-from .engine.stores import Stores
-from .http.app import make_app
-from .http.connections import Server, listen
-from .options import NO_LIMIT, Options
-from .request import ApiError
-
-LAST_WORDS = 1.0  # seconds to send errors after a rank is lost; then the watcher ends the process
-OPEN_FILES = 4096
+NAME = "mlx_mtp server"
 
 
-def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[str], None]]) -> None:
-    options = check(args)
-    maybe_set_recommended_wired_limit()
-    _allow_open_files()
-    is_first = ranks is None or ranks.rank == 0
-    with listen(options.host, options.port) if is_first else nullcontext() as s:  # a port in use costs no loading
-        engine = make_engine(options, ranks)
-        try:
-            engine.loaded.result()
-            check_model(args, engine.admission.models)
-            if s is not None:
-                serve(options, engine, s, on_loss)
-            else:
-                with suppress(KeyboardInterrupt):  # then it ends the other ranks as well
-                    engine.thread.join()
-        finally:
-            if not engine.stop_and_join():
-                logging.warning(
-                    "The last step, or the disk of --prompt-cache-dir, takes too long: the server ends without it."
-                )
-                os._exit(1)
-    if engine.error is not None:
-        raise engine.error
+def make_parser() -> argparse.ArgumentParser:
+    require("server", NAME)
+    from .command_line import make_parser
 
-
-def print_config(args: argparse.Namespace) -> None:
-    """Print a client's settings to stdout, to redirect to its file, and their place to stderr."""
-    options = check(args)
-    if options.port == 0:
-        raise ValueError("--print-config requires a fixed port, such as --port 8080.")
-    settings = CLIENTS[args.print_config](connection_to(options, url(options.host, options.port)))
-    print(settings.note, file=sys.stderr)
-    print(settings.as_text(), end="")
-
-
-def make_engine(options: Options, ranks: Ranks | None) -> Engine:
-    """Start the generation thread, which loads the model first."""
-    metrics, caches, account = Metrics(), Stores(options, ranks), Account(options.max_memory)
-    metrics.registry.register(caches)
-    metrics.watch_memory(account)
-    admission = Admission(options, ModelProvider(options), caches, ranks, account)
-    return Engine(admission, Clients() if ranks is None else SharedClients(ranks), metrics, ranks)
-
-
-def serve(options: Options, engine: Engine, s: socket.socket, on_loss: list[Callable[[str], None]]) -> None:
-    """Answer requests until an interrupt or the loss of a rank, then end the open ones."""
-    server = make_server(options, engine)
-    on_loss += [lambda error: engine.clients.fail_all(ApiError(503, error)), lambda _: server.wait(LAST_WORDS)]
-    address, port = s.getsockname()[:2]
-    host = options.host
-    if options.api_key is None and not ip_address(address).is_loopback:
-        logging.warning(f"Anyone who can reach {host} can use the server: require a key with --api-key-file.")
-    for line in summary(options, engine.admission):
-        logging.info(line)
-    logging.info(f"Starting httpd at {host} on port {port}...")
-    page = "" if options.no_ui else f"Open {url(host, port)} to chat. "
-    logging.info(f"{page}Clients use {url(host, port)}/v1 and the model {engine.admission.models.name}")
-    server.run(sockets=[s])
-
-
-def summary(options: Options, admission: Admission) -> list[str]:
-    """The model, its drafts, the memory and the limits, in sentences."""
-    models, account = admission.models, admission.account
-    context = models.tokenizers[models.default].context_length
-    limits = [
-        f"context of {context or 'unknown'} tokens",
-        f"{options.decode_concurrency} requests at once",
-    ]
-    if options.max_tokens != NO_LIMIT:
-        limits.insert(1, f"{options.max_tokens} output tokens by default")
-    if options.max_queue is not None:
-        limits.append(f"{options.max_queue} waiting")
-    note = [f"{DEMO_NOTE}."] if options.model == str(DEMO) else []
-    return [
-        f"Model: {models.name}, {drafting(options)}",
-        *note,
-        f"Memory: {size(account.held)} used of {size(account.limit)}",
-        f"Limits: {', '.join(limits)}",
-    ]
-
-
-def make_server(options: Options, engine: Engine) -> Server:
-    hosts = [options.host, *options.allowed_hosts]
-    app = make_app(Frontend(options, engine), options.api_key, options.allowed_origins, hosts)
-    return Server(app, engine, options.log_level)
-
-
-def url(host: str, port: int) -> str:
-    """The address for a browser on this machine."""
-    if host in ("", "0.0.0.0", "::"):
-        host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def drafting(options: Options) -> str:
-    """How the model drafts, in words."""
-    drafters = []
-    if options.mtp:
-        drafters.append("its MTP head" if options.mtp is True else f"the MTP head {options.mtp}")
-    is_auto = options.mtp and options.copy_drafts is None and not isinstance(options.num_draft_tokens, int)
-    if is_auto or asks_for_copies(options.copy_drafts):
-        drafters.append("copies")
-    return f"with drafts of {' and '.join(drafters)}" if drafters else "without drafts"
-
-
-def _allow_open_files() -> None:
-    """Raise the limit of open files, one for each connection. macOS allows a process 256 by default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return make_parser()
 
 
 def main() -> None:
-    group = mx.distributed.init()
-    ranks = Ranks(group) if group.size() > 1 else None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    on_loss: list[Callable[[str], None]] = []
-    with one_line_errors("mlx_mtp server", on_loss):
-        args = parse(make_parser())
-        logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
-        if args.print_config is not None:
-            return print_config(args)
-        try:
-            run(args, ranks, on_loss)
-        except KeyboardInterrupt:  # a second one: do not wait for the generation thread
-            os._exit(INTERRUPTED)
+    with one_line_errors(NAME):
+        require("server", NAME)
+    from .serve import main
+
+    main()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..extras import require
 from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.rates import Rates
 from .reasoning import end_of_reasoning
@@ -193,8 +194,10 @@ def make_grammar(
           far that returns the position where the grammar begins, or ``None`` before it begins. Default: ``""``.
 
     Raises:
+        MissingExtra: llguidance is not installed.
         ValueError: None or several of the three are given, or llguidance cannot read the grammar (a ``GrammarError``).
     """
+    require("server", "A grammar")
     rules = []
     if json_schema is not None:
         rules.append(f"%json {_with_separators(json_schema)}")

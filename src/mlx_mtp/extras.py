@@ -1,0 +1,21 @@
+"""The extras of the package, ``pip install 'mlx-mtp[server]'``: libraries that only some commands use."""
+
+from importlib.util import find_spec
+
+EXTRAS = {  # the modules of each that are imported
+    "server": ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"),
+    "chat": ("prompt_toolkit",),
+    "image": ("PIL",),
+    "plot": ("matplotlib",),
+    "completion": ("shtab",),
+}
+
+
+class MissingExtra(ImportError, ValueError):
+    """An extra that is not installed; commands print it in one line."""
+
+
+def require(extra: str, what: str) -> None:
+    """Raise a MissingExtra with the command to install it if an extra is missing; ``what`` requires it."""
+    if missing := [name for name in EXTRAS[extra] if find_spec(name) is None]:
+        raise MissingExtra(f"{what} requires {', '.join(missing)}: pip install 'mlx-mtp[{extra}]'")
