@@ -133,8 +133,6 @@ def test_figures_agree(report):
     built = [*report.parts.verify_built, report.parts.head_built]
     assert all(0 < b < t for b, t in zip(built, [*report.parts.verify, report.parts.head], strict=True))
     assert "host time until Python has built the pass" in show(report)
-    assert report.parts.exact.keys() == {2, 17}
-    assert min(report.parts.exact.values()) > 0
     for k in RUNS:
         a, b, overall = (r for r in report.results if r.run == k)
         width = len(overall.drafted)
@@ -309,8 +307,6 @@ def test_command_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
     _, out, _ = run_command(benchmark.main, capsys, *flags.split(), *files)
     assert "Acceptance was SET to 0.9, not measured" in out
     report = json.loads((tmp_path / "b.json").read_text())
-    exact = [f"{k}: {report['parts']['exact'][k] / report['parts']['verify'][0]:.2f}" for k in ("2", "17")]
-    assert f"With --exact, relative to the plain pass over 1: {', '.join(exact)}\n" in out
     assert report["acceptance_was_set"] == 0.9
     runs = [(run, 40) for run in (1, NO_COPIES, AUTO) for _ in ("the prompt", OVERALL)]
     assert [(r["run"], r["prompt_tokens"]) for r in report["results"]] == runs

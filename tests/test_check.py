@@ -60,7 +60,6 @@ def test_a_near_tie_is_within_rounding(monkeypatch):
     assert 0 < d.gap <= 2 * d.rounding < (logits.max() - logits.min()).item() / 2
     assert d.top_gap <= d.gap
     assert result.passed
-    assert check(model, PROMPT, max_tokens=32, num_draft_tokens=3, exact=True) == Check(32)
 
 
 @pytest.mark.parametrize("amount", [0, 1e-4])
@@ -90,20 +89,6 @@ def test_a_fault_in_the_first_token_is_not_within_rounding(monkeypatch):
     d = check(model, PROMPT).difference
     assert (d.position, d.plain, d.mtp, d.rounding) == (0, right, (right + 1) % 32, 0)
     assert not d.within_rounding
-
-
-def test_exact_mode_excuses_no_difference(monkeypatch):
-    model, _, _ = rounded_model(monkeypatch)
-    options = dict(max_tokens=32, num_draft_tokens=3)
-
-    def inexact(*args, exact, **kwargs):  # as if exact mode did nothing
-        return mtp_generate_step(*args, **kwargs)
-
-    monkeypatch.setattr(import_module("mlx_mtp.generate.check"), "mtp_generate_step", inexact)
-    assert check(model, PROMPT, **options).passed
-    result = check(model, PROMPT, exact=True, **options)
-    assert result.difference.rounding == 0
-    assert not result.passed
 
 
 def test_the_gap_is_between_the_two_tokens():
@@ -137,7 +122,7 @@ def test_command_exits_0_for_equal_tokens(capsys):
         "Identical: plain decoding and MTP generated the same 10 tokens.\n"
         "Compiled passes over 1, 2, 5, 17 tokens give the same bits as uncompiled ones.\n"
     )
-    assert run(capsys) == run(capsys, "--exact") == (0, same, "")
+    assert run(capsys) == (0, same, "")
 
 
 def test_command_exits_1_for_a_fault(monkeypatch, capsys):
@@ -158,7 +143,7 @@ def test_command_exits_0_for_rounding(monkeypatch, capsys):
 def test_refuses_flags_that_do_not_go_together(capsys):
     for flags, message in (
         ("--check", "--check requires --mtp"),
-        ("--exact", "--exact requires --mtp"),
+        ("--exact", "--exact was removed: for the bits of plain decoding, decode plainly with --no-mtp."),
         ("--mtp --check --temp 0.7", "cannot be combined with --temp"),
         ("--mtp --check -m 0", "--max-tokens must be"),
         ("--mtp --check --num-draft-tokens 9", "auto or from 0 to 8"),

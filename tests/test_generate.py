@@ -136,7 +136,7 @@ def test_without_mtp_it_is_plain_mlx_lm(trained, plain_summary):
 def test_refuses_arguments_that_do_not_go_together(trained):
     for options, message in (
         ({"draft_model": trained[0]}, "requires mtp=False"),
-        ({"mtp": False, "exact": True}, "require mtp=True"),
+        ({"mtp": False, "draft_p_min": 0.5}, "requires mtp=True"),
         ({"mtp": False, "draft_model": trained[0], "copy_drafts": 4}, "omit copy_drafts"),
         ({"max_tokens": 0}, "non-zero"),
     ):
@@ -149,7 +149,7 @@ def test_refuses_arguments_that_do_not_go_together(trained):
 
 def test_every_flag_is_mlx_lms():
     theirs, ours = ({a.dest: a for a in parser._actions} for parser in (setup_arg_parser(), make_parser()))
-    drafts = "mtp exact check show_drafts copy_drafts draft_p_min draft_vocab mtp_bits draft_head_bits acceptance"
+    drafts = "mtp check show_drafts copy_drafts draft_p_min draft_vocab mtp_bits draft_head_bits acceptance"
     others = "json_schema settings prompt_cache_dir max_memory version pipeline"  # the last as in mlx-lm's chat
     assert ours.keys() - theirs.keys() == {*drafts.split(), *others.split()}
     assert theirs.keys() <= ours.keys()
@@ -400,7 +400,6 @@ SPOILT = {"LLAMA": configured(model_type="llama"), "QWEN4": configured(model_typ
         ("--draft-model x --copy-drafts 5", "--copy-drafts and --draft-model cannot be combined"),
         ("--num-draft-tokens 2 --copy-drafts auto", "--num-draft-tokens requires --mtp or --draft-model"),
         ("--max-kv-size 9 --copy-drafts auto", "--copy-drafts cannot be combined with --max-kv-size"),
-        ("--exact --copy-drafts auto", "--exact requires --mtp"),
         ("--mtp --json-schema FOLDER/cut", "cut: Expecting property name"),
         ("--mtp --json-schema FOLDER/person", "person: llguidance cannot read the grammar"),
         ("--mtp --json-schema FOLDER/none", "--json-schema: there is no file"),

@@ -120,8 +120,7 @@ def test_greedy_tokens_are_those_of_transformers(j):
     if j not in SOME:
         return
     assert stock_greedy(j, 12) == want[:12]
-    for options in (dict(exact=True), dict(copy_drafts="auto", num_draft_tokens=2)):
-        assert greedy(j, 12, **options) == want[:12], options
+    assert greedy(j, 12, copy_drafts="auto", num_draft_tokens=2) == want[:12]
     for chunk in (1, 3):  # which may split an image
         assert greedy(j, 5, prefill_step_size=chunk, num_draft_tokens=3) == want[:5]
     quantized = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=5)

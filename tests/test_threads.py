@@ -19,7 +19,6 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
 OPTIONS = {
     "rejection": lambda: dict(sampler=make_sampler(temp=1.0, top_p=0.9)),
-    "exact": lambda: dict(exact=True),
     "quantized": lambda: dict(kv_bits=8, kv_group_size=32, quantized_kv_start=len(PROMPT) + 3),
 }
 COPIES, BOTH = dict(num_draft_tokens=0, copy_drafts=16), dict(num_draft_tokens=3, copy_drafts=16)
@@ -59,7 +58,7 @@ CASES = [*((kind, BOTH, None) for kind in OPTIONS), ("rejection", COPIES, 6)]
 @pytest.mark.parametrize(("kind", "drafts", "draft_rows"), CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_closes_in_another_thread(monkeypatch, kind, drafts, draft_rows, stops):
     model, options = model_of(draft_rows), OPTIONS[kind]()
-    own = {name: value for name, value in options.items() if name not in ("exact", "sampler")}
+    own = {name: value for name, value in options.items() if name != "sampler"}
     truth = plain(PROMPT, model, max_tokens=max(stops) + 40, **own)
     script_copies(monkeypatch, [PROMPT + truth], lambda i: i % 7 != 0)
     kv = {name: value for name, value in options.items() if "kv" in name}

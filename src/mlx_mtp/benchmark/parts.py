@@ -45,7 +45,6 @@ class Parts:
     # The part of these until Python has built the graph. The rest is the wait for the device.
     verify_built: list[float] = field(default_factory=list)
     head_built: float = 0.0
-    exact: dict[int, float] = field(default_factory=dict)  # as verify with exact=True, over 2 tokens and the most
     exchange: dict[int, float] = field(default_factory=dict)  # of n tokens between all ranks, over 1 token and the most
     n_exchanges: int = 0  # one after the other in a verify pass
 
@@ -65,7 +64,7 @@ def _steps(drafted: Sequence[int]) -> list[int]:
 def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
     """Time the parts of a step after a prompt [T]."""
     timer = Timer(model, prompt, max_draft_tokens)
-    verify, exact = timer.time_passes()
+    verify = timer.time_passes()
     rollback = timer.time_rollbacks(min(N_ROLLBACKS, len(verify[1])))
     head = timer.time_head()
     median = statistics.median
@@ -76,7 +75,6 @@ def time_parts(model: Any, prompt: mx.array, max_draft_tokens: int) -> Parts:
         [median(s) for s in rollback],
         np.interp(lengths, [*verify], [median(t.built for t in times) for times in verify.values()]).tolist(),
         median(t.built for t in head),
-        {n: median(t.seconds for t in times) for n, times in exact.items()},
         {} if model.ranks is None else {n: timer.time_exchange(n) for n in (1, timer.longest)},
         _n_exchanges(model),
     )
@@ -106,9 +104,9 @@ class Timer:
         lengths = sorted({*range(1, min(self.longest, EVERY) + 1), self.longest})
         self.windows = {n: mx.repeat(self.token, n, axis=1) for n in lengths}  # [1, n] each
 
-    def verify(self, n: int, exact: bool = False) -> "Time":
+    def verify(self, n: int) -> "Time":
         """Time a pass over n tokens that leaves its window open."""
-        options = {"n_confirmed": 1, "exact": exact, "compiler": self.compiler}
+        options = {"n_confirmed": 1, "compiler": self.compiler}
         return _time(lambda: self.model(self.windows[n], cache=self.backbone, return_hidden=True, **options))
 
     def rollback(self, n: int) -> float:
@@ -122,27 +120,22 @@ class Timer:
         self.offset += n
         return seconds
 
-    def time_passes(self) -> tuple[dict[int, list["Time"]], dict[int, list["Time"]]]:
-        """The times of passes, and of exact ones, by the number of tokens.
+    def time_passes(self) -> dict[int, list["Time"]]:
+        """The times of passes, by the number of tokens.
 
         Lengths take turns, so that a pause of the machine affects all of them. The first turn compiles and is not counted.
         """
         verify: dict[int, list[Time]] = {n: [] for n in self.windows}
-        has_exact = self.model.ranks is None or self.model.model.pipeline_size == 1
-        exact: dict[int, list[Time]] = {2: [], self.longest: []} if has_exact else {}
         start = time.perf_counter()
         for i in range(N_CALLS + 1):
             if i > 3 and from_rank_0(self.model.ranks, lambda: time.perf_counter() - start > ENOUGH):
                 break
-            for n, times, is_exact in [
-                *((n, times, False) for n, times in verify.items()),
-                *((n, times, True) for n, times in exact.items()),
-            ]:
-                t = self.verify(n, is_exact)
+            for n, times in verify.items():
+                t = self.verify(n)
                 if i > 0:
                     times.append(t)
                 self.rollback(1)
-        return verify, exact
+        return verify
 
     def time_rollbacks(self, n_calls: int) -> list[list[float]]:
         """The seconds of rollbacks to 1, 2, ... up to 8 tokens of the longest window."""

@@ -109,12 +109,10 @@ def _show_model(report: Report) -> list[str]:
 def _show_parts(report: Report) -> list[str]:
     parts, one = report.parts, report.parts.verify[0]
     verify = ", ".join(f"{n}: {v / one:.2f}" for n, v in enumerate(parts.verify, 1) if _is_timed(n, parts))
-    exact = ", ".join(f"{n}: {t / one:.2f}" for n, t in parts.exact.items())
     rollback = ", ".join(f"{n}: {r / parts.verify[-1]:.3f}" for n, r in enumerate(parts.rollback, 1))
     lines = [
         f"Verify pass over 1 token: {one * 1e3:.2f} ms; a pass of the head: {parts.head / one:.3f} of it",
         f"Verify pass over n tokens, relative to 1: {verify}",
-        *([f"With --exact, relative to the plain pass over 1: {exact}"] if exact else []),
         f"Rollback to n of {len(parts.verify)} tokens, relative to the pass over all: {rollback}",
     ]
     if parts.verify_built:

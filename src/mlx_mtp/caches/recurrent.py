@@ -51,8 +51,6 @@ class _Window:
     conv_input: mx.array | None = None  # [B, K - 1 + n_tokens, C]
     state: mx.array | None = None  # [B, Hv, Dv, Dk], after n_confirmed tokens
     inputs: tuple[mx.array, ...] = ()  # q, k, v, g, beta of the other tokens, each [B, n_tokens - n_confirmed, ...]
-    # In exact mode, instead: the cache's arrays after the last confirmed token and after each later one.
-    states: list[list[mx.array]] | None = None
 
 
 class ArraysCache(stock.ArraysCache):
@@ -65,12 +63,11 @@ class ArraysCache(stock.ArraysCache):
     cache: list[Any]
     window: _Window | None = None
 
-    def open_window(self, n_confirmed: int, exact: bool = False) -> None:
+    def open_window(self, n_confirmed: int) -> None:
         """Record the layer's next call.
 
         Args:
             n_confirmed (int): The number of its leading tokens that are final.
-            exact (bool): Whether the tokens come one by one, with ``keep_state`` after each, and the layer records nothing.
 
         Raises:
             ValueError: The last window is still open, or the cache is for padded prompts.
@@ -79,25 +76,17 @@ class ArraysCache(stock.ArraysCache):
             raise ValueError("The last verify pass on this cache was not finished: call rollback first.")
         if self.lengths is not None or self.left_padding is not None:
             raise ValueError("A cache of padded prompts cannot roll back.")
-        self.window = _Window(n_confirmed, states=[] if exact else None)
+        self.window = _Window(n_confirmed)
 
     @property
     def records_inputs(self) -> bool:
         """Whether the layer's next call must record the inputs of the recurrence for a replay."""
-        return self.window is not None and self.window.states is None
-
-    def keep_state(self) -> None:
-        """Keep the state after the layer's call on one token of an exact window, for ``rollback``."""
-        if self.window is not None and self.window.states is not None:
-            self.window.n_tokens += 1
-            if self.window.n_tokens >= self.window.n_confirmed:
-                self.window.states.append(list(self.cache))
+        return self.window is not None
 
     def rollback(self, n: int) -> None:
         """Close the window: keep its first ``n`` tokens, and free its record.
 
-        The recurrence is replayed from the recorded inputs, without products of weight matrices. In exact mode each state was
-        kept, since a replay may round differently.
+        The recurrence is replayed from the recorded inputs, without products of weight matrices.
 
         Args:
             n (int): From the number of confirmed tokens to the number of all tokens.
@@ -113,9 +102,7 @@ class ArraysCache(stock.ArraysCache):
                 f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
             )
         cache = self.cache
-        if window.states is not None:
-            cache = window.states[n - window.n_confirmed]
-        elif n < window.n_tokens:
+        if n < window.n_tokens:
             assert window.conv_input is not None
             assert window.state is not None
             n_keep, m = window.conv_input.shape[1] - window.n_tokens, n - window.n_confirmed
@@ -125,7 +112,7 @@ class ArraysCache(stock.ArraysCache):
         self.window = None  # last, so that an interrupted rollback can be repeated
 
 
-def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int, exact: bool = False) -> None:
+def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int) -> None:
     """Open a window in each recurrent layer's cache. Key-value caches need none, since they can be trimmed."""
     if caches is None:
         raise ValueError("With n_confirmed, the model needs a cache to record in.")
@@ -133,7 +120,7 @@ def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int, exac
         if isinstance(c, stock.ArraysCache):
             if not isinstance(c, ArraysCache):
                 raise ValueError("This cache cannot roll back: make it with model.make_cache().")
-            c.open_window(n_confirmed, exact)
+            c.open_window(n_confirmed)
 
 
 def trim(caches: list[Any], n_tokens: int) -> None:

@@ -251,8 +251,6 @@ def after_first(cache: ArraysCache) -> list[Any]:
     window = cache.window
     if window is None:
         return cache.cache
-    if window.states is not None:
-        return window.states[0]
     assert window.conv_input is not None
     n_keep = window.conv_input.shape[1] - window.n_tokens  # K - 1
     return [window.conv_input[:, 1 : 1 + n_keep], window.state]

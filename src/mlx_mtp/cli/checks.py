@@ -92,7 +92,7 @@ def _check_drafting(args: argparse.Namespace) -> None:
         raise ValueError("--acceptance coupled cannot be combined with --draft-model.")
     if getattr(args, "show_drafts", False) and not asks_for_drafts(args):
         raise ValueError("--show-drafts requires --mtp or --copy-drafts.")
-    for name in ("exact", "check", "draft_p_min"):
+    for name in ("check", "draft_p_min"):
         if getattr(args, name, None) and not args.mtp:
             raise ValueError(f"{flag_of(name)} requires --mtp.")
     images = getattr(args, "images", False)

@@ -32,7 +32,7 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
         "extra_eos_token",
     ),
     "drafts": (
-        "mtp", "copy_drafts", "acceptance", "draft_p_min", "exact", "check", "show_drafts", "figures", "draft_vocab",
+        "mtp", "copy_drafts", "acceptance", "draft_p_min", "check", "show_drafts", "figures", "draft_vocab",
         "draft_head_bits", "mtp_bits", "settings", "num_draft_tokens", "draft_model",
     ),
     "sampling": (
@@ -52,7 +52,9 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
 }  # fmt: skip
 
 # Flags and commands of earlier versions, and what to use instead, such as "--old": "use --new".
-REMOVED: dict[str, str] = {}
+REMOVED = {
+    "--exact": "for the bits of plain decoding, decode plainly with --no-mtp. --check compares the two.",
+}
 # Flags of other programs, and the flag of the same use.
 SAME_USE = {
     "--temperature": "--temp",

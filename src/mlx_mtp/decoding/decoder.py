@@ -43,7 +43,6 @@ class Decoder:
     Args:
         model (MTPModel): Its backbone verifies, its head drafts.
         p_min (float): Stop drafting if the head's likeliest token has a lower probability. For a single sequence.
-        exact (bool): Verify with the same operations as plain decoding. For a single sequence.
         kv (KVOptions): The quantization of keys and values. For a single sequence.
         exchange (Exchange, optional): Sends times and checksums with each pass where several ranks run the model.
         stream (Union[mx.Stream, mx.ThreadLocalStream]): The stream on which the caller runs the moves.
@@ -54,12 +53,11 @@ class Decoder:
         model: MTPModel,
         *,
         p_min: float = 0.0,
-        exact: bool = False,
         kv: KVOptions = KVOptions(),  # noqa: B008
         exchange: Exchange | None = None,
         stream: mx.Stream | mx.ThreadLocalStream,
     ):
-        self.model, self.p_min, self.exact, self.kv, self.exchange = model, p_min, exact, kv, exchange
+        self.model, self.p_min, self.kv, self.exchange = model, p_min, kv, exchange
         self.stream = stream
         self.generation: weakref.ref[Any] | None = None  # the generator that makes the moves
         self.clear()
@@ -126,8 +124,6 @@ class Decoder:
             "n_confirmed": int(len(drafts) > 0),
             "compiler": self.compiler,
         }
-        if self.exact:
-            options["exact"] = True  # for plain steps, too, which would otherwise run compiled
         if embeddings is not None:
             options["input_embeddings"] = embeddings
         self.cache.start_pass(len(drafts) + 1)

@@ -53,7 +53,6 @@ def mtp_generate_step(
     num_draft_tokens: NumDraftTokens | None = None,
     copy_drafts: CopyDrafts | None = None,
     draft_p_min: float | None = None,
-    exact: bool = False,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     max_kv_size: int | None = None,
@@ -84,8 +83,6 @@ def mtp_generate_step(
           copies. Default: ``None``, ``"auto"`` unless ``num_draft_tokens`` is given as a number.
         draft_p_min (float, optional): Stop drafting when the head's best token has a lower probability. Costs one more
           synchronization per step. Default: ``None``, the tuned settings, or ``0.0``.
-        exact (bool): Verify with the same operations as plain decoding, so that tokens are the same even if two logits are
-          nearly equal; see ``layers/exact.py`` for the cost. Default: ``False``.
         sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. Samplers of
           ``mlx_mtp.make_sampler`` define how drafts are accepted; with other samplers, a draft is accepted if the sampler
           chooses the same token. Default: ``None``, the most likely token.
@@ -135,7 +132,7 @@ def mtp_generate_step(
         with mx.stream(stream):
             sequence.sample_with(planner.exchange.agree(prompt, cache.n_tokens, sampler))
     kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
-    decoder = Decoder(mtp_model, p_min=options.p_min, exact=exact, kv=kv, exchange=planner.exchange, stream=stream)
+    decoder = Decoder(mtp_model, p_min=options.p_min, kv=kv, exchange=planner.exchange, stream=stream)
     decoder.open(sequence)
     steps = _steps(
         decoder,

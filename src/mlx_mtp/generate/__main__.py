@@ -45,7 +45,7 @@ from .stream import generate
 # Flags for one process only. A prompt cache file is for a whole model.
 ALONE = ("prompt_cache_file", "prompt_cache_dir", "draft_model", "adapter_path", "image", "quantize_activations")
 SHARED_OPTIONS = ("max_tokens", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
-MTP_OPTIONS = ("num_draft_tokens", "copy_drafts", "draft_p_min", "exact")
+MTP_OPTIONS = ("num_draft_tokens", "copy_drafts", "draft_p_min")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,12 +63,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--draft-model",
         type=str,
         help="A model to be used for speculative decoding by mlx-lm, without --mtp; --num-draft-tokens then defaults to 3.",
-    )
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="Verify drafts one token at a time, as in plain decoding, so that rounding cannot change a token. Slower: up to "
-        "one pass for each token.",
     )
     parser.add_argument(
         "--check",
@@ -146,7 +140,7 @@ def check_flags(args: argparse.Namespace) -> None:
     """Raise a ValueError if a flag is out of range or cannot be combined with another."""
     check_generation_flags(args)
     check_prompt_cache_dir(args, "prompt_cache_file", "check")
-    check_alone(args, *ALONE, *(("exact",) if args.pipeline else ()))
+    check_alone(args, *ALONE)
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
     check_images(args)

@@ -8,8 +8,7 @@ forward pass runs over the same tokens with mlx-lm's own caches: once one by one
 that MTP may verify, and once one by one through compiled layers, whose fused operations round differently on some devices.
 Let r be the largest difference of any logit from plain decoding. Two logits that each move by at most r can change places only
 if they are at most 2 r apart. A difference is *within rounding* if plain decoding's logits of the two tokens are at most 2 r
-apart. MTP's own logits are not used, since a wrong state could move them by any amount. In exact mode both sides run the same
-operations, and r is 0.
+apart. MTP's own logits are not used, since a wrong state could move them by any amount.
 """
 
 import copy
@@ -81,7 +80,6 @@ def check(
     num_draft_tokens: NumDraftTokens | None = None,
     copy_drafts: CopyDrafts | None = None,
     draft_p_min: float | None = None,
-    exact: bool = False,
     stop_tokens: Collection[int] = (),
     prompt_cache: list[Any] | None = None,
     **options: Any,
@@ -120,7 +118,6 @@ def check(
         num_draft_tokens=num_draft_tokens,
         copy_drafts=copy_drafts,
         draft_p_min=draft_p_min,
-        exact=exact,
         prompt_cache=copy.deepcopy(prompt_cache),
         **options,
     )
@@ -131,7 +128,7 @@ def check(
         return Check(len(same))
     row = recent[len(same)].astype(mx.float32)
     rounding = 0.0  # the token after the prompt comes from one pass in both
-    if same and not exact:
+    if same:
         size = 1 + resolve(model, num_draft_tokens, copy_drafts).most
         sizes = {size, 1} if model.drafting.compiled else {size}  # one by one they are compiled
         for n in sizes:

@@ -64,7 +64,6 @@ def stream_generate(
     num_draft_tokens: NumDraftTokens | None = None,
     copy_drafts: CopyDrafts | None = None,
     draft_p_min: float | None = None,
-    exact: bool = False,
     prompt_store: PromptStore | None = None,
     images: Sequence[Any] = (),
     **kwargs: Any,
@@ -85,7 +84,6 @@ def stream_generate(
           or ``"off"``. Default: ``None``, ``"auto"`` with ``mtp`` unless ``num_draft_tokens`` is a number.
         draft_p_min (float, optional): Stop drafting when the head's best token has a lower probability. Default: ``None``, the
           tuned settings, or ``0.0``.
-        exact (bool): Verify with the same operations as plain decoding, see ``layers/exact.py``. Default: ``False``.
         prompt_store (PromptStore, optional): Prefilled prefixes of earlier texts, to which this prompt and its answer are
           added, see ``mlx_mtp.PromptStore``. Default: ``None``.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): A file, its bytes, or pixels for each
@@ -98,8 +96,8 @@ def stream_generate(
     mtp = has_head(model) if mtp is None else mtp
     if draft_model is not None:
         _check_draft_model(model, mtp, copy_drafts, images, kwargs.get("prompt_cache"))
-    if not mtp and (exact or draft_p_min):
-        raise ValueError("exact and draft_p_min require mtp=True.")
+    if not mtp and draft_p_min:
+        raise ValueError("draft_p_min requires mtp=True.")
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
@@ -133,7 +131,6 @@ def stream_generate(
         "num_draft_tokens": num_draft_tokens if mtp else 0,
         "copy_drafts": copy_drafts,
         "draft_p_min": draft_p_min,
-        "exact": exact,
     }
     make_steps = mtp_generate_step if prompt_store is None else partial(stored_steps, prompt_store, tokenizer, pictured)
     yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, make_steps, **kwargs)

@@ -57,9 +57,9 @@ class Pass:
             mx.async_eval(x)
 
 
-def pass_over(T: int, drafting: DraftConfig, n_confirmed: int, exact: bool, compiler: Compiler | None) -> Pass:
-    """A pass of the backbone over T tokens of each sequence. Prompts and exact windows run as in mlx-lm."""
-    if exact or (n_confirmed == 0 and T > 1):
+def pass_over(T: int, drafting: DraftConfig, n_confirmed: int, compiler: Compiler | None) -> Pass:
+    """A pass of the backbone over T tokens of each sequence. Prompts run as in mlx-lm."""
+    if n_confirmed == 0 and T > 1:
         return Pass()
     rows = drafting.attention_rows if n_confirmed > 0 else None
     return Pass(_compiler(T, drafting, compiler), rows, drafting.pieces)

@@ -14,7 +14,6 @@ from ..caches.recurrent import ArraysCache, open_windows
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
-from ..layers.exact import one_by_one
 from ..layers.mtp import MTPModule, is_raw, sanitize_head, split_head
 from ..layers.passes import in_pass, pass_over
 from .draft_model import DraftModel
@@ -151,7 +150,6 @@ def forward(
     drafting: DraftConfig,
     return_hidden: bool = False,
     n_confirmed: int = 0,
-    exact: bool = False,
     compiler: Compiler | None = None,
     **kwargs: Any,
 ) -> mx.array | tuple[mx.array, mx.array]:
@@ -161,15 +159,12 @@ def forward(
         drafting (DraftConfig): How to run passes.
     """
     if n_confirmed > 0:
-        open_windows(cache, len(model.layers), n_confirmed, exact)
+        open_windows(cache, len(model.layers), n_confirmed)
     with (
-        in_pass(pass_over(inputs.shape[1], drafting, n_confirmed, exact, compiler)),
+        in_pass(pass_over(inputs.shape[1], drafting, n_confirmed, compiler)),
         rope_at(positions_of(cache, len(model.layers))),
     ):
-        if exact:
-            logits, hidden = one_by_one(model, inputs, cache, **kwargs)
-        else:
-            # Only the layers' caches: in a pipeline, mlx-lm's backbone writes to the last cache.
-            hidden = model.model(inputs, None if cache is None else cache[: len(model.layers)], **kwargs)
-            logits = model.logits(hidden)
+        # Only the layers' caches: in a pipeline, mlx-lm's backbone writes to the last cache.
+        hidden = model.model(inputs, None if cache is None else cache[: len(model.layers)], **kwargs)
+        logits = model.logits(hidden)
     return (logits, hidden) if return_hidden else logits

@@ -81,7 +81,6 @@ class MTPModel(Protocol):
         *,
         return_hidden: bool = False,
         n_confirmed: int = 0,
-        exact: bool = False,
         compiler: Compiler | None = None,
     ) -> Any: ...
 

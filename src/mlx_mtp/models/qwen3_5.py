@@ -83,7 +83,6 @@ class Model(MTPMixin, stock.Model):
         *,
         return_hidden: bool = False,
         n_confirmed: int = 0,
-        exact: bool = False,
         compiler: Compiler | None = None,
     ) -> mx.array | tuple[mx.array, mx.array]:
         """mlx-lm's call, with more options.
@@ -95,8 +94,6 @@ class Model(MTPMixin, stock.Model):
             return_hidden (bool): Also return the output of the final norm. Default: ``False``.
             n_confirmed (int): The number of leading tokens known to be final. If above 0, the call is recorded, and
               ``mlx_mtp.caches.recurrent.rollback`` can roll back to any token from this one on. Default: ``0``.
-            exact (bool): Make the logits of each token bit-equal to those of a call on that token alone; see
-              ``layers/exact.py`` for the cost. Requires a cache. Default: ``False``.
             compiler (Compiler, optional): Compiles the pass. Default: ``None``, it runs as in mlx-lm.
 
         Returns:
@@ -108,7 +105,6 @@ class Model(MTPMixin, stock.Model):
             input_embeddings,
             return_hidden=return_hidden,
             n_confirmed=n_confirmed,
-            exact=exact,
             compiler=compiler,
             drafting=self.drafting,
         )

@@ -51,7 +51,6 @@ class Model(MTPMixin, stock.Model):
         *,
         return_hidden: bool = False,
         n_confirmed: int = 0,
-        exact: bool = False,
         compiler: Compiler | None = None,
     ) -> mx.array | tuple[mx.array, mx.array]:
         """As ``mlx_mtp.models.qwen3_5.Model``, but without input embeddings, which mlx-lm's Qwen3-Next does not support."""
@@ -61,7 +60,6 @@ class Model(MTPMixin, stock.Model):
             cache,
             return_hidden=return_hidden,
             n_confirmed=n_confirmed,
-            exact=exact,
             compiler=compiler,
             drafting=self.drafting,
         )
