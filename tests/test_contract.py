@@ -31,7 +31,6 @@ from tests.support.models import PACK, deep_model, tiny_config, tiny_model
 convert, generate = sys.modules["mlx_lm.convert"], sys.modules["mlx_lm.generate"]
 
 SIGNATURES = [
-    (utils._download, "path_or_hf_repo revision allow_patterns"),
     (utils.load, "path_or_hf_repo tokenizer_config model_config adapter_path lazy return_config revision trust_remote_code"),
     (utils.load_model, "model_path lazy strict model_config get_model_classes trust_remote_code"),
     (utils.load_adapters, "model adapter_path"),
@@ -166,7 +165,6 @@ def test_the_config_takes_the_stop_tokens_of_generation_config(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     assert utils.load_config(tmp_path) == {"eos_token_id": [2, 3]}, "mlx-lm's load_config reads stop tokens otherwise"
-    assert utils._download(str(DEMO)) == DEMO, "mlx-lm's _download gives something else for a folder than the folder"
 
 
 FIELDS = [

@@ -1,6 +1,10 @@
 """The hub: what is downloaded, and the errors where something cannot be. The tests run a stand-in on this machine."""
 
+import json
+import re
+import struct
 from functools import partial
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -8,7 +12,9 @@ import pytest
 import mlx_mtp
 from mlx_mtp.checkpoint.storage.hub import fetch
 from mlx_mtp.checkpoint.storage.reader import CheckpointReader
+from mlx_mtp.convert.__main__ import main as convert
 from tests.support.checkpoints import copied
+from tests.support.commands import refusal
 from tests.support.hub_stand_in import HEADER_BYTES, TOKEN
 from tests.support.images import add_tower, picture
 from tests.support.models import DATA
@@ -81,6 +87,36 @@ def test_offline_uses_the_cache(hub, monkeypatch):
     assert hub.requests == []
 
 
+def test_a_file_that_the_cache_lacks_is_named(hub, monkeypatch):
+    hub.publish("org/part", DATA / "moe35")
+    fetch("org/part", None, weights=["model-00001-of-00002.safetensors"])
+    for attribute, value in (("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", True)):
+        reason = "no connection to the Hugging Face hub" if attribute == "ENDPOINT" else "HF_HUB_OFFLINE is set"
+        with monkeypatch.context() as patch, pytest.raises(FileNotFoundError) as e:
+            patch.setattr(huggingface_hub.constants, attribute, value)
+            fetch("org/part", None)
+        assert re.match(f"org/part .*model-00002-of-00002.safetensors.*{reason}", str(e.value))
+        assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["qwen3.6-27B-Q4_K_M.gguf", "some-model"])
+@pytest.mark.parametrize("kind", ["file", "folder", "hub"])
+def test_gguf_is_refused_by_name(hub, tmp_path, name, kind):
+    (folder := tmp_path / name.removesuffix(".gguf")).mkdir()
+    (folder / f"{name.removesuffix('.gguf')}.gguf").write_bytes(b"GGUF")
+    hub.publish(f"org/{name}", folder)
+    asked = {"file": str(next(folder.iterdir())), "folder": str(folder), "hub": f"org/{name}"}[kind]
+    with pytest.raises(ValueError, match=r"GGUF is not supported") as e:
+        mlx_mtp.load(asked)
+    assert ("--model qwen3.6-27b" in str(e.value)) == ("27B" in name)
+    assert sum(hub.served.values()) == hub.served["api"]
+
+
+def test_a_missing_gguf_file_is_no_repository():
+    with pytest.raises(ValueError, match="GGUF is not supported"):
+        mlx_mtp.load("no-such-model.gguf")
+
+
 def test_missing_repository_and_unreachable_hub_are_one_line(hub, monkeypatch):
     def assert_refused(name, message, *reads):
         for read in reads:
@@ -94,7 +130,7 @@ def test_missing_repository_and_unreachable_hub_are_one_line(hub, monkeypatch):
     for name in ("/no/such/folder", "no/such/folder"):
         assert_refused(name, "neither a folder nor the name of a repository", *loads)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    unreachable = "not a folder, and it could not be downloaded: "
+    unreachable = "not a folder, and there is no connection to the Hugging Face hub to download it. In the cache: org/"
     assert_refused("org/model", unreachable, partial(fetch, revision=None), CheckpointReader)
 
 
@@ -125,3 +161,94 @@ def test_names_a_server_without_range_requests(hub, monkeypatch):
     monkeypatch.setattr(hub, "gives_parts", False)
     with pytest.raises(FileNotFoundError, match=r"its server does not support range requests\.$"):
         CheckpointReader("org/no-ranges").read("model-00001-of-00002.safetensors", 0, 8)
+
+
+# Hostile servers, and damaged files
+
+
+def tensor(start, stop, shape=(1,), dtype="F32"):
+    return {"dtype": dtype, "shape": [*shape], "data_offsets": [start, stop]}
+
+
+HEADERS = {
+    "overlap": {"a": tensor(0, 4), "b": tensor(2, 6), "c": tensor(4, 8)},
+    "the same bytes twice": {"a": tensor(0, 8, (2,)), "b": tensor(0, 8, (2,))},
+    "hole": {"a": tensor(4, 8)},
+    "not all bytes": {"a": tensor(0, 4)},
+    "beyond the end": {"a": tensor(0, 8, (2,)), "b": tensor(8, 12)},
+    "negative": {"a": tensor(-4, 4, (2,))},
+    "reversed": {"a": tensor(8, 0, (2,))},
+    "text": {"a": tensor("0", "8", (2,))},
+    "three offsets": {"a": {**tensor(0, 8, (2,)), "data_offsets": [0, 4, 8]}},
+    "negative shape": {"a": tensor(0, 8, (-2, -1))},
+    "huge shape": {"a": tensor(0, 8, (1 << 40, 1 << 40))},
+    "larger shape": {"a": tensor(0, 8, (3,))},
+    "unknown dtype": {"a": tensor(0, 8, (2,), "X9")},
+    "no dtype": {"a": {"shape": [2], "data_offsets": [0, 8]}},
+    "metadata": {"__metadata__": ["format"], "a": tensor(0, 8, (2,))},
+    "a list": [tensor(0, 8, (2,))],
+    "deep": b'{"a":' + 50_000 * b"[" + 50_000 * b"]" + b"}",
+    "no JSON": b"\xff\xfe{}",
+    "longer than the file": b"",
+}
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "hub"])
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_header_that_lies_is_one_line(header, remote, tmp_path, hub, capsys):
+    """Offsets, shapes, types and metadata are checked in one place, before anything is done with them."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder := copied(tmp_path)).joinpath("model.safetensors").write_bytes(
+        struct.pack("<Q", len(text) or 1 << 40) + text + bytes(8)
+    )
+    hub.publish("org/liar", folder)
+    name = "org/liar" if remote else str(folder)
+    for flags in (["--inspect", name], ["--graft-mtp-from", name, "--hf-path", DATA / "dense", "--skip-check"]):
+        error = refusal(convert, capsys, *flags, *(() if flags[0] == "--inspect" else ("--mlx-path", tmp_path / "out")))
+        assert "model.safetensors" in error
+        assert "is truncated or damaged" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_range_than_asked_is_refused(hub, monkeypatch):
+    hub.publish("org/shifted", DATA / "moe35")
+    remote, part = CheckpointReader("org/shifted"), ("model-00001-of-00002.safetensors", 8, 16)
+    for other in ("bytes 0-7/100000", "bytes 8-14/100000", "bytes 8-15/*", "8-15", ""):
+        monkeypatch.setitem(hub.headers, "Content-Range", other)
+        with pytest.raises(FileNotFoundError, match=r"org/shifted .* sent other bytes of model-00001-of-00002"):
+            remote.read(*part)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"<html>Log in to the proxy</html>",
+        b"[]",
+        b"{}",
+        b'{"id": "org/odd", "sha": "a", "siblings": 5}',
+        b'{"id": "org/odd", "sha": "a", "siblings": [5]}',
+        b'{"id": "org/odd", "sha": "a", "siblings": [{}]}',
+        b'{"id": "org/odd", "sha": "a", "siblings": [{"rfilename": 5}]}',
+        b'{"id": "org/odd", "sha": "a", "siblings": [{"rfilename": "../../model.safetensors"}]}',
+        b'{"id": "org/odd", "sha": "../a", "siblings": [{"rfilename": "config.json"}]}',
+    ],
+)
+def test_an_answer_of_another_server_is_one_line(hub, answer):
+    hub.publish("org/odd", DATA / "dense")
+    hub.answers["org/odd"] = answer
+    for read in (partial(fetch, revision=None), CheckpointReader):
+        with pytest.raises(FileNotFoundError, match=r"^org/odd .*: the answer of http.* is not the hub's") as e:
+            read("org/odd")
+        assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("etag", ['"../../../../evil"', "..", '"a/b"', 'W/"a\\b"', '""'])
+def test_an_etag_that_is_a_path_is_refused_before_the_download(hub, etag):
+    """huggingface_hub stores a file under its ETag."""
+    hub.publish("org/evil", DATA / "dense")
+    hub.headers["ETag"] = etag
+    with pytest.raises(FileNotFoundError, match=r"org/evil .* ETag"):
+        fetch("org/evil", None)
+    assert not hub.served["config.json"]
+    home = Path(huggingface_hub.constants.HF_HOME)
+    assert not [*home.rglob("evil*")] + [*home.parent.glob("evil*")]

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_of_a_reader"
-HEADER_BYTES = 100_001  # that huggingface_hub requests of a file to parse its header
+HEADER_BYTES = 100_000  # that are requested of a file to parse its header
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Hub:
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, range
     gives_parts: bool = True
     break_after: int | None = None  # truncate the next file response after this many bytes
+    answers: dict[str, bytes] = field(default_factory=dict)  # other answers of the API, by the repository's name
+    headers: dict[str, str] = field(default_factory=dict)  # other headers of files
 
     def __post_init__(self):
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
@@ -46,6 +48,8 @@ class Hub:
     def clear(self) -> None:
         self.repositories.clear()
         self.break_after = None
+        self.answers.clear()
+        self.headers.clear()
         self.reset_counts()
 
     def reset_counts(self) -> None:
@@ -69,6 +73,8 @@ class _Handler(BaseHTTPRequestHandler):
             name, kind, revision = match[1], "file", match[2]
         else:
             return self.fail(404, "EntryNotFound")
+        if name in self.hub.answers and kind != "file":
+            return self.send_json(self.hub.answers[name])
         repository = self.hub.repositories.get(name)
         if repository is None:
             return self.fail(401, "RepoNotFound")
@@ -80,7 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.fail(404, "RevisionNotFound")
         files = {f.relative_to(folder).as_posix(): f for f in sorted(folder.rglob("*")) if f.is_file()}
         if kind == "revision":
-            self.send_json({"id": name, "sha": commit, "siblings": [{"rfilename": f} for f in files]})
+            listed = [{"rfilename": f, "size": p.stat().st_size} for f, p in files.items()]
+            self.send_json({"id": name, "sha": commit, "siblings": listed})
         elif kind == "tree":
             sizes = {f: {"size": p.stat().st_size, "oid": _oid(p)} for f, p in files.items()}
             self.send_json([{"type": "file", "path": f, **size} for f, size in sizes.items()])
@@ -101,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.head(status, 0, {"X-Error-Code": code, "X-Error-Message": f"{code} (stand-in)", **headers})
 
     def send_json(self, value):
-        body = json.dumps(value).encode()
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.head(200, len(body), {"Content-Type": "application/json"})
         self.body("api", body)
 
@@ -116,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             stop = min(int(last) + 1 if last else size, size)
             data = data[int(first) : stop]
             headers["Content-Range"] = f"bytes {first}-{stop - 1}/{size}"
-        self.head(206 if asked else 200, len(data), headers)
+        self.head(206 if asked else 200, len(data), headers | self.hub.headers)
         self.body(name, data, breakable=True)
 
     def body(self, name, data, breakable=False):

@@ -82,6 +82,12 @@ def originals_like(name: str, config: Config) -> list[str]:
     return [m.original for m in sorted(fitting, key=lambda m: len(m.base), reverse=True)]
 
 
+def conversion_like(name: str) -> str | None:
+    """The published conversion for MLX whose name is part of a checkpoint's, by its name for ``--model``."""
+    fitting = [m.base for m in published().values() if _key(m.base) in _key(name)]
+    return max(fitting, key=len, default=None)
+
+
 def resolve(name: str) -> str:
     """The repository of a published conversion, for a name such as ``qwen3.6-27b`` or ``qwen3.6-27b-8bit``; others as they are.
 

@@ -159,12 +159,9 @@ def _runs(
 ) -> list[tuple[str, int, int]]:
     """The ranges to read, (file, start, stop). Adjacent tensors are joined into one range."""
     runs: list[tuple[str, int, int]] = []
-    data_start: dict[str, int] = {}  # offsets in a header count from its end
     for name in order:
         file = original.weight_map[name]
-        if file not in data_start:
-            data_start[file] = 8 + struct.unpack("<Q", original.read(file, 0, 8))[0]
-        start, stop = (data_start[file] + offset for offset in tensors[name].data_offsets)
+        start, stop = (original.header(file).start + offset for offset in tensors[name].data_offsets)
         if runs and (runs[-1][0], runs[-1][2]) == (file, start):
             runs[-1] = (file, runs[-1][1], stop)
         else:

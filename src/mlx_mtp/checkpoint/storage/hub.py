@@ -1,24 +1,43 @@
 """The Hugging Face hub: downloads with errors in one line, and the contents of its cache."""
 
-from collections.abc import Iterator, Sequence
+import re
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from huggingface_hub import is_offline_mode, scan_cache_dir
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    is_offline_mode,
+    scan_cache_dir,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     CacheNotFound,
     EntryNotFoundError,
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     HTTPError,
+    IncompleteSnapshotError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import filter_repo_objects
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from ..catalog import resolve
+from ...memory.needs import size
+from ..catalog import conversion_like, resolve
 from .tensors import WEIGHTS
 
+NO_CONNECTION = "no connection to the Hugging Face hub"
+SHOWN = 5  # models of the cache in an error
 HEAD_FILE = "mtp.safetensors"
 TOWER_FILE = "model-vision.safetensors"  # of a grafted tower; other programs read it as a file of the model
 
@@ -33,13 +52,86 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
 
     Raises:
         FileNotFoundError: It is missing or cannot be downloaded; the message has the reason in one line.
+        OSError: The disk has no room for it.
+        ValueError: It is in another format.
     """
     check_path(path_or_hf_repo)
-    path_or_hf_repo = resolve(path_or_hf_repo)
-    with hub_errors(path_or_hf_repo, revision):
-        others = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != WEIGHTS]
-        patterns = [*others, HEAD_FILE, "README.md", *files, *([WEIGHTS] if weights is None else weights)]
-        return Path(_download(path_or_hf_repo, revision, allow_patterns=patterns))
+    check_format(path_or_hf_repo, [path_or_hf_repo])
+    name = resolve(path_or_hf_repo)
+    if (folder := Path(name)).exists():
+        if folder.is_dir():
+            check_format(name, [file.name for file in folder.iterdir()])
+        return folder
+    patterns = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != WEIGHTS]
+    patterns += [HEAD_FILE, "README.md", *files, *([WEIGHTS] if weights is None else weights)]
+    try:
+        commit, listed = list_files(name, revision)
+    except FileNotFoundError:
+        wanted: list[str] = []  # the cache may have the files
+    else:
+        check_format(name, listed)
+        wanted = [*filter_repo_objects(listed, allow_patterns=patterns)]
+        cached = {file: try_to_load_from_cache(name, file, revision=commit) for file in wanted}
+        if missing := [file for file, path in cached.items() if not isinstance(path, str)]:
+            check_download(name, commit, missing)
+        elif wanted:
+            return Path(str(cached[wanted[0]])).parents[wanted[0].count("/")]
+    with hub_errors(name, revision):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
+    """The commit of a revision of a repository, and the names of its files, from the hub."""
+    with hub_errors(name, revision):
+        info = HfApi().model_info(name, revision=revision)
+        files = [file.rfilename for file in info.siblings or ()]
+        if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
+            raise ValueError(f"the commit is {info.sha!r}")
+        for file in files:
+            if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+                raise ValueError(f"a file is {file!r}")
+        return str(info.sha), files
+
+
+def check_download(name: str, commit: str, files: Collection[str]) -> None:
+    """Check files before their download: their ETags, which huggingface_hub uses as names of files, and the free disk.
+
+    Raises:
+        FileNotFoundError: They cannot be downloaded, or an ETag is not the name of a file.
+        OSError: The disk has no room for them.
+    """
+    sizes: dict[str, int] = {}
+
+    def etag_of(file: str) -> str | None:
+        return get_hf_file_metadata(hf_hub_url(name, file, revision=commit)).etag
+
+    with hub_errors(name, commit), ThreadPoolExecutor(8) as pool:
+        for entry in HfApi().list_repo_tree(name, recursive=True, revision=commit):
+            if isinstance(entry, RepoFile) and entry.path in files:
+                sizes[entry.path] = entry.size
+                _check_etag(entry.path, entry.blob_id if entry.lfs is None else entry.lfs.sha256)
+        for file, etag in zip(files, pool.map(etag_of, files)):
+            _check_etag(file, etag)
+    cache = Path(constants.HF_HUB_CACHE)
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
+    if (needed := sum(sizes.values())) > free:
+        raise OSError(
+            f"{name} is not downloaded: it takes {size(needed)}, and the disk of {cache} has {size(free)} free."
+        )
+
+
+def _check_etag(file: str, etag: str | None) -> None:
+    if not re.fullmatch(r"\w[\w.+=-]*", etag or ""):
+        raise OSError(f"the ETag {etag!r} of {file} is not the name of a file, under which the cache would have it.")
+
+
+def check_format(name: str, files: Collection[str]) -> None:
+    """Raise a ValueError for a checkpoint whose weights are GGUF files."""
+    if not any(file.endswith(".gguf") for file in files) or any(file.endswith(".safetensors") for file in files):
+        return
+    conversion = conversion_like(name)
+    known = "" if conversion is None else f" The same model for MLX: --model {conversion}."
+    raise ValueError(f"{name} is not loaded: GGUF is not supported, MLX reads safetensors.{known}")
 
 
 def check_path(path: str | Path) -> None:
@@ -70,12 +162,46 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
         ) from e
     except HFValidationError as e:
         raise FileNotFoundError(f"{name} is neither a folder nor the name of a repository.") from e
+    except IncompleteSnapshotError as e:
+        missing = re.search(r"missing \((.*?)\)", str(e))
+        lacks = f"the cache lacks {missing[1]}" if missing else first_line(e)
+        reason = "HF_HUB_OFFLINE is set" if is_offline_mode() else f"there is {NO_CONNECTION}"
+        raise FileNotFoundError(f"{name} is not complete: {lacks}, and {reason}.") from e
     except (OSError, EntryNotFoundError, HTTPError) as e:
         if is_offline_mode():
-            reason = "HF_HUB_OFFLINE is set and the cache lacks a part of it: unset it to download."
+            reason = f"HF_HUB_OFFLINE is set and the cache does not have it: unset it to download. {cache_contents()}"
+        elif _is_connection_error(e):
+            reason = f"there is {NO_CONNECTION} to download it. {cache_contents()}"
         else:
             reason = f"it could not be downloaded: {first_line(e)}"
         raise FileNotFoundError(f"{name} is not a folder, and {reason}") from e
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        AssertionError,
+        RecursionError,
+    ) as e:  # of parsing an answer
+        raise FileNotFoundError(
+            f"{name} could not be read: the answer of {constants.ENDPOINT} is not the hub's ({first_line(e)})."
+        ) from e
+
+
+def _is_connection_error(error: BaseException | None) -> bool:
+    """Whether an error, or its cause, is that a server was not reached."""
+    while error is not None:
+        if isinstance(error, HTTPError) and not isinstance(error, HfHubHTTPError):
+            return True
+        error = error.__cause__
+    return False
+
+
+def cache_contents() -> str:
+    """A sentence with the models in the hub's cache."""
+    names = sorted(cached_repositories())
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"In the cache: {', '.join(names[:SHOWN])}{more}." if names else "The cache is empty."
 
 
 def first_line(error: BaseException) -> str:

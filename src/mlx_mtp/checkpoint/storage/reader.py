@@ -3,34 +3,26 @@
 On the hub, parts are read by HTTP range requests, all from the commit of the revision at the first request.
 """
 
+import os
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from functools import cache, cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    hf_hub_url,
-    is_offline_mode,
-    parse_local_safetensors_file_metadata,
-)
-from huggingface_hub.errors import SafetensorsParsingError
-from huggingface_hub.utils import (
-    SafetensorsFileMetadata,
-    TensorInfo,
-    build_hf_headers,
-    hf_raise_for_status,
-    http_backoff,
-)
+from huggingface_hub import constants, hf_hub_url, is_offline_mode
+from huggingface_hub.utils import TensorInfo, build_hf_headers, hf_raise_for_status, http_backoff
 
 from ...images.tower import split_tower
 from ...layers.mtp import split_head
 from ..catalog import resolve
 from ..config import Config, parse_json
 from ..head_formats import head_file_of, is_raw_head_file
-from .hub import check_path, commit_of, fetch, hub_errors
-from .tensors import INDEX_FILE, WEIGHTS, tensor_names, weight_map_of
+from .hub import check_path, commit_of, fetch, hub_errors, list_files
+from .tensors import INDEX_FILE, WEIGHTS, Header, read_header, tensor_names, weight_map_of
+
+HEADER_BYTES = 100_000  # requested at first, enough for most headers
 
 
 class CheckpointReader:
@@ -47,6 +39,7 @@ class CheckpointReader:
 
     def __init__(self, path_or_hf_repo: str, revision: str | None = None, needs_head: bool = True):
         self.name = path_or_hf_repo = resolve(path_or_hf_repo)
+        self.revision: str | None
         self.folder: Path | None = None
         self._needs_head = needs_head
         if Path(path_or_hf_repo).exists() or is_offline_mode():
@@ -55,40 +48,38 @@ class CheckpointReader:
             self.files = [f.name for f in self.folder.iterdir() if f.is_file()]
         else:
             check_path(path_or_hf_repo)
-            with hub_errors(path_or_hf_repo, revision):
-                info = HfApi().model_info(path_or_hf_repo, revision=revision)
-            self.revision = info.sha
-            self.files = [f.rfilename for f in info.siblings or []]
+            self.revision, self.files = list_files(path_or_hf_repo, revision)
         self.config: Config | None = self.read_json("config.json") if "config.json" in self.files else None
 
     def read(self, file: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read the bytes of a file from ``start`` to before ``stop``."""
         if self.folder is None:
-            data = _download(self.name, self.revision, file, start, stop)
+            data, _ = _download(self.name, self.revision, file, start, stop)
         else:
             with (self.folder / file).open("rb") as f:
                 f.seek(start)
                 data = f.read(-1 if stop is None else stop - start)
         if stop is not None and len(data) != stop - start:
-            raise ValueError(self._damaged(file))
+            raise ValueError(f"{file} of {self.name} is truncated or damaged: download or convert it again.")
         return data
 
     def read_json(self, file: str) -> Config:
         return parse_json(self.read(file), f"{file} of {self.name}")
 
     @cache  # noqa: B019 (a command makes one or two readers)
-    def header(self, file: str) -> SafetensorsFileMetadata:
-        """Parse the header of a safetensors file."""
-        try:
-            if self.folder is not None:
-                return parse_local_safetensors_file_metadata(self.folder / file)
-            with hub_errors(self.name, self.revision):
-                return HfApi().parse_safetensors_file_metadata(self.name, file, revision=self.revision)
-        except (SafetensorsParsingError, AttributeError, TypeError) as e:
-            raise ValueError(self._damaged(file)) from e
-
-    def _damaged(self, file: str) -> str:
-        return f"{file} of {self.name} is truncated or damaged: download or convert it again."
+    def header(self, file: str) -> Header:
+        """Read and check the header of a safetensors file, see ``read_header``."""
+        if self.folder is not None:
+            return read_header(self.folder / file, f"{file} of {self.name}")
+        data, size = _download(self.name, self.revision, file, 0, HEADER_BYTES)
+        length = min(8 + int.from_bytes(data[:8], "little"), size)
+        if length > len(data):
+            data += self.read(file, len(data), length)
+        with TemporaryDirectory() as folder:
+            copy = Path(folder) / "header"
+            copy.write_bytes(data[:length])
+            os.truncate(copy, size)  # a sparse file of the same size takes no space
+            return read_header(copy, f"{file} of {self.name}")
 
     @cached_property
     def head_file(self) -> str | None:
@@ -178,16 +169,29 @@ def n_bytes(tensor: TensorInfo) -> int:
     return stop - start
 
 
-# huggingface_hub parses headers, but it reads neither single tensors nor the headers of some files of a sharded checkpoint.
-# So ranges of files and the index are read here.
-def _download(repo: str, revision: str | None, file: str, start: int, stop: int | None) -> bytes:
-    url = hf_hub_url(repo, file, revision=revision)
-    headers = build_hf_headers()
+def _download(repo: str, revision: str | None, file: str, start: int, stop: int | None) -> tuple[bytes, int]:
+    """The bytes of a file on the hub from ``start`` to before ``stop`` or its end, and its size.
+
+    Raises:
+        FileNotFoundError: It could not be read, or the server sent other bytes.
+    """
+    url, headers = hf_hub_url(repo, file, revision=revision), build_hf_headers()
     if stop is not None:
         headers["Range"] = f"bytes={start}-{stop - 1}"
     with hub_errors(repo, revision):
         response = http_backoff("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
         hf_raise_for_status(response)
-        if stop is not None and response.status_code != 206:
+        data = response.content
+        if stop is None:
+            return data, len(data)
+        if response.status_code != 206:
             raise OSError("its server does not support range requests.")
-    return response.content
+        sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
+        size = int(sent[3]) if sent else 0
+        if (
+            sent is None
+            or (int(sent[1]), int(sent[2]) + 1) != (start, min(stop, size))
+            or len(data) != min(stop, size) - start
+        ):
+            raise OSError(f"its server sent other bytes of {file} than asked for.")
+    return data, size

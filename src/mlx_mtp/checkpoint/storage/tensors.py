@@ -1,7 +1,8 @@
 """The tensors of a checkpoint in a folder, from the headers of its files."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from huggingface_hub import parse_local_safetensors_file_metadata
 from huggingface_hub.errors import SafetensorsParsingError
@@ -12,6 +13,44 @@ from ..config import Config, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"
+
+
+class Header(NamedTuple):
+    """The header of a safetensors file, which is checked.
+
+    Args:
+        tensors (Mapping[str, TensorInfo]): The dtype, the shape and the offsets of each tensor.
+        metadata (Mapping[str, str]): The file's metadata.
+        start (int): The position in the file that the offsets count from.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    start: int
+
+
+def read_header(file: Path, name: str | None = None) -> Header:
+    """Read and check the header of a safetensors file. No tensor is read, so a file may have the right size and no data.
+
+    The safetensors library checks that the tensors have known dtypes and the sizes of their shapes, and cover the file
+    without a gap or an overlap; MLX and huggingface_hub do not.
+
+    Args:
+        name (str, optional): The file's name for errors. Default: ``None``, its path.
+
+    Raises:
+        ValueError: The header or the size of the file is wrong.
+    """
+    check_is_file(file)
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+        header = parse_local_safetensors_file_metadata(file)
+    except (SafetensorError, SafetensorsParsingError) as e:
+        raise ValueError(f"{name or file} is truncated or damaged ({e}): download or convert it again.") from e
+    with file.open("rb") as f:
+        start = 8 + int.from_bytes(f.read(8), "little")
+    return Header(header.tensors, header.metadata, start)
 
 
 def tensor_names(folder: Path, head_file: str | None = None, needed: Collection[str] | None = None) -> list[str]:
@@ -51,12 +90,7 @@ def check_is_file(file: Path) -> None:
 
 def names_in(file: Path) -> list[str]:
     """The names of the tensors in a file. Raises a ValueError if it is damaged."""
-    check_is_file(file)
-    try:
-        with safe_open(file, framework="numpy") as f:
-            return list(f.keys())
-    except SafetensorError as e:
-        raise ValueError(f"{file} is truncated or damaged ({e}): download or convert it again.") from e
+    return list(read_header(file).tensors)
 
 
 def headers_of(folder: Path) -> dict[str, TensorInfo]:
@@ -66,13 +100,7 @@ def headers_of(folder: Path) -> dict[str, TensorInfo]:
         FileNotFoundError: There are no weights.
         ValueError: A file is damaged.
     """
-    found: dict[str, TensorInfo] = {}
-    for file in check_weight_files(folder):
-        try:
-            found |= parse_local_safetensors_file_metadata(file).tensors
-        except (SafetensorsParsingError, OSError) as e:
-            raise ValueError(f"{file} is truncated or damaged ({e}): download or convert it again.") from e
-    return found
+    return {name: t for file in check_weight_files(folder) for name, t in read_header(file).tensors.items()}
 
 
 def _check_index(folder: Path, files: set[str], names: set[str], needed: Collection[str] | None) -> set[str]:
