@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.prompt_store import forest
 from mlx_mtp.prompt_store import store as module
+from mlx_mtp.prompt_store import tree
 from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.cuts import EVERY, LAST, LINE, choose_cuts, message_ends
-from mlx_mtp.prompt_store.forest import score
-from mlx_mtp.prompt_store.tree import _n_common
+from mlx_mtp.prompt_store.tree import _n_common, score
 
 SYSTEM, CALL, RESULT = 6000, 150, 700  # tokens of messages
 GB = 10**9
@@ -100,7 +99,7 @@ class Sizes:
 
 def sized_store(monkeypatch, sizes, max_bytes):
     """A store for a model whose tokens and snapshots take so many bytes."""
-    for changed in (module, forest):
+    for changed in (module, tree):
         monkeypatch.setattr(changed, "arrays", Sizes(*sizes))
     monkeypatch.setattr(module, "make_prompt_cache", lambda model: [SimpleNamespace()])
     monkeypatch.setattr(module, "open_prompt_cache", lambda model, entries: entries[0])

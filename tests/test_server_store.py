@@ -9,7 +9,7 @@ import pytest
 from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.prompt_store import PromptStore
 from mlx_mtp.prompt_store.cuts import LINE
-from mlx_mtp.prompt_store.shared_folder import SharedFolder
+from mlx_mtp.prompt_store.disk import Folder
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine import stores as caches
 from mlx_mtp.server.engine.stores import Stores
@@ -63,7 +63,7 @@ def test_answers_are_those_of_a_prompt_read_afresh(flags, model, tmp_path):
     messages = [*MESSAGES, called("I add."), RESULT]
 
     def files():
-        return {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")}
+        return {file: file.stat().st_ino for file in tmp_path.glob("*.safetensors")}
 
     with Engine(*flags) as engine:
         first, again = (engine.ask(messages, max_tokens=12) for _ in range(2))
@@ -82,7 +82,7 @@ def test_answers_are_those_of_a_prompt_read_afresh(flags, model, tmp_path):
 def test_the_generation_thread_reads_no_files(model, tmp_path, monkeypatch):
     """A running answer does not wait for another one's text."""
     flags = ["--mtp", "--num-draft-tokens", "0", "--model", model, "--prompt-cache-dir", str(tmp_path)]
-    threads, read_file = set(), SharedFolder.read
+    threads, read_file = set(), Folder.read
 
     def note(*args):
         threads.add(threading.current_thread().name)
@@ -90,10 +90,11 @@ def test_the_generation_thread_reads_no_files(model, tmp_path, monkeypatch):
 
     with Engine(*flags) as engine:
         engine.ask(MESSAGES, max_tokens=2)
-    monkeypatch.setattr(SharedFolder, "read", note)
+    monkeypatch.setattr(Folder, "read", note)
     with Engine(*flags) as engine:
         assert engine.ask([*MESSAGES, called("I add."), RESULT], max_tokens=2).n_cached > 0
-    assert threads == {"prompt-store-reader_0"}
+        assert engine.ask(MESSAGES, max_tokens=2).n_cached > 0  # as before the restart
+    assert threads == {"prompt-store-reader"}
 
 
 def test_a_batch_goes_on_from_the_store(model):

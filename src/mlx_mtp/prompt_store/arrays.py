@@ -13,12 +13,13 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
+from numpy.typing import NDArray
 
 from ..caches.prompt_cache import PromptCache, has_head, make_prompt_cache
 from ..caches.single import KVOptions
-from .tree import Tokens
 
 Arrays = dict[str, mx.array]
+Tokens = NDArray[np.int64]  # token ids, and negative numbers for the tokens of images
 
 
 class Format(NamedTuple):

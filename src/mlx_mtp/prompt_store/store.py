@@ -1,5 +1,6 @@
 """The store of prefilled prefixes, in memory and on disk."""
 
+import logging
 import threading
 import weakref
 from collections.abc import Sequence
@@ -14,15 +15,9 @@ from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache
 from ..caches.single import KVOptions
 from ..memory.account import Account
 from . import arrays
-from .arrays import Format
-from .disk_writer import FLUSH, DiskWriter
-from .forest import Forest, in_memory
-from .shared_folder import SharedFolder
-from .stored_files import Files
-from .tree import Handle, Node, StoredArrays, Tokens
-
-MAX_DISK_BYTES = 64 * 10**9
-MAX_HOURLY_BYTES = 32 * 10**9  # SSDs wear with every write
+from .arrays import Format, Tokens
+from .disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT, Disk, Folder, key_of
+from .tree import Forest, Handle, Node, StoredArrays, in_memory, is_whole
 
 
 class Prefix(NamedTuple):
@@ -65,10 +60,10 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         max_bytes (int, optional): The maximum memory. Default: ``None``, half of the memory that is left of MLX's limit on this
           machine.
         max_snapshots (int, optional): The maximum number of snapshots in memory. Default: ``None``, any number.
-        folder (Union[str, Path], optional): A folder for texts that outlive the process; several processes may share it. It is
-          written in the background: ``close`` the store to write the ends of all texts. Default: ``None``.
+        folder (Union[str, Path, Folder], optional): A folder for texts that outlive the process. It has one owner: if another
+          process uses it, the store warns, and is in memory alone. It is written in the background: ``close`` the store to
+          write the ends of all texts. Several stores of a process can share a ``Folder``. Default: ``None``.
         max_disk_bytes (int): The maximum size of the folder.
-        max_hourly_bytes (int): The maximum amount written to the folder in an hour.
 
     Raises:
         OSError: The folder cannot be used.
@@ -80,66 +75,78 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         max_bytes: int | None = None,
         max_snapshots: int | None = None,
         *,
-        folder: str | Path | None = None,
+        folder: str | Path | Folder | None = None,
         max_disk_bytes: int = MAX_DISK_BYTES,
-        max_hourly_bytes: int = MAX_HOURLY_BYTES,
     ):
         self.model = model
         self.max_bytes = Account().cache_budget if max_bytes is None else max_bytes
         self.max_snapshots = max_snapshots
         self.counts = Counts()
-        self._lock = threading.RLock()
-        self._key = model.fingerprint()
+        self._lock = threading.RLock()  # nothing waits for the disk while holding it
         self._forest = Forest()
-        self._files = Files(model, self._forest, self._lock)
+        self._fingerprint = model.fingerprint()
+        self._keys: dict[Format, str] = {}  # the model's name on disk, by the formats whose files are in the forest
+        self.disk: Disk | None = None  # the threads that write and read the folder
+        if isinstance(folder, str | Path):
+            folder = open_folder(Path(folder), max_disk_bytes)
         if folder is not None:
-            self._files.open(SharedFolder(Path(folder).expanduser(), max_disk_bytes, max_hourly_bytes))
-
-    @property
-    def disk(self) -> DiskWriter | None:
-        """The folder's reader and writer; ``None`` without a folder."""
-        return self._files.disk
+            self.disk = Disk(folder, self._forest, self._lock, self._keys)
 
     def close(self, seconds: float = FLUSH) -> None:
-        """Write the rest to disk, for at most this time, and drop all texts."""
+        """Write the rest to disk, for at most this time and 5 seconds for the last file, and drop all texts."""
         if self.disk is not None:
             self.disk.close(seconds)
-            self._files.disk = None
+            self.disk = None
         with self._lock:
-            self._files.forget()
+            self._forget()
 
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def fetch(self, tokens: Sequence[int], kv: KVOptions | None = None) -> Prefix:
+    def fetch(self, tokens: Sequence[int], kv: KVOptions | None = None, timeout: float = READ_TIMEOUT) -> Prefix:
         """The longest prefix that the text can be resumed from.
 
         Args:
             tokens (Sequence[int]): The text. To generate, omit the last token, with which generation begins.
             kv (KVOptions, optional): How keys and values are quantized. Default: ``None``, they are not.
+            timeout (float): As of ``load``, which it calls; 0 for what is in memory alone.
         """
+        if timeout > 0:
+            self.load(tokens, kv, timeout)
         text, kv = np.asarray(tokens, np.int64), _quantized(kv)
         with self._lock:
-            self._check_model()
+            self._prepare(kv)
             self._forest.now += 1
             self.counts.fetches += 1
-            self._files.read_index(kv)
-            while (found := self._forest.deepest(text, kv)) is not None:
-                entries = self._restore(*found, text)
-                if entries is not None:
-                    return Prefix(entries, found[1].length, weakref.ref(found[1]))
-            return Prefix(make_prompt_cache(self.model), 0, None)
+            if (found := self._forest.deepest(text, kv, is_whole)) is None:
+                return Prefix(make_prompt_cache(self.model), 0, None)
+            format, node = found
+            snapshot, *spans = (stored for _, stored in _parts(node))
+            node.used, node.uses = self._forest.now, node.uses + 1
+            self.counts.hits += 1
+            self.counts.tokens += node.length
+            entries = arrays.make_cache(
+                self.model, format, text[: node.length], [span.arrays for span in spans], snapshot.arrays
+            )
+        if self.disk is not None:
+            self.disk.touch([snapshot, *spans[::-1]])
+        return Prefix(entries, node.length, weakref.ref(node))
 
-    def load(self, tokens: Sequence[int], kv: KVOptions | None = None) -> None:
-        """Read the files that ``fetch`` will need for this text into memory, without blocking other threads."""
-        if (disk := self.disk) is not None:
-            disk.reader.submit(self._load_text, np.asarray(tokens, np.int64), _quantized(kv)).result()
+    def load(self, tokens: Sequence[int], kv: KVOptions | None = None, timeout: float = READ_TIMEOUT) -> None:
+        """Read the files that ``fetch`` will need for this text into memory, without blocking other threads.
+
+        Args:
+            timeout (float): Seconds to wait for each file. After that the text is as good as not on disk.
+        """
+        text, kv, disk = np.asarray(tokens, np.int64), _quantized(kv), self.disk
+        if disk is not None and self._first_missing(text, kv) is not None:
+            disk.in_reader(lambda: self._load(disk, text, kv), timeout)
 
     def n_common(self, tokens: Sequence[int]) -> int:
         """The number of tokens that the text has in common with a stored one: later texts may differ there as well."""
         text = np.asarray(tokens, np.int64)
         with self._lock:
-            self._check_model()
+            self._prepare(None)
             return self._forest.n_common(text)
 
     def insert(
@@ -162,7 +169,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         """
         text, kv = np.asarray(tokens, np.int64), _quantized(kv)
         with self._lock:
-            self._check_model()
+            self._prepare(kv)
             cache = open_prompt_cache(self.model, list(prompt_cache))
             if cache.n_tokens != len(text):
                 raise ValueError(f"The prompt cache is of {cache.n_tokens} tokens, not of these {len(text)}.")
@@ -200,47 +207,71 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         with self._lock:
             return sum(map(in_memory, self._forest.nodes()))
 
-    def _check_model(self) -> None:
-        if (key := self.model.fingerprint()) != self._key:
-            self._key = key
-            self._files.forget()
+    def _prepare(self, kv: KVOptions | None) -> None:
+        """Start again if the model's weights have changed, and add the files of these formats to the forest, once."""
+        if (fingerprint := self.model.fingerprint()) != self._fingerprint:
+            self._fingerprint = fingerprint
+            self._forget()
+        if self.disk is not None:
+            for format in {Format(quantized, head) for quantized in (None, kv) for head in (True, False)} - {
+                *self._keys
+            }:
+                self._keys[format] = key_of(self.model, format)
+                self._forest.add_files(format, self.disk.folder.of(self._keys[format]))
+
+    def _forget(self) -> None:
+        self._forest.clear()
+        self._keys.clear()
 
     def _same_child(self, node: Node, text: Tokens, cache: Any, format: Format) -> Node | None:
-        """The child with the text's next tokens and equal arrays: rounding differs if a text was prefilled in other chunks."""
+        """The child with the text's next tokens and equal arrays: rounding differs if a text was prefilled in other chunks.
+
+        One that is on disk alone is not read for it. If it is equal, both have the same file.
+        """
         for child in node.next(text):
             new = arrays.keys_and_values(cache, format, child.begin, child.length)
-            # Read from its file, but not kept in memory: it may differ.
-            stored = child.span.arrays or self._files.read(child, child.span, format)
-            if stored is not None and arrays.are_equal(stored, new):
+            if child.span.arrays is not None and arrays.are_equal(child.span.arrays, new):
                 return child
         return None
 
-    def _restore(self, format: Format, node: Node, text: Tokens) -> list[Any] | None:
-        """A prompt cache that ends at a node's snapshot; ``None`` if a file of it is no longer there or damaged."""
-        (_, snapshot), *path = parts = _parts(node)
-        if not self._files.load_all(parts, format):
-            return None
-        node.used, node.uses = self._forest.now, node.uses + 1
-        self.counts.hits += 1
-        self.counts.tokens += node.length
-        if self.disk is not None:
-            self.disk.touch([stored.name for _, stored in parts if stored.name is not None])
-        spans = [stored.arrays for _, stored in path]
-        entries = arrays.make_cache(self.model, format, text[: node.length], spans, snapshot.arrays)
-        self.trim_to(self.max_bytes, self.max_snapshots)  # the arrays read from disk take memory as well
-        return entries
-
-    def _load_text(self, text: Tokens, kv: KVOptions | None) -> None:
+    def _first_missing(self, text: Tokens, kv: KVOptions | None) -> tuple[Node, StoredArrays] | None:
+        """The next part to read from disk for a text: the snapshot that ends the longest prefix, and then its spans."""
         with self._lock:
-            self._check_model()
-            self._files.read_index(kv)
-            if (found := self._forest.deepest(text, kv)) is None:
-                return
-            format, node = found
-            node.used = self._forest.now  # it stays until it is fetched
-            parts = _parts(node)
-        self._files.load_all(parts, format)
+            self._prepare(kv)
+            found = self._forest.deepest(text, kv, lambda node: node.snapshot is not None)
+            if found is None:
+                return None
+            found[1].used = self._forest.now  # it stays until it is fetched
+            return next(((node, stored) for node, stored in _parts(found[1]) if not stored.in_memory), None)
+
+    def _load(self, disk: Disk, text: Tokens, kv: KVOptions | None) -> None:
+        """In the reader: read what is missing of a text, each part once."""
+        seen = set()
+        while (part := self._first_missing(text, kv)) is not None and id(part[1]) not in seen:
+            node, stored = part
+            seen.add(id(stored))
+            found = disk.read(stored)
+            with self._lock:
+                is_there = node in self._forest and stored in (node.span, node.snapshot) and not stored.in_memory
+                if is_there and found is not None:
+                    self._forest.put(stored, found)
+                elif is_there:
+                    self._forest.drop(node, stored)
         self.trim_to(self.max_bytes, self.max_snapshots)
+
+
+def open_folder(path: Path, max_bytes: int) -> Folder | None:
+    """
+    Open a folder for one or more stores. If another process uses it, warn and return ``None``.
+
+    Raises:
+        OSError: The folder cannot be used.
+    """
+    try:
+        return Folder(path, max_bytes)
+    except BlockingIOError as e:
+        logging.warning(f"{e} Prompts are kept in memory alone.")
+        return None
 
 
 def _parts(node: Node) -> list[tuple[Node, StoredArrays]]:

@@ -1,4 +1,4 @@
-"""A tree of texts. It does not look into the arrays of its nodes.
+"""The trees of a store, one for each format of prompt caches: their texts, the memory of their arrays, and eviction.
 
     root ── "system, tools" ─┬─ "first question" ── "answer" ── "second question"
                  c           │         c               c               c
@@ -8,16 +8,39 @@
 A node has the tokens between two cuts, at which the prefill of a text paused, and a snapshot (c), from which a text can be
 resumed. Two texts share the nodes above the token at which they differ. Nodes are never split: keys and values depend,
 by rounding, on the chunks in which they were prefilled.
+
+The snapshot whose bytes save the least prefill is evicted first. Snapshots close to each other save little each, an old text
+saves nothing until a request returns to it, and evicting the end of a text frees its keys and values as well.
 """
 
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Tokens = NDArray[np.int64]  # token ids, and negative numbers for the tokens of images
+from ..caches.single import KVOptions
+from . import arrays
+from .arrays import Arrays, Format, Tokens
+
+ON_DISK = 0.1  # the time to read a text's arrays from disk, as a share of the time to prefill it
+
+
+class File(NamedTuple):
+    """
+    Args:
+        name (str): The digest of its bytes.
+        model (str): The model's name, see ``key_of``.
+        parent (str): The file of the span above a span, or of a snapshot's own span; empty for none.
+        tokens (Tokens, optional): The tokens of a span, [n]; ``None`` for a snapshot.
+        nbytes (int): Its size.
+    """
+
+    name: str
+    model: str
+    parent: str
+    tokens: Tokens | None
+    nbytes: int
 
 
 class StoredArrays:
@@ -59,12 +82,12 @@ class Node:
     def __init__(self, tokens: Tokens, parent: "Node | None", span: StoredArrays):
         self.tokens, self.parent, self.span = tokens, parent, span
         self.snapshot: StoredArrays | None = None
-        self.children: dict[int, list[Node]] = {}  # by their first token
+        self.children: list[Node] = []
         self.used = self.uses = 0
         self.length: int = len(tokens)
         if parent is not None:
             self.length += parent.length
-            parent.children.setdefault(int(tokens[0]), []).append(self)
+            parent.children.append(self)
 
     @property
     def begin(self) -> int:
@@ -73,10 +96,7 @@ class Node:
     def remove(self) -> None:
         """Take it out of the tree."""
         assert self.parent is not None
-        siblings = self.parent.children[int(self.tokens[0])]
-        siblings.remove(self)
-        if not siblings:
-            del self.parent.children[int(self.tokens[0])]
+        self.parent.children.remove(self)
         self.parent = None
 
     def path(self) -> "list[Node]":
@@ -87,23 +107,15 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def all_children(self) -> "Iterator[Node]":
-        for siblings in self.children.values():
-            yield from siblings
-
     def next(self, tokens: Tokens) -> "list[Node]":
         """The children whose tokens a text has next, if it begins with this node's text; the longest first."""
-        if self.length >= len(tokens):
-            return []
-        found = self.children.get(int(tokens[self.length]), [])
-        found = [c for c in found if np.array_equal(c.tokens, tokens[self.length : c.length])]
+        found = [c for c in self.children if np.array_equal(c.tokens, tokens[self.length : c.length])]
         return sorted(found, key=lambda c: -c.length)
 
     def common(self, tokens: Tokens) -> int:
         """The number of tokens that a text, which begins with this node's, has in common with any text below it."""
         own = tokens[self.length :]
-        children = self.children.get(int(own[0]), []) if len(own) > 0 else []
-        return self.length + max((_n_common(c.tokens, own) for c in children), default=0)
+        return self.length + max((_n_common(c.tokens, own) for c in self.children), default=0)
 
     def subtree(self) -> "Iterator[Node]":
         """This node and all below it."""
@@ -111,7 +123,7 @@ class Node:
         while waiting:
             node = waiting.pop()
             yield node
-            waiting += node.all_children()
+            waiting += node.children
 
     def prefixes(self, tokens: Tokens) -> "Iterator[Node]":
         """This node, and all nodes below it that are prefixes of the text."""
@@ -123,6 +135,203 @@ class Node:
 
 
 Handle = weakref.ref[Node]  # the last node of a stored text; it keeps nothing in memory
+
+
+class Forest:
+    """
+    Attributes:
+        nbytes (int): The size of all arrays in memory.
+        now (int): The number of requests so far, which serves as the time.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.roots: dict[Format, Node] = {}
+        self.nbytes = self.now = 0
+
+    def root(self, format: Format) -> Node:
+        if format not in self.roots:
+            self.roots[format] = Node(np.zeros(0, np.int64), None, StoredArrays({}, 0))
+        return self.roots[format]
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes except the roots."""
+        for root in self.roots.values():
+            yield from (node for node in root.subtree() if node is not root)
+
+    def __contains__(self, node: Node) -> bool:
+        return node.path()[0] in self.roots.values()
+
+    def add_files(self, format: Format, files: Iterable[File]) -> None:
+        """Add the files of a folder, each after the one that it continues."""
+        nodes = {"": self.root(format)}
+        for file in files:
+            parent, stored = nodes[file.parent], StoredArrays(None, file.nbytes, file.name)
+            if file.tokens is None:
+                parent.snapshot = stored
+            else:
+                nodes[file.name] = Node(file.tokens, parent, stored)
+
+    def deepest(
+        self, text: Tokens, kv: KVOptions | None, is_usable: Callable[[Node], bool]
+    ) -> tuple[Format, Node] | None:
+        """The node of the longest snapshot to resume a text from, among those that are usable.
+
+        Of equal lengths, a snapshot with the head's keys and values is preferred, and then the one that was used last.
+        """
+        best: tuple[Format, Node] | None = None
+        for format, root in self.roots.items():
+            if format.kv not in (None, kv):
+                continue
+            # Caches that are not quantized yet can be used with and without quantization.
+            end = kv.quantized_kv_start - 1 if kv is not None and format.kv is None else len(text)
+            for node in root.prefixes(text[: max(end, 0)]):
+                if is_usable(node) and (best is None or _preference(format, node) > _preference(*best)):
+                    best = format, node
+        return best
+
+    def node_of(self, handle: Handle | None, format: Format, text: Tokens) -> Node:
+        """The node of a handle if it is still in the tree and a prefix of the text; otherwise the root.
+
+        The keys and values of the text's cache up to this node are those of the tree.
+        """
+        root = self.root(format)
+        node = None if handle is None else handle()
+        if node is None or node.length > len(text):
+            return root
+        path = node.path()
+        is_prefix = np.array_equal(np.concatenate([n.tokens for n in path]), text[: node.length])
+        return node if path[0] is root and is_prefix else root
+
+    def n_common(self, text: Tokens) -> int:
+        """The most tokens that a text has in common with a stored one."""
+        nodes = (node for root in self.roots.values() for node in root.prefixes(text))
+        return max((node.common(text) for node in nodes), default=0)
+
+    # Memory
+
+    def hold(self, new: Arrays) -> StoredArrays:
+        """Store a copy of these arrays in memory."""
+        stored = StoredArrays(None, 0)
+        self.put(stored, arrays.copied(new))
+        return stored
+
+    def put(self, stored: StoredArrays, found: Arrays) -> None:
+        """Put arrays into memory."""
+        stored.arrays, stored.nbytes = found, arrays.nbytes(found)
+        self.nbytes += stored.nbytes
+
+    def drop(self, node: Node, stored: StoredArrays) -> None:
+        """Remove a span, with all below it, or a snapshot that was not in memory."""
+        if stored is node.span:
+            self.remove(node)
+        else:
+            node.snapshot = None
+
+    def merge(self, node: Node, twin: Node) -> None:
+        """Join a node of the forest with another one that has the same file."""
+        for child in twin.children:
+            child.parent = node
+        node.children += twin.children
+        twin.children = []
+        if node.snapshot is None:
+            node.snapshot, twin.snapshot = twin.snapshot, None
+        self.remove(twin)
+
+    def remove(self, top: Node) -> None:
+        """Take a node and all below it out of its tree."""
+        for node in [*top.subtree()][::-1]:
+            for stored in (node.span, node.snapshot):
+                if stored is not None and stored.in_memory:
+                    self.nbytes -= stored.nbytes
+            node.remove()
+
+    def free(self, nodes: list[Node]) -> None:
+        """Free the spans of these nodes, given in order from the leaves up."""
+        for node in nodes:
+            self.nbytes -= node.span.nbytes
+            node.span.arrays = None
+            if node.span.name is None:
+                self.remove(node)
+
+    def trim_to(self, n_bytes: int, n_snapshots: int | None = None) -> None:
+        """Evict the snapshots with the lowest scores, until at most ``n_bytes`` and ``n_snapshots`` are in memory."""
+        if self.nbytes > n_bytes:
+            self.free([node for root in self.roots.values() for node in _needless(root)])
+        held = [node for node in self.nodes() if in_memory(node)]
+        n_most = len(held) if n_snapshots is None else n_snapshots
+        while held and (self.nbytes > n_bytes or len(held) > n_most):
+            least = min(held, key=self._score)
+            held.remove(least)
+            self._evict(least)
+
+    def _score(self, node: Node) -> float:
+        assert node.snapshot is not None
+        n_bytes = node.snapshot.nbytes + sum(n.span.nbytes for n in only_for(node))
+        on_disk = node.snapshot.name is not None
+        n_tokens = node.length - above(node, lambda n: n.snapshot is not None).length
+        return score(n_tokens, n_bytes, self.now - node.used, node.uses, on_disk)
+
+    def _evict(self, node: Node) -> None:
+        """Free a snapshot, and the spans that no other snapshot needs."""
+        assert node.snapshot is not None
+        spare = only_for(node)
+        self.nbytes -= node.snapshot.nbytes
+        node.snapshot.arrays = None
+        if node.snapshot.name is None:
+            node.snapshot = None
+        self.free(spare)
+
+
+def score(n_tokens: int, n_bytes: int, age: int, uses: int = 0, on_disk: bool = False) -> float:
+    """The tokens of prefill that each byte of a snapshot saves, weighted by how often and how recently it was used.
+
+    Args:
+        n_tokens (int): The tokens since the snapshot above it: without this one, they are prefilled again.
+        n_bytes (int): The bytes that its eviction frees.
+        age (int): The number of requests since it was made or last used.
+        uses (int): The number of texts that were resumed from it.
+    """
+    return n_tokens * (ON_DISK if on_disk else 1.0) * (1 + uses) / (1 + age) / max(n_bytes, 1)
+
+
+def in_memory(node: Node) -> bool:
+    """Whether a node's snapshot is in memory."""
+    return node.snapshot is not None and node.snapshot.in_memory
+
+
+def is_whole(node: Node) -> bool:
+    """Whether a node's snapshot and all spans of its text are in memory."""
+    return in_memory(node) and all(n.span.in_memory for n in node.path())
+
+
+def _preference(format: Format, node: Node) -> tuple[int, bool, int]:
+    return node.length, format.head, node.used
+
+
+def above(node: Node, matches: Callable[[Node], bool]) -> Node:
+    """The nearest node above that matches, or the root."""
+    return next(n for n in node.path()[-2::-1] if n.parent is None or matches(n))
+
+
+def only_for(node: Node) -> list[Node]:
+    """The nodes whose spans are in memory only for the snapshot of this node, from the leaves up."""
+    found: list[Node] = []
+    n: Node | None = node
+    while n is not None and n.parent is not None and all(c in found or not c.span.in_memory for c in n.children):
+        if not n.span.in_memory or (n is not node and in_memory(n)):
+            break
+        found.append(n)
+        n = n.parent
+    return found
+
+
+def _needless(root: Node) -> list[Node]:
+    """The nodes whose spans no snapshot in memory needs, from the leaves up: it was evicted while they were loaded."""
+    needed = {id(n) for node in root.subtree() if in_memory(node) for n in node.path()}
+    return [n for n in [*root.subtree()][::-1] if n is not root and n.span.in_memory and id(n) not in needed]
 
 
 def _n_common(a: Tokens, b: Tokens) -> int:

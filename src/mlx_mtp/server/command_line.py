@@ -19,7 +19,7 @@ from ..cli.parser import byte_size, finish, flag_of
 from ..files import check_folder, check_source
 from ..memory.needs import CONTEXT
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
-from ..prompt_store.store import MAX_DISK_BYTES
+from ..prompt_store.disk import MAX_DISK_BYTES
 from .api.body import RESERVED
 from .client_settings import CLIENTS
 from .engine.provider import ModelProvider

@@ -60,6 +60,7 @@ class Engine:
             self.admission.open(self.admission.models.default)
         except BaseException as e:
             self.loaded.set_exception(e)
+            self.admission.caches.close()
             self.admission.unload()
             return
         self.loaded.set_result(None)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ...distributed.ranks import Ranks
 from ...prompt_store import PromptStore
 from ...prompt_store.cuts import cuts_of
-from ...prompt_store.disk_writer import FLUSH
-from ...prompt_store.store import MAX_DISK_BYTES
+from ...prompt_store.disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT
+from ...prompt_store.store import open_folder
 from ..options import Options
 from ..request import ModelKey, Prompt
 
@@ -25,26 +26,27 @@ READ = "mlx_mtp_prompt_cache_read_bytes", "Bytes of the prompt cache read from d
 class Stores:
     """A prompt store for each model, kept while other models are loaded. An error of a store never fails a request.
 
-    Each rank has its own part of the caches and its own eviction: a prompt resumes at the longest prefix that all ranks have,
-    and rank 0 chooses its cuts.
+    Each rank has its own part of the caches, its own eviction and its own folder in ``--prompt-cache-dir``: a prompt resumes at
+    the longest prefix that all ranks have, and rank 0 chooses its cuts.
+
+    Raises:
+        OSError: ``--prompt-cache-dir`` cannot be used.
     """
 
     def __init__(self, options: Options, ranks: Ranks | None = None):
         self.options, self.ranks = options, ranks
         self.stores: dict[ModelKey, PromptStore] = {}
         self.store: PromptStore  # the loaded model's
+        self.folder = None
+        if options.prompt_cache_dir is not None:
+            limit, part = options.prompt_cache_disk_bytes, "" if ranks is None else f"rank{ranks.rank}"
+            path = Path(options.prompt_cache_dir) / part
+            self.folder = open_folder(path, MAX_DISK_BYTES if limit is None else limit)
 
     def use(self, key: ModelKey, model: Any, tokenizer: Any, max_bytes: int) -> None:
-        """Switch to the store of the loaded model. Raises an OSError if ``--prompt-cache-dir`` cannot be used."""
+        """Switch to the store of the loaded model."""
         if key not in self.stores:
-            limit = self.options.prompt_cache_disk_bytes
-            self.stores[key] = PromptStore(
-                model,
-                max_bytes,
-                self.options.prompt_cache_size,
-                folder=self.options.prompt_cache_dir,
-                max_disk_bytes=MAX_DISK_BYTES if limit is None else limit,
-            )
+            self.stores[key] = PromptStore(model, max_bytes, self.options.prompt_cache_size, folder=self.folder)
         self.store = self.stores[key]
         self.store.model, self.store.max_bytes = model, max_bytes
         self.tokenizer = tokenizer
@@ -82,7 +84,9 @@ class Stores:
         """A prompt cache of at most ``most`` tokens, their number, and the number of tokens shared with another prompt."""
         try:
             key = prompt.key_of(prompt.tokens)
-            cache, n, prompt.handle = self.store.fetch(key[:most], self.options.kv)
+            # ``load`` has read the files, except for images, and on several machines.
+            timeout = 0.0 if self.ranks is None and prompt.pictured is None else READ_TIMEOUT
+            cache, n, prompt.handle = self.store.fetch(key[:most], self.options.kv, timeout)
             return cache, n, self.store.n_common(key)
         except Exception:
             logging.exception("The prompt cache failed: the whole prompt is prefilled.")
@@ -117,3 +121,5 @@ class Stores:
         for store in self.stores.values():
             store.close(max(deadline - time.monotonic(), 0))
             store.model = None
+        if self.folder is not None:
+            self.folder.close_unused()
