@@ -8,9 +8,9 @@ import pytest
 
 from mlx_mtp.server.api import messages, responses
 from mlx_mtp.server.api.template_messages import fold_roles
+from mlx_mtp.server.app import APIS
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.encode import BoundedTokenizer
-from mlx_mtp.server.http.app import APIS
 from tests.support.scripted_server import serve_scripted
 from tests.support.tool_texts import SCHEMAS, make_model, render
 

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_mtp.server.api import chat_completions
+from mlx_mtp.server.app import APIS, MAX_BODY, parse_json
 from mlx_mtp.server.engine.encode import BoundedTokenizer
-from mlx_mtp.server.http.app import APIS
-from mlx_mtp.server.http.bodies import MAX_BODY, parse_json
 from mlx_mtp.server.request import ApiError
 from tests.support.hostile_requests import attack
 from tests.support.models import TRAINED

@@ -1,26 +1,20 @@
-"""Limits on bodies, connections and web pages: a hostile client costs little, and keeps nobody out."""
+"""Limits on bodies and web pages: a hostile client costs little."""
 
 import json
-import logging
-import socket
 import threading
-from contextlib import ExitStack, suppress
 from functools import cache
-from http.client import HTTPConnection
 from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
+from mlx_mtp.server import app as application
 from mlx_mtp.server.api import chat_completions
 from mlx_mtp.server.api.body import MAX_BIASES
+from mlx_mtp.server.app import APIS, make_app, parse_json
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.metrics import Metrics
-from mlx_mtp.server.http import bodies, connections
-from mlx_mtp.server.http.app import APIS, make_app
-from mlx_mtp.server.http.bodies import parse_json
-from mlx_mtp.server.http.connections import RateLimit
 from mlx_mtp.server.request import ApiError
 from tests.support.models import TRAINED
 from tests.support.server_process import serve_here
@@ -55,7 +49,7 @@ def test_a_long_text_is_read():
 
 
 def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(monkeypatch):
-    monkeypatch.setattr(bodies, "from_json", None)
+    monkeypatch.setattr(application, "from_json", None)
     for element in ("1", "[]", "{}", '{"a": [1, 2]}'):
         with pytest.raises(ApiError, match=r"^The body has more than ") as e:
             parse_json(f'{{"prompt": [{",".join([element] * 300_002)}]}}'.encode())
@@ -133,163 +127,27 @@ def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch):
     threads = {}
 
     def note(raw):
-        threads[len(raw) > bodies.LARGE_BODY] = threading.current_thread()
+        threads[len(raw) > application.LARGE_BODY] = threading.current_thread()
         raise ApiError(400, "Noted.")
 
     async def loop(scope, receive, send):
         threads["loop"] = threading.current_thread()
         await app(scope, receive, send)
 
-    monkeypatch.setattr(bodies, "parse_json", note)
+    monkeypatch.setattr(application, "parse_json", note)
     app = client().app
     with TestClient(loop, base_url="http://localhost") as c:
         c.post(TEXT, content=b"1")
         small = threads.pop("loop")
-        c.post(TEXT, content=b" " * (bodies.LARGE_BODY + 1))
+        c.post(TEXT, content=b" " * (application.LARGE_BODY + 1))
     assert threads[False] is small
     assert threads[True] is not threads["loop"]
 
 
-def test_bodies_that_arrive_together_are_bounded(monkeypatch):
-    monkeypatch.setattr(bodies, "MAX_BODIES", 1000)
-    for _ in range(3):  # what a body took is given back
-        assert client().post(TEXT, content=b"1" * 900).status_code == 400
-        answer = client().post(TEXT, content=b"1" * 1001)
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
-
-
 def test_a_body_that_never_ends_is_answered(server, monkeypatch):
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT", 0.05)
+    monkeypatch.setattr(application, "BODY_TIMEOUT", 0.05)
     answer = server.talk(PART.replace(b"Host", b"Connection: close\r\nHost"), is_complete=True)
     assert answer.startswith(b"HTTP/1.1 408 ")
-
-
-# Connections
-
-
-def test_a_head_that_never_ends_closes_its_connection(server, monkeypatch):
-    """uvicorn alone waits for it for ever."""
-    monkeypatch.setattr(connections, "IDLE", 0.05)
-    for sent in (b"", b"GET / HT"):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as s, suppress(ConnectionError):
-            s.sendall(sent)  # it may be closed already
-            assert s.recv(65536) == b""
-
-
-def test_a_head_behind_an_answer_that_never_ends_closes_its_connection(server, monkeypatch):
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", "/health")
-    connection.getresponse().read()
-    monkeypatch.setattr(connections, "IDLE", 0.5)  # from the next answer on
-    with connection.sock as s:
-        s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT")
-        answer = b"".join(iter(lambda: s.recv(65536), b""))
-    assert answer.startswith(b"HTTP/1.1 200 ")
-
-
-def test_bytes_that_trickle_in_do_not_keep_a_connection_open(server, monkeypatch):
-    monkeypatch.setattr(connections, "IDLE", 0.3)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as s, suppress(ConnectionError):
-        for byte in b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 100_000:
-            s.sendall(bytes([byte]))
-            with suppress(TimeoutError):
-                if s.recv(1) == b"":
-                    break
-        else:
-            pytest.fail("the connection is open")
-
-
-def test_connections_that_send_no_request_keep_nobody_out(server, monkeypatch):
-    monkeypatch.setattr(server.here.config, "limit_concurrency", 100)
-    monkeypatch.setattr(server.here.config, "backlog", 50)
-    for sent in (b"", b"GET / HT", PART):
-        with ExitStack() as stack:
-            address = "127.0.0.1", server.port
-            clients = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(60)]
-            for c in clients:
-                with suppress(ConnectionError):  # it had to make room
-                    c.sendall(sent)
-            assert server.request("/health")[0] == 200
-            with suppress(ConnectionError):
-                assert clients[0].recv(1) == b""
-
-
-class Clients:
-    """Connections without sockets, of which 3 are too many.
-
-    Attributes:
-        closed (List[int]): The numbers of those that had to make room.
-        n_asked (int): How often a connection was looked at.
-    """
-
-    def __init__(self):
-        self.closed, self.n_asked, self.state = [], 0, connections.State()
-        self.config = SimpleNamespace(limit_concurrency=5, backlog=2)
-
-    def connect(self, number, cycle):
-        c = object.__new__(connections.Connection)
-        transport = SimpleNamespace(is_closing=self._is_closing, abort=lambda: self._abort(number, c))
-        loop = SimpleNamespace(call_later=lambda *_: None)
-        vars(c).update(cycle=cycle, transport=transport, connections=self.state.connections, server_state=self.state)
-        vars(c).update(config=self.config, logger=logging.getLogger("test"), loop=loop)
-        self.state.connections.add(c)
-        c._make_room()
-        c._wait()
-        return c
-
-    def _is_closing(self):
-        self.n_asked += 1
-        return False
-
-    def _abort(self, number, c):
-        self.closed.append(number)
-        self.state.connections.discard(c)
-
-
-ANSWERED = SimpleNamespace(response_complete=False, more_body=False)
-
-
-def test_no_room_is_made_of_requests_that_wait_for_their_answer():
-    clients = Clients()
-    first = clients.connect(1, ANSWERED)
-    clients.connect(2, SimpleNamespace(response_complete=False, more_body=True))
-    clients.connect(3, None)
-    assert clients.closed == []
-    clients.connect(4, None)
-    assert clients.closed == [2]
-    first.cycle = SimpleNamespace(response_complete=True)
-    first._wait()  # behind its answer, it is the one that waits since the shortest time
-    for number in (5, 6, 7):
-        clients.connect(number, None)
-    assert clients.closed == [2, 3, 4, 1]
-    clients = Clients()
-    for i in range(500):
-        clients.connect(i, ANSWERED if i % 2 else None)
-    assert clients.closed == [*range(0, 500, 2)]
-    assert clients.n_asked == len(clients.closed)  # no connection is looked at twice
-
-
-def test_running_out_of_files_is_one_line(caplog):
-    log, rate_limit = logging.getLogger("uvicorn.error"), RateLimit()
-    context = {"message": "socket.accept()", "exception": OSError(24, "Too many open files")}
-    log.addFilter(rate_limit)
-    try:
-        for _ in range(100):
-            connections._log_exception(SimpleNamespace(default_exception_handler=None), context)
-    finally:
-        log.removeFilter(rate_limit)
-    assert [r.getMessage() for r in caplog.records] == ["A connection cannot be accepted: Too many open files."]
-
-
-def test_an_error_of_our_own_is_logged_each_time():
-    rate_limit = RateLimit()
-    record = logging.LogRecord("a", logging.ERROR, "", 1, "An error", (), (ValueError, ValueError(), None))
-    assert rate_limit.filter(record)
-    assert rate_limit.filter(record)
-    record.exc_info = None
-    assert not rate_limit.filter(record)
-    record.created += connections.LOG_INTERVAL
-    assert rate_limit.filter(record)
 
 
 # Web pages

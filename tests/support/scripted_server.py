@@ -15,7 +15,6 @@ import mlx.core as mx
 
 from mlx_mtp.server import serve
 from mlx_mtp.server.engine.admission import Admission
-from mlx_mtp.server.http import connections
 from tests.support.server_process import Server, serve_here
 
 make_sampler = Admission.make_sampler
@@ -62,5 +61,5 @@ def serve_scripted(log: Path, *flags: str) -> Iterator[Server]:
 
 if __name__ == "__main__":
     install()
-    connections.LAST_ANSWERS = 2  # seconds that a template without an end runs
+    serve.LAST_ANSWERS = 2  # seconds that a template without an end runs
     serve.main()

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.server.command_line import check, check_model, make_parser
-from mlx_mtp.server.http.connections import listen
-from mlx_mtp.server.serve import make_engine, make_server
+from mlx_mtp.server.serve import listen, make_engine, make_server
 
 from .launch import connected, free_ports
 

@@ -1,18 +1,23 @@
 """What ``mlx_mtp server`` runs: the generation thread, and the HTTP server before it."""
 
 import argparse
+import errno
 import logging
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from ipaddress import ip_address
+from types import FrameType
 
 import mlx.core as mx
+import uvicorn
 from mlx_lm.utils import maybe_set_recommended_wired_limit
+from starlette.types import ASGIApp
 
 from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..cli.errors import INTERRUPTED, one_line_errors
@@ -21,22 +26,26 @@ from ..distributed.ranks import Ranks
 from ..drafts.draft_options import asks_for_copies
 from ..memory.account import Account
 from ..memory.needs import size
+from .app import make_app
 from .client_settings import CLIENTS, connection_to
 from .command_line import check, check_model, make_parser
 from .engine.admission import Admission
 from .engine.clients import Clients, SharedClients
 from .engine.engine import Engine
-from .engine.frontend import Frontend
+from .engine.frontend import Frontend, in_thread
 from .engine.metrics import Metrics
 from .engine.provider import ModelProvider
 from .engine.stores import Stores
-from .http.app import make_app
-from .http.connections import Server, listen
 from .options import NO_LIMIT, Options
 from .request import ApiError
 
 LAST_WORDS = 1.0  # seconds to send errors after a rank is lost; then the watcher ends the process
 OPEN_FILES = 4096
+LAST_ANSWERS = 5  # seconds to send the last answers when the server stops
+IDLE = 75  # seconds until a connection without a request is closed
+MAX_CONNECTIONS = 2000  # a request above this limit gets status 503
+BACKLOG = 512  # connections that wait to be accepted
+MAX_HEADERS = 64 << 10  # bytes
 
 
 def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[str], None]]) -> None:
@@ -120,10 +129,77 @@ def summary(options: Options, admission: Admission) -> list[str]:
     ]
 
 
+class Server(uvicorn.Server):
+    """uvicorn's server. When it stops, it stops the engine, and running requests get one last token."""
+
+    def __init__(self, app: ASGIApp, engine: Engine, log_level: str):
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,  # app.py has it
+            log_level=log_level.lower(),
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=IDLE,
+            timeout_graceful_shutdown=LAST_ANSWERS,
+            limit_concurrency=MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2),
+            backlog=BACKLOG,
+            h11_max_incomplete_event_size=MAX_HEADERS,
+        )
+        super().__init__(config)
+        self.engine = engine
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM stops the server, and the command succeeds; a second one ends the process."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(INTERRUPTED)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        await in_thread(self.engine.stop_and_join)
+        await super().shutdown(sockets)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all answers are sent, for at most this time. Called in another thread."""
+        deadline = time.monotonic() + seconds
+        while self.server_state.tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
 def make_server(options: Options, engine: Engine) -> Server:
     hosts = [options.host, *options.allowed_hosts]
     app = make_app(Frontend(options, engine), options.api_key, options.allowed_origins, hosts)
     return Server(app, engine, options.log_level)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Make a listening socket.
+
+    Raises:
+        OSError: The port is in use, or the host is not an address of this machine.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            raise OSError(f"Port {port} of {host} is in use: stop the other program, or choose another --port.") from e
+        raise OSError(f"The server cannot listen at --host {host}, --port {port}: {e.strerror}.") from e
 
 
 def url(host: str, port: int) -> str:

@@ -1,7 +1,9 @@
-"""The HTTP application: its routes, the API key, errors."""
+"""The HTTP application: its routes, the bodies of requests, the API key, errors."""
 
+import asyncio
 import hmac
 import logging
+import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
@@ -11,31 +13,43 @@ from urllib.parse import quote, unquote
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..._version import __version__
-from ...checkpoint.load import DEMO, DEMO_NOTE
-from ...checkpoint.storage.hub import cached_repositories
-from ...text.schema import Json
-from ..api import chat_completions, completions, messages, openai, responses
-from ..api.body import Body
-from ..api.chat_completions import ChatBody, ChatWriter
-from ..api.completions import CompletionBody, CompletionWriter
-from ..api.messages import MessagesBody, MessagesWriter
-from ..api.responses import ResponsesBody, ResponsesWriter
-from ..api.writer import Writer
-from ..engine.frontend import Frontend
-from ..options import Options
-from ..request import ApiError, Request
-from .bodies import Bodies
-from .browsers import ANY, Browsers
-from .page_files import PageFiles, page_response
+from .._version import __version__
+from ..checkpoint.load import DEMO, DEMO_NOTE
+from ..checkpoint.storage.hub import cached_repositories
+from ..text.schema import Json
+from .api import chat_completions, completions, messages, openai, responses
+from .api.body import Body
+from .api.chat_completions import ChatBody, ChatWriter
+from .api.completions import CompletionBody, CompletionWriter
+from .api.messages import MessagesBody, MessagesWriter
+from .api.responses import ResponsesBody, ResponsesWriter
+from .api.writer import Writer
+from .engine.frontend import Frontend, in_thread
+from .options import Options
+from .request import ApiError, Request
 from .response import FIGURES, GeneratedResponse, watched
+from .web import ANY, Browsers, PageFiles, page_response
 
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # headers of errors, by status; in seconds
+
+MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
+# Parsing takes microseconds for an object and less for other values, and blocks all threads. Brackets, braces and commas in
+# strings count as well; a million tokens rarely have as many.
+MAX_OBJECTS = 100_000  # brackets and braces
+MAX_VALUES = 300_000  # commas: a prompt may be 262,144 numbers of tokens
+MAX_PARTS = (
+    10_000  # messages, tools and their parts: validation takes 10 microseconds for each, and blocks all threads as well
+)
+LISTS = "messages", "input", "system", "tools", "content", "tool_calls", "summary", "output"  # of parts
+LARGE_BODY = 1 << 16  # bytes; a larger body is parsed in a thread of its own
+BODY_TIMEOUT = 300.0  # seconds that a client may take to send a body
 
 
 class API(NamedTuple):
@@ -115,7 +129,6 @@ class Endpoints:
     def __init__(self, frontend: Frontend, api_key: str | None):
         self.frontend, self.api_key = frontend, api_key
         self.waiting: set[int] = set()  # the numbers of requests without a first token
-        self.bodies = Bodies()
 
     def generate(self, api: API) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
@@ -141,7 +154,12 @@ class Endpoints:
 
     async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request]:
         self._authorize(http)
-        return await self.bodies.read(http, lambda content: api.read_request(content, self.frontend.options))
+        raw = await read_body(http)
+
+        def parse() -> tuple[Any, Request]:
+            return api.read_request(parse_json(raw), self.frontend.options)
+
+        return parse() if len(raw) <= LARGE_BODY else await in_thread(parse)
 
     async def root(self) -> Response:
         """The chat page, or with ``--no-ui`` the name and version."""
@@ -199,6 +217,72 @@ class Endpoints:
         if key is not None and not any(hmac.compare_digest(k.encode(), key.encode()) for k in given):
             message = "The API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY."
             raise ApiError(401, message)
+
+
+async def read_body(http: HTTPRequest) -> bytearray:
+    """
+    Raises:
+        ApiError: The body is too large, slow or incomplete.
+    """
+    raw, n = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT):
+            async for chunk in http.stream():
+                n += len(chunk)
+                if n <= MAX_BODY:  # the rest is dropped: a client reads the answer after it has sent all
+                    raw += chunk
+    except TimeoutError as e:
+        raise ApiError(408, f"The body did not arrive within {BODY_TIMEOUT:.0f} seconds.") from e
+    except ClientDisconnect as e:
+        raise ApiError(400, "The body is shorter than its Content-Length.") from e
+    if n > MAX_BODY:
+        raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
+    return raw
+
+
+def parse_json(raw: bytes | bytearray) -> Json:
+    """The fields of a body that are not null.
+
+    Raises:
+        ApiError: The bytes are not a JSON object, or it has too many values.
+    """
+    if raw.count(b"[") + raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
+        allowed = f"{MAX_OBJECTS:,} opening brackets and braces, or {MAX_VALUES:,} commas"
+        raise ApiError(413, f"The body has more than {allowed}: make it smaller.")
+    try:
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as e:
+        raise ApiError(400, f"Invalid JSON in request body: {e}") from e
+    if not isinstance(body, dict):
+        raise ApiError(400, "Request should be a JSON dictionary")
+    _check_parts(body)
+    _check_numbers(body)
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _check_parts(body: Json) -> None:
+    n, parts = 0, [body]
+    while parts:
+        part = parts.pop()
+        for found in (part[name] for name in LISTS if isinstance(part.get(name), list)):
+            n += len(found)
+            if n > MAX_PARTS:
+                raise ApiError(413, f"The body has more than {MAX_PARTS:,} messages, tools and parts: make it smaller.")
+            parts += [x for x in found if isinstance(x, dict)]
+
+
+def _check_numbers(body: Json) -> None:
+    """Refuse numbers too large for a float, which are parsed as infinity."""
+    for name, field in body.items():
+        values = [field]
+        while values:
+            value = values.pop()
+            if isinstance(value, dict):
+                values += value.values()
+            elif isinstance(value, list):
+                values += value
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100])
 
 
 class Counting:

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ..api.writer import Usage, Writer
-from ..engine.delta import Delta
-from ..engine.frontend import Frontend
-from ..request import ApiError, Request, Waiting
+from .api.writer import Usage, Writer
+from .engine.delta import Delta
+from .engine.frontend import Frontend
+from .request import ApiError, Request, Waiting
 
 HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]  # the headers of a stream
 FIGURES = "figures"  # the key in the scope for the figures in the request's line of the log

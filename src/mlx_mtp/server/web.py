@@ -1,20 +1,62 @@
-"""Protection against other web pages: a browser sends the requests of any page, even to servers on its own machine."""
+"""The chat page at ``/``, and protection against other web pages.
+
+The page's HTML, CSS and JavaScript modules in ``page/`` are served without a build step; ``main.js`` connects them:
+
+- ``api.js`` sends requests and reads streams; ``answer.js`` collects an answer, its figures and the messages of a request.
+- ``turns.js`` shows questions and answers; ``markdown.js`` renders text.
+- ``composer.js`` is the field for a question; ``settings.js`` has the other fields of a request.
+- ``chats.js`` lists the chats; ``store.js`` keeps them in the browser.
+
+A browser sends the requests of any page, even to servers on its own machine: those of other pages are refused.
+"""
 
 from collections.abc import Callable, Collection
 from ipaddress import ip_address
+from pathlib import Path
 from socket import gethostname
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..request import ApiError
+from .request import ApiError
 
+FOLDER = Path(__file__).parent / "page"
+# Scripts, styles and requests of this server only. Text becomes HTML only through DOMPurify.
+POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src 'self'; style-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
+)
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",  # an update changes the files at the same URLs
+    "Content-Security-Policy": POLICY,
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 ANY = "*"
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
+
+
+def page_response() -> Response:
+    """The page itself."""
+    return FileResponse(FOLDER / "page.html", headers=PAGE_HEADERS)
+
+
+class PageFiles(StaticFiles):
+    """The page's style and scripts."""
+
+    def __init__(self) -> None:
+        super().__init__(directory=FOLDER)
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(PAGE_HEADERS)
+        return response
 
 
 class Browsers(CORSMiddleware):

@@ -1,1 +1,0 @@
-"""HTTP: routes, answers, connections, limits."""
