@@ -23,7 +23,7 @@ from mlx_mtp.layers.mtp import run_head
 from mlx_mtp.models.same_bits import LENGTHS, compiled_differences, report
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, WINDOW, mtp, plain
-from tests.support.models import FAMILIES, PACK, arrays_equal, deep_model, tiny_model, trace_anew
+from tests.support.models import FAMILIES, PACK, TRAINED, arrays_equal, deep_model, tiny_model, trace_anew
 
 # The CPU backend multiplies gathered matrices in float32 alone, so experts are in float32.
 # Each takes kernels of its own, for each of which the CPU backend runs a C++ compiler once on a machine.
@@ -352,17 +352,62 @@ def test_prompts_and_training_are_not_compiled(monkeypatch):
     trace_anew(monkeypatch)
     model = tiny_model("qwen3_5")
     model(WINDOW[None], cache=model.make_cache(), compiler=Compiler())
-    for train in (model.train, lambda: [layer.mlp.train() for layer in model.layers]):  # as an adapter just added
-        train()
-        one_token(model)
-        model.eval()
+    linear_to_lora_layers(model, 2, {"rank": 4, "scale": 2.0, "dropout": 0.5})  # its dropout is in training
+    one_token(model)
     assert compiled.n_traces() == 0
+    model.eval()
     one_token(model)
     assert traced() >= LAYERS
     trace_anew(monkeypatch)
+    model = tiny_model("qwen3_5")
     model.shard(mx.distributed.init())
     one_token(model)
     assert not traced() & LAYERS  # sums over ranks are no part of a trace
+
+
+def test_modules_that_do_not_differ_in_training_are_compiled(monkeypatch):
+    """nn.quantize makes new modules, which are in training: those of a quantized head, and of a model."""
+    model, tokenizer = load(TRAINED, mtp_bits=8, settings=False)
+    trace_anew(monkeypatch)
+    mtp(tokenizer.encode("def f(x):\n"), model, max_tokens=4, num_draft_tokens=2)
+    assert traced() >= LAYERS | {"_before_attention", "_after_attention"}
+    trace_anew(monkeypatch)
+    model = tiny_model("qwen3_5")
+    nn.quantize(model, 32, 4)
+    one_token(model)
+    assert traced() == LAYERS
+
+
+def test_every_trace_is_counted(monkeypatch):
+    """MLX traces a function again for inputs of another shape, number, dtype or stream, and for weights of another dtype."""
+    trace_anew(monkeypatch)
+    linear, x, counted = nn.Linear(32, 32), mx.ones((1, 32)), []
+
+    def total(module, *inputs):
+        return sum(map(module, inputs))
+
+    def run_twice(*inputs):
+        for _ in range(2):
+            mx.eval(Compiler().run(total, linear, *inputs))
+        counted.append(compiled.n_traces())
+
+    run_twice(x)
+    run_twice(mx.ones((2, 32)))
+    run_twice(x, x)
+    run_twice(x.astype(mx.float16))
+    run_twice(x, mx.ones((1, 32), mx.float16))
+    with mx.stream(mx.new_stream(mx.default_device())):
+        run_twice(x)
+    linear.set_dtype(mx.float16)
+    run_twice(x)
+    assert counted == [1, 2, 3, 4, 5, 6, 7]
+    mx.disable_compile()
+    try:
+        for _ in range(2):
+            Compiler().run(total, linear, x)
+        assert compiled.n_traces() == 7
+    finally:
+        mx.enable_compile()
 
 
 def test_mlx_can_disable_it():

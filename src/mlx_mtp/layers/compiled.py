@@ -17,9 +17,11 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 # Traces that a thread keeps, the latest used ones; each takes some 100 KB, and a few milliseconds to make.
 MOST_TRACES = 512
+IN_TRAINING = (nn.Dropout, nn.Dropout2d, nn.Dropout3d, nn.BatchNorm)  # modules that are no pure functions in training
 
 Function = Callable[..., Any]  # (module, *arrays, **numbers) -> arrays; numbers are fixed in the trace
 
@@ -71,8 +73,8 @@ class Compiler:
 
         Args:
             function (Callable): A pure function that returns arrays. It may call the modules in ``module``.
-            module (nn.Module): The module. The call is not compiled if it is in training, or has an attribute that a trace
-              cannot have, such as a distributed group.
+            module (nn.Module): The module. The call is not compiled if a module in it is no pure function, such as a dropout in
+              training, or has an attribute that a trace cannot have, such as a distributed group.
             inputs (mx.array): At least one array. Traces are looked up by the shape of the first.
             numbers (int): Numbers, which are fixed in the trace.
         """
@@ -85,7 +87,6 @@ class Compiler:
         trace = latest.get(key)
         if trace is None:
             trace = latest[key] = _make_trace(kind, function, numbers)
-            _traces.n_made += 1
             if len(latest) > MOST_TRACES:
                 latest.popitem(last=False)
         else:
@@ -94,14 +95,22 @@ class Compiler:
 
 
 def _make_trace(kind: Kind, function: Function, numbers: dict[str, int]) -> Function:
+    known = set()
+
     def traced(arrays: Any, inputs: Any) -> Any:
+        # MLX calls this for the first inputs, and for others of another number, dtype or stream; always if it does not compile.
+        leaves: Any = tree_flatten([arrays, inputs])
+        # The name of the stream, since equal streams differ in their hashes.
+        signature = str(mx.default_stream(mx.default_device())), *((name, x.shape, x.dtype) for name, x in leaves)
+        _traces.n_made += signature not in known
+        known.add(signature)
         return function(_filled(kind.template, arrays), *inputs, **numbers)
 
     return mx.compile(traced)
 
 
 class _UntraceableError(Exception):
-    """A module has an attribute that a trace cannot have, or is in training."""
+    """A module has an attribute that a trace cannot have, or is no pure function."""
 
 
 def _kind_of(module: Any) -> Kind:
@@ -125,7 +134,7 @@ def _describe(x: Any) -> Hashable:
     if isinstance(x, mx.array):
         return mx.array
     if isinstance(x, nn.Module):
-        if x.training:
+        if x.training and isinstance(x, IN_TRAINING):
             raise _UntraceableError
         return type(x), _describe(_own(x)), _describe({**x})
     if isinstance(x, dict):

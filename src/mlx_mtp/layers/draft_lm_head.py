@@ -124,6 +124,7 @@ def quantize_head(mtp: nn.Module, bits: int) -> None:
         return {"group_size": _group_size(module.weight), "bits": bits, "mode": "affine"}
 
     nn.quantize(mtp, class_predicate=predicate)
+    mtp.eval()  # the new modules are in training
 
 
 def _group_size(weight: mx.array) -> int:
