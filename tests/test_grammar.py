@@ -135,6 +135,14 @@ def test_json_of_a_schema(trained):
     assert json.dumps(person, ensure_ascii=False) == text
 
 
+def test_a_format_that_llguidance_does_not_know_is_an_annotation(trained):
+    """As in the standard. The date of the other one has the right form, and need not exist."""
+    for name, text, is_allowed in (("password", "a", True), ("date", "2021-02-29", True), ("date", "2021", False)):
+        schema = {"type": "array", "items": {"type": "string", "format": name}}
+        tokens = trained[1].encode(json.dumps([text]), add_special_tokens=False)
+        assert make_grammar(trained[1], json_schema=schema).advance_to(tokens) == is_allowed, (name, text)
+
+
 def test_behind_the_tag_there_may_be_white_space(trained):
     tokenizer = trained[1]
     for space in ("", "\n", "\n\n", " ", "\n\n "):

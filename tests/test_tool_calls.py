@@ -7,8 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.text.schema import Schema
-from mlx_mtp.text.tool_arguments import is_string, to_json
+from mlx_mtp.text.schema import Schema, is_string, to_json
 from mlx_mtp.text.tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
 from tests.support.profiles import examples
 from tests.support.tool_texts import INTEGER, OBJECT, SCHEMAS, STRING, render, rendered

@@ -7,11 +7,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..text.answer import functions_of, start_of_calls, think_marks
 from ..text.call_grammar import CallGrammar
-from ..text.grammar import Grammar, GrammarError, make_grammar
-from ..text.schema import Json, Schema, document
+from ..text.grammar import Grammar, in_deep_stack, make_grammar
+from ..text.schema import Json
 from .request import ApiError, Request, StructuredOutput
-
-MAX_LOOSENED = 8  # rules of a grammar that llguidance cannot read and that are replaced by free ones
 
 
 def from_response_format(value: Any, param: str) -> StructuredOutput | None:
@@ -103,33 +101,7 @@ def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning
     after: Any = tokenizer.think_end if in_reasoning else ""
     if not output.is_required:
         after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
+    grammar = output.grammar
     if output.calls:
-        return _compile_calls(tokenizer, output, after)
-    if "json_schema" in output.grammar:
-        return make_grammar(tokenizer, json_schema=_checked(output.grammar["json_schema"]), after=after)
-    return make_grammar(tokenizer, **output.grammar, after=after)
-
-
-def _compile_calls(tokenizer: TokenizerWrapper, output: StructuredOutput, after: Any) -> Grammar:
-    """Compile the grammar of calls. Parts of schemas that llguidance cannot read are left free, unless the tool is strict."""
-    calls = CallGrammar(tokenizer, output.calls, output.is_required)
-    for _ in range(MAX_LOOSENED):
-        try:
-            return make_grammar(tokenizer, lark=calls.lark, after=after)
-        except GrammarError as e:
-            if e.line is None:
-                raise
-            if (path := calls.rules.loosen(e.line)) is not None:
-                raise ValueError(f"{path} cannot be enforced: {e}") from e
-    raise ValueError(f"more than {MAX_LOOSENED} parts of the tools' schemas cannot be enforced: simplify them")
-
-
-def _checked(schema: Json) -> Json:
-    """Convert the schema of an answer for llguidance. A ValueError if it is malformed or cannot be enforced."""
-    read = Schema(schema)
-    if read.malformed:
-        raise ValueError(read.malformed[0])
-    if read.unenforced:
-        raise ValueError(f"{read.unenforced[0]} cannot be enforced: leave it out")
-    own = schema.get("x-guidance")
-    return {**document(read.root), **({} if own is None else {"x-guidance": own})}
+        grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, output.calls, output.is_required).lark)}
+    return make_grammar(tokenizer, **grammar, after=after)

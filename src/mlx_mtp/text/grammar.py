@@ -16,6 +16,7 @@ import re
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from ..extras import require
 from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.rates import Rates
 from .reasoning import end_of_reasoning
+from .schema import standard
 
 T = TypeVar("T")
 MAX_CHARACTERS = 1 << 19  # in a grammar in Lark
@@ -195,7 +197,7 @@ def make_grammar(
 
     Raises:
         MissingExtra: llguidance is not installed.
-        ValueError: None or several of the three are given, or llguidance cannot read the grammar (a ``GrammarError``).
+        ValueError: None or several of the three are given, or llguidance cannot read the grammar.
     """
     require("server", "A grammar")
     rules = []
@@ -229,27 +231,14 @@ def _in_lark(regex: str) -> str:
 
 
 def _with_separators(schema: dict[str, Any] | str) -> str:
-    """Fix the white space, so that more tokens are forced. A schema's own ``x-guidance`` takes precedence."""
+    """A client's schema with fixed white space, so that more tokens are forced. Its own ``x-guidance`` takes precedence."""
     schema = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(schema, dict):
         raise ValueError(f"A JSON schema is an object, not {json.dumps(schema)[:40]}.")
     own = schema.get("x-guidance")
     if not isinstance(own, dict | None):
         raise ValueError(f"x-guidance is an object, not {json.dumps(own)[:40]}.")
-    return json.dumps({**schema, "x-guidance": {**SEPARATORS, **(own or {})}})
-
-
-class GrammarError(ValueError):
-    """llguidance cannot read a grammar.
-
-    Args:
-        message (str): The error, in a sentence.
-        line (int, optional): The line in the grammar's Lark, from 1. ``None`` if the grammar as a whole is too large.
-    """
-
-    def __init__(self, message: str, line: int | None = None):
-        super().__init__(message)
-        self.line = line
+    return json.dumps({**standard(schema), "x-guidance": {**SEPARATORS, **(own or {})}})
 
 
 @functools.lru_cache(maxsize=16)
@@ -261,37 +250,42 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
     _check_multiples(lark)
     llguidance_tokenizer = _llguidance_tokenizer(tokenizer)
 
-    matcher = _in_deep_stack(lambda: LLMatcher(llguidance_tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0))
+    matcher = in_deep_stack(lambda: LLMatcher(llguidance_tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0))
     if matcher.is_error():
-        error = matcher.get_error().splitlines()[0][:500]
+        error = reason(matcher.get_error())
         if any(words in error for words in TOO_LARGE):
-            raise GrammarError(f"The grammar is too large once it is written out ({error}): simplify it.")
-        where = re.match(r"(?:at )?([0-9]+)\(", error)
-        raise GrammarError(f"llguidance cannot read the grammar: {error}", int(where[1]) if where else None)
+            raise ValueError(f"The grammar is too large once it is written out ({error}): simplify it.")
+        raise ValueError(f"llguidance cannot read the grammar: {error}")
     return matcher
 
 
+def reason(error: str) -> str:
+    """An error of llguidance, in a line."""
+    first, *others = error.splitlines()
+    return " ".join(
+        [first.rpartition("JSON schema: ")[2], *(x.removeprefix("error: ") for x in others if "error: " in x)]
+    )[:500]
+
+
 def _check_size(text: str) -> None:
-    """Raise a GrammarError if it is too large."""
+    """Raise a ValueError if it is too large."""
     if len(text) > MAX_CHARACTERS:
-        raise GrammarError(f"The grammar has {len(text)} characters, and at most {MAX_CHARACTERS} are supported.")
+        raise ValueError(f"The grammar has {len(text)} characters, and at most {MAX_CHARACTERS} are supported.")
 
 
-def _in_deep_stack(f: Callable[[], T]) -> T:
+def in_deep_stack(f: Callable[[], T]) -> T:
     """Call a function in a thread with a large stack.
 
     llguidance recurses into nested rules. About a thousand levels overflow a usual stack, which would end the process.
     """
-    result: list[T] = []
-    with STACK_LOCK:
-        usual = threading.stack_size(STACK)
-        try:
-            thread = threading.Thread(target=lambda: result.append(f()), daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(usual)
-    thread.join()
-    return result[0]
+    with ThreadPoolExecutor(1) as pool:
+        with STACK_LOCK:
+            usual = threading.stack_size(STACK)
+            try:
+                future = pool.submit(f)  # which starts the thread
+            finally:
+                threading.stack_size(usual)
+        return future.result()
 
 
 def _check_multiples(lark: str) -> None:
@@ -301,7 +295,7 @@ def _check_multiples(lark: str) -> None:
     multiples = [Fraction(repr(x)) for x in found if 0 < x <= MAX_MULTIPLE]  # llguidance refuses 0
     scale = math.lcm(*(x.denominator for x in multiples))
     if max(found, default=0) > MAX_MULTIPLE or math.lcm(*(int(x * scale) for x in multiples)) > MAX_MULTIPLE:
-        raise GrammarError(f"multipleOf: the least common multiple of all of them must be at most {MAX_MULTIPLE}.")
+        raise ValueError(f"multipleOf: the least common multiple of all of them must be at most {MAX_MULTIPLE}.")
 
 
 @functools.lru_cache(maxsize=4)

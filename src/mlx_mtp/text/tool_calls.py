@@ -24,7 +24,7 @@ A block may have several functions. Text that is not a valid call remains conten
 - A JSON block ends at the first ``</tool_call>`` outside its strings. If it is not JSON, it is content, and the text after its
   first tag is parsed again.
 - Arguments in Qwen's format are streamed: strings piece by piece, other values when they are complete, typed by the tool's
-  schema (see ``tool_arguments``). Concatenated, they are the JSON of an object. Those of a JSON block come in one piece.
+  schema (see ``schema``). Concatenated, they are the JSON of an object. Those of a JSON block come in one piece.
 - The arguments of an incomplete call end within a string, so that they are never valid JSON.
 """
 
@@ -37,8 +37,7 @@ from typing import Any
 import regex
 
 from .reasoning import fence_after
-from .schema import Schema
-from .tool_arguments import is_string, parse_json, parse_json_values, to_json
+from .schema import Schema, is_string, parse_json, parse_json_values, to_json
 
 
 @dataclass(frozen=True)
