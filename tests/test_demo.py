@@ -1,6 +1,9 @@
 """``mlx_mtp demo``, and the bundled model's chat template."""
 
+from functools import partial
+
 import mlx_mtp
+from mlx_mtp.cli import display
 from mlx_mtp.generate import demo as command
 from tests.support.commands import refusal, run_command
 from tests.support.decoding import plain
@@ -20,6 +23,19 @@ def test_plain_and_drafts_are_compared(capsys, trained, equal_steps, monkeypatch
     assert " times as fast. Both texts are the same 20 tokens.\n" in out
     assert "Demo model" not in out
     assert out.splitlines()[-1].startswith("Next: `mlx_mtp ")
+
+
+def test_a_run_before_the_timed_ones_is_repeated_until_it_makes_no_trace(monkeypatch):
+    made, runs = 0, []
+
+    def run(name, n_traced):
+        nonlocal made
+        runs.append(name)
+        made += runs.count(name) <= n_traced
+
+    monkeypatch.setattr(display, "n_traces", lambda: made)
+    display.prepare([partial(run, "plain", 0), partial(run, "drafts", 2), partial(run, "endless", 99)])
+    assert runs == ["plain", *["drafts"] * 3, *["endless"] * display.MOST_REPEATS]
 
 
 def test_sources_add_up_to_the_text(demo, equal_steps):

@@ -41,7 +41,7 @@ ARROWS = {
     "prompt_store": {"caches", "memory"},
     # It tries heads that it has fetched.
     "checkpoint": {"decoding", "distributed", "files", "images", "layers", "memory", "models", "prompts"},
-    "cli": {"caches", "checkpoint", "distributed", "drafts", "files", "images", "pacing", "prompt_store", "sampling"},
+    "cli": LIBRARY - {"batch", "decoding", "memory", "models", "text"} | {"files", "layers"},
     **{command: LIBRARY | {"layers"} | SHARED for command in COMMANDS},
     "chat": LIBRARY | SHARED | {"generate"},  # an answer is generated as there
 }

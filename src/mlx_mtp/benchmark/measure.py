@@ -8,6 +8,7 @@ import copy
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from tqdm import tqdm
 
 from .._version import __version__
+from ..cli.display import prepare
 from ..memory.account import GB
 from ..memory.needs import needs_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
@@ -40,7 +42,6 @@ from .runs import (
 )
 
 OVERALL = "overall"
-WARM_UP = 64  # tokens of a prompt: reading a long one takes minutes, and timing the parts reads one
 Round = dict[tuple[str, Run], Generation]  # by prompt and run
 
 
@@ -137,12 +138,10 @@ def measure(
     def one(prompt: str, run: Run) -> Generation:
         return generate(model, prompts[prompt], max_tokens, run, depths.get(run), stop=stop)
 
-    with wired_limit(model, [generation_stream]), tqdm(desc="warming up", disable=None) as bar:
-        by_length = sorted(prompts.values(), key=len)
-        for run in turns:
-            generate(model, by_length[0][:WARM_UP], min(max_tokens, 32), run, depths.get(run))
-        bar.set_description("timing the parts")
-        parts = time_parts(model, by_length[len(by_length) // 2], max(map(most_drafts, runs)))
+    by_length = sorted(prompts, key=lambda prompt: prompts[prompt].size)
+    with wired_limit(model, [generation_stream]), tqdm(desc="timing the parts", disable=None) as bar:
+        prepare((partial(one, by_length[0], run) for run in turns), model.ranks)
+        parts = time_parts(model, prompts[by_length[len(by_length) // 2]], max(map(most_drafts, runs)))
         bar.reset(total=repeat * len(prompts) * len(turns))
         rounds = [_run_round(list(prompts), turns, i, one, bar) for i in range(repeat)]
     versions = {"mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "mlx-mtp": __version__}
@@ -154,7 +153,7 @@ def measure(
         max_tokens=max_tokens,
         repeat=repeat,
         acceptance_was_set=acceptance_was_set,
-        needed_memory=needs_of(model, len(by_length[-1]) + max_tokens).total / GB,
+        needed_memory=needs_of(model, prompts[by_length[-1]].size + max_tokens).total / GB,
         parts=parts,
         repeated={p: repeated_share(*text) for p, text in texts.items()},
     )

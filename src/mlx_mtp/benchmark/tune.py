@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from ..checkpoint.vocabulary import LIST_FILE, cheapen_drafts
+from ..cli.display import prepare
 from ..layers.drafting import Settings
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from .recommend import Measured, combine, recommend
@@ -29,7 +31,6 @@ FIXED = [Settings(k) for k in (1, 2, 3, 4)]
 BITS = (8, 4)
 ROWS = 32768  # size of the draft vocabulary
 P_MIN = (0.3, 0.6)
-WARM_UP = 32  # tokens
 Round = list[list[Generation]]  # [settings][prompt]
 
 
@@ -91,12 +92,9 @@ class Tuner:
         every = [replace(s, **self.way._asdict()) for s in (OFF, *others)]
         # Each auto run begins with the times of the run before, as in normal use.
         depths = [Depth(MAX_DRAFT_TOKENS) for _ in every]
+        shortest = min(self.prompts, key=len)
+        prepare(partial(self.generate, settings, depth, [shortest]) for settings, depth in zip(every, depths))
         with tqdm(total=self.repeat * len(every) * len(self.prompts), disable=None) as bar:
-            for i, settings in enumerate(every):
-                bar.set_description("warming up")
-                with self.applied(settings):
-                    prompt = min(self.prompts, key=len)
-                    self.generate(settings, depths[i], prompt, min(self.max_tokens, WARM_UP))
             rounds = [self.run_round(every, depths, i, bar) for i in range(self.repeat)]
         plain = [r[0] for r in rounds]
         return [
@@ -108,17 +106,16 @@ class Tuner:
         generations: Round = [[] for _ in every]
         for i in in_turn(range(len(every)), turn):
             bar.set_description(str(every[i]))
-            with self.applied(every[i]):
-                for prompt in self.prompts:
-                    generations[i].append(self.generate(every[i], depths[i], prompt, self.max_tokens))
-                    bar.update()
+            generations[i] = self.generate(every[i], depths[i], self.prompts)
+            bar.update(len(self.prompts))
         return generations
 
-    def generate(self, settings: Settings, depth: Depth, prompt: mx.array, n: int) -> Generation:
+    def generate(self, settings: Settings, depth: Depth, prompts: Sequence[mx.array]) -> list[Generation]:
         k = settings.num_draft_tokens
         run = NO_COPIES if k == "auto" else k or PLAIN
-        stop = self.tokenizer.eos_token_ids
-        return generate(self.model, prompt, n, run, depth, stop=stop, draft_p_min=settings.draft_p_min)
+        options: dict[str, Any] = {"stop": self.tokenizer.eos_token_ids, "draft_p_min": settings.draft_p_min}
+        with self.applied(settings):
+            return [generate(self.model, prompt, self.max_tokens, run, depth, **options) for prompt in prompts]
 
     @contextmanager
     def applied(self, settings: Settings) -> Iterator[None]:

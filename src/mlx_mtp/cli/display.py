@@ -1,18 +1,22 @@
-"""Output of commands: tables, colors of tokens, and progress bars."""
+"""Output of commands: tables, colors of tokens, progress bars, and runs before those that are timed."""
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOBase
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from ..distributed.ranks import Ranks
+from ..layers.compiled import n_traces
+
 # By source: green, yellow and blue. The model's own tokens have the terminal's color, and a prompt is dim.
 COLORS = {"head": 32, "copies": 33, "grammar": 34, "prompt": 2}
 DELAY = 1.0  # seconds that a prompt takes without a bar
 SECONDS = 30  # between two lines in a log
+MOST_REPEATS = 6  # of a run that is not timed
 LINE = "[INFO] {desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} elapsed, {remaining} left"
 
 
@@ -75,6 +79,25 @@ def bar(desc: str, unit: str, total: int, disable: bool = False) -> "tqdm[Any]":
     if not sys.stderr.isatty():
         how = {"file": _Lines(sys.stderr), "bar_format": LINE, "mininterval": SECONDS, "miniters": 1}
     return tqdm(desc=desc, unit=unit, total=total, disable=disable or total == 0, **how)
+
+
+def prepare(runs: Iterable[Callable[[], Any]], ranks: Ranks | None = None) -> None:
+    """Repeat each run until it makes no trace, since a first run is slower: traces are made once in a process, and MLX's CPU
+    backend compiles kernels once on a machine.
+
+    Args:
+        runs (Iterable[Callable]): Whole runs as those that are timed afterwards. With other shapes, other traces are made.
+    """
+    description = "Preparing: kernels are compiled once on a machine"
+    with tqdm(desc=description, unit="run", leave=False, disable=None) as progress:
+        for run in runs:
+            for _ in range(MOST_REPEATS):
+                n_before = n_traces()
+                run()
+                progress.update()
+                made = n_traces() > n_before
+                if not (made if ranks is None else ranks.broadcast(made)):
+                    break
 
 
 class _Lines(TextIOBase):

@@ -3,6 +3,7 @@
 import argparse
 from collections import Counter
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
-from ..cli.display import paint, table
+from ..cli.display import paint, prepare, table
 from ..cli.errors import one_line_errors
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
@@ -32,7 +33,6 @@ class Stack:
     def __init__('''
 SOURCES = {"model": "the model's own", "head": "drafted by the MTP head", "copies": "copied from the text"}
 ROUNDS = 3  # the median is shown
-WARM_UP = 16  # tokens
 GROUPS = {"model": ("model",), "prompt": ("prompt", "max_tokens")}
 
 
@@ -75,8 +75,7 @@ def compare(
     model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int
 ) -> tuple[list[GenerationResponse], list[GenerationResponse]]:
     """Generate in turns. Return the responses of the plain run and of the run with drafts that have the median speeds."""
-    for mtp in (False, True):
-        generate_once(model, tokenizer, prompt, min(WARM_UP, max_tokens), mtp)
+    prepare(partial(generate_once, model, tokenizer, prompt, max_tokens, mtp) for mtp in (False, True))
     runs: dict[bool, list[list[GenerationResponse]]] = {False: [], True: []}
     with tqdm(total=ROUNDS * len(runs), desc="Comparing", unit="run", leave=False, disable=None) as bar:
         for _ in range(ROUNDS):
