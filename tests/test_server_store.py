@@ -1,6 +1,10 @@
 """The prompt store of the server: what a request reads, that its answer is the same, and that none fails for it."""
 
+import asyncio
+import os
 import threading
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -95,6 +99,38 @@ def test_the_generation_thread_reads_no_files(model, tmp_path, monkeypatch):
         assert engine.ask([*MESSAGES, called("I add."), RESULT], max_tokens=2).n_cached > 0
         assert engine.ask(MESSAGES, max_tokens=2).n_cached > 0  # as before the restart
     assert threads == {"prompt-store-reader"}
+
+
+def test_a_disk_that_does_not_answer_delays_only_the_texts_on_it(model, tmp_path, monkeypatch):
+    """And those for a limited time: then the prompt is prefilled. The server ends without it."""
+    flags = ["--mtp", "--num-draft-tokens", "0", "--model", model, "--prompt-cache-dir", str(tmp_path)]
+    other = [{"role": "user", "content": "Another text. " * 9}]
+    monkeypatch.setattr(PromptStore.load, "__defaults__", (None, 1.0))
+    with Engine(*flags) as engine:
+        want = engine.ask(MESSAGES, max_tokens=2)
+    with Engine(*flags) as engine:
+        files = [*tmp_path.glob("*.safetensors")]
+        for file in files:
+            file.unlink()
+            os.mkfifo(file)  # whoever opens it waits for a writer
+
+        async def ask() -> list[int]:
+            ended = []
+
+            async def one(messages, number):
+                answer = await engine.answer(messages, max_tokens=2)
+                ended.append(number)
+                return answer
+
+            answers = await asyncio.gather(one(MESSAGES, 0), *(one(other, i) for i in (1, 2)), one(MESSAGES, 3))
+            assert (answers[0].n_cached, answers[0].tokens, answers[3].tokens) == (0, want.tokens, want.tokens)
+            return ended
+
+        assert {*asyncio.run(ask())[:2]} == {1, 2}
+        assert engine.engine.stop_and_join()
+    for file in filter(Path.exists, files):
+        with suppress(OSError):  # nobody waits for it
+            os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def test_a_batch_goes_on_from_the_store(model):
