@@ -86,7 +86,6 @@ CLOSED = "</parameter>"
 AFTER_VALUE = regex.compile(rf"{_S}(?:{_KEY}|</function>{_S}(?:(?P<end>{END})|{_FUNCTION}))")
 LAST_FUNCTION = regex.compile(r"\s*</function>\s*")
 AFTER_FUNCTION = regex.compile(rf"{_S}(?:(?P<end>{END})|{_FUNCTION})")
-IN_JSON = regex.compile(rf'\\.|"|{END}', regex.DOTALL)
 
 
 class ToolCallParser:
@@ -345,58 +344,51 @@ class _JsonBlock:
 
     def begin(self, start: int) -> None:
         """Begin a block, whose JSON begins at ``start`` in the rest of the text."""
-        self.is_open, self.is_in_string = True, False
-        self.start = self.searched = start
+        self.is_open, self.start, self.searched = True, start, start
 
     def read(self) -> bool:
-        text, end = self.text, self._find_end()
-        if end is None and not text.is_last:
-            return False
-        is_whole = end is not None or not text.is_cut
-        calls = _json_calls(text.rest[self.start : end.start() if end else None]) if is_whole else []
+        text, calls = self.text, list[tuple[str, str]]()
+        while (end := text.rest.find(END, self.searched)) >= 0 and not calls:
+            calls, is_in_string = _json_calls(text.rest[self.start : end])
+            if not (calls or is_in_string):
+                break
+            self.searched = end + len(END)
+        if end < 0 and not calls:
+            if not text.is_last:
+                self.searched = max(self.searched, len(text.rest) - len(END) + 1)
+                return False
+            self.searched = len(text.rest)
+            calls = [] if text.is_cut else _json_calls(text.rest[self.start :])[0]
         self.is_open = False
         if not calls:
             text.take_content(self.start)
             return True
-        text.take(end.end() if end else len(text.rest))
+        text.take(self.searched)
         for name, arguments in calls:
             text.begin_call(name)
             text.events.append(CallArguments(text.n_calls - 1, arguments))
             text.end_call()
         return bool(text.rest)
 
-    def _find_end(self) -> Any:
-        """Find the closing tag, if the text has it."""
-        rest = self.text.rest
-        known = len(rest) if self.text.is_last else len(rest) - len(END) + 1
-        end = None
-        for m in IN_JSON.finditer(rest, self.searched):
-            if m.start() >= known:
-                break
-            self.searched = m.end()
-            if m[0] == '"':
-                self.is_in_string = not self.is_in_string
-            elif m[0] == END and not self.is_in_string:
-                end = m
-                break
-        self.searched = max(self.searched, min(known, len(rest)))
-        return end
-
 
 def _escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _json_calls(text: str) -> list[tuple[str, str]]:
-    """The calls in a block of JSON: names, and the JSON of their arguments. Empty if the block is not valid."""
-    for read in (parse_json_values, lambda text: [ast.literal_eval(text)]):
-        try:  # any error of a parser, or of a value that JSON lacks
-            # One call, a list of calls, or several calls in sequence.
-            values = read(text.strip())
-            return [_json_call(c) for value in values for c in (value if isinstance(value, list) else [value])]
-        except Exception:
-            continue
-    return []
+def _json_calls(text: str) -> tuple[list[tuple[str, str]], bool]:
+    """The calls in a block of JSON: one, a list of them, or several in sequence; none if the block is not valid.
+
+    Returns:
+        (List[Tuple[str, str]], bool): Names, and the JSON of their arguments; whether the text ends within a string.
+    """
+    is_in_string = False
+    for read in (parse_json_values, lambda text: [ast.literal_eval(text.strip())]):
+        try:
+            values = read(text)
+            return [_json_call(c) for value in values for c in (value if isinstance(value, list) else [value])], False
+        except Exception as e:  # any error of a parser, or of a value that JSON lacks
+            is_in_string |= str(e).lower().startswith("unterminated string")
+    return [], is_in_string
 
 
 def _json_call(call: Any) -> tuple[str, str]:
