@@ -73,7 +73,7 @@ def test_the_catalog_has_the_models_sizes(model):
 def test_recipe_states_the_size_of_its_result(name):
     convert, needs = RECIPES[name].values()
     owner, _, model = convert["hf-path"].partition("/")
-    assert owner == "Qwen"
+    assert owner == ("ornith-ai" if name.startswith("ornith") else "Qwen")
     assert convert["mlx-path"] == f"{model}-4bit"
     assert name == f"{model}-4bit".lower()
     disk, _ = sizes(architecture(convert), convert["q-bits"])

@@ -21,7 +21,7 @@ class Published:
 
     Args:
         name (str): Its name for ``--model``, such as ``qwen3.6-27b-4bit``.
-        original (str): The repository with its weights, head and tower; for a pack, the one with its head.
+        original (str): The repository with its weights, head and tower; for a model without a head, the one with its head.
         conversion (str): A repository with its weights for MLX, quantized to the bits of the name.
         others (Sequence[str]): Replacements of ``4bit`` in the names of conversions with more bits. Default: none.
         disk_gb (float): The size of these weights with the head, in GB of 10^9 bytes.
