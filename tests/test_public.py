@@ -35,7 +35,7 @@ ARROWS = {
     "images": {"caches", "extras", "memory", "models"},
     "pacing": {"distributed", "layers", "models"},
     "text": {"extras", "pacing"},
-    "drafts": {"caches", "layers", "models", "pacing", "text"},
+    "drafts": {"caches", "layers", "models", "pacing", "sampling", "text"},
     "decoding": {"caches", "distributed", "drafts", "layers", "models", "pacing", "sampling", "text"},
     "batch": {"caches", "decoding", "drafts", "models", "pacing"},
     "prompt_store": {"caches", "memory"},
@@ -113,7 +113,7 @@ def test_public_names():
     names = (
         "DEMO MAX_DRAFT_TOKENS BatchGenerator BatchResponse Depth DraftCounts GenerationResponse MTPModule PromptStore"
     )
-    names += " __version__ batch_generate convert generate load make_grammar make_prompt_cache make_sampler"
+    names += " TextOptions __version__ batch_generate convert generate load make_grammar make_prompt_cache make_sampler"
     assert mlx_mtp.__all__ == [*names.split(), "mtp_generate_step", "stream_generate"]
     assert (PACKAGE / "py.typed").exists()
     assert mlx_mtp.DEMO.is_dir()

@@ -43,7 +43,7 @@ def oracles(monkeypatch, equal_steps):
     model = model_of("qwen3_5")
     made, truths = [], [PROMPT + plain(PROMPT, model, max_tokens=2 * N), *company_of(model)]
 
-    def make(options, text, processors):
+    def make(options, text):
         made.append(Oracle(text, truths))
         return made[-1]
 

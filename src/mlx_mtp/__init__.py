@@ -8,6 +8,7 @@ from .checkpoint.load import DEMO, load
 from .convert import convert
 from .decoding.counts import DraftCounts
 from .decoding.loop import mtp_generate_step
+from .drafts.draft_options import TextOptions
 from .generate import GenerationResponse, generate, stream_generate
 from .layers.mtp import MTPModule
 from .pacing.depth import MAX_DRAFT_TOKENS, Depth
@@ -25,6 +26,7 @@ __all__ = [
     "GenerationResponse",
     "MTPModule",
     "PromptStore",
+    "TextOptions",
     "__version__",
     "batch_generate",
     "convert",

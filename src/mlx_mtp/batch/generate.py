@@ -64,10 +64,7 @@ def batch_generate(
         return_prompt_caches (bool): Return the prompt caches in the response. Default: ``False``.
         return_token_ids (bool): Return the generated token IDs in the response. Default: ``False``.
         return_logprobs (bool): Return the log-probability of each generated token. Default: ``False``.
-        num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, the
-          fastest number at each step. Default: ``None``, the tuned settings, or ``"auto"``.
-        copy_drafts (Union[int, str], optional): If a text repeats itself, draft the tokens that followed: up to this many,
-          ``"auto"``, or ``"off"``. Default: ``None``, ``"auto"`` unless ``num_draft_tokens`` is given as a number.
+        num_draft_tokens, copy_drafts (optional): See ``mlx_mtp.TextOptions``.
         samplers (List[Sampler], optional): A sampler for each prompt. Default: ``None``, ``sampler`` for all.
         logits_processors (List, optional): Logits processors for all prompts, or a list of them for each. Objects with state
           must not be shared. Default: ``None``.

@@ -22,10 +22,10 @@ from ..decoding.decoder import Decoder
 from ..decoding.loop import accept, draft, verify
 from ..decoding.planner import Planner
 from ..decoding.sequence import PendingEmbeddings, Sequence
-from ..drafts.draft_options import CopyDrafts, NumDraftTokens, check_model, resolve
+from ..drafts.draft_options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..pacing.timing import timing_of
-from .insert import Defaults, check_count, check_entries
+from .insert import check_count, entries_of, make_sequence, options_of, resolve_in_batch
 from .prompts import Prompts
 from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, tokens_of
 
@@ -46,12 +46,8 @@ class BatchGenerator:
         sampler (Sampler, optional): The sampler of sequences without their own. Default: ``None``, the most likely token.
         logits_processors (List[LogitsProcessor], optional): The processors of sequences without their own. Objects with state
           must not be shared by sequences.
-        num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, the
-          fastest number at each step. Default: ``None``, the tuned settings, or ``"auto"``.
-        copy_drafts (Union[int, str], optional): Copy drafts if a sequence repeats itself and copies are more likely to be
-          accepted than the head's drafts: up to this many in a step, 1 to 16; ``"auto"``, as many as fit in the window of the
-          other drafts or, without other drafts, the fastest number; or ``"off"``. Default: ``None``, ``"auto"`` unless
-          ``num_draft_tokens`` is given as a number.
+        num_draft_tokens, copy_drafts (optional): Of sequences without their own; a number is the limit of all. See
+          ``mlx_mtp.TextOptions``.
         completion_batch_size (int): The maximum number of sequences that generate at once. Default: ``32``.
         prefill_step_size (int): The maximum number of prompt tokens to prefill between two steps. Default: ``2048``.
         max_token_gap (float): The maximum time between two tokens of a sequence while prompts are prefilled, in seconds. It
@@ -90,31 +86,28 @@ class BatchGenerator:
     ):
         if max_kv_size is not None:
             raise ValueError("max_kv_size is not supported: the caches of these models do not rotate.")
-        self.model: Any = check_model(model, num_draft_tokens, copy_drafts)
+        self.options = TextOptions(
+            check_count("max_tokens", max_tokens),
+            sampler,
+            logits_processors,
+            StopSequences(stop_tokens or None),
+            num_draft_tokens,
+            copy_drafts,
+        )
+        self.model: Any = check_model(model, self.options)
         self.completion_batch_size = check_count("completion_batch_size", completion_batch_size)
         if kv.kv_bits is not None:
             self.completion_batch_size = 1
         check_count("prefill_step_size", prefill_step_size)
         self.prefill_budget = PrefillBudget(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
         self.prompts = Prompts(self.model, kv)
-        self.defaults = Defaults(
-            self.model,
-            check_count("max_tokens", max_tokens),
-            sampler,
-            logits_processors or [],
-            StopSequences(stop_tokens or None),
-            num_draft_tokens,
-            copy_drafts,
-            kv.kv_bits is not None,
-        )
-        self.defaults.resolve(num_draft_tokens, copy_drafts)  # raises an error for invalid options
+        resolve_in_batch(self.model, TextOptions(), self.options)  # raises an error for invalid options
         self.stream = stream or generation_stream
         self.planner = Planner(self.model, timing_of(self.model).of_batches)
         if self.planner.exchange is not None:
             with mx.stream(self.stream):
                 self.planner.exchange.agree(mx.zeros(0, mx.uint32), 0, None)  # no sequences yet
-        p_min, exchange = resolve(self.model).p_min, self.planner.exchange
-        self.decoder = Decoder(self.model, p_min=p_min, kv=kv, exchange=exchange, stream=self.stream)
+        self.decoder = Decoder(self.model, kv=kv, exchange=self.planner.exchange, stream=self.stream)
         self.return_prompt_caches = return_prompt_caches
         self._uid_count = 0
         self._counters = BatchCounters()
@@ -182,6 +175,7 @@ class BatchGenerator:
         counts: list[DraftCounts] | None = None,
         input_embeddings: abc.Sequence[mx.array | PendingEmbeddings | None] | None = None,
         images: abc.Sequence[abc.Sequence[ImageSpan]] | None = None,
+        options: abc.Sequence[TextOptions] | None = None,
     ) -> list[int]:
         """
         Add sequences, which start with the next step. Each option has one entry per sequence, as in mlx-lm.
@@ -194,10 +188,9 @@ class BatchGenerator:
             samplers (List[Sampler], optional): The sampler of each.
             logits_processors (List[List[LogitsProcessor]], optional): The processors of each; ``None`` for none.
             stop_sequences (List[StopSequences], optional): The stop sequences of each.
-            num_draft_tokens (List[Union[int, str]], optional): The number of drafts of each in a step, at most the generator's;
-              ``None`` for the generator's.
-            copy_drafts (List[Union[int, str]], optional): The maximum number of copies of each in a step, as for the generator;
-              ``None`` for the generator's, or ``"off"`` if a number of drafts is given.
+            num_draft_tokens (List[Union[int, str]], optional): The number of drafts of each in a step, at most the generator's.
+            copy_drafts (List[Union[int, str]], optional): The number of copies of each in a step.
+            options (List[TextOptions], optional): The options of each, in place of the lists above.
             counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
             input_embeddings (List[Union[mx.array, PendingEmbeddings]], optional): The embeddings of each, [T, H], or embeddings
               to compute between steps; ``None`` for those of the tokens.
@@ -210,28 +203,22 @@ class BatchGenerator:
             ValueError: A prompt is empty, a cache does not fit, or an option is out of range or has another number of entries.
               No sequence is then added.
         """
-        n, defaults = len(segments), self.defaults
-        no_entries: list[Any] = [None] * n
-        options: dict[str, Any] = {
-            "max_tokens": max_tokens or [defaults.max_tokens] * n,
-            "caches": caches or no_entries,
-            "all_tokens": all_tokens or [[] for _ in segments],
-            "samplers": samplers or no_entries,
-            "logits_processors": logits_processors or [defaults.logits_processors] * n,
-            "stop_sequences": stop_sequences or [defaults.stop_sequences] * n,
-            "num_draft_tokens": no_entries if num_draft_tokens is None else num_draft_tokens,
-            "copy_drafts": no_entries if copy_drafts is None else copy_drafts,
-            "counts": counts or [DraftCounts() for _ in segments],
-            "input_embeddings": no_entries if input_embeddings is None else input_embeddings,
-            "images": [()] * n if images is None else images,
-        }
-        check_entries(options, n)
-        own = [dict(zip(options, entries)) for entries in zip(*options.values())]
-        new = [
-            defaults.make_sequence(i, self._uid_count + i, segments=of_prompt, **asked)
-            for i, (of_prompt, asked) in enumerate(zip(segments, own))
-        ]
-        self._uid_count += n
+        lists = {
+            "max_tokens": max_tokens, "samplers": samplers, "logits_processors": logits_processors,
+            "stop_sequences": stop_sequences, "num_draft_tokens": num_draft_tokens, "copy_drafts": copy_drafts,
+            "options": options,
+        }  # fmt: skip
+        others = {
+            "caches": caches, "all_tokens": all_tokens, "counts": counts, "input_embeddings": input_embeddings,
+            "images": images,
+        }  # fmt: skip
+        own, own_others = (entries_of(of_each, len(segments)) for of_each in (lists, others))
+        new = []
+        for i, of_prompt in enumerate(segments):
+            text = resolve_in_batch(self.model, options_of(i, **own[i]), self.options)
+            kv = self.prompts.kv
+            new.append(make_sequence(self.model, i, self._uid_count + i, text, of_prompt, kv=kv, **own_others[i]))
+        self._uid_count += len(new)
         self.prompts.sequences.extend(new)
         return [s.uid for s in new]
 

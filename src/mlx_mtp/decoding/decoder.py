@@ -42,7 +42,6 @@ class Decoder:
 
     Args:
         model (MTPModel): Its backbone verifies, its head drafts.
-        p_min (float): Stop drafting if the head's likeliest token has a lower probability. For a single sequence.
         kv (KVOptions): The quantization of keys and values. For a single sequence.
         exchange (Exchange, optional): Sends times and checksums with each pass where several ranks run the model.
         stream (Union[mx.Stream, mx.ThreadLocalStream]): The stream on which the caller runs the moves.
@@ -52,12 +51,11 @@ class Decoder:
         self,
         model: MTPModel,
         *,
-        p_min: float = 0.0,
         kv: KVOptions = KVOptions(),  # noqa: B008
         exchange: Exchange | None = None,
         stream: mx.Stream | mx.ThreadLocalStream,
     ):
-        self.model, self.p_min, self.kv, self.exchange = model, p_min, kv, exchange
+        self.model, self.kv, self.exchange = model, kv, exchange
         self.stream = stream
         self.generation: weakref.ref[Any] | None = None  # the generator that makes the moves
         self.clear()
@@ -94,7 +92,7 @@ class Decoder:
         limits = [0 if plan.skips_head else plan.k for plan in plans]
         tokens, records = mx.zeros((len(plans), 0), mx.uint32), Records([] for _ in plans)
         if max(limits) > 0:
-            tokens, records = self.drafter.propose(self.sequences, limits, self.p_min if len(plans) == 1 else 0.0)
+            tokens, records = self.drafter.propose(self.sequences, limits)
         plans = [plan if plan.skips_head else Plan(k) for plan, k in zip(plans, limits)]
         for b, (s, plan) in enumerate(zip(self.sequences, plans)):
             if plan.skips_head:

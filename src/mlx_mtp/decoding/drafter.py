@@ -26,20 +26,20 @@ class HeadDrafter:
         self.model, self.head = model, head
         self.lm_head = model.drafting.lm_head
 
-    def propose(self, sequences: list[Sequence], limits: list[int], p_min: float) -> tuple[mx.array, Records]:
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[mx.array, Records]:
         """
         Args:
             sequences (List[Sequence]): The sequences to draft for.
             limits (List[int]): The number of drafts of each; fewer where a sequence's sampler or logits processor raises, which
               ends its text only if a token comes there.
-            p_min (float): For one sequence, drop the drafts from the first position on where the head gives no token this
-              probability. Costs a synchronization with the host; ``0`` keeps all.
 
         Returns:
             Tuple[mx.array, List[List[Any]]]: Drafts [B, k], and the records of each sequence's drafts.
         """
         head = self.head
         assert isinstance(head, HeadCache)  # ``resolve`` refuses drafts of the head for a model without one
+        # Of one sequence, drafts are dropped from the first position on where the head gives no token this probability.
+        p_min = (sequences[0].options.draft_p_min or 0.0) if len(sequences) == 1 else 0.0
         own = [n > 0 and (p_min > 0 or not s.is_greedy) for s, n in zip(sequences, limits)]
         choosers = {b: _Chooser(s, p_min) for b, s in enumerate(sequences) if own[b]}
         k, drafts = max(limits), list[mx.array]()  # each [B, 1]

@@ -35,7 +35,7 @@ from mlx_lm.utils import does_model_support_input_embeddings
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import open_prompt_cache, place_images
 from ..caches.single import KVOptions
-from ..drafts.draft_options import CopyDrafts, NumDraftTokens, check_model, resolve
+from ..drafts.draft_options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from .counts import DraftCounts
 from .decoder import Decoder
 from .planner import Planner, depth_of
@@ -75,21 +75,7 @@ def mtp_generate_step(
         prompt (mx.array): The input prompt, [T].
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
-        num_draft_tokens (Union[int, str, Depth], optional): The number of tokens to draft in a step, 0 to 8. ``"auto"`` chooses
-          the fastest number at each step, see ``mlx_mtp.Depth``. The model keeps the times of steps for later generations; pass
-          a ``Depth`` to keep them separate. Default: ``None``, the tuned settings that ``load`` found, or ``"auto"``.
-        copy_drafts (Union[int, str], optional): If the text repeats itself, draft the tokens that followed: up to this many, 1
-          to 16; ``"auto"``, if that is faster than the head's drafts; or ``"off"``. A model without a head can only draft
-          copies. Default: ``None``, ``"auto"`` unless ``num_draft_tokens`` is given as a number.
-        draft_p_min (float, optional): Stop drafting when the head's best token has a lower probability. Costs one more
-          synchronization per step. Default: ``None``, the tuned settings, or ``0.0``.
-        sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. Samplers of
-          ``mlx_mtp.make_sampler`` define how drafts are accepted; with other samplers, a draft is accepted if the sampler
-          chooses the same token. Default: ``None``, the most likely token.
-        logits_processors (List[LogitsProcessor], optional): A list of functions that take tokens and logits and return the
-          processed logits. A function is called at every position of a window, including positions that are then rejected, and
-          for the drafts. With an object that may keep state (see ``mlx_mtp.sampling.processors``), there are no drafts, and all
-          processors are called once per token, in order. Default: ``None``.
+        num_draft_tokens, copy_drafts, draft_p_min, sampler, logits_processors (optional): See ``mlx_mtp.TextOptions``.
         max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         prompt_cache (List[Any], optional): A pre-computed cache of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, updated
           in place.
@@ -113,26 +99,20 @@ def mtp_generate_step(
         ValueError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
           argument is out of range.
     """
-    mtp_model = check_model(model, num_draft_tokens, copy_drafts)
+    options = TextOptions(max_tokens, sampler, logits_processors, None, num_draft_tokens, copy_drafts, draft_p_min)
+    mtp_model = check_model(model, options)
     check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
-    options = resolve(mtp_model, num_draft_tokens, copy_drafts, draft_p_min)
+    options = options.resolve(mtp_model)
     cache = open_prompt_cache(model, prompt_cache)
     place_images(mtp_model, cache, images, input_embeddings is not None)
-    sequence = Sequence(
-        cache=cache,
-        options=options,
-        max_tokens=max_tokens,
-        sampler=sampler,
-        logits_processors=logits_processors or [],
-        counts=counts or DraftCounts(),
-    )
+    sequence = Sequence(cache, options, counts or DraftCounts())
     depth = depth_of(mtp_model, sequence)
     planner = Planner(mtp_model, None if depth is None else depth.times)
     if planner.exchange is not None:
         with mx.stream(stream):
             sequence.sample_with(planner.exchange.agree(prompt, cache.n_tokens, sampler))
     kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
-    decoder = Decoder(mtp_model, p_min=options.p_min, kv=kv, exchange=planner.exchange, stream=stream)
+    decoder = Decoder(mtp_model, kv=kv, exchange=planner.exchange, stream=stream)
     decoder.open(sequence)
     steps = _steps(
         decoder,

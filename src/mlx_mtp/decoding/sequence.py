@@ -2,23 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.generate import StopSequences
-from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as AnySampler
+from mlx_lm.sample_utils import greedy_sampler
 
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
-from ..drafts.draft_options import DraftOptions
+from ..drafts.draft_options import TextOptions
 from ..drafts.sources import Source, make_sources
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.rates import Rates
 from ..pacing.step_times import Plan
 from ..sampling.acceptance import TokenMatch, make_acceptance
-from ..sampling.processors import keeps_state, restoring_random_state
+from ..sampling.processors import restoring_random_state
 from ..sampling.sampler import Sampler
 from ..text.grammar import Grammar
 from .counts import DraftCounts
@@ -41,11 +40,7 @@ class Sequence:
     """
     Args:
         cache (PromptCache): The prompt cache of its tokens, except for those that a pass in flight verifies.
-        options (DraftOptions): The number and the sources of its drafts.
-        max_tokens (int): The number of tokens still to generate; negative for no limit.
-        sampler (Sampler, optional): As in mlx-lm, or one of ``mlx_mtp.make_sampler``. Default: the most likely token.
-        logits_processors (List[LogitsProcessor]): As in mlx-lm; they see ``tokens``.
-        stop (StopSequences.Matcher, optional): Recognizes the last token. Default: ``None``, no token is the last.
+        options (TextOptions): Its options, resolved. Its logits processors see ``tokens``.
         counts (DraftCounts): Counts its drafts.
         segments (List[List[int]]): The part of its prompt that is not prefilled yet; the last segment is its last token.
         tokens (List[int]): The tokens that the host knows: the prefilled part of the prompt, and generated tokens.
@@ -56,21 +51,18 @@ class Sequence:
         uid (int): Its id in ``BatchGenerator``.
 
     Attributes:
+        max_tokens (int): The number of tokens still to generate; negative for no limit.
+        stop (StopSequences.Matcher, optional): Recognizes the last token.
         end (Union[str, Exception], optional): ``"length"``, ``"stop"``, ``"removed"``, or the exception of its sampler or a
           processor; ``None`` while it is running.
         cached_text (List[int]): The tokens of its prompt cache before these, as far back as they are known.
         images (List[ImageSpan]): The images of its text.
         n_generated (int): The number of generated tokens, of which the host may not know the last ones yet.
         n_observed (int): The number of generated tokens that the host knows.
-        keeps_state (bool): Whether its sampler or a processor may keep state: it then decodes without drafts.
     """
 
     cache: PromptCache
-    options: DraftOptions
-    max_tokens: int
-    sampler: AnySampler | None = None
-    logits_processors: list[LogitsProcessor] = field(default_factory=list)
-    stop: StopSequences.Matcher | None = None
+    options: TextOptions
     counts: DraftCounts = field(default_factory=DraftCounts)
     segments: list[list[int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -79,6 +71,10 @@ class Sequence:
     uid: int = 0
 
     def __post_init__(self) -> None:
+        assert self.options.max_tokens is not None
+        self.max_tokens = self.options.max_tokens
+        self.logits_processors = self.options.logits_processors or ()
+        self.stop = None if self.options.stop_sequences is None else self.options.stop_sequences.matcher()
         self.end: str | Exception | None = None
         self.cached_text = [] if self.tokens else self.cache.text
         self.images = self.cache.images
@@ -87,10 +83,7 @@ class Sequence:
         self.n_prefilled, self.n_prompt = 0, sum(map(len, self.segments))
         self.n_generated = self.n_observed = 0
         self.context: mx.array | None = None  # [N], for the logits processors
-        self.sample_with(self.sampler)
-        self.keeps_state = any(map(keeps_state, (self.sampler or greedy_sampler, *self.logits_processors)))
-        if self.keeps_state:
-            self.options = replace(self.options, num_draft_tokens=0, copy_drafts="off")
+        self.sample_with(self.options.sampler)
         number = self.options.num_draft_tokens
         # Chooses its plan while it is the only sequence; ``planner.depth_of`` makes it.
         self.depth: Depth | None = number.for_text() if isinstance(number, Depth) else None
@@ -102,12 +95,12 @@ class Sequence:
         Raises:
             ValueError: The sampler is for a text that has begun.
         """
-        self.sampler, self.acceptance = sampler, make_acceptance(sampler)
+        self.acceptance = make_acceptance(sampler)
         is_greedy = isinstance(self.acceptance, TokenMatch) and self.acceptance.sampler is greedy_sampler
         self.is_greedy = is_greedy and not self.logits_processors  # one argmax serves all greedy sequences
         # Without drafts, sequences of equal samplers are drawn in one call. mlx-lm's samplers are not: all sequences of a call
         # would share XTC's random number.
-        self.shared_sampler = self.sampler if type(self.sampler) is Sampler and not self.logits_processors else None
+        self.shared_sampler = sampler if type(sampler) is Sampler and not self.logits_processors else None
 
     @property
     def needs_tokens(self) -> bool:
@@ -146,9 +139,8 @@ class Sequence:
 
     def start(self) -> None:
         """Make its sources of drafts, once the prompt is prefilled."""
-        if not self.keeps_state:
-            text = without_images([*self.cached_text, *self.tokens], self.text_start, self.images)
-            self.sources = make_sources(self.options, text, self.logits_processors)
+        text = without_images([*self.cached_text, *self.tokens], self.text_start, self.images)
+        self.sources = make_sources(self.options, text)
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 

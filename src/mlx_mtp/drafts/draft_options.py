@@ -1,66 +1,97 @@
-"""The options ``num_draft_tokens``, ``copy_drafts`` and ``draft_p_min``, for the library, the commands and the server."""
+"""The options of a text, for the library, the commands and the server."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import mlx.nn as nn
+from mlx_lm.generate import StopSequences
+from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from ..caches.prompt_cache import has_head
 from ..layers.drafting import Settings
 from ..models.mixin import MTPMixin
 from ..models.protocol import MTPModel
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
+from ..sampling.processors import keeps_state
 
 NumDraftTokens = int | Literal["auto"] | Depth
 CopyDrafts = int | Literal["auto", "off"]
 
 
 @dataclass(frozen=True)
-class DraftOptions:
-    """The options of a text's drafts. Made by ``resolve``.
+class TextOptions:
+    """
+    The options of one text. ``None`` is the default: of the batch generator, or of the model's tuned settings.
 
     Args:
-        num_draft_tokens (Union[int, str, Depth]): The number of the head's drafts in a step.
-        copy_drafts (Union[int, str]): The most tokens to copy in a step.
-        p_min (float): The least probability of a draft.
+        max_tokens (int, optional): The maximum number of tokens; below 0 for no limit. Default: ``256``, in batches ``128``.
+        sampler (Sampler, optional): A sampler for sampling a token from a vector of log probabilities. Samplers of
+          ``mlx_mtp.make_sampler`` define how drafts are accepted; with other samplers, a draft is accepted if the sampler
+          chooses the same token. Default: ``None``, the most likely token.
+        logits_processors (List[LogitsProcessor], optional): A list of functions that take tokens and logits and return the
+          processed logits. A function is called at every position of a window, including positions that are then rejected, and
+          for the drafts. With an object that may keep state (see ``mlx_mtp.sampling.processors``), there are no drafts, and all
+          processors are called once per token, in order. Default: ``None``.
+        stop_sequences (StopSequences, optional): In batches, mlx-lm's stop sequences. Default: ``None``, the generator's.
+        num_draft_tokens (Union[int, str, Depth], optional): The number of tokens to draft in a step, 0 to 8. ``"auto"`` chooses
+          the fastest number at each step, see ``mlx_mtp.Depth``. The model keeps the times of steps for later generations; pass
+          a ``Depth`` to keep them separate, not in batches. Default: ``None``, the tuned settings that ``load`` found, or
+          ``"auto"``.
+        copy_drafts (Union[int, str], optional): If the text repeats itself, draft the tokens that followed: up to this many, 1
+          to 16; ``"auto"``, if that is faster than the head's drafts; or ``"off"``. In batches, ``"auto"`` copies as many as
+          fit in the window of the other drafts. A model without a head can only draft copies. Default: ``None``, ``"auto"``
+          unless ``num_draft_tokens`` is given as a number.
+        draft_p_min (float, optional): Stop drafting when the head's best token has a lower probability. Costs one more
+          synchronization per step; not for several texts at once. Default: ``None``, the tuned settings, or ``0.0``.
     """
 
-    num_draft_tokens: NumDraftTokens
-    copy_drafts: CopyDrafts
-    p_min: float
+    max_tokens: int | None = None
+    sampler: Sampler | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    stop_sequences: StopSequences | None = None
+    num_draft_tokens: NumDraftTokens | None = None
+    copy_drafts: CopyDrafts | None = None
+    draft_p_min: float | None = None
+
+    def over(self, defaults: "TextOptions") -> "TextOptions":
+        """These options, and the defaults where they are ``None``."""
+        return replace(defaults, **{name: value for name, value in vars(self).items() if value is not None})
+
+    def resolve(self, model: MTPModel) -> "TextOptions":
+        """Complete the options of drafts by the tuned settings. A given number of drafts turns copies off by default.
+
+        Raises:
+            ValueError: An option is out of range, or requires a head.
+        """
+        tuned = model.drafting.tuned or Settings()
+        n, copies, p_min = self.num_draft_tokens, self.copy_drafts, self.draft_p_min
+        if copies is None:
+            copies = "off" if isinstance(n, int) else "auto"
+        if n is None:
+            n = tuned.num_draft_tokens if has_head(model) else 0
+        if p_min is None:
+            p_min = tuned.draft_p_min
+        check_num_draft_tokens(n)
+        check_copy_drafts(copies)
+        if not has_head(model) and n != 0:
+            raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {n}.")
+        if not 0 <= p_min <= 1:
+            raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {p_min}.")
+        if self.keeps_state:
+            n, copies = 0, "off"
+        return replace(self, num_draft_tokens=n, copy_drafts=copies, draft_p_min=p_min)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the sampler or a processor may keep state, so that the text has no drafts."""
+        return any(map(keeps_state, (self.sampler or greedy_sampler, *(self.logits_processors or ()))))
 
     @property
     def most(self) -> int:
-        """The most drafts that a step may have."""
+        """The most drafts that a step may have, of resolved options."""
         n = self.num_draft_tokens if isinstance(self.num_draft_tokens, int) else MAX_DRAFT_TOKENS
         return max(n, {"auto": MAX_COPY_TOKENS, "off": 0}.get(self.copy_drafts, self.copy_drafts))  # type: ignore
-
-
-def resolve(
-    model: MTPModel,
-    num_draft_tokens: NumDraftTokens | None = None,
-    copy_drafts: CopyDrafts | None = None,
-    draft_p_min: float | None = None,
-) -> DraftOptions:
-    """Complete the given options by the tuned settings. A given number of drafts turns copies off by default.
-
-    Raises:
-        ValueError: An option is out of range, or requires a head.
-    """
-    tuned = model.drafting.tuned or Settings()
-    if copy_drafts is None:
-        copy_drafts = "off" if isinstance(num_draft_tokens, int) else "auto"
-    if num_draft_tokens is None:
-        num_draft_tokens = tuned.num_draft_tokens if has_head(model) else 0
-    if draft_p_min is None:
-        draft_p_min = tuned.draft_p_min
-    check_num_draft_tokens(num_draft_tokens)
-    check_copy_drafts(copy_drafts)
-    if not has_head(model) and num_draft_tokens != 0:
-        raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {num_draft_tokens}.")
-    if not 0 <= draft_p_min <= 1:
-        raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {draft_p_min}.")
-    return DraftOptions(num_draft_tokens, copy_drafts, draft_p_min)
 
 
 def check_num_draft_tokens(value: Any, name: str = "num_draft_tokens") -> None:
@@ -80,15 +111,13 @@ def asks_for_copies(copy_drafts: CopyDrafts | None) -> bool:
     return copy_drafts not in (None, "off")
 
 
-def check_model(
-    model: nn.Module, num_draft_tokens: NumDraftTokens | None = None, copy_drafts: CopyDrafts | None = None
-) -> MTPModel:
+def check_model(model: nn.Module, options: TextOptions) -> MTPModel:
     """
     Raises:
         ValueError: The model cannot make such drafts.
     """
     if not has_head(model):
-        if not asks_for_copies(copy_drafts) and num_draft_tokens != 0:
+        if not asks_for_copies(options.copy_drafts) and options.num_draft_tokens != 0:
             raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
         if not isinstance(model, MTPMixin):
             raise ValueError(

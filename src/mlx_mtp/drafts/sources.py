@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.sample_utils import LogitsProcessor
 
 from ..text.grammar import ForcedTokens, Grammar
-from .draft_options import DraftOptions
+from .draft_options import TextOptions
 from .prompt_lookup import PromptLookup
 
 
@@ -51,23 +50,23 @@ class Source(Protocol):
         ...
 
 
-def prompt_lookup(options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor]) -> Source | None:
+def prompt_lookup(options: TextOptions, text: Sequence[int]) -> Source | None:
     n = options.copy_drafts
     return None if n == "off" else PromptLookup(text, None if n == "auto" else n)
 
 
-def grammar(options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor]) -> Source | None:
-    return next((ForcedTokens(p) for p in processors if isinstance(p, Grammar)), None)
+def grammar(options: TextOptions, text: Sequence[int]) -> Source | None:
+    return next((ForcedTokens(p) for p in options.logits_processors or () if isinstance(p, Grammar)), None)
 
 
-# Makes a source from the options, the prompt and the logits processors of a sequence; ``None`` if it does not apply.
-MakeSource = Callable[[DraftOptions, Sequence[int], Sequence[LogitsProcessor]], Source | None]
+# Makes a source from the options and the prompt of a text; ``None`` if it does not apply.
+MakeSource = Callable[[TextOptions, Sequence[int]], Source | None]
 SOURCES: list[MakeSource] = [prompt_lookup, grammar]
 
 
-def make_sources(
-    options: DraftOptions, text: Sequence[int], processors: Sequence[LogitsProcessor] = ()
-) -> dict[str, Source]:
-    """Make the sources of a sequence whose prompt is prefilled, by name."""
-    made = [make(options, text, processors) for make in SOURCES]
+def make_sources(options: TextOptions, text: Sequence[int]) -> dict[str, Source]:
+    """Make the sources of a text whose prompt is prefilled, by name."""
+    if options.keeps_state:
+        return {}
+    made = [make(options, text) for make in SOURCES]
     return {source.name: source for source in made if source is not None}

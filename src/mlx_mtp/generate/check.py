@@ -23,7 +23,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generatio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.loop import mtp_generate_step
-from ..drafts.draft_options import CopyDrafts, NumDraftTokens, resolve
+from ..drafts.draft_options import CopyDrafts, NumDraftTokens, TextOptions
 from ..layers.compiled import Compiler
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ def check(
     row = recent[len(same)].astype(mx.float32)
     rounding = 0.0  # the token after the prompt comes from one pass in both
     if same:
-        size = 1 + resolve(model, num_draft_tokens, copy_drafts).most
+        size = 1 + TextOptions(num_draft_tokens=num_draft_tokens, copy_drafts=copy_drafts).resolve(model).most
         sizes = {size, 1} if model.drafting.compiled else {size}  # one by one they are compiled
         for n in sizes:
             caches = _prefilled(model, prompt, prompt_cache, options)

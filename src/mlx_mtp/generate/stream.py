@@ -78,12 +78,7 @@ def stream_generate(
         draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; requires ``mtp=False``.
         mtp (bool, optional): Draft with the MTP head; ``False`` is plain mlx-lm, unless ``copy_drafts`` is given. Default:
           ``None``, ``True`` if the model has a head.
-        num_draft_tokens (Union[int, str], optional): The number of tokens to draft in a step, 0 to 8, or ``"auto"``, the
-          fastest number at each step. Default: ``None``, the tuned settings, or ``"auto"``.
-        copy_drafts (Union[int, str], optional): The number of tokens to copy when the text repeats itself, 1 to 16, ``"auto"``,
-          or ``"off"``. Default: ``None``, ``"auto"`` with ``mtp`` unless ``num_draft_tokens`` is a number.
-        draft_p_min (float, optional): Stop drafting when the head's best token has a lower probability. Default: ``None``, the
-          tuned settings, or ``0.0``.
+        num_draft_tokens, copy_drafts, draft_p_min (optional): See ``mlx_mtp.TextOptions``.
         prompt_store (PromptStore, optional): Prefilled prefixes of earlier texts, to which this prompt and its answer are
           added, see ``mlx_mtp.PromptStore``. Default: ``None``.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): A file, its bytes, or pixels for each

@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ...batch.generator import BatchGenerator
 from ...caches.prompt_cache import has_head
 from ...distributed.ranks import Ranks
+from ...drafts.draft_options import TextOptions
 from ...images.prompt import ImageEmbeddings
 from ...memory.account import Account
 from ...memory.needs import STEP, Sizes, size, sizes_of
@@ -148,16 +149,19 @@ class Admission:
             is_chat=request.request_type == "chat",
             one_call=request.one_call,
         )
+        options = TextOptions(
+            max_tokens=args.max_tokens,
+            sampler=self.make_sampler(request),
+            logits_processors=_make_processors(tokenizer, request, prompt),
+            stop_sequences=self._stop_sequences(request),
+            num_draft_tokens=args.num_draft_tokens if self.options.mtp else 0,
+            copy_drafts=request.copy_drafts if self.options.drafts else "off",
+        )
         (uid,) = self.batch.insert_segments(
             segments=[prompt.segments],
-            max_tokens=[args.max_tokens],
+            options=[options],
             caches=[cache],
             all_tokens=[prompt.tokens[:n_cached]],
-            samplers=[self.make_sampler(request)],
-            logits_processors=[_make_processors(tokenizer, request, prompt)],
-            stop_sequences=[self._stop_sequences(request)],
-            num_draft_tokens=[args.num_draft_tokens if self.options.mtp else 0],
-            copy_drafts=[request.copy_drafts if self.options.drafts else "off"],
             counts=[request.counts],
             input_embeddings=[None if pictured is None else ImageEmbeddings(pictured, self.models.model, n_cached)],
             images=[() if pictured is None else pictured.images],
