@@ -4,7 +4,7 @@
     python -m benchmarks.compare_versions ../old/src src
     python -m benchmarks.compare_versions ../old/src src --at-once 1 2 4 8 30 --num-draft-tokens auto
 
-Both serve the same model, and take turns at every run: so many requests at once, with so many drafts a step. Greedy, without
+Both serve the same model, and alternate at every run: so many requests at once, with so many drafts a step. Greedy, without
 copies. "decoding" compares the times from the first token of a request to its last, "first token" the times to the first, and
 "cpu" what the server's process has taken, which a busy machine changes less. A version beside itself (the same folder twice)
 tells how precise the figures are.

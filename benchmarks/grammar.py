@@ -4,7 +4,7 @@
     python -m benchmarks.grammar --model REPO    another model
 
 The demo has not learned JSON, so its values mean nothing; keys, punctuation and types are the grammar's. "free" is the same
-prompt without a grammar. All runs take turns, and the time to the first token does not count.
+prompt without a grammar. All runs alternate, and the time to the first token does not count.
 """
 
 import statistics

@@ -3,7 +3,7 @@
     python -m benchmarks.latency
 
 Both run on this machine, with the ring backend. Each connection of the ring goes through a relay that holds every message back,
-so that each exchange (a sum over both) takes so much longer. Plain mlx-lm and MTP (auto) generate in turn in the same two
+so that each exchange (a sum over both) takes so much longer. Plain mlx-lm and MTP (auto) alternate in the same two
 processes. "parts allow" is the ratio that the measured parts allow: see src/mlx_mtp/benchmark/parts.py.
 """
 

@@ -1,4 +1,4 @@
-"""Runs that take turns, so that a machine that slows down slows all of them, and their figures."""
+"""Runs that alternate, so that a machine that slows down slows all of them, and their figures."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""mlx_mtp beside mlx-vlm's MTP drafter: the same checkpoint, prompts and machine, in turns in one process.
+"""mlx_mtp beside mlx-vlm's MTP drafter: the same checkpoint, prompts and machine, alternating in one process.
 
     python3 -m venv .vlm && .vlm/bin/pip install . mlx-vlm==0.7.10        on Linux also 'mlx[cpu]'
     .vlm/bin/python examples/compare_mlx_vlm.py --model PATH_OR_REPO

@@ -45,7 +45,7 @@ GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "tune", "jso
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_mtp benchmark",
-        description="Compare the speed of MTP and plain mlx-lm, in turns on the same prompts.",
+        description="Compare the speed of MTP and plain mlx-lm, alternating on the same prompts.",
         conflict_handler="resolve",  # an added flag replaces the flag of the same name
     )
     _add_measurement(parser)

@@ -1,6 +1,6 @@
 """MTP against mlx-lm's own generation, side by side.
 
-Runs take turns on the same prompts: plain mlx-lm, the head without copies, copies without the head, and both. A ratio compares
+Runs alternate on the same prompts: plain mlx-lm, the head without copies, copies without the head, and both. A ratio compares
 two runs of one round. It is reported with the ratio that the parts of a step allow, see ``parts.py``.
 """
 
@@ -116,7 +116,7 @@ def measure(
     name: str = "",
     acceptance_was_set: float | None = None,
 ) -> Report:
-    """Time plain and MTP generation on each prompt, in turns. The report has a result of each run for each prompt and for all.
+    """Time plain and MTP generation on each prompt, alternating. The report has a result of each run for each prompt and for all.
 
     Args:
         prompts (Mapping[str, mx.array]): The tokens of each prompt, [T], by name.

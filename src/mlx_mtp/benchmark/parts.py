@@ -123,7 +123,7 @@ class Timer:
     def time_passes(self) -> dict[int, list["Time"]]:
         """The times of passes, by the number of tokens.
 
-        Lengths take turns, so that a pause of the machine affects all of them. The first turn compiles and is not counted.
+        Lengths alternate, so that a pause of the machine affects all of them. The first round compiles and is not counted.
         """
         verify: dict[int, list[Time]] = {n: [] for n in self.windows}
         start = time.perf_counter()

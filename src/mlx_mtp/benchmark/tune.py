@@ -1,7 +1,7 @@
 """``mlx_mtp benchmark --tune``: measure settings on this machine, for these prompts.
 
 First it measures ways to run passes: compiled, in pieces, and with attention over a window in groups of rows. Then plain
-decoding takes turns with auto and fixed depths, with each cheaper form of the drafts, and with a combination of the forms that
+decoding alternates with auto and fixed depths, with each cheaper form of the drafts, and with a combination of the forms that
 gained.
 """
 
@@ -88,7 +88,7 @@ class Tuner:
     way: Way  # to run passes, with all settings
 
     def measure(self, others: Sequence[Settings]) -> list[Measured]:
-        """Measure plain decoding and other settings in turns."""
+        """Measure plain decoding and other settings, alternating."""
         every = [replace(s, **self.way._asdict()) for s in (OFF, *others)]
         # Each auto run begins with the times of the run before, as in normal use.
         depths = [Depth(MAX_DRAFT_TOKENS) for _ in every]

@@ -70,7 +70,7 @@ def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequenc
 
 
 def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequence[Way], repeat: int) -> Seconds:
-    """Time a verify pass over each window in each way, in turns. The first round is not counted."""
+    """Time a verify pass over each window in each way, alternating. The first round is not counted."""
     timer = Timer(model, prompt, max(windows) - 1)
     seconds: Seconds = {(n, way): [] for n in windows for way in ways}
     for i in tqdm(range(repeat + 1), desc=f"passes over {max(windows)} tokens", disable=None):

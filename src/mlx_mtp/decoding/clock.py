@@ -15,7 +15,7 @@ T = TypeVar("T")
 class Clock(Generic[T]):
     """Measures how long each step took. Where several ranks run the model, all of them use rank 0's seconds, which come later.
 
-    A caller may take turns between generations that are open at once. The device runs their passes in the order in which they
+    A caller may alternate between generations that are open at once. The device runs their passes in the order in which they
     were queued, so a step may also wait for a pass of another generation.
 
     Args:

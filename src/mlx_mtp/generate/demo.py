@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_mtp demo",
         description="Generate the same text without and with drafts, and compare: tokens per second, passes of the model, and "
-        "where each token came from. Greedy, the runs take turns, and the speeds are medians.",
+        "where each token came from. Decoding is greedy, the two runs alternate, and the speeds are medians.",
     )
     parser.add_argument("--model", default=str(DEMO), help=MODEL_HELP)
     parser.add_argument("--prompt", help=f"The prompt (default: {REQUEST!r}; the bundled demo completes a class).")
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
 def compare(
     model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int
 ) -> tuple[list[GenerationResponse], list[GenerationResponse]]:
-    """Generate in turns. Return the responses of the plain run and of the run with drafts that have the median speeds."""
+    """Alternate the two runs. Return the responses of the plain run and of the run with drafts that have the median speeds."""
     prepare(partial(generate_once, model, tokenizer, prompt, max_tokens, mtp) for mtp in (False, True))
     runs: dict[bool, list[list[GenerationResponse]]] = {False: [], True: []}
     with tqdm(total=ROUNDS * len(runs), desc="Comparing", unit="run", leave=False, disable=None) as bar:
