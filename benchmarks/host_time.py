@@ -3,7 +3,7 @@
     python -m benchmarks.host_time
 
 Models of tiny widths, with the layers of published ones and 4-bit weights, so that the device has nearly nothing to compute. A
-plain pass, a verify pass over four tokens, a rollback to two of them, and three drafts of the head, compiled and not, alternating.
+plain pass, a verify pass over four tokens, a rollback to two of them, and three drafts of the head, compiled and not.
 Building is the CPU time of this thread; evaluating is that of the whole process. MLX's CPU backend computes the recurrence in
 many operations, where Metal has one kernel: ``--one-kernel`` puts a few operations in its place.
 """

@@ -116,7 +116,7 @@ def measure(
     name: str = "",
     acceptance_was_set: float | None = None,
 ) -> Report:
-    """Time plain and MTP generation on each prompt, alternating. The report has a result of each run for each prompt and for all.
+    """Time plain and MTP generation, alternating. The report has a result of each run for each prompt and for all.
 
     Args:
         prompts (Mapping[str, mx.array]): The tokens of each prompt, [T], by name.
