@@ -1,5 +1,6 @@
 """One command for all, names for models, and the commands that tell about models, caches and this machine."""
 
+import re
 import subprocess
 from importlib import import_module
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from mlx_mtp.checkpoint.catalog import published, resolve
 from mlx_mtp.checkpoint.originals.fetch import folder_of
 from tests.support.checkpoints import configure, copied, no_head
 from tests.support.commands import refusal, run_command
+from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.models import DATA
 
 # One command
@@ -155,7 +157,7 @@ def test_doctor_of_the_demo(capsys, monkeypatch):
     assert status == 0
     assert "Model:      Demo model: completes Python only" in out
     assert "Accepted:   94% of first drafts on built-in text" in out
-    assert out.splitlines()[-1].startswith("Verdict:    ready: use --mtp")
+    assert out.splitlines()[-1].startswith("Verdict:    ready; ")
     monkeypatch.setattr(doctor, "measure_acceptance", lambda model, tokenizer: 0.1)
     assert "Verdict:    the model rejects most drafts" in run_command(doctor.main, capsys)[1]
 
@@ -167,3 +169,23 @@ def test_doctor_of_a_model_that_does_not_draft(hub, tmp_path, capsys):
     assert status == 0
     assert "Verdict:    no drafts: " in out.splitlines()[-1]
     assert "--mtp HEAD" in out
+
+
+def test_doctor_downloads_no_weights(hub, tmp_path, capsys, monkeypatch):
+    hub.publish("org/whole", DATA / "dense")
+    no_head(copy := copied(tmp_path))
+    (copy / "README.md").write_text("---\nbase_model: org/whole\n---\n")
+    hub.publish("org/headless", copy)
+    for name, head in (("org/whole", "its own"), ("org/headless", r"that of org/whole, [\d.]+ MB: --mtp fetches it")):
+        status, out, _ = run_command(doctor.main, capsys, "--model", name)
+        assert status == 0
+        assert re.search(f"Head:       {head}\n", out)
+        assert f"fits in memory, and is not downloaded: `mlx_mtp generate --model {name}` downloads" in out
+    assert hub.served["model.safetensors"] <= 4 * HEADER_BYTES
+    monkeypatch.setattr(doctor, "Account", lambda: SimpleNamespace(held=0, limit=1000, left=1000))
+    assert "does not fit in memory" in run_command(doctor.main, capsys, "--model", "org/whole")[1]
+    mlx_mtp.load("org/headless", mtp=False)
+    assert (
+        "Verdict:    no drafts: its head is that of org/whole"
+        in run_command(doctor.main, capsys, "--model", "org/headless")[1]
+    )

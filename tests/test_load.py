@@ -6,10 +6,13 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from mlx_lm import utils
 from mlx_lm.models import llama
 from mlx_lm.utils import load_model
+from tokenizers.pre_tokenizers import ByteLevel
 
 import mlx_mtp
+from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.load import check_family
 from mlx_mtp.layers.mtp import EXPERT_PROJECTIONS, is_raw
 from mlx_mtp.models import qwen3_5
@@ -174,6 +177,24 @@ def test_rejects_a_bad_tokenizer(text, tmp_path):
         (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=r"The tokenizer of .*model is missing or damaged .*: download its files"):
         loaded(folder)
+
+
+@pytest.mark.parametrize("mtp", [True, False])
+def test_warns_of_text_that_is_split_otherwise_than_in_training(mtp, monkeypatch, caplog):
+    """As by some versions of transformers."""
+    stock = utils.load_tokenizer
+
+    def load_tokenizer(*args, **kwargs):
+        tokenizer = stock(*args, **kwargs)
+        tokenizer.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+        return tokenizer
+
+    loaded(DATA / "moe35", mtp)
+    assert caplog.records == []
+    monkeypatch.setattr(loading if mtp else utils, "load_tokenizer", load_tokenizer)
+    loaded(DATA / "moe35", mtp)
+    [record] = caplog.records
+    assert re.search(r"transformers .* splits text otherwise than the tokenizer\.json of .*moe35", record.message)
 
 
 def test_loads_any_model_without_a_head(tmp_path):

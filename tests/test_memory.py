@@ -13,12 +13,14 @@ from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
 from mlx_mtp.benchmark.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp.checkpoint.config import read_json
 from mlx_mtp.checkpoint.storage.memory_check import check_memory
+from mlx_mtp.checkpoint.storage.tensors import headers_of
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.memory import account as account_of
 from mlx_mtp.memory.account import Account
 from mlx_mtp.memory.needs import needs_of, sizes_of
 from mlx_mtp.server.request import ApiError
 from tests.support.engine import Engine
+from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.models import TRAINED, tiny_model
 
 SMALL = {
@@ -142,11 +144,39 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(monkeypatch, unl
             mlx_mtp.load(str(DEMO), max_memory=Account().held + free, **options)
 
 
+def test_a_refused_load_restores_the_limit(unlimited):
+    before = mx.set_memory_limit(123 << 30)
+    try:
+        with pytest.raises(ValueError, match="does not fit"):
+            mlx_mtp.load(str(DEMO), max_memory=Account().held + 5_000_000)
+    finally:
+        kept = mx.set_memory_limit(before)
+    assert kept == 123 << 30
+
+
+@pytest.mark.parametrize("options", [dict(mtp=True), dict(mtp="cached"), dict(mtp=False)], ids=str)
+def test_a_model_that_does_not_fit_is_not_downloaded(hub, unlimited, options):
+    hub.publish("org/large", DEMO)
+    with pytest.raises(ValueError, match=r"org/large does not fit: it needs [\d.]+ MB"):
+        mlx_mtp.load("org/large", max_memory=Account().held + 5_000_000, **options)
+    assert hub.served["model.safetensors"] <= HEADER_BYTES
+
+
+def test_a_model_that_the_disk_has_no_room_for_is_not_downloaded(hub, monkeypatch):
+    hub.publish("org/no-room", DEMO)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=5_000_000))
+    with pytest.raises(
+        OSError, match=r"org/no-room is not downloaded: it takes .* MB, and the disk of .* 5\.0 MB free"
+    ):
+        mlx_mtp.load("org/no-room")
+    assert hub.served["model.safetensors"] == 0
+
+
 def test_the_longest_context_that_fits_does():
     account, config = SimpleNamespace(held=0, limit=20_000_000, left=20_000_000), read_json(DEMO / "config.json")
 
     def check(n):
-        check_memory(DEMO, config, "demo", account, n, True, None, False)
+        check_memory(headers_of(DEMO), config, "demo", account, n, True, None, False)
 
     with pytest.raises(ValueError, match="longest") as e:
         check(100_000)

@@ -9,9 +9,14 @@ from pathlib import Path
 import mlx.core as mx
 
 from .._version import __version__
+from ..caches.prompt_cache import has_head
+from ..checkpoint.config import check_config
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
-from ..checkpoint.originals.fetched_head import FLOOR, fetched_heads, measure_acceptance
-from ..checkpoint.storage.hub import cached_repositories
+from ..checkpoint.originals.fetched_head import FLOOR, fetched_heads, head_to_fetch, measure_acceptance
+from ..checkpoint.storage.hub import cached_repositories, sizes_to_download
+from ..checkpoint.storage.memory_check import needs_of as checkpoint_needs
+from ..checkpoint.storage.reader import CheckpointReader
+from ..checkpoint.storage.tensors import WEIGHTS
 from ..cli.errors import one_line_errors
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
@@ -59,27 +64,57 @@ def _caches() -> Iterator[Line]:
 
 
 def _model(name: str) -> Iterator[Line]:
-    """The model's head and settings, and the verdict."""
+    """The model's head and settings, and the verdict. Nothing but configs and headers is downloaded."""
     yield "Model", name if Path(name) != DEMO else DEMO_NOTE
     try:
-        model, tokenizer = load(name, mtp="auto")
+        missing = sizes_to_download(name, None, [WEIGHTS])
+        yield from _remote(name, sum(missing.values())) if missing else _local(name)
     except (OSError, ValueError) as e:
         yield "Verdict", f"no drafts: {' '.join(str(e).split())}"
+
+
+def _remote(name: str, n_bytes: int) -> Iterator[Line]:
+    """A model whose weights would be downloaded."""
+    checkpoint, account = CheckpointReader(name), Account()
+    config, tensors = check_config(checkpoint.config, name), checkpoint.tensors(checkpoint.weight_map)
+    needs, _ = checkpoint_needs(tensors, config, name, CONTEXT, True, False)
+    yield "Needs", f"{needs} with a text of {CONTEXT} tokens"
+    yield "Head", "its own" if checkpoint.head() else _to_fetch(name)
+    fits = "fits" if needs.total <= account.left else "does not fit"
+    yield (
+        "Verdict",
+        f"{fits} in memory, and is not downloaded: `mlx_mtp generate --model {name}` downloads {size(n_bytes)}",
+    )
+
+
+def _local(name: str) -> Iterator[Line]:
+    """A model that can be loaded as it is."""
+    model, tokenizer = load(name, mtp="cached")
+    if not has_head(model):
+        yield "Head", (head := _to_fetch(name))
+        yield "Verdict", f"no drafts: its head is {head}"
         return
     yield "Needs", f"{needs_of(model, CONTEXT)} with a text of {CONTEXT} tokens"
-    if (head := model.fetched_head) is None:
+    if (fetched := model.fetched_head) is None:
         yield "Head", "its own"
         accepted = measure_acceptance(model, tokenizer)
     else:
-        yield "Head", f"of {head.source}, {head.nbytes / 1e6:.1f} MB"
-        accepted = head.acceptance(model.fingerprint()) or 0.0
+        yield "Head", f"of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB"
+        accepted = fetched.acceptance(model.fingerprint()) or 0.0
     tuned = model.drafting.tuned
     yield "Settings", "none: `mlx_mtp benchmark --tune` finds the fastest" if tuned is None else str(tuned)
     yield "Accepted", f"{accepted:.0%} of first drafts on built-in text"
     yield "Verdict", verdict(accepted)
 
 
+def _to_fetch(name: str) -> str:
+    """The head of a checkpoint without one."""
+    if (found := head_to_fetch(name)) is None:
+        return "missing, and its base model was not found: name a head with --mtp HEAD"
+    return f"that of {found[0]}, {size(found[1])}: --mtp fetches it"
+
+
 def verdict(accepted: float) -> str:
     if accepted < FLOOR:
         return "the model rejects most drafts: `mlx_mtp fit` trains the head, `--copy-drafts auto` drafts without it"
-    return "ready: use --mtp; `mlx_mtp benchmark` measures the speed"
+    return "ready; `mlx_mtp benchmark` measures the speed"

@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..files import check_folder
 from ..images.tower import split_tower
 from ..images.vision import Vision
 from ..layers.mtp import is_raw
-from ..memory.account import Account
+from ..memory.account import Account, limit_restored_on_error
 from ..memory.needs import CONTEXT, check_fits
 from ..models import MODEL_TYPES, model_module
 from ..models.protocol import MTPModel
@@ -39,16 +40,18 @@ from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import find
 from .settings import read as read_settings
 from .storage.hub import fetch
-from .storage.memory_check import check_memory, weights_of
-from .storage.tensors import check_weight_files, names_in, tensor_names
+from .storage.memory_check import check_before_download, check_memory, weights_of
+from .storage.tensors import check_weight_files, headers_of, names_in, tensor_names
 from .vocabulary import DraftVocab, cheapen_drafts, check_bits, check_list
 
 DEMO = Path(__file__).parents[1] / "demo"
 DEMO_NOTE = "Demo model: completes Python only"
+SPLIT = "def read(path):\n\n\n    # 1234 caf\u00e9, cafe\u0301's\r\n\t\treturn\n"  # split in many ways
 
 log = logging.getLogger(__name__)
 
 
+@limit_restored_on_error()
 def load(
     path_or_hf_repo: str,
     tokenizer_config: dict[str, Any] | None = None,
@@ -112,26 +115,35 @@ def load(
     with raise_on_all(ranks):
         _check_arguments(adapter_path, settings, *drafting)
         if ranks is None:
-            path = fetch(path_or_hf_repo, revision)
+            path = fetch(path_or_hf_repo, revision, weights=())
         else:
             path, stage = fetch_part(path_or_hf_repo, revision, ranks, pipeline_group is not None)
         if mtp in ("auto", "cached") and not copy_drafts and runs_in_mlx_lm_only(path):
             mtp = False
+    is_plain = not mtp and not copy_drafts and ranks is None
+    account = None if lazy or ranks is not None else Account(max_memory)
+    if ranks is None:
+        config = None if is_plain else read_config(path, path_or_hf_repo)
+        if account is not None:
+            check_before_download(path_or_hf_repo, revision, config, account, context, mtp, vision == "auto")
+        path = fetch(path_or_hf_repo, revision)
     if mtp == "cached":
         mtp = from_rank_0(ranks, lambda: _cached_head(path_or_hf_repo, path, stage))
+        is_plain = not mtp and not copy_drafts and ranks is None
     if not mtp:
         _check_no_drafting(drafting, settings)
         with raise_on_all(ranks):
             check_weight_files(path)
-    account = None if lazy or ranks is not None else Account(max_memory)
-    if not mtp and not copy_drafts and ranks is None:
+    if is_plain:
         if account is not None:
-            check_fits(path_or_hf_repo, weights_of(path), account)
+            check_fits(path_or_hf_repo, weights_of(headers_of(path)), account)
         with loading_errors(path_or_hf_repo):
-            return mlx_lm.load(
+            loaded = mlx_lm.load(
                 str(path), tokenizer_config, model_config, adapter_path, lazy, return_config,
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
+        _warn_of_split(path, path_or_hf_repo, loaded[1])
+        return loaded
     with raise_on_all(ranks):
         config, head, fetched = read_config(path, path_or_hf_repo), None, None
         model_config = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
@@ -141,7 +153,8 @@ def load(
         if mtp:
             path, head = _find_head(path, path_or_hf_repo, revision, config, mtp, stage)
         if account is not None:
-            check_memory(path, config, path_or_hf_repo, account, context, bool(mtp), head, vision == "auto")
+            tensors = headers_of(path)
+            check_memory(tensors, config, path_or_hf_repo, account, context, bool(mtp), head, vision == "auto")
         is_lazy = lazy or ranks is not None
         model, config = _load_model(
             path, path_or_hf_repo, config, head, model_config, is_lazy, trust_remote_code, stage
@@ -150,6 +163,7 @@ def load(
             _warn_of_few_bits(model, path_or_hf_repo, mtp)
         model = model if adapter_path is None else _with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
+        _warn_of_split(path, path_or_hf_repo, tokenizer)
     model.ranks, model.vision = ranks, find_vision(path, config)
     if model.vision is None and vision == "auto":
         model.vision = fetch_tower(path_or_hf_repo, path, config)
@@ -335,6 +349,19 @@ def _load_tokenizer(path: Path, name: str, tokenizer_config: dict[str, Any] | No
     except Exception as e:  # tokenizers has no more specific exception
         raise ValueError(f"The tokenizer of {name} is missing or damaged ({e}): download its files again.") from e
     return tokenizer
+
+
+def _warn_of_split(path: Path, name: str, tokenizer: TokenizerWrapper) -> None:
+    """Warn if the tokenizer splits text otherwise than the checkpoint's tokenizer.json, as in some versions of transformers."""
+    file, backend = path / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not file.exists():
+        return
+    own = type(backend).from_file(str(file))
+    if tokenizer.encode(SPLIT, add_special_tokens=False) != own.encode(SPLIT, add_special_tokens=False).ids:
+        log.warning(
+            f"[WARNING] transformers {version('transformers')} splits text otherwise than the tokenizer.json of {name}: "
+            "answers may be worse, and fewer drafts accepted. Try another version: `pip install -U transformers`."
+        )
 
 
 def _apply_settings(

@@ -4,6 +4,8 @@ import ctypes
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 import psutil
@@ -36,6 +38,18 @@ def usable_memory() -> int:
     """MLX's memory limit in bytes: on a Mac, the recommended limit of the GPU; on another GPU, its memory."""
     info = mx.device_info()
     return next((int(info[name]) for name in WORKING_SET if name in info), total_memory())
+
+
+@contextmanager
+def limit_restored_on_error() -> Iterator[None]:
+    """A context, or a decorator, that restores MLX's memory limit after an error."""
+    before = mx.set_memory_limit(usable_memory())  # MLX tells its limit only when it is set
+    mx.set_memory_limit(before)
+    try:
+        yield
+    except BaseException:
+        mx.set_memory_limit(before)
+        raise
 
 
 class Account:

@@ -67,7 +67,7 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
     try:
         commit, listed = list_files(name, revision)
     except FileNotFoundError:
-        wanted: list[str] = []  # the cache may have the files
+        pass  # the cache may have the files
     else:
         check_format(name, listed)
         wanted = [*filter_repo_objects(listed, allow_patterns=patterns)]
@@ -78,6 +78,20 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
             return Path(str(cached[wanted[0]])).parents[wanted[0].count("/")]
     with hub_errors(name, revision):
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def sizes_to_download(name: str, revision: str | None, patterns: Sequence[str]) -> dict[str, int]:
+    """The sizes of a repository's files that fit a pattern and are not in the cache. Empty for a folder, or without the hub."""
+    name = resolve(name)
+    if Path(name).exists():
+        return {}
+    try:
+        commit, listed = list_files(name, revision)
+    except FileNotFoundError:
+        return {}  # fetch tells why
+    wanted = filter_repo_objects(listed, allow_patterns=[*patterns])
+    missing = [file for file in wanted if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)]
+    return {entry.path: entry.size for entry in _tree(name, commit) if entry.path in missing} if missing else {}
 
 
 def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
@@ -100,24 +114,31 @@ def check_download(name: str, commit: str, files: Collection[str]) -> None:
         FileNotFoundError: They cannot be downloaded, or an ETag is not the name of a file.
         OSError: The disk has no room for them.
     """
-    sizes: dict[str, int] = {}
 
     def etag_of(file: str) -> str | None:
         return get_hf_file_metadata(hf_hub_url(name, file, revision=commit)).etag
 
+    entries = [entry for entry in _tree(name, commit) if entry.path in files]
     with hub_errors(name, commit), ThreadPoolExecutor(8) as pool:
-        for entry in HfApi().list_repo_tree(name, recursive=True, revision=commit):
-            if isinstance(entry, RepoFile) and entry.path in files:
-                sizes[entry.path] = entry.size
-                _check_etag(entry.path, entry.blob_id if entry.lfs is None else entry.lfs.sha256)
+        for entry in entries:
+            _check_etag(entry.path, entry.blob_id if entry.lfs is None else entry.lfs.sha256)
         for file, etag in zip(files, pool.map(etag_of, files)):
             _check_etag(file, etag)
     cache = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
-    if (needed := sum(sizes.values())) > free:
+    if (needed := sum(entry.size for entry in entries)) > free:
         raise OSError(
             f"{name} is not downloaded: it takes {size(needed)}, and the disk of {cache} has {size(free)} free."
         )
+
+
+def _tree(name: str, commit: str) -> list[RepoFile]:
+    """The files of a commit, with their sizes."""
+    with hub_errors(name, commit):
+        entries = [e for e in HfApi().list_repo_tree(name, recursive=True, revision=commit) if isinstance(e, RepoFile)]
+        if not all(isinstance(entry.size, int) for entry in entries):
+            raise ValueError("the size of a file is not a number")
+        return entries
 
 
 def _check_etag(file: str, etag: str | None) -> None:

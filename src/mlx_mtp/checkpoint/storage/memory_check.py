@@ -1,9 +1,8 @@
-"""Estimate the memory of a checkpoint from its config and the headers of its files, without reading tensors."""
+"""Estimate the memory of a checkpoint from its config and the headers of its files, in a folder or on the hub."""
 
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from pathlib import Path
 
 from huggingface_hub.utils import TensorInfo
 
@@ -14,18 +13,47 @@ from ...memory.needs import CHUNK, Needs, Sizes, check_fits, sizes_of
 from ..catalog import published
 from ..config import Config, skeleton
 from ..head_formats import SeparateHead
-from .tensors import headers_of
+from .hub import sizes_to_download
+from .reader import CheckpointReader
+from .tensors import WEIGHTS
 
 NORM = "layers.0.input_layernorm.weight"  # has the dtype of all unquantized weights
 
 
-def weights_of(folder: Path) -> Needs:
+def check_before_download(
+    name: str,
+    revision: str | None,
+    config: Config | None,
+    account: Account,
+    context: int,
+    mtp: bool | str,
+    has_tower: bool,
+) -> None:
+    """Raise a ValueError if a checkpoint on the hub cannot fit in memory, before its weights are downloaded.
+
+    The headers are read if the files to download take more than half of the memory left.
+
+    Args:
+        config (Dict[str, Any], optional): The config of a model with drafts. ``None``: it will run in plain mlx-lm.
+        mtp (Union[bool, str]): As in ``mlx_mtp.load``.
+    """
+    if sum(sizes_to_download(name, revision, [WEIGHTS]).values()) <= account.left / 2:
+        return
+    reader = CheckpointReader(name, revision)
+    tensors = reader.tensors(reader.weight_map)
+    if config is None:
+        check_fits(name, weights_of(tensors), account)
+    else:
+        check_memory(tensors, config, name, account, context, bool(mtp), None, has_tower)
+
+
+def weights_of(tensors: Mapping[str, TensorInfo]) -> Needs:
     """The bytes of a checkpoint of any family in plain mlx-lm, which drops heads and towers."""
-    return Needs(weights=_nbytes(split_head(split_tower(headers_of(folder))[0])[0]))
+    return Needs(weights=_nbytes(split_head(split_tower(tensors)[0])[0]))
 
 
 def check_memory(
-    folder: Path,
+    tensors: Mapping[str, TensorInfo],
     config: Config,
     name: str,
     account: Account,
@@ -37,19 +65,20 @@ def check_memory(
     """Raise a ValueError if a checkpoint does not fit in memory with a text of ``context`` tokens.
 
     Args:
+        tensors (Mapping[str, TensorInfo]): The tensors of its files.
         separate_head (SeparateHead, optional): The head, if it is not among the model's tensors.
     """
-    needs, sizes = needs_of(folder, config, name, context, has_head, has_tower)
+    needs, sizes = needs_of(tensors, config, name, context, has_head, has_tower)
     if separate_head is not None:
         needs = needs._replace(head=sum(w.nbytes for w in separate_head.weights.values()))
     check_fits(name, needs, account, _advice(needs, sizes, account, context))
 
 
 def needs_of(
-    folder: Path, config: Config, name: str, context: int, has_head: bool, has_tower: bool
+    tensors: Mapping[str, TensorInfo], config: Config, name: str, context: int, has_head: bool, has_tower: bool
 ) -> tuple[Needs, Sizes]:
     """The memory of a checkpoint with a text, and the sizes of its model."""
-    language, tower = split_tower(headers_of(folder))
+    language, tower = split_tower(tensors)
     backbone, head = split_head(language)
     norm = next((t for n, t in backbone.items() if n.endswith(NORM)), None)
     value_bytes = 2 if norm is None else _nbytes({NORM: norm}) // math.prod(norm.shape)
