@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks.timing import seconds
-from mlx_mtp.drafts.prompt_lookup import PromptLookup
+from mlx_mtp.drafts.sources import PromptLookup
 
 N_TOKENS = 2000  # of the answer
 

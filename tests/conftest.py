@@ -67,9 +67,9 @@ def trained():
 @pytest.fixture
 def equal_steps(monkeypatch):
     """Every step takes as long as any other, however loaded the machine is: drafts cost no time."""
-    from mlx_mtp.decoding import clock
+    from mlx_mtp.decoding import planner
 
-    monkeypatch.setattr(clock, "perf_counter", itertools.count(0.0).__next__)
+    monkeypatch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)
 
 
 @pytest.fixture(scope="module")

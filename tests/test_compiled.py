@@ -13,8 +13,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.recurrent import recurrent_states, rollback
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.decoding.clock import Clock
 from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.decoding.planner import Clock
 from mlx_mtp.layers import compiled
 from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.layers.draft_lm_head import quantize_head
@@ -422,7 +422,7 @@ def test_mlx_can_disable_it():
 
 def test_a_step_that_was_traced_is_not_timed(monkeypatch):
     clock, n = Clock(DraftConfig(), None), 0
-    monkeypatch.setattr("mlx_mtp.decoding.clock.n_traces", lambda: n)
+    monkeypatch.setattr("mlx_mtp.decoding.planner.n_traces", lambda: n)
     for step, made in enumerate([1, 0, 0, 0, 1, 0, 0, 0]):
         n += made
         clock.record(step, True)

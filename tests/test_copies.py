@@ -13,7 +13,7 @@ from mlx_mtp import BatchGenerator, make_prompt_cache
 from mlx_mtp.caches.positions import ImageSpan
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.sequence import without_images
-from mlx_mtp.drafts.prompt_lookup import N_GRAM, N_REJOIN, NEAR, PromptLookup
+from mlx_mtp.drafts.sources import N_GRAM, N_REJOIN, NEAR, PromptLookup
 from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
 from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan
 from tests.support.batches import run

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_mtp import convert, load
 from mlx_mtp.cli import display
-from mlx_mtp.decoding import clock
+from mlx_mtp.decoding import planner
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.fit import __main__ as command
 from mlx_mtp.fit import comparison as measuring
@@ -71,7 +71,7 @@ def loaded(folder):
 
 def run(monkeypatch, folder, name, *flags):
     """``mlx_mtp fit`` in this process, where all steps take as long: what drafts the answers could round them otherwise."""
-    monkeypatch.setattr(clock, "perf_counter", itertools.count(0.0).__next__)
+    monkeypatch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)
     argv = f"--model {folder}/model --mlx-path {folder}/{name} --prompts {folder}/prompts.txt --drafts 2 --answers 1"
     argv += " --temp 0 --max-tokens 12 --batch-size 8 --steps-per-eval 10"
     monkeypatch.setattr(sys, "argv", ["mlx_mtp.fit", *argv.split(), *map(str, flags)])

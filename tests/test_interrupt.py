@@ -14,12 +14,12 @@ from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.caches import recurrent as cache
 from mlx_mtp.caches import single
-from mlx_mtp.decoding import decoder, drafter, head_cache, loop, prefill, sequence
+from mlx_mtp.decoding import decoder, head, loop, sequence
 from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, head_rows, mtp, plain
 from tests.support.models import deep_model
 from tests.support.scripted import Scripted
 
-MODULES = (cache, prompt_cache_module, single, decoder, drafter, head_cache, loop, prefill, sequence)
+MODULES = (cache, prompt_cache_module, single, decoder, head, loop, sequence)
 FILES = {module.__file__ for module in MODULES}
 
 

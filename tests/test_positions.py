@@ -13,7 +13,7 @@ from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.caches.positions import ImageSpan, Positions
 from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.decoding.counts import DraftCounts
-from mlx_mtp.decoding.drafter import HeadDrafter
+from mlx_mtp.decoding.head import HeadDrafter
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.layers.mtp import run_head
 from tests.support.batches import run

@@ -17,8 +17,8 @@ from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 
 from mlx_mtp import PromptStore, load, make_prompt_cache
-from mlx_mtp.caches.fingerprint import SIZE
 from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.caches.validation import SIZE
 from mlx_mtp.models import mixin
 from tests.support.checkpoints import copied, make_adapter
 from tests.support.decoding import PROMPT, mtp, plain

@@ -27,8 +27,8 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import BatchGenerator, DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
-from mlx_mtp.decoding import clock
-from mlx_mtp.decoding.head_cache import HeadCache
+from mlx_mtp.decoding import planner
+from mlx_mtp.decoding.head import HeadCache
 from mlx_mtp.layers.draft_lm_head import DraftLMHead
 from tests.support.batches import Fault, Faulty, Text, faulty
 from tests.support.decoding import assert_goes_on, mtp, plain
@@ -198,7 +198,7 @@ def drafting(scenario, model):
         with pytest.MonkeyPatch.context() as patch:
             if copies is not None:
                 script_copies(patch, truths, lambda i: copies[i % len(copies)])
-            patch.setattr(clock, "perf_counter", itertools.count(0.0).__next__)  # a failure comes again
+            patch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)  # a failure comes again
             yield truths
     finally:
         model.drafting.lm_head = None

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import BatchGenerator, Depth, DraftCounts, mtp_generate_step
-from mlx_mtp.decoding import clock
+from mlx_mtp.decoding import planner
 from mlx_mtp.layers.drafting import Settings
 from tests.support.decoding import PROMPT, plain
 from tests.support.models import tiny_model
@@ -46,7 +46,7 @@ def scripted(model, i, is_right=True):
 
 @pytest.fixture
 def timed(monkeypatch):
-    monkeypatch.setattr(clock, "perf_counter", lambda: Timed.now)
+    monkeypatch.setattr(planner, "perf_counter", lambda: Timed.now)
 
 
 def start(models, numbers, **options):

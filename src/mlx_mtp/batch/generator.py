@@ -25,8 +25,7 @@ from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..drafts.draft_options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..pacing.timing import timing_of
-from .insert import check_count, entries_of, make_sequence, options_of, resolve_in_batch
-from .prompts import Prompts
+from .prompts import Prompts, check_count, entries_of, make_sequence, options_of, resolve_in_batch
 from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, tokens_of
 
 __all__ = ["BatchGenerator", "PromptResponse", "Response"]

@@ -17,7 +17,7 @@ from mlx_lm.generate import generate_step, generation_stream
 
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
-from ..drafts.prompt_lookup import N_GRAM
+from ..drafts.sources import N_GRAM
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 
 PLAIN, NO_COPIES, COPIES, AUTO = "plain", "auto, no copies", "copies alone", "auto"

@@ -21,10 +21,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from .fingerprint import SIZE
 from .positions import ImageSpan, MRoPE, Positions, check_images
 from .recurrent import ArraysCache
-from .validation import check_backbone, check_keys, check_last, misfit
+from .validation import SIZE, check_backbone, check_keys, check_last, misfit
 
 N_LAST = 6  # arrays of the last entry
 UNFINISHED = -1  # the number of tokens while a generation is open, or if it could not be finalized

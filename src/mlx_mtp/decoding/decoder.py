@@ -27,12 +27,10 @@ from ..models.protocol import MTPModel, PassCaches
 from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.step_times import Plan
 from ..sampling.acceptance import n_leading
-from .choice import choose
-from .drafter import HeadDrafter
 from .exchange import Exchange
-from .head_cache import HeadCache, NoHead
+from .head import HeadCache, HeadDrafter, NoHead
 from .sequence import Sequence
-from .window import Drafts, Records, Step, Window
+from .window import Drafts, Records, Step, Window, choose
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 
@@ -217,7 +215,7 @@ class Decoder:
     # Join and leave
 
     def open(self, sequence: Sequence) -> None:
-        """Begin with one sequence, before its prompt is prefilled (``prefill.py``)."""
+        """Begin with one sequence, before its prompt is prefilled (``prefill_prompt``)."""
         self.sequences, self.cache = [sequence], SingleCache(sequence.cache, self.kv)
         self.head.join([sequence.cache], None)
 

@@ -1,18 +1,38 @@
-"""Sources of drafts other than the head, which need no pass of a model.
+"""Sources of drafts other than the head, which need no pass of a model: the text's own repetitions, and a grammar.
 
-To add a source, write a file with a class like ``Source`` and a function that makes it for a sequence, and add the function to
-``SOURCES``. ``depth.Depth`` chooses the source and the number of drafts, by the acceptance rates of each source and by the
-times of its steps.
+To add a source, write a class like ``Source`` and a function that makes it for a text, and add the function to ``SOURCES``.
+``depth.Depth`` chooses the source and the number of drafts, by the acceptance rates of each source and by the times of its
+steps.
+
+Copy drafts are prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023,
+arXiv:2304.04487): if the text's last tokens occurred before, the tokens that followed them are drafted. A draft costs no pass
+of a model, and an answer that edits or quotes its prompt copies whole paragraphs. A match has at least ``N_GRAM`` tokens. It
+continues while the text repeats the earlier passage. The longer it is, the likelier is another copy:
+
+    ... a b c d e f g ...            a match of a b c d e, then of f, ...
+    ... a b c d e  ->  f g ...       the drafts
+        <- length ->
+
+After a difference, such as a changed name, the text often rejoins the copied passage: ``N_REJOIN`` tokens are enough for a
+match a little further on. Every token shows whether a copy would have been right, even if no copy was drafted. So the
+acceptance rate of copies is known without trying them.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+from math import prod
 from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..pacing.depth import MAX_COPY_TOKENS
+from ..pacing.rates import Rates
 from ..text.grammar import ForcedTokens, Grammar
 from .draft_options import TextOptions
-from .prompt_lookup import PromptLookup
+
+N_GRAM = 5  # the length of a new match; shorter matches are often chance, and replace better drafts of the head
+N_REJOIN, NEAR = 2, 32  # the length of a match that rejoins a passage, and the number of tokens to search for it
+LONGEST = 64  # longer matches count as this length, since they are not better
 
 
 class Source(Protocol):
@@ -48,6 +68,121 @@ class Source(Protocol):
             each, for a proposal with probability one.
         """
         ...
+
+
+class NGramIndex:
+    """The last occurrence of each n-gram in a growing text."""
+
+    def __init__(self, text: list[int]):
+        self.text = text
+        self.ends: dict[tuple[int, ...], int] = {}  # the index after the last occurrence of each n-gram
+        self.n_indexed = 0  # n-grams
+
+    def find(self) -> int | None:
+        """The position after the last earlier occurrence of the text's last n-gram, if any."""
+        rest = self.text[self.n_indexed : -1]
+        n_grams = zip(*(rest[i:] for i in range(N_GRAM)))
+        self.ends.update((n_gram, end) for end, n_gram in enumerate(n_grams, self.n_indexed + N_GRAM))
+        self.n_indexed = max(len(self.text) - N_GRAM, 0)
+        return self.ends.get(tuple(self.text[-N_GRAM:]))
+
+
+class PromptLookup:
+    """The text's own repetitions as a source of drafts. Call ``propose`` only if ``acceptance`` is not empty.
+
+    Args:
+        text (Sequence[int]): The known text so far. Numbers below 0 are not copied.
+        fixed (int, optional): As in ``sources.Source``. Default: ``None``.
+
+    Attributes:
+        text (List[int]): The text, with the tokens observed since.
+    """
+
+    name = "copies"
+
+    def __init__(self, text: Sequence[int] = (), fixed: int | None = None):
+        self.text, self.fixed = [*text], fixed
+        self.index = NGramIndex(self.text)
+        self.rates = Rates(self._bucket(LONGEST) + 1)  # by the length of the match
+        self.length = 0  # tokens of the match
+        self.followed: int | None = None
+        self.left: int | None = None  # where the last match was wrong
+        self.is_lost = True  # whether to look for a match
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Add a part of the prompt. Its repetitions are not counted, since the answer may repeat itself more or less."""
+        self.text += tokens
+        self.is_lost = True
+
+    @property
+    def at(self) -> int | None:
+        """The index of the next token's copy, if the text ends in a match."""
+        if self.is_lost:
+            self.followed, self.is_lost = self.index.find(), False
+            if self.followed is None and self.left is not None:
+                self.followed = self._rejoin(self.left)
+            self.length = 0 if self.followed is None else self._match_length(self.followed)
+        return self.followed
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Add decided tokens when the host learns them, and count the copies among them."""
+        for token in tokens:
+            at = self.at
+            if at is not None:
+                is_copy = self.text[at] == token
+                self.left = self.left if is_copy else at
+                self.rates.count(self._bucket(self.length), is_copy)
+                self.followed, self.length, self.is_lost = at + 1, self.length + 1, not is_copy
+            else:
+                self.is_lost = True
+            self.text.append(token)
+
+    def acceptance(self, n_unobserved: int) -> list[float]:
+        """The probability that each copy is accepted, given that the copies before it are: up to [MAX_COPY_TOKENS].
+
+        Empty without a match.
+
+        Args:
+            n_unobserved (int): The number of decided tokens that ``observe`` has not received yet. They are assumed to be
+              copies as well.
+        """
+        if self.at is None:
+            return []
+        n = len(self._copy(self.at, n_unobserved + MAX_COPY_TOKENS))
+        if n <= n_unobserved:
+            return []
+        rates = [self.rates.estimate[self._bucket(self.length + i)] for i in range(n)]
+        return [prod(rates[: n_unobserved + 1]), *rates[n_unobserved + 1 :]]
+
+    def propose(self, k: int, n_unobserved: int) -> tuple[mx.array, list[None]]:
+        """Up to k copies for the tokens after the unobserved ones, and their records: ``None``, for probability one."""
+        at = self.at
+        assert at is not None
+        drafts = self._copy(at, n_unobserved + k)[n_unobserved:]
+        return mx.array(drafts, mx.uint32), [None] * len(drafts)
+
+    def _copy(self, at: int, n: int) -> list[int]:
+        """The n tokens from an index on, fewer if an image begins before."""
+        copy = self.text[at : at + n]
+        period = len(self.text) - at
+        while len(copy) < n:
+            copy.append(copy[-period])  # at the end of the text, the copy continues with its own tokens
+        return copy if min(copy) >= 0 else [*takewhile(lambda token: token >= 0, copy)]
+
+    def _match_length(self, at: int) -> int:
+        """The number of equal tokens before a position and at the end of the text, up to ``LONGEST``."""
+        backwards = zip(self.text[max(at - LONGEST, 0) : at][::-1], self.text[-LONGEST:][::-1])
+        return next((i for i, (a, b) in enumerate(backwards) if a != b), min(at, LONGEST))
+
+    def _rejoin(self, left: int) -> int | None:
+        """The position after the first occurrence of the text's last tokens after the end of the last match."""
+        last = self.text[-N_REJOIN:]
+        starts = range(left, min(left + NEAR, len(self.text) - N_REJOIN))
+        return next((i + N_REJOIN for i in starts if self.text[i : i + N_REJOIN] == last), None)
+
+    def _bucket(self, length: int) -> int:
+        """The bucket of a match: lengths 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 to 63, and from 64 on."""
+        return min(length, LONGEST).bit_length() - N_REJOIN.bit_length()
 
 
 def prompt_lookup(options: TextOptions, text: Sequence[int]) -> Source | None:

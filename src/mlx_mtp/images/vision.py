@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..caches.fingerprint import digest
+from ..caches.validation import digest
 from ..memory.needs import nbytes_of
 from .processor import Processor
 from .tower import VisionArgs, VisionTower, make_tower, split_tower
@@ -113,7 +113,7 @@ class Vision:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """The digest of this tower's tensors and settings, see ``caches/fingerprint.py``."""
+        """The digest of this tower's tensors and settings, see ``caches/validation.py``."""
         parameters: Any = tree_flatten(self.tower.parameters())
         return digest(parameters)
 

@@ -7,10 +7,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from ..caches.fingerprint import fingerprint
 from ..caches.positions import add_mrope, rope_at
 from ..caches.prompt_cache import positions_of
 from ..caches.recurrent import ArraysCache, open_windows
+from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
@@ -42,7 +42,7 @@ class MTPMixin:
         return [ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
 
     def fingerprint(self) -> bytes:
-        """The digest that identifies this model's prompt caches, see ``fingerprint.py``. It is computed once."""
+        """The digest that identifies this model's prompt caches, see ``caches/validation.py``. It is computed once."""
         self._fingerprint = self._fingerprint or fingerprint(self)
         return self._fingerprint
 

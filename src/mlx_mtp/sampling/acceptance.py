@@ -25,9 +25,8 @@ import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import greedy_sampler
 
-from .noise import gumbel, uniform
 from .processors import until_error
-from .sampler import Sampler, TextSampler, for_one_text
+from .sampler import Sampler, TextSampler, for_one_text, gumbel, uniform
 
 
 class Verdict(NamedTuple):
