@@ -17,10 +17,24 @@ from mlx_mtp.pacing.step_times import Plan
 
 MOST = 8
 NOISE = 0.05  # of a step's log time
-LONG, SHORT = 1500, 256  # tokens
+LONG, MIDDLE, SHORT = 1500, 512, 256  # tokens
 COSTS = ((0.05, 0.05), (0.15, 0.05), (0.2, 0.15), (0.4, 0.3), (0.7, 0.7), (1.05, 1.05))
 
-Cost = tuple[float, float]  # of the first draft and of each one after it, in plain steps
+# Published times of passes, relative to one row, by rows from 1: M3 Max and M4 Pro with 4-bit weights (mlx 3863, 3852), M4 Pro
+# with 2-bit weights (3852), M3 Ultra with bfloat16 (4265), M5 Max with 70B in 4 bits (3791); numbers between them are read from
+# lines, with a step behind 5 rows.
+ROWS = (
+    (1.0, 1.0, 1.14, 1.28, 1.42, 2.04, 2.27, 2.5, 2.75),
+    (1.0, 0.99, 1.13, 1.43, 1.75, 2.25, 2.55, 2.84, 3.1),
+    (1.0, 1.3, 1.82, 2.34, 2.86, 3.38, 3.9, 4.42, 4.94),
+    (1.0, *[1.99] * 8),
+    (1.0, 1.05, 1.11, 1.27, 1.42, 1.9, 2.05, 2.2, 2.4),
+)
+A_DRAFT = 0.05  # plain steps
+
+# Of the first draft and of each one after it, in plain steps; or the time of a step at each depth from 0, [MOST + 1].
+Cost = tuple[float, ...]
+STAIRCASES: tuple[Cost, ...] = tuple(tuple(t + k * A_DRAFT for k, t in enumerate(rows)) for rows in ROWS)
 Make = Callable[..., Any]  # as Depth: of the greatest depth and known times
 
 
@@ -76,13 +90,17 @@ class Case:
 
 
 def cases() -> list[Case]:
-    rates, ends, some = (0.0, 0.5, 0.8, 0.95), (COSTS[0], COSTS[-1]), (COSTS[0], COSTS[3], COSTS[-1])
+    rates, accepted = (0.0, 0.5, 0.8, 0.95), (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+    ends, some = (COSTS[0], COSTS[-1]), (COSTS[0], COSTS[3], COSTS[-1])
 
     def known(cost: Cost, depths: Sequence[int], speed: float = 1.0) -> tuple[tuple[int, float], ...]:
         return tuple((k, speed * seconds(cost, k)) for k in depths)
 
     def short(a: float) -> Text:
         return Text(a, n_tokens=SHORT)
+
+    def middle(a: float) -> Text:
+        return Text(a, n_tokens=MIDDLE)
 
     return [
         *(Case("never slower", c, Text(a), 0.98, 0.95) for c, a in product(COSTS, rates)),
@@ -96,6 +114,11 @@ def cases() -> list[Case]:
         *(
             Case("changing text", c, Text(a, b), 0.98, 0.95)
             for c, (a, b) in product(COSTS, ((0.95, 0.1), (0.1, 0.95), (0.9, 0.5)))
+        ),
+        *(Case("staircase", c, middle(a), 0.97, 0.91) for c, a in product(STAIRCASES, accepted)),
+        *(
+            Case("staircase, known times", c, middle(a), 0.98, 0.95, known=known(c, (0, 1, 2, 4, 8)))
+            for c, a in product(STAIRCASES, accepted)
         ),
         # At the end a step takes two and a half times as long.
         *(Case("growing context", c, Text(0.8), 0.98, 0.95, growth=0.001) for c in COSTS),
@@ -133,6 +156,8 @@ def cases() -> list[Case]:
 
 def seconds(cost: Cost, k: int) -> float:
     """Of a step with k drafts; a plain step takes 1."""
+    if len(cost) > 2:
+        return cost[k]
     return 1.0 + (cost[0] + cost[1] * (k - 1) if k else 0.0)
 
 

@@ -9,6 +9,7 @@ The head's confidence in a draft is not used: the host knows it only after the d
 building the verify pass usually costs more than it saves. If waiting gains, ``--tune`` sets ``draft_p_min``.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from .rates import Rates
@@ -50,8 +51,8 @@ class Depth:
     It begins with plain steps, unless it has times already, then drafts one token twice, and then chooses the best depth by its
     estimates. It forgets given times if the first two steps at a depth contradict them; a single step may include a pause.
 
-    If plain decoding is best, it probes: it drafts one token from time to time to see whether the text has changed, less often
-    if fewer drafts are accepted. The share of time lost by probing is at most ``PROBING`` times the first draft's acceptance.
+    If plain decoding is best, it probes: it drafts from time to time to see whether the text has changed, less often if fewer
+    drafts are accepted. The share of time lost by probing is at most ``PROBING`` times the first draft's acceptance.
 
     The time of a step with two drafts is a guess until it is measured. If a pass over two tokens takes much longer than a pass
     over one, a third token often adds little. So if the best depth is 0 or 1, it tries two drafts if they would be faster with
@@ -74,7 +75,7 @@ class Depth:
     # The first step at a depth is not counted, and the others show whether it was slow.
     FIRST_DEPTHS = (0, 0, 0, 0, 1, 1)
     PROBING = 0.02  # the share of time that probing may lose
-    FIRST_LOSS = 1.0  # the additional time, in plain steps, that probing may lose, so that it can begin
+    FIRST_LOSS = 0.7  # the additional time, in plain steps, that probing may lose, so that it can begin
     # The gain over plain decoding, relative to its speed, that drafting requires, since estimates have errors.
     MARGIN = 0.03
     PLAIN_AFTER_PROBE = 0  # plain steps after a probe
@@ -92,7 +93,8 @@ class Depth:
         self.most, self.only = most, only
         self.times = StepTimes(most, seconds) if times is None else times
         self.rates = Rates(most) if rates is None else rates
-        self.elapsed = self.lost = 0.0  # seconds; lost by drafting, against plain decoding
+        self.elapsed = self.lost = 0.0  # seconds; lost by probing, against plain decoding
+        self.is_probing = False  # whether plain decoding was best when the latest steps were planned
         self.has_begun = False  # whether the first step was chosen
         self.is_alone = True  # whether no other generation ran during the latest step
         self.planned: list[Plan] = []
@@ -131,6 +133,7 @@ class Depth:
         plain, *others = self.times.estimate
         seconds = [(1 - self.MARGIN) * plain, *others]
         best = best_depth(self.rates.estimate, seconds) if self.only is None else self.only
+        self.is_probing = best == 0
         tokens = expected_tokens(self.rates.estimate)[best]
         if (free := self._best_source(offers, tokens / seconds[best])) is not None:
             gain = expected_tokens(offers[free.source])[free.k] / self.times.of(free) * plain
@@ -141,7 +144,10 @@ class Depth:
             is_safe = self._is_safe(tokens / seconds[best] * plain)
             return [Plan(best)] if is_safe else [PLAIN_PLAN, *self._trial(best, seconds)]
         if self.lost < self.PROBING * self.rates.estimate[0] * self.elapsed + self.FIRST_LOSS * plain:
-            return self._trial(best, seconds) or [Plan(1), *[PLAIN_PLAN] * self.PLAIN_AFTER_PROBE]
+            probe = best_depth(
+                self.rates.estimate, [math.inf, *others]
+            )  # costs least, and shows most if the text has changed
+            return self._trial(best, seconds) or [Plan(probe), *[PLAIN_PLAN] * self.PLAIN_AFTER_PROBE]
         return [PLAIN_PLAN]
 
     def _is_safe(self, gain: float) -> bool:
@@ -217,10 +223,14 @@ class Depth:
         return None
 
     def _account(self, plan: Plan, n_accepted: float, seconds: float | None) -> None:
-        """Add a step to the time elapsed, and its time beyond that of plain decoding to the time lost by drafting."""
+        """Add a step to the time elapsed, and a probe's time beyond that of plain decoding to the time lost.
+
+        Drafts that were expected to pay are no probes: a text that was hard for a while would otherwise not be probed again.
+        """
         # A pause, such as a slow caller's, neither allows more probing nor counts as a loss of a probe.
         seconds = self.times.of(plan) if seconds is None else self.times.without_pause(plan, seconds)
         self.elapsed += seconds
         if plan.k > 0:
             n_tokens = 1 + (1 - self.DOUBT) * n_accepted
-            self.lost = max(self.lost + seconds - n_tokens * self.times.estimate[0], 0.0)
+            lost = max(self.lost + seconds - n_tokens * self.times.estimate[0], 0.0)
+            self.lost = lost if self.is_probing else min(lost, self.lost)
