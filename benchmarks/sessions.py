@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.cli.display import table
-from mlx_mtp.server.api.chat_completions import read_request
+from mlx_mtp.server.api.completions import read_chat as read_request
 from mlx_mtp.server.command_line import check, make_parser
 from scripts.shared import SOURCES, script_parser
 from tests.support.checkpoints import first_layers

@@ -12,7 +12,7 @@ from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
 from mlx_mtp.server import structured_output
-from mlx_mtp.server.api import chat_completions, completions, messages, responses
+from mlx_mtp.server.api import completions, messages, responses
 from mlx_mtp.server.request import ApiError, Request, StructuredOutput
 from mlx_mtp.text import grammar
 from mlx_mtp.text.call_grammar import CallGrammar
@@ -130,12 +130,12 @@ def test_reasoning_comes_first(client):
 
 
 def read(**body) -> Request:
-    return chat_completions.read_request({"messages": ASK, **body}, FLAGS)[1]
+    return completions.read_chat({"messages": ASK, **body}, FLAGS)[1]
 
 
 def test_each_api_reads_its_own():
     flat = {"type": "json_schema", "name": "a", "schema": PERSON}
-    _, completion = completions.read_request({"prompt": "a", "response_format": json_schema(PERSON)}, FLAGS)
+    _, completion = completions.read_completion({"prompt": "a", "response_format": json_schema(PERSON)}, FLAGS)
     _, response = responses.read_request({"input": "a", "text": {"format": flat}}, FLAGS)
     _, message = messages.read_request({"messages": ASK, "output_format": flat}, FLAGS)
     for request in (completion, response, message, read(response_format=json_schema(PERSON))):

@@ -7,8 +7,8 @@ import mlx.nn as nn
 import openai
 import pytest
 
-from mlx_mtp.server.api.chat_completions import ChatBody, ChatWriter
-from mlx_mtp.server.engine.delta import Delta
+from mlx_mtp.server.api.completions import ChatBody, ChatWriter
+from mlx_mtp.server.request import Delta
 from mlx_mtp.text.tokens import Pieces
 from mlx_mtp.text.tool_calls import Text
 from tests.support.models import TRAINED

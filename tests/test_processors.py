@@ -10,7 +10,7 @@ from mlx_lm.sample_utils import make_sampler as stock_sampler
 from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
 from mlx_mtp.generate.stored import seeing
 from mlx_mtp.sampling.processors import keeps_state
-from mlx_mtp.server.thinking import make_budget
+from mlx_mtp.server.engine.admission import make_budget
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import model_of

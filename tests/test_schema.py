@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
-from mlx_mtp.server.api import chat_completions
+from mlx_mtp.server.api import completions
 from mlx_mtp.server.request import ApiError, StructuredOutput
 from mlx_mtp.server.structured_output import make_output_grammar
 from mlx_mtp.text.schema import ANY, Schema, standard
@@ -189,7 +189,7 @@ def test_malformed_choices():
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
     for choice in ({"function": "f"}, {"function": 5}, {"function": {"name": []}}, {}):
         with pytest.raises(ApiError, match="tool_choice must be auto, none, required or a tool by its name"):
-            chat_completions.read_request({**body, "tool_choice": {"type": "function", **choice}}, FLAGS)
+            completions.read_chat({**body, "tool_choice": {"type": "function", **choice}}, FLAGS)
 
 
 json_values = st.recursive(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_mtp.server.api import chat_completions
+from mlx_mtp.server.api import completions
 from mlx_mtp.server.app import APIS, MAX_BODY, parse_json
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
@@ -176,7 +176,7 @@ def test_a_message_of_the_user_is_not_continued():
 
 
 def read(**body):
-    return chat_completions.read_request(parse_json(json.dumps({**ASK, **body}).encode()), FLAGS)[1]
+    return completions.read_chat(parse_json(json.dumps({**ASK, **body}).encode()), FLAGS)[1]
 
 
 def test_accepts_fields_that_change_nothing():

@@ -18,8 +18,8 @@ from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.vision import Vision
 from mlx_mtp.server.command_line import make_parser
 from mlx_mtp.server.engine import encode as encoding
-from mlx_mtp.server.engine import fetch_images as images
-from mlx_mtp.server.engine.fetch_images import fetch
+from mlx_mtp.server.engine import encode as images
+from mlx_mtp.server.engine.encode import fetch
 from mlx_mtp.server.request import ApiError, Request
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN

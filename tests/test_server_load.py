@@ -14,17 +14,16 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_mtp.memory.needs import sizes_of
+from mlx_mtp.server import frontend
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine import engine as generation
-from mlx_mtp.server.engine import frontend
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.engine.clients import Clients
-from mlx_mtp.server.engine.delta import Delta
-from mlx_mtp.server.engine.frontend import Frontend, in_thread
 from mlx_mtp.server.engine.metrics import Metrics
-from mlx_mtp.server.engine.stores import Stores
-from mlx_mtp.server.request import ApiError, Prompt, Request, Started, Waiting
+from mlx_mtp.server.engine.models import Stores
+from mlx_mtp.server.frontend import Frontend, in_thread
+from mlx_mtp.server.request import ApiError, Delta, Prompt, Request, Started, Waiting
 from tests.support.engine import Engine
 from tests.support.models import TRAINED, tiny_model
 from tests.support.prompt_store import TEXT, read

@@ -15,8 +15,8 @@ from mlx_mtp.prompt_store import PromptStore
 from mlx_mtp.prompt_store.cuts import LINE
 from mlx_mtp.prompt_store.disk import Folder
 from mlx_mtp.server.command_line import check, make_parser
-from mlx_mtp.server.engine import stores as caches
-from mlx_mtp.server.engine.stores import Stores
+from mlx_mtp.server.engine import models as caches
+from mlx_mtp.server.engine.models import Stores
 from mlx_mtp.server.request import Prompt
 from tests.support.engine import Engine
 from tests.support.models import tiny_model

@@ -6,9 +6,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import load, mtp_generate_step
-from mlx_mtp.server.api import chat_completions, messages, responses
+from mlx_mtp.server.api import completions, messages, responses
+from mlx_mtp.server.engine.admission import make_budget
 from mlx_mtp.server.request import Thinking
-from mlx_mtp.server.thinking import make_budget
 from mlx_mtp.text.answer import QwenReader, Reasoning
 from mlx_mtp.text.reasoning import end_of_reasoning
 from mlx_mtp.text.tool_calls import Text
@@ -66,28 +66,28 @@ LOW, MEDIUM, MAX = ({"enable_thinking": True, "reasoning_effort": effort} for ef
 
 
 @pytest.mark.parametrize(
-    ("module", "fields", "variables", "budget"),
+    ("read_request", "fields", "variables", "budget"),
     [
-        (chat_completions, {}, {}, None),
-        (chat_completions, OFF, OFF, None),
-        (chat_completions, {"reasoning_effort": "none"}, OFF, None),
-        (chat_completions, {"reasoning_effort": "minimal"}, OFF, None),
-        (chat_completions, {"reasoning_effort": "low"}, LOW, 1024),
-        (chat_completions, {"reasoning_effort": "max"}, MAX, None),
-        (chat_completions, {"thinking_budget": 7}, {"enable_thinking": True}, 7),
-        (chat_completions, {"thinking_budget": 0}, OFF, 0),
-        (chat_completions, {"reasoning_effort": "max", "chat_template_kwargs": OFF}, MAX | OFF, None),
-        (messages, {"thinking": {"type": "disabled"}}, OFF, None),
-        (messages, {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}, 9),
-        (messages, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}}, MEDIUM, 8192),
-        (responses, {"reasoning": {"effort": "none"}}, OFF, None),
-        (responses, {"reasoning": {"effort": "low", "summary": "auto"}}, LOW, 1024),
+        (completions.read_chat, {}, {}, None),
+        (completions.read_chat, OFF, OFF, None),
+        (completions.read_chat, {"reasoning_effort": "none"}, OFF, None),
+        (completions.read_chat, {"reasoning_effort": "minimal"}, OFF, None),
+        (completions.read_chat, {"reasoning_effort": "low"}, LOW, 1024),
+        (completions.read_chat, {"reasoning_effort": "max"}, MAX, None),
+        (completions.read_chat, {"thinking_budget": 7}, {"enable_thinking": True}, 7),
+        (completions.read_chat, {"thinking_budget": 0}, OFF, 0),
+        (completions.read_chat, {"reasoning_effort": "max", "chat_template_kwargs": OFF}, MAX | OFF, None),
+        (messages.read_request, {"thinking": {"type": "disabled"}}, OFF, None),
+        (messages.read_request, {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}, 9),
+        (messages.read_request, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}}, MEDIUM, 8192),
+        (responses.read_request, {"reasoning": {"effort": "none"}}, OFF, None),
+        (responses.read_request, {"reasoning": {"effort": "low", "summary": "auto"}}, LOW, 1024),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_each_api_asks_for(module, fields, variables, budget):
-    name = "input" if module is responses else "messages"
-    _, request = module.read_request({name: ASK, **fields}, FLAGS)
+def test_what_each_api_asks_for(read_request, fields, variables, budget):
+    name = "input" if read_request is responses.read_request else "messages"
+    _, request = read_request({name: ASK, **fields}, FLAGS)
     assert request.args.chat_template_kwargs == variables
     tokenizer = SimpleNamespace(chat_template="{{ enable_thinking }}", has_thinking=True)
     assert request.thinking.limit(tokenizer) == budget

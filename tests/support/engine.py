@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mlx_mtp.server.api import chat_completions
+from mlx_mtp.server.api import completions
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.admission import Admission
-from mlx_mtp.server.engine.delta import Delta
-from mlx_mtp.server.engine.frontend import Frontend
+from mlx_mtp.server.frontend import Frontend
+from mlx_mtp.server.request import Delta
 from mlx_mtp.server.serve import make_engine
 
 from .scripted_server import choose
@@ -69,7 +69,7 @@ class Engine:
         content = {"messages": messages, "logprobs": True, **body}
         if say is not None:
             content["chat_template_kwargs"] = {"say": say}
-        _, request = chat_completions.read_request(content, self.frontend.options)
+        _, request = completions.read_chat(content, self.frontend.options)
         steps = [item async for item in self.frontend.generate(request) if isinstance(item, Delta)]
         tokens, logprobs = [s.token for s in steps], [s.likely.logprob for s in steps if s.likely is not None]
         return Answered(request.encoded.tokens, request.n_cached, tokens, logprobs)

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from mlx_mtp.server import serve
-from mlx_mtp.server.engine.frontend import Frontend
+from mlx_mtp.server.frontend import Frontend
 from tests.support import scripted_server
 from tests.support.tool_texts import rendered
 

@@ -24,17 +24,15 @@ from .._version import __version__
 from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..checkpoint.storage.hub import cached_repositories
 from ..text.schema import Json
-from .api import chat_completions, completions, messages, openai, responses
+from .api import completions, messages, openai, responses
 from .api.body import Body
-from .api.chat_completions import ChatBody, ChatWriter
-from .api.completions import CompletionBody, CompletionWriter
+from .api.completions import ChatBody, ChatWriter, CompletionBody, CompletionWriter
 from .api.messages import MessagesBody, MessagesWriter
 from .api.responses import ResponsesBody, ResponsesWriter
 from .api.writer import Writer
-from .engine.frontend import Frontend, in_thread
+from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
 from .options import Options
 from .request import ApiError, Request
-from .response import FIGURES, GeneratedResponse, watched
 from .web import ANY, Browsers, PageFiles, page_response
 
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # headers of errors, by status; in seconds
@@ -61,8 +59,8 @@ class API(NamedTuple):
     error_content: Callable[[ApiError], Json]
 
 
-CHAT = API(ChatBody, chat_completions.read_request, ChatWriter, openai.error_content)
-COMPLETIONS = API(CompletionBody, completions.read_request, CompletionWriter, openai.error_content)
+CHAT = API(ChatBody, completions.read_chat, ChatWriter, openai.error_content)
+COMPLETIONS = API(CompletionBody, completions.read_completion, CompletionWriter, openai.error_content)
 RESPONSES = API(ResponsesBody, responses.read_request, ResponsesWriter, openai.error_content)
 MESSAGES = API(MessagesBody, messages.read_request, MessagesWriter, messages.error_content)
 APIS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..checkpoint.catalog import resolve
 from ..checkpoint.config import context_length_of, read_config
 from ..checkpoint.storage.hub import fetch
-from .engine.provider import DEFAULT
+from .engine.models import DEFAULT
 from .options import NO_LIMIT, Options
 
 NO_KEY = "none"  # clients require a key

@@ -22,7 +22,7 @@ from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_t
 from ..prompt_store.disk import MAX_DISK_BYTES
 from .api.body import RESERVED
 from .client_settings import CLIENTS
-from .engine.provider import ModelProvider
+from .engine.models import ModelProvider
 from .options import NO_LIMIT, Options
 
 LIMITS: dict[str, tuple[float, float]] = {

@@ -11,11 +11,14 @@ from ..decoding.counts import DraftCounts
 from ..drafts.draft_options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.tree import Handle
-from ..text.answer import Answer
+from ..text.answer import Answer, Event
 from ..text.grammar import Grammar
 from ..text.tokens import Pieces
-from .thinking import Thinking
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+NO_THINKING = ("none", "minimal")
+BUDGETS = {"low": 1024, "medium": 8192}  # tokens; other efforts have no limit
+VARIABLE = "reasoning_effort"  # the variable of chat templates that support efforts
 NO_MEMORY = "insufficient_memory"  # the code of an error 507
 ModelKey = tuple[str, str | None]  # paths or repos of a model and of its adapters
 
@@ -60,6 +63,33 @@ class Prompt:
         return [self.tokens[i:k] for i, k in pairwise(bounds)]
 
 
+@dataclass(frozen=True)
+class Thinking:
+    """A request's fields for thinking; ``None`` for absent fields."""
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+    budget: int | None = None  # reasoning tokens, after which the end is forced
+
+    def variables(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        enabled = self.enabled
+        if enabled is None and self.effort is not None:
+            enabled = self.effort not in NO_THINKING
+        if enabled is None and self.budget is not None:
+            enabled = self.budget > 0
+        effort = {VARIABLE: self.effort} if self.effort is not None and enabled else {}
+        return effort | ({} if enabled is None else {"enable_thinking": enabled})
+
+    def limit(self, tokenizer: Any) -> int | None:
+        """The reasoning tokens after which the end is forced; those of an effort only if the template does not support it."""
+        if not tokenizer.has_thinking:
+            return None
+        if self.budget is None and VARIABLE not in str(tokenizer.chat_template):
+            return BUDGETS.get(self.effort or "")
+        return self.budget
+
+
 @dataclass
 class StructuredOutput:
     """The structured output of a request: a grammar, or tool calls."""
@@ -93,6 +123,27 @@ class Waiting:
 
     n_read: int
     n_prompt: int
+
+
+@dataclass(frozen=True)
+class Likely:
+    """A token and its log probability."""
+
+    piece: bytes  # the token's text, which may end within a character
+    logprob: float  # before the temperature and the sampler's filters
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The part of an answer that one token adds."""
+
+    events: list[Event]  # the token's text, reasoning and calls
+    token: int
+    finish_reason: str | None  # None unless the answer ends here
+    stop_word: str | None = None  # the stop word that ended the text
+    source: str | None = None  # "model", or the source of the accepted draft: "head", "copies" or "grammar"
+    likely: Likely | None = None  # the token's log probability, if requested
+    top: list[Likely] = field(default_factory=list)  # the requested number of likeliest tokens, in order
 
 
 numbers = count()  # the numbers of requests

@@ -32,10 +32,9 @@ from .command_line import check, check_model, make_parser
 from .engine.admission import Admission
 from .engine.clients import Clients, SharedClients
 from .engine.engine import Engine
-from .engine.frontend import Frontend, in_thread
 from .engine.metrics import Metrics
-from .engine.provider import ModelProvider
-from .engine.stores import Stores
+from .engine.models import ModelProvider, Stores
+from .frontend import Frontend, in_thread
 from .options import NO_LIMIT, Options
 from .request import ApiError
 

@@ -14,12 +14,9 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..engine.delta import Delta
-from ..request import ApiError, Request
+from ..request import ApiError, Delta, Effort, Request, Thinking
 from ..structured_output import from_response_format
-from ..thinking import Effort, Thinking
-from . import refused
-from .body import Body, Part, Positive, Short, read
+from .body import MESSAGES, Body, Part, Positive, Short, read
 from .template_messages import Images, arguments_of, function_call, function_tool, make_request, unsupported
 from .writer import BlockWriter, Usage, event
 
@@ -81,7 +78,7 @@ class OutputConfig(Part):
 
 class MessagesBody(Body):
     NEEDED: ClassVar = "messages"
-    REFUSED: ClassVar = refused.MESSAGES
+    REFUSED: ClassVar = MESSAGES
     max_tokens: Positive | None = None
     system: str | list[Block] | None = None
     messages: Annotated[list[Message], Field(min_length=1)]

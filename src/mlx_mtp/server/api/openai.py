@@ -11,12 +11,10 @@ from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
 
 from ...text.schema import Json
-from ..engine.delta import Delta, Likely
 from ..options import NO_LIMIT
-from ..request import ApiError, Request, StructuredOutput
+from ..request import ApiError, Delta, Likely, Request, StructuredOutput
 from ..structured_output import from_response_format, only_one
-from . import refused
-from .body import Body, Part, Positive, Stop
+from .body import OPENAI, Body, Part, Positive, Stop
 from .writer import Usage, Writer, event
 
 DONE = b"data: [DONE]\n\n"
@@ -37,7 +35,7 @@ class StreamOptions(Part):
 class OpenAIBody(Body):
     """The fields of chat completions and completions."""
 
-    REFUSED: ClassVar = refused.OPENAI
+    REFUSED: ClassVar = OPENAI
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None

@@ -19,12 +19,9 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..engine.delta import Delta
-from ..request import ApiError, Request
+from ..request import ApiError, Delta, Effort, Request
 from ..structured_output import from_response_format
-from ..thinking import Effort
-from . import refused
-from .body import Body, Part, Positive, Short, read
+from .body import RESPONSES, Body, Part, Positive, Short, read
 from .openai import TopLogprobs, logprob_of
 from .template_messages import Images, arguments_of, function_call, function_tool, make_request, unsupported
 from .writer import BlockWriter, Usage, event
@@ -75,7 +72,7 @@ class ReasoningOptions(Part):
 
 class ResponsesBody(Body):
     NEEDED: ClassVar = "input"
-    REFUSED: ClassVar = refused.RESPONSES
+    REFUSED: ClassVar = RESPONSES
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None

@@ -8,8 +8,7 @@ from ...decoding.counts import DraftCounts
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..engine.delta import Delta
-from ..request import ApiError
+from ..request import ApiError, Delta
 
 
 @dataclass(frozen=True)

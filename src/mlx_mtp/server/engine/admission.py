@@ -3,7 +3,7 @@
 import gc
 import logging
 from collections.abc import Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,14 +19,14 @@ from ...images.prompt import ImageEmbeddings
 from ...memory.account import Account
 from ...memory.needs import STEP, Sizes, size, sizes_of
 from ...sampling import sampler as sampling
-from ...text.answer import make_answer
+from ...text.answer import QwenReader, make_answer
 from ...text.tokens import Pieces
 from ..options import Options
 from ..request import NO_MEMORY, ApiError, ModelKey, Prompt, Request
 from ..structured_output import make_output_grammar
-from ..thinking import make_budget
-from .provider import ModelProvider
-from .stores import Stores
+from .models import ModelProvider, Stores
+
+MOST_FORCED = 64  # tokens to end the reasoning: line breaks, the end of a code block, and the tag
 
 
 class Admission:
@@ -225,3 +225,36 @@ def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -
     if tokens.size < n:
         logits[:, mx.array(ends)] = -mx.inf
     return logits
+
+
+def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool, budget: int) -> LogitsProcessor:
+    """A logits processor that ends reasoning after ``budget`` tokens, as in the chat template. It closes a code block first.
+
+    It has no state, so it may be called for any position of a window.
+
+    Args:
+        n_prompt (int): The prompt's number of tokens.
+        in_reasoning (bool): Whether the prompt ends within the reasoning.
+    """
+
+    @lru_cache(maxsize=1)  # consecutive positions have the same reasoning
+    def ending(thought: tuple[int, ...]) -> list[int]:
+        """The tokens that end the reasoning after these; none if it has ended."""
+        marks = tokenizer.think_start, tokenizer.think_end
+        reader = QwenReader(marks, in_reasoning, None)
+        reader.add(tokenizer.decode([*thought]))
+        text = reader.reasoning.closing if reader.in_reasoning else ""
+        return list(tokenizer.encode(text, add_special_tokens=False))[:MOST_FORCED]
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        """tokens [N], logits [1, V]"""
+        i = tokens.size - n_prompt - budget  # index of the ending's token
+        if not 0 <= i < MOST_FORCED:
+            return logits
+        thought: Any = tokens[n_prompt : n_prompt + budget].tolist()
+        end = ending(tuple(thought))
+        if i >= len(end):
+            return logits
+        return mx.where(mx.arange(logits.shape[-1]) == end[i], mx.zeros_like(logits), -mx.inf)
+
+    return process

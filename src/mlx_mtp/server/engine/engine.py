@@ -2,21 +2,26 @@
 
 import _thread
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Thread
+from typing import Any
+
+import mlx.core as mx
 
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import Ranks
 from ...memory.account import is_out_of_memory
 from ...memory.needs import size
-from ..request import NO_MEMORY, ApiError, Request, Started, Waiting
+from ...text.tokens import Pieces
+from ..request import NO_MEMORY, ApiError, Delta, Likely, Request, Started, Waiting
 from .admission import Admission
 from .clients import Clients, reseed, seed_equally
-from .delta import make_delta
 from .metrics import Metrics
 
 STOP = 30.0  # seconds for the last step of running requests, and to write the prompt cache
@@ -225,3 +230,37 @@ def _open(admission: Admission, request: Request) -> None:
         logging.exception("A model could not be loaded.")
         message = f"The model could not be loaded: {e}"
         raise ApiError(404, message, param="model", code="model_not_found") from e
+
+
+def make_delta(request: Request, response: Response, finish_reason: str | None) -> Delta:
+    """Add a token to the request's answer; ``finish_reason`` is "stop" or "length" for the last token."""
+    token, logprobs = response.token, response.logprobs
+    assert logprobs is not None
+    request.n_tokens += 1
+    request.n_accepted += response.from_draft
+    text = _text_of(request.detokenizer, token, finish_reason)
+    events, finish_reason = request.answer.step(text, finish_reason)
+    source = response.counts.source if response.from_draft else "model"
+    delta = Delta(events, token, finish_reason, request.answer.stop.found, source)
+    if request.pieces is None:
+        return delta
+    likely, top = _likely(logprobs, token, max(request.args.top_logprobs, 0), request.pieces)
+    return replace(delta, likely=likely, top=top)
+
+
+def _text_of(detokenizer: Any, token: int, finish_reason: str | None) -> str:
+    if finish_reason != "stop":  # the token that ends the text has no text
+        detokenizer.add_token(token)
+    if finish_reason is not None:
+        detokenizer.finalize()
+    text: str = detokenizer.last_segment
+    return text
+
+
+def _likely(logprobs: mx.array, token: int, n: int, pieces: Pieces) -> tuple[Likely, list[Likely]]:
+    """The token, and the n likeliest tokens at its position that the grammar allows."""
+    tokens = mx.argpartition(-logprobs, kth=n - 1)[:n] if n > 0 else mx.zeros(0, mx.int32)
+    tokens = mx.concatenate([mx.array([token]), tokens.astype(mx.int32)])  # [1 + n]
+    values: Any = logprobs[tokens].tolist()
+    likely, *top = map(Likely, pieces.of(tokens.tolist()), values)  # type: ignore[arg-type]
+    return likely, sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)
