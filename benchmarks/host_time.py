@@ -22,8 +22,9 @@ from benchmarks.fit_cost import model_of
 from mlx_mtp.benchmark.synthetic import COMMON
 from mlx_mtp.caches import recurrent as caches
 from mlx_mtp.caches.prompt_cache import PromptCache, make_prompt_cache
-from mlx_mtp.layers.compiled import Compiler, n_traces
+from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.layers.mtp import run_head
+from mlx_mtp.traces import n_traces
 from scripts.shared import script_parser
 
 TINY = {

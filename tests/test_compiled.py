@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 
-from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step
+from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, traces
 from mlx_mtp.caches.recurrent import recurrent_states, rollback
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.decoding.loop import prefill
@@ -335,7 +335,7 @@ def test_layers_of_one_kind_share_a_trace(monkeypatch):
     model = deep_model("qwen3_5")
     for _ in range(2):
         one_token(model)
-        assert compiled.n_traces() == 3  # a recurrent layer, and an attention layer before and after its cache
+        assert traces.n_traces() == 3  # a recurrent layer, and an attention layer before and after its cache
 
 
 def test_the_number_of_traces_is_bounded(monkeypatch):
@@ -345,7 +345,7 @@ def test_the_number_of_traces_is_bounded(monkeypatch):
     for _ in range(2):
         assert_equal(model, lengths=(2, 3, 4))
     assert len(compiled._traces.latest) == 5
-    assert compiled.n_traces() > 10
+    assert traces.n_traces() > 10
 
 
 def test_prompts_and_training_are_not_compiled(monkeypatch):
@@ -354,7 +354,7 @@ def test_prompts_and_training_are_not_compiled(monkeypatch):
     model(WINDOW[None], cache=model.make_cache(), compiler=Compiler())
     linear_to_lora_layers(model, 2, {"rank": 4, "scale": 2.0, "dropout": 0.5})  # its dropout is in training
     one_token(model)
-    assert compiled.n_traces() == 0
+    assert traces.n_traces() == 0
     model.eval()
     one_token(model)
     assert traced() >= LAYERS
@@ -389,7 +389,7 @@ def test_every_trace_is_counted(monkeypatch):
     def run_twice(*inputs):
         for _ in range(2):
             mx.eval(Compiler().run(total, linear, *inputs))
-        counted.append(compiled.n_traces())
+        counted.append(traces.n_traces())
 
     run_twice(x)
     run_twice(mx.ones((2, 32)))
@@ -405,7 +405,7 @@ def test_every_trace_is_counted(monkeypatch):
     try:
         for _ in range(2):
             Compiler().run(total, linear, x)
-        assert compiled.n_traces() == 7
+        assert traces.n_traces() == 7
     finally:
         mx.enable_compile()
 
@@ -433,7 +433,7 @@ def test_the_demo_is_compiled(monkeypatch):
     trace_anew(monkeypatch)
     model, tokenizer = load(str(DEMO), settings=False)
     mtp(tokenizer.encode("def f(x):\n"), model, max_tokens=6, num_draft_tokens=2)
-    assert compiled.n_traces() > 5
+    assert traces.n_traces() > 5
 
 
 # In pieces

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import switch_layers
 from mlx_lm.utils import load_model
 
+from mlx_mtp import traces
 from mlx_mtp.layers import compiled
 
 from .packs import manifest, pack, pack_config
@@ -144,3 +145,4 @@ def round_otherwise(monkeypatch, amount: float) -> None:
 def trace_anew(monkeypatch) -> None:
     """Trace all compiled functions again, now and when the patches are undone: for what a patch changes within them."""
     monkeypatch.setattr(compiled, "_traces", compiled._Traces())
+    monkeypatch.setattr(traces, "_made", traces._Made())

@@ -8,6 +8,8 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 
+from ..traces import compiled
+
 
 def recur(inputs: Sequence[mx.array], state: mx.array, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """The part of mlx-lm's ``gated_delta_update`` (0.32.2) after its gates.
@@ -39,7 +41,7 @@ def rewind(
     return conv_state, state
 
 
-_rewound = mx.compile(rewind)  # the outputs of the recurrence are not computed
+_rewound = compiled(rewind)  # the outputs of the recurrence are not computed
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from ..distributed.ranks import Ranks
-from ..layers.compiled import n_traces
+from ..traces import n_traces
 
 # By source: green, yellow and blue. The model's own tokens have the terminal's color, and a prompt is dim.
 COLORS = {"head": 32, "copies": 33, "grammar": 34, "prompt": 2}

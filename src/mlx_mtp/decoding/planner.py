@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Generic, TypeVar, cast
 
-from ..layers.compiled import n_traces
 from ..models.protocol import MTPModel
 from ..pacing.batch_depth import BatchDepth, BatchTimes
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
 from ..pacing.step_times import PLAIN_PLAN, Plan
 from ..pacing.timing import Timing, timing_of
+from ..traces import n_traces
 from .decoder import Decoder, draft_limit
 from .exchange import Exchange, Times
 from .sequence import Sequence

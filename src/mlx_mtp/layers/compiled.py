@@ -17,7 +17,8 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+
+from ..traces import compiled
 
 # Traces that a thread keeps, the latest used ones; each takes some 100 KB, and a few milliseconds to make.
 MOST_TRACES = 512
@@ -46,15 +47,9 @@ class _Traces(threading.local):
 
     def __init__(self) -> None:
         self.latest: OrderedDict[Hashable, Function] = OrderedDict()
-        self.n_made = 0
 
 
 _traces = _Traces()
-
-
-def n_traces() -> int:
-    """The number of traces that this thread has made. A step that makes a trace takes longer than later steps."""
-    return _traces.n_made
 
 
 class Compiler:
@@ -95,18 +90,10 @@ class Compiler:
 
 
 def _make_trace(kind: Kind, function: Function, numbers: dict[str, int]) -> Function:
-    known = set()
-
-    def traced(arrays: Any, inputs: Any) -> Any:
-        # MLX calls this for the first inputs, and for others of another number, dtype or stream; always if it does not compile.
-        leaves: Any = tree_flatten([arrays, inputs])
-        # The name of the stream, since equal streams differ in their hashes.
-        signature = str(mx.default_stream(mx.default_device())), *((name, x.shape, x.dtype) for name, x in leaves)
-        _traces.n_made += signature not in known
-        known.add(signature)
+    def of_arrays(arrays: Any, inputs: Any) -> Any:
         return function(_filled(kind.template, arrays), *inputs, **numbers)
 
-    return mx.compile(traced)
+    return compiled(of_arrays)
 
 
 class _UntraceableError(Exception):
