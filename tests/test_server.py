@@ -146,12 +146,20 @@ def test_penalties_equal_mlx_lm(client, trained, text_of):
     assert complete(client, **body).choices[0].text == text_of(want)
 
 
-def test_readme_example(server, alone):
-    (shell,) = re.findall(r"<!-- server -->\n```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    limited = shell.replace(":8080", f":{server.port}").replace("}]}'", '}], "max_tokens": 40}\'')
-    r = subprocess.run(["sh", "-c", limited], capture_output=True, text=True, check=True)
-    content = json.loads(r.stdout)["choices"][0]["message"]["content"]
-    assert content == alone("Write a binary search in Python.", 40, chat=True)
+def test_examples_of_the_pages(server, alone, capsys):
+    """README's with curl and the one of OpenAI's client, each with a limit of its own."""
+    pages = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/clients.md"))
+    (_, shell), (_, python) = re.findall(r"<!-- server -->\n```(\w+)\n(.*?)```", pages, re.DOTALL)
+    shell, python = (text.replace(":8080", f":{server.port}") for text in (shell, python))
+    shell, python = (
+        shell.replace("}]}'", '}], "max_tokens": 40}\''),
+        python.replace("stream=True", "stream=True, max_tokens=40"),
+    )
+    r = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
+    want = alone("Write a binary search in Python.", 40, chat=True)
+    assert json.loads(r.stdout)["choices"][0]["message"]["content"] == want
+    exec(python, {})
+    assert capsys.readouterr().out == want
 
 
 # Several requests
