@@ -28,7 +28,7 @@ from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.step_times import Plan
 from ..sampling.acceptance import n_leading
 from .exchange import Exchange
-from .head import HeadCache, HeadDrafter, NoHead
+from .head import HeadCache, HeadDrafter, NoHead, with_drafts
 from .sequence import Sequence
 from .window import Drafts, Records, Step, Window, choose
 
@@ -333,13 +333,3 @@ def draft_limit(decoder: Decoder, b: int) -> int:
         if n < kv.quantized_kv_start:
             k = min(k, kv.quantized_kv_start - n - 1)  # mlx-lm quantizes between two tokens, never within a window
     return k
-
-
-def with_drafts(tokens: mx.array, b: int, own: mx.array) -> mx.array:
-    """Put the drafts [n] of sequence b into those of all, [B, k] -> [B, max(k, n)]"""
-    if len(tokens) == 1:
-        return own[None]
-    if (n := len(own)) > tokens.shape[1]:
-        tokens = mx.pad(tokens, [(0, 0), (0, n - tokens.shape[1])])
-    tokens[b, :n] = own
-    return tokens

@@ -13,36 +13,33 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..distributed.ranks import Ranks, differing_ranks
+from ..pacing.batch_depth import BatchTimes
+from ..pacing.step_times import StepTimes
 from ..sampling.sampler import SeededSampler, TextSampler
 
 CHECKED_EVERY = 8  # passes between two checksums, where no seconds are sent
-
-
-class Times(Protocol):
-    """``StepTimes``, or ``BatchTimes``, which has them for each batch size."""
-
-    def copy_from(self, other: Any) -> None: ...
 
 
 class Exchange:
     """
     Args:
         ranks (Ranks): The ranks that run the model.
-        times (Times, optional): The step times to keep equal to rank 0's. ``None`` where numbers of drafts are given.
+        times (Union[StepTimes, BatchTimes], optional): The step times to keep equal to rank 0's. ``None`` where numbers of
+          drafts are given.
 
     Attributes:
         unsent (deque[float]): This rank's seconds of steps, until they have been sent.
         received (deque[float]): Rank 0's seconds of steps that have arrived.
     """
 
-    def __init__(self, ranks: Ranks, times: Times | None):
+    def __init__(self, ranks: Ranks, times: StepTimes | BatchTimes | None):
         self.ranks, self.times = ranks, times
         self.unsent: deque[float] = deque()
         self.received: deque[float] = deque()
@@ -67,7 +64,8 @@ class Exchange:
         tokens: Any = prompt.tolist()
         self._check([_checksum(tokens, 0), n_cached % 2**24], "were given other prompts or prompt caches than rank 0")
         seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None
-        state, seeded, times = self.ranks.broadcast((_random_state(), seeded, self.times))
+        agreed: Any = self.ranks.broadcast((_random_state(), seeded, self.times))
+        state, seeded, times = agreed
         mx.random.seed(state)
         if self.times is not None:
             self.times.copy_from(times)

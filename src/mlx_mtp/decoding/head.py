@@ -282,26 +282,37 @@ class HeadDrafter:
         assert isinstance(head, HeadCache)  # ``resolve`` refuses drafts of the head for a model without one
         # Of one sequence, drafts are dropped from the first position on where the head gives no token this probability.
         p_min = (sequences[0].options.draft_p_min or 0.0) if len(sequences) == 1 else 0.0
-        own = [n > 0 and (p_min > 0 or not s.is_greedy) for s, n in zip(sequences, limits)]
-        choosers = {b: _Chooser(s, p_min) for b, s in enumerate(sequences) if own[b]}
-        k, drafts = max(limits), list[mx.array]()  # each [B, 1]
-        out = head.catch_up()  # [B, 1, H]
+        own = [b for b, s in enumerate(sequences) if limits[b] > 0 and (p_min > 0 or not s.is_greedy)]
+        records, sure, drafts = (
+            Records([] for _ in sequences),
+            list[mx.array](),
+            list[mx.array](),
+        )  # drafts are each [B, 1]
+        k, out = max(limits), head.catch_up()  # [B, 1, H]
         for i in range(k):
             if i > 0:
                 out = head.run(out, drafts[-1])
             logits = draft_logits(self.model, self.lm_head, out)  # [B, V]
-            drafts.append(
-                _choose(logits, drafts, {b: c for b, c in choosers.items() if len(c.records) == i < limits[b]})
-            )
+            tokens = mx.argmax(logits, axis=-1, keepdims=True)
+            for b in (b for b in own if len(records[b]) == i < limits[b]):
+                with suppress(Exception), restoring_random_state():  # no draft, and the target calls them again
+                    s, before = sequences[b], mx.concatenate([d[b] for d in drafts]) if drafts else NO_TOKENS
+                    logprobs = s.logprobs(logits[b : b + 1], before)
+                    token, record = s.acceptance.draft(logprobs, s.n_generated + i)
+                    tokens = with_drafts(tokens, b, token.astype(mx.uint32))
+                    records[b].append(record)
+                    # By the likeliest token, not by the drafted one: dropping drafts by their own probability would change
+                    # the distribution of the text.
+                    sure.append(mx.exp(logprobs.max(axis=-1)) >= p_min)
+            drafts.append(tokens)
         head.cache.trim(k - 1)
-        for b, chooser in choosers.items():
-            limits[b] = len(chooser.records)
+        for b in own:
+            limits[b] = len(records[b])
         if p_min > 0 and limits[0] > 0:
-            sure: Any = mx.concatenate(choosers[0].sure).tolist()
-            limits[0] = n_leading(sure)
+            is_sure: Any = mx.concatenate(sure).tolist()
+            limits[0] = n_leading(is_sure)
         tokens = mx.concatenate(drafts, axis=1) if k > 1 else drafts[0]
-        records = [choosers[b].records[:n] if b in choosers else [] for b, n in enumerate(limits)]
-        return tokens[:, : max(limits)], records
+        return tokens[:, : max(limits)], [of_one[:n] for of_one, n in zip(records, limits)]
 
     def observe(self, tokens: Iterable[int]) -> None:
         """Add tokens of the texts to the draft vocabulary, so that any of them can be drafted."""
@@ -314,34 +325,11 @@ class HeadDrafter:
         self.observe(tokens)
 
 
-class _Chooser:
-    """Draws a sequence's drafts, one after the other."""
-
-    def __init__(self, sequence: Sequence, p_min: float):
-        self.sequence, self.p_min = sequence, p_min
-        self.records: list[Any] = []
-        self.sure: list[mx.array] = []
-
-    def choose(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
-        """Logits [1, V] after the drafts before it, each [1] -> a draft, [1]"""
-        s = self.sequence
-        logprobs = s.logprobs(logits, mx.concatenate(drafts) if drafts else NO_TOKENS)
-        token, record = s.acceptance.draft(logprobs, s.n_generated + len(self.records))
-        self.records.append(record)
-        if self.p_min > 0:
-            # By the likeliest token, not by the drafted one: dropping drafts by their own probability would change the
-            # distribution of the text.
-            self.sure.append(mx.exp(logprobs.max(axis=-1)) >= self.p_min)
-        return token.astype(mx.uint32)
-
-
-def _choose(logits: mx.array, drafts: list[mx.array], choosers: dict[int, _Chooser]) -> mx.array:
-    """Logits [B, V] after the drafts before, each [B, 1] -> the next ones, [B, 1]"""
-    tokens = mx.argmax(logits, axis=-1, keepdims=True)
-    for b, chooser in choosers.items():
-        with suppress(Exception), restoring_random_state():  # no draft, and the target calls them again
-            token = chooser.choose(logits[b : b + 1], [d[b] for d in drafts])
-            if len(logits) == 1:
-                return token[:, None]
-            tokens[b] = token
+def with_drafts(tokens: mx.array, b: int, own: mx.array) -> mx.array:
+    """Put the drafts [n] of sequence b into those of all, [B, k] -> [B, max(k, n)]"""
+    if len(tokens) == 1:
+        return own[None]
+    if (n := len(own)) > tokens.shape[1]:
+        tokens = mx.pad(tokens, [(0, 0), (0, n - tokens.shape[1])])
+    tokens[b, :n] = own
     return tokens

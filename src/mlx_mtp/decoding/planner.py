@@ -3,23 +3,23 @@
 from collections import deque
 from collections.abc import Iterator
 from time import perf_counter
-from typing import Generic, TypeVar, cast
+from typing import cast
 
 from ..models.protocol import MTPModel
 from ..pacing.batch_depth import BatchDepth, BatchTimes
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
-from ..pacing.step_times import PLAIN_PLAN, Plan
+from ..pacing.step_times import PLAIN_PLAN, Plan, StepTimes
 from ..pacing.timing import Timing, timing_of
 from ..traces import n_traces
 from .decoder import Decoder, draft_limit
-from .exchange import Exchange, Times
+from .exchange import Exchange
 from .sequence import Sequence
 from .window import Drafts, Step
 
-T = TypeVar("T")
+Observed = tuple[Depth, Plan, float]  # a step: its depth, its plan, and the number of accepted drafts
 
 
-class Clock(Generic[T]):
+class Clock:
     """Measures how long each step took. Where several ranks run the model, all of them use rank 0's seconds, which come later.
 
     A caller may alternate between generations that are open at once. The device runs their passes in the order in which they
@@ -37,7 +37,7 @@ class Clock(Generic[T]):
         self.last: float | None = None  # the time at which the last step was over
         self.n_traces = 0  # the traces made up to that time
         # Steps that wait for their seconds: (step, whether its time is clear, whether no other generation ran in between).
-        self.steps: deque[tuple[T, bool, bool]] = deque()
+        self.steps: deque[tuple[Observed, bool, bool]] = deque()
         self.unsent: deque[float] = deque() if exchange is None else exchange.unsent
         # One process uses its own seconds at once.
         self.received = self.unsent if exchange is None else exchange.received
@@ -51,11 +51,11 @@ class Clock(Generic[T]):
         """Do not measure the next step: other work, such as prefill, took time since the last one."""
         self.last = None
 
-    def record(self, step: T, is_clear: bool) -> bool:
+    def record(self, step: Observed, is_clear: bool) -> bool:
         """Call when a step is over.
 
         Args:
-            step (T): The step, which ``timed`` yields with its seconds.
+            step (Observed): The step, which ``timed`` yields with its seconds.
             is_clear (bool): Whether the time since the last step was spent only on this step, judged by the steps around it.
 
         Returns:
@@ -71,12 +71,12 @@ class Clock(Generic[T]):
         self.last, self.is_alone = now, True
         return before is not None
 
-    def timed(self) -> Iterator[tuple[T, float | None, bool]]:
+    def timed(self) -> Iterator[tuple[Observed, float | None, bool]]:
         """Yield the recorded steps whose seconds have arrived, the oldest first.
 
         Yields:
-            Tuple[T, Optional[float], bool]: The step, its seconds, which are ``None`` where they are not clear, and whether no
-            other generation ran in between.
+            Tuple[Observed, Optional[float], bool]: The step, its seconds, which are ``None`` where they are not clear, and
+            whether no other generation ran in between.
         """
         while self.received:
             (step, is_clear, is_alone), seconds = self.steps.popleft(), self.received.popleft()
@@ -88,13 +88,14 @@ class Planner:
 
     Args:
         model (MTPModel): The model. Where several ranks run it, the depths observe the times of rank 0.
-        times (Times, optional): The step times that this generation updates. ``None`` where numbers of drafts are given.
+        times (Union[StepTimes, BatchTimes], optional): The step times that this generation updates. ``None`` where numbers of
+          drafts are given.
     """
 
-    def __init__(self, model: MTPModel, times: Times | None):
+    def __init__(self, model: MTPModel, times: StepTimes | BatchTimes | None):
         self.model = model
         self.exchange = None if model.ranks is None else Exchange(model.ranks, times)
-        self.clock: Clock[tuple[Depth, Plan, float]] = Clock(timing_of(model), self.exchange)
+        self.clock = Clock(timing_of(model), self.exchange)
         self.batch_depth = BatchDepth(timing_of(model).of_batches)
         # For copies without drafts of the head: these steps have separate times.
         self.copies_depth = BatchDepth(BatchTimes())
