@@ -45,7 +45,6 @@ mlx_mtp() {
       [[ "$*" == *--prompts* ]] || set -- "$@" --prompts MY_PROMPTS
       [[ "$*" == *--tune* ]] && set -- "$@" --repeat 2 || set -- "$@" --repeat 1
       set -- "$@" --max-tokens 8 ;;
-    draft_vocab) set -- "$@" --size 1024 ;;
     fit)
       set -- "$@" --iters 40 --learning-rate 1e-3 --max-seq-length 64 --max-tokens 20 --drafts 1 --steps-per-eval 20
       set -- "$@" --cache-gb 0.01 ;;
