@@ -13,7 +13,7 @@ import mlx_mtp
 from mlx_mtp.__main__ import COMMANDS
 from mlx_mtp.cli.display import table
 from mlx_mtp.server import command_line
-from mlx_mtp.server.engine import provider
+from mlx_mtp.server.engine import models as engine_models
 from tests.support.commands import refusal
 
 ROOT = Path(__file__).parents[1]
@@ -114,7 +114,7 @@ def test_a_flag_of_generate_and_chat_has_one_help():
 
 @pytest.mark.parametrize("name", ["generate", "chat", "benchmark", "server"])
 def test_mtp_takes_a_head_of_its_own(name, monkeypatch, capsys):
-    given, module = [], provider if name == "server" else import_module(f"mlx_mtp.{name}.__main__")
+    given, module = [], engine_models if name == "server" else import_module(f"mlx_mtp.{name}.__main__")
 
     def load(*args, **options):
         given.append(options["mtp"])
@@ -122,7 +122,7 @@ def test_mtp_takes_a_head_of_its_own(name, monkeypatch, capsys):
 
     monkeypatch.setattr(module, "load", load)
     if name == "server":
-        models = provider.ModelProvider(
+        models = engine_models.ModelProvider(
             command_line.check(PARSERS[name].parse_args(["--mtp", "org/head", "--model", "m"]))
         )
         with pytest.raises(ValueError, match="enough"):
