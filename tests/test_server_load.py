@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from starlette.testclient import TestClient
 
+from mlx_mtp import make_sampler
 from mlx_mtp.memory.needs import sizes_of
 from mlx_mtp.server import frontend
 from mlx_mtp.server.app import make_app
@@ -141,12 +142,22 @@ def test_who_waits_for_memory_or_for_another_model():
     assert [admission.fits(other, [request_of()] * n) for n in range(2)] == [True, False]
 
 
+@pytest.mark.parametrize("acceptance", ["rejection", "match"])
+def test_a_request_with_a_seed_has_coupled_drafts(acceptance):
+    """Whatever the server accepts drafts by: a seed gives one text, beside any other request."""
+    admission = admission_with(tiny_model("qwen3_5"), "--acceptance", acceptance)
+    admission.models.tokenizer = SimpleNamespace(encode=lambda _: [1], eos_token_ids=[2])
+    request, given = request_of(), dict(top_p=0.9, min_p=0.1, top_k=5, xtc_probability=0.0, xtc_threshold=0.1)
+    request.args.seed, request.args.sampling = 7, SimpleNamespace(temperature=1.0, **given)
+    assert admission.make_sampler(request) == make_sampler(1.0, seed=7, xtc_special_tokens=[1, 2], **given)
+
+
 # Clients that wait
 
 
-def request_of(seed=None, temperature=0.0):
+def request_of():
     request = Request("text", "a", [], None, None)
-    request.args = SimpleNamespace(model="m", seed=seed, sampling=SimpleNamespace(temperature=temperature))
+    request.args = SimpleNamespace(model="m", seed=None, sampling=SimpleNamespace(temperature=0.0))
     request.key, request.encoded = KEY, Prompt([0] * 8)
     return request
 

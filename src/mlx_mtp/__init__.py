@@ -8,7 +8,7 @@ from .checkpoint.load import DEMO, load
 from .convert import convert
 from .decoding.counts import DraftCounts
 from .decoding.loop import mtp_generate_step
-from .drafts.draft_options import TextOptions
+from .drafts.options import TextOptions
 from .generate import GenerationResponse, generate, stream_generate
 from .layers.mtp import MTPModule
 from .pacing.depth import MAX_DRAFT_TOKENS, Depth

@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.counts import DraftCounts
-from ..drafts.draft_options import CopyDrafts, NumDraftTokens
+from ..drafts.options import CopyDrafts, NumDraftTokens
 from .generator import BatchGenerator, Response
 
 

@@ -22,7 +22,7 @@ from ..decoding.decoder import Decoder
 from ..decoding.loop import accept, draft, verify
 from ..decoding.planner import Planner
 from ..decoding.sequence import PendingEmbeddings, Sequence
-from ..drafts.draft_options import CopyDrafts, NumDraftTokens, TextOptions, check_model
+from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..pacing.timing import timing_of
 from .prompts import Prompts, check_count, entries_of, make_sequence, options_of, resolve_in_batch

@@ -18,7 +18,7 @@ from ..caches.single import KVOptions, SingleCache
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import check_embeddings, prefill_chunk
 from ..decoding.sequence import PendingEmbeddings, Sequence
-from ..drafts.draft_options import TextOptions
+from ..drafts.options import TextOptions
 from ..models.protocol import MTPModel
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.prefill_budget import PrefillBudget

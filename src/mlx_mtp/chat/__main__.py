@@ -26,7 +26,7 @@ from ..cli.errors import one_line_errors, sentence
 from ..cli.flags import add_drafting, add_flags, add_sampling
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import Ranks
-from ..drafts.draft_options import asks_for_copies
+from ..drafts.options import asks_for_copies
 from ..extras import require
 from ..generate.stream import GenerationResponse
 from ..prompt_store import PromptStore

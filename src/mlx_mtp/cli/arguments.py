@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.generation_config import Sampling, sampling_defaults
 from ..checkpoint.load import DEMO, DEMO_NOTE, check_family
 from ..distributed.ranks import Ranks
-from ..drafts.draft_options import asks_for_copies
+from ..drafts.options import asks_for_copies
 from ..prompt_store import PromptStore
 from ..sampling.sampler import AcceptanceName, make_sampler
 from .flags import SAMPLING

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from ..caches.validation import BITS, GROUP_SIZES
 from ..checkpoint.generation_config import RANGES
-from ..drafts.draft_options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
+from ..drafts.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
 from ..files import check_source, make_folder
 from ..images.open import size_of
 from .arguments import asks_for_drafts

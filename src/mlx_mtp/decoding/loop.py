@@ -35,7 +35,7 @@ from mlx_lm.utils import does_model_support_input_embeddings
 from ..caches.positions import ImageSpan, Positions
 from ..caches.prompt_cache import PromptCache, has_head, open_prompt_cache, place_images
 from ..caches.single import KVOptions, SingleCache
-from ..drafts.draft_options import CopyDrafts, NumDraftTokens, TextOptions, check_model
+from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..layers.mtp import run_head
 from ..models.protocol import MTPModel
 from ..pacing.step_times import PLAIN_PLAN

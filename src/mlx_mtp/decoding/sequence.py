@@ -11,7 +11,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
-from ..drafts.draft_options import TextOptions
+from ..drafts.options import TextOptions
 from ..drafts.sources import Source, make_sources
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.rates import Rates

@@ -28,7 +28,7 @@ import mlx.core as mx
 from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.rates import Rates
 from ..text.grammar import ForcedTokens, Grammar
-from .draft_options import TextOptions
+from .options import TextOptions
 
 N_GRAM = 5  # the length of a new match; shorter matches are often chance, and replace better drafts of the head
 N_REJOIN, NEAR = 2, 32  # the length of a match that rejoins a passage, and the number of tokens to search for it

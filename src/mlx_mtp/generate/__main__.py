@@ -31,7 +31,7 @@ from ..cli.errors import one_line_errors
 from ..cli.flags import add_drafting
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import from_rank_0
-from ..drafts.draft_options import asks_for_copies
+from ..drafts.options import asks_for_copies
 from ..extras import require
 from ..files import check_source
 from ..images.prompt import read_images, vision_of

@@ -23,7 +23,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generatio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.loop import mtp_generate_step
-from ..drafts.draft_options import CopyDrafts, NumDraftTokens, TextOptions
+from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions
 from ..layers.compiled import Compiler
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from ..decoding.counts import DraftCounts
 from ..decoding.exchange import same_random_state
 from ..decoding.loop import mtp_generate_step
 from ..decoding.window import Token
-from ..drafts.draft_options import CopyDrafts, NumDraftTokens, asks_for_copies
+from ..drafts.options import CopyDrafts, NumDraftTokens, asks_for_copies
 from ..images.prompt import read_images, vision_of
 from ..prompt_store import PromptStore
 from ..sampling.sampler import TextSampler, for_one_text

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..caches.single import KVOptions
-from ..drafts.draft_options import CopyDrafts, asks_for_copies
+from ..drafts.options import CopyDrafts, asks_for_copies
 from ..sampling.sampler import AcceptanceName
 
 NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the rest of the context

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mlx_lm.server import GenerationArguments
 
 from ..decoding.counts import DraftCounts
-from ..drafts.draft_options import CopyDrafts
+from ..drafts.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.tree import Handle
 from ..text.answer import Answer, Event

@@ -23,7 +23,7 @@ from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..cli.errors import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
 from ..distributed.ranks import Ranks
-from ..drafts.draft_options import asks_for_copies
+from ..drafts.options import asks_for_copies
 from ..memory.account import Account
 from ..memory.needs import size
 from .app import make_app

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ...batch.generator import BatchGenerator
 from ...caches.prompt_cache import has_head
 from ...distributed.ranks import Ranks
-from ...drafts.draft_options import TextOptions
+from ...drafts.options import TextOptions
 from ...images.prompt import ImageEmbeddings
 from ...memory.account import Account
 from ...memory.needs import STEP, Sizes, size, sizes_of
