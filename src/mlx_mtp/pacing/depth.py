@@ -74,7 +74,7 @@ class Depth:
 
     # The first step at a depth is not counted, and the others show whether it was slow.
     FIRST_DEPTHS = (0, 0, 0, 0, 1, 1)
-    PROBING = 0.02  # the share of time that probing may lose
+    PROBING = 0.016  # the share of time that probing may lose
     FIRST_LOSS = 0.7  # the additional time, in plain steps, that probing may lose, so that it can begin
     # The gain over plain decoding, relative to its speed, that drafting requires, since estimates have errors.
     MARGIN = 0.03
