@@ -18,8 +18,7 @@ from unittest.mock import patch
 import mlx.core as mx
 import mlx.nn as nn
 
-from benchmarks.fit_cost import model_of
-from mlx_mtp.benchmark.synthetic import COMMON
+from benchmarks.synthetic import COMMON, model_of
 from mlx_mtp.caches import recurrent as caches
 from mlx_mtp.caches.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.layers.compiled import Compiler

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 import mlx_mtp
+from benchmarks.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
-from mlx_mtp.benchmark.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp.checkpoint.config import read_json
 from mlx_mtp.checkpoint.storage.memory_check import check_memory
 from mlx_mtp.checkpoint.storage.tensors import headers_of
@@ -34,8 +34,8 @@ EXPERTS = {
 }  # fmt: skip
 MODELS = {
     "the demo": lambda: mlx_mtp.load(str(DEMO)),
-    "experts in float32": lambda: synthetic_model({**SMALL, **EXPERTS, "model_type": "qwen3_5_moe"}, 0.8),
-    "4 bits": lambda: synthetic_model({**SMALL, **FOUR_BITS, "model_type": "qwen3_5"}, 0.8),
+    "experts in float32": lambda: [synthetic_model({**SMALL, **EXPERTS, "model_type": "qwen3_5_moe"})],
+    "4 bits": lambda: [synthetic_model({**SMALL, **FOUR_BITS, "model_type": "qwen3_5"})],
 }
 
 

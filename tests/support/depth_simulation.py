@@ -1,4 +1,4 @@
-"""Simulated machines and texts for ``Depth``: what its tests require, and what ``scripts/ablate_depth.py`` measures.
+"""Simulated machines and texts for ``Depth``: what its tests require.
 
 A step takes simulated time, a draft is accepted where the draw of its position in the text is below the acceptance rate there.
 So every run with one seed decodes the same text and sees the same noise, whatever it drafts, and runs differ by their depths

@@ -28,7 +28,6 @@ from . import plot, recommend, results_file, tune
 from .measure import Report, measure
 from .report import show, show_growth, verdict
 from .runs import AUTO, NO_COPIES, check_sizes
-from .synthetic import SHAPES, synthetic_model
 
 # Built-in sets of prompts, by the value of --prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -37,8 +36,6 @@ KINDS: dict[str, Callable[[], dict[str, str]]] = {
     "python": prompts.python_beginnings,
 }
 DEMO_NAME = "demo"
-ACCEPTANCE = 0.8  # of a synthetic model
-SYNTHETIC_TOKENS = 128  # of its prompt
 GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "tune", "json", "plot", "report"), **SHARED_GROUPS}
 
 
@@ -121,14 +118,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the model and its head. The head is always measured, without tuned settings by default."""
     add = parser.add_argument
     add("--model", help=MODEL_HELP)
-    add("--synthetic", choices=SHAPES, help="Time random weights of these shapes in place of a model.")
-    add(
-        "--assume-acceptance",
-        type=float,
-        metavar="RATE",
-        help="With --synthetic: the acceptance rate of a draft whose predecessors were accepted "
-        f"(default: {ACCEPTANCE}).",
-    )
     add(
         "--mtp",
         nargs="?",
@@ -166,7 +155,6 @@ def run(args: argparse.Namespace) -> None:
             repeat=args.repeat,
             stop=subject.stop,
             name=subject.name,
-            acceptance_was_set=args.assume_acceptance,
         )
         print(show(report), end="\n\n" if len(subject.prompts) > 1 else "\n")
         reports.append(report)
@@ -208,29 +196,12 @@ class Subject:
 
 
 def prepare(args: argparse.Namespace) -> Subject:
-    if args.synthetic:
-        return prepare_synthetic(args)
     options = load_options(args) | {"settings": args.settings or False}
     model, tokenizer = load(args.model or str(DEMO), mtp=head_of(args), **options, **rank_groups(args))
     name = args.model or DEMO_NAME
     if model.drafting.tuned is not None:
         name += f" with {model.drafting.tuned}"
     return Subject(model, name, [encode_prompts(args, tokenizer, n) for n in args.context], tokenizer.eos_token_ids)
-
-
-def prepare_synthetic(args: argparse.Namespace) -> Subject:
-    if args.assume_acceptance is None:
-        args.assume_acceptance = ACCEPTANCE
-    model, script = synthetic_model(
-        SHAPES[args.synthetic],
-        args.assume_acceptance,
-        draft_vocab=args.draft_vocab,
-        mtp_bits=args.mtp_bits,
-        draft_head_bits=args.draft_head_bits,
-    )
-    lengths = [n or SYNTHETIC_TOKENS for n in args.context]
-    texts = [mx.array([script.token(i) for i in range(n)]) for n in lengths]
-    return Subject(model, f"synthetic {args.synthetic}", [{"synthetic": tokens} for tokens in texts], ())
 
 
 def prompt_kind(args: argparse.Namespace) -> str:
@@ -282,23 +253,14 @@ def check_flags(args: argparse.Namespace) -> None:
     Raises:
         ValueError: A flag is out of range or cannot be combined with another.
     """
-    check_alone(args, "synthetic", "tune", "report")
+    check_alone(args, "tune", "report")
     check_head(args)
     check_sizes(args.max_tokens, args.repeat)
     if args.tune:
         check_tune(args)
-    if args.synthetic:
-        if args.model or args.prompts or args.report or args.mtp is not True:
-            raise ValueError(
-                "--synthetic replaces the model and its prompts: remove --model, --mtp, --prompts and --report."
-            )
-        if args.draft_vocab is not None and not isinstance(args.draft_vocab, int):
-            raise ValueError("--synthetic has no tokenizer: give --draft-vocab a number.")
-    elif args.assume_acceptance is not None:
-        raise ValueError("--assume-acceptance requires --synthetic.")
-    elif prompt_kind(args) not in KINDS:
+    if prompt_kind(args) not in KINDS:
         prompts.read_prompts(Path(args.prompts))
-    check_limits(vars(args), {"assume_acceptance": (0, 1), "compare_depths": (1, MAX_DRAFT_TOKENS)})
+    check_limits(vars(args), {"compare_depths": (1, MAX_DRAFT_TOKENS)})
     if min(args.context) < 0:
         raise ValueError(f"--context must be a number of tokens, not {min(args.context)}.")
     for flag in (flag for flag in ("tune", "plot", "report") if len(args.context) > 1 and getattr(args, flag)):
@@ -315,7 +277,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def check_tune(args: argparse.Namespace) -> None:
-    fixed = ("synthetic", "compare_depths", "plot", "report", "draft_vocab", "mtp_bits", "draft_head_bits")
+    fixed = ("compare_depths", "plot", "report", "draft_vocab", "mtp_bits", "draft_head_bits")
     for flag in (flag for flag in fixed if getattr(args, flag) is not None):
         raise ValueError(f"--tune chooses the settings to measure: remove {flag_of(flag)}.")
     if args.repeat < 2:

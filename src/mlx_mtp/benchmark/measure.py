@@ -95,7 +95,6 @@ class Report:
     versions: dict[str, str]
     max_tokens: int
     repeat: int
-    acceptance_was_set: float | None  # of a synthetic model
     needed_memory: float  # GB, estimated for the longest text
     parts: Parts
     repeated: dict[str, float]  # by prompt, see ``repeated_share``
@@ -114,7 +113,6 @@ def measure(
     repeat: int = 5,
     stop: Collection[int] = (),
     name: str = "",
-    acceptance_was_set: float | None = None,
 ) -> Report:
     """Time plain and MTP generation, alternating. The report has a result of each run for each prompt and for all.
 
@@ -123,7 +121,6 @@ def measure(
         runs (Sequence[Union[int, str]]): The sources of drafts, see ``runs.py``.
         stop (Collection[int]): Tokens that end a text. Default: none.
         name (str): The model's name, for the report.
-        acceptance_was_set (float, optional): The acceptance rate of a synthetic model, for the report.
 
     Raises:
         ValueError: A number is out of range, or a text ends at once.
@@ -152,7 +149,6 @@ def measure(
         versions=versions,
         max_tokens=max_tokens,
         repeat=repeat,
-        acceptance_was_set=acceptance_was_set,
         needed_memory=needs_of(model, prompts[by_length[-1]].size + max_tokens).total / GB,
         parts=parts,
         repeated={p: repeated_share(*text) for p, text in texts.items()},

@@ -94,7 +94,4 @@ def _spread(results: Sequence[Result]) -> list[list[float]]:
 
 
 def _title(report: Report) -> str:
-    title = f"{Path(report.model).name}: MTP and mlx-lm, {report.max_tokens} tokens a prompt, {report.repeat} rounds"
-    if report.acceptance_was_set is not None:
-        title += f"\nrandom weights; acceptance was set to {report.acceptance_was_set}, not measured"
-    return title
+    return f"{Path(report.model).name}: MTP and mlx-lm, {report.max_tokens} tokens a prompt, {report.repeat} rounds"

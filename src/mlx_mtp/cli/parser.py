@@ -23,7 +23,7 @@ TEXTS = (
 # The groups of --help and their flags, in this order.
 SHARED_GROUPS: dict[str, Sequence[str]] = {
     "model": (
-        "model", "synthetic", "assume_acceptance", "served_model_name", "adapter_path", "serve_model", "allow_any_model",
+        "model", "served_model_name", "adapter_path", "serve_model", "allow_any_model",
         "trust_remote_code", "quantize_activations",
     ),
     "prompt": (
@@ -53,6 +53,7 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
 
 # Flags and commands of earlier versions, and what to use instead, such as "--old": "use --new".
 REMOVED = {
+    "--synthetic": "time random weights with `python -m benchmarks.synthetic` in a checkout.",
     "--exact": "for the bits of plain decoding, decode plainly with --no-mtp. --check compares the two.",
 }
 # Flags of other programs, and the flag of the same use.
