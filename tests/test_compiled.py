@@ -10,9 +10,10 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 
-from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, traces
+from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, stream_generate, traces
 from mlx_mtp.caches.recurrent import recurrent_states, rollback
 from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.decoding import planner
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.decoding.planner import Clock
 from mlx_mtp.layers import compiled
@@ -427,6 +428,31 @@ def test_a_step_that_was_traced_is_not_timed(monkeypatch):
         n += made
         clock.record(step, True)
     assert [step for step, seconds, _ in clock.timed() if seconds is not None] == [1, 2, 3, 5, 6, 7]
+
+
+def test_a_step_that_makes_a_trace_is_not_in_the_speed(trained, monkeypatch):
+    """On a clock on which a step takes one second, and a trace 100 more."""
+    trace_anew(monkeypatch)
+    model, tokenizer = trained
+    seen, now = 0, 0
+
+    def clock():
+        nonlocal seen, now
+        now += 1 + 100 * (traces.n_traces() - seen)
+        seen = traces.n_traces()
+        return now
+
+    monkeypatch.setattr(planner, "perf_counter", clock)
+    options = dict(max_tokens=24, num_draft_tokens=2, copy_drafts="off")
+    *_, last = stream_generate(model, tokenizer, "def f(x):\n", **options)
+    assert 1 <= last.generation_tps <= 3
+    assert now > 500
+    prompts = [tokenizer.encode(text) for text in ("def f(x):\n", "import os\n")]
+    for counts in batch_generate(model, tokenizer, prompts, **options).counts:
+        assert 1 <= counts.tokens_per_second <= 3
+        assert 3 < counts.seconds < 24
+    *_, only = stream_generate(model, tokenizer, "def f(x):\n", **(options | {"max_tokens": 1}))
+    assert only.generation_tps > 3  # of all of the time
 
 
 def test_the_demo_is_compiled(monkeypatch):

@@ -1,4 +1,4 @@
-"""Counts of drafted and accepted tokens of a text."""
+"""Counts of drafted and accepted tokens of a text, and its speed."""
 
 from dataclasses import dataclass, field
 
@@ -19,6 +19,8 @@ class DraftCounts:
         others_accepted (List[int]): Accepted drafts of such sources.
         depth (int): The latest step's number of drafts.
         source (str): The source of the latest step's drafts: ``"head"``, or a name in ``drafts/sources.py``.
+        n_timed (int): Tokens of the steps that are timed: all but the first, and those that made a trace (``traces.py``).
+        seconds (float): The time of these steps.
     """
 
     drafted: list[int] = field(default_factory=list)
@@ -31,6 +33,8 @@ class DraftCounts:
     others_accepted: list[int] = field(default_factory=list)
     depth: int = 0
     source: str = "head"
+    n_timed: int = 0
+    seconds: float = 0.0
 
     def add(self, n_drafted: int, n_accepted: int, source: str = "head") -> None:
         """Count a step."""
@@ -47,6 +51,11 @@ class DraftCounts:
         for i in range(n_drafted):
             drafted[i] += 1
             accepted[i] += i < n_accepted
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The speed of the text, without its first step and steps that made a trace; ``None`` if there is no other step."""
+        return self.n_timed / self.seconds if self.n_timed > 0 else None
 
     @property
     def n_drafted(self) -> int:

@@ -100,6 +100,8 @@ class Planner:
         # For copies without drafts of the head: these steps have separate times.
         self.copies_depth = BatchDepth(BatchTimes())
         self.latest: list[Drafts] = []  # the drafts of the latest windows
+        # The sequences of the latest step, and the time and the number of traces at its end.
+        self.last_end: tuple[list[Sequence], float, int] = [], 0.0, 0
 
     def next(self, decoder: Decoder) -> Drafts:
         """Plan the drafts of the next window. ``Decoder.draft`` makes them."""
@@ -161,6 +163,7 @@ class Planner:
             self._record(step)
 
     def _record(self, step: Step) -> None:
+        self._count_seconds(step)
         drafts, is_plain, several = step.drafts, len(step.drafts) == 0, len(step.sequences) > 1
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         depth, plan = drafts.depth, drafts.plan
@@ -181,6 +184,15 @@ class Planner:
             depth.observe(plan, n_accepted, None, True)
         for (depth, plan, n_accepted), seconds, is_alone in self.clock.timed():
             depth.observe(plan, n_accepted, seconds, is_alone)
+
+    def _count_seconds(self, step: Step) -> None:
+        """Count the time since the latest step for the sequences of both, unless a trace was made since then."""
+        (sequences, before, n_before), now, n = self.last_end, perf_counter(), n_traces()
+        for b, s in enumerate(step.sequences):
+            if s in sequences and n == n_before:
+                s.counts.n_timed += step.n_decided(b)
+                s.counts.seconds += now - before
+        self.last_end = step.sequences, now, n
 
     def clear(self) -> None:
         """Forget the latest windows, after all sequences have left."""

@@ -31,6 +31,9 @@ from .stored import stored_steps
 class GenerationResponse(StockResponse):
     """mlx-lm's response, with the drafts made and accepted so far.
 
+    ``generation_tps`` is without the first step and steps that made a trace: a new shape is traced once in a process, and its
+    kernels are compiled once on a machine. If there is no other step, all tokens and all of the time count, as in mlx-lm.
+
     Args:
         drafted (Tuple[int, ...]): The number of drafts that the head made, by position in the window.
         accepted (Tuple[int, ...]): The number of these accepted.
@@ -179,7 +182,7 @@ def _stream_mtp(
             prompt_tokens=prompt.size,
             prompt_tps=prompt.size / prompt_time,
             generation_tokens=n,
-            generation_tps=n / (time.perf_counter() - tic),
+            generation_tps=counts.tokens_per_second or n / (time.perf_counter() - tic),
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=finish_reason,
             drafted=tuple(counts.drafted),

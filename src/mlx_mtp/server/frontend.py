@@ -254,12 +254,10 @@ class GeneratedResponse(Response):
 
 def figures_of(choices: Sequence[Request], usage: Usage) -> str:
     """The tokens, times and drafts of a finished request, for the log."""
-    now, n = time.perf_counter(), usage.n_generated
-    first_tokens = [r.first_token for r in choices if r.first_token is not None]
-    figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{n} output tokens"]
-    figures.append(f"{now - choices[0].arrived:.2f} s")
-    if n > len(choices):
-        figures.append(f"{(n - len(choices)) / (now - min(first_tokens)):.1f} tokens/s")
+    figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{usage.n_generated} output tokens"]
+    figures.append(f"{time.perf_counter() - choices[0].arrived:.2f} s")
+    if n_timed := sum(r.counts.n_timed for r in choices):  # tokens of steps that compile nothing
+        figures.append(f"{n_timed / max(r.counts.seconds for r in choices):.1f} tokens/s")
     if drafted := sum(counts.n_drafted for counts in usage.drafts or ()):
         accepted = sum(counts.n_accepted for counts in usage.drafts or ())
         figures.append(f"{accepted} of {drafted} drafts accepted")

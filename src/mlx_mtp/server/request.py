@@ -195,12 +195,6 @@ class Request:
         """Tokens of the prompt; 0 until it is encoded."""
         return 0 if self.encoded is None else len(self.encoded.tokens)
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """The speed after the first token; ``None`` without a second token."""
-        n = self.n_tokens - 1
-        return n / (time.perf_counter() - self.first_token) if self.first_token is not None and n > 0 else None
-
     def choices(self) -> "list[Request]":
         """A request for each answer, ``n`` to each prompt, this request first. Answer i has the request's seed plus i."""
         prompts = [prompt for prompt in (self.prompt, *self.more_prompts) for _ in range(self.n)]

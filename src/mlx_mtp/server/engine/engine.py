@@ -194,7 +194,7 @@ class Engine:
         request = self.running.pop(uid)
         request.client.put(None)
         self.admission.keep(request, prompt_cache, tokens)
-        self.metrics.finish(request.counts, request.tokens_per_second, len(self.running))
+        self.metrics.finish(request.counts, len(self.running))
 
     def _fail(self, uid: int, error: ApiError) -> None:
         """End a request with an error, after its sequence has left the batch generator."""

@@ -47,7 +47,7 @@ class Metrics:
             "time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=SECONDS
         )
         self.n_generating = 0  # in the latest step
-        self.rate = histogram("tokens_per_second", "Speed of a request after its first token.", buckets=RATES)
+        self.rate = histogram("tokens_per_second", "Speed of a request, without steps that compile.", buckets=RATES)
 
     @contextmanager
     def step(self, counts: Sequence[DraftCounts]) -> Iterator[None]:
@@ -74,12 +74,12 @@ class Metrics:
         self.cache_hits.inc(n_cached > 0)
         self.in_flight.set(n_running)
 
-    def finish(self, counts: DraftCounts, tokens_per_second: float | None, n_running: int) -> None:
+    def finish(self, counts: DraftCounts, n_running: int) -> None:
         """Count a request that ends: its drafts, its speed if known, and the requests that still run."""
         self.in_flight.set(n_running)
         self._add_drafts(counts)
-        if tokens_per_second is not None:
-            self.rate.observe(tokens_per_second)
+        if (speed := counts.tokens_per_second) is not None:
+            self.rate.observe(speed)
 
     def _add_drafts(self, counts: DraftCounts) -> None:
         for position, (drafted, accepted) in enumerate(zip(counts.drafted, counts.accepted), 1):
