@@ -453,7 +453,8 @@ def test_how_a_server_drafts_and_what_to_open_in_words():
         ("--mtp org/head --copy-drafts off", "with drafts of the MTP head org/head"),
         ("--copy-drafts auto", "with drafts of copies"),
     ):
-        assert command.drafting(check(make_parser().parse_args(flags.split()))) == words
+        options = check(make_parser().parse_args(flags.split()))
+        assert command.drafting(options, bool(options.mtp)) == words
     for host, name in (
         ("127.0.0.1", "127.0.0.1"),
         ("0.0.0.0", "localhost"),
@@ -478,7 +479,9 @@ def test_how_a_server_drafts_and_what_to_open_in_words():
 def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address, key, warns):
     monkeypatch.setattr(command, "make_server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     options = check(make_parser().parse_args(["--host", address, *(["--api-key", key] if key else [])]))
-    models = SimpleNamespace(name="a", default="a", tokenizers={"a": SimpleNamespace(context_length=None)})
+    models = SimpleNamespace(
+        name="a", default="a", has_head=True, tokenizers={"a": SimpleNamespace(context_length=None)}
+    )
     engine = SimpleNamespace(admission=SimpleNamespace(models=models, account=Account()))
     command.serve(options, engine, SimpleNamespace(getsockname=lambda: (address, 80)), [])
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]

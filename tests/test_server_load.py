@@ -166,7 +166,7 @@ def frontend_of(is_alive=True):
     """Without a generation thread."""
     engine = generation.Engine.__new__(generation.Engine)
     engine.clients, engine.metrics = Clients(), Metrics()
-    engine.admission = SimpleNamespace(models=SimpleNamespace(), caches=None)
+    engine.admission = SimpleNamespace(models=SimpleNamespace(drafts=False), caches=None)
     engine.thread, engine.error = SimpleNamespace(is_alive=lambda: is_alive), None
     return Frontend(options_of(), engine)
 

@@ -248,7 +248,7 @@ class GeneratedResponse(Response):
             n_cached=sum(request.n_cached for request in first),
             n_generated=sum(request.n_tokens for request in self.choices),
             n_accepted=sum(request.n_accepted for request in self.choices),
-            drafts=[request.counts for request in self.choices] if self.frontend.options.drafts else None,
+            drafts=[request.counts for request in self.choices] if self.frontend.models.drafts else None,
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..caches.single import KVOptions
-from ..drafts.options import CopyDrafts, asks_for_copies
+from ..drafts.options import CopyDrafts
 from ..sampling.sampler import AcceptanceName
 
 NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the rest of the context
@@ -47,7 +47,7 @@ class Options:
     max_token_gap: float
     min_decode_share: float
     # Drafts
-    mtp: bool | str
+    mtp: bool | str | None
     num_draft_tokens: int | Literal["auto"] | None
     copy_drafts: CopyDrafts | None
     acceptance: AcceptanceName | None
@@ -60,11 +60,6 @@ class Options:
     kv_bits: int | None
     kv_group_size: int
     quantized_kv_start: int
-
-    @property
-    def drafts(self) -> bool:
-        """Whether the model drafts, with its head or by copies."""
-        return bool(self.mtp) or asks_for_copies(self.copy_drafts)
 
     @property
     def kv(self) -> KVOptions:

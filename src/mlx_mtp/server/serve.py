@@ -121,7 +121,7 @@ def summary(options: Options, admission: Admission) -> list[str]:
         limits.append(f"{options.max_queue} waiting")
     note = [f"{DEMO_NOTE}."] if options.model == str(DEMO) else []
     return [
-        f"Model: {models.name}, {drafting(options)}",
+        f"Model: {models.name}, {drafting(options, models.has_head)}",
         *note,
         f"Memory: {size(account.held)} used of {size(account.limit)}",
         f"Limits: {', '.join(limits)}",
@@ -208,12 +208,12 @@ def url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def drafting(options: Options) -> str:
-    """How the model drafts, in words."""
+def drafting(options: Options, has_head: bool) -> str:
+    """How the loaded model drafts, in words."""
     drafters = []
-    if options.mtp:
-        drafters.append("its MTP head" if options.mtp is True else f"the MTP head {options.mtp}")
-    is_auto = options.mtp and options.copy_drafts is None and not isinstance(options.num_draft_tokens, int)
+    if has_head:
+        drafters.append(f"the MTP head {options.mtp}" if isinstance(options.mtp, str) else "its MTP head")
+    is_auto = has_head and options.copy_drafts is None and not isinstance(options.num_draft_tokens, int)
     if is_auto or asks_for_copies(options.copy_drafts):
         drafters.append("copies")
     return f"with drafts of {' and '.join(drafters)}" if drafters else "without drafts"

@@ -154,8 +154,8 @@ class Admission:
             sampler=self.make_sampler(request),
             logits_processors=_make_processors(tokenizer, request, prompt),
             stop_sequences=self._stop_sequences(request),
-            num_draft_tokens=args.num_draft_tokens if self.options.mtp else 0,
-            copy_drafts=request.copy_drafts if self.options.drafts else "off",
+            num_draft_tokens=args.num_draft_tokens if self.models.has_head else 0,
+            copy_drafts=request.copy_drafts if self.models.drafts else "off",
         )
         (uid,) = self.batch.insert_segments(
             segments=[prompt.segments],

@@ -11,10 +11,12 @@ import mlx.core as mx
 from mlx_lm.server import ModelDescription
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ...caches.prompt_cache import has_head
 from ...checkpoint.config import context_length_of
 from ...checkpoint.generation_config import sampling_defaults
 from ...checkpoint.load import load
 from ...distributed.ranks import Ranks
+from ...drafts.options import asks_for_copies
 from ...prompt_store import PromptStore
 from ...prompt_store.cuts import cuts_of
 from ...prompt_store.disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT
@@ -41,6 +43,7 @@ class ModelProvider:
         self.served = [self.name, *options.serve_model]
         self.key: ModelKey | None = None  # the loaded model's
         self.model: Any = None
+        self.has_head = False  # whether the loaded model drafts with a head
         self.tokenizer: Any = None
         self.tokenizers: dict[ModelKey, BoundedTokenizer] = {}
 
@@ -67,6 +70,11 @@ class ModelProvider:
         key = self.resolve(ModelDescription(name, DEFAULT, None))
         return key[0], self.tokenizers.get(key)
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the loaded model drafts, with its head or by copies."""
+        return self.has_head or asks_for_copies(self.options.copy_drafts)
+
     def load(self, key: ModelKey) -> None:
         """Replace the loaded model."""
         if key == self.key:
@@ -78,7 +86,7 @@ class ModelProvider:
         self.model, self.tokenizer = load(path, adapter_path=adapter_path, **self.options.load)
         if self.options.use_default_chat_template and self.tokenizer.chat_template is None:
             self.tokenizer.chat_template = self.tokenizer.default_chat_template
-        self.key = key
+        self.key, self.has_head = key, has_head(self.model)
         context_length = context_length_of(vars(self.model.args))
         vision = self.model.vision if self.model.ranks is None else None
         sampling = sampling_defaults(path, self.options.sampling, self.model.ranks)
