@@ -236,7 +236,8 @@ def test_fail_all_ends_what_is_open():
 
 def client_of(generate, *flags):
     """A client of a server whose generator does this."""
-    generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), options=options_of(*flags), generate=generate)
+    models, options = SimpleNamespace(drafts=False), options_of(*flags)
+    generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), options=options, models=models, generate=generate)
     generator.generate_all = partial(Frontend.generate_all, generator)
     return TestClient(make_app(generator, None, ["*"]))
 
