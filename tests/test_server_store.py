@@ -123,7 +123,12 @@ def test_a_disk_that_does_not_answer_delays_only_the_texts_on_it(model, tmp_path
                 return answer
 
             answers = await asyncio.gather(one(MESSAGES, 0), *(one(other, i) for i in (1, 2)), one(MESSAGES, 3))
-            assert (answers[0].n_cached, answers[0].tokens, answers[3].tokens) == (0, want.tokens, want.tokens)
+            stalled = (
+                answers[0],
+                answers[3],
+            )  # the first to give up is prefilled, and the other one may find it in memory
+            assert min(a.n_cached for a in stalled) == 0
+            assert [a.tokens for a in stalled] == [want.tokens] * 2
             return ended
 
         assert {*asyncio.run(ask())[:2]} == {1, 2}
