@@ -36,7 +36,6 @@ def nobody_reads():
 @pytest.mark.parametrize(
     ("command", "flags", "statuses"),
     [
-        ("draft_vocab", ["--help"], {141}),
         ("generate", ["--help"], {0, 141}),  # argparse does not mind where its text is longer than Python's buffer
         ("generate", ["--model", TRAINED, "-m", "2"], {141}),
         ("convert", ["--inspect", TRAINED], {141}),
@@ -180,10 +179,9 @@ NAMES = {
     "server": "--model --serve-model",
     "convert": "--hf-path --mlx-path --graft-mtp-from --recipe",
     "benchmark": "--model",
-    "draft_vocab": "--corpus",
     "fit": "--model",
 }
-REQUIRED = {"convert": ["--hf-path", TRAINED], "draft_vocab": ["--model", TRAINED], "fit": ["--mlx-path", "out"]}
+REQUIRED = {"convert": ["--hf-path", TRAINED], "fit": ["--mlx-path", "out"]}
 
 
 @pytest.mark.parametrize(("command", "flag"), [(name, flag) for name, flags in NAMES.items() for flag in flags.split()])
@@ -203,8 +201,7 @@ def test_an_empty_name_is_refused_by_its_flag(capsys, command, flag):
         ("generate", "--prompt a --prompt-cache-dir FILE/a", "-dir: the folder FILE/a cannot be written to"),
         ("generate", "--prompt a --settings GONE", "There is no settings file GONE"),
         ("generate", "--prompt a --settings FILE", "FILE is not a settings file"),
-        ("generate", "--prompt a --draft-vocab GONE", "There is no draft vocabulary GONE"),
-        ("generate", "--prompt a --draft-vocab FILE", "FILE is not a draft vocabulary"),
+        ("generate", "--prompt a --draft-vocab GONE", "argument --draft-vocab: invalid int value"),
         ("generate", "--prompt a --mtp-bits 7", "mtp_bits is 7"),
         ("generate", "--prompt a --draft-head-bits 7", "draft_head_bits is 7"),
         ("generate", "--prompt a --adapter-path GONE", "there is no folder GONE"),
@@ -216,7 +213,6 @@ def test_an_empty_name_is_refused_by_its_flag(capsys, command, flag):
         ("server", "--port 0 --allowed-local-media-path FILE", "--allowed-local-media-path: FILE is not a folder"),
         ("server", "--port 0 --chat-template {%", "--chat-template cannot be rendered"),
         ("server", "--port 0 --api-key-file GONE", "--api-key-file: there is no file GONE"),
-        ("server", "--port 0 --draft-vocab GONE", "There is no draft vocabulary GONE"),
         ("server", "--port 0 --host host.invalid", "The server cannot listen at --host host.invalid, --port 0: "),
         ("benchmark", "--repeat 0", "repeat must be 1 or more, not 0"),
         ("benchmark", "--max-tokens 0", "max_tokens must be 2 or more, not 0"),
@@ -229,10 +225,6 @@ def test_an_empty_name_is_refused_by_its_flag(capsys, command, flag):
         ("fit", "--mlx-path NEW --cache-path FILE", "--cache-path: FILE is not a folder"),
         ("fit", "--mlx-path NEW --temp -1", "--temp must be 0 or more, not -1.0"),
         ("fit", "--mlx-path NEW --seed -1", "--seed must be 0 or more, not -1"),
-        ("draft_vocab", "--corpus GONE", "--corpus: there is no file GONE"),
-        ("draft_vocab", "--corpus FOLDER", "--corpus: FOLDER is not a file"),
-        ("draft_vocab", "--corpus FILE --size 0", "--size must be 1 or more, not 0"),
-        ("draft_vocab", "--corpus FILE --output GONE/a", "There is no folder GONE to write a to"),
         ("convert", "--mlx-path NEW --adapter-path GONE", "--adapter-path: there is no folder GONE"),
     ],
 )

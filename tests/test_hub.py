@@ -130,7 +130,7 @@ def test_missing_repository_and_unreachable_hub_are_one_line(hub, monkeypatch):
     for name in ("/no/such/folder", "no/such/folder"):
         assert_refused(name, "neither a folder nor the name of a repository", *loads)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    unreachable = "not a folder, and there is no connection to the Hugging Face hub to download it. In the cache: org/"
+    unreachable = "not a folder, and there is no connection to the Hugging Face hub to download it. In the cache: "
     assert_refused("org/model", unreachable, partial(fetch, revision=None), CheckpointReader)
 
 

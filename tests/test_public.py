@@ -17,7 +17,7 @@ from mlx_mtp.extras import EXTRAS
 
 PACKAGE = Path(mlx_mtp.__file__).parent
 ROOT = Path(__file__).parents[1]
-COMMANDS = {"about", "generate", "chat", "convert", "benchmark", "server", "draft_vocab", "fit"}
+COMMANDS = {"about", "generate", "chat", "convert", "benchmark", "server", "fit"}
 SHARED = {"cli", "extras", "files", "prompts"}  # by the commands
 LIBRARY = {"batch", "caches", "checkpoint", "decoding", "distributed", "drafts", "images", "memory", "models"}
 LIBRARY |= {"pacing", "prompt_store", "sampling", "text"}

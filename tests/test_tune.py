@@ -17,7 +17,6 @@ from mlx_mtp.benchmark.tune import AUTO, FIXED, OFF, cheaper
 from mlx_mtp.benchmark.ways import Way
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.checkpoint.vocabulary import LIST_FILE
 from mlx_mtp.layers.drafting import Settings
 from tests.support.commands import run_command
 from tests.support.models import DATA, arrays_equal, tiny_model
@@ -75,17 +74,16 @@ def test_combines_forms_that_gained():
     assert combine(base, [*one, of(1.15, draft_p_min=0.3)]) == [Settings(2, mtp_bits=4, draft_p_min=0.3)]
 
 
-def test_tries_only_cheaper_forms(tmp_path):
+def test_tries_only_cheaper_forms():
     model = tiny_model("qwen3_5", vocab_size=64)
     vocab = Settings(draft_vocab=16)
     bits = [Settings(mtp_bits=8), Settings(mtp_bits=4)]
     surer = [Settings(draft_p_min=0.3), Settings(draft_p_min=0.6)]
-    assert cheaper(model, tmp_path) == [*bits, Settings(draft_head_bits=8), Settings(draft_head_bits=4), vocab, *surer]
+    assert cheaper(model) == [*bits, Settings(draft_head_bits=8), Settings(draft_head_bits=4), vocab, *surer]
     nn.quantize(model, 64, 8, class_predicate=lambda path, m: hasattr(m, "to_quantized") and "mtp." not in path)
-    assert cheaper(model, tmp_path) == [*bits, Settings(draft_head_bits=4), vocab, *surer]
+    assert cheaper(model) == [*bits, Settings(draft_head_bits=4), vocab, *surer]
     nn.quantize(model.mtp, 64, 4)
-    (tmp_path / LIST_FILE).write_text("{}")
-    assert cheaper(model, tmp_path) == [Settings(draft_head_bits=4), *surer]
+    assert cheaper(model) == [Settings(draft_head_bits=4), vocab, *surer]
 
 
 @pytest.mark.parametrize(

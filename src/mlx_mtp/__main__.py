@@ -18,7 +18,6 @@ COMMANDS = {
     "convert": ("mlx_mtp.convert.__main__", "convert a model, and keep or add its MTP head"),
     "benchmark": ("mlx_mtp.benchmark.__main__", "measure the speed, and find the fastest settings"),
     "fit": ("mlx_mtp.fit.__main__", "train the MTP head of a fine-tune"),
-    "draft_vocab": ("mlx_mtp.draft_vocab", "make a draft vocabulary from your text"),
     "models": ("mlx_mtp.about.models", "list published models and their names"),
     "doctor": ("mlx_mtp.about.doctor", "check this machine and a model"),
     "cache": ("mlx_mtp.about.cache", "list and remove downloaded heads"),

@@ -225,7 +225,7 @@ def run_tune(args: argparse.Namespace) -> None:
     settings.check_writable(file)
     model, tokenizer = load(name, mtp=head_of(args), draft_vocab=0, settings=False, max_memory=args.max_memory)
     tokens = encode_prompts(args, tokenizer, args.context[0])
-    measured = tune.tune(model, tokenizer, path, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
+    measured = tune.tune(model, tokenizer, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(recommend.show(measured))
     print(same_bits.report(same_bits.compiled_differences(model, min(tokens.values(), key=len))))
     settings.write(file, key, name, recommend.recommend(measured).settings)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
-from ..checkpoint.vocabulary import LIST_FILE, cheapen_drafts
+from ..checkpoint.settings import cheapen_drafts
 from ..cli.display import prepare
 from ..layers.drafting import Settings
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
@@ -37,7 +36,6 @@ Round = list[list[Generation]]  # [settings][prompt]
 def tune(
     model: Any,
     tokenizer: TokenizerWrapper,
-    path: Path,
     prompts: Mapping[str, mx.array],
     *,
     max_tokens: int = 128,
@@ -47,31 +45,29 @@ def tune(
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load(..., draft_vocab=0, settings=False)``.
-        path (Path): The checkpoint's folder.
     """
     check_sizes(max_tokens, repeat)
     with wired_limit(model, [generation_stream]):
         way = fastest_way(model, max(prompts.values(), key=len), repeat)
-        tuner = Tuner(model, tokenizer, path, list(prompts.values()), max_tokens, repeat, way)
+        tuner = Tuner(model, tokenizer, list(prompts.values()), max_tokens, repeat, way)
         measured = tuner.measure([AUTO, *FIXED])
         best = recommend(measured)
         base = best if best is not measured[0] else measured[1]
-        if forms := [replace(f, num_draft_tokens=base.settings.num_draft_tokens) for f in cheaper(model, path)]:
+        if forms := [replace(f, num_draft_tokens=base.settings.num_draft_tokens) for f in cheaper(model)]:
             measured += tuner.measure(forms)[1:]
         if combined := combine(base, measured):
             measured += tuner.measure(combined)[1:]
     return measured
 
 
-def cheaper(model: Any, path: Path) -> list[Settings]:
-    """The forms of drafts that are cheaper than the model's own; ``path`` is the checkpoint's folder."""
+def cheaper(model: Any) -> list[Settings]:
+    """The forms of drafts that are cheaper than the model's own."""
     forms = []
     if not any(hasattr(m, "bits") for _, m in model.mtp.named_modules()):
         forms += [Settings(mtp_bits=bits) for bits in BITS]
     layer = model.output_layer
     forms += [Settings(draft_head_bits=bits) for bits in BITS if bits < getattr(layer, "bits", 16)]
-    if not (path / LIST_FILE).exists():  # the user's own choice
-        forms.append(Settings(draft_vocab=min(ROWS, layer.weight.shape[0] // 4)))
+    forms.append(Settings(draft_vocab=min(ROWS, layer.weight.shape[0] // 4)))
     return forms + [Settings(draft_p_min=p) for p in P_MIN]
 
 
@@ -81,7 +77,6 @@ class Tuner:
 
     model: Any
     tokenizer: TokenizerWrapper
-    path: Path
     prompts: Sequence[mx.array]
     max_tokens: int
     repeat: int
@@ -123,7 +118,7 @@ class Tuner:
         model, layers = self.model, self.model.mtp.leaf_modules()
         forms = (settings.draft_vocab, settings.mtp_bits, settings.draft_head_bits)
         try:
-            cheapen_drafts(model, self.tokenizer, self.path, *forms)
+            cheapen_drafts(model, self.tokenizer, *forms)
             lm_head = model.drafting.lm_head
             mx.eval(model.mtp.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
             with applied(model, Way(settings.compiled, settings.pieces, settings.attention_rows)):

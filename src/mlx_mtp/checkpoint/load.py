@@ -37,12 +37,11 @@ from .originals.fetch import HEADS, fetched_before, forget
 from .originals.fetched_head import FLOOR, FetchedHead, fetch_missing_head, has_own_head, measure_acceptance
 from .originals.fetched_tower import fetch_tower
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
-from .settings import find
+from .settings import cheapen_drafts, check_bits, find
 from .settings import read as read_settings
 from .storage.hub import fetch
 from .storage.memory_check import check_before_download, check_memory, weights_of
 from .storage.tensors import check_weight_files, headers_of, names_in, tensor_names
-from .vocabulary import DraftVocab, cheapen_drafts, check_bits, check_list
 
 DEMO = Path(__file__).parents[1] / "demo"
 DEMO_NOTE = "Demo model: completes Python only"
@@ -64,7 +63,7 @@ def load(
     *,
     mtp: bool | str = "auto",
     copy_drafts: bool = False,
-    draft_vocab: DraftVocab | None = None,
+    draft_vocab: int | None = None,
     mtp_bits: int | None = None,
     draft_head_bits: int | None = None,
     vision: bool | str = True,
@@ -86,9 +85,8 @@ def load(
           generates without drafts. Default: ``"auto"``.
         copy_drafts (bool): Load a supported model for copies if it gets no head: ``mtp_generate_step(...,
           copy_drafts="auto")``. Default: ``False``.
-        draft_vocab (Union[int, str, Path, Sequence[int]], optional): Draft from the first ``n`` token ids, from the ids in a
-          file of ``mlx_mtp draft_vocab``, or from this list; ``0`` uses all. Special tokens, stop tokens and the tokens of the
-          text are always included. Default: ``None``, the file ``draft_vocab.json`` in the model's folder, or all.
+        draft_vocab (int, optional): Draft from the first ``draft_vocab`` token ids, the special and stop tokens, and the tokens
+          of the text; ``0`` uses all. Default: ``None``, the tuned settings, or all.
         mtp_bits (int, optional): Quantize the head's decoder layer in memory to this many bits. Default: ``None``.
         draft_head_bits (int, optional): Quantize a copy of ``lm_head`` for the drafts. Default: ``None``.
         vision (Union[bool, str]): ``"auto"`` to download the base model's vision encoder if the checkpoint of a supported model
@@ -113,7 +111,7 @@ def load(
     if not mtp:
         _check_no_drafting(drafting, settings)
     with raise_on_all(ranks):
-        _check_arguments(adapter_path, settings, *drafting)
+        _check_arguments(adapter_path, settings, mtp_bits, draft_head_bits)
         if ranks is None:
             path = fetch(path_or_hf_repo, revision, weights=())
         else:
@@ -172,7 +170,7 @@ def load(
             head_folder = [fetch(mtp, None)] if isinstance(mtp, str) else []
             folders = [path, *head_folder, *([] if adapter_path is None else [Path(adapter_path)])]
             drafting = _apply_settings(model, settings, folders)
-        cheapen_drafts(model, tokenizer, path, *drafting)
+        cheapen_drafts(model, tokenizer, *drafting)
     with raise_on_all(ranks), loading_errors(path_or_hf_repo):
         if tensor_group is not None and ranks is not None:
             check_shard(model, ranks.size)  # again: quantized weights can only be divided between their groups
@@ -187,7 +185,8 @@ def load(
 
 def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
     """Raise a ValueError for ``--mtp`` with a model of a family that only mlx-lm supports. Weights are not downloaded."""
-    read_config(fetch(path_or_hf_repo, revision, weights=()), path_or_hf_repo)
+    with suppress(OSError):  # load tells why
+        read_config(fetch(path_or_hf_repo, revision, weights=()), path_or_hf_repo)
 
 
 def _cached_head(name: str, path: Path, stage: Stage | None) -> bool | str:
@@ -201,14 +200,11 @@ def _cached_head(name: str, path: Path, stage: Stage | None) -> bool | str:
 def _check_arguments(
     adapter_path: str | None,
     settings: bool | str | Path,
-    draft_vocab: DraftVocab | None,
     mtp_bits: int | None,
     draft_head_bits: int | None,
 ) -> None:
     """Raise a ValueError or an OSError for arguments that are wrong for any model, before loading."""
     check_bits(mtp_bits, draft_head_bits)
-    if isinstance(draft_vocab, str | Path):
-        check_list(Path(draft_vocab))
     if not isinstance(settings, bool):
         read_settings(Path(settings))
     if adapter_path is not None:
@@ -366,7 +362,7 @@ def _warn_of_split(path: Path, name: str, tokenizer: TokenizerWrapper) -> None:
 
 def _apply_settings(
     model: MTPModel, settings: bool | str | Path, folders: list[Path]
-) -> tuple[DraftVocab | None, int | None, int | None]:
+) -> tuple[int | None, int | None, int | None]:
     """Apply the settings of ``--tune`` to the model, if any. Return their draft_vocab, mtp_bits and draft_head_bits."""
     n_ranks = 1 if model.ranks is None else model.ranks.size
     tuned = from_rank_0(model.ranks, lambda: find(settings, folders, n_ranks))

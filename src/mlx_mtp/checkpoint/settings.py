@@ -1,4 +1,4 @@
-"""The settings of ``mlx_mtp benchmark --tune``, in a small, optional file that ``mlx_mtp.load`` reads.
+"""The settings of ``mlx_mtp benchmark --tune``, in a small, optional file that ``mlx_mtp.load`` reads, and cheaper drafts.
 
 The best settings depend on the machine, the checkpoint and the versions of the software. The file records them as its key, and
 is ignored if they differ.
@@ -10,14 +10,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from platformdirs import user_cache_path
 
 from .._version import __version__
 from ..files import check_target, write_atomic
+from ..layers.draft_lm_head import BITS, DraftLMHead, quantize_head
 from ..layers.drafting import Settings
+from ..models.protocol import MTPModel
 from .config import parse_json
 from .storage.hub import HEAD_FILE
 from .storage.tensors import WEIGHTS
@@ -126,3 +130,40 @@ def check_writable(file: Path) -> None:
     """Make the folder of a file, and raise an OSError if nothing can be written there."""
     file.parent.mkdir(parents=True, exist_ok=True)
     check_target(file)
+
+
+def check_bits(mtp_bits: int | None, draft_head_bits: int | None) -> None:
+    """Raise a ValueError if MLX does not quantize to this number of bits."""
+    for name, bits in (("mtp_bits", mtp_bits), ("draft_head_bits", draft_head_bits)):
+        if bits is not None and bits not in BITS:
+            raise ValueError(f"{name} is {bits}; MLX quantizes to {', '.join(map(str, BITS))} bits.")
+
+
+def cheapen_drafts(
+    model: MTPModel,
+    tokenizer: TokenizerWrapper,
+    draft_vocab: int | None,
+    mtp_bits: int | None,
+    draft_head_bits: int | None,
+) -> None:
+    """Apply these arguments of ``mlx_mtp.load`` to a model that is not sharded yet."""
+    check_bits(mtp_bits, draft_head_bits)
+    if mtp_bits is not None:
+        quantize_head(model.mtp, mtp_bits)
+    ids = first_ids(draft_vocab, model.vocab_size, tokenizer) if draft_vocab else None
+    if ids is not None or draft_head_bits is not None:
+        model.drafting.lm_head = DraftLMHead(model.output_layer, ids, draft_head_bits)
+
+
+def first_ids(size: int, vocab_size: int, tokenizer: TokenizerWrapper) -> list[int]:
+    """The ids of a draft vocabulary, in ascending order: special, added and stop tokens, which are rare in text and frequent in
+    answers, and the first others."""
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *tokenizer.eos_token_ids}
+    always = {i for i in special if i < vocab_size}
+    if type(size) is not int or not max(len(always), 1) <= size <= vocab_size:
+        raise ValueError(
+            f"A draft vocabulary of {size} token ids is not possible: this model has {vocab_size}, "
+            f"and its {len(always)} special and stop tokens are always included."
+        )
+    others = (i for i in range(vocab_size) if i not in always)
+    return sorted(always.union(islice(others, size - len(always))))

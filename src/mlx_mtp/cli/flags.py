@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from ..checkpoint.generation_config import Sampling
-from ..checkpoint.vocabulary import LIST_FILE
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..sampling.sampler import AcceptanceName
 from .parser import Given, byte_size, flag_of, number_or
@@ -43,10 +42,10 @@ FLAGS: dict[str, dict[str, Any]] = {
         "as mlx-lm. Defaults to coupled with a seed and to rejection without one.",
     },
     "--draft-vocab": {
-        "metavar": "N|FILE",
-        "type": lambda x: int(x) if x.isdecimal() else x,
-        "help": "Draft from the first N token ids, or from a file of mlx_mtp draft_vocab; verification uses the whole "
-        f"vocabulary. 0 is the whole vocabulary. Defaults to {LIST_FILE} in the model's folder, if there is one.",
+        "type": int,
+        "metavar": "N",
+        "help": "Draft from the first N token ids, the special tokens and the tokens of the text; verification uses the whole "
+        "vocabulary. 0 is the whole vocabulary. Defaults to the tuned settings, or 0.",
     },
     "--mtp-bits": {
         "type": int,
