@@ -48,7 +48,8 @@ mlx_mtp() {
     fit)
       set -- "$@" --iters 40 --learning-rate 1e-3 --max-seq-length 64 --max-tokens 20 --drafts 1 --steps-per-eval 20
       set -- "$@" --cache-gb 0.01 ;;
-    generate) set -- "$@" --max-tokens 20 ;;
+    generate | chat) set -- "$@" --max-tokens 20 ;;
+    server) set -- "$@" --max-tokens 40 ;;
   esac
   command mlx_mtp $name "$@"
 }
@@ -144,7 +145,7 @@ class Runner:
         log = self.project / "server.log"
         with log.open("wb") as file:
             streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-            self.server = subprocess.Popen(["bash", "-c", code], **streams, **self.options())
+            self.server = subprocess.Popen(["bash", "-c", SHORT + code], **streams, **self.options())
         for _ in range(1200):
             if self.server.poll() is not None:
                 return f"the server ended\n{log.read_text()[-3000:]}"
