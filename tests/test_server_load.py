@@ -185,7 +185,7 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch):
             found.append(item)
             (request,) = f.clients.arriving.queue
             for response in {2: [Waiting(5, 10), Waiting(7, 10)], 3: [start], 5: [step, None]}.get(len(found), []):
-                request.client.put(response)
+                request.send(response)
         return found
 
     found = asyncio.run(run())
@@ -277,7 +277,7 @@ def test_a_client_that_leaves_before_its_turn_is_dropped():
     engine, said = frontend_of().engine, []
     first, second = request_of(), request_of()
     engine.waiting, engine.running = deque([first, second]), {}
-    first.client, first.is_gone = SimpleNamespace(put=said.append), True
+    first.send, first.is_gone = said.append, True
     changes = engine.clients.changes(engine.waiting, is_idle=False)
     assert changes.gone == {first.number}
     engine._drop(changes.gone)
@@ -296,7 +296,7 @@ def test_an_error_where_a_client_leaves_ends_what_runs_and_not_the_thread():
     engine.admission.batch = SimpleNamespace(remove=remove)
     engine.admission.restart = lambda: restarts.append(True)
     for request in engine.running.values():
-        request.client = SimpleNamespace(put=said.append)
+        request.send = said.append
     with engine._fail_running_on_error():
         engine._drop({engine.running[0].number})
     assert ([e.status for e in said], len(restarts), engine.running) == ([500, 500], 1, {})

@@ -21,7 +21,7 @@ from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.clients import EVERY, Changes, SharedClients
-from mlx_mtp.server.request import Client, Request
+from mlx_mtp.server.request import Request, drop
 from tests.support import checkpoints
 from tests.support.decoding import plain, text_of
 from tests.support.server_process import Server, serve
@@ -188,7 +188,7 @@ def test_either_rank_ends_all(tmp_path, checkpoint, rank):
 def rank_1(monkeypatch):
     """What rank 1 of 2 knows of the clients, while a request runs; and what each rank's numbers at the exchanges are."""
     request = Request("text", "a prompt", [], None, None)
-    request.client = SimpleNamespace(put=None)
+    request.send = lambda item: None
     ranks = SimpleNamespace(rank=1, group=None, broadcast=lambda _: pickle.loads(pickle.dumps(Changes([request], {5}))))
     clients = SharedClients(ranks)
     clients.checksum = 7
@@ -216,7 +216,7 @@ def test_one_exchange_in_four_turns_whose_news_are_read_one_later(rank_1):
     (request,) = last.arrived
     assert last.gone == {5}
     assert (request.request_type, request.prompt) == ("text", "")  # its tokens are sent, not its text
-    assert type(request.client) is Client
+    assert request.send is drop
 
 
 def test_news_are_read_at_once_behind_a_part_of_a_prompt(rank_1):

@@ -16,23 +16,11 @@ from .api.writer import Usage, Writer
 from .engine.encode import BoundedTokenizer, encode
 from .engine.engine import Engine
 from .options import Options
-from .request import ApiError, Client, Delta, Prompt, Request, Started, Waiting
+from .request import ApiError, Delta, Prompt, Request, Started, Waiting
 
 KEEP_ALIVE = 5.0  # seconds between two reports of the progress of prefill
 POLL = 1.0  # seconds between two checks of the generation thread
 T = TypeVar("T")
-
-
-class Mailbox(Client):
-    """Passes the generation thread's items for a request to the event loop."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Any] = asyncio.Queue()
-
-    def put(self, item: Any) -> None:
-        with suppress(RuntimeError):  # the event loop is closed
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
 async def in_thread(f: Callable[..., T], *args: Any) -> T:
@@ -130,24 +118,30 @@ class Frontend:
 
     async def _submit(self, request: Request) -> AsyncIterator[Started | Waiting | Delta]:
         """Queue a request, and yield the items of the generation thread."""
-        request.client = mailbox = Mailbox()
+        loop, items = asyncio.get_running_loop(), asyncio.Queue[Any]()
+
+        def send(item: Any) -> None:
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(items.put_nowait, item)
+
+        request.send = send
         try:
             self.clients.add(request)
-            while (item := await self._next(mailbox)) is not None:
+            while (item := await self._next(items)) is not None:
                 if isinstance(item, ApiError):
                     raise item
                 yield item
         finally:
             self.clients.leave(request)
 
-    async def _next(self, mailbox: Mailbox) -> Any:
+    async def _next(self, items: asyncio.Queue[Any]) -> Any:
         """The next item. Progress is an item every few seconds only."""
         progress, due = Waiting(0, 0), time.monotonic() + KEEP_ALIVE
         while True:
             is_alive = self.engine.is_alive
             try:
                 async with asyncio.timeout(max(min(POLL, due - time.monotonic()), 0)):
-                    item = await mailbox.queue.get()
+                    item = await items.get()
             except TimeoutError:
                 if not is_alive:
                     raise ApiError(503, "The server is stopping.") from None

@@ -1,6 +1,7 @@
 """A request to the server, and the error that ends one."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any, Literal
@@ -102,14 +103,8 @@ class StructuredOutput:
     is_required: bool = True
 
 
-class Client:
-    """Receives a request's items from the engine: ``Started``, ``Waiting``, ``Delta``, ``ApiError``, and ``None`` at the end.
-
-    This class, for ranks without clients, drops them.
-    """
-
-    def put(self, item: Any) -> None:
-        pass
+def drop(item: Any) -> None:
+    """Receives a request's items on ranks without clients."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +172,8 @@ class Request:
     args: GenerationArguments = field(init=False)  # sampling parameters, limits and the like
     key: ModelKey = field(init=False)  # the model
     encoded: Prompt | None = field(init=False, default=None)
-    client: Client = field(init=False, default_factory=Client)
+    # Receives its items from the engine: Started, Waiting, Delta, ApiError, and None at the end.
+    send: Callable[[Any], None] = field(init=False, default_factory=lambda: drop)
     is_gone: bool = field(init=False, default=False)  # whether its client has disconnected
 
     # The engine's
@@ -207,4 +203,4 @@ class Request:
     def __getstate__(self) -> dict[str, Any]:
         """The state for other ranks: the prompt's tokens without its text, no client, and no grammar, which they compile."""
         unsent: dict[str, Any] = {"prompt": "", "more_prompts": [], "messages": [], "images": [], "grammar": None}
-        return vars(self) | unsent | {"client": Client()}
+        return vars(self) | unsent | {"send": drop}

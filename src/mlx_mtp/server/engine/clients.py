@@ -64,7 +64,7 @@ class Clients:
     def fail_all(self, error: ApiError) -> None:
         """End all open answers with an error, in any thread."""
         for request in self.open.copy():
-            request.client.put(error)
+            request.send(error)
 
     # The generation thread
 

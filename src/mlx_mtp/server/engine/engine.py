@@ -123,7 +123,7 @@ class Engine:
         """End the requests of disconnected clients."""
         for request in [request for request in self.waiting if request.number in gone]:
             self.waiting.remove(request)
-            request.client.put(ApiError(400, "The client has disconnected."))
+            request.send(ApiError(400, "The client has disconnected."))
         for uid in [uid for uid, request in self.running.items() if request.number in gone]:
             self._finish(uid)
 
@@ -131,17 +131,17 @@ class Engine:
         try:
             _open(self.admission, request)
             if request.encoded is None:  # it waited for the model's tokenizer
-                request.client.put(None)
+                request.send(None)
                 return
             uid = self.admission.begin(request, request.encoded)
         except ApiError as e:
-            request.client.put(e)
+            request.send(e)
             return
         except Exception as e:
             logging.exception("A request failed before generation.")
-            request.client.put(_failure(f"The request failed before generation: {e}", e))
+            request.send(_failure(f"The request failed before generation: {e}", e))
             return
-        request.client.put(Started())
+        request.send(Started())
         self.running[uid] = request
         self.metrics.begin(request.n_prompt, request.n_cached, len(self.running))
         self.admission.make_room()
@@ -163,7 +163,7 @@ class Engine:
     def _report(self, progress: PromptResponse) -> None:
         """Send the progress of prefill to the client, and keep a snapshot at each cut of the prompt."""
         request = self.running[progress.uid]
-        request.client.put(Waiting(*progress.progress))
+        request.send(Waiting(*progress.progress))
         cuts = request.encoded.cuts if request.encoded is not None else []
         if progress.end_of_segment and not progress.end_of_prompt and cuts:
             prompt_cache, tokens = self.admission.batch.extract_cache([progress.uid])[progress.uid]
@@ -181,7 +181,7 @@ class Engine:
             metrics.first_token.observe(request.first_token - request.arrived)
         metrics.generated_tokens.inc()
         delta = make_delta(request, response, response.finish_reason or finish_reason)
-        request.client.put(delta)
+        request.send(delta)
         if delta.finish_reason is not None:
             self._finish(uid, last)
 
@@ -192,13 +192,13 @@ class Engine:
         else:
             prompt_cache, tokens = last.prompt_cache, last.all_tokens
         request = self.running.pop(uid)
-        request.client.put(None)
+        request.send(None)
         self.admission.keep(request, prompt_cache, tokens)
         self.metrics.finish(request.counts, len(self.running))
 
     def _fail(self, uid: int, error: ApiError) -> None:
         """End a request with an error, after its sequence has left the batch generator."""
-        self.running.pop(uid).client.put(error)
+        self.running.pop(uid).send(error)
         self.metrics.in_flight.set(len(self.running))
 
     def _end(self) -> None:
