@@ -142,6 +142,33 @@ def test_neither_the_layer_of_the_head_nor_the_vision_tower_are_of_a_stage():
     assert names_of(names, range(1)) == names[:1]
 
 
+ENDS = """
+import os, signal, sys
+from tests.support.ranks import bare
+import mlx.core as mx
+from mlx_mtp.cli.errors import one_line_errors
+with one_line_errors("mlx_mtp test"):
+    group = mx.distributed.init(strict=True, backend="ring")
+    for i in range(1_000_000):
+        mx.eval(mx.distributed.all_sum(mx.ones(8), group=group))
+        if i == 50 and group.rank() == int(sys.argv[1]):
+            if sys.argv[2] == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("of this rank")
+"""
+
+
+@pytest.mark.parametrize(
+    ("deed", "reason"), [("is killed", "exited with code -9"), ("fails", "mlx_mtp test: error: of this rank")]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ends_ends_the_others(rank, deed, reason):
+    """``mlx.launch`` ends them, or MLX's ring raises an error; a test that they do not end runs into its timeout."""
+    result = run(2, sys.executable, "-c", ENDS, str(rank), deed, timeout=60)
+    assert reason in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 GENERATE = (str(LAUNCH.parent / "mlx_mtp.generate"), "--mtp", "--max-tokens", "20", "--verbose", "False")
 
 

@@ -2,15 +2,16 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 import mlx.core as mx
 
-from ..distributed.ranks import Ranks
-from ..distributed.watch import watch
+from ..distributed.ranks import LOST, is_loss
 
 INTERRUPTED = 130  # exit status after Ctrl-C
+OTHERS = 3.0  # seconds in which mlx.launch ends the other ranks
 BROKEN_PIPE = 141  # exit status after SIGPIPE
 SYSTEM_ERRORS: dict[type[OSError], str] = {
     FileNotFoundError: "There is no file or folder {}.",
@@ -22,22 +23,31 @@ SYSTEM_ERRORS: dict[type[OSError], str] = {
 
 
 @contextmanager
-def one_line_errors(program: str, on_loss: Sequence[Callable[[str], None]] = ()) -> Iterator[None]:
+def one_line_errors(program: str) -> Iterator[None]:
     """A context that exits with status 2 and one line for a user's error, with 130 after Ctrl-C, and silently with 141 if the
     reader of the output has ended, as in ``| head``.
 
-    Of the processes of ``mlx.launch``, only rank 0 prints. If a process is lost, the others call ``on_loss`` and end.
+    Of the processes of ``mlx.launch``, only rank 0 prints, and others where rank 0 has no error. If one ends, MLX raises an
+    error in the others, or ``mlx.launch`` ends them.
     """
     group = mx.distributed.init()
     with _silent_on_broken_pipe(), rank_0_prints():
         try:
-            with watch(Ranks(group) if group.size() > 1 else None, on_loss=on_loss):
-                yield
+            yield
         except BrokenPipeError:
             raise
         except (ValueError, OSError) as e:
-            print(f"{program}: error: {' '.join(sentence(e).split())}", file=sys.stderr)
+            error = f"{program}: error: {' '.join(sentence(e).split())}"
+            if group.rank() != 0:
+                time.sleep(OTHERS)  # an error of all ranks is printed once
+                error = f"Rank {group.rank()}: {error}"
+            print(error, file=sys.stderr if group.rank() == 0 else sys.__stderr__, flush=True)
             sys.exit(2)
+        except RuntimeError as e:
+            if not is_loss(e):
+                raise
+            print(f"{program}: error: {LOST}", file=sys.stderr)
+            sys.exit(1)
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 T = TypeVar("T")
+LOST = "Another rank has ended: see its error, or the line of mlx.launch."
 
 
 class Ranks:
@@ -56,6 +57,11 @@ class Ranks:
         padded = mx.array(list(text.ljust(max(sizes))), mx.uint8)
         texts: Any = mx.distributed.all_gather(padded[None], group=self.group)  # [R, max(sizes)]
         return [bytes(each)[:n].decode() for each, n in zip(texts, sizes)]
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended (with MLX's ring; other backends wait for ``mlx.launch``)."""
+    return isinstance(error, RuntimeError) and "connection to a peer was lost" in str(error)
 
 
 def differing_ranks(values: Sequence[object]) -> str:

@@ -8,8 +8,7 @@ import resource
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from ipaddress import ip_address
 from types import FrameType
@@ -36,9 +35,7 @@ from .engine.metrics import Metrics
 from .engine.models import ModelProvider, Stores
 from .frontend import Frontend, in_thread
 from .options import NO_LIMIT, Options
-from .request import ApiError
 
-LAST_WORDS = 1.0  # seconds to send errors after a rank is lost; then the watcher ends the process
 OPEN_FILES = 4096
 LAST_ANSWERS = 5  # seconds to send the last answers when the server stops
 IDLE = 75  # seconds until a connection without a request is closed
@@ -47,7 +44,7 @@ BACKLOG = 512  # connections that wait to be accepted
 MAX_HEADERS = 64 << 10  # bytes
 
 
-def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[str], None]]) -> None:
+def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
     options = check(args)
     maybe_set_recommended_wired_limit()
     _allow_open_files()
@@ -58,7 +55,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None, on_loss: list[Callable[[s
             engine.loaded.result()
             check_model(args, engine.admission.models)
             if s is not None:
-                serve(options, engine, s, on_loss)
+                serve(options, engine, s)
             else:
                 with suppress(KeyboardInterrupt):  # then it ends the other ranks as well
                     engine.thread.join()
@@ -91,10 +88,9 @@ def make_engine(options: Options, ranks: Ranks | None) -> Engine:
     return Engine(admission, Clients() if ranks is None else SharedClients(ranks), metrics, ranks)
 
 
-def serve(options: Options, engine: Engine, s: socket.socket, on_loss: list[Callable[[str], None]]) -> None:
-    """Answer requests until an interrupt or the loss of a rank, then end the open ones."""
+def serve(options: Options, engine: Engine, s: socket.socket) -> None:
+    """Answer requests until an interrupt or an error of the generation thread, then end the open ones."""
     server = make_server(options, engine)
-    on_loss += [lambda error: engine.clients.fail_all(ApiError(503, error)), lambda _: server.wait(LAST_WORDS)]
     address, port = s.getsockname()[:2]
     host = options.host
     if options.api_key is None and not ip_address(address).is_loopback:
@@ -173,12 +169,6 @@ class Server(uvicorn.Server):
         await in_thread(self.engine.stop_and_join)
         await super().shutdown(sockets)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until all answers are sent, for at most this time. Called in another thread."""
-        deadline = time.monotonic() + seconds
-        while self.server_state.tasks and time.monotonic() < deadline:
-            time.sleep(0.01)
-
 
 def make_server(options: Options, engine: Engine) -> Server:
     hosts = [options.host, *options.allowed_hosts]
@@ -231,13 +221,12 @@ def main() -> None:
     group = mx.distributed.init()
     ranks = Ranks(group) if group.size() > 1 else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    on_loss: list[Callable[[str], None]] = []
-    with one_line_errors("mlx_mtp server", on_loss):
+    with one_line_errors("mlx_mtp server"):
         args = parse(make_parser())
         logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
         if args.print_config is not None:
             return print_config(args)
         try:
-            run(args, ranks, on_loss)
+            run(args, ranks)
         except KeyboardInterrupt:  # a second one: do not wait for the generation thread
             os._exit(INTERRUPTED)

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...batch.generator import PromptResponse, Response
-from ...distributed.ranks import Ranks
+from ...distributed.ranks import LOST, Ranks, is_loss
 from ...memory.account import is_out_of_memory
 from ...memory.needs import size
 from ...text.tokens import Pieces
@@ -73,7 +73,10 @@ class Engine:
             self._generate()
             self._end()
         except BaseException as e:
-            logging.exception("The generation thread has failed.")
+            if is_loss(e):
+                logging.error(LOST)
+            else:
+                logging.exception("The generation thread has failed.")
             self.error = e
             self.clients.fail_all(ApiError(503, f"The server is stopping: {e}"))
         if self.ranks is not None and self.ranks.rank == 0 and not self.clients.is_stopping:
@@ -99,6 +102,8 @@ class Engine:
         try:
             yield
         except Exception as e:
+            if is_loss(e):
+                raise
             logging.exception("Generation failed.")
             for uid in [*self.running]:
                 self._fail(uid, _failure(f"Generation failed: {e}", e))
