@@ -20,8 +20,8 @@ from tqdm import tqdm
 import mlx_mtp
 from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.prompt import ImagePrompt, read_images
+from mlx_mtp.images.vision import PLACEHOLDER
 from scripts.shared import script_parser
 
 NOT_SEEN = "images not seen"

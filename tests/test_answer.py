@@ -7,8 +7,7 @@ from mlx_lm.tool_parsers import pythonic
 
 from mlx_mtp.server.engine.encode import BoundedTokenizer, encode
 from mlx_mtp.server.request import ApiError, Request
-from mlx_mtp.text.answer import Answer, QwenReader, Reasoning, make_answer
-from mlx_mtp.text.tokens import Pieces
+from mlx_mtp.text.answer import Answer, Pieces, QwenReader, Reasoning, make_answer
 from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
 from tests.support.tool_texts import SCHEMAS, render
 

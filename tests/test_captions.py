@@ -9,9 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import BatchGenerator, PromptStore, load, make_sampler, stream_generate
-from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.prompt import read_images
-from mlx_mtp.images.vision import Vision
+from mlx_mtp.images.vision import PLACEHOLDER, Vision
 from tests.support.batches import run
 from tests.support.decoding import mtp
 from tests.support.engine import Engine

@@ -17,8 +17,8 @@ from prompt_toolkit.output import DummyOutput
 import mlx_mtp
 from mlx_mtp import PromptStore
 from mlx_mtp.chat import __main__ as command
-from mlx_mtp.chat import commands, terminal
 from mlx_mtp.chat import conversation as conversation_module
+from mlx_mtp.chat import terminal
 from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation, Message, load_messages, save_messages
 from mlx_mtp.generate import GenerationResponse
@@ -344,7 +344,7 @@ def keys(monkeypatch, tmp_path):
             is_terminal = SimpleNamespace(isatty=lambda: True)
             streams = SimpleNamespace(stdin=is_terminal, stdout=is_terminal, stderr=sys.stderr)
             monkeypatch.setattr(terminal, "sys", streams)
-            read = terminal.make_reader({name: c.argument for name, c in commands.COMMANDS.items()})
+            read = terminal.make_reader({name: c.argument for name, c in command.COMMANDS.items()})
             said = []
             for line in lines:
                 pipe.send_text(line)
@@ -365,14 +365,14 @@ def test_a_question_may_have_several_lines(keys):
 def test_lines_are_edited_and_remembered(keys):
     """Arrow up brings the line before, of this chat or of an earlier one; Ctrl-C leaves the line, and Ctrl-D the chat."""
     said = keys(f"import os{ENTER}", f"import sys{CTRL_C}", f"{UP}.path{ENTER}", CTRL_D)
-    assert said == ["import os", "", "import os.path", commands.EXIT]
+    assert said == ["import os", "", "import os.path", command.EXIT]
     assert keys(UP + ENTER, UP + UP + UP + ENTER) == ["import os.path", "import os"]
 
 
 def test_tab_completes_commands_and_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chat.json").touch()
-    completer = terminal.CommandCompleter({name: c.argument for name, c in commands.COMMANDS.items()})
+    completer = terminal.CommandCompleter({name: c.argument for name, c in command.COMMANDS.items()})
     expected = {"/s": ["/system", "/save"], "/load ch": ["at.json"], "/load ": ["chat.json"]}
     for typed, completions in (expected | {"/reset ch": [], "a /s": [], "": []}).items():
         found = completer.get_completions(Document(typed), CompleteEvent())

@@ -14,8 +14,8 @@ import mlx_mtp
 from mlx_mtp.server import structured_output
 from mlx_mtp.server.api import completions, messages, responses
 from mlx_mtp.server.request import ApiError, Request, StructuredOutput
+from mlx_mtp.server.structured_output import CallGrammar
 from mlx_mtp.text import grammar
-from mlx_mtp.text.call_grammar import CallGrammar
 from tests.support.decoding import mtp, plain
 from tests.support.engine import Engine
 from tests.support.server_process import serve_here

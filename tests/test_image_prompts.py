@@ -15,9 +15,8 @@ from mlx_mtp.chat.__main__ import make_parser, obey
 from mlx_mtp.chat.conversation import Message
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.generate import __main__ as generate_command
-from mlx_mtp.images.processor import PLACEHOLDER
 from mlx_mtp.images.prompt import read_images
-from mlx_mtp.images.vision import Vision
+from mlx_mtp.images.vision import PLACEHOLDER, Vision
 from tests.support.image_prompts import FOLDER, PROMPTS, VALUES, image_model, image_prompt
 from tests.support.models import tiny_model
 

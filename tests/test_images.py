@@ -23,8 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mlx_mtp.images import open as opening
 from mlx_mtp.images.open import FORMATS, MAX_RATIO, decode_url, open_image
-from mlx_mtp.images.processor import Processor
-from mlx_mtp.images.vision import Vision
+from mlx_mtp.images.vision import Processor, Vision
 from tests.support.images import PREPROCESSOR, VISION_CONFIG, picture
 from tests.support.profiles import examples
 

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_mtp.server.api.completions import ChatBody, ChatWriter
 from mlx_mtp.server.request import Delta
-from mlx_mtp.text.tokens import Pieces
+from mlx_mtp.text.answer import Pieces
 from mlx_mtp.text.tool_calls import Text
 from tests.support.models import TRAINED
 from tests.support.scripted_server import serve_scripted

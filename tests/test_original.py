@@ -24,7 +24,7 @@ from mlx_mtp.checkpoint.originals import fetched_head, find
 from mlx_mtp.checkpoint.originals.fetched_head import FLOOR, fetch_missing_head, fetched_heads, head_to_fetch, remove
 from mlx_mtp.checkpoint.originals.find import MAX_STEPS
 from mlx_mtp.checkpoint.storage.reader import CheckpointReader, n_bytes
-from mlx_mtp.images.processor import PLACEHOLDER
+from mlx_mtp.images.vision import PLACEHOLDER
 from mlx_mtp.server.request import ApiError
 from tests.support.bad_checkpoints import configured, dropped, removed
 from tests.support.checkpoints import WEIGHTS, config_of, configure, converted, copied, edit, no_head

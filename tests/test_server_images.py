@@ -14,8 +14,7 @@ import pytest
 from mlx_mtp import load, stream_generate
 from mlx_mtp.images import prompt
 from mlx_mtp.images.open import open_image
-from mlx_mtp.images.processor import PLACEHOLDER
-from mlx_mtp.images.vision import Vision
+from mlx_mtp.images.vision import PLACEHOLDER, Vision
 from mlx_mtp.server.command_line import make_parser
 from mlx_mtp.server.engine import encode as encoding
 from mlx_mtp.server.engine import encode as images

@@ -16,8 +16,8 @@ from ..cli.display import paint, prompt_progress
 from ..files import check_source, write_atomic
 from ..generate.stream import GenerationResponse, stream_generate
 from ..images.open import open_image
-from ..images.processor import PLACEHOLDER
 from ..images.prompt import vision_of
+from ..images.vision import PLACEHOLDER
 from ..prompt_store import PromptStore
 
 if TYPE_CHECKING:

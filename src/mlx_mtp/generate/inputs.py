@@ -16,8 +16,8 @@ from mlx_lm.models.cache import load_prompt_cache as load_caches
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..extras import require
-from ..images.processor import IMAGE_TOKEN, PLACEHOLDER
 from ..images.prompt import vision_of
+from ..images.vision import IMAGE_TOKEN, PLACEHOLDER
 from ..models.mixin import MTPMixin
 
 

@@ -16,8 +16,7 @@ from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
 from ..models.mixin import MTPMixin
 from .open import open_image, size_of
-from .processor import PLACEHOLDER, VIDEO_TOKEN
-from .vision import Vision
+from .vision import PLACEHOLDER, VIDEO_TOKEN, Vision
 
 MARK = f"<|image {secrets.token_hex(16)}|>"  # stands for an image until the text is tokenized; clients cannot guess it
 # Where to cut a quoted placeholder, so that it is tokenized as ordinary text.

@@ -12,9 +12,8 @@ from ..decoding.counts import DraftCounts
 from ..drafts.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.tree import Handle
-from ..text.answer import Answer, Event
+from ..text.answer import Answer, Event, Pieces
 from ..text.grammar import Grammar
-from ..text.tokens import Pieces
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NO_THINKING = ("none", "minimal")

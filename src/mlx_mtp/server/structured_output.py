@@ -1,15 +1,45 @@
-"""Structured output: ``response_format``, a ``tool_choice`` that requires a call, and strict tools."""
+"""Structured output: ``response_format``, a ``tool_choice`` that requires a call, and strict tools.
 
-from functools import partial
+The grammar of calls is that of Qwen's chat templates, see ``text/tool_calls.py``, in Lark. Each parameter has a rule: a string
+is raw text up to its closing tag, any other value is JSON that follows the parameter's schema. What cannot be enforced is an
+error for ``strict`` tools, and is left free for others.
+"""
+
+import json
+from functools import lru_cache, partial
 from typing import Any
 
+from llguidance import LLMatcher, regex_to_lark
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ..text.answer import functions_of, start_of_calls, think_marks
-from ..text.call_grammar import CallGrammar
-from ..text.grammar import Grammar, in_deep_stack, make_grammar
-from ..text.schema import Json
+from ..text.grammar import Grammar, in_deep_stack, make_grammar, reason
+from ..text.schema import STRING, Json, Schema, listed, to_json
+from ..text.tool_calls import END, LONGEST_KEY, START
 from .request import ApiError, Request, StructuredOutput
+
+END_OF_PARAMETER = "\n</parameter>\n"
+SUFFIX = r'[suffix="\n</parameter>\n"]'
+KEY = rf"/[^\n<>]{{1,{LONGEST_KEY}}}/"
+ANY_TEXT = "/(?s:.*)/"
+NULL = r"/(?i)\s*(null|none)\s*/"
+STRUCTURES = frozenset({"object", "array"})
+STRUCTURE = r"/(?s:\s*[{\[(].*)/"  # the texts that are parsed as structures
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"}
+)
+AT_THE_TOP = ANNOTATIONS | {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "$ref",
+    "$defs",
+    "definitions",
+    "$schema",
+}
+_quote = json.dumps  # writes a string in Lark
 
 
 def from_response_format(value: Any, param: str) -> StructuredOutput | None:
@@ -105,3 +135,194 @@ def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning
     if output.calls:
         grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, output.calls, output.is_required).lark)}
     return make_grammar(tokenizer, **grammar, after=after)
+
+
+class CallGrammar:
+    """The grammar of one or more calls of these functions.
+
+    Args:
+        tools (List[Dict[str, Any]]): The functions, in OpenAI's format.
+        is_required (bool): Whether the answer consists of calls only, whose arguments follow their schemas. Otherwise only the
+          arguments of ``strict`` functions follow them. Default: ``True``.
+
+    Raises:
+        ValueError: The model has another format of calls, or a schema is none, or is strict and cannot be enforced.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, tools: list[Json], is_required: bool = True):
+        writers = {qwen3_coder.parse_tool_call: self._xml_call, json_tools.parse_tool_call: self._json_call}
+        write = writers.get(tokenizer.tool_parser)
+        if write is None:
+            raise ValueError("no grammar describes the calls of this model: leave it out")
+        begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
+        names = [f"call_{i}" for i in range(len(tools))]
+        self._rules = [
+            r"start: /\n{0,2}/ calls" if is_required else "start: calls",
+            r"calls: call (/\n{0,2}/ call)* /\n?/",
+            f"call: {' | '.join(names)}",
+            f"value: {_free_value(tokenizer)}",
+            rf"end_of_value{SUFFIX}: /(.|\n)*/",
+        ]
+        for name, tool in zip(names, tools):
+            self.is_strict = tool.get("strict") is True
+            schema = tool.get("parameters") if is_required or self.is_strict else {"additionalProperties": True}
+            self.path, self.schema = f"{tool['name']}.parameters", Schema(schema)
+            self._terminals: dict[int, str] = {}  # of the strings of a schema, by its id
+            if not isinstance(self.schema.root, dict) or not self.schema.types(self.schema.root) >= {"object"}:
+                raise ValueError(f"{self.path} allows no object: it is not the schema of an object")
+            self._rules.append(f"{name}: {begin} {write(tool['name'])} {end}")
+
+    @property
+    def lark(self) -> str:
+        return "\n".join(self._rules)
+
+    def _add(self, name: str, text: str, options: str = "") -> str:
+        """Add a rule. Return its name."""
+        name = f"{name}_{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {text}")
+        return name
+
+    def _json_call(self, name: str) -> str:
+        """A call in Qwen3-Next's format."""
+        opening = f'\n{{"name": {json.dumps(name)}, "arguments": '
+        arguments = self._json({"$ref": Schema.ROOT}, frozenset({"object"}), self.path)
+        return f"{_quote(opening)} {arguments} {_quote('}' + chr(10))}"
+
+    def _xml_call(self, name: str) -> str:
+        """A call in the format of Qwen3-Coder and Qwen3.5: each value on lines of its own, strings without quotes."""
+        properties, others = self.schema.properties(), self.schema.undeclared()
+        required = self.schema.required()
+        parts = []
+        for key in dict.fromkeys((*properties, *sorted(required))):
+            path = f"{self.path}.properties.{key}"
+            schemas = properties.get(key) or self.schema.undeclared(key) or [True]
+            schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+            can_be_written = 0 < len(key) <= LONGEST_KEY and not set(key) & set("\n<>")
+            if can_be_written and self.schema.types(schema):
+                part = _parameter(_quote(key), self._value(schema, path))
+                parts.append(part if key in required else f"{part}?")
+            elif key in required:
+                raise ValueError(f"{self.path} allows no object: {path} allows no value")
+        if self.is_strict:
+            self._check_top()
+        elif others:
+            known = "|".join(map(_literal, properties))
+            schema = others[0] if len(others) == 1 else {"anyOf": others}
+            value = self._value(schema, f"{self.path}.additionalProperties")
+            parts.append(_parameter(self._add("KEY", f"{KEY}{f' & ~/({known})/' if known else ''}"), value) + "*")
+        opening = f"\n<function={name}>\n"
+        return f"{_quote(opening)} {' '.join(parts)} {_quote('</function>' + chr(10))}"
+
+    def _check_top(self) -> None:
+        """Raise a ValueError if the parameters as a whole have a condition other than their names, or a wrong shape."""
+        for part in self.schema.parts():
+            others = part.get("additionalProperties")
+            more = sorted(part.keys() - AT_THE_TOP) + ["additionalProperties"] * (others not in (None, False, True, {}))
+            if more:
+                raise ValueError(f"{self.path}.{more[0]} cannot be enforced: leave it out, or strict")
+        self._json({"$ref": Schema.ROOT}, frozenset({"object"}), self.path)
+
+    # Values
+
+    def _value(self, schema: Any, path: str) -> str:
+        """The rule of a value and its end. A text that is JSON of another type that the schema allows is not a string."""
+        types = self.schema.types(schema)
+        text, texts, others = self._strings(schema), self.schema.texts(schema), types - STRING
+        if self.is_strict:
+            self._json(schema, types, path)  # an error if llguidance cannot enforce it
+        if text == ANY_TEXT and (not self.is_strict or _is_plain(schema)):
+            return "value"
+        if text and texts is None and others - STRUCTURES - {"null"}:
+            if self.is_strict:
+                raise ValueError(f"{path} cannot be enforced: a string or some values of another type")
+            return "value"
+        ways = []
+        if text and texts is not None:
+            texts = [x for x in texts if to_json(x, types) == json.dumps(x, ensure_ascii=False)]
+            text = f"({' | '.join(map(_quote, texts))}) & {text}" if texts else ""
+        elif text and others:
+            text = f"({text} & ~{STRUCTURE})" + f" | {NULL}" * ("null" in others)
+            others -= {"null"}
+        if text:
+            ways.append(self._add("text", text, SUFFIX))
+        if others:
+            ways.append(f"{self._json(schema, others, path)} {_quote(END_OF_PARAMETER)}")
+        return f"({' | '.join(ways)})"
+
+    def _strings(self, schema: Any) -> str:
+        """A terminal for the strings that a schema allows, in Lark; ``""`` if it allows none."""
+        if "string" not in self.schema.types(schema):
+            return ""
+        if not isinstance(schema, dict):
+            return ANY_TEXT
+        if id(schema) not in self._terminals:
+            self._terminals[id(schema)] = ""  # within itself, it adds nothing
+            conditions = []
+            if (values := listed(schema)) is not None:
+                conditions.append(" | ".join(_quote(x) for x in values if isinstance(x, str)))
+            for options in self.schema.factors(schema):
+                terminals = [*dict.fromkeys(filter(None, map(self._strings, options)))]
+                conditions += [] if ANY_TEXT in terminals else [" | ".join(terminals)]
+            own = [_search(schema["pattern"])] if isinstance(schema.get("pattern"), str) else []
+            if "minLength" in schema or "maxLength" in schema:
+                own.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
+            # For strict tools, llguidance has read the schema before.
+            conditions += [condition for condition in own if self.is_strict or not _error(f"start: T\nT: {condition}")]
+            text = " & ".join(f"({condition})" for condition in conditions)
+            self._terminals[id(schema)] = self._add("T", text) if text else ANY_TEXT
+        return self._terminals[id(schema)]
+
+    def _json(self, schema: Any, types: frozenset[str], path: str) -> str:
+        """JSON of a schema, limited to these types, in Lark."""
+        names = sorted(types - {"integer"} if "number" in types else types)
+        document = {"allOf": [schema, {"type": names}], "x-guidance": {"lenient": not self.is_strict}}
+        if '"$ref"' in json.dumps(schema):
+            document |= self.schema.definitions
+        error = _error(f"start: %json {json.dumps(document)}")
+        if error and self.is_strict:
+            raise ValueError(f"{path} cannot be enforced: {error}: leave it out, or strict")
+        return f"%json {json.dumps({'type': names} if error else document)}"
+
+
+@lru_cache(maxsize=256)
+def _error(lark: str) -> str:
+    """Why llguidance cannot read a grammar; ``""`` if it can."""
+    error: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(lark))
+    return error and reason(error)
+
+
+def _free_value(tokenizer: TokenizerWrapper) -> str:
+    """Any text up to its end, including the template's marks, which are not text for llguidance: a file may quote them."""
+    marks = sorted(token for token, added in tokenizer.added_tokens_decoder.items() if not added.special)
+    return f"(/(.|\\n)*/ <[{','.join(map(str, marks))}]>)* end_of_value" if marks else "end_of_value"
+
+
+def _mark(tokenizer: TokenizerWrapper, text: str) -> str:
+    """A mark of the template in Lark. llguidance does not treat a mark that is one token as text."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return f"<[{tokens[0]}]>" if len(tokens) == 1 else _quote(text)
+
+
+def _parameter(key: str, value: str) -> str:
+    """A parameter in Lark. Its name and its value are Lark, too."""
+    return f'("<parameter=" {key} ">\\n" {value})'
+
+
+def _is_plain(schema: Any) -> bool:
+    """Whether a schema only names types."""
+    if not isinstance(schema, dict):
+        return True
+    return not schema.keys() - ANNOTATIONS - {"type", "anyOf"} and all(map(_is_plain, schema.get("anyOf", ())))
+
+
+def _search(pattern: str) -> str:
+    """A pattern that may match anywhere, as a terminal in Lark that matches the whole text."""
+    is_ended = pattern.endswith("$") and not pattern.endswith("\\$")
+    begin, end = "" if pattern.startswith("^") else "(?s:.*)", "" if is_ended else "(?s:.*)"
+    body = pattern.removeprefix("^")[: -1 if is_ended else None]
+    return f"/{begin}({regex_to_lark(body, use_ascii='dw')}){end}/"
+
+
+def _literal(text: str) -> str:
+    """A regular expression in Lark for a text."""
+    return "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

@@ -1,4 +1,4 @@
-"""A tool's JSON schema: the types of a call's arguments, and what its grammar needs (``call_grammar``).
+"""A tool's JSON schema: the types of a call's arguments, and what its grammar needs.
 
 Qwen's format has all values as text without quotes, so the schema decides whether ``5`` is a number. Types are judged by
 ``type``, listed values, references and combinations alone, as a wrong value must reach the tool that reports it.

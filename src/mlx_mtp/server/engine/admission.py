@@ -19,8 +19,7 @@ from ...images.prompt import ImageEmbeddings
 from ...memory.account import Account
 from ...memory.needs import STEP, Sizes, size, sizes_of
 from ...sampling import sampler as sampling
-from ...text.answer import QwenReader, make_answer
-from ...text.tokens import Pieces
+from ...text.answer import Pieces, QwenReader, make_answer
 from ..options import Options
 from ..request import NO_MEMORY, ApiError, ModelKey, Prompt, Request
 from ..structured_output import make_output_grammar

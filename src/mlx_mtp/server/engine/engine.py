@@ -18,7 +18,7 @@ from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import LOST, Ranks, is_loss
 from ...memory.account import is_out_of_memory
 from ...memory.needs import size
-from ...text.tokens import Pieces
+from ...text.answer import Pieces
 from ..request import NO_MEMORY, ApiError, Delta, Likely, Request, Started, Waiting
 from .admission import Admission
 from .clients import Clients, reseed, seed_equally
