@@ -301,12 +301,3 @@ def test_an_error_where_a_client_leaves_ends_what_runs_and_not_the_thread():
         engine._drop({engine.running[0].number})
     assert ([e.status for e in said], len(restarts), engine.running) == ([500, 500], 1, {})
     mx.eval(mx.random.uniform())  # the error has left a random state that nothing could be drawn from
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--max-token-gap", "0"), ("--max-token-gap", "nan"), ("--min-decode-share", "1"), ("--min-decode-share", "-0.5")],
-)
-def test_rejects_invalid_flags(flag, value):
-    with pytest.raises(ValueError, match=flag):
-        options_of(flag, value)
