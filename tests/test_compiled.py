@@ -426,7 +426,7 @@ def test_a_step_that_was_traced_is_not_timed(monkeypatch):
     monkeypatch.setattr("mlx_mtp.decoding.planner.n_traces", lambda: n)
     for step, made in enumerate([1, 0, 0, 0, 1, 0, 0, 0]):
         n += made
-        clock.record(step, True)
+        clock.record(step, True, float(step))
     assert [step for step, seconds, _ in clock.timed() if seconds is not None] == [1, 2, 3, 5, 6, 7]
 
 

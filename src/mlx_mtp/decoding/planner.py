@@ -51,17 +51,18 @@ class Clock:
         """Do not measure the next step: other work, such as prefill, took time since the last one."""
         self.last = None
 
-    def record(self, step: Observed, is_clear: bool) -> bool:
+    def record(self, step: Observed, is_clear: bool, now: float) -> bool:
         """Call when a step is over.
 
         Args:
             step (Observed): The step, which ``timed`` yields with its seconds.
             is_clear (bool): Whether the time since the last step was spent only on this step, judged by the steps around it.
+            now (float): The time, in seconds.
 
         Returns:
             bool: Whether ``timed`` will yield the step. It does not yield the first one, nor the first after ``interrupt``.
         """
-        now, before = perf_counter(), self.last
+        before = self.last
         self.take_turn()
         is_clear = is_clear and self.n_traces == n_traces()  # a new shape is traced, and its kernels are compiled
         self.n_traces = n_traces()
@@ -163,7 +164,8 @@ class Planner:
             self._record(step)
 
     def _record(self, step: Step) -> None:
-        self._count_seconds(step)
+        now = perf_counter()
+        self._count_seconds(step, now)
         drafts, is_plain, several = step.drafts, len(step.drafts) == 0, len(step.sequences) > 1
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         depth, plan = drafts.depth, drafts.plan
@@ -179,15 +181,15 @@ class Planner:
         else:
             # Drafts dropped by ``p_min`` count as rejected: the head has computed them.
             plan, n_accepted = drafts.plans[0] if plan.skips_head else plan, step.n_accepted[0]
-        is_first = not self.clock.record((depth, plan, n_accepted), _is_clear(windows, is_plain))
+        is_first = not self.clock.record((depth, plan, n_accepted), _is_clear(windows, is_plain), now)
         if is_first and (several or len(self.latest) > 2):
             depth.observe(plan, n_accepted, None, True)
         for (depth, plan, n_accepted), seconds, is_alone in self.clock.timed():
             depth.observe(plan, n_accepted, seconds, is_alone)
 
-    def _count_seconds(self, step: Step) -> None:
+    def _count_seconds(self, step: Step, now: float) -> None:
         """Count the time since the latest step for the sequences of both, unless a trace was made since then."""
-        (sequences, before, n_before), now, n = self.last_end, perf_counter(), n_traces()
+        (sequences, before, n_before), n = self.last_end, n_traces()
         for b, s in enumerate(step.sequences):
             if s in sequences and n == n_before:
                 s.counts.n_timed += step.n_decided(b)
@@ -196,7 +198,7 @@ class Planner:
 
     def clear(self) -> None:
         """Forget the latest windows, after all sequences have left."""
-        self.latest = []
+        self.latest, self.last_end = [], ([], 0.0, 0)
         self.clock.interrupt()
 
     def interrupt(self) -> None:
