@@ -24,12 +24,6 @@ from tests.support.profiles import LONG
 REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...
 
 
-def lookup(text):
-    copies = PromptLookup()
-    copies.prefill(text)
-    return copies
-
-
 # The source
 
 
@@ -50,13 +44,10 @@ def rejoined(text: list[int], left: int | None) -> int | None:
 texts = st.lists(st.integers(0, 2), max_size=60)  # of few tokens, so that they repeat themselves
 
 
-@given(st.lists(texts, max_size=5), texts)
-def test_finds_the_last_match_and_follows_it_while_it_is_right(chunks, answer):
-    copies, text, left = PromptLookup(), [], None
-    for chunk in chunks:
-        copies.prefill(chunk)
-        text += chunk
-        assert not chunk or copies.at == last_match(text)
+@given(texts, texts)
+def test_finds_the_last_match_and_follows_it_while_it_is_right(prompt, answer):
+    copies, text, left = PromptLookup(prompt), [*prompt], None
+    assert copies.at == last_match(text)
     for token in answer:
         at = copies.at
         is_right = at is not None and text[at] == token
@@ -73,7 +64,7 @@ def test_finds_the_last_match_and_follows_it_while_it_is_right(chunks, answer):
 
 @given(texts, st.integers(1, MAX_COPY_TOKENS), st.integers(0, 2))
 def test_drafts_what_followed_and_goes_on_in_itself(text, k, n_unobserved):
-    copies = lookup(text)
+    copies = PromptLookup(text)
     if copies.at is None:
         assert copies.acceptance(n_unobserved) == []
         return
@@ -84,7 +75,7 @@ def test_drafts_what_followed_and_goes_on_in_itself(text, k, n_unobserved):
 
 def test_rejoins_a_passage_behind_an_edit():
     page = list(range(100, 200))
-    copies = lookup(page)
+    copies = PromptLookup(page)
     copies.observe([*page[10:30], 7, 8, 9, *page[32:34]])  # two tokens replaced by three
     assert copies.propose(4, 0)[0].tolist() == page[34:38]
     assert copies.length == 2
@@ -93,7 +84,7 @@ def test_rejoins_a_passage_behind_an_edit():
 def test_learns_how_often_copies_are_right_without_drafting():
     rng = random.Random(0)
     page = [rng.randrange(1000) for _ in range(300)]
-    copies = lookup(page)
+    copies = PromptLookup(page)
     copies.observe(page[100:250])
     assert min(copies.acceptance(0)) > 0.9
     for i in range(0, 288, 16):  # sixteen tokens of a match, and then another
@@ -215,7 +206,7 @@ def decode(choose, machine, share, head_rate, seed):
     rng, noise = random.Random(seed), random.Random(seed + 1)
     prompt, answer = write(share, rng)
     right = [rng.random() < head_rate for _ in range(len(answer) + 10)]
-    copies, total, n, before = lookup(prompt), 0.0, 0, PLAIN_PLAN
+    copies, total, n, before = PromptLookup(prompt), 0.0, 0, PLAIN_PLAN
     while n < len(answer):
         rates = copies.acceptance(0)
         plan = choose.next({"copies": rates} if rates else {})

@@ -91,7 +91,8 @@ class PromptLookup:
     """The text's own repetitions as a source of drafts. Call ``propose`` only if ``acceptance`` is not empty.
 
     Args:
-        text (Sequence[int]): The known text so far. Numbers below 0 are not copied.
+        text (Sequence[int]): The known text so far. Numbers below 0 are not copied. Its repetitions are not counted, since the
+          answer may repeat itself more or less.
         fixed (int, optional): As in ``sources.Source``. Default: ``None``.
 
     Attributes:
@@ -108,11 +109,6 @@ class PromptLookup:
         self.followed: int | None = None
         self.left: int | None = None  # where the last match was wrong
         self.is_lost = True  # whether to look for a match
-
-    def prefill(self, tokens: Sequence[int]) -> None:
-        """Add a part of the prompt. Its repetitions are not counted, since the answer may repeat itself more or less."""
-        self.text += tokens
-        self.is_lost = True
 
     @property
     def at(self) -> int | None:
