@@ -27,7 +27,7 @@ from tests.support.decoding import plain, text_of
 from tests.support.models import TRAINED
 
 TURNS = ("def read(path):", "class Reader:")
-FIGURES = r"\[12 tokens \(--max-tokens\), [\d.]+ tokens-per-sec(.*)\]"
+FIGURES = r"\[stopped at 12 tokens \(--max-tokens\), [\d.]+ tokens-per-sec(.*)\]"
 BRIEF = "<system>Be brief.\n"
 
 
@@ -82,14 +82,14 @@ def test_turns_share_a_cache_until_it_is_reset(capsys, trained, tmp_path):
         tokens = plain(trained[1].encode(turn + "\n"), trained[0], max_tokens=12, prompt_cache=cache)
         answers.append(text_of(trained[1], tokens))
     stdin = "\n".join([*TURNS, "", "/reset", TURNS[1], "/help", "/exit ", "not reached"])
-    for flags in ((), ("--mtp", "--num-draft-tokens", "3", "--prompt-cache-dir", tmp_path)):
+    for flags in (("--no-mtp",), ("--num-draft-tokens", "3", "--prompt-cache-dir", tmp_path)):
         status, out, err = run(capsys, *flags, "-m", 12, stdin=stdin)
         assert (status, err) == (0, "")
         found = [re.fullmatch(rf"(.*)\n{FIGURES}\n", text, re.S) for text in out.split(">> ")[1:]]
         first, second, after_reset = [match[1] for match in found if match]
         assert [first, second] == answers
         assert after_reset != second
-        drafts = r", \d+ of \d+ drafts accepted, [\d.]+ tokens-per-step" if flags else ""
+        drafts = r", \d+ of \d+ drafts accepted, [\d.]+ tokens-per-step" if "--no-mtp" not in flags else ""
         assert all(re.fullmatch(drafts, match[2]) for match in found if match)
         assert out.count("/help ") == 2
         assert "not reached" not in out
@@ -115,7 +115,7 @@ def test_the_end_of_the_input_ends_the_chat(capsys):
 
 
 def test_copies_have_figures_of_their_own(capsys):
-    _, out, _ = run(capsys, "--copy-drafts", "4", "-m", 20, stdin="x = [1, 2, 3] y = [4, 5, 6] " * 6)
+    _, out, _ = run(capsys, "--no-mtp", "--copy-drafts", "4", "-m", 20, stdin="x = [1, 2, 3] y = [4, 5, 6] " * 6)
     assert re.search(r"tokens-per-sec, \d+ of \d+ copies accepted, [\d.]+ tokens-per-step\]\n", out)
 
 
@@ -126,9 +126,9 @@ def test_copies_have_figures_of_their_own(capsys):
         ("--max-tokens 0", "--max-tokens must be"),
         ("--mtp --max-kv-size 9", "--mtp cannot be combined with --max-kv-size"),
         ("--images --max-kv-size 9", "--images cannot be combined with --max-kv-size"),
-        ("--draft-p-min 0.5", "--draft-p-min requires --mtp"),
+        ("--no-mtp --draft-p-min 0.5", "--draft-p-min requires an MTP head"),
         ("--thinking on", "has no switch for thinking"),
-        ("--prompt-cache-dir /tmp", "--prompt-cache-dir requires --mtp"),
+        ("--no-mtp --prompt-cache-dir /tmp", "--prompt-cache-dir requires an MTP head"),
     ],
 )
 def test_an_error_is_one_line_and_status_2(capsys, flags, message):

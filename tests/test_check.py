@@ -142,7 +142,7 @@ def test_command_exits_0_for_rounding(monkeypatch, capsys):
 
 def test_refuses_flags_that_do_not_go_together(capsys):
     for flags, message in (
-        ("--check", "--check requires --mtp"),
+        ("--check --no-mtp", "--check requires an MTP head"),
         ("--exact", "--exact was removed: for the bits of plain decoding, decode plainly with --no-mtp."),
         ("--mtp --check --temp 0.7", "cannot be combined with --temp"),
         ("--mtp --check -m 0", "--max-tokens must be"),

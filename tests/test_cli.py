@@ -235,7 +235,6 @@ def test_flags_are_checked_before_the_model(monkeypatch, capsys, tmp_path, comma
     (tmp_path / "FOLDER").mkdir()
     monkeypatch.chdir(tmp_path)
     model = ["--hf-path" if command == "convert" else "--model", "NO/MODEL/HERE"]
-    drafts = ["--mtp"] * (command in ("generate", "chat", "server"))
-    status, err = run(capsys, command, *model, *drafts, *flags.split())
+    status, err = run(capsys, command, *model, *flags.split())
     (line,) = [line for line in err.splitlines() if ": error: " in line]
     assert (status, message in line, "Errno" in line) == (2, True, False), line

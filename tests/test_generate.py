@@ -180,18 +180,19 @@ def test_the_summary(capsys):
     assert run(capsys, *args, "--mtp", "--num-draft-tokens", 3, "--verbose", "F")[1].strip() == text.strip()
     _, none, _ = run(capsys, *args, "--mtp", "--num-draft-tokens", 0)
     assert none.endswith("\nDrafts: none, 1.000 tokens-per-step\n")
-    _, plain, _ = run(capsys, *args)
+    _, plain, _ = run(capsys, *args, "--no-mtp")
     assert "Drafts" not in plain
+    assert "Drafts: " in run(capsys, *args)[1]
     assert none.split("==========")[1] == plain.split("==========")[1] == text
 
 
 def test_copies_in_the_summary(capsys):
     args = ["--prompt", REPEATS, "-m", 16, "--ignore-chat-template"]
-    _, off, _ = run(capsys, *args, "--copy-drafts", "off")
+    _, off, _ = run(capsys, *args, "--no-mtp")
     assert "Drafts" not in off
     copies = r"\d+ of \d+ copies accepted, [\d.]+ tokens-per-step"
-    with_head = ("--mtp", "--num-draft-tokens", 1, "--copy-drafts", 5)
-    for flags, drafts in ((with_head, rf"[\d.]+ accepted by position, {copies}"), (with_head[3:], copies)):
+    with_head, alone = ("--num-draft-tokens", 1, "--copy-drafts", 5), ("--no-mtp", "--copy-drafts", 5)
+    for flags, drafts in ((with_head, rf"[\d.]+ accepted by position, {copies}"), (alone, copies)):
         _, out, _ = run(capsys, *args, *flags)
         assert out.split("==========")[1] == off.split("==========")[1]
         assert re.fullmatch(f"Drafts: {drafts}", out.strip().split("\n")[-1])
@@ -212,15 +213,15 @@ def sampled(capsys):
 
     def text(*flags):
         status, out, err = run(capsys, *SAMPLED, *flags)
-        assert (status, err) == (0, "")
+        assert (status, err) == (0, "stopped at 10 tokens (--max-tokens)\n")
         return out
 
     return text
 
 
 def test_a_seed_gives_one_text_at_every_depth_and_without_mtp(sampled):
-    plain = sampled("--seed", 5, "--acceptance", "coupled")
-    assert [sampled("--seed", 5, "--mtp", "--num-draft-tokens", k) for k in (0, 4, "auto")] == [plain] * 3
+    plain = sampled("--seed", 5, "--no-mtp", "--acceptance", "coupled")
+    assert [sampled("--seed", 5, "--num-draft-tokens", k) for k in (0, 4, "auto")] == [plain] * 3
     assert sampled("--seed", 6, "--mtp") != plain
 
 
@@ -230,7 +231,11 @@ def test_match_gives_the_text_of_mlx_lms_command(sampled, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*map(str, argv)])
     mlx_lm_main()
     text, _ = capsys.readouterr()
-    for flags in ([], ["--acceptance", "match"], ["--mtp", "--acceptance", "match", "--num-draft-tokens", 2]):
+    for flags in (
+        ["--no-mtp"],
+        ["--no-mtp", "--acceptance", "match"],
+        ["--mtp", "--acceptance", "match", "--num-draft-tokens", 2],
+    ):
         assert sampled("--seed", 5, *flags) == text
 
 
@@ -242,9 +247,10 @@ def test_match_gives_the_text_of_mlx_lms_command(sampled, monkeypatch, capsys):
         ("--mtp --acceptance coupled", Coupled),
         ("--mtp --acceptance rejection --seed 5", RejectionSampling),
         ("--mtp --acceptance match", TokenMatch),
-        ("--acceptance coupled", Coupled),
-        ("--seed 5", TokenMatch),
-        ("", TokenMatch),
+        ("--no-mtp --acceptance coupled", Coupled),
+        ("--no-mtp --seed 5", TokenMatch),
+        ("--no-mtp", TokenMatch),
+        ("", RejectionSampling),
     ],
 )
 def test_sampler_of_flags(trained, flags, acceptance):
@@ -272,7 +278,12 @@ def test_resumes_a_prompt_cache_file(capsys, trained, tmp_path):
 
 def test_default_number_of_draft_tokens_of_a_draft_model(monkeypatch, capsys):
     given = []
-    monkeypatch.setattr(command, "generate", lambda *_, num_draft_tokens, **__: given.append(num_draft_tokens))
+
+    def print_text(*_, num_draft_tokens, **__):
+        given.append(num_draft_tokens)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(command, "print_text", print_text)
     for flags in ([], ["--num-draft-tokens", 5]):
         run(capsys, "--draft-model", TRAINED, *flags)
     assert given == [3, 5]
@@ -282,8 +293,18 @@ def test_a_missing_head_is_an_error_without_fallback(capsys, tmp_path):
     no_head(headless := copied(tmp_path))
     error = r"mlx_mtp generate: error: .* has no MTP head, and its base model was not found\. .*--no-mtp.*\n"
     assert re.fullmatch(error, refused(capsys, "--mtp", "--model", headless, "-m", 5))
-    status, out, _ = run(capsys, "--model", headless, "-m", 5)
-    assert (status, "Generation: 5 tokens" in out) == (0, True)
+
+
+def test_a_head_that_could_be_downloaded_is_named(monkeypatch, capsys, tmp_path):
+    """Without a flag, a model without a head decodes plainly."""
+    no_head(headless := copied(tmp_path))
+    cut = "stopped at 5 tokens (--max-tokens)\n"
+    for found, note in ((None, ""), (("org/base", 2**30), "--mtp downloads the MTP head of org/base once, 1.07 GB.\n")):
+        monkeypatch.setattr("mlx_mtp.cli.arguments.head_to_fetch", lambda name, found=found: found)
+        status, out, err = run(capsys, "--model", headless, "-m", 5)
+        assert (status, "Generation: 5 tokens" in out, "Drafts" in out) == (0, True, False)
+        assert err == (note and f"Generating without drafts: {note}") + cut
+        assert run(capsys, "--model", headless, "-m", 5, "--no-mtp")[2] == cut
 
 
 def test_a_drafter_drafts_as_the_models_own_head(capsys, tmp_path):
@@ -312,7 +333,7 @@ OUT_OF_RANGE = [
     "--top-p nan", "--min-p 2", "--min-p nan", "--top-k -1", "--min-tokens-to-keep 0", "--xtc-probability 2",
     "--xtc-threshold 0.6", "--seed -1", f"--seed {2**64}", "--kv-bits 7", "--kv-bits 1", "--kv-group-size 17",
     "--quantized-kv-start -1", "--prefill-step-size 0", "--prefill-step-size -5", "--max-kv-size 0",
-    "--num-draft-tokens 0", "--copy-drafts 0", "--copy-drafts 17",
+    "--num-draft-tokens 9", "--copy-drafts 0", "--copy-drafts 17",
 ]  # fmt: skip
 
 
@@ -355,7 +376,7 @@ def test_a_folder_keeps_what_was_read(capsys, tmp_path):
     _, want, _ = run(capsys, *flags)
     found = []
     for _ in range(2):
-        assert run(capsys, *flags, "--mtp", "--prompt-cache-dir", tmp_path) == (0, want, "")
+        assert run(capsys, *flags, "--prompt-cache-dir", tmp_path)[:2] == (0, want)
         found.append({file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")})
     assert found[0] == found[1] != {}
 
@@ -370,7 +391,12 @@ OF_THE_MODEL = [
     ("--kv-bits 4 --kv-group-size 128", "attention heads have 64 values"),
     ("--image FOLDER/a.png", "has no vision encoder, and its base model was not found"),
 ]
-SPOILT = {"LLAMA": configured(model_type="llama"), "QWEN4": configured(model_type="qwen4_exp"), "CUT": cut_short}
+SPOILT = {
+    "LLAMA": configured(model_type="llama"),
+    "QWEN4": configured(model_type="qwen4_exp"),
+    "CUT": cut_short,
+    "HEADLESS": no_head,
+}
 
 
 @pytest.mark.parametrize(
@@ -384,7 +410,7 @@ SPOILT = {"LLAMA": configured(model_type="llama"), "QWEN4": configured(model_typ
         ("--mtp --model FOLDER", "no config.json"),
         ("--mtp --model LLAMA", "give --no-mtp"),
         ("--mtp --model QWEN4", "neither here nor by mlx-lm"),
-        ("--model CUT", "/model could not be loaded: "),
+        ("--no-mtp --model CUT", "/model.safetensors is truncated or damaged"),
         ("--mtp --prompt-cache-file FOLDER/none.safetensors", "There is no prompt cache"),
         ("--mtp --prompt=", "The prompt is empty"),
         ("--mtp --prompt -", "The prompt is empty"),
@@ -395,17 +421,17 @@ SPOILT = {"LLAMA": configured(model_type="llama"), "QWEN4": configured(model_typ
         ("--mtp --draft-p-min 7", "from 0 to 1, not 7"),
         ("--mtp --settings FOLDER", "There is no settings file"),
         ("--mtp --prompt-cache-dir FOLDER --check", "--prompt-cache-dir and --check cannot be combined"),
-        ("--acceptance rejection", "--acceptance rejection requires --mtp"),
+        ("--no-mtp --acceptance rejection", "--acceptance requires an MTP head: remove --no-mtp"),
         ("--acceptance coupled --draft-model x", "--acceptance coupled cannot be combined with --draft-model"),
         ("--draft-model x --copy-drafts 5", "--copy-drafts and --draft-model cannot be combined"),
-        ("--num-draft-tokens 2 --copy-drafts auto", "--num-draft-tokens requires --mtp or --draft-model"),
+        ("--num-draft-tokens 2 --model HEADLESS", "--num-draft-tokens requires an MTP head: "),
         ("--max-kv-size 9 --copy-drafts auto", "--copy-drafts cannot be combined with --max-kv-size"),
         ("--mtp --json-schema FOLDER/cut", "cut: Expecting property name"),
         ("--mtp --json-schema FOLDER/person", "person: llguidance cannot read the grammar"),
         ("--mtp --json-schema FOLDER/none", "--json-schema: there is no file"),
         ('--mtp --json-schema {"type":"person"}', '--json-schema {"type":"person"}: llguidance cannot read the'),
         ("--mtp --json-schema FOLDER/any --check", "--check compares free text"),
-        *((flags + mtp, message) for mtp in ("", " --mtp") for flags, message in OF_THE_MODEL),
+        *((flags + mtp, message) for mtp in ("", " --no-mtp") for flags, message in OF_THE_MODEL),
     ],
     ids=str,
 )

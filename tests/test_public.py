@@ -200,5 +200,5 @@ def test_the_command_runs_without_a_warning():
     command = [sys.executable, "-W", "error", "-m", "mlx_mtp.generate", "--mtp", "-m", "5", "--prompt", "-"]
     done = subprocess.run(command, capture_output=True, text=True, input="def f(x):\n    return")
     assert done.returncode == 0
-    assert done.stderr == f"{DEMO_NOTE}. `mlx_mtp models` lists real models.\n"
+    assert done.stderr == f"{DEMO_NOTE}. `mlx_mtp models` lists real models.\nstopped at 5 tokens (--max-tokens)\n"
     assert "tokens-per-step" in done.stdout

@@ -12,15 +12,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.load import DEMO, load
 from ..cli.arguments import (
-    asks_for_drafts,
     check_drafts_possible,
     head_of,
     load_options,
     open_prompt_store,
     rank_groups,
-    report_settings,
     sampler_of,
     set_sampling,
+    settle_drafts,
 )
 from ..cli.checks import check_alone, check_generation_flags, check_model_flags, check_prompt_cache_dir
 from ..cli.errors import one_line_errors, sentence
@@ -30,6 +29,7 @@ from ..distributed.ranks import Ranks, from_rank_0
 from ..drafts.options import asks_for_copies
 from ..extras import require
 from ..generate.stream import GenerationResponse
+from ..models.mixin import MTPMixin
 from ..prompt_store import PromptStore
 from .conversation import Conversation, Options, load_messages, save_messages
 
@@ -77,14 +77,14 @@ def run(args: argparse.Namespace) -> None:
         return_config=True,
         trust_remote_code=args.trust_remote_code,
         mtp=head_of(args),
-        copy_drafts=asks_for_copies(args.copy_drafts) or args.images,  # models of plain mlx-lm do not support images
+        copy_drafts=asks_for_copies(args.copy_drafts) or args.images or args.prompt_cache_dir is not None,
         vision="auto" if args.images else True,
         **load_options(args),
         **rank_groups(args),
     )
     sampling = set_sampling(args, getattr(model, "ranks", None))  # models of plain mlx-lm have no ranks
     check_model_flags(args, config)
-    report_settings(args, model)
+    settle_drafts(args, model)
     if args.seed is not None:
         mx.random.seed(args.seed)
     with open_prompt_store(args, model) as store:
@@ -101,10 +101,10 @@ def start(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, sto
     options = Options(
         model=args.model,
         system_prompt=args.system_prompt,
-        is_ours=asks_for_drafts(args) or args.images,
+        is_ours=isinstance(model, MTPMixin),
         max_kv_size=args.max_kv_size,
         show_drafts=args.show_drafts,
-        generation={"mtp": bool(args.mtp), **{name: getattr(args, name) for name in names}},
+        generation={"mtp": args.mtp, **{name: getattr(args, name) for name in names}},
         sampler=partial(sampler_of, args),
     )
     conversation = Conversation(model, tokenizer, options, store)
@@ -138,15 +138,25 @@ def respond(line: str, conversation: Conversation) -> None:
         elif query := line.strip():
             response = conversation.answer(query, show=partial(print, end="", flush=True))
             print()
-            if response is not None and conversation.figures:
-                print(f"[{figures(response)}]", flush=True)
+            if response is not None and (conversation.figures or is_cut(response)):
+                print(f"[{figures(response) if conversation.figures else length(response)}]", flush=True)
     except (ValueError, OSError) as e:
         print(sentence(e))
 
 
+def is_cut(response: GenerationResponse) -> bool:
+    return response.finish_reason == "length"
+
+
+def length(response: GenerationResponse) -> str:
+    """The number of tokens of an answer, and whether it was cut."""
+    n = f"{response.generation_tokens} tokens"
+    return f"stopped at {n} (--max-tokens)" if is_cut(response) else n
+
+
 def figures(response: GenerationResponse) -> str:
     """The speed of an answer, and its drafts."""
-    parts = [f"{response.generation_tokens} tokens" + " (--max-tokens)" * (response.finish_reason == "length")]
+    parts = [length(response)]
     parts.append(f"{response.generation_tps:.1f} tokens-per-sec")
     for name, drafted, accepted in (
         ("drafts", response.drafted, response.accepted),

@@ -15,9 +15,8 @@ from mlx_lm.models.cache import QuantizedKVCache
 from ..caches.validation import BITS, GROUP_SIZES
 from ..checkpoint.generation_config import RANGES
 from ..drafts.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
-from ..files import check_source, make_folder
-from ..images.open import size_of
-from .arguments import asks_for_drafts
+from ..files import make_folder
+from .arguments import check_without_head, may_draft
 from .flags import SAMPLING
 from .parser import flag_of
 
@@ -48,7 +47,8 @@ def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, fl
 def check_generation_flags(args: argparse.Namespace) -> None:
     """Check the flags of sampling, sizes and drafts before anything is loaded.
 
-    Without ``--mtp``, an absent ``num_draft_tokens`` becomes mlx-lm's default.
+    ``--draft-model`` and ``--max-kv-size`` turn off the head, and an absent ``num_draft_tokens`` of a draft model becomes
+    mlx-lm's default.
 
     Raises:
         ValueError: A flag is out of range or cannot be combined with another.
@@ -65,38 +65,26 @@ def check_generation_flags(args: argparse.Namespace) -> None:
 
 def _check_drafting(args: argparse.Namespace) -> None:
     check_head(args)
-    draft_model = getattr(args, "draft_model", None)
+    draft_model, max_kv_size = getattr(args, "draft_model", None), getattr(args, "max_kv_size", None)
+    if args.mtp is None and (draft_model is not None or max_kv_size is not None):
+        args.mtp = False
     if args.mtp and draft_model is not None:
         raise ValueError("--mtp and --draft-model cannot be combined.")
-    n = args.num_draft_tokens
     if args.copy_drafts is not None:
         check_copy_drafts(args.copy_drafts, "--copy-drafts")
     if asks_for_copies(args.copy_drafts) and draft_model is not None:
         raise ValueError("--copy-drafts and --draft-model cannot be combined.")
-    if asks_for_copies(args.copy_drafts) and not args.mtp and n is not None:
-        raise ValueError(
-            "--num-draft-tokens requires --mtp or --draft-model: with only --copy-drafts there is no head."
-        )
-    if n is None and not args.mtp:
-        args.num_draft_tokens = n = 3
-    if n == "auto" and not args.mtp:
-        raise ValueError("--num-draft-tokens auto requires --mtp.")
-    if args.mtp and n is not None:
-        check_num_draft_tokens(n, "--num-draft-tokens")
-    if not args.mtp and n < 1:
-        raise ValueError(f"--num-draft-tokens must be 1 or more, not {n}.")
-    acceptance = getattr(args, "acceptance", None)
-    if acceptance == "rejection" and not args.mtp:
-        raise ValueError("--acceptance rejection requires --mtp.")
-    if acceptance == "coupled" and draft_model is not None:
+    if args.acceptance == "coupled" and draft_model is not None:
         raise ValueError("--acceptance coupled cannot be combined with --draft-model.")
-    if getattr(args, "show_drafts", False) and not asks_for_drafts(args):
-        raise ValueError("--show-drafts requires --mtp or --copy-drafts.")
-    for name in ("check", "draft_p_min"):
-        if getattr(args, name, None) and not args.mtp:
-            raise ValueError(f"{flag_of(name)} requires --mtp.")
-    images = getattr(args, "images", False)
-    if (asks_for_drafts(args) or images) and getattr(args, "max_kv_size", None) is not None:
+    if draft_model is not None:
+        args.num_draft_tokens = 3 if args.num_draft_tokens is None else args.num_draft_tokens  # mlx-lm's default
+        if args.num_draft_tokens == "auto" or args.num_draft_tokens < 1:
+            raise ValueError(f"--num-draft-tokens must be 1 or more, not {args.num_draft_tokens}.")
+    elif args.num_draft_tokens is not None:
+        check_num_draft_tokens(args.num_draft_tokens, "--num-draft-tokens")
+    if args.mtp is False:
+        check_without_head(args, "remove --no-mtp, --draft-model or --max-kv-size.")
+    if (may_draft(args) or getattr(args, "images", False)) and max_kv_size is not None:
         flag = "--mtp" if args.mtp else "--copy-drafts" if asks_for_copies(args.copy_drafts) else "--images"
         raise ValueError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
 
@@ -138,37 +126,21 @@ def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> No
             ) from e
 
 
-def check_prompt_cache_dir(args: argparse.Namespace, *flags: str, requires_drafts: bool = True) -> None:
+def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
     """
     Args:
         flags (str): Flags that cannot be combined with it.
-        requires_drafts (bool): Whether it needs ``--mtp`` or ``--copy-drafts``. Default: ``True``.
 
     Raises:
         OSError: ``--prompt-cache-dir`` cannot be written to.
-        ValueError: It requires drafts and the model does not draft, or it is combined with one of the flags.
+        ValueError: It is combined with one of the flags.
     """
     if args.prompt_cache_dir is None:
         return
-    if requires_drafts and not asks_for_drafts(args):
-        raise ValueError("--prompt-cache-dir requires --mtp or --copy-drafts.")
     for name in flags:
         if getattr(args, name):
             raise ValueError(f"--prompt-cache-dir and {flag_of(name)} cannot be combined.")
     make_folder(Path(args.prompt_cache_dir), "--prompt-cache-dir")
-
-
-def check_images(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        FileNotFoundError: A file of ``--image`` is missing.
-        ValueError: It is not an image.
-    """
-    for file in args.image or ():
-        if file.startswith("data:") or asks_for_drafts(args):
-            size_of(file)
-        else:  # in other families of models, mlx-lm opens images
-            check_source(Path(file), "--image")
 
 
 def check_alone(args: argparse.Namespace, *flags: str) -> None:

@@ -17,10 +17,16 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--mtp": {
         "nargs": "?",
         "const": True,
-        "default": False,
         "metavar": "HEAD",
-        "help": "Draft with the model's multi-token-prediction head. If the checkpoint has none, its base model's head is "
-        "downloaded once. HEAD selects another: a folder or Hugging Face repo with only a head (model type qwen3_5_mtp).",
+        "help": "Draft with the model's multi-token-prediction head, and download its base model's once if the checkpoint has "
+        "none. HEAD selects another: a folder or Hugging Face repo with only a head (model type qwen3_5_mtp). Without this "
+        "flag, a model drafts if it has its head or the head was downloaded before.",
+    },
+    "--no-mtp": {
+        "dest": "mtp",
+        "action": "store_const",
+        "const": False,
+        "help": "Generate as mlx-lm does, without the head.",
     },
     "--num-draft-tokens": {
         "metavar": "auto|N",
@@ -32,13 +38,13 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "auto|off|N",
         "type": number_or("auto", "off"),
         "help": "Draft by prompt lookup: if the text repeats itself, copy the tokens that followed. auto copies when this is "
-        f"faster than the head's drafts; N copies N tokens at a time, up to {MAX_COPY_TOKENS}. Works without --mtp and "
-        "without a head. Defaults to off without --mtp or with a number of --num-draft-tokens, and to auto otherwise.",
+        f"faster than the head's drafts; N copies N tokens at a time, up to {MAX_COPY_TOKENS}. Works without "
+        "a head. Defaults to off without a head or with a number of --num-draft-tokens, and to auto otherwise.",
     },
     "--acceptance": {
         "choices": get_args(AcceptanceName),
         "help": "How sampled drafts are accepted; all three sample from the model's distribution. rejection accepts the most "
-        "drafts; coupled gives one text for a prompt and a seed, with any number of drafts and without --mtp; match samples "
+        "drafts; coupled gives one text for a prompt and a seed, with any number of drafts and without any; match samples "
         "as mlx-lm. Defaults to coupled with a seed and to rejection without one.",
     },
     "--draft-vocab": {
@@ -97,12 +103,12 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``generate`` and ``chat`` share, and help texts for mlx-lm's flags that differ here."""
     add = parser.add_argument
     add("--model", type=str, help=MODEL_HELP)
-    add("--max-kv-size", type=int, help="Set the maximum key-value cache size; not with --mtp or --copy-drafts.")
+    add("--max-kv-size", type=int, help="Set the maximum key-value cache size, without drafts.")
     add(
         "--seed",
         type=int,
-        help="PRNG seed (default: none, so sampled texts differ between runs). With --mtp, the prompt and the seed determine "
-        "the text: see --acceptance.",
+        help="PRNG seed (default: none, so sampled texts differ between runs). With drafts, the prompt and the seed "
+        "determine the text: see --acceptance.",
     )
     add(
         "--draft-p-min",
@@ -115,10 +121,10 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
         help="Color tokens by their source, in a terminal: the head's drafts green, copies yellow, tokens forced by a "
         "grammar blue.",
     )
-    add_flags(parser, ("--num-draft-tokens", "--mtp", "--copy-drafts", *LOADING, "--pipeline"))
+    add_flags(parser, ("--num-draft-tokens", "--mtp", "--no-mtp", "--copy-drafts", *LOADING, "--pipeline"))
     for name, more in (
-        ("--prompt-cache-dir", " Requires --mtp or --copy-drafts."),
-        ("--acceptance", " Without --mtp, defaults to match."),
+        ("--prompt-cache-dir", " Requires a head or --copy-drafts."),
+        ("--acceptance", " Without a head, defaults to match."),
     ):
         add(name, **{**FLAGS[name], "help": FLAGS[name]["help"] + more})
 

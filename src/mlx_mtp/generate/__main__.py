@@ -22,10 +22,10 @@ from ..cli.arguments import (
     load_options,
     open_prompt_store,
     rank_groups,
-    report_settings,
     sampler_of,
+    settle_drafts,
 )
-from ..cli.checks import check_alone, check_generation_flags, check_images, check_model_flags, check_prompt_cache_dir
+from ..cli.checks import check_alone, check_generation_flags, check_model_flags, check_prompt_cache_dir
 from ..cli.display import prompt_progress
 from ..cli.errors import one_line_errors
 from ..cli.flags import add_drafting
@@ -34,13 +34,14 @@ from ..distributed.ranks import from_rank_0
 from ..drafts.options import asks_for_copies
 from ..extras import require
 from ..files import check_source
+from ..images.open import size_of
 from ..images.prompt import read_images, vision_of
 from ..models import MODEL_TYPES, same_bits
 from ..models.mixin import MTPMixin
 from ..text.grammar import Grammar, make_grammar
 from .check import check
 from .inputs import PromptCacheFile, PromptOptions, encode_prompt, load_prompt_cache, template_options
-from .stream import generate
+from .stream import print_text
 
 # Flags for one process only. A prompt cache file is for a whole model.
 ALONE = ("prompt_cache_file", "prompt_cache_dir", "draft_model", "adapter_path", "image", "quantize_activations")
@@ -62,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--draft-model",
         type=str,
-        help="A model to be used for speculative decoding by mlx-lm, without --mtp; --num-draft-tokens then defaults to 3.",
+        help="A model to be used for speculative decoding by mlx-lm, without the head; --num-draft-tokens then defaults to 3.",
     )
     parser.add_argument(
         "--check",
@@ -117,14 +118,14 @@ def run(args: argparse.Namespace) -> None:
     with open_prompt_store(args, model) as store, prompt_progress() as progress:
         if args.draft_model is None:  # mlx-lm's speculative decoding has no callback
             options["prompt_progress_callback"] = progress
-        response = generate(
+        text, last = print_text(
             model,
             tokenizer,
             prompt,
             logits_processors=make_processors(args.json_schema, tokenizer, prompt),
             verbose=args.verbose,
             show_drafts=args.show_drafts,
-            mtp=bool(args.mtp),
+            mtp=args.mtp,
             sampler=sampler_of(args, tokenizer),
             max_kv_size=args.max_kv_size,
             draft_model=load_draft_model(args, tokenizer),
@@ -133,7 +134,9 @@ def run(args: argparse.Namespace) -> None:
             **options,
         )
         if not args.verbose:
-            print(response, flush=True)
+            print(text, flush=True)
+    if last.finish_reason == "length":
+        print(f"stopped at {last.generation_tokens} tokens (--max-tokens)", file=sys.stderr)
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -143,7 +146,8 @@ def check_flags(args: argparse.Namespace) -> None:
     check_alone(args, *ALONE)
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
-    check_images(args)
+    for file in args.image or ():
+        size_of(file)
     template_options(args.chat_template_config)
     if args.json_schema is not None:
         require("server", "--json-schema")
@@ -177,7 +181,7 @@ def load_model(
     model, tokenizer, config = load(
         args.model,
         mtp=head_of(args),
-        copy_drafts=asks_for_copies(args.copy_drafts) or sees,
+        copy_drafts=asks_for_copies(args.copy_drafts) or sees or args.prompt_cache_dir is not None,
         adapter_path=args.adapter_path,
         tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
         model_config={"quantize_activations": args.quantize_activations},
@@ -188,7 +192,7 @@ def load_model(
     )
     check_model_flags(args, config)
     add_eos_tokens(tokenizer, args.extra_eos_token)
-    report_settings(args, model)
+    settle_drafts(args, model)
     return model, tokenizer, config
 
 

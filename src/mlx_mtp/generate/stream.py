@@ -232,6 +232,13 @@ def generate(
        show_drafts (bool): With ``verbose``, color each token by its source if stdout is a terminal. Default: ``False``.
        kwargs: The remaining options get passed to :func:`stream_generate`.
     """
+    return print_text(model, tokenizer, prompt, verbose, show_drafts, **kwargs)[0]
+
+
+def print_text(
+    model: nn.Module, tokenizer: TokenizerWrapper, prompt: Any, verbose: bool, show_drafts: bool, **kwargs: Any
+) -> tuple[str, GenerationResponse]:
+    """Generate a text as ``generate`` does. Return it with the last response."""
     text = ""
     if verbose:
         print("=" * 10)
@@ -243,17 +250,19 @@ def generate(
         print()
         print("=" * 10)
         if text:
-            _print_figures(response, kwargs.get("mtp", True), kwargs.get("copy_drafts"))
+            mtp = kwargs.get("mtp")
+            drafts = (has_head(model) if mtp is None else mtp) or asks_for_copies(kwargs.get("copy_drafts"))
+            _print_figures(response, drafts)
         else:
             print("No text generated for this prompt")
-    return text
+    return text, response
 
 
-def _print_figures(response: GenerationResponse, mtp: bool, copy_drafts: CopyDrafts | None) -> None:
+def _print_figures(response: GenerationResponse, show_drafts: bool) -> None:
     print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
     print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
     print(f"Peak memory: {response.peak_memory:.3f} GB")
-    if mtp or asks_for_copies(copy_drafts):
+    if show_drafts:
         rates = ", ".join(f"{a / d:.3f}" for a, d in zip(response.accepted, response.drafted))
         drafts = [f"{rates} accepted by position"] if rates else []
         if response.copied:
