@@ -62,7 +62,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def without_mtp(tmp_path_factory):
-    with serve_here(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED) as s:
+    with serve_here(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED, "--no-mtp") as s:
         yield s
 
 
@@ -376,7 +376,7 @@ def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mtp", [[], ["--mtp"]], ids=str)
+@pytest.mark.parametrize("mtp", [["--no-mtp"], ["--mtp"]], ids=str)
 def test_quantized_caches_are_served_one_at_a_time(tmp_path, trained, text_of, mtp):
     model, tokenizer = trained
     options = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=10)
@@ -403,7 +403,8 @@ INVALID = [
     "--prompt-cache-size -1", "--chat-template-args [1]", "--port 99999999", "--max-token-gap 0", "--max-token-gap nan",
     "--min-decode-share 1", "--min-decode-share -0.5", "--draft-model x --mtp",
     ("--draft-model x", "mlx_lm.server --draft-model x"),
-    ("--num-draft-tokens 9 --mtp", "from 0 to 8"), ("--num-draft-tokens auto", "--mtp"), "--kv-group-size 48 --kv-bits 4",
+    ("--num-draft-tokens 9 --mtp", "from 0 to 8"),
+    ("--num-draft-tokens auto --no-mtp", "an MTP head"), "--kv-group-size 48 --kv-bits 4",
     ('--chat-template-args {"tokenize":false}', "tokenize"), ("--pipeline", "mlx.launch"), ("--api-key=", "empty"),
     ("--api-key sésame", "ASCII"), ("--api-key=a\nb", "ASCII"), "--api-key-file b --api-key a", ("--api-key-file /no", "/no"),
     ("--prompt-cache-disk-bytes 1GB", "--prompt-cache-disk-bytes requires --prompt-cache-dir"),

@@ -44,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_http_flags(parser)
     _add_generation_flags(parser)
     _add_cache_flags(parser)
-    add_flags(parser, ("--mtp", "--num-draft-tokens", "--copy-drafts", "--acceptance", *LOADING))
+    add_flags(parser, ("--mtp", "--no-mtp", "--num-draft-tokens", "--copy-drafts", "--acceptance", *LOADING))
     add_flags(parser, ("--images", "--prompt-cache-dir", "--pipeline"))
     return finish(parser)
 
@@ -234,7 +234,7 @@ def check(args: argparse.Namespace) -> Options:
         raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
     if isinstance(args.mtp, str) and (args.serve_model or args.allow_any_model):
         raise ValueError("--mtp HEAD fits one model: remove --serve-model and --allow-any-model.")
-    check_prompt_cache_dir(args, requires_drafts=False)
+    check_prompt_cache_dir(args)
     if args.prompt_cache_disk_bytes is not None and args.prompt_cache_dir is None:
         raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
     for name in ("adapter_path", "allowed_local_media_path"):

@@ -15,6 +15,7 @@ from ...caches.prompt_cache import has_head
 from ...checkpoint.config import context_length_of
 from ...checkpoint.generation_config import sampling_defaults
 from ...checkpoint.load import load
+from ...cli.arguments import missing_head_note
 from ...distributed.ranks import Ranks
 from ...drafts.options import asks_for_copies
 from ...prompt_store import PromptStore
@@ -87,6 +88,8 @@ class ModelProvider:
         if self.options.use_default_chat_template and self.tokenizer.chat_template is None:
             self.tokenizer.chat_template = self.tokenizer.default_chat_template
         self.key, self.has_head = key, has_head(self.model)
+        if self.options.mtp is None and not self.has_head and (note := missing_head_note(path)) is not None:
+            logging.info(note)
         context_length = context_length_of(vars(self.model.args))
         vision = self.model.vision if self.model.ranks is None else None
         sampling = sampling_defaults(path, self.options.sampling, self.model.ranks)
