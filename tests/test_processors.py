@@ -10,7 +10,7 @@ from mlx_lm.sample_utils import make_sampler as stock_sampler
 from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
 from mlx_mtp.generate.stored import seeing
 from mlx_mtp.sampling.processors import keeps_state
-from mlx_mtp.server.engine.admission import make_budget
+from mlx_mtp.server.engine.admission import _allow_no_end, make_budget
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import model_of
@@ -106,6 +106,7 @@ def test_keeps_state(demo):
         *make_logits_processors({1: 1.0}, 1.1, 20, 0.1, 20, 0.1, 20),
         make_grammar(tokenizer, regex="a+"),
         make_budget(tokenizer, 3, True, 5),
+        functools.partial(_allow_no_end, [1], 5),
         *(seeing(mx.array(PROMPT), p) for p in (function, make_grammar(tokenizer, regex="a+"))),
     ):
         assert not keeps_state(f), f
