@@ -21,32 +21,20 @@ from .tree import Forest, Handle, Node, StoredArrays, in_memory, is_whole
 
 
 class Prefix(NamedTuple):
-    """A stored prefix of a text.
+    """A stored prefix of a text."""
 
-    Args:
-        prompt_cache (List[Any]): A cache that the caller may change.
-        n_tokens (int): The number of tokens in it; 0 if nothing is stored.
-        handle (Handle, optional): The stored prefix, for ``insert``; ``None`` if nothing is stored.
-    """
-
-    prompt_cache: list[Any]
-    n_tokens: int
-    handle: Handle | None
+    prompt_cache: list[Any]  # the caller may change it
+    n_tokens: int  # in it; 0 if nothing is stored
+    handle: Handle | None  # for ``insert``; None if nothing is stored
 
 
 @dataclass
 class Counts:
-    """Counts of a store's work.
+    """Counts of a store's work."""
 
-    Args:
-        fetches (int): The number of texts that were looked up.
-        hits (int): The number of texts of which a prefix was found.
-        tokens (int): The number of tokens of these prefixes.
-    """
-
-    fetches: int = 0
-    hits: int = 0
-    tokens: int = 0
+    fetches: int = 0  # texts that were looked up
+    hits: int = 0  # texts of which a prefix was found
+    tokens: int = 0  # of these prefixes
 
 
 class PromptStore(AbstractContextManager["PromptStore"]):
@@ -255,8 +243,10 @@ class PromptStore(AbstractContextManager["PromptStore"]):
                 is_there = node in self._forest and stored in (node.span, node.snapshot) and not stored.in_memory
                 if is_there and found is not None:
                     self._forest.put(stored, found)
+                elif is_there and stored is node.span:
+                    self._forest.remove(node)
                 elif is_there:
-                    self._forest.drop(node, stored)
+                    node.snapshot = None
         self.trim_to(self.max_bytes, self.max_snapshots)
 
 

@@ -15,6 +15,7 @@ saves nothing until a request returns to it, and evicting the end of a text free
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,37 +28,23 @@ ON_DISK = 0.1  # the time to read a text's arrays from disk, as a share of the t
 
 
 class File(NamedTuple):
-    """
-    Args:
-        name (str): The digest of its bytes.
-        model (str): The model's name, see ``key_of``.
-        parent (str): The file of the span above a span, or of a snapshot's own span; empty for none.
-        tokens (Tokens, optional): The tokens of a span, [n]; ``None`` for a snapshot.
-        nbytes (int): Its size.
-    """
+    """A file of a span or a snapshot."""
 
-    name: str
-    model: str
-    parent: str
-    tokens: Tokens | None
+    name: str  # the digest of its bytes
+    model: str  # the model's name, see ``key_of``
+    parent: str  # the file of the span above a span, or of a snapshot's own span; empty for none
+    tokens: Tokens | None  # of a span, [n]; None for a snapshot
     nbytes: int
 
 
+@dataclass(eq=False)
 class StoredArrays:
-    """Arrays in memory, in a file, or in both.
+    """Arrays in memory, in a file, or in both."""
 
-    Args:
-        arrays (Dict[str, mx.array], optional): The arrays; ``None`` if they are not in memory.
-        nbytes (int): Their size.
-        name (str, optional): The name of the file.
-
-    Attributes:
-        refused (bool): Whether there is no space for it on disk.
-    """
-
-    def __init__(self, arrays: Any, nbytes: int, name: str | None = None):
-        self.arrays, self.nbytes, self.name = arrays, nbytes, name
-        self.refused = False
+    arrays: Any  # a dictionary of arrays; None if they are not in memory
+    nbytes: int
+    name: str | None = None  # of the file
+    refused: bool = False  # there is no space for it on disk
 
     @property
     def in_memory(self) -> bool:
@@ -93,12 +80,6 @@ class Node:
     def begin(self) -> int:
         return self.length - len(self.tokens)
 
-    def remove(self) -> None:
-        """Take it out of the tree."""
-        assert self.parent is not None
-        self.parent.children.remove(self)
-        self.parent = None
-
     def path(self) -> "list[Node]":
         """The nodes from the root to this one, both included."""
         nodes, node = [self], self.parent
@@ -111,11 +92,6 @@ class Node:
         """The children whose tokens a text has next, if it begins with this node's text; the longest first."""
         found = [c for c in self.children if np.array_equal(c.tokens, tokens[self.length : c.length])]
         return sorted(found, key=lambda c: -c.length)
-
-    def common(self, tokens: Tokens) -> int:
-        """The number of tokens that a text, which begins with this node's, has in common with any text below it."""
-        own = tokens[self.length :]
-        return self.length + max((_n_common(c.tokens, own) for c in self.children), default=0)
 
     def subtree(self) -> "Iterator[Node]":
         """This node and all below it."""
@@ -168,7 +144,9 @@ class Forest:
         """Add the files of a folder, each after the one that it continues."""
         nodes = {"": self.root(format)}
         for file in files:
-            parent, stored = nodes[file.parent], StoredArrays(None, file.nbytes, file.name)
+            stored = StoredArrays(None, file.nbytes, file.name)
+            if (parent := nodes.get(file.parent)) is None:  # a damaged header names another text
+                continue
             if file.tokens is None:
                 parent.snapshot = stored
             else:
@@ -181,16 +159,16 @@ class Forest:
 
         Of equal lengths, a snapshot with the head's keys and values is preferred, and then the one that was used last.
         """
-        best: tuple[Format, Node] | None = None
+        found: list[tuple[Format, Node]] = []
         for format, root in self.roots.items():
             if format.kv not in (None, kv):
                 continue
             # Caches that are not quantized yet can be used with and without quantization.
             end = kv.quantized_kv_start - 1 if kv is not None and format.kv is None else len(text)
             for node in root.prefixes(text[: max(end, 0)]):
-                if is_usable(node) and (best is None or _preference(format, node) > _preference(*best)):
-                    best = format, node
-        return best
+                if is_usable(node):
+                    found.append((format, node))
+        return max(found, key=lambda pair: (pair[1].length, pair[0].head, pair[1].used), default=None)
 
     def node_of(self, handle: Handle | None, format: Format, text: Tokens) -> Node:
         """The node of a handle if it is still in the tree and a prefix of the text; otherwise the root.
@@ -207,8 +185,9 @@ class Forest:
 
     def n_common(self, text: Tokens) -> int:
         """The most tokens that a text has in common with a stored one."""
-        nodes = (node for root in self.roots.values() for node in root.prefixes(text))
-        return max((node.common(text) for node in nodes), default=0)
+        shared = [n for root in self.roots.values() for n in root.prefixes(text)]
+        lengths = [n.length + _n_common(c.tokens, text[n.length :]) for n in shared for c in n.children]
+        return max(lengths, default=0)
 
     # Memory
 
@@ -223,13 +202,6 @@ class Forest:
         stored.arrays, stored.nbytes = found, arrays.nbytes(found)
         self.nbytes += stored.nbytes
 
-    def drop(self, node: Node, stored: StoredArrays) -> None:
-        """Remove a span, with all below it, or a snapshot that was not in memory."""
-        if stored is node.span:
-            self.remove(node)
-        else:
-            node.snapshot = None
-
     def merge(self, node: Node, twin: Node) -> None:
         """Join a node of the forest with another one that has the same file."""
         for child in twin.children:
@@ -242,11 +214,13 @@ class Forest:
 
     def remove(self, top: Node) -> None:
         """Take a node and all below it out of its tree."""
-        for node in [*top.subtree()][::-1]:
-            for stored in (node.span, node.snapshot):
-                if stored is not None and stored.in_memory:
-                    self.nbytes -= stored.nbytes
-            node.remove()
+        for node in top.subtree():
+            self.nbytes -= sum(
+                part.nbytes for part in (node.span, node.snapshot) if part is not None and part.in_memory
+            )
+        assert top.parent is not None
+        top.parent.children.remove(top)
+        top.parent = None
 
     def free(self, nodes: list[Node]) -> None:
         """Free the spans of these nodes, given in order from the leaves up."""
@@ -305,10 +279,6 @@ def in_memory(node: Node) -> bool:
 def is_whole(node: Node) -> bool:
     """Whether a node's snapshot and all spans of its text are in memory."""
     return in_memory(node) and all(n.span.in_memory for n in node.path())
-
-
-def _preference(format: Format, node: Node) -> tuple[int, bool, int]:
-    return node.length, format.head, node.used
 
 
 def above(node: Node, matches: Callable[[Node], bool]) -> Node:
