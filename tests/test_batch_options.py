@@ -65,13 +65,10 @@ def test_refuses_options_out_of_range():
 
 def test_batch_generate_refuses(demo):
     for change, message in [
-        *((dict(max_tokens=n), f"max_tokens of prompt 0 {POSITIVE} {n}.") for n in (0, -1, 2.5, None)),
+        (dict(max_tokens=None), f"max_tokens of prompt 0 {POSITIVE} None."),
         (dict(prompts=[[1], []]), "Prompt 1 is empty."),
-        (dict(max_tokens=[3, 0]), f"max_tokens of prompt 1 {POSITIVE} 0."),
         (dict(max_tokens=[3]), f"max_tokens {EACH} 1."),
         (dict(num_draft_tokens=9), f"{DRAFTS} 9."),
-        (dict(prefill_step_size=0), f"prefill_step_size {POSITIVE} 0."),
-        (dict(copy_drafts=17), f"{COPIES} 17."),
         (dict(prompt_caches=[None, [1]]), "The prompt cache has 1 entries, and this model needs 4"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):

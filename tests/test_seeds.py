@@ -7,7 +7,6 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from mlx_lm import sample_utils
 from mlx_lm.generate import BatchGenerator as StockBatchGenerator
 from mlx_lm.generate import generate_step
 
@@ -80,16 +79,6 @@ def test_rejects_invalid_arguments():
             make_sampler(temp=1.0, **options)
     with pytest.raises(ValueError, match=r"The position of a token must be 0 or more, not -1\."):
         make_sampler(1.0, seed=5).at(-1)
-
-
-def test_match_is_mlx_lms_sampler():
-    sampler, stock = make_sampler(temp=0.8, top_p=0.9, acceptance="match"), sample_utils.make_sampler(0.8, 0.9)
-    logprobs = mx.log(mx.array(P)[None])
-    for seed in range(50):
-        mx.random.seed(seed)
-        want = stock(logprobs).item()
-        mx.random.seed(seed)
-        assert sampler(logprobs).item() == want
 
 
 def test_samplers_are_values():
