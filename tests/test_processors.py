@@ -8,7 +8,6 @@ from mlx_lm.sample_utils import categorical_sampling, make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
 
 from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
-from mlx_mtp.generate.stored import seeing
 from mlx_mtp.sampling.processors import keeps_state
 from mlx_mtp.server.engine.admission import _allow_no_end, make_budget
 from tests.support.batches import Fault, failing_sampler
@@ -107,13 +106,11 @@ def test_keeps_state(demo):
         make_grammar(tokenizer, regex="a+"),
         make_budget(tokenizer, 3, True, 5),
         functools.partial(_allow_no_end, [1], 5),
-        *(seeing(mx.array(PROMPT), p) for p in (function, make_grammar(tokenizer, regex="a+"))),
     ):
         assert not keeps_state(f), f
     alternating = Alternating()
     for f in (alternating, alternating.__call__, functools.partial(alternating), counting):
         assert keeps_state(f), f
-        assert keeps_state(seeing(mx.array(PROMPT), f)), f
 
 
 # Those that raise end their own text, and no other

@@ -59,6 +59,7 @@ def mtp_generate_step(
     logits_processors: list[LogitsProcessor] | None = None,
     max_kv_size: int | None = None,
     prompt_cache: list[Any] | None = None,
+    all_tokens: Iterable[int] = (),
     prefill_step_size: int = 2048,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
@@ -81,6 +82,8 @@ def mtp_generate_step(
         max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         prompt_cache (List[Any], optional): A pre-computed cache of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, updated
           in place.
+        all_tokens (Iterable[int]): The tokens in the prompt cache, for logits processors, as in batches. Default: none; they
+          see the prompt, as in mlx-lm.
         prefill_step_size (int): Step size for processing the prompt.
         kv_bits (int, optional): Number of bits to use for KV cache quantization. None implies no cache quantization.
           Default: ``None``.
@@ -107,7 +110,7 @@ def mtp_generate_step(
     options = options.resolve(mtp_model)
     cache = open_prompt_cache(model, prompt_cache)
     place_images(mtp_model, cache, images, input_embeddings is not None)
-    sequence = Sequence(cache, options, counts or DraftCounts())
+    sequence = Sequence(cache, options, counts or DraftCounts(), tokens=[*all_tokens])
     depth = depth_of(mtp_model, sequence)
     planner = Planner(mtp_model, None if depth is None else depth.times)
     if planner.exchange is not None:

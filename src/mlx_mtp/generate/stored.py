@@ -6,7 +6,6 @@ from dataclasses import fields
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import LogitsProcessor
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import PromptCache
@@ -15,8 +14,6 @@ from ..decoding.loop import mtp_generate_step, prefill
 from ..images.prompt import ImagePrompt
 from ..prompt_store import PromptStore
 from ..prompt_store.cuts import cuts_of
-from ..sampling.processors import keeps_state
-from ..text.grammar import Grammar
 
 KV_NAMES = [field.name for field in fields(KVOptions)]
 
@@ -67,12 +64,9 @@ def stored_steps(
         _prefill_part(*part(n, cut), model, stream, cache, options)
         n = cut
         handle = store.insert(key[:n], cache, kv, handle)
-    processors = [seeing(prompt[:n], p) for p in options.pop("logits_processors", None) or []]
     rest, given = part(n, len(tokens))
     try:
-        steps = mtp_generate_step(
-            rest, model, stream, prompt_cache=cache, logits_processors=processors, **options, **given
-        )
+        steps = mtp_generate_step(rest, model, stream, prompt_cache=cache, all_tokens=tokens[:n], **options, **given)
         with closing(steps):
             for step in steps:
                 key.append(step[0])
@@ -89,15 +83,3 @@ def _prefill_part(
     names = ("prefill_step_size", "prompt_progress_callback", *KV_NAMES)
     shared = {name: options[name] for name in names if name in options}
     prefill(tokens, model, stream=stream, prompt_cache=cache, num_draft_tokens=0, copy_drafts="auto", **shared, **given)
-
-
-def seeing(before: mx.array, processor: LogitsProcessor) -> LogitsProcessor:
-    """A logits processor that gets these tokens [N] in front of all others."""
-    if isinstance(processor, Grammar):  # it processes only the answer
-        return processor
-
-    def see(tokens: mx.array, logits: mx.array) -> mx.array:
-        return processor(mx.concatenate([before, tokens]), logits)
-
-    see.keeps_state = keeps_state(processor)  # type: ignore[attr-defined]
-    return see
