@@ -318,6 +318,12 @@ def test_hostile_schemas():
     chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 50} for i in range(200)}
     assert "string" in types({"$ref": "#/$defs/d0"}, chain)
     lists = {"type": [{}]}, {"anyOf": 5}, {"enum": {}}
+    deep, far = {"type": "integer"}, {"$ref": "#/$defs/d0"}
+    for _ in range(5000):
+        deep = {"anyOf": [deep]}
+    far["$defs"] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5000)}
+    for schema in (deep, {"properties": {"a": deep}}, {"properties": {"a": far}, "$defs": far["$defs"]}):
+        assert calls_of(render("f", {"a": 5}), schemas={"f": schema}) == ("", [("f", {"a": "5"})])
     for schema in ("x", 5, None, [], {"type": 5}, {"$ref": 5}, {"properties": 5}, *lists):
         assert "string" in types(schema)
         assert Schema(schema).types_of_property("p")

@@ -123,8 +123,7 @@ class Schema:
     def parts(self, is_certain: bool = False) -> list[Json]:
         """The schema and those that it is made of: all that may hold, or all that must hold."""
         found, todo = dict[int, Json](), [self.root]
-        while todo:
-            part = todo.pop(0)
+        for part in todo:  # which grows
             if isinstance(part, dict) and id(part) not in found:
                 found[id(part)] = part
                 for options in self.factors(part):
@@ -180,7 +179,10 @@ class Schema:
     def types_of_property(self, name: str) -> frozenset[str]:
         """The types that the property of this name may have. A property without a schema is a string."""
         schemas = self.properties().get(name) or self.undeclared(name)
-        return frozenset().union(*map(self.types, schemas)) or STRING
+        try:
+            return frozenset().union(*map(self.types, schemas)) or STRING
+        except RecursionError:  # a chain of references
+            return STRING
 
 
 def listed(schema: Json) -> list[Any] | None:

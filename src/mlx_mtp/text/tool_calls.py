@@ -96,7 +96,7 @@ class ToolCallParser:
 
     def __init__(self, schemas: Mapping[str, Any]):
         self._text = _State()
-        self._functions = _Functions(self._text, {name: Schema(schema) for name, schema in schemas.items()})
+        self._functions = _Functions(self._text, schemas)
         self._json = _JsonBlock(self._text)
 
     @property
@@ -227,7 +227,7 @@ class _Value:
 class _Functions:
     """Parses a block in Qwen's format, with one function or several."""
 
-    def __init__(self, text: _State, schemas: dict[str, Schema]):
+    def __init__(self, text: _State, schemas: Mapping[str, Any]):
         self.text, self.schemas = text, schemas
         self.is_open = False  # whether the text is within a block
         self.value: _Value | None = None  # the current value; None after a function
@@ -235,7 +235,10 @@ class _Functions:
     def begin(self, m: Any) -> None:
         """Begin a function, after its tag and the tag of its first parameter or its end."""
         self.is_open = True
-        self.schema = self.schemas.get(m["name"], Schema(None))
+        try:
+            self.schema = Schema(self.schemas.get(m["name"]))
+        except RecursionError:
+            self.schema = Schema(None)  # it is too deep, and says nothing
         self.keys: set[str] = set()
         self.text.begin_call(m["name"])
         if m["empty"] is None:
