@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
@@ -141,8 +140,8 @@ class Schema:
                 found = [self.texts(option) for option in options if "string" in self.types(option)]
                 if all(texts is not None for texts in found):
                     lists.append([x for texts in found for x in texts or ()])
-            in_all = dict.fromkeys(x for x in chain(*lists) if all(x in texts for texts in lists))
-            self._texts[id(schema)] = [*in_all] if lists else None
+            in_all = set.intersection(*map(set, lists)) if lists else set()
+            self._texts[id(schema)] = [x for x in dict.fromkeys(lists[0]) if x in in_all] if lists else None
         return self._texts[id(schema)]
 
     def properties(self) -> dict[str, list[Any]]:
