@@ -11,7 +11,7 @@ import mlx_mtp
 from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.about import cache, doctor, models
 from mlx_mtp.checkpoint.catalog import published, resolve
-from mlx_mtp.checkpoint.originals.fetch import folder_of
+from mlx_mtp.checkpoint.originals import folder_of
 from tests.support.checkpoints import configure, copied, no_head
 from tests.support.commands import refusal, run_command
 from tests.support.hub_stand_in import HEADER_BYTES

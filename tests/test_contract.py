@@ -41,6 +41,7 @@ SIGNATURES = [
     (utils.dequantize_model, "model"),
     (utils.save_config, "config config_path keep_vision_config"),
     (utils.get_total_parameters, "model"),
+    (utils.make_shards, "weights max_file_size_gb"),
     (convert.convert, "hf_path mlx_path quantize q_group_size q_bits q_mode dtype upload_repo revision dequantize "
                       "quant_predicate trust_remote_code"),
     (convert.mixed_quant_predicate_builder, "recipe model group_size"),

@@ -18,10 +18,10 @@ from huggingface_hub import ModelCard
 from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_mtp
-from mlx_mtp.checkpoint.originals import fetched_head
-from mlx_mtp.checkpoint.originals.fetched_head import measure_acceptance
+from mlx_mtp.checkpoint import fetched
+from mlx_mtp.checkpoint.fetched import measure_acceptance
 from mlx_mtp.checkpoint.storage.hub import fetch
-from mlx_mtp.convert import card, conversion, convert
+from mlx_mtp.convert import conversion, convert, output
 from mlx_mtp.convert.__main__ import main, make_parser
 from mlx_mtp.images.tower import PATCH_KERNEL, split_tower
 from mlx_mtp.layers.mtp import split_head
@@ -227,6 +227,7 @@ def test_failure_leaves_nothing(failure, tmp_path, monkeypatch):
         save(file, weights, **kwargs)
 
     monkeypatch.setattr(mx, "save_safetensors", fail)
+    monkeypatch.setattr(output, "make_shards", lambda weights, _: [{name: w} for name, w in weights.items()])
     with pytest.raises((KeyboardInterrupt, OSError)):
         convert(str(DATA / "moe35"), str(tmp_path / "out"))
     assert len(files) == 2
@@ -313,7 +314,7 @@ def test_converts_a_repository_with_its_card(offline, tmp_path, hub, monkeypatch
 @pytest.mark.parametrize("graft", [False, True])
 def test_upload_keeps_the_card(graft, tmp_path, monkeypatch):
     api = create_autospec(huggingface_hub.HfApi, instance=True)
-    monkeypatch.setattr(card, "HfApi", lambda: api)
+    monkeypatch.setattr(output, "HfApi", lambda: api)
     source, options = DENSE, {}
     if graft:
         source, options = converted(DENSE, tmp_path / "bare", mtp=False), {"graft_mtp_from": str(DENSE)}
@@ -344,7 +345,7 @@ def test_ignores_an_unreadable_card(tmp_path, caplog):
 
 def test_prints_the_cost_of_mtp_bits(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(conversion, "COST_TOKENS", 12)
-    monkeypatch.setattr(fetched_head, "PYTHON", fetched_head.PYTHON[1:2])
+    monkeypatch.setattr(fetched, "PYTHON", fetched.PYTHON[1:2])
     out = converted(DENSE, tmp_path / "out", mtp_bits=2, mtp_group_size=32)
     few, full = (measure_acceptance(*mlx_mtp.load(str(path)), 12) for path in (out, DENSE))
     assert few != full

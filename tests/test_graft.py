@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mlx_mtp
-from mlx_mtp.checkpoint.originals import fetched_head
-from mlx_mtp.checkpoint.originals.fetched_head import CHECK_TOKENS, FLOOR
+from mlx_mtp.checkpoint import fetched
+from mlx_mtp.checkpoint.fetched import CHECK_TOKENS, FLOOR
 from mlx_mtp.convert import graft as grafting
 from mlx_mtp.fit.checkpoint import write_checkpoint
 from mlx_mtp.layers.mtp import split_head
@@ -256,7 +256,7 @@ def random_like(name, w):
 def test_rejects_another_models_head(change, bare, tmp_path, monkeypatch):
     mx.random.seed(0)
     monkeypatch.setattr(grafting, "CHECK_TOKENS", 12)
-    monkeypatch.setattr(fetched_head, "PYTHON", PYTHON[:2])
+    monkeypatch.setattr(fetched, "PYTHON", PYTHON[:2])
     other = shutil.copytree(DENSE, tmp_path / "other")
     edit(other, lambda w: w.update({name: change(name, w[name]) for name in w if name.startswith("mtp.")}))
     with pytest.raises(ValueError, match=r"accepts [0-9]% of the drafts .* nothing was written") as e:

@@ -18,11 +18,10 @@ from mlx_lm.models import qwen3_5
 
 import mlx_mtp
 from mlx_mtp.__main__ import main
-from mlx_mtp.checkpoint import catalog
+from mlx_mtp.checkpoint import catalog, fetched, originals
 from mlx_mtp.checkpoint import load as loading
-from mlx_mtp.checkpoint.originals import fetched_head, find
-from mlx_mtp.checkpoint.originals.fetched_head import FLOOR, fetch_missing_head, fetched_heads, head_to_fetch, remove
-from mlx_mtp.checkpoint.originals.find import MAX_STEPS
+from mlx_mtp.checkpoint.fetched import FLOOR, fetch_missing_head, fetched_heads, head_to_fetch, remove
+from mlx_mtp.checkpoint.originals import MAX_STEPS
 from mlx_mtp.checkpoint.storage.reader import CheckpointReader, n_bytes
 from mlx_mtp.images.vision import PLACEHOLDER
 from mlx_mtp.server.request import ApiError
@@ -113,7 +112,8 @@ def test_the_head_is_that_of_the_original(family, hub, tmp_path):
         m.set_dtype(mx.float32)  # MLX's CPU backend multiplies gathered matrices in nothing else
     texts = [mtp(PROMPT, m, max_tokens=12, num_draft_tokens=2, counts=c) for m, c in zip(models, counts)]
     assert texts[0] == texts[1] == plain(PROMPT, model, max_tokens=12)
-    assert counts[0] == counts[1]
+    assert [c.drafted for c in counts] == 2 * [counts[0].drafted]
+    assert [c.accepted for c in counts] == 2 * [counts[0].accepted]
 
 
 def test_the_second_start_asks_for_nothing(hub, folder, go_offline):
@@ -125,11 +125,11 @@ def test_the_second_start_asks_for_nothing(hub, folder, go_offline):
 
 
 def test_conversions_share_a_head(hub, folder, tmp_path):
-    fetched = load(folder).fetched_head.folder
+    head = load(folder).fetched_head.folder
     hub.reset_counts()
-    assert load(conversion(tmp_path / "two", BASE_MODEL)).fetched_head.folder == fetched
+    assert load(conversion(tmp_path / "two", BASE_MODEL)).fetched_head.folder == head
     assert hub.served[WEIGHTS] <= 2 * HEADER_BYTES
-    assert [head.folder for head in fetched_heads()] == [fetched]
+    assert [head.folder for head in fetched_heads()] == [head]
     remove(next(fetched_heads()))
     assert [*fetched_heads()] == []
     assert load(folder).fetched_head.is_new
@@ -163,7 +163,7 @@ def test_a_head_that_could_be_fetched_is_known_with_its_size(hub, folder, tmp_pa
     assert head_to_fetch(str(conversion(tmp_path / "unknown"))) is None
     text, model = config_of(folder)["text_config"], catalog.published()["qwen3.5-0.8b-4bit"]
     model = replace(model, layers=text["num_hidden_layers"], hidden_size=text["hidden_size"])
-    monkeypatch.setattr(find, "published", lambda: {model.name: model})
+    monkeypatch.setattr(originals, "published", lambda: {model.name: model})
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert head_to_fetch(str(card(folder, model.original))) == (model.original, model.head_gb * 1e9)
     assert head_to_fetch(str(card(folder, "org/other"))) is None
@@ -235,7 +235,7 @@ def test_a_published_model_by_name_and_size(hub, tmp_path, monkeypatch):
     assert "No model card, config or published model of this size names it." in error_of(folder)
     text, model = config_of(folder)["text_config"], catalog.published()["qwen3.5-0.8b-4bit"]
     model = replace(model, layers=text["num_hidden_layers"], hidden_size=text["hidden_size"])
-    monkeypatch.setitem(find.originals_like.__globals__, "published", lambda: {model.name: model})
+    monkeypatch.setitem(originals.originals_like.__globals__, "published", lambda: {model.name: model})
     assert load(folder).fetched_head.source == "Qwen/Qwen3.5-0.8B"
 
 
@@ -295,7 +295,7 @@ def test_without_a_network_a_cached_original_serves(hub, folder, go_offline, is_
 
 
 def test_a_broken_download_resumes(hub, folder, monkeypatch):
-    monkeypatch.setattr("mlx_mtp.checkpoint.originals.fetch.CHUNK_BYTES", 50_000)
+    monkeypatch.setattr("mlx_mtp.checkpoint.originals.CHUNK_BYTES", 50_000)
     read, files = CheckpointReader.read, []
 
     def breaks(self, file, start=0, stop=None):
@@ -343,16 +343,14 @@ def test_a_head_that_is_not_accepted_is_not_used(hub, folder, monkeypatch):
 
 def test_the_head_is_tried_on_text(hub, tmp_path, monkeypatch):
     """Its acceptance is that of the base model with its own head, on the same text."""
-    monkeypatch.setattr(loading, "measure_acceptance", fetched_head.measure_acceptance)
-    monkeypatch.setattr(fetched_head, "PYTHON", fetched_head.PYTHON[:1])
+    monkeypatch.setattr(loading, "measure_acceptance", fetched.measure_acceptance)
+    monkeypatch.setattr(fetched, "PYTHON", fetched.PYTHON[:1])
     hub.publish(BASE_MODEL, DENSE)
     bare = card(converted(DENSE, tmp_path / "bare", mtp=False), BASE_MODEL)
     configure(bare, mlx_mtp=None)
     model = load(bare)
     whole, tokenizer = mlx_mtp.load(str(DENSE))
-    assert (
-        model.fetched_head.acceptance(model.fingerprint()) == fetched_head.measure_acceptance(whole, tokenizer) > FLOOR
-    )
+    assert model.fetched_head.acceptance(model.fingerprint()) == fetched.measure_acceptance(whole, tokenizer) > FLOOR
 
 
 # The vision encoder

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from huggingface_hub import constants
 
-from ..checkpoint.originals.fetch import HEADS, folder_of
-from ..checkpoint.originals.fetched_head import fetched_heads, remove
+from ..checkpoint.fetched import fetched_heads, remove
+from ..checkpoint.originals import HEADS, folder_of
 from ..cli.display import table
 from ..cli.errors import one_line_errors
 from ..cli.parser import finish, parse

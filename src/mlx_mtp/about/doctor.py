@@ -11,8 +11,8 @@ import mlx.core as mx
 from .._version import __version__
 from ..caches.prompt_cache import has_head
 from ..checkpoint.config import check_config
+from ..checkpoint.fetched import FLOOR, fetched_heads, head_to_fetch, measure_acceptance
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
-from ..checkpoint.originals.fetched_head import FLOOR, fetched_heads, head_to_fetch, measure_acceptance
 from ..checkpoint.storage.hub import cached_repositories, sizes_to_download
 from ..checkpoint.storage.memory_check import needs_of as checkpoint_needs
 from ..checkpoint.storage.reader import CheckpointReader

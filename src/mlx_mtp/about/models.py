@@ -3,7 +3,7 @@
 import argparse
 
 from ..checkpoint.catalog import published
-from ..checkpoint.originals.fetched_head import fetched_heads
+from ..checkpoint.fetched import fetched_heads
 from ..checkpoint.storage.hub import cached_repositories
 from ..cli.display import table
 from ..cli.errors import one_line_errors

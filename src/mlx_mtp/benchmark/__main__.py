@@ -13,8 +13,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import prompts
 from ..checkpoint import settings
 from ..checkpoint.config import read_config
+from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.load import DEMO, load
-from ..checkpoint.originals.fetched_head import fetch_missing_head
 from ..checkpoint.storage.hub import fetch
 from ..cli.arguments import head_of, load_options, rank_groups
 from ..cli.checks import check_alone, check_head, check_limits

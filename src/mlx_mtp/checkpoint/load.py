@@ -22,6 +22,7 @@ from ..models import MODEL_TYPES, model_module
 from ..models.protocol import MTPModel
 from ..models.shard import check_shard
 from .config import Config, loading_errors, read_config, runs_in_mlx_lm_only
+from .fetched import FLOOR, FetchedHead, fetch_missing_head, fetch_tower, has_own_head, measure_acceptance
 from .head_formats import (
     FEW_BITS,
     SeparateHead,
@@ -33,9 +34,7 @@ from .head_formats import (
     load_head_file,
     quantization_beside,
 )
-from .originals.fetch import HEADS, fetched_before, forget
-from .originals.fetched_head import FLOOR, FetchedHead, fetch_missing_head, has_own_head, measure_acceptance
-from .originals.fetched_tower import fetch_tower
+from .originals import HEADS, fetched_before, forget
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import cheapen_drafts, check_bits, find
 from .settings import read as read_settings

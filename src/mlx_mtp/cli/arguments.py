@@ -11,9 +11,9 @@ from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import has_head
+from ..checkpoint.fetched import head_to_fetch
 from ..checkpoint.generation_config import Sampling, sampling_defaults
 from ..checkpoint.load import DEMO, DEMO_NOTE, check_family
-from ..checkpoint.originals.fetched_head import head_to_fetch
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
 from ..prompt_store import PromptStore

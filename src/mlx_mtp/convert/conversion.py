@@ -12,9 +12,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.config import Config, read_json
+from ..checkpoint.fetched import measure_acceptance
 from ..checkpoint.head_formats import EXTRA_TENSORS, head_bits
 from ..checkpoint.load import find_vision, load
-from ..checkpoint.originals.fetched_head import measure_acceptance
 from ..checkpoint.storage.hub import commit_of, fetch
 from ..checkpoint.storage.output import atomic_directory, check_new, describe_head, describe_no_head, dtype_name
 from ..files import check_folder
@@ -22,10 +22,9 @@ from ..images.tower import PREFIX
 from ..images.vision import CONFIG_FILES, Vision
 from ..models import BASES
 from ..models.protocol import MTPModel
-from .card import IMAGES, USAGE, upload, write_card
 from .graft import graft
+from .output import IMAGES, USAGE, shard_gb, upload, write_card, write_model
 from .quantization import MTP_GROUP_SIZE, Quantization, QuantPredicate, cast
-from .shards import max_shard_bytes, write_model
 
 COST_TOKENS = 128  # after each prompt, to measure what quantization costs
 
@@ -144,7 +143,7 @@ def convert_weights(
     _record_head(config, model if mtp else None, hf_path, commit)
     usage = (USAGE + IMAGES * (images is not None)).format(name=name or target) if mtp else ""
     with atomic_directory(target) as folder:
-        write_model(folder, model, config, max_shard_bytes(source), {} if images is None else _tower_tensors(images))
+        write_model(folder, model, config, shard_gb(source), {} if images is None else _tower_tensors(images))
         _write_files(folder, source, tokenizer, () if images is None else CONFIG_FILES)
         base_model = None if Path(hf_path).exists() else hf_path
         write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)

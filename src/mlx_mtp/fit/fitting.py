@@ -13,9 +13,9 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from ..checkpoint.config import read_config, read_json
+from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.head_formats import head_bits
 from ..checkpoint.load import load
-from ..checkpoint.originals.fetched_head import fetch_missing_head
 from ..checkpoint.storage.hub import fetch
 from ..checkpoint.storage.output import check_new
 from ..cli.checks import check_limits

@@ -30,7 +30,7 @@ class MTPMixin:
     logits: Any
     ranks: Ranks | None = None  # the ranks that run the model, set by ``mlx_mtp.load``
     vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
-    fetched_head: Any = None  # the ``originals.fetched_head.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
+    fetched_head: Any = None  # the ``checkpoint.fetched.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
     _fingerprint: bytes | None = None  # computed on the first call
 
     def __init__(self, args: Any):

@@ -1,4 +1,4 @@
-"""The MTP head of a model's original, and whether the model accepts its drafts."""
+"""The MTP head and the vision encoder of a model's base model, and whether the model accepts the head's drafts."""
 
 import shutil
 import threading
@@ -12,29 +12,33 @@ import mlx.nn as nn
 from huggingface_hub.utils import TensorInfo
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ...decoding.counts import DraftCounts
-from ...decoding.loop import mtp_generate_step
-from ...layers.mtp import split_head
-from ...memory.account import GB
-from ...prompts import PYTHON
-from ..config import Config, read_config, read_json, skeleton, text_config_of
-from ..head_formats import DRAFTER, check_head, check_shapes, head_file_of
-from ..storage.hub import fetch
-from ..storage.reader import CheckpointReader, n_bytes
-from ..storage.tensors import tensor_names
-from .fetch import (
+from ..decoding.counts import DraftCounts
+from ..decoding.loop import mtp_generate_step
+from ..images.vision import CONFIG_FILES, Vision, settings_of
+from ..layers.mtp import split_head
+from ..memory.account import GB
+from ..prompts import PYTHON
+from .config import Config, read_config, read_json, skeleton, text_config_of
+from .head_formats import DRAFTER, check_head, check_shapes, head_file_of
+from .originals import (
     CONFIG,
     HEADS,
     PARTS,
+    TOWERS,
     WEIGHTS,
     Tensors,
+    check_sizes,
     copy_tensors,
     fetch_from_original,
+    find_original,
     folder_of,
+    published_base,
     read_own,
     update_own,
 )
-from .find import check_sizes, find_original, published_base
+from .storage.hub import fetch
+from .storage.reader import CheckpointReader, n_bytes
+from .storage.tensors import tensor_names
 
 ACCEPTANCE = "acceptance.json"
 DTYPES = ("BF16", "F16", "F32")
@@ -100,7 +104,7 @@ def fetch_missing_head(
         "NEW`, or generate without a head (--no-mtp, in Python mtp=False)."
     )
     return FetchedHead(
-        *fetch_from_original(HEADS, name, folder, config, lambda o: fitting_head(o, config, name), _write, advice)
+        *fetch_from_original(HEADS, name, folder, config, lambda o: fitting_head(o, config, name), _write_head, advice)
     )
 
 
@@ -156,7 +160,7 @@ def is_quantized(head: Mapping[str, TensorInfo]) -> bool:
     return any(name.endswith(".scales") or t.dtype not in DTYPES for name, t in head.items())
 
 
-def _write(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
+def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
     """Write the head as a drafter. Return its config."""
     own = original.config or {}
     prefix = "mtp." if original.has_raw_head(tensors) else ""  # the names of a drafter's tensors imply its layout
@@ -186,3 +190,35 @@ def remove(head: FetchedHead) -> None:
     shutil.rmtree(head.folder)
     with suppress(OSError):  # fails if another revision is cached
         head.folder.parent.rmdir()
+
+
+def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
+    """Fetch the vision encoder of a checkpoint's original, see ``fetch_from_original``."""
+    advice = f"Add one with `mlx_mtp convert --graft-vision-from BASE_MODEL --model {name} --mlx-path NEW`."
+    tower, _ = fetch_from_original(
+        TOWERS, name, folder, config, lambda o: fitting_tower(o, config, name), _write_tower, advice
+    )
+    return Vision(tower, config | settings_of(read_json(tower / CONFIG)), [WEIGHTS])
+
+
+def fitting_tower(original: CheckpointReader, config: Config, name: str) -> Tensors:
+    """Describe the tensors of a base model's tower.
+
+    Raises:
+        ValueError: There is no tower, or the base model's sizes differ from the model's.
+    """
+    own, tensors = check_sizes(original, config, name), original.tower()
+    if not tensors or not isinstance(own.get("vision_config"), dict):
+        raise ValueError(f"{original.name} has no vision encoder.")
+    return tensors
+
+
+def _write_tower(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
+    """Write the tower and its image settings. Return its config."""
+    own = original.config or {}
+    for file in CONFIG_FILES:
+        if file in original.files:
+            (target / file).write_bytes(original.read(file))
+    copy_tensors(original, tensors, target / WEIGHTS)
+    record = {"source": original.name, "revision": original.revision}
+    return {"text_config": text_config_of(own), **settings_of(own), "mlx_mtp": record}
