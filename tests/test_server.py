@@ -484,7 +484,7 @@ def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address
         name="a", default="a", has_head=True, tokenizers={"a": SimpleNamespace(context_length=None)}
     )
     engine = SimpleNamespace(admission=SimpleNamespace(models=models, account=Account()))
-    command.serve(options, engine, SimpleNamespace(getsockname=lambda: (address, 80)), [])
+    command.serve(options, engine, SimpleNamespace(getsockname=lambda: (address, 80)))
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == warns
     assert all("--api-key-file" in w for w in warnings)
