@@ -21,12 +21,11 @@ from mlx_mtp.fit import __main__ as command
 from mlx_mtp.fit import comparison as measuring
 from mlx_mtp.fit import fitting
 from mlx_mtp.fit import loss as losses
+from mlx_mtp.fit.checkpoint import Lora
 from mlx_mtp.fit.comparison import TextCounts, compare, measure
-from mlx_mtp.fit.lora import Lora
 from mlx_mtp.fit.loss import DraftKVCache, DraftLoss
-from mlx_mtp.fit.recording import read, record
 from mlx_mtp.fit.texts import Text, answer_all, read_corpus, split
-from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, train_head
+from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, read_states, record, train_head
 from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import config_of, differing, make_adapter, parameters, tensors, write
 from tests.support.commands import refusal
@@ -256,7 +255,7 @@ def test_what_is_recorded(tmp_path, length):
     model = tiny_model("qwen3_5", vocab_size=512)
     texts = [Text("a", [3, 1, 4, 1, 5]), Text("b", [2, 7, 1, 8, 2, 8, 1, 8], 2)]
     for text, file in zip(texts, record(model, texts, tmp_path, "x", 2, length)):
-        kept, hidden = read(file), model.model(mx.array([text.tokens]))[:, -length:]
+        kept, hidden = read_states(file), model.model(mx.array([text.tokens]))[:, -length:]
         assert kept["tokens"].tolist() == text.tokens[-length:]
         assert kept["n_prompt"].item() == max(text.n_prompt - max(len(text.tokens) - length, 0), 0)
         assert mx.allclose(kept["hidden"], hidden[0], atol=1e-5)

@@ -23,13 +23,11 @@ from ..cli.display import say
 from ..cli.parser import flag_of
 from ..files import check_folder, check_source, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
-from .checkpoint import write_checkpoint
+from .checkpoint import Lora, write_adapter, write_checkpoint
 from .comparison import Comparison, compare, measure, measure_once
-from .lora import Lora, write_adapter
 from .loss import DraftLoss
-from .recording import bytes_per_token, record
 from .texts import SHORTEST, Data, Split, describe, prepare, split
-from .training import Schedule, make_trainable, train_head
+from .training import Schedule, bytes_per_token, make_trainable, record, train_head
 
 LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("iters", "batch_size", "steps_per_eval", "answers", "max_tokens", "lora_rank"), (1, math.inf)),

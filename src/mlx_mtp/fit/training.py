@@ -1,4 +1,7 @@
-"""Training the head on recorded texts, with mlx-lm's trainer."""
+"""Training the head with mlx-lm's trainer.
+
+The backbone's hidden states and predictions are recorded on disk first, so that a training step runs only the head.
+"""
 
 import io
 import json
@@ -24,13 +27,86 @@ from mlx_lm.tuner.utils import build_schedule
 from ..cli.display import bar, say
 from ..files import save_atomic
 from ..layers.draft_lm_head import ROUTERS
-from .lora import Lora, add_lora
+from ..models.protocol import MTPModel
+from .checkpoint import Lora, add_lora
 from .loss import DraftLoss
-from .recording import read
+from .texts import Text
 
+TOP_K = 32  # the likeliest tokens of the backbone's distribution; the others have hardly any mass
+ROWS = 1 << 25  # logits that are computed at once
 PAD_TO = 32  # as in mlx-lm: fewer lengths need fewer compiled graphs
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 BETAS = (0.9, 0.95)
+
+
+def bytes_per_token(model: MTPModel) -> int:
+    """The bytes of a token on disk: its hidden state, and the ids and probabilities of the likeliest next tokens."""
+    embedding = model.model.embed_tokens(mx.array([0]))  # [1, H]
+    return int(embedding.nbytes + TOP_K * (mx.uint32.size + mx.float16.size) + mx.uint32.size)
+
+
+def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batch_size: int, length: int) -> list[Path]:
+    """Write a file for each text, and keep the files of an earlier run.
+
+    Args:
+        batch_size (int): The number of texts in a pass of the backbone.
+        length (int): The number of positions to keep of a longer text, from its end: a head can start within a text.
+
+    Returns:
+        List[Path]: The files, see ``read_states``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{name}-{i:05d}.safetensors" for i in range(len(texts))]
+    missing = sorted((len(text.tokens), file, text) for file, text in zip(files, texts) if not file.exists())
+    with bar(f"Recording {name}", "token", sum(n for n, *_ in missing)) as progress:
+        for i in range(0, len(missing), batch_size):
+            batch = missing[i : i + batch_size]
+            for (n, file, _), arrays in zip(batch, _states(model, [text for *_, text in batch], length)):
+                save_atomic(file, arrays)
+                progress.update(n)
+            mx.clear_cache()
+    return files
+
+
+def read_states(file: Path) -> dict[str, mx.array]:
+    """
+    Returns:
+        Dict[str, mx.array]: ``tokens`` [T], ``hidden`` [T, H], the likeliest ``ids`` [T, k] after each position and their
+          ``probabilities`` [T, k], which sum to 1, and ``n_prompt`` [].
+    """
+    weights = mx.load(str(file))
+    assert isinstance(weights, dict)
+    return weights
+
+
+def _states(model: MTPModel, texts: Sequence[Text], length: int) -> Iterator[dict[str, mx.array]]:
+    """Run the backbone over texts in one batch, padded on the right. Return the content of ``read_states`` for each."""
+    longest = max(len(text.tokens) for text in texts)
+    tokens = mx.array([text.tokens + [0] * (longest - len(text.tokens)) for text in texts], mx.uint32)  # [B, T]
+    hidden = model.model(tokens)  # [B, T, H]
+    mx.eval(hidden)
+    n_rows = max(ROWS // model.output_layer.weight.shape[0], 1)  # at once
+    for b, text in enumerate(texts):
+        n = len(text.tokens)
+        first = max(n - length, 0)
+        ids, probabilities = zip(*(_top_k(model, hidden[b, i : min(i + n_rows, n)]) for i in range(first, n, n_rows)))
+        yield {
+            "tokens": tokens[b, first:n],
+            "hidden": hidden[b, first:n],
+            "ids": mx.concatenate(list(ids)),
+            "probabilities": mx.concatenate(list(probabilities)),
+            "n_prompt": mx.array(max(text.n_prompt - first, 0)),
+        }
+
+
+def _top_k(model: Any, hidden: mx.array) -> tuple[mx.array, mx.array]:
+    """hidden [T, H] -> ids [T, k], probabilities [T, k]"""
+    logits = model.logits(hidden[None])[0].astype(mx.float32)  # [T, V]
+    k = min(TOP_K, logits.shape[-1])
+    ids = mx.argpartition(-logits, kth=k - 1, axis=-1)[:, :k]
+    probabilities = mx.softmax(mx.take_along_axis(logits, ids, axis=-1), axis=-1).astype(mx.float16)
+    mx.eval(ids, probabilities)  # one chunk of logits at a time
+    return ids, probabilities
 
 
 @dataclass(frozen=True)
@@ -191,7 +267,7 @@ def iterate_batches(
     """
     if not loop:
         for i in range(0, len(dataset), batch_size):
-            yield _batch([read(file) for file in dataset[i : i + batch_size]])
+            yield _batch([read_states(file) for file in dataset[i : i + batch_size]])
         return
     n = first
     while True:
@@ -200,7 +276,7 @@ def iterate_batches(
             epoch, place = divmod(i, len(dataset))
             order = np.random.default_rng((shuffle_seed, epoch)).permutation(len(dataset))
             chosen.append(dataset[order[place]])
-        yield _batch([read(file) for file in chosen])
+        yield _batch([read_states(file) for file in chosen])
         on_next()
         n += batch_size
 
