@@ -24,6 +24,8 @@ from mlx_mtp.checkpoint.fetched import FLOOR, fetch_missing_head, fetched_heads,
 from mlx_mtp.checkpoint.originals import MAX_STEPS
 from mlx_mtp.checkpoint.storage.reader import CheckpointReader, n_bytes
 from mlx_mtp.images.vision import PLACEHOLDER
+from mlx_mtp.server.command_line import check, make_parser
+from mlx_mtp.server.engine.models import ModelProvider
 from mlx_mtp.server.request import ApiError
 from tests.support.bad_checkpoints import configured, dropped, removed
 from tests.support.checkpoints import WEIGHTS, config_of, configure, converted, copied, edit, no_head
@@ -167,6 +169,22 @@ def test_a_head_that_could_be_fetched_is_known_with_its_size(hub, folder, tmp_pa
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert head_to_fetch(str(card(folder, model.original))) == (model.original, model.head_gb * 1e9)
     assert head_to_fetch(str(card(folder, "org/other"))) is None
+
+
+def test_the_server_says_what_could_be_fetched(hub, folder, caplog):
+    """In its log, and drafts with the head once it was fetched, with the flag or before."""
+    caplog.set_level("INFO")
+    line = f"Generating without drafts: --mtp downloads the MTP head of {BASE_MODEL} once, "
+    for flags, has_head, says in (
+        ([], False, True),
+        (["--no-mtp"], False, False),
+        (["--mtp"], True, False),
+        ([], True, False),
+    ):
+        caplog.clear()
+        models = ModelProvider(check(make_parser().parse_args(["--model", str(folder), *flags])))
+        models.load(models.default)
+        assert (models.has_head, models.drafts, line in caplog.text) == (has_head, has_head, says), flags
 
 
 # Finding the original
