@@ -36,8 +36,6 @@ def test_notebook_runs_and_shows_what_is_committed():
     for text, short in briefly.items():  # its figures are not looked at
         (cell,) = (cell for cell in fresh.cells if text in cell.source)
         cell.source = cell.source.replace(text, short)
-    once = "import mlx_mtp.benchmark.parts\nmlx_mtp.benchmark.parts.N_CALLS = 1"
-    fresh.cells.insert(0, nbformat.v4.new_code_cell(once))
     beside = {"metadata": {"path": str(NOTEBOOK.parent)}}
     NotebookClient(fresh, timeout=300, kernel_name="python3", resources=beside).execute()  # raises where a cell does
     assert shown(fresh).count("the same tokens: True") == 2

@@ -14,7 +14,7 @@ import pytest
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark import tune
-from mlx_mtp.benchmark.recommend import Measured
+from mlx_mtp.benchmark.tune import Measured
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.layers.drafting import Settings

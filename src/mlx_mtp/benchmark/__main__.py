@@ -24,10 +24,10 @@ from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..files import check_target, write_atomic
 from ..models import same_bits
 from ..pacing.depth import MAX_DRAFT_TOKENS
-from . import plot, recommend, results_file, tune
+from . import plot, tune
 from .measure import Report, measure
-from .report import show, show_growth, verdict
-from .runs import AUTO, NO_COPIES, check_sizes
+from .report import gain, show, show_growth
+from .runs import AUTO, NO_COPIES, NO_DRAFTS, check_sizes
 
 # Built-in sets of prompts, by the value of --prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -36,7 +36,7 @@ KINDS: dict[str, Callable[[], dict[str, str]]] = {
     "python": prompts.python_beginnings,
 }
 DEMO_NAME = "demo"
-GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "tune", "json", "plot", "report"), **SHARED_GROUPS}
+GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "tune", "json", "plot"), **SHARED_GROUPS}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -83,14 +83,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="Draw speed by depth into this image; requires --compare-depths or --report.",
-    )
-    add(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help="Measure the head at depths 1 to 4, copies, and both, and write your machine's row of docs/results.md to this "
-        "JSON file.",
+        help="Draw speed by depth into this image; requires --compare-depths.",
     )
 
 
@@ -144,7 +137,7 @@ def run(args: argparse.Namespace) -> None:
         run_tune(args)
         return
     subject = prepare(args)
-    runs = results_file.RUNS if args.report else (*range(1, (args.compare_depths or 0) + 1), NO_COPIES, AUTO)
+    runs = (NO_DRAFTS, *range(1, (args.compare_depths or 0) + 1), NO_COPIES, AUTO)
     reports: list[Report] = []
     for tokens in subject.prompts:
         report = measure(
@@ -161,28 +154,17 @@ def run(args: argparse.Namespace) -> None:
     if len(reports) > 1:
         print(show_growth(reports, len(subject.model.layers)))
     if mx.distributed.init().rank() == 0:
-        write(args, subject.model, reports)
-    print(f"\n{verdicts(args, reports)}")
+        write(args, reports)
+    names = [f"auto, --context {n}" for n in args.context] if len(reports) > 1 else ["auto"]
+    print("", *map(gain, reports, names), sep="\n")
 
 
-def verdicts(args: argparse.Namespace, reports: Sequence[Report]) -> str:
-    """The verdict on the head, one line for each length."""
-    flag = f"--mtp {args.mtp}" if isinstance(args.mtp, str) else "--mtp"
-    if len(reports) == 1:
-        return verdict(reports[0], flag)
-    return "\n".join(verdict(r, flag, f"auto, --context {n}") for n, r in zip(args.context, reports))
-
-
-def write(args: argparse.Namespace, model: Any, reports: Sequence[Report]) -> None:
+def write(args: argparse.Namespace, reports: Sequence[Report]) -> None:
     """Write the files that the flags request."""
     if args.json:
         write_json(args.json, [asdict(r) for r in reports] if len(reports) > 1 else asdict(reports[0]))
     if args.plot:
         plot.draw(reports[0]).savefig(args.plot, dpi=150)
-    if args.report:
-        one = results_file.make_results(reports[0], model, args.model or DEMO_NAME, prompt_kind(args))
-        write_json(args.report, one)
-        print(f"\n{results_file.markdown([one])}")
 
 
 @dataclass
@@ -199,6 +181,7 @@ def prepare(args: argparse.Namespace) -> Subject:
     options = load_options(args) | {"settings": args.settings or False}
     model, tokenizer = load(args.model or str(DEMO), mtp=head_of(args), **options, **rank_groups(args))
     name = args.model or DEMO_NAME
+    name = Path(name).resolve().name if Path(name).exists() else name  # without the path of a folder
     if model.drafting.tuned is not None:
         name += f" with {model.drafting.tuned}"
     return Subject(model, name, [encode_prompts(args, tokenizer, n) for n in args.context], tokenizer.eos_token_ids)
@@ -226,9 +209,9 @@ def run_tune(args: argparse.Namespace) -> None:
     model, tokenizer = load(name, mtp=head_of(args), draft_vocab=0, settings=False, max_memory=args.max_memory)
     tokens = encode_prompts(args, tokenizer, args.context[0])
     measured = tune.tune(model, tokenizer, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
-    print(recommend.show(measured))
+    print(tune.show(measured))
     print(same_bits.report(same_bits.compiled_differences(model, min(tokens.values(), key=len))))
-    settings.write(file, key, name, recommend.recommend(measured).settings)
+    settings.write(file, key, name, tune.recommend(measured).settings)
     users = "`--mtp` and `mlx_mtp.load` use it from now on" if args.tune is True else f"`--settings {file}` uses it"
     print(f"Written to {file}: {users}.")
     if args.json:
@@ -253,7 +236,7 @@ def check_flags(args: argparse.Namespace) -> None:
     Raises:
         ValueError: A flag is out of range or cannot be combined with another.
     """
-    check_alone(args, "tune", "report")
+    check_alone(args, "tune")
     check_head(args)
     check_sizes(args.max_tokens, args.repeat)
     if args.tune:
@@ -263,21 +246,19 @@ def check_flags(args: argparse.Namespace) -> None:
     check_limits(vars(args), {"compare_depths": (1, MAX_DRAFT_TOKENS)})
     if min(args.context) < 0:
         raise ValueError(f"--context must be a number of tokens, not {min(args.context)}.")
-    for flag in (flag for flag in ("tune", "plot", "report") if len(args.context) > 1 and getattr(args, flag)):
+    for flag in (flag for flag in ("tune", "plot") if len(args.context) > 1 and getattr(args, flag)):
         raise ValueError(f"--{flag} takes one length: give --context one number.")
-    for file in (args.json, args.plot, args.report):
+    for file in (args.json, args.plot):
         if file:
             check_target(file)
     if args.plot:
-        if args.compare_depths is None and not args.report:
+        if args.compare_depths is None:
             raise ValueError("--plot draws speed by depth and requires --compare-depths.")
         plot.check(args.plot)
-    if args.report and args.compare_depths is not None:
-        raise ValueError(f"--report measures depths 1 to {results_file.HEAD_DEPTHS[-1]}: remove --compare-depths.")
 
 
 def check_tune(args: argparse.Namespace) -> None:
-    fixed = ("compare_depths", "plot", "report", "draft_vocab", "mtp_bits", "draft_head_bits")
+    fixed = ("compare_depths", "plot", "draft_vocab", "mtp_bits", "draft_head_bits")
     for flag in (flag for flag in fixed if getattr(args, flag) is not None):
         raise ValueError(f"--tune chooses the settings to measure: remove {flag_of(flag)}.")
     if args.repeat < 2:

@@ -5,6 +5,8 @@ two runs of one round. It is reported with the ratio that the parts of a step al
 """
 
 import copy
+import os
+import platform
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +24,12 @@ from ..memory.account import GB
 from ..memory.needs import needs_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.timing import timing_of
-from .parts import Parts, time_parts
 from .runs import (
     AUTO,
     COPY,
     HEAD,
     NO_COPIES,
+    NO_DRAFTS,
     PLAIN,
     TARGET,
     Generation,
@@ -35,7 +37,6 @@ from .runs import (
     check_sizes,
     generate,
     in_turn,
-    most_drafts,
     repeated_share,
     speed,
     sum_counts,
@@ -67,8 +68,6 @@ class Result:
     copied: list[int]
     copies_accepted: list[int]
     tokens_per_step: float
-    allowed: float
-    efficiency: float
     identical: bool
 
     @property
@@ -91,12 +90,11 @@ class Report:
     """All results of one model."""
 
     model: str
-    device: str
+    machine: dict[str, Any]  # the chip and other properties that affect the speed
     versions: dict[str, str]
     max_tokens: int
     repeat: int
     needed_memory: float  # GB, estimated for the longest text
-    parts: Parts
     repeated: dict[str, float]  # by prompt, see ``repeated_share``
     results: list[Result] = field(default_factory=list)
 
@@ -107,7 +105,7 @@ class Report:
 def measure(
     model: Any,
     prompts: Mapping[str, mx.array],
-    runs: Sequence[Run] = (NO_COPIES, AUTO),
+    runs: Sequence[Run] = (NO_DRAFTS, NO_COPIES, AUTO),
     *,
     max_tokens: int = 128,
     repeat: int = 5,
@@ -136,29 +134,38 @@ def measure(
         return generate(model, prompts[prompt], max_tokens, run, depths.get(run), stop=stop)
 
     by_length = sorted(prompts, key=lambda prompt: prompts[prompt].size)
-    with wired_limit(model, [generation_stream]), tqdm(desc="timing the parts", disable=None) as bar:
+    with wired_limit(model, [generation_stream]), tqdm(disable=None) as bar:
         prepare((partial(one, by_length[0], run) for run in turns), model.ranks)
-        parts = time_parts(model, prompts[by_length[len(by_length) // 2]], max(map(most_drafts, runs)))
         bar.reset(total=repeat * len(prompts) * len(turns))
         rounds = [_run_round(list(prompts), turns, i, one, bar) for i in range(repeat)]
     versions = {"mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "mlx-mtp": __version__}
     texts: dict[str, Any] = {p: (tokens.tolist(), rounds[0][p, PLAIN].tokens) for p, tokens in prompts.items()}
     report = Report(
         model=name,
-        device=str(mx.default_device()),
+        machine=describe_machine(),
         versions=versions,
         max_tokens=max_tokens,
         repeat=repeat,
         needed_memory=needs_of(model, prompts[by_length[-1]].size + max_tokens).total / GB,
-        parts=parts,
         repeated={p: repeated_share(*text) for p, text in texts.items()},
     )
     names = list(prompts)
     for run in runs:
-        report.results += [summarize(p, run, prompts[p].size, [p], rounds, parts) for p in names]
+        report.results += [summarize(p, run, prompts[p].size, [p], rounds) for p in names]
         n_tokens = sum(tokens.size for tokens in prompts.values())
-        report.results.append(summarize(OVERALL, run, n_tokens, names, rounds, parts))
+        report.results.append(summarize(OVERALL, run, n_tokens, names, rounds))
     return report
+
+
+def describe_machine() -> dict[str, Any]:
+    """The chip by MLX's name, and other properties that affect the speed. Nothing names the machine or its user."""
+    return {
+        "chip": str(mx.device_info()["device_name"]),
+        "device": mx.default_device().type.name,
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "os": f"macOS {macos}" if (macos := platform.mac_ver()[0]) else f"{platform.system()} {platform.release()}",
+    }
 
 
 def _run_round(
@@ -174,9 +181,7 @@ def _run_round(
     return generations
 
 
-def summarize(
-    name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], rounds: Sequence[Round], parts: Parts
-) -> Result:
+def summarize(name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], rounds: Sequence[Round]) -> Result:
     """Summarize the rounds of a run over these prompts."""
     plain, mtp = ([[generations[p, r] for p in prompts] for generations in rounds] for r in (PLAIN, run))
     plain_speeds, mtp_speeds = ([speed(one) for one in of] for of in (plain, mtp))
@@ -185,7 +190,6 @@ def summarize(
     every = [g for one in mtp for g in one]
     total = sum_counts([g.counts for g in every])
     n_tokens, n_steps = sum(g.n_timed for g in every), sum(g.n_steps for g in every)
-    allowed = n_tokens * parts.verify[0] / parts.seconds(n_steps, total)
     return Result(
         prompt=name,
         run=run,
@@ -205,7 +209,5 @@ def summarize(
         copied=total.copied,
         copies_accepted=total.copies_accepted,
         tokens_per_step=n_tokens / n_steps,
-        allowed=allowed,
-        efficiency=ratio / allowed,
         identical=all(a.tokens == b.tokens for one, other in zip(plain, mtp) for a, b in zip(one, other)),
     )

@@ -8,7 +8,7 @@ from ..extras import require
 from .measure import OVERALL, Report, Result
 from .runs import AUTO, NO_COPIES, Run
 
-BLUE, GREEN, ORANGE, GREY = "#2563a8", "#2e8b57", "#d97706", "#6b7280"
+BLUE, GREEN, GREY = "#2563a8", "#2e8b57", "#6b7280"
 NAMES: dict[Run, str] = {NO_COPIES: "head, auto", AUTO: "head and copies, auto"}
 COLORS: dict[Run, str] = {NO_COPIES: BLUE, AUTO: GREEN}
 
@@ -55,10 +55,9 @@ def draw(report: Report) -> Any:
 
 
 def _draw_depths(axes: Any, fixed: Sequence[Result], auto: Sequence[Result]) -> None:
-    """Draw the head's speed by depth, the speed that the parts of a step allow, and auto as horizontal lines."""
+    """Draw the head's speed by depth, and auto as horizontal lines."""
     depths = [int(r.run) for r in fixed]
     axes.axhline(1, color=GREY, linewidth=1.5, label="plain mlx-lm")
-    axes.plot(depths, [r.allowed for r in fixed], "--", color=ORANGE, label="allowed by the parts of a step")
     ratios = [r.ratio for r in fixed]
     axes.errorbar(depths, ratios, _spread(fixed), fmt="o-", color=BLUE, capsize=3, label="head, fixed depth")
     for k, ratio in zip(depths, ratios):
@@ -66,7 +65,7 @@ def _draw_depths(axes: Any, fixed: Sequence[Result], auto: Sequence[Result]) -> 
     for r in auto:
         axes.axhline(r.ratio, color=COLORS[r.run], linestyle=":", label=f"{NAMES[r.run]}: {r.ratio:.2f}")
     axes.set_xlim(min(depths) - 0.4, max(depths) + 0.5)
-    axes.set_ylim(0, 1.12 * max(1.0, *(max(r.ratio_high, r.allowed) for r in [*fixed, *auto])))
+    axes.set_ylim(0, 1.12 * max(1.0, *(r.ratio_high for r in [*fixed, *auto])))
     axes.set_xticks(depths)
     axes.set_xlabel("drafts in a step")
     axes.set_ylabel("speed, plain mlx-lm = 1")

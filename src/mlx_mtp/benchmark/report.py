@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..cli.display import table
 from .measure import OVERALL, Report, Result
-from .parts import EVERY, Parts
-from .runs import AUTO, COPY, HEAD
+from .runs import AUTO, COPY, HEAD, NO_DRAFTS
 
 LOOPS = 1 / 3  # a larger share of repeated tokens is reported
 COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
@@ -19,8 +18,6 @@ COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}"),
 ]
 DETAILS: list[tuple[str, Callable[[Result], str]]] = [
-    ("allowed", lambda r: f"{r.allowed:.2f}"),
-    ("efficiency", lambda r: f"{r.efficiency:.2f}"),
     ("first token, s", lambda r: f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}"),
     ("peak GB", lambda r: f"{r.plain_peak_memory:.2f} {r.mtp_peak_memory:.2f}"),
     ("copies accepted", lambda r: f"{sum(r.copies_accepted)}/{sum(r.copied)}"),
@@ -34,7 +31,6 @@ GROWTH_COLUMNS: list[tuple[str, Callable[[Result, Result], str]]] = [
     ("tokens/step", lambda r, first: f"{r.tokens_per_step:.2f}"),
     ("step/plain", lambda r, first: f"{r.step_to_plain:.2f}"),
     ("of the first", lambda r, first: f"{r.step_to_plain / first.step_to_plain:.2f}"),
-    ("efficiency", lambda r, first: f"{r.efficiency:.2f}"),
     ("first token, s", lambda r, first: f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}"),
     ("ratio", lambda r, first: f"{r.mtp_first_token / r.plain_first_token:.3f}"),
 ]
@@ -48,7 +44,7 @@ def show(report: Report) -> str:
         plain, *_ = results = report.of(name)
         rows.append([f"{name}: plain", f"{plain.plain_tps:.1f}"])
         rows += [[f"  {r.run}", *(column(r) for _, column in COLUMNS)] for r in results]
-    lines = [*_show_model(report), "", *_show_parts(report), "", *table(rows), "", *_show_details(report), ""]
+    lines = [*_show_model(report), "", *table(rows), "", *_show_details(report), ""]
     differing = [f"{r.prompt} ({r.run})" for r in report.results if not r.identical and r.prompt != OVERALL]
     lines.append(
         f"Tokens differ from those of plain mlx-lm: {', '.join(differing)}"
@@ -92,7 +88,7 @@ def _show_details(report: Report) -> list[str]:
 
 def _show_model(report: Report) -> list[str]:
     versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
-    lines = [f"{report.model} on {report.device}; {versions}"]
+    lines = [f"{report.model} on {report.machine['chip']} ({report.machine['device']}); {versions}"]
     used = max(r.mtp_peak_memory for r in report.results)
     lines.append(f"Memory: {report.needed_memory:.3f} GB estimated, at most {used:.3f} GB used")
     lines.append(
@@ -101,44 +97,14 @@ def _show_model(report: Report) -> list[str]:
     return lines
 
 
-def _show_parts(report: Report) -> list[str]:
-    parts, one = report.parts, report.parts.verify[0]
-    verify = ", ".join(f"{n}: {v / one:.2f}" for n, v in enumerate(parts.verify, 1) if _is_timed(n, parts))
-    rollback = ", ".join(f"{n}: {r / parts.verify[-1]:.3f}" for n, r in enumerate(parts.rollback, 1))
-    lines = [
-        f"Verify pass over 1 token: {one * 1e3:.2f} ms; a pass of the head: {parts.head / one:.3f} of it",
-        f"Verify pass over n tokens, relative to 1: {verify}",
-        f"Rollback to n of {len(parts.verify)} tokens, relative to the pass over all: {rollback}",
-    ]
-    if parts.verify_built:
-        built = ", ".join(f"{n}: {b * 1e3:.2f}" for n, b in enumerate(parts.verify_built, 1) if _is_timed(n, parts))
-        share = parts.verify_built[0] / one
-        lines.append(
-            f"Of these, host time until Python has built the pass, ms: {built}; the head: {parts.head_built * 1e3:.2f}. "
-            f"Over 1 token that is {share:.2f} of the pass, and the rest is waiting for the device"
-        )
-    if parts.exchange:
-        exchange = ", ".join(f"{n}: {t * 1e3:.3f}" for n, t in parts.exchange.items())
-        lines.append(
-            f"A sum over all ranks of the hidden states of n tokens, ms: {exchange}; "
-            f"{parts.n_exchanges} exchanges in a verify pass: {parts.n_exchanges * parts.exchange[1] / one:.3f} of it"
-        )
-    return lines
-
-
-def verdict(report: Report, flag: str = "--mtp", name: str = "auto") -> str:
-    """The verdict on the measured head for texts like these, in one line, judged by its default, auto."""
-    (r,) = (r for r in report.of(OVERALL) if r.run == AUTO)
-    ratio = f"{name}: {r.ratio:.2f} x plain mlx-lm"
-    if r.ratio_low > 1:
-        return f"{ratio}; use {flag}"
-    if r.ratio_high < 1:
-        return f"{ratio}: leave {flag} out"
-    return f"{ratio}, from {r.ratio_low:.2f} to {r.ratio_high:.2f} by round: no clear difference; give --repeat more rounds"
-
-
-def _is_timed(n: int, parts: Parts) -> bool:
-    return n <= EVERY or n == len(parts.verify)
+def gain(report: Report, name: str = "auto") -> str:
+    """The gain of the default, auto, over all prompts, in two parts: of compiled passes, and of drafts."""
+    ratios = {r.run: r for r in report.of(OVERALL)}
+    auto, compiled = ratios[AUTO], ratios[NO_DRAFTS].ratio
+    return (
+        f"{name}: {auto.ratio:.2f} times as fast as plain mlx-lm ({auto.ratio_low:.2f} to {auto.ratio_high:.2f} by round): "
+        f"compiled passes {compiled:.2f}, drafts {auto.ratio / compiled:.2f}"
+    )
 
 
 def show_growth(reports: Sequence[Report], n_layers: int) -> str:

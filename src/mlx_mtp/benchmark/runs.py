@@ -1,6 +1,7 @@
 """Timed runs: plain mlx-lm and MTP, greedy, on the same prompts. The name of a run has the source of its drafts:
 
 plain              none: mlx-lm's own generation
+no drafts          none: the gain of compiled passes
 1, 2, ...          the head, this many tokens in every step
 auto, no copies    the head, the fastest number of tokens
 copies alone       copies of the text, without the head
@@ -18,9 +19,9 @@ from mlx_lm.generate import generate_step, generation_stream
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
 from ..drafts.sources import N_GRAM
-from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
+from ..pacing.depth import Depth
 
-PLAIN, NO_COPIES, COPIES, AUTO = "plain", "auto, no copies", "copies alone", "auto"
+PLAIN, NO_DRAFTS, NO_COPIES, COPIES, AUTO = "plain", "no drafts", "auto, no copies", "copies alone", "auto"
 Run = int | str  # a fixed depth, or one of these
 # The source of a token: an accepted draft of the head, an accepted copy, or the target's own choice. Each pass has one choice
 # of the target: the token of a plain step, or the token after the accepted drafts.
@@ -101,7 +102,7 @@ def _n_drafts(run: Run, depth: Depth | None) -> Any:
     """``num_draft_tokens`` of a run."""
     if isinstance(run, int):
         return run
-    return 0 if run == COPIES else depth or "auto"
+    return 0 if run in (NO_DRAFTS, COPIES) else depth or "auto"
 
 
 def _origins(marks: Sequence[tuple[bool, int]]) -> list[str]:
@@ -117,13 +118,6 @@ def _origins(marks: Sequence[tuple[bool, int]]) -> list[str]:
 def speed(generations: Sequence[Generation]) -> float:
     """Tokens per second of several generations, whose texts may differ in length after a difference by rounding."""
     return sum(g.n_timed for g in generations) / sum(g.seconds for g in generations)
-
-
-def most_drafts(run: Run) -> int:
-    """The most drafts in a step of a run."""
-    if isinstance(run, int):
-        return run
-    return MAX_DRAFT_TOKENS if run == NO_COPIES else MAX_COPY_TOKENS
 
 
 def in_turn(runs: Sequence[T], i: int) -> list[T]:

@@ -8,7 +8,7 @@ gained.
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from ..checkpoint.settings import cheapen_drafts
-from ..cli.display import prepare
+from ..cli.display import prepare, table
+from ..decoding.counts import DraftCounts
 from ..layers.drafting import Settings
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from .recommend import Measured, combine, recommend
 from .runs import NO_COPIES, PLAIN, Generation, check_sizes, generate, in_turn, speed, sum_counts
 from .ways import Way, applied, fastest_way
 
@@ -30,7 +30,68 @@ FIXED = [Settings(k) for k in (1, 2, 3, 4)]
 BITS = (8, 4)
 ROWS = 32768  # size of the draft vocabulary
 P_MIN = (0.3, 0.6)
+FIXED_GAIN = 0.05  # required of a fixed depth over auto, since only auto adapts to other kinds of text
 Round = list[list[Generation]]  # [settings][prompt]
+
+
+@dataclass
+class Measured:
+    """Settings compared with plain decoding, over all prompts."""
+
+    settings: Settings
+    ratios: list[float]  # by round
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    tps: float = 0.0  # tokens per second after the first token, the median of the rounds
+
+    @property
+    def low(self) -> float:
+        return min(self.ratios)
+
+    @property
+    def high(self) -> float:
+        return max(self.ratios)
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+
+def beats(a: Measured, b: Measured) -> bool:
+    """Whether ``a`` is faster than ``b`` by more than the spread: its lowest ratio is above the highest of ``b``."""
+    fixes_auto = a.settings.num_draft_tokens != "auto" and b.settings.num_draft_tokens == "auto"
+    return a.low > b.high * (1 + FIXED_GAIN if fixes_auto else 1)
+
+
+def recommend(measured: Sequence[Measured]) -> Measured:
+    """Start with the simplest settings, which are first, and move to the next settings that beat the current ones."""
+    best = measured[0]
+    while (better := next((m for m in measured if beats(m, best)), None)) is not None:
+        best = better
+    return best
+
+
+def combine(base: Measured, measured: Sequence[Measured]) -> list[Settings]:
+    """Combine the fastest form of each kind, if two or more kinds have a form that beats ``base``."""
+    best: dict[str, Measured] = {}
+    for m in measured:
+        for name in ("mtp_bits", "draft_head_bits", "draft_vocab", "draft_p_min"):
+            faster = beats(m, base) and (name not in best or m.ratio > best[name].ratio)
+            if getattr(m.settings, name) and faster:
+                best[name] = m
+    values = {name: getattr(m.settings, name) for name, m in best.items()}
+    return [replace(base.settings, seconds={}, **values)] if len(values) > 1 else []
+
+
+def show(measured: Sequence[Measured]) -> str:
+    """The measurements as a table, and the recommendation."""
+    rows = [["settings", "ratio", "lowest", "highest", "tokens/s", "accepted first", "tokens/step"]]
+    for m in measured:
+        drafted, accepted = m.counts.drafted, m.counts.accepted
+        rows.append([str(m.settings), *(f"{x:.2f}" for x in (m.ratio, m.low, m.high)), f"{m.tps:.1f}"])
+        if drafted:
+            rows[-1] += [f"{accepted[0] / drafted[0]:.2f}", f"{1 + sum(accepted) / drafted[0]:.2f}"]
+    lines = table(rows)
+    return "\n".join([*lines, f"\nFastest beyond the spread of the rounds: {recommend(measured).settings}"])
 
 
 def tune(

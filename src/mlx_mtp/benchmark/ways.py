@@ -4,6 +4,7 @@ The fastest way depends on the device and its host.
 """
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,8 +12,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from tqdm import tqdm
 
+from ..caches import recurrent
+from ..caches.prompt_cache import PromptCache, make_prompt_cache
+from ..decoding.loop import prefill
 from ..layers.attention import fused_queries
-from .parts import Timer
+from ..layers.compiled import Compiler
 from .runs import in_turn
 
 WINDOWS = (1, 4)  # tokens: a plain step, and one with three drafts
@@ -71,16 +75,39 @@ def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequenc
 
 def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequence[Way], repeat: int) -> Seconds:
     """Time a verify pass over each window in each way, alternating. The first round is not counted."""
-    timer = Timer(model, prompt, max(windows) - 1)
+    timer = Timer(model, prompt)
     seconds: Seconds = {(n, way): [] for n in windows for way in ways}
     for i in tqdm(range(repeat + 1), desc=f"passes over {max(windows)} tokens", disable=None):
         calls: Seconds = {kind: [] for kind in seconds}
         for j in range(N_CALLS):
             for n, way in in_turn(list(seconds), i + j):
                 with applied(model, way):
-                    calls[n, way].append(timer.verify(n).seconds)
-                    timer.rollback(1)
+                    calls[n, way].append(timer.verify(n))
         for kind, times in calls.items():
             if i > 0:
                 seconds[kind].append(statistics.median(times))
     return seconds
+
+
+class Timer:
+    """Times passes over several tokens after a prompt [T]."""
+
+    def __init__(self, model: Any, prompt: mx.array):
+        self.model, self.compiler = model, Compiler()
+        entries = make_prompt_cache(model)
+        prefill(prompt, model, prompt_cache=entries)
+        mx.eval([c.state for c in entries])
+        cache = PromptCache(entries, len(model.layers))
+        self.backbone, self.n_tokens, self.token = cache.backbone, cache.n_tokens, prompt[None, -1:]  # [1, 1]
+
+    def verify(self, n: int) -> float:
+        """The seconds of a pass over n tokens, of which the first is kept."""
+        window = mx.repeat(self.token, n, axis=1)  # [1, n]
+        options = {"return_hidden": True, "n_confirmed": 1, "compiler": self.compiler}
+        start = time.perf_counter()
+        mx.eval(self.model(window, cache=self.backbone, **options))
+        seconds = time.perf_counter() - start
+        recurrent.rollback(self.backbone, self.n_tokens, 1)
+        mx.eval([c.state for c in self.backbone if isinstance(c, recurrent.ArraysCache)])
+        self.n_tokens += 1
+        return seconds

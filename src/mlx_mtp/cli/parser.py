@@ -54,6 +54,8 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
 # Flags and commands of earlier versions, and what to use instead, such as "--old": "use --new".
 REMOVED = {
     "draft_vocab": "--draft-vocab N drafts from the first N token ids, the special tokens and the tokens of the text.",
+    "--report": "--json FILE writes the machine and the figures.",
+    "--assume-acceptance": "python -m benchmarks.synthetic --acceptance RATE in a checkout.",
     "--synthetic": "time random weights with `python -m benchmarks.synthetic` in a checkout.",
     "--exact": "for the bits of plain decoding, decode plainly with --no-mtp. --check compares the two.",
 }
