@@ -18,7 +18,7 @@ import mlx_mtp
 from mlx_mtp import make_prompt_cache, make_sampler
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.decoding.decoder import Decoder
-from mlx_mtp.layers.draft_lm_head import DraftLMHead
+from mlx_mtp.layers.drafting import DraftLMHead
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.server.engine.metrics import Metrics
 from tests.support.batches import run

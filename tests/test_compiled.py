@@ -18,10 +18,9 @@ from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.decoding.planner import Clock
 from mlx_mtp.layers import compiled
 from mlx_mtp.layers.compiled import Compiler
-from mlx_mtp.layers.draft_lm_head import quantize_head
-from mlx_mtp.layers.drafting import DraftConfig
+from mlx_mtp.layers.drafting import DraftConfig, quantize_head
 from mlx_mtp.layers.mtp import run_head
-from mlx_mtp.models.same_bits import LENGTHS, compiled_differences, report
+from mlx_mtp.layers.passes import COMPARED, compiled_differences, report_differences
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, WINDOW, mtp, plain
 from tests.support.models import FAMILIES, PACK, TRAINED, arrays_equal, deep_model, tiny_model, trace_anew
@@ -483,9 +482,12 @@ def test_pieces_are_the_whole(monkeypatch, pieces):
 def test_a_device_that_rounds_otherwise_is_told(monkeypatch):
     model = tiny_model("qwen3_5")
     differences = compiled_differences(model, PROMPT)
-    assert differences == dict.fromkeys(LENGTHS, 0.0)
+    assert differences == dict.fromkeys(COMPARED, 0.0)
     assert model.drafting.compiled
-    assert report(differences) == "Compiled passes over 1, 2, 5, 17 tokens give the same bits as uncompiled ones."
+    assert (
+        report_differences(differences)
+        == "Compiled passes over 1, 2, 5, 17 tokens give the same bits as uncompiled ones."
+    )
 
     def run(self, function, module, *inputs, **numbers):
         out = function(module, *inputs, **numbers)
@@ -494,6 +496,6 @@ def test_a_device_that_rounds_otherwise_is_told(monkeypatch):
     monkeypatch.setattr(Compiler, "run", run)
     differences = compiled_differences(tiny_model("qwen3_5"), PROMPT)
     assert all(d > 0 for d in differences.values())
-    assert report(differences).startswith(
+    assert report_differences(differences).startswith(
         "Compiled passes round differently here. The largest difference in a logit, by"
     )

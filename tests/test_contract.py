@@ -278,7 +278,7 @@ def test_a_recurrent_layer_matches_the_stock_layer_bit_for_bit(family, dtype, be
     layer = tiny_model(family, 5, dtype, num_experts=0).model.layers[0]
     stock = stock_of(layer)
     x = mx.random.normal((2, before + 9, 64), key=mx.random.key(before)).astype(dtype)
-    moved = f"mlx-lm's {stock.__module__}.{stock.__name__} computes otherwise: layers/gated_delta.py must follow"
+    moved = f"mlx-lm's {stock.__module__}.{stock.__name__} computes otherwise: layers/layer.py must follow"
     for n_tokens in range(1, 10):
         for n_confirmed in {1, 2, n_tokens}:
             ours, theirs = ArraysCache(size=2), cache.ArraysCache(size=2)

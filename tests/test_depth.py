@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.pacing.depth import Depth, best_depth, expected_tokens
-from mlx_mtp.pacing.rates import Rates
+from mlx_mtp.pacing.depth import Depth, Rates, best_depth, expected_tokens
 from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan, StepTimes
 from tests.support import profiles
 from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, ratio

@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
 from mlx_mtp.caches.recurrent import ArraysCache
-from mlx_mtp.layers.draft_lm_head import DraftLMHead
+from mlx_mtp.layers.drafting import DraftLMHead
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of, tiny_model

@@ -10,7 +10,7 @@ import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
 from mlx_mtp.checkpoint.settings import cheapen_drafts
 from mlx_mtp.generate import __main__ as generate
-from mlx_mtp.layers.draft_lm_head import BITS, DraftLMHead
+from mlx_mtp.layers.drafting import BITS, DraftLMHead
 from tests.support.checkpoints import converted, copied, differing, parameters
 from tests.support.commands import refusal, run_command
 from tests.support.decoding import plain

@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step
 
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
-from mlx_mtp.layers.draft_lm_head import DraftLMHead
+from mlx_mtp.layers.drafting import DraftLMHead
 from mlx_mtp.sampling.sampler import MAX_SEED, gumbel, uniform
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.distribution import LEVEL, independence, p_value

@@ -18,7 +18,7 @@ from mlx_mtp.benchmark.tune import Measured
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.layers.drafting import Settings
-from mlx_mtp.pacing.timing import timing_of
+from mlx_mtp.pacing.batch_depth import timing_of
 from tests.support.checkpoints import configure, copied, edit
 from tests.support.decoding import plain
 from tests.support.models import DATA, TRAINED

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models import cache as stock
 
 from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
-from mlx_mtp.layers.draft_lm_head import DraftLMHead
+from mlx_mtp.layers.drafting import DraftLMHead
 from tests.support.decoding import assert_cache_of, mtp, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import script_copies

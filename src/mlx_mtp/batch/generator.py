@@ -23,8 +23,8 @@ from ..decoding.loop import accept, draft, verify
 from ..decoding.planner import Planner
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
+from ..pacing.batch_depth import timing_of
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
-from ..pacing.timing import timing_of
 from .prompts import Prompts, check_count, entries_of, make_sequence, options_of, resolve_in_batch
 from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, tokens_of
 

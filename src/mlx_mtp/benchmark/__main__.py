@@ -22,7 +22,7 @@ from ..cli.errors import one_line_errors
 from ..cli.flags import LOADING, MODEL_HELP, add_flags
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..files import check_target, write_atomic
-from ..models import same_bits
+from ..layers.passes import compiled_differences, report_differences
 from ..pacing.depth import MAX_DRAFT_TOKENS
 from . import plot, tune
 from .measure import Report, measure
@@ -210,7 +210,7 @@ def run_tune(args: argparse.Namespace) -> None:
     tokens = encode_prompts(args, tokenizer, args.context[0])
     measured = tune.tune(model, tokenizer, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(tune.show(measured))
-    print(same_bits.report(same_bits.compiled_differences(model, min(tokens.values(), key=len))))
+    print(report_differences(compiled_differences(model, min(tokens.values(), key=len))))
     settings.write(file, key, name, tune.recommend(measured).settings)
     users = "`--mtp` and `mlx_mtp.load` use it from now on" if args.tune is True else f"`--settings {file}` uses it"
     print(f"Written to {file}: {users}.")

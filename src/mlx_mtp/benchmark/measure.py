@@ -22,8 +22,8 @@ from .._version import __version__
 from ..cli.display import prepare
 from ..memory.account import GB
 from ..memory.needs import needs_of
+from ..pacing.batch_depth import timing_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from ..pacing.timing import timing_of
 from .runs import (
     AUTO,
     COPY,

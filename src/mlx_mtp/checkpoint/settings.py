@@ -19,8 +19,7 @@ from platformdirs import user_cache_path
 
 from .._version import __version__
 from ..files import check_target, write_atomic
-from ..layers.draft_lm_head import BITS, DraftLMHead, quantize_head
-from ..layers.drafting import Settings
+from ..layers.drafting import BITS, DraftLMHead, Settings, quantize_head
 from ..models.protocol import MTPModel
 from .config import parse_json
 from .storage.hub import HEAD_FILE

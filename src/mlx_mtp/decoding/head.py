@@ -28,7 +28,7 @@ from ..caches.positions import Positions, rope_at
 from ..caches.prompt_cache import PromptCache
 from ..caches.rows import HeadRows
 from ..layers.compiled import Compiler
-from ..layers.draft_lm_head import draft_logits
+from ..layers.drafting import draft_logits
 from ..layers.mtp import append_keys_and_values, run_head
 from ..layers.passes import in_pass, pass_of_head
 from ..models.protocol import MTPModel

@@ -6,10 +6,9 @@ from time import perf_counter
 from typing import cast
 
 from ..models.protocol import MTPModel
-from ..pacing.batch_depth import BatchDepth, BatchTimes
+from ..pacing.batch_depth import BatchDepth, BatchTimes, Timing, timing_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
 from ..pacing.step_times import PLAIN_PLAN, Plan, StepTimes
-from ..pacing.timing import Timing, timing_of
 from ..traces import n_traces
 from .decoder import Decoder, draft_limit
 from .exchange import Exchange

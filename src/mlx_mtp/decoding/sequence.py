@@ -13,8 +13,7 @@ from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
 from ..drafts.options import TextOptions
 from ..drafts.sources import Source, make_sources
-from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from ..pacing.rates import Rates
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Rates
 from ..pacing.step_times import Plan
 from ..sampling.acceptance import TokenMatch, make_acceptance
 from ..sampling.processors import restoring_random_state

@@ -25,8 +25,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..pacing.depth import MAX_COPY_TOKENS
-from ..pacing.rates import Rates
+from ..pacing.depth import MAX_COPY_TOKENS, Rates
 from ..text.grammar import ForcedTokens, Grammar
 from .options import TextOptions
 

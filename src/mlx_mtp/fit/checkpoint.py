@@ -16,7 +16,7 @@ from ..checkpoint.config import Config, check_config, read_json
 from ..checkpoint.head_formats import load_tensors
 from ..checkpoint.storage.output import atomic_directory, save, write_config, write_weights
 from ..checkpoint.storage.reader import CheckpointReader
-from ..layers.draft_lm_head import ROUTERS
+from ..layers.drafting import ROUTERS
 
 SCALE = 20.0  # mlx-lm's
 USAGE = """

@@ -26,7 +26,7 @@ from mlx_lm.tuner.utils import build_schedule
 
 from ..cli.display import bar, say
 from ..files import save_atomic
-from ..layers.draft_lm_head import ROUTERS
+from ..layers.drafting import ROUTERS
 from ..models.protocol import MTPModel
 from .checkpoint import Lora, add_lora
 from .loss import DraftLoss

@@ -36,7 +36,8 @@ from ..extras import require
 from ..files import check_source
 from ..images.open import size_of
 from ..images.prompt import read_images, vision_of
-from ..models import MODEL_TYPES, same_bits
+from ..layers.passes import compiled_differences, report_differences
+from ..models import MODEL_TYPES
 from ..models.mixin import MTPMixin
 from ..text.grammar import Grammar, make_grammar
 from .check import check
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
             options["prompt_cache"] = pictured.cache(model, options["prompt_cache"])
         result = check(model, mx.array(prompt), stop_tokens=tokenizer.eos_token_ids, **options)
         print(result.report(tokenizer))
-        print(same_bits.report(same_bits.compiled_differences(model, mx.array(prompt))))
+        print(report_differences(compiled_differences(model, mx.array(prompt))))
         sys.exit(0 if result.passed else 1)
     with open_prompt_store(args, model) as store, prompt_progress() as progress:
         if args.draft_model is None:  # mlx-lm's speculative decoding has no callback

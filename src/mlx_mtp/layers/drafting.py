@@ -1,10 +1,20 @@
-"""The configuration of a model's drafts and passes, ``model.drafting``, which ``mlx_mtp.load`` sets."""
+"""The configuration of a model's drafts and passes, ``model.drafting``, which ``mlx_mtp.load`` sets, and cheaper drafts.
 
-from collections.abc import Mapping
+A cheaper draft has an output layer of fewer tokens or bits, or a head of fewer bits. The whole model verifies each draft, so
+cheaper drafts do not change the text, only the cost and the acceptance rate of drafts. Most of a draft's cost is the output
+layer, with the weights of some 250,000 tokens.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .draft_lm_head import DraftLMHead
+import mlx.core as mx
+import mlx.nn as nn
+
+BITS = (2, 3, 4, 5, 6, 8)
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 
 
 @dataclass(frozen=True)
@@ -48,13 +58,129 @@ class DraftConfig:
           Default: ``None``, all.
         compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
         pieces (int, optional): As in ``Pass``.
-        timing (pacing.timing.Timing, optional): The times of steps on this machine, made by ``pacing`` and updated by
+        timing (pacing.batch_depth.Timing, optional): The times of steps on this machine, made by ``pacing`` and updated by
           ``decoding``. It is an attribute of the model so that all generations share it.
     """
 
-    lm_head: DraftLMHead | None = None
+    lm_head: "DraftLMHead | None" = None
     tuned: Settings | None = None
     attention_rows: int | None = None
     compiled: bool = True
     pieces: int | None = None
     timing: Any = None
+
+
+class DraftLMHead:
+    """The output layer of drafts.
+
+    It is not an ``nn.Module``, since its arrays are copied from the model's and are not parameters.
+
+    Args:
+        layer (nn.Module): The model's ``lm_head``, or its embedding if they are tied; quantized or not.
+        ids (List[int], optional): The tokens whose weights to copy, in ascending order, so that the first of equal logits is
+          chosen, as in the whole layer. Default: ``None``, all tokens.
+        bits (int, optional): Quantize the copy to this many bits. Default: ``None``, no quantization.
+    """
+
+    def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
+        self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # a LoRA layer, with its adapter
+        self._bits = bits
+        self._loaded = frozenset(ids or ())
+        self._added: tuple[int, ...] = ()
+        self.ids = None if ids is None else mx.array(ids, mx.uint32)  # [n]
+        self.layers = [self._rows(self.ids)]
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """[B, T, H] -> logits of ``ids`` [B, T, n]"""
+        logits = [(layer.as_linear if hasattr(layer, "as_linear") else layer)(hidden) for layer in self.layers]
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=-1)
+
+    def with_tokens(self, tokens: Iterable[int]) -> "DraftLMHead":
+        """Add tokens to the draft vocabulary: a text repeats its own words, even rare ones.
+
+        Args:
+            tokens (Iterable[int]): Tokens of the prompt, or generated tokens.
+
+        Returns:
+            DraftLMHead: This layer if it has all of them, otherwise a new layer. New tokens come last in ``ids``.
+        """
+        new = tuple(i for i in dict.fromkeys(tokens) if i not in self._loaded and i not in self._added)
+        if self.ids is None or not new:
+            return self
+        head = copy.copy(self)
+        head._added = self._added + new
+        more = mx.array(head._added, mx.uint32)
+        head.ids = mx.concatenate([self.ids[: len(self._loaded)], more])
+        head.layers = [self.layers[0], self._rows(more)]
+        return head
+
+    def _rows(self, ids: mx.array | None) -> nn.Module:
+        layer = self._whole
+        if ids is not None:
+            layer = copy.copy(layer)
+            for name in ("weight", "scales", "biases", "bias"):
+                if layer.get(name) is not None:
+                    layer[name] = layer[name][ids]
+        return layer if self._bits is None else _quantized(layer, self._bits)
+
+
+def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> mx.array:
+    """The head's hidden states [B, 1, H] -> logits [B, V], which are -inf outside the draft vocabulary."""
+    if lm_head is None or lm_head.ids is None:
+        return model.draft_logits(hidden)[:, -1]
+    logits = lm_head(hidden)[:, -1]  # [B, n]
+    others = mx.full((len(logits), model.vocab_size), -mx.inf, logits.dtype)
+    return mx.put_along_axis(others, mx.broadcast_to(lm_head.ids, logits.shape), logits, axis=-1)
+
+
+class QuantizedLinear(nn.Module):
+    """A quantized linear layer made from arrays: ``nn.QuantizedLinear`` draws random numbers when it is constructed.
+
+    Args:
+        weight (mx.array): [n, H].
+        bias (mx.array, optional): [n].
+        group_size (int): Group size of the quantization.
+        bits (int): Bits of the quantization.
+    """
+
+    def __init__(self, weight: mx.array, bias: mx.array | None, group_size: int, bits: int):
+        super().__init__()
+        self.group_size, self.bits, self.mode = group_size, bits, "affine"
+        self.weight, self.scales, self.biases = mx.quantize(weight, group_size, bits)
+        self.bias = bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., H] -> [..., n]"""
+        out = mx.quantized_matmul(
+            x, self.weight, self.scales, self.biases, transpose=True, group_size=self.group_size, bits=self.bits
+        )
+        return out if self.bias is None else out + self.bias
+
+
+def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
+    weight = layer.weight
+    if "scales" in layer:
+        if bits >= layer.bits:
+            raise ValueError(
+                f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
+            )
+        weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)
+    return QuantizedLinear(weight, layer.get("bias"), _group_size(weight), bits)
+
+
+def quantize_head(mtp: nn.Module, bits: int) -> None:
+    """Quantize the decoder layer of an MTP head in place, without ``fc`` and routers."""
+    if any(hasattr(m, "bits") for _, m in mtp.named_modules()):
+        raise ValueError("The MTP head of this checkpoint is already quantized: mtp_bits requires one in 16 bits.")
+
+    def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not path.startswith("layers.") or path.endswith(ROUTERS) or not hasattr(module, "to_quantized"):
+            return False
+        return {"group_size": _group_size(module.weight), "bits": bits, "mode": "affine"}
+
+    nn.quantize(mtp, class_predicate=predicate)
+    mtp.eval()  # the new modules are in training
+
+
+def _group_size(weight: mx.array) -> int:
+    return 64 if weight.shape[-1] % 64 == 0 else 32

@@ -24,7 +24,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from ..caches import recurrent as caches
-from ..layers.draft_lm_head import draft_logits
+from ..layers.drafting import draft_logits
 from ..layers.mtp import run_head
 
 

@@ -10,9 +10,11 @@ to the model.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any, cast
 
-from .depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
-from .rates import Rates
+from ..layers.drafting import Settings
+from ..models.protocol import MTPModel
+from .depth import MAX_DRAFT_TOKENS, Depth, Rates, expected_tokens
 from .step_times import StepTimes
 
 
@@ -132,3 +134,29 @@ class BatchDepth:
         if batch_size not in self.by_size:
             self.by_size[batch_size] = BatchSizeDepth(batch_size, self.times.of(batch_size), self.rates)
         return self.by_size[batch_size]
+
+
+class Timing:
+    """The times of a model's steps, which are kept from one generation to the next.
+
+    Attributes:
+        of_one (StepTimes): The times of steps of one sequence on this machine.
+        of_batches (BatchTimes): The times of steps by batch size.
+        turn (object): Identifies the generation that last submitted work to the device.
+
+    Args:
+        tuned (Settings): The settings of ``--tune``, whose times are the first ones.
+    """
+
+    def __init__(self, tuned: Settings):
+        self.of_one = StepTimes(MAX_DRAFT_TOKENS, tuned.seconds)
+        self.of_batches = BatchTimes(self.of_one)
+        self.turn: Any = None
+
+
+def timing_of(model: MTPModel) -> Timing:
+    """The timing of a model, made on the first call and kept in ``model.drafting``."""
+    drafting = model.drafting
+    if drafting.timing is None:
+        drafting.timing = Timing(drafting.tuned or Settings())
+    return cast(Timing, drafting.timing)

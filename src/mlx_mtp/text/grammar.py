@@ -26,8 +26,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..extras import require
-from ..pacing.depth import MAX_COPY_TOKENS
-from ..pacing.rates import Rates
+from ..pacing.depth import MAX_COPY_TOKENS, Rates
 from .reasoning import end_of_reasoning
 from .schema import standard
 
