@@ -100,7 +100,7 @@ def test_auto_goes_by_its_own_text(timed, is_given):
     assert in_turn(steps, 2 * N) == [t[: 2 * N] for t in truths()]
     close(steps)
     assert right.tokens_per_step > 4
-    assert wrong.drafted[0] < 8  # of 80 windows
+    assert wrong.drafted[0] <= 10  # of 80 windows: a draft costs a fifth of a plain step here
 
 
 @pytest.mark.parametrize("turn", [1, 20])
