@@ -97,15 +97,15 @@ def test_turns_share_a_cache_until_it_is_reset(capsys, trained, tmp_path):
 
 def test_a_folder_keeps_the_turns_for_the_next_chat(demo, tmp_path):
     """Also one that Ctrl-C has ended."""
-    for n_before in (0, 1):
-        with PromptStore(demo[0], folder=tmp_path) as store:
-            conversation = started(demo, "--mtp", store=store)
-            for turn in TURNS:
-                conversation.answer(turn, cut_after(7, []))
-            tokens = demo[1].encode(TURNS[0])  # its chat template passes code on
-            assert conversation.text[: len(tokens)] == tokens
-            assert store.fetch([*conversation.text, 1])[1] == len(conversation.text)
-            assert (store.disk.bytes_read > 0) == bool(n_before)
+    with PromptStore(demo[0], folder=tmp_path) as store:
+        conversation = started(demo, "--mtp", store=store)
+        for turn in TURNS:
+            conversation.answer(turn, cut_after(7, []))
+        tokens = demo[1].encode(TURNS[0])  # its chat template passes code on
+        assert conversation.text[: len(tokens)] == tokens
+    with PromptStore(demo[0], folder=tmp_path) as store:
+        assert store.fetch([*conversation.text, 1])[1] == len(conversation.text)
+        assert store.disk.bytes_read > 0
 
 
 def test_the_end_of_the_input_ends_the_chat(capsys):
