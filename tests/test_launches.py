@@ -5,7 +5,7 @@ import re
 import mlx.core as mx
 
 from mlx_mtp.caches import recurrent
-from mlx_mtp.layers import gated_delta
+from mlx_mtp.layers import layer as layer_module
 from tests.support.models import model_of
 
 # These change shapes and strides, and move no data.
@@ -35,10 +35,10 @@ def test_gates_are_computed_once_and_a_rollback_is_two_operations(monkeypatch, t
     one, four = mx.ones((1, 1, H)), mx.ones((1, 4, H))
     mx.eval(states, one, four)
 
-    monkeypatch.setattr(gated_delta, "recur", one_operation)
+    monkeypatch.setattr(layer_module, "recur", one_operation)
     monkeypatch.setattr(recurrent, "recur", one_operation)
-    plain = gated_delta.recurrent_layer(layer, one, *states, n_confirmed=0)
-    window = gated_delta.recurrent_layer(layer, four, *states, n_confirmed=1)
+    plain = layer_module.recurrent_layer(layer, one, *states, n_confirmed=0)
+    window = layer_module.recurrent_layer(layer, four, *states, n_confirmed=1)
     assert operations(tmp_path, *window) == operations(tmp_path, *plain) + 2
 
     conv_input, confirmed, *inputs = window[3:]
