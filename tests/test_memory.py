@@ -11,13 +11,12 @@ import pytest
 import mlx_mtp
 from benchmarks.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
+from mlx_mtp import memory as account_of
 from mlx_mtp.checkpoint.config import read_json
 from mlx_mtp.checkpoint.storage.memory_check import check_memory
 from mlx_mtp.checkpoint.storage.tensors import headers_of
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.memory import account as account_of
-from mlx_mtp.memory.account import Account
-from mlx_mtp.memory.needs import needs_of, sizes_of
+from mlx_mtp.memory import Account, needs_of, sizes_of
 from mlx_mtp.server.request import ApiError
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES

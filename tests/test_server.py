@@ -27,7 +27,7 @@ from openai import OpenAI
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.checkpoint.storage import hub
-from mlx_mtp.memory.account import Account
+from mlx_mtp.memory import Account
 from mlx_mtp.server import serve as command
 from mlx_mtp.server.command_line import check, make_parser
 from tests.support import decoding

@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_mtp import make_sampler
-from mlx_mtp.memory.needs import sizes_of
+from mlx_mtp.memory import sizes_of
 from mlx_mtp.server import frontend
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.command_line import check, make_parser

@@ -20,8 +20,7 @@ from ..checkpoint.storage.tensors import WEIGHTS
 from ..cli.errors import one_line_errors
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
-from ..memory.account import GB, Account, total_memory
-from ..memory.needs import CONTEXT, needs_of, size
+from ..memory import CONTEXT, GB, Account, needs_of, size, total_memory
 from .cache import cache_folders
 
 Line = tuple[str, str]

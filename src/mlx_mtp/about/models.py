@@ -8,7 +8,7 @@ from ..checkpoint.storage.hub import cached_repositories
 from ..cli.display import table
 from ..cli.errors import one_line_errors
 from ..cli.parser import finish, parse
-from ..memory.account import GB, Account
+from ..memory import GB, Account
 
 CONTEXT = 32_768  # tokens
 

@@ -20,8 +20,7 @@ from tqdm import tqdm
 
 from .._version import __version__
 from ..cli.display import prepare
-from ..memory.account import GB
-from ..memory.needs import needs_of
+from ..memory import GB, needs_of
 from ..pacing.batch_depth import timing_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from .runs import (

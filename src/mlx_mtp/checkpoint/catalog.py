@@ -7,8 +7,7 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-from ..memory.account import GB
-from ..memory.needs import Needs, Sizes
+from ..memory import GB, Needs, Sizes
 from .config import Config, text_config_of
 
 HEAD_DIM = 256  # of all published models

@@ -16,7 +16,7 @@ from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
 from ..images.vision import CONFIG_FILES, Vision, settings_of
 from ..layers.mtp import split_head
-from ..memory.account import GB
+from ..memory import GB
 from ..prompts import PYTHON
 from .config import Config, read_config, read_json, skeleton, text_config_of
 from .head_formats import DRAFTER, check_head, check_shapes, head_file_of

@@ -16,8 +16,7 @@ from ..files import check_folder
 from ..images.tower import split_tower
 from ..images.vision import Vision
 from ..layers.mtp import is_raw
-from ..memory.account import Account, limit_restored_on_error
-from ..memory.needs import CONTEXT, check_fits
+from ..memory import CONTEXT, Account, check_fits, limit_restored_on_error
 from ..models import MODEL_TYPES, model_module
 from ..models.protocol import MTPModel
 from ..models.shard import check_shard

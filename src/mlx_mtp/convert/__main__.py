@@ -15,7 +15,7 @@ from mlx_lm.convert import configure_parser
 from ..checkpoint.catalog import published
 from ..cli.errors import one_line_errors
 from ..cli.parser import extend, finish, parse
-from ..memory.needs import size
+from ..memory import size
 from .conversion import convert
 from .inspect import inspect
 from .quantization import MTP_GROUP_SIZE

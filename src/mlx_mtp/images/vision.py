@@ -17,7 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..caches.validation import digest
-from ..memory.needs import nbytes_of
+from ..memory import nbytes_of
 from .open import open_image, pillow
 from .tower import VisionArgs, VisionTower, make_tower, split_tower
 

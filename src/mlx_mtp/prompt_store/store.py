@@ -13,7 +13,7 @@ import numpy as np
 
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache
 from ..caches.single import KVOptions
-from ..memory.account import Account
+from ..memory import Account
 from . import arrays
 from .arrays import Format, Tokens
 from .disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT, Disk, Folder, key_of

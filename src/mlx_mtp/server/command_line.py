@@ -17,7 +17,7 @@ from ..cli.checks import check_alone, check_generation_flags, check_limits, chec
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, add_sampling
 from ..cli.parser import byte_size, finish, flag_of
 from ..files import check_folder, check_source
-from ..memory.needs import CONTEXT
+from ..memory import CONTEXT
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..prompt_store.disk import MAX_DISK_BYTES
 from .api.body import RESERVED

@@ -23,8 +23,7 @@ from ..cli.errors import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
-from ..memory.account import Account
-from ..memory.needs import size
+from ..memory import Account, size
 from .app import make_app
 from .client_settings import CLIENTS, connection_to
 from .command_line import check, check_model, make_parser

@@ -32,7 +32,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import filter_repo_objects
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from ...memory.needs import size
+from ...memory import size
 from ..catalog import conversion_like, resolve
 from .tensors import WEIGHTS
 

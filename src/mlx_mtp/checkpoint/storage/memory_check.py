@@ -8,8 +8,7 @@ from huggingface_hub.utils import TensorInfo
 
 from ...images.tower import split_tower
 from ...layers.mtp import split_head
-from ...memory.account import Account
-from ...memory.needs import CHUNK, Needs, Sizes, check_fits, sizes_of
+from ...memory import CHUNK, Account, Needs, Sizes, check_fits, sizes_of
 from ..catalog import published
 from ..config import Config, skeleton
 from ..head_formats import SeparateHead

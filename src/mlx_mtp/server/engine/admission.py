@@ -16,8 +16,7 @@ from ...caches.prompt_cache import has_head
 from ...distributed.ranks import Ranks
 from ...drafts.options import TextOptions
 from ...images.prompt import ImageEmbeddings
-from ...memory.account import Account
-from ...memory.needs import STEP, Sizes, size, sizes_of
+from ...memory import STEP, Account, Sizes, size, sizes_of
 from ...sampling import sampler as sampling
 from ...text.answer import Pieces, QwenReader, make_answer
 from ..options import Options

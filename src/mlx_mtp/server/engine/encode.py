@@ -16,8 +16,7 @@ from ...checkpoint.generation_config import Sampling
 from ...images.open import MAX_BYTES, decode_url
 from ...images.prompt import ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
-from ...memory.account import Account
-from ...memory.needs import size
+from ...memory import Account, size
 from ..options import NO_LIMIT, Options
 from ..request import NO_MEMORY, ApiError, Prompt, Request
 from ..structured_output import make_output_grammar

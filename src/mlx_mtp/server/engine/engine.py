@@ -16,8 +16,7 @@ import mlx.core as mx
 
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import LOST, Ranks, is_loss
-from ...memory.account import is_out_of_memory
-from ...memory.needs import size
+from ...memory import is_out_of_memory, size
 from ...text.answer import Pieces
 from ..request import NO_MEMORY, ApiError, Delta, Likely, Request, Started, Waiting
 from .admission import Admission

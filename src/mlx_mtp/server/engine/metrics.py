@@ -7,7 +7,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ...decoding.counts import DraftCounts
-from ...memory.account import Account
+from ...memory import Account
 
 NAMESPACE = "mlx_mtp"  # every metric's name begins with it
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

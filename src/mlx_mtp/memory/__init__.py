@@ -1,1 +1,0 @@
-"""Memory: the process's use and limit, and estimates for models and texts."""
