@@ -83,7 +83,7 @@ LOW, MEDIUM, MAX = ({"enable_thinking": True, "reasoning_effort": effort} for ef
         (responses.read_request, {"reasoning": {"effort": "none"}}, OFF, None),
         (responses.read_request, {"reasoning": {"effort": "low", "summary": "auto"}}, LOW, 1024),
     ],
-    ids=str,
+    ids=lambda x: x.__module__ if callable(x) else str(x),
 )  # fmt: skip
 def test_what_each_api_asks_for(read_request, fields, variables, budget):
     name = "input" if read_request is responses.read_request else "messages"
