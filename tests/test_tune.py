@@ -11,9 +11,8 @@ from mlx import nn
 
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
-from mlx_mtp.benchmark import tune, ways
-from mlx_mtp.benchmark.tune import AUTO, FIXED, FIXED_GAIN, OFF, Measured, cheaper, combine, recommend, show
-from mlx_mtp.benchmark.ways import Way
+from mlx_mtp.benchmark import tune
+from mlx_mtp.benchmark.tune import AUTO, FIXED, FIXED_GAIN, OFF, Measured, Way, cheaper, combine, recommend, show
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.layers.drafting import Settings
@@ -84,26 +83,26 @@ def test_groups_rows_where_that_is_faster(monkeypatch, whole, grouped, faster):
     model, asked = tiny_model("qwen3_5", num_attention_heads=24, num_key_value_heads=4, head_dim=32), []
 
     def time_ways(model, prompt, windows, every, repeat):
-        if windows != ways.LONG_WINDOWS:
+        if windows != tune.LONG_WINDOWS:
             return {(n, way): [1.0] for n in windows for way in every}
         asked.append((prompt.size, every, repeat))
         seconds = {(n, way): t for n in windows for way, t in zip(every, (whole, grouped))}
         return seconds | {(windows[0], every[1]): [1.0, 1.1]}  # one window alone does not decide
 
-    monkeypatch.setattr(ways, "time_ways", time_ways)
-    assert ways.fastest_way(model, mx.array([5, 6, 7]), 2) == Way(attention_rows=5 if faster else None)
-    assert asked == [(ways.CONTEXT, [Way(), Way(attention_rows=5)], 2)]
+    monkeypatch.setattr(tune, "time_ways", time_ways)
+    assert tune.fastest_way(model, mx.array([5, 6, 7]), 2) == Way(attention_rows=5 if faster else None)
+    assert asked == [(tune.CONTEXT, [Way(), Way(attention_rows=5)], 2)]
 
 
 def test_runs_passes_the_way_that_is_faster(monkeypatch):
     model = tiny_model("qwen3_5", num_hidden_layers=18)  # nine of attention
 
     def time_ways(model, prompt, windows, every, repeat):
-        if windows == ways.WINDOWS:
+        if windows == tune.WINDOWS:
             assert every == [Way(), Way(compiled=False), Way(pieces=4), Way(pieces=8)]
         return {(n, way): times.get(way, [9.0, 9.0]) for n in windows for way in every}
 
-    monkeypatch.setattr(ways, "time_ways", time_ways)
+    monkeypatch.setattr(tune, "time_ways", time_ways)
     for others, best in (
         ({}, Way()),
         ({Way(compiled=False): [1.8, 1.9]}, Way(compiled=False)),
@@ -111,13 +110,13 @@ def test_runs_passes_the_way_that_is_faster(monkeypatch):
         ({Way(pieces=4): [1.8, 1.9], Way(pieces=8): [1.5, 1.6]}, Way(pieces=8)),
     ):
         times = {Way(): [2.0, 2.1], **others}
-        assert ways.fastest_way(model, mx.array([5, 6, 7]), 2) == best
+        assert tune.fastest_way(model, mx.array([5, 6, 7]), 2) == best
 
 
 def test_times_ways_in_turn(monkeypatch):
-    monkeypatch.setattr(ways, "N_CALLS", 1)
+    monkeypatch.setattr(tune, "N_CALLS", 1)
     model, every = tiny_model("qwen3_5"), [Way(), Way(compiled=False), Way(pieces=1), Way(attention_rows=4)]
-    seconds = ways.time_ways(model, mx.array([5, 6, 7]), (1, 9), every, 2)
+    seconds = tune.time_ways(model, mx.array([5, 6, 7]), (1, 9), every, 2)
     assert {kind: len(s) for kind, s in seconds.items()} == {(n, way): 2 for n in (1, 9) for way in every}
     assert all(t > 0 for s in seconds.values() for t in s)
     assert (model.drafting.compiled, model.drafting.pieces, model.drafting.attention_rows) == Way()
