@@ -1,39 +1,53 @@
-"""The HTTP application: its routes, the bodies of requests, the API key, errors."""
+"""The HTTP application: its routes, the bodies of requests, the API key, errors, the chat page, other web pages.
+
+The chat page's HTML, CSS and JavaScript modules in ``page/`` are served without a build step; ``main.js`` connects them:
+
+- ``api.js`` sends requests and reads streams; ``answer.js`` collects an answer, its figures and the messages of a request.
+- ``turns.js`` shows questions and answers; ``markdown.js`` renders text.
+- ``composer.js`` is the field for a question; ``settings.js`` has the other fields of a request.
+- ``chats.js`` lists the chats; ``store.js`` keeps them in the browser.
+
+A browser sends the requests of any page, even to servers on its own machine: those of other pages are refused.
+"""
 
 import asyncio
 import hmac
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import UTC, datetime
+from ipaddress import ip_address
+from pathlib import Path
+from socket import gethostname
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._version import __version__
 from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..checkpoint.storage.hub import cached_repositories
 from ..text.schema import Json
-from .api import completions, messages, openai, responses
+from .api import completions, messages, responses
 from .api.body import Body
 from .api.completions import ChatBody, ChatWriter, CompletionBody, CompletionWriter
 from .api.messages import MessagesBody, MessagesWriter
 from .api.responses import ResponsesBody, ResponsesWriter
 from .api.writer import Writer
 from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
-from .options import Options
-from .request import ApiError, Request
-from .web import ANY, Browsers, PageFiles, page_response
+from .request import ApiError, Options, Request
 
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # headers of errors, by status; in seconds
 
@@ -49,6 +63,23 @@ LISTS = "messages", "input", "system", "tools", "content", "tool_calls", "summar
 LARGE_BODY = 1 << 16  # bytes; a larger body is parsed in a thread of its own
 BODY_TIMEOUT = 300.0  # seconds that a client may take to send a body
 
+# The chat page
+FOLDER = Path(__file__).parent / "page"
+# Scripts, styles and requests of this server only. Text becomes HTML only through DOMPurify.
+POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src 'self'; style-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
+)
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",  # an update changes the files at the same URLs
+    "Content-Security-Policy": POLICY,
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+ANY = "*"
+LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
+
 
 class API(NamedTuple):
     """The API of a path."""
@@ -59,9 +90,9 @@ class API(NamedTuple):
     error_content: Callable[[ApiError], Json]
 
 
-CHAT = API(ChatBody, completions.read_chat, ChatWriter, openai.error_content)
-COMPLETIONS = API(CompletionBody, completions.read_completion, CompletionWriter, openai.error_content)
-RESPONSES = API(ResponsesBody, responses.read_request, ResponsesWriter, openai.error_content)
+CHAT = API(ChatBody, completions.read_chat, ChatWriter, completions.error_content)
+COMPLETIONS = API(CompletionBody, completions.read_completion, CompletionWriter, completions.error_content)
+RESPONSES = API(ResponsesBody, responses.read_request, ResponsesWriter, completions.error_content)
 MESSAGES = API(MessagesBody, messages.read_request, MessagesWriter, messages.error_content)
 APIS = {
     "/v1/chat/completions": CHAT,
@@ -331,3 +362,79 @@ async def _answer_http_error(http: HTTPRequest, error: Any) -> Response:
 async def _answer_failure(http: HTTPRequest, error: Exception) -> Response:
     logging.error("A request failed.", exc_info=error)
     return _error_response(http, ApiError(500, f"The request failed: {error}"))
+
+
+def page_response() -> Response:
+    """The page itself."""
+    return FileResponse(FOLDER / "page.html", headers=PAGE_HEADERS)
+
+
+class PageFiles(StaticFiles):
+    """The page's style and scripts."""
+
+    def __init__(self) -> None:
+        super().__init__(directory=FOLDER)
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(PAGE_HEADERS)
+        return response
+
+
+class Browsers(CORSMiddleware):
+    """Refuses requests with other host names and requests of other web pages; answers CORS for allowed pages.
+
+    A page's domain may resolve to this machine's address (DNS rebinding): a browser then treats the server as the page's own.
+    Such requests have the domain in ``Host``, which must be an IP address, ``localhost``, this machine's name or one of
+    ``names``.
+
+    Args:
+        app (ASGIApp): The wrapped application.
+        names (Collection[str]): Names of the server; ``*`` allows all.
+        origins (Collection[str], optional): Pages that may use the server besides its own; ``*`` allows all. Default:
+          ``None``, pages of ``localhost``.
+        refuse (Callable): Makes the response to a refused request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        names: Collection[str],
+        origins: Collection[str] | None,
+        refuse: Callable[[HTTPRequest, ApiError], Response],
+    ):
+        pages = LOCAL_PAGES if origins is None else None
+        super().__init__(app, origins or (), allow_methods=("*",), allow_headers=("*",), allow_origin_regex=pages)
+        self.names = {name.lower() for name in ("localhost", gethostname(), *names)}
+        self.refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._error(Headers(scope=scope)) if scope["type"] == "http" else None
+        answer = super().__call__ if error is None else self.refuse(HTTPRequest(scope), error)
+        await answer(scope, receive, send)
+
+    def _error(self, headers: Headers) -> ApiError | None:
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and ANY not in self.names and not self._is_ours(host):
+            fix = f"start the server with --allowed-hosts {host.partition(':')[0][:100]}"
+            return ApiError(403, f"The server is not known by the name {host[:100]!r}: {fix}.")
+        is_own = origin is not None and origin.partition("://")[2] == host
+        if origin is not None and not is_own and not self.is_allowed_origin(origin):
+            fix = f"start the server with --allowed-origins {origin[:100]}"
+            return ApiError(403, f"Pages of {origin[:100]!r} may not use the server: {fix}.")
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:  # unbalanced brackets
+            return False
+        return name.removesuffix(".") in self.names or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -11,7 +11,7 @@ from ..checkpoint.catalog import resolve
 from ..checkpoint.config import context_length_of, read_config
 from ..checkpoint.storage.hub import fetch
 from .engine.models import DEFAULT
-from .options import NO_LIMIT, Options
+from .request import NO_LIMIT, Options
 
 NO_KEY = "none"  # clients require a key
 KEY_VARIABLE = "MLX_MTP_API_KEY"  # the variable that Codex and Zed read

@@ -23,7 +23,7 @@ from ..prompt_store.disk import MAX_DISK_BYTES
 from .api.body import RESERVED
 from .client_settings import CLIENTS
 from .engine.models import ModelProvider
-from .options import NO_LIMIT, Options
+from .request import NO_LIMIT, Options
 
 LIMITS: dict[str, tuple[float, float]] = {
     "port": (0, 65535),

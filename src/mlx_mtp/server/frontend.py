@@ -15,8 +15,7 @@ from starlette.types import Receive, Scope, Send
 from .api.writer import Usage, Writer
 from .engine.encode import BoundedTokenizer, encode
 from .engine.engine import Engine
-from .options import Options
-from .request import ApiError, Delta, Prompt, Request, Started, Waiting
+from .request import ApiError, Delta, Options, Prompt, Request, Started, Waiting
 
 KEEP_ALIVE = 5.0  # seconds between two reports of the progress of prefill
 POLL = 1.0  # seconds between two checks of the generation thread

@@ -33,7 +33,7 @@ from .engine.engine import Engine
 from .engine.metrics import Metrics
 from .engine.models import ModelProvider, Stores
 from .frontend import Frontend, in_thread
-from .options import NO_LIMIT, Options
+from .request import NO_LIMIT, Options
 
 OPEN_FILES = 4096
 LAST_ANSWERS = 5  # seconds to send the last answers when the server stops

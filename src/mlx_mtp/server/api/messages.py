@@ -16,8 +16,20 @@ from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import ApiError, Delta, Effort, Request, Thinking
 from ..structured_output import from_response_format
-from .body import MESSAGES, Body, Part, Positive, Short, read
-from .template_messages import Images, arguments_of, function_call, function_tool, make_request, unsupported
+from .body import (
+    MESSAGES,
+    Body,
+    Images,
+    Part,
+    Positive,
+    Short,
+    arguments_of,
+    function_call,
+    function_tool,
+    make_request,
+    read,
+    unsupported,
+)
 from .writer import BlockWriter, Usage, event
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it

@@ -21,9 +21,21 @@ from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import ApiError, Delta, Effort, Request
 from ..structured_output import from_response_format
-from .body import RESPONSES, Body, Part, Positive, Short, read
-from .openai import TopLogprobs, logprob_of
-from .template_messages import Images, arguments_of, function_call, function_tool, make_request, unsupported
+from .body import (
+    RESPONSES,
+    Body,
+    Images,
+    Part,
+    Positive,
+    Short,
+    arguments_of,
+    function_call,
+    function_tool,
+    make_request,
+    read,
+    unsupported,
+)
+from .completions import TopLogprobs, logprob_of
 from .writer import BlockWriter, Usage, event
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

@@ -19,8 +19,7 @@ from ...images.prompt import ImageEmbeddings
 from ...memory import STEP, Account, Sizes, size, sizes_of
 from ...sampling import sampler as sampling
 from ...text.answer import Pieces, QwenReader, make_answer
-from ..options import Options
-from ..request import NO_MEMORY, ApiError, ModelKey, Prompt, Request
+from ..request import NO_MEMORY, ApiError, ModelKey, Options, Prompt, Request
 from ..structured_output import make_output_grammar
 from .models import ModelProvider, Stores
 

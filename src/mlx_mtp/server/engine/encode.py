@@ -17,8 +17,7 @@ from ...images.open import MAX_BYTES, decode_url
 from ...images.prompt import ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
 from ...memory import Account, size
-from ..options import NO_LIMIT, Options
-from ..request import NO_MEMORY, ApiError, Prompt, Request
+from ..request import NO_LIMIT, NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar
 
 QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call

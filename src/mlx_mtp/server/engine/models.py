@@ -22,8 +22,7 @@ from ...prompt_store import PromptStore
 from ...prompt_store.cuts import cuts_of
 from ...prompt_store.disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT
 from ...prompt_store.store import open_folder
-from ..options import Options
-from ..request import ApiError, ModelKey, Prompt
+from ..request import ApiError, ModelKey, Options, Prompt
 from .encode import BoundedTokenizer
 
 MAX_TOKENIZERS = 8
