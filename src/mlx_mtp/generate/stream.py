@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,20 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import has_head, n_tokens, positions_of
+from ..caches.prompt_cache import PromptCache, has_head, n_tokens, positions_of
+from ..caches.single import KVOptions
 from ..cli.display import paint
 from ..decoding.counts import DraftCounts
 from ..decoding.exchange import same_random_state
-from ..decoding.loop import mtp_generate_step
+from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.window import Token
 from ..drafts.options import CopyDrafts, NumDraftTokens, asks_for_copies
-from ..images.prompt import read_images, vision_of
+from ..images.prompt import ImagePrompt, read_images, vision_of
 from ..prompt_store import PromptStore
+from ..prompt_store.cuts import cuts_of
 from ..sampling.sampler import TextSampler, for_one_text
-from .stored import stored_steps
+
+KV_NAMES = [field.name for field in fields(KVOptions)]
 
 
 @dataclass
@@ -270,3 +273,74 @@ def _print_figures(response: GenerationResponse, show_drafts: bool) -> None:
         if response.forced:
             drafts.append(f"{sum(response.forced_accepted)} of {sum(response.forced)} forced tokens accepted")
         print(f"Drafts: {', '.join(drafts) or 'none'}, {response.tokens_per_step:.3f} tokens-per-step")
+
+
+# Generation with a prompt store
+
+
+def stored_steps(
+    store: PromptStore,
+    tokenizer: TokenizerWrapper,
+    pictured: ImagePrompt | None,
+    prompt: mx.array,
+    model: Any,
+    stream: Any,
+    **options: Any,
+) -> Generator[tuple[int, mx.array, bool], None, None]:
+    """``mtp_generate_step`` with a prompt store in place of a prompt cache: prefill begins after the stored prefix of the
+    prompt, and the rest is stored.
+
+    Args:
+        pictured (ImagePrompt, optional): The prompt with images, if it has any.
+
+    Raises:
+        ValueError: An option cannot be combined with a store, or the store is for another model.
+    """
+    for name in ("prompt_cache", "input_embeddings"):
+        if options.pop(name, None) is not None:
+            raise ValueError(f"prompt_store and {name} cannot be combined.")
+    if store.model is not model:
+        raise ValueError("The prompt store belongs to another model: make one with PromptStore(model).")
+    if model.ranks is not None:
+        raise ValueError("A prompt store serves one process: omit prompt_store on several machines.")
+    tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
+    key = tokens[:] if pictured is None else pictured.key[:]
+    kv = KVOptions(**{name: options[name] for name in KV_NAMES if name in options})
+    cache, n_stored, handle = store.fetch(key[:-1], kv)
+    cuts = cuts_of(tokenizer, tokens, store.n_common(key))
+    embeddings = None if pictured is None else pictured.embed(model, n_stored)
+
+    def part(begin: int, end: int) -> tuple[mx.array, dict[str, Any]]:
+        """A part of the prompt, as arguments of the functions that prefill it."""
+        if pictured is None or embeddings is None:
+            return prompt[begin:end], {}
+        own = embeddings[begin - n_stored : end - n_stored]
+        return prompt[begin:end], {"input_embeddings": own, "images": pictured.images}
+
+    n = n_stored
+    progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)
+    # Of a part, as of the whole.
+    options["prompt_progress_callback"] = lambda n_read, _: progress(n + n_read, len(tokens))
+    for cut in (cut for cut in cuts if cut > n_stored):
+        _prefill_part(*part(n, cut), model, stream, cache, options)
+        n = cut
+        handle = store.insert(key[:n], cache, kv, handle)
+    rest, given = part(n, len(tokens))
+    try:
+        steps = mtp_generate_step(rest, model, stream, prompt_cache=cache, all_tokens=tokens[:n], **options, **given)
+        with closing(steps):
+            for step in steps:
+                key.append(step[0])
+                yield step
+    finally:
+        n_read = PromptCache(cache, len(model.layers)).n_tokens  # fewer after Ctrl-C before the first token
+        store.insert(key[:n_read], cache, kv, handle)
+
+
+def _prefill_part(
+    tokens: mx.array, given: dict[str, Any], model: Any, stream: Any, cache: list[Any], options: dict[str, Any]
+) -> None:
+    """Prefill a part of a prompt without drafts. Its text is kept for copies."""
+    names = ("prefill_step_size", "prompt_progress_callback", *KV_NAMES)
+    shared = {name: options[name] for name in names if name in options}
+    prefill(tokens, model, stream=stream, prompt_cache=cache, num_draft_tokens=0, copy_drafts="auto", **shared, **given)
