@@ -262,13 +262,10 @@ def read(kind: type[B], body: Json) -> B:
 SYSTEM = ("system", "developer")
 
 
-class Images(list[str]):
-    """The images of a conversation, by URL, in order."""
-
-    def add(self, url: str) -> str:
-        """Add an image. Return the mark that stands for it in the text."""
-        self.append(url)
-        return MARK
+def add_image(images: list[str], url: str) -> str:
+    """Add to the images of a conversation, URLs in order. Return the mark that stands for the image in the text."""
+    images.append(url)
+    return MARK
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:
@@ -288,7 +285,7 @@ def fold_roles(messages: list[Json]) -> list[Json]:
 def make_request(
     body: Body,
     messages: list[Json],
-    images: Images,
+    images: list[str],
     tools: list[Json],
     *,
     outputs: Sequence[StructuredOutput | None],

@@ -24,11 +24,11 @@ from .body import (
     COMPLETIONS,
     OPENAI,
     Body,
-    Images,
     Part,
     Positive,
     Short,
     Stop,
+    add_image,
     arguments_of,
     at_most,
     make_request,
@@ -306,7 +306,7 @@ def read_chat(content: Json, flags: Any) -> tuple[ChatBody, Request]:
         raise ApiError(400, "top_logprobs requires logprobs: true.", param="top_logprobs")
     # The client's own objects: the template writes their keys in the client's order.
     tools = content["tools"] if body.tools and body.tool_choice != "none" else []
-    images = Images()
+    images: list[str] = []
     request = make_request(
         body,
         [_message(m, f"messages[{i}].content", images) for i, m in enumerate(body.messages)],
@@ -321,15 +321,15 @@ def read_chat(content: Json, flags: Any) -> tuple[ChatBody, Request]:
     return body, request
 
 
-def _text(part: ContentPart, where: str, images: Images) -> str:
+def _text(part: ContentPart, where: str, images: list[str]) -> str:
     if part.type == "text" and part.text is not None:
         return part.text
     if part.type == "image_url" and part.image_url is not None:
-        return images.add(part.image_url if isinstance(part.image_url, str) else part.image_url.url)
+        return add_image(images, part.image_url if isinstance(part.image_url, str) else part.image_url.url)
     raise unsupported(part.type, where, "messages", "send text or images")
 
 
-def _message(message: ChatMessage, where: str, images: Images) -> Json:
+def _message(message: ChatMessage, where: str, images: list[str]) -> Json:
     """A message for the chat template: without null fields, and with the arguments of calls as objects."""
     content = {name: value for name, value in message.model_dump().items() if value is not None}
     content.setdefault("content", None)

@@ -19,10 +19,10 @@ from ..structured_output import from_response_format
 from .body import (
     MESSAGES,
     Body,
-    Images,
     Part,
     Positive,
     Short,
+    add_image,
     arguments_of,
     function_call,
     function_tool,
@@ -115,7 +115,7 @@ def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request]:
     blocks = [BILLING.sub("", text).strip() for text in _texts(body.system, "system")]
     system = "\n\n".join(block for block in blocks if block)
     messages = [{"role": "system", "content": system}] if system else []
-    images = Images()
+    images: list[str] = []
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}].content", images)
     ours = [tool for tool in body.tools or [] if tool.type in (None, "custom")]
@@ -137,27 +137,27 @@ def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request]:
     return body, request
 
 
-def _texts(content: str | list[Block] | None, where: str, images: Images | None = None) -> list[str]:
+def _texts(content: str | list[Block] | None, where: str, images: list[str] | None = None) -> list[str]:
     """The texts of blocks. Their images are added to ``images``, if they are allowed."""
     blocks = [Block(type="text", text=content)] if isinstance(content, str) else content or []
     return [_text(block, where, images) for block in blocks]
 
 
-def _text(block: Block, where: str, images: Images | None = None) -> str:
+def _text(block: Block, where: str, images: list[str] | None = None) -> str:
     if block.type == "text" and block.text is not None:
         return block.text
     source = block.source or {}
     if block.type == "image" and images is not None:
         if source.get("type") == "base64":
-            return images.add(f"data:{source.get('media_type')};base64,{source.get('data')}")
+            return add_image(images, f"data:{source.get('media_type')};base64,{source.get('data')}")
         if source.get("type") == "url":
-            return images.add(str(source.get("url")))
+            return add_image(images, str(source.get("url")))
     kind = block.type if block.type != "image" else f"image of source {source.get('type')}"
     fix = "send text" if images is None else "send text, or images as base64"
     raise unsupported(kind, where, where.partition("[")[0], fix)
 
 
-def _messages(message: Message, where: str, images: Images) -> list[Json]:
+def _messages(message: Message, where: str, images: list[str]) -> list[Json]:
     """A message's blocks as messages of a chat template: each tool result is a message of its own."""
     blocks = [Block(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     if message.role == "assistant":

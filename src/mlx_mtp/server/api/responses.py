@@ -24,10 +24,10 @@ from ..structured_output import from_response_format
 from .body import (
     RESPONSES,
     Body,
-    Images,
     Part,
     Positive,
     Short,
+    add_image,
     arguments_of,
     function_call,
     function_tool,
@@ -43,29 +43,22 @@ TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-class ContentPart(Part):
-    type: str
-    text: str | None = None
-    image_url: str | None = None  # input_image
-
-
-Content = str | list[ContentPart]
-
-
 class Item(Part):
-    """A part of the conversation. Its fields depend on its type."""
+    """A part of the conversation, or of an item's content. Its fields depend on its type."""
 
     type: str = "message"
     role: str | None = None  # message
-    content: Content | None = None  # message, reasoning
-    summary: list[ContentPart] | None = None  # reasoning
+    content: "str | list[Item] | None" = None  # message, reasoning
+    summary: "list[Item] | None" = None  # reasoning
+    text: str | None = None  # the content's texts
+    image_url: str | None = None  # input_image
     encrypted_content: str | None = None
     call_id: str | None = None  # function_call, custom_tool_call, and their outputs
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    output: Content | None = None
+    output: "str | list[Item] | None" = None
 
 
 class Tool(Part):
@@ -126,7 +119,7 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request]:
     body = read(ResponsesBody, content)
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    images = Images()
+    images: list[str] = []
     for i, item in enumerate(items):
         _add_item(messages, item, f"input[{i}]", images)
     tools = [
@@ -147,7 +140,7 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request]:
     return body, request
 
 
-def _add_item(messages: list[Json], item: Item, where: str, images: Images) -> None:
+def _add_item(messages: list[Json], item: Item, where: str, images: list[str]) -> None:
     """Add an item to the conversation. Consecutive reasoning, text and calls are one message of the assistant."""
     if item.type == "message" and item.role is not None:
         if item.role != "assistant":
@@ -176,14 +169,14 @@ def _assistant(messages: list[Json]) -> Json:
     return messages[-1]
 
 
-def _text(content: Content | None, where: str, images: Images | None = None) -> str:
+def _text(content: str | list[Item] | None, where: str, images: list[str] | None = None) -> str:
     """The text of an item's content. Its images are added to ``images``, if they are allowed."""
     if isinstance(content, str):
         return content
     texts = []
     for part in content or []:
         if part.type == "input_image" and part.image_url is not None and images is not None:
-            texts.append(images.add(part.image_url))
+            texts.append(add_image(images, part.image_url))
         elif part.type in TEXTS and part.text is not None:
             texts.append(part.text)
         else:
