@@ -140,6 +140,8 @@ def test_completions_have_logprobs_of_their_own_form(writer, client):
     assert "".join(told.tokens) == whole.text
     assert told.text_offset == [len("".join(told.tokens[:i])) for i in range(12)]
     assert {len(top) for top in told.top_logprobs} == {5}
+    likeliest = [max(top.values()) for top in told.top_logprobs]
+    assert told.token_logprobs == likeliest  # without a temperature
     streamed = joined(writer.completions.create(**options, stream=True))
     assert streamed == {0: {"text": whole.text, "logprobs": told.model_dump(), "finish_reason": "length"}}
     assert writer.completions.create(**TEXT).choices[0].logprobs is None

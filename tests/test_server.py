@@ -129,15 +129,6 @@ def test_stop_word_ends_text_however_it_is_tokenized(client, alone, word):
     assert [r.choices[0].finish_reason for r in (chunks[-1], whole)] == ["stop" if rest else "length"] * 2
 
 
-def test_logprobs_belong_to_the_tokens(client):
-    choice = complete(client, max_tokens=12, logprobs=2).choices[0]
-    told = choice.logprobs
-    assert "".join(told.tokens) == choice.text
-    assert len(told.tokens) == 12
-    for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs):
-        assert top[token] == logprob == max(top.values()) <= 0  # without a temperature
-
-
 def test_penalties_equal_mlx_lm(client, trained, text_of):
     model, tokenizer = trained
     processors = make_logits_processors({5: 2.0}, 1.3, 20)

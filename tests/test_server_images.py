@@ -17,7 +17,6 @@ from mlx_mtp.images.open import open_image
 from mlx_mtp.images.vision import PLACEHOLDER, Vision
 from mlx_mtp.server.command_line import make_parser
 from mlx_mtp.server.engine import encode as encoding
-from mlx_mtp.server.engine import encode as images
 from mlx_mtp.server.engine.encode import fetch
 from mlx_mtp.server.request import ApiError, Request
 from tests.support.engine import Engine
@@ -233,20 +232,20 @@ def test_images_of_a_client_that_has_hung_up_are_not_read(monkeypatch):
         request.is_gone = len(seen) == 2
         return b""
 
-    monkeypatch.setattr(images, "fetch", read)
+    monkeypatch.setattr(encoding, "fetch", read)
     with pytest.raises(ApiError, match="has disconnected"):
-        images.fetch_all(request, make_parser().parse_args([]))
+        encoding.fetch_all(request, make_parser().parse_args([]))
     assert seen == ["Image 1", "Image 2"]
 
 
 def test_images_are_bounded_together(monkeypatch):
     flags = make_parser().parse_args([])
-    monkeypatch.setattr(images, "MAX_BYTES", 2 * len(png(1)))
+    monkeypatch.setattr(encoding, "MAX_BYTES", 2 * len(png(1)))
     request = request_of(2)
-    assert images.fetch_all(request, flags) == [png(1)] * 2
+    assert encoding.fetch_all(request, flags) == [png(1)] * 2
     assert request.images == []
     with pytest.raises(ValueError, match="up to number 3 have more than"):
-        images.fetch_all(request_of(4), flags)
+        encoding.fetch_all(request_of(4), flags)
 
 
 @pytest.fixture(scope="module")

@@ -107,13 +107,7 @@ COUNT_TOKENS, COUNT_INPUT_TOKENS = "/v1/messages/count_tokens", "/v1/responses/i
 def make_app(
     frontend: Frontend, api_key: str | None, origins: Sequence[str] | None, hosts: Sequence[str] = (ANY,)
 ) -> FastAPI:
-    """Make the application that answers HTTP requests.
-
-    Args:
-        api_key (str, optional): The key that requests must have.
-        origins (Sequence[str], optional): The value of ``--allowed-origins``.
-        hosts (Sequence[str]): The server's names, as in ``--allowed-hosts``. Default: any.
-    """
+    """Make the application that answers HTTP requests. For ``origins`` and ``hosts`` see ``Browsers``."""
     app = FastAPI(title="mlx_mtp", version=__version__, docs_url=None, redoc_url=None)  # these pages load from a CDN
     endpoints = Endpoints(frontend, api_key)
     for path, api in APIS.items():
@@ -134,7 +128,7 @@ def make_app(
             )
     if not frontend.options.no_ui:
         app.mount("/page", PageFiles())
-    app.add_exception_handler(ApiError, _answer_error)
+    app.add_exception_handler(ApiError, _error_response)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_failure)
     app.add_middleware(Browsers, names=hosts, origins=origins, refuse=_error_response)
@@ -342,15 +336,11 @@ class Counting:
             logging.info(": ".join([line, *scope.get(FIGURES, ())]))
 
 
-def _error_response(http: HTTPRequest, error: ApiError) -> Response:
+def _error_response(http: HTTPRequest, error: Any) -> Response:
     """An error in the format of the path's API. On a shared path, a header identifies Anthropic's clients."""
     theirs = http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers
     api = APIS.get(http.url.path, MESSAGES if theirs else CHAT)
     return JSONResponse(api.error_content(error), error.status, HEADERS.get(error.status))
-
-
-async def _answer_error(http: HTTPRequest, error: Any) -> Response:
-    return _error_response(http, error)
 
 
 async def _answer_http_error(http: HTTPRequest, error: Any) -> Response:
@@ -386,14 +376,7 @@ class Browsers(CORSMiddleware):
 
     A page's domain may resolve to this machine's address (DNS rebinding): a browser then treats the server as the page's own.
     Such requests have the domain in ``Host``, which must be an IP address, ``localhost``, this machine's name or one of
-    ``names``.
-
-    Args:
-        app (ASGIApp): The wrapped application.
-        names (Collection[str]): Names of the server; ``*`` allows all.
-        origins (Collection[str], optional): Pages that may use the server besides its own; ``*`` allows all. Default:
-          ``None``, pages of ``localhost``.
-        refuse (Callable): Makes the response to a refused request.
+    ``names``. Pages of ``origins`` may use the server besides its own, by default those of ``localhost``. ``*`` allows all.
     """
 
     def __init__(

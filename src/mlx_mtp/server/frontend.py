@@ -178,12 +178,7 @@ async def watched(requests: Sequence[Request], receive: Receive) -> AsyncIterato
 
 
 class GeneratedResponse(Response):
-    """
-    Args:
-        choices (List[Request]): The answers to generate, of ``Request.choices``.
-        is_stream (bool): Whether the client wants a stream.
-        waiting (Set[int]): The numbers of requests without a first token.
-    """
+    """The response with the answers of ``Request.choices``. ``waiting`` has the numbers of requests without a first token."""
 
     def __init__(self, frontend: Frontend, choices: list[Request], writer: Writer, is_stream: bool, waiting: set[int]):
         super().__init__()

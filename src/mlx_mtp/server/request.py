@@ -210,12 +210,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of ``mlx_mtp server`` by their names, as ``command_line.check`` returns them.
-
-    Args:
-        load (Mapping[str, Any]): The arguments of ``mlx_mtp.load`` for each served model.
-        sampling (Mapping[str, float]): The given sampling flags, by the names of ``Sampling``.
-    """
+    """The flags of ``mlx_mtp server`` by their names, as ``command_line.check`` returns them."""
 
     model: str
     served_model_name: str | None
@@ -224,7 +219,7 @@ class Options:
     allow_any_model: bool
     use_default_chat_template: bool
     chat_template_args: dict[str, Any]
-    load: Mapping[str, Any]
+    load: Mapping[str, Any]  # the arguments of mlx_mtp.load for each served model
     # HTTP
     host: str
     port: int
@@ -237,7 +232,7 @@ class Options:
     max_queue: int | None
     api_key: str | None
     # Generation
-    sampling: Mapping[str, float]
+    sampling: Mapping[str, float]  # the given sampling flags, by the names of Sampling
     max_tokens: int  # of an answer whose request sets no limit
     decode_concurrency: int
     prefill_step_size: int

@@ -55,11 +55,7 @@ ALL: Refused = {
     "prompt_logprobs": ([], "only the tokens of an answer have log probabilities"),
 }
 # /v1/chat/completions and /v1/completions.
-OPENAI: Refused = {
-    **ALL,
-    "functions": ([[]], "send tools"),
-    "function_call": (["auto", "none"], "send tools"),
-}
+OPENAI: Refused = {**ALL, "functions": ([[]], "send tools"), "function_call": (["auto", "none"], "send tools")}
 COMPLETIONS: Refused = {
     **OPENAI,
     "tool_choice": (["auto", "none"], "send tools to /v1/chat/completions"),
@@ -88,11 +84,7 @@ RESPONSES: Refused = {
     "prompt": ([], "send instructions and input"),
     "background": ([False], "leave it out"),
 }
-MESSAGES: Refused = {
-    **ALL,
-    **OF_OPENAI,
-    "mcp_servers": ([[]], "let the client call the tools"),
-}
+MESSAGES: Refused = {**ALL, **OF_OPENAI, "mcp_servers": ([[]], "let the client call the tools")}
 
 
 def at_most(n: int) -> BeforeValidator:
@@ -112,7 +104,6 @@ Natural = Annotated[int, Ge(0), Le(2**31)]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
 Stop = Short | Annotated[list[Short], Field(max_length=64)]
-TokenId = Annotated[int, Ge(0), Le(2**31)]
 Token = Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$"), AfterValidator(int)]
 TemplateVariable = Annotated[str, StringConstraints(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 TemplateValue = (
@@ -171,7 +162,7 @@ class Body(Part):
     logit_bias: Annotated[dict[Token, Penalty], at_most(MAX_BIASES)] | None = None
     min_tokens: Natural = 0  # vLLM's
     ignore_eos: bool = False
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
+    stop_token_ids: Annotated[list[Natural], Field(max_length=64)] = []
     seed: Annotated[int, Ge(-(2**63)), Le(2**64 - 1)] | None = None
     continue_final_message: bool = False
     enable_thinking: bool | None = None

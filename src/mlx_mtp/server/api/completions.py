@@ -24,6 +24,7 @@ from .body import (
     COMPLETIONS,
     OPENAI,
     Body,
+    Natural,
     Part,
     Positive,
     Short,
@@ -402,7 +403,7 @@ def _begin(event: CallBegins) -> Json:
 
 MAX_PROMPTS = 128
 Prompt = Annotated[str, StringConstraints(min_length=1)]
-Tokens = Annotated[list[Annotated[int, Ge(0), Le(2**31)]], Field(min_length=1)]
+Tokens = Annotated[list[Natural], Field(min_length=1)]
 Prompts = Annotated[list[Prompt] | list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 

@@ -139,8 +139,11 @@ def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request]:
 
 def _texts(content: str | list[Block] | None, where: str, images: list[str] | None = None) -> list[str]:
     """The texts of blocks. Their images are added to ``images``, if they are allowed."""
-    blocks = [Block(type="text", text=content)] if isinstance(content, str) else content or []
-    return [_text(block, where, images) for block in blocks]
+    return [_text(block, where, images) for block in _blocks(content)]
+
+
+def _blocks(content: str | list[Block] | None) -> list[Block]:
+    return [Block(type="text", text=content)] if isinstance(content, str) else content or []
 
 
 def _text(block: Block, where: str, images: list[str] | None = None) -> str:
@@ -159,7 +162,7 @@ def _text(block: Block, where: str, images: list[str] | None = None) -> str:
 
 def _messages(message: Message, where: str, images: list[str]) -> list[Json]:
     """A message's blocks as messages of a chat template: each tool result is a message of its own."""
-    blocks = [Block(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+    blocks = _blocks(message.content)
     if message.role == "assistant":
         return [_assistant(blocks, where)]
     messages: list[Json] = []

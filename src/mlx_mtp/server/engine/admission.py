@@ -27,15 +27,8 @@ MOST_FORCED = 64  # tokens to end the reasoning: line breaks, the end of a code 
 
 
 class Admission:
-    """Decides which requests may begin.
-
-    Args:
-        options (Options): The server's options.
-        models (ModelProvider): Loads the models.
-        caches (Stores): The prompt caches.
-        ranks (Ranks, optional): The ranks that run the model. They do not consult the account: ranks with different free memory
-          would admit different requests.
-        account (Account): The server's memory and its limit.
+    """Decides which requests may begin. Ranks do not consult the account: with different free memory, they would admit
+    different requests.
     """
 
     def __init__(self, options: Options, models: ModelProvider, caches: Stores, ranks: Ranks | None, account: Account):

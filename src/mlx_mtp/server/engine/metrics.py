@@ -77,11 +77,8 @@ class Metrics:
     def finish(self, counts: DraftCounts, n_running: int) -> None:
         """Count a request that ends: its drafts, its speed if known, and the requests that still run."""
         self.in_flight.set(n_running)
-        self._add_drafts(counts)
         if (speed := counts.tokens_per_second) is not None:
             self.rate.observe(speed)
-
-    def _add_drafts(self, counts: DraftCounts) -> None:
         for position, (drafted, accepted) in enumerate(zip(counts.drafted, counts.accepted), 1):
             self.drafted_tokens.labels(position).inc(drafted)
             self.accepted_tokens.labels(position).inc(accepted)
