@@ -13,7 +13,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.catalog import HEAD_DIM, published
 from mlx_mtp.checkpoint.head_formats import is_head
 from mlx_mtp.convert.__main__ import main, make_parser, named_recipes, read_recipe, recipe_flags
-from mlx_mtp.convert.quantization import backbone_predicate
+from mlx_mtp.convert.conversion import backbone_predicate
 from tests.support.commands import refusal, run_command
 from tests.support.models import DATA
 from tests.support.published import ARCHITECTURES, model_of

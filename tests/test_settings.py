@@ -127,7 +127,7 @@ def test_benchmark_ignores_settings_unless_given(monkeypatch, tuned_model):
     for flags in ((), ("--settings", file)):
         with pytest.raises(SystemExit):
             run(benchmark, "--model", TRAINED, *flags)
-    assert measured == [(TRAINED, None), (f"{TRAINED} with off", Settings(0))]
+    assert measured == [("dense", None), ("dense with off", Settings(0))]
 
 
 def test_warns_of_settings_for_something_else(tuned_model, caplog):
@@ -191,7 +191,8 @@ def test_command_prints_the_settings(capsys, tuned_model, flags, said):
     with pytest.raises(SystemExit, match="0") if flags == ["--check"] else nullcontext():
         run(generate, "--mtp", "--model", TRAINED, "--prompt", PROMPT, "-m", 8, *flags)
     out, err = capsys.readouterr()
-    assert err == ("" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n")
+    note = "" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n"
+    assert err == note + ("" if flags == ["--check"] else "stopped at 8 tokens (--max-tokens)\n")
     if said == "off":
         assert "Drafts: none" in out
     elif flags != ["--check"]:

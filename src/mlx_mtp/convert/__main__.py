@@ -16,9 +16,8 @@ from ..checkpoint.catalog import published
 from ..cli.errors import one_line_errors
 from ..cli.parser import extend, finish, parse
 from ..memory import size
-from .conversion import convert
+from .conversion import MTP_GROUP_SIZE, convert
 from .inspect import inspect
-from .quantization import MTP_GROUP_SIZE
 
 GROUPS = {
     "model": (
