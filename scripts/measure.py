@@ -29,7 +29,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_mtp import DEMO, __version__
-from mlx_mtp.cli.errors import one_line_errors
+from mlx_mtp.cli.display import one_line_errors
 from scripts.draw_measurements import draw_all
 from scripts.shared import script_parser
 

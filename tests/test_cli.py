@@ -11,7 +11,7 @@ import pytest
 
 from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.checkpoint.storage.output import naming
-from mlx_mtp.cli.errors import one_line_errors, sentence
+from mlx_mtp.cli.display import one_line_errors, sentence
 from mlx_mtp.cli.parser import REMOVED
 from mlx_mtp.files import check_target
 from tests.support.commands import refusal, run_command

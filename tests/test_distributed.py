@@ -146,7 +146,7 @@ ENDS = """
 import os, signal, sys
 from tests.support.ranks import bare
 import mlx.core as mx
-from mlx_mtp.cli.errors import one_line_errors
+from mlx_mtp.cli.display import one_line_errors
 with one_line_errors("mlx_mtp test"):
     group = mx.distributed.init(strict=True, backend="ring")
     for i in range(1_000_000):

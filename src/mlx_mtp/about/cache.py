@@ -7,8 +7,7 @@ from huggingface_hub import constants
 
 from ..checkpoint.fetched import fetched_heads, remove
 from ..checkpoint.originals import HEADS, folder_of
-from ..cli.display import table
-from ..cli.errors import one_line_errors
+from ..cli.display import one_line_errors, table
 from ..cli.parser import finish, parse
 
 

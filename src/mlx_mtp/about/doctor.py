@@ -17,7 +17,7 @@ from ..checkpoint.storage.hub import cached_repositories, sizes_to_download
 from ..checkpoint.storage.memory_check import needs_of as checkpoint_needs
 from ..checkpoint.storage.reader import CheckpointReader
 from ..checkpoint.storage.tensors import WEIGHTS
-from ..cli.errors import one_line_errors
+from ..cli.display import one_line_errors
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
 from ..memory import CONTEXT, GB, Account, needs_of, size, total_memory

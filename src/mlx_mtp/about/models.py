@@ -5,8 +5,7 @@ import argparse
 from ..checkpoint.catalog import published
 from ..checkpoint.fetched import fetched_heads
 from ..checkpoint.storage.hub import cached_repositories
-from ..cli.display import table
-from ..cli.errors import one_line_errors
+from ..cli.display import one_line_errors, table
 from ..cli.parser import finish, parse
 from ..memory import GB, Account
 

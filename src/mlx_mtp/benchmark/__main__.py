@@ -18,7 +18,7 @@ from ..checkpoint.load import DEMO, load
 from ..checkpoint.storage.hub import fetch
 from ..cli.arguments import head_of, load_options, rank_groups
 from ..cli.checks import check_alone, check_head, check_limits
-from ..cli.errors import one_line_errors
+from ..cli.display import one_line_errors
 from ..cli.flags import LOADING, MODEL_HELP, add_flags
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..files import check_target, write_atomic

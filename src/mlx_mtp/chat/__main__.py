@@ -22,7 +22,7 @@ from ..cli.arguments import (
     settle_drafts,
 )
 from ..cli.checks import check_alone, check_generation_flags, check_model_flags, check_prompt_cache_dir
-from ..cli.errors import one_line_errors, sentence
+from ..cli.display import one_line_errors, sentence
 from ..cli.flags import add_drafting, add_flags, add_sampling
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import Ranks, from_rank_0

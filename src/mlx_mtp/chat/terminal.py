@@ -11,7 +11,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from ..cli.errors import sentence
+from ..cli.display import sentence
 from ..files import make_folder
 
 PROMPT, CONTINUATION = ">> ", ".. "

@@ -13,7 +13,7 @@ from typing import Any
 from mlx_lm.convert import configure_parser
 
 from ..checkpoint.catalog import published
-from ..cli.errors import one_line_errors
+from ..cli.display import one_line_errors
 from ..cli.parser import extend, finish, parse
 from ..memory import size
 from .conversion import MTP_GROUP_SIZE, convert

@@ -4,7 +4,7 @@ import argparse
 import sys
 from shlex import quote
 
-from ..cli.errors import one_line_errors
+from ..cli.display import one_line_errors
 from ..cli.parser import finish, parse
 from .fitting import fit
 

@@ -26,8 +26,7 @@ from ..cli.arguments import (
     settle_drafts,
 )
 from ..cli.checks import check_alone, check_generation_flags, check_model_flags, check_prompt_cache_dir
-from ..cli.display import prompt_progress
-from ..cli.errors import one_line_errors
+from ..cli.display import one_line_errors, prompt_progress
 from ..cli.flags import add_drafting
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import from_rank_0

@@ -11,8 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
-from ..cli.display import paint, prepare, table
-from ..cli.errors import one_line_errors
+from ..cli.display import one_line_errors, paint, prepare, table
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
 from ..prompts import encode

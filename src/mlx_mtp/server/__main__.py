@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..cli.errors import one_line_errors
+from ..cli.display import one_line_errors
 from ..extras import require
 
 NAME = "mlx_mtp server"

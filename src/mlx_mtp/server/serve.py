@@ -19,7 +19,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from starlette.types import ASGIApp
 
 from ..checkpoint.load import DEMO, DEMO_NOTE
-from ..cli.errors import INTERRUPTED, one_line_errors
+from ..cli.display import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
