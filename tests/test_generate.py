@@ -16,8 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from PIL import Image
 
 import mlx_mtp
-from mlx_mtp.cli.arguments import sampler_of
-from mlx_mtp.cli.checks import check_generation_flags, check_model_flags
+from mlx_mtp.cli.arguments import check_generation_flags, check_model_flags, sampler_of
 from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
 from mlx_mtp.sampling.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance

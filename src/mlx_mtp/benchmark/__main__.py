@@ -16,8 +16,7 @@ from ..checkpoint.config import read_config
 from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.storage.hub import fetch
-from ..cli.arguments import head_of, load_options, rank_groups
-from ..cli.checks import check_alone, check_head, check_limits
+from ..cli.arguments import check_alone, check_head, check_limits, head_of, load_options, rank_groups
 from ..cli.display import one_line_errors
 from ..cli.flags import LOADING, MODEL_HELP, add_flags
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse

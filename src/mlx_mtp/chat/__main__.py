@@ -12,7 +12,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.load import DEMO, load
 from ..cli.arguments import (
+    check_alone,
     check_drafts_possible,
+    check_generation_flags,
+    check_model_flags,
+    check_prompt_cache_dir,
     head_of,
     load_options,
     open_prompt_store,
@@ -21,7 +25,6 @@ from ..cli.arguments import (
     set_sampling,
     settle_drafts,
 )
-from ..cli.checks import check_alone, check_generation_flags, check_model_flags, check_prompt_cache_dir
 from ..cli.display import one_line_errors, sentence
 from ..cli.flags import add_drafting, add_flags, add_sampling
 from ..cli.parser import extend, finish, parse

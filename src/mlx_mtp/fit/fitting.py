@@ -18,7 +18,7 @@ from ..checkpoint.head_formats import head_bits
 from ..checkpoint.load import load
 from ..checkpoint.storage.hub import fetch
 from ..checkpoint.storage.output import check_new
-from ..cli.checks import check_limits
+from ..cli.arguments import check_limits
 from ..cli.display import say
 from ..cli.parser import flag_of
 from ..files import check_folder, check_source, write_atomic

@@ -17,7 +17,11 @@ from ..checkpoint.config import read_json
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.storage.hub import fetch
 from ..cli.arguments import (
+    check_alone,
     check_drafts_possible,
+    check_generation_flags,
+    check_model_flags,
+    check_prompt_cache_dir,
     head_of,
     load_options,
     open_prompt_store,
@@ -25,7 +29,6 @@ from ..cli.arguments import (
     sampler_of,
     settle_drafts,
 )
-from ..cli.checks import check_alone, check_generation_flags, check_model_flags, check_prompt_cache_dir
 from ..cli.display import one_line_errors, prompt_progress
 from ..cli.flags import add_drafting
 from ..cli.parser import extend, finish, parse

@@ -12,8 +12,17 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..checkpoint.load import DEMO
-from ..cli.arguments import given_sampling, head_of, load_options, rank_groups
-from ..cli.checks import check_alone, check_generation_flags, check_limits, check_model_flags, check_prompt_cache_dir
+from ..cli.arguments import (
+    check_alone,
+    check_generation_flags,
+    check_limits,
+    check_model_flags,
+    check_prompt_cache_dir,
+    given_sampling,
+    head_of,
+    load_options,
+    rank_groups,
+)
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, add_sampling
 from ..cli.parser import byte_size, finish, flag_of
 from ..files import check_folder, check_source
