@@ -24,12 +24,13 @@ from ..checkpoint.generation_config import RANGES, Sampling, sampling_defaults
 from ..checkpoint.load import DEMO, DEMO_NOTE, check_family
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
-from ..files import make_folder  # The lowest and the highest value of each flag.
+from ..files import make_folder
 from ..prompt_store import PromptStore
 from ..sampling.sampler import AcceptanceName, make_sampler
 from .flags import SAMPLING
 from .parser import flag_of
 
+# The lowest and the highest value of each flag.
 LIMITS: dict[str, tuple[float, float]] = {
     **{flag: RANGES[field] for flag, field in SAMPLING.items()},
     "min_tokens_to_keep": (1, math.inf),
