@@ -247,7 +247,7 @@ def test_flags_of_generate_keep_the_text(monkeypatch, capsys):
 
     common = ["--model", DATA / "dense", "--prompt", "def f(x):", "-m", 12, "--verbose", "False"]
     monkeypatch.setattr(generate, "load", load)
-    plain = run_command(generate.main, capsys, *common)
+    plain = run_command(generate.main, capsys, *common, "--no-mtp")
     assert plain[1].strip()
     cheaper = ["--draft-vocab", "64", "--mtp-bits", "4", "--draft-head-bits", "4"]
     for flags in ([], cheaper):
@@ -256,7 +256,7 @@ def test_flags_of_generate_keep_the_text(monkeypatch, capsys):
     assert model.drafting.lm_head.ids.tolist() == list(range(64))
     assert (model.drafting.lm_head.layers[0].bits, model.mtp.layers[0].mlp.up_proj.bits) == (4, 4)
     for flags in (["--draft-vocab", "64"], ["--mtp-bits", "4"]):
-        assert refusal(generate.main, capsys, *common, *flags)
+        assert refusal(generate.main, capsys, *common, "--no-mtp", *flags)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
