@@ -66,7 +66,9 @@ class MTPModule(nn.Module):
         )
         if n < T:
             mask = None if mask is None or isinstance(mask, str) else mask[..., -1:, :]
-        x, queries, keys, values, gate = this.call(_before_attention, self, embeddings, hidden, *start, n=n)
+        # The queries' start is computed outside, since the CPU backend compiles a kernel for each number in a trace.
+        starts = [*start, *(s + (T - n) if n < T else s for s in start)]
+        x, queries, keys, values, gate = this.call(_before_attention, self, embeddings, hidden, *starts, n=n)
         rope, scale = layer.self_attn.rope, layer.self_attn.scale
         if not start:
             queries, keys = rope(queries, offset=offset + T - n), rope(keys, offset=offset)
@@ -87,9 +89,15 @@ class MTPModule(nn.Module):
 
 
 def _before_attention(
-    mtp: Any, embeddings: mx.array, hidden: mx.array, start: mx.array | None = None, *, n: int
+    mtp: Any,
+    embeddings: mx.array,
+    hidden: mx.array,
+    start: mx.array | None = None,
+    queries_start: mx.array | None = None,
+    *,
+    n: int,
 ) -> tuple[mx.array, ...]:
-    """The head's part before attention. Only the last n positions have queries.
+    """The head's part before attention. Only the last n positions have queries. Without starts, rope is left out.
 
     Returns:
         Tuple[mx.array, ...]: The input of the last n positions [B, n, H]; then, as ``layer.before_attention``, their queries,
@@ -101,18 +109,14 @@ def _before_attention(
     queries, gate = queries_of(layer.self_attn, normed[:, -n:])
     keys, values = keys_and_values_of(layer.self_attn, normed)
     if start is not None:
-        rope, T = layer.self_attn.rope, x.shape[1]
-        queries, keys = rope(queries, offset=start + (T - n) if n < T else start), rope(keys, offset=start)
+        rope = layer.self_attn.rope
+        queries, keys = rope(queries, offset=queries_start), rope(keys, offset=start)
     return x[:, -n:], queries, keys, values, gate
 
 
 def _after_attention(mtp: Any, x: mx.array, out: mx.array, gate: mx.array) -> mx.array:
     (layer,) = mtp.layers
     return mtp.norm(after_attention(layer, x, out, gate))
-
-
-def _embed(embed_tokens: Any, tokens: mx.array) -> mx.array:
-    return embed_tokens(tokens)
 
 
 def append_keys_and_values(layer: Any, x: mx.array, cache: Any) -> None:
@@ -146,7 +150,8 @@ def run_head(
     """
     this = pass_of_head(hidden.shape[1], model.drafting, compiler)
     if embeddings is None:
-        embeddings = this.call(_embed, model.model.embed_tokens, tokens)
+        # Not compiled: the CPU backend would compile a kernel for each place of a weight in a word of quantized weights.
+        embeddings = model.model.embed_tokens(tokens)
     with in_pass(this), rope_at(positions):
         return model.mtp(embeddings, hidden, cache, last_only=True)
 
