@@ -128,7 +128,7 @@ def make_app(
             )
     if not frontend.options.no_ui:
         app.mount("/page", PageFiles())
-    app.add_exception_handler(ApiError, _error_response)
+    app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_failure)
     app.add_middleware(Browsers, names=hosts, origins=origins, refuse=_error_response)
@@ -336,11 +336,15 @@ class Counting:
             logging.info(": ".join([line, *scope.get(FIGURES, ())]))
 
 
-def _error_response(http: HTTPRequest, error: Any) -> Response:
+def _error_response(http: HTTPRequest, error: ApiError) -> Response:
     """An error in the format of the path's API. On a shared path, a header identifies Anthropic's clients."""
     theirs = http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers
     api = APIS.get(http.url.path, MESSAGES if theirs else CHAT)
     return JSONResponse(api.error_content(error), error.status, HEADERS.get(error.status))
+
+
+async def _answer_error(http: HTTPRequest, error: Any) -> Response:
+    return _error_response(http, error)  # Starlette calls a handler that is not async in a thread
 
 
 async def _answer_http_error(http: HTTPRequest, error: Any) -> Response:
