@@ -327,27 +327,26 @@ def test_response_logprobs_are_those_of_its_text(client):
 def test_an_answer_without_a_limit_goes_on():
     """To the end of the context, in each API, unless the operator has set a limit."""
     tokenizer = BoundedTokenizer(SimpleNamespace(get_vocab=lambda: {"a": 0}), context_length=1000)
-    free, same, limited = (
-        check(make_parser().parse_args(flags)) for flags in ([], ["--max-tokens", "-1"], ["--max-tokens", "5"])
-    )
-    ask = [{"role": "user", "content": "a"}]
+    flags = [], ["--max-tokens", "-1"], ["--max-tokens", "5"]
+    free, same, limited = (check(make_parser().parse_args(given)) for given in flags)
     for path, body, limit in (
         ("/v1/responses", {"input": "a"}, "max_output_tokens"),
-        ("/v1/messages", {"messages": ask}, "max_tokens"),
-        ("/v1/chat/completions", {"messages": ask}, "max_completion_tokens"),
+        ("/v1/messages", {"messages": ASK}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": ASK}, "max_completion_tokens"),
         ("/v1/completions", {"prompt": "a"}, "n_predict"),
     ):
-        for flags, own, want in (
+        own = {limit: 9}
+        for flags, asked, want in (
             (free, {}, 700),
             (same, {}, 700),
-            (free, {limit: 9}, 9),
+            (free, own, 9),
             (limited, {}, 5),
-            (limited, {limit: 9}, 9),
+            (limited, own, 9),
         ):
-            args = APIS[path].read_request({**body, **own}, flags)[1].args
+            args = APIS[path].read_request({**body, **asked}, flags)[1].args
             tokenizer.complete(args)
             tokenizer.check(300, args, flags.max_tokens, "input")
-            assert args.max_tokens == want, (path, own)
+            assert args.max_tokens == want, (path, asked)
 
 
 def test_response_says_what_was_asked(client):

@@ -142,10 +142,8 @@ def test_examples_of_the_pages(server, alone, capsys):
     pages = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/clients.md"))
     (_, shell), (_, python) = re.findall(r"<!-- server -->\n```(\w+)\n(.*?)```", pages, re.DOTALL)
     shell, python = (text.replace(":8080", f":{server.port}") for text in (shell, python))
-    shell, python = (
-        shell.replace("}]}'", '}], "max_tokens": 40}\''),
-        python.replace("stream=True", "stream=True, max_tokens=40"),
-    )
+    shell = shell.replace("}]}'", '}], "max_tokens": 40}\'')
+    python = python.replace("stream=True", "stream=True, max_tokens=40")
     r = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
     want = alone("Write a binary search in Python.", 40, chat=True)
     assert json.loads(r.stdout)["choices"][0]["message"]["content"] == want
@@ -240,15 +238,8 @@ def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
     """A signal completes the open answers. A chat template that takes for ever delays neither them nor the end."""
     for_ever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     template = '{% if messages[0].content == "slow" %}' + for_ever + "{% endif %}{{ messages[0].content }}"
-    with serve(
-        tmp_path / "log",
-        "--model",
-        TRAINED,
-        "--mtp",
-        "--chat-template",
-        template,
-        module="tests.support.scripted_server",
-    ) as s:
+    flags = "--model", TRAINED, "--mtp", "--chat-template", template
+    with serve(tmp_path / "log", *flags, module="tests.support.scripted_server") as s:
         assert_says_what_it_is(s)
         assert_answers_at_once(s, 500)
         with ThreadPoolExecutor(3) as pool:
@@ -312,9 +303,8 @@ def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
     defaults = re.findall(r"\n  (--[a-z-]+)(?:(?!\n  --).)*?\(default: ([^),]+)", text, re.DOTALL)
     assert len(defaults) > 10
     own = {"--num-draft-tokens", "--allowed-origins", "--max-tokens"}  # --mtp's, of fewer pages, the context
-    assert [(f, str(actions[f].default)) for f, _ in defaults if f not in own] == [
-        d for d in defaults if d[0] not in own
-    ]
+    theirs = [(flag, default) for flag, default in defaults if flag not in own]
+    assert [(flag, str(actions[flag].default)) for flag, _ in theirs] == theirs
 
 
 def test_lists_models(server, client):
@@ -338,10 +328,7 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
             for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
                 status, content = s.request("/v1/completions", {"prompt": "a"}, headers)
                 assert (status, content["error"]["type"]) == (401, "authentication_error")
-        with (
-            OpenAI(base_url=s.url, api_key="none", max_retries=0) as other,
-            pytest.raises(openai.AuthenticationError) as e,
-        ):
+        with OpenAI(base_url=s.url, api_key="none") as other, pytest.raises(openai.AuthenticationError) as e:
             other.models.list()
         assert e.value.response.headers["WWW-Authenticate"] == "Bearer"
         assert s.request("/v1/models", headers={"anthropic-version": "2023-06-01"})[1]["type"] == "error"
@@ -349,9 +336,8 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
         assert s.request("/health")[0] == s.request("/v1/models", headers={"x-api-key": "sesame"})[0] == 200
         headers = {"Authorization": "bearer sesame"}  # the scheme's case does not matter
         for name, status in (("default_model", 200), (OTHER, 200), (str(DATA / "moe36"), 404)):  # it exists
-            assert (
-                s.request("/v1/completions", {"model": name, "prompt": PROMPT, "max_tokens": 5}, headers)[0] == status
-            )
+            body = {"model": name, "prompt": PROMPT, "max_tokens": 5}
+            assert s.request("/v1/completions", body, headers)[0] == status
 
 
 @log_of_its_own()
@@ -447,37 +433,25 @@ def test_how_a_server_drafts_and_what_to_open_in_words():
     ):
         options = check(make_parser().parse_args(flags.split()))
         assert command.drafting(options, bool(options.mtp)) == words
-    for host, name in (
-        ("127.0.0.1", "127.0.0.1"),
-        ("0.0.0.0", "localhost"),
-        ("::", "localhost"),
-        ("::1", "[::1]"),
-        ("box", "box"),
-    ):
+    names = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "localhost", "::": "localhost", "::1": "[::1]", "box": "box"}
+    for host, name in names.items():
         assert command.url(host, 80) == f"http://{name}:80"
 
 
+@pytest.mark.parametrize("key", [(), ("--api-key", "a")], ids=["", "key"])
 @pytest.mark.parametrize(
-    ("address", "key", "warns"),
-    [
-        ("127.0.0.1", None, False),
-        ("::1", None, False),
-        ("0.0.0.0", None, True),
-        ("192.168.1.7", None, True),
-        ("::", None, True),
-        ("0.0.0.0", "key", False),
-    ],
+    ("address", "is_open"),
+    [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True), ("192.168.1.7", True), ("::", True)],
 )
-def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address, key, warns):
+def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address, is_open, key):
     monkeypatch.setattr(command, "make_server", lambda *_: SimpleNamespace(run=lambda sockets: None))
-    options = check(make_parser().parse_args(["--host", address, *(["--api-key", key] if key else [])]))
-    models = SimpleNamespace(
-        name="a", default="a", has_head=True, tokenizers={"a": SimpleNamespace(context_length=None)}
-    )
+    options = check(make_parser().parse_args(["--host", address, *key]))
+    tokenizers = {"a": SimpleNamespace(context_length=None)}
+    models = SimpleNamespace(name="a", default="a", has_head=True, tokenizers=tokenizers)
     engine = SimpleNamespace(admission=SimpleNamespace(models=models, account=Account()))
     command.serve(options, engine, SimpleNamespace(getsockname=lambda: (address, 80)))
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(warnings) == warns
+    assert len(warnings) == (is_open and not key)
     assert all("--api-key-file" in w for w in warnings)
 
 

@@ -122,8 +122,7 @@ INVALID = {
         messages=[None, [], "hello", {}, [5], [{}], [{"role": 5, "content": "a"}], calls("f"), calls([{"function": 5}])]
         + [user(5), user([{"type": "text"}]), user([{"type": "text", "text": 5}])]
         + [
-            user([{"type": "image_url", "image_url": {"url": url}}])
-            for url in ("file:///x", "http://127.0.0.1:1/x.png")
+            user([{"type": "image_url", "image_url": {"url": f"{url}/x"}}]) for url in ("file://", "http://127.0.0.1:1")
         ],
         tools=["f", [5], [{}], [{"function": "f"}]],
         role_mapping=[[1], {"user": "a" * 10_000}],
@@ -153,7 +152,7 @@ def test_rejects_invalid_fields(server, path, field):
         (
             CHAT,
             dict(messages=user([{"type": "text", "text": 5}])),
-            "messages[0].content[0].text: Input should be a valid string",
+            "messages[0].content[0].text: Input should be a valid",
         ),
     ],
     ids=lambda x: str(x)[:40],

@@ -123,10 +123,8 @@ def test_a_disk_that_does_not_answer_delays_only_the_texts_on_it(model, tmp_path
                 return answer
 
             answers = await asyncio.gather(one(MESSAGES, 0), *(one(other, i) for i in (1, 2)), one(MESSAGES, 3))
-            stalled = (
-                answers[0],
-                answers[3],
-            )  # the first to give up is prefilled, and the other one may find it in memory
+            # The first to give up is prefilled, and the other one may find it in memory.
+            stalled = answers[0], answers[3]
             assert min(a.n_cached for a in stalled) == 0
             assert [a.tokens for a in stalled] == [want.tokens] * 2
             return ended

@@ -27,13 +27,8 @@ def server(tmp_path_factory, model):
 
 
 def body_of(text: str, thinking: bool = False, **options) -> dict:
-    kwargs = {"say": text, "enable_thinking": thinking}
-    return {
-        "messages": [{"role": "user", "content": "a"}],
-        "chat_template_kwargs": kwargs,
-        "max_tokens": 900,
-        **options,
-    }
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 900, **options}
+    return {"chat_template_kwargs": {"say": text, "enable_thinking": thinking}, **body}
 
 
 def say(server, text: str, thinking: bool = False, **options) -> dict:
