@@ -35,7 +35,7 @@ def pytest_configure(config):
     os.environ.update(
         HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, XDG_CACHE_HOME=CACHE.name, HF_HUB_DISABLE_PROGRESS_BARS="1"
     )
-    if shutil.which("flock"):
+    if shutil.which("flock") and not hasattr(config, "workerinput"):  # workers inherit it
         os.environ["PATH"] = f"{COMPILER}{os.pathsep}{os.environ['PATH']}"
 
 
