@@ -2,7 +2,6 @@ import gc
 import itertools
 import os
 import shutil
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -11,8 +10,6 @@ from hypothesis import settings
 from tests.support import profiles
 from tests.support.hub_stand_in import Hub
 
-# A g++ that compiles each of MLX's kernels once for all workers.
-COMPILER = Path(__file__).parent / "support" / "compiler"
 HUB, HF_HOME, CACHE = Hub(), TemporaryDirectory(prefix="huggingface-"), TemporaryDirectory(prefix="cache-")
 
 # No test asserts a time, and what passes once passes again: only the long run looks for new examples.
@@ -35,8 +32,6 @@ def pytest_configure(config):
     os.environ.update(
         HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, XDG_CACHE_HOME=CACHE.name, HF_HUB_DISABLE_PROGRESS_BARS="1"
     )
-    if shutil.which("flock") and not hasattr(config, "workerinput"):  # workers inherit it
-        os.environ["PATH"] = f"{COMPILER}{os.pathsep}{os.environ['PATH']}"
 
 
 def pytest_collection_finish():
