@@ -196,9 +196,8 @@ class Depth:
             is_safe = self._is_safe(tokens / seconds[best] * plain)
             return [Plan(best)] if is_safe else [PLAIN_PLAN, *self._trial(best, seconds)]
         if self.lost < self.PROBING * self.rates.estimate[0] * self.elapsed + self.FIRST_LOSS * plain:
-            probe = best_depth(
-                self.rates.estimate, [math.inf, *others]
-            )  # costs least, and shows most if the text has changed
+            # The best number of drafts costs least, and shows most if the text has changed.
+            probe = best_depth(self.rates.estimate, [math.inf, *others])
             return self._trial(best, seconds) or [Plan(probe), *[PLAIN_PLAN] * self.PLAIN_AFTER_PROBE]
         return [PLAIN_PLAN]
 

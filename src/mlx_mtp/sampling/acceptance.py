@@ -116,9 +116,8 @@ class Coupled:
     ) -> Verdict:
         n, V = len(logprobs), logprobs[0].shape[-1]
         noise = mx.stack([self._noise(position + t, V) if g is None else g for t, g in enumerate([*records, None])])
-        log_p = self.sampler.distribution(
-            mx.concatenate(logprobs), self._coins(position, n)
-        )  # [k + 1, V], as the noise
+        # Both [k + 1, V].
+        log_p = self.sampler.distribution(mx.concatenate(logprobs), self._coins(position, n))
         tokens = mx.argmax(log_p + noise, axis=-1)
         return Verdict(tokens, tokens[:-1] == drafts)
 
