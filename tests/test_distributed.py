@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp import generate
 from mlx_mtp.checkpoint.part import fetch_part, names_of
+from mlx_mtp.distributed.ranks import synchronize
 from mlx_mtp.layers.drafting import quantize_head
 from mlx_mtp.models.shard import check_pipeline, check_shard
 from tests.support import distribution
@@ -140,6 +141,14 @@ def test_neither_the_layer_of_the_head_nor_the_vision_tower_are_of_a_stage():
     assert names_of(names, range(1, 2)) == names[1:]
     names = ["model.norm.weight", "vision_tower.blocks.0.norm1.weight", "model.visual.pos_embed.weight"]
     assert names_of(names, range(1)) == names[:1]
+
+
+def test_collectives_of_a_gpu_stream_are_waited_for(monkeypatch):
+    """MLX runs them on the default stream of the CPU."""
+    waited, stream = [], mx.new_stream(mx.cpu)
+    monkeypatch.setattr(mx, "synchronize", waited.append)
+    synchronize(stream)
+    assert waited == [stream, mx.default_stream(mx.cpu)]
 
 
 ENDS = """

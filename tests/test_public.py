@@ -38,7 +38,7 @@ ARROWS = {
     "text": {"extras", "pacing"},
     "drafts": {"caches", "layers", "models", "pacing", "sampling", "text"},
     "decoding": {"caches", "distributed", "drafts", "layers", "models", "pacing", "sampling", "text", "traces"},
-    "batch": {"caches", "decoding", "drafts", "models", "pacing"},
+    "batch": {"caches", "decoding", "distributed", "drafts", "models", "pacing"},
     "prompt_store": {"caches", "memory"},
     # It tries heads that it has fetched.
     "checkpoint": {"decoding", "distributed", "files", "images", "layers", "memory", "models", "prompts"},

@@ -22,6 +22,7 @@ from ..decoding.decoder import Decoder
 from ..decoding.loop import accept, draft, verify
 from ..decoding.planner import Planner
 from ..decoding.sequence import PendingEmbeddings, Sequence
+from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..pacing.batch_depth import timing_of
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
@@ -117,7 +118,7 @@ class BatchGenerator:
         self.prompts.sequences.clear()
         self.decoder.clear()
         if self.planner.exchange is not None:
-            mx.synchronize(self.stream)  # collectives of the pass in flight must not mix with those of another stream
+            synchronize(self.stream)  # collectives of the pass in flight must not mix with those of another stream
         self._restore_wired_limit()
 
     def __del__(self) -> None:

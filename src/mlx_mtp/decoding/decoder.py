@@ -22,6 +22,7 @@ import mlx.core as mx
 from ..caches.prompt_cache import PromptCache, has_head, make_head_cache
 from ..caches.rows import RowsCache
 from ..caches.single import KVOptions, SingleCache
+from ..distributed.ranks import synchronize
 from ..layers.compiled import Compiler
 from ..models.protocol import MTPModel, PassCaches
 from ..pacing.depth import MAX_COPY_TOKENS
@@ -316,7 +317,7 @@ def finalize(decoder: Decoder) -> None:
         # A thread that continues this text cannot evaluate lazy arrays of this thread.
         mx.async_eval([c.state for c in cache.entries])
         if decoder.exchange is not None:
-            mx.synchronize(decoder.stream)  # collectives of the pass in flight would corrupt those of another stream
+            synchronize(decoder.stream)  # collectives of the pass in flight would corrupt those of another stream
         # Last: until here the cache is marked as unfinished.
         cache.record(n, decoder.sequences[0].text_of(n))
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
-from ..distributed.ranks import Ranks, differing_ranks
+from ..distributed.ranks import Ranks, differing_ranks, synchronize
 from ..pacing.batch_depth import BatchTimes
 from ..pacing.step_times import StepTimes
 from ..sampling.sampler import SeededSampler, TextSampler
@@ -131,7 +131,7 @@ def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStr
     try:
         yield
     finally:
-        mx.synchronize(stream)
+        synchronize(stream)
 
 
 def _random_state() -> int:

@@ -59,6 +59,12 @@ class Ranks:
         return [bytes(each)[:n].decode() for each, n in zip(texts, sizes)]
 
 
+def synchronize(stream: mx.Stream | mx.ThreadLocalStream) -> None:
+    """Wait for a model's stream and all collectives. Those of a GPU's stream run on the default stream of the CPU."""
+    mx.synchronize(stream)
+    mx.synchronize(mx.default_stream(mx.cpu))
+
+
 def is_loss(error: BaseException) -> bool:
     """Whether a collective failed because another rank has ended (with MLX's ring; other backends wait for ``mlx.launch``)."""
     return isinstance(error, RuntimeError) and "connection to a peer was lost" in str(error)
