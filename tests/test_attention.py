@@ -1,12 +1,14 @@
-"""Attention over a window in groups of rows: what it is in one call, and only in a window."""
+"""Attention over a window in groups of queries: what it is in one call, by the rule of Metal's fused kernels."""
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import base
+from mlx_lm.models import base, cache
 
-from mlx_mtp import make_prompt_cache
+from mlx_mtp import BatchGenerator, make_prompt_cache
 from mlx_mtp.caches.recurrent import rollback
-from mlx_mtp.layers.attention import fused_queries
+from mlx_mtp.layers import passes
+from mlx_mtp.layers.attention import attend, group_size
+from tests.support.batches import run
 from tests.support.decoding import PROMPT, WINDOW, assert_cache_of, filled, mtp, plain
 from tests.support.models import FAMILIES, deep_model
 
@@ -14,32 +16,30 @@ from tests.support.models import FAMILIES, deep_model
 FAMILY = pytest.mark.parametrize(
     "family", ["qwen3_5", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[1:])]
 )
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 96}  # groups of 4
 
 
-def verify(model, bits, n, rows, **options):
-    """The logits of a window of n tokens, and those of the token after half of it."""
-    model.drafting.attention_rows = rows
-    caches = filled(model, bits)
-    logits = model(WINDOW[None, :n], cache=caches, n_confirmed=1, **options)
-    rollback(caches, PROMPT.size, (n + 1) // 2)
-    return mx.concatenate([logits, model(WINDOW[None, -1:], cache=caches)], axis=1)
-
-
-@FAMILY
-@pytest.mark.parametrize("bits", [None, 4, 8])
-def test_a_window_in_groups_is_the_window(family, bits):
-    model = deep_model(family, **HEADS)
-    for n in (2, 5, 9, 17):
-        want = verify(model, bits, n, None)
-        for rows in (1, 2, 3, 4):
-            # Sums in another order: a few roundings of float32 (6e-8), which two layers pass on.
-            assert mx.abs(verify(model, bits, n, rows) - want).max() < 1e-5 * mx.abs(want).max()
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "sizes"),
+    [
+        (24, 4, 256, {1: 1, 5: 5, 6: 5, 17: 5}),  # Qwen3.5-27B
+        (16, 2, 256, {4: 4, 5: 4, 8: 4, 17: 4}),  # 35B-A3B, Qwen3-Next
+        (32, 2, 256, {2: 2, 3: 2, 17: 2}),  # 122B-A10B and 397B-A17B
+        (16, 4, 256, {8: 8, 9: 8, 17: 8}),  # 4B and 9B
+        (8, 2, 256, {8: 8, 9: 8, 17: 8}),  # 0.8B and 2B
+        (24, 4, 128, {5: 5, 6: 5, 8: 5, 9: 9, 17: 17}),  # more than 8 have a kernel of their own
+        (64, 1, 256, {1: 1, 2: 2, 17: 17}),  # not even one query is fused
+        (24, 4, 192, {2: 2, 17: 17}),
+        (4, 2, 32, {2: 2, 17: 17}),
+    ],
+)
+def test_the_rule_of_metal(heads, kv_heads, head_dim, sizes):
+    assert {n: group_size(n, heads, kv_heads, head_dim) for n in sizes} == sizes
 
 
 @pytest.fixture
-def queries(monkeypatch):
-    """The number of rows and of keys of each call of attention."""
+def calls(monkeypatch):
+    """The number of queries and of keys of each call of attention."""
     calls, original = [], base.scaled_dot_product_attention
 
     def attention(queries, keys, *args, **kwargs):
@@ -51,46 +51,69 @@ def queries(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize("kind", ["causal", "bool", "float"])
+@pytest.mark.parametrize("most", [None, 0, 1, 3, 17])
+def test_groups_are_the_whole(calls, most, kind):
+    B, T, N = 2, 9, 30
+    queries, keys, values = (
+        mx.random.normal((B, H, n, 96), key=mx.random.key(n)) for H, n in ((16, T), (2, N), (2, N))
+    )
+    may = mx.arange(N) <= mx.arange(N - T, N)[:, None]
+    may = mx.stack([may, may & (mx.arange(N) >= 4)])[:, None]  # the second row is padded
+    mask = {"causal": "causal", "bool": may, "float": mx.where(may, 0.0, -mx.inf)}[kind]
+    got = attend(queries, keys, values, cache.KVCache(), 0.125, mask, most)
+    n = 4 if most is None else most or T
+    ends = [min(i + n, T) for i in range(0, T, n)]
+    assert calls == [(j - i * n, N - T + j if kind == "causal" else N) for i, j in enumerate(ends)]
+    want = attend(queries, keys, values, cache.KVCache(), 0.125, mask, 0)
+    # Sums in another order: a few roundings of float32.
+    assert mx.abs(got - want).max() < 1e-5 * mx.abs(want).max()
+
+
 @FAMILY
 @pytest.mark.parametrize("bits", [None, 8])
-def test_only_a_window_is_grouped(queries, family, bits):
-    model = deep_model(family)
-    model.drafting.attention_rows = 4
+@pytest.mark.parametrize("metal", [True, False])
+def test_windows_alone_are_grouped_on_metal(calls, monkeypatch, family, bits, metal):
+    """By the layer's own heads. There is no fused kernel for quantized keys, nor a reason to group on the CPU."""
+    monkeypatch.setattr(passes, "on_metal", lambda: metal)
+    model = deep_model(family, **HEADS)
     caches = filled(model, bits)
-    assert queries == [(11, 11)] * 2  # two layers
-    seen = []
+    assert calls == [(11, 11)] * 2  # two layers
     for n, before, kept in ((9, 11, 1), (4, 12, 4)):
-        queries.clear()
+        calls.clear()
         model(WINDOW[None, :n], cache=caches, n_confirmed=1)
-        seen.append([*queries])
+        grouped = [(4, 15), (4, 19), (1, 20)] if metal and not bits and n == 9 else [(n, before + n)]
+        assert calls == grouped * 2
         rollback(caches, before, kept)
-    grouped, whole = [(4, 15), (4, 19), (1, 20)], [(4, 16)]
-    assert seen == [grouped * 2, whole * 2]
-    queries.clear()
+    calls.clear()
     plain(PROMPT, model, max_tokens=2)  # keeps its operations
-    assert {rows for rows, _ in queries} == {PROMPT.size - 1, 1}
+    assert {rows for rows, _ in calls} == {PROMPT.size - 1, 1}
 
 
 @FAMILY
-@pytest.mark.parametrize("kv", [{}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}], ids=str)
-def test_greedy_text(queries, family, kv):
+@pytest.mark.parametrize("rows", [1, 2, 3, None])
+def test_greedy_text(calls, monkeypatch, family, rows):
     """Also with copies, whose windows have up to 17 tokens: their drafts are what the text said before."""
+    monkeypatch.setattr(passes, "on_metal", lambda: True)
     model = deep_model(family, **HEADS)
-    want = plain(PROMPT, model, max_tokens=12, **kv)
+    model.drafting.attention_rows, cache = rows, make_prompt_cache(model)
+    want = plain(PROMPT, model, max_tokens=12)
+    assert mtp(PROMPT, model, max_tokens=12, num_draft_tokens=8, prompt_cache=cache) == want
+    assert_cache_of(model, cache, PROMPT.size + 12)
     prompt = [*PROMPT.tolist(), *plain(PROMPT, model, max_tokens=40), *PROMPT.tolist()]
-    want_of_copies = plain(prompt, model, max_tokens=24)
-    for rows in (1, 2, 3, 4):
-        model.drafting.attention_rows, cache = rows, make_prompt_cache(model)
-        assert mtp(PROMPT, model, max_tokens=12, num_draft_tokens=8, prompt_cache=cache, **kv) == want
-        assert_cache_of(model, cache, PROMPT.size + 12)
-        if rows > 2 and not kv:
-            queries.clear()
-            assert mtp(prompt, model, max_tokens=24, num_draft_tokens=0, copy_drafts=16) == want_of_copies
-            assert max(n for n, n_keys in queries if n_keys > len(prompt)) == rows
+    want = plain(prompt, model, max_tokens=24)
+    calls.clear()
+    assert mtp(prompt, model, max_tokens=24, num_draft_tokens=0, copy_drafts=16) == want
+    assert max(n for n, n_keys in calls if n_keys > len(prompt)) == (rows or 4)
 
 
-def test_rows_of_fused_attention():
-    # The first two: Qwen3.5-27B and 35B-A3B.
-    for heads, kv_heads, rows in ((24, 4, 5), (16, 2, 4), (8, 2, 8), (2, 2, 8), (64, 1, 1)):
-        model = deep_model("qwen3_5", num_attention_heads=heads, num_key_value_heads=kv_heads)
-        assert fused_queries(model.layers[1].self_attn) == rows
+def test_greedy_texts_of_a_batch(calls, monkeypatch):
+    """Its masks are arrays."""
+    model, prompts = deep_model("qwen3_5", **HEADS), [PROMPT.tolist(), PROMPT.tolist()[4:]]
+    want = [plain(prompt, model, max_tokens=12) for prompt in prompts]
+    monkeypatch.setattr(passes, "on_metal", lambda: True)
+    calls.clear()
+    generator = BatchGenerator(model, num_draft_tokens=8)
+    generator.insert(prompts, max_tokens=[12, 12])
+    assert [text.tokens for text in run(generator).values()] == want
+    assert max({n for n, _ in calls} - {len(prompt) - 1 for prompt in prompts}) == 4

@@ -156,7 +156,7 @@ def test_each_checkpoint_has_its_key(tmp_path):
 
 WRONG = [
     '"unknown": 1', '"mtp_bits": "4"', '"num_draft_tokens": null', '"seconds": {"0": 0}', '"seconds": [1]', '"pieces": 0',
-    '"draft_p_min": "high"', '"attention_rows": 0', '"attention_rows": true', '"compiled": 1',
+    '"draft_p_min": "high"', '"attention_rows": -1', '"attention_rows": true', '"compiled": 1',
 ]  # fmt: skip
 DAMAGED = ["", "{", "[]", "{}", '{"key": 5, "settings": {}}', *(f'{{"key": {{}}, "settings": {{{w}}}}}' for w in WRONG)]
 

@@ -75,23 +75,26 @@ def test_tries_only_cheaper_forms():
 
 
 @pytest.mark.parametrize(
-    ("whole", "grouped", "faster"),
+    ("grouped", "whole", "faster"),
     [([2.0, 2.1], [1.8, 1.9], True), ([2.0, 2.1], [1.8, 2.05], False), ([2.0, 2.1], [2.2, 2.3], False)],
     ids=["faster", "within the spread", "slower"],
 )
-def test_groups_rows_where_that_is_faster(monkeypatch, whole, grouped, faster):
-    model, asked = tiny_model("qwen3_5", num_attention_heads=24, num_key_value_heads=4, head_dim=32), []
+def test_attention_is_whole_on_metal_where_that_is_faster(monkeypatch, grouped, whole, faster):
+    model, asked = tiny_model("qwen3_5", num_attention_heads=24, num_key_value_heads=4, head_dim=96), []
 
     def time_ways(model, prompt, windows, every, repeat):
-        if windows != tune.LONG_WINDOWS:
+        if windows == tune.WINDOWS:
             return {(n, way): [1.0] for n in windows for way in every}
-        asked.append((prompt.size, every, repeat))
-        seconds = {(n, way): t for n in windows for way, t in zip(every, (whole, grouped))}
+        asked.append((prompt.size, windows, every, repeat))
+        seconds = {(n, way): t for n in windows for way, t in zip(every, (grouped, whole))}
         return seconds | {(windows[0], every[1]): [1.0, 1.1]}  # one window alone does not decide
 
     monkeypatch.setattr(tune, "time_ways", time_ways)
-    assert tune.fastest_way(model, mx.array([5, 6, 7]), 2) == Way(attention_rows=5 if faster else None)
-    assert asked == [(tune.CONTEXT, [Way(), Way(attention_rows=5)], 2)]
+    assert tune.fastest_way(model, mx.array([5, 6, 7]), 2) == Way()  # on a CPU
+    assert asked == []
+    monkeypatch.setattr(tune, "on_metal", lambda: True)
+    assert tune.fastest_way(model, mx.array([5, 6, 7]), 2) == Way(attention_rows=0 if faster else None)
+    assert asked == [(tune.CONTEXT, (6, 17), [Way(), Way(attention_rows=0)], 2)]
 
 
 def test_runs_passes_the_way_that_is_faster(monkeypatch):

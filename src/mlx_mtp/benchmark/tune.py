@@ -24,9 +24,10 @@ from ..checkpoint.settings import cheapen_drafts
 from ..cli.display import prepare, table
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import prefill
-from ..layers.attention import fused_queries
+from ..layers.attention import group_size, on_metal
 from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
+from ..layers.passes import MOST_TOKENS
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from .runs import NO_COPIES, PLAIN, Generation, check_sizes, generate, in_turn, speed, sum_counts
 
@@ -40,7 +41,6 @@ Round = list[list[Generation]]  # [settings][prompt]
 WINDOWS = (1, 4)  # tokens: a plain step, and one with three drafts
 PIECES = (4, 8)  # attention layers
 CONTEXT = 4096  # tokens before the windows in which attention is timed
-LONG_WINDOWS = (9, 17)  # tokens: eight drafts, the most of the head, and twice as many
 N_CALLS = 4  # a round
 
 
@@ -236,16 +236,19 @@ def applied(model: Any, way: Way) -> Iterator[None]:
 def fastest_way(model: Any, prompt: mx.array, repeat: int) -> Way:
     """The fastest way after a prompt [T].
 
-    First the ways are compared over short windows. Then attention in groups of as many rows as MLX's fused attention takes is
-    compared with attention over all rows, after the prompt repeated up to ``CONTEXT`` tokens.
+    First the ways are compared over short windows. Then, on Metal, attention in groups of as many tokens as its fused attention
+    takes is compared with attention over all tokens of a window, after the prompt repeated up to ``CONTEXT`` tokens.
     """
     n_attention = sum(not layer.is_linear for layer in model.layers)
     others = [Way(compiled=False), *(Way(pieces=n) for n in PIECES if n < n_attention)]
     best = _fastest(model, prompt, WINDOWS, [Way(), *others], repeat)
-    (head,) = model.mtp.layers
-    grouped = best._replace(attention_rows=fused_queries(head.self_attn))
+    (layer,) = model.mtp.layers
+    heads = layer.self_attn
+    most = group_size(MOST_TOKENS, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim)
+    if not on_metal() or most == MOST_TOKENS:
+        return best
     long_prompt = mx.tile(prompt, -(-CONTEXT // prompt.size))[:CONTEXT]
-    return _fastest(model, long_prompt, LONG_WINDOWS, [best, grouped], repeat)
+    return _fastest(model, long_prompt, (most + 1, MOST_TOKENS), [best, best._replace(attention_rows=0)], repeat)
 
 
 def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequence[Way], repeat: int) -> Way:

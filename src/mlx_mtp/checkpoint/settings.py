@@ -110,8 +110,8 @@ def _check(settings: Settings) -> None:
         raise ValueError
     if not all(t > 0 for t in settings.seconds.values()) or not 0 <= settings.draft_p_min <= 1:
         raise ValueError
-    for n in (settings.attention_rows, settings.pieces):
-        if n is not None and (type(n) is not int or n < 1):
+    for n, least in ((settings.attention_rows, 0), (settings.pieces, 1)):
+        if n is not None and (type(n) is not int or n < least):
             raise ValueError
     if type(settings.compiled) is not bool:
         raise ValueError

@@ -32,7 +32,7 @@ class Layer:
         if cache is not None and self.is_linear:
             if getattr(cache, "records_inputs", False) or (this.compiler is not None and mask is None):
                 return self.recur(x, cache, this)
-        elif cache is not None and (this.compiler is not None or this.attention_rows is not None):
+        elif cache is not None and (this.compiler is not None or this.attention_rows != 0):
             return self.attend(x, mask, cache, this)
         return super().__call__(x, mask, cache)  # type: ignore[misc]
 

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..caches.positions import plain_position
+from .attention import on_metal
 from .compiled import Compiler
 from .drafting import DraftConfig
 
@@ -21,13 +22,14 @@ class Pass:
     """
     Args:
         compiler (Compiler, optional): Compiles the layers. Default: ``None``, they run as in mlx-lm.
-        attention_rows (int, optional): The most queries of an attention call, see ``attention.py``. Default: ``None``, all.
+        attention_rows (int, optional): The most queries of an attention call, see ``attention.py``: 0 for all, ``None`` for as
+          many as Metal's fused attention takes.
         pieces (int, optional): The number of attention layers after which the graph built so far is submitted to the device,
           while the host builds the rest. Default: ``None``, the whole graph at once.
     """
 
     compiler: Compiler | None = None
-    attention_rows: int | None = None
+    attention_rows: int | None = 0
     pieces: int | None = None
     n_attended: int = 0  # attention layers built so far
     starts: dict[int, mx.array | None] = field(default_factory=dict)  # results of ``start``, which all layers share
@@ -63,7 +65,9 @@ def pass_over(T: int, drafting: DraftConfig, n_confirmed: int, compiler: Compile
     """A pass of the backbone over T tokens of each sequence. Prompts run as in mlx-lm."""
     if n_confirmed == 0 and T > 1:
         return Pass()
-    rows = drafting.attention_rows if n_confirmed > 0 else None
+    rows = drafting.attention_rows if n_confirmed > 0 else 0
+    if rows is None and not on_metal():
+        rows = 0
     return Pass(_compiler(T, drafting, compiler), rows, drafting.pieces)
 
 
