@@ -22,6 +22,7 @@ from mlx_mtp.chat import terminal
 from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation, Message, load_messages, save_messages
 from mlx_mtp.generate import GenerationResponse
+from mlx_mtp.memory import FAILED_PASS
 from tests.support.commands import refusal, run_command
 from tests.support.decoding import plain, text_of
 from tests.support.models import TRAINED
@@ -269,13 +270,16 @@ def test_an_answer_that_was_cut_is_closed(trained):
     assert conversation._encode([Message("user", "b")]) == [end, *question]
 
 
-def test_a_failed_question_is_forgotten(typed, prompts, monkeypatch):
+@pytest.mark.parametrize("error", [ValueError("no"), RuntimeError(f"[METAL] {FAILED_PASS}: Impacting Interactivity.")])
+def test_a_failed_question_is_forgotten(typed, prompts, monkeypatch, capsys, error):
     def fail(*_, **__):
-        raise ValueError("no")
+        raise error
 
     with monkeypatch.context() as m:
         m.setattr(conversation_module, "stream_generate", fail)
         conversation = typed("a")
+    out = capsys.readouterr().out
+    assert (out.startswith(str(error)), out.count("\n")) == (True, 1)
     typed("b", to=conversation)
     assert prompts == ["<user>b\n"]
 

@@ -19,6 +19,7 @@ import mlx_mtp
 from mlx_mtp.cli.arguments import check_generation_flags, check_model_flags, sampler_of
 from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
+from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.sampling.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
 from tests.support.bad_checkpoints import BAD, configured, cut_short
 from tests.support.checkpoints import configure, copied, drop, no_head
@@ -368,6 +369,22 @@ def test_an_interrupt_has_no_traceback(monkeypatch, capsys):
 
     monkeypatch.setattr(command, "load", interrupt)
     assert run(capsys) == (130, "", "")
+
+
+@pytest.mark.parametrize("name", ["async_eval", "synchronize"])
+def test_a_failure_of_the_gpu_is_one_line_and_nothing_is_kept(monkeypatch, capsys, tmp_path, name):
+    """Of a step, and where MLX reports it only after the last one."""
+    error = f"[METAL] {FAILED_PASS}: Caused GPU Timeout Error."
+
+    def fail(*_):
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(mx, name, fail)
+    flags = "--prompt-cache-dir", tmp_path, "--max-tokens", "4", "--ignore-chat-template"
+    status, _, err = run(capsys, "--prompt", PROMPT, *flags)
+    assert (status, err.count("\n")) == (1, 1)
+    assert err.startswith(f"mlx_mtp generate: error: {error} A pass has failed on the GPU")
+    assert not [*tmp_path.glob("*.safetensors")]
 
 
 def test_a_folder_keeps_what_was_read(capsys, tmp_path):

@@ -42,7 +42,7 @@ ARROWS = {
     "prompt_store": {"caches", "memory"},
     # It tries heads that it has fetched.
     "checkpoint": {"decoding", "distributed", "files", "images", "layers", "memory", "models", "prompts"},
-    "cli": LIBRARY - {"batch", "decoding", "memory", "models", "text"} | {"files", "layers", "traces"},
+    "cli": LIBRARY - {"batch", "decoding", "models", "text"} | {"files", "layers", "traces"},
     **{command: LIBRARY | {"layers"} | SHARED for command in COMMANDS},
     "chat": LIBRARY | SHARED | {"generate"},  # an answer is generated as there
 }

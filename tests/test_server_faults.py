@@ -16,7 +16,7 @@ from tests.support.hostile_requests import attack
 from tests.support.models import TRAINED
 from tests.support.profiles import LONG
 from tests.support.scripted_server import serve_scripted
-from tests.support.server_process import serve_here
+from tests.support.server_process import serve, serve_here
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "import os\n", "max_tokens": 2}
@@ -247,6 +247,15 @@ def test_failed_generation_affects_no_other(tmp_path):
         # The server's own limit on tokens ends with the context; the request did not ask for it.
         assert s.request(TEXT, {"prompt": "import os\n", "stop": "\n"})[0] == 200
         assert_error(s.request(TEXT, {"prompt": "import os\n" * 20000}), 400, "prompt")
+
+
+def test_two_failures_of_the_gpu_without_an_answer_in_between_end_the_process(tmp_path):
+    """With status 1 and one line."""
+    with serve(tmp_path / "log", "--model", TRAINED, "--mtp", module="tests.support.scripted_server") as s:
+        for temperature, status in ((1.0625, 500), (0, 200), (1.0625, 500), (1.0625, 503)):
+            assert s.request(TEXT, {**GOOD, "temperature": temperature})[0] == status
+        assert s.statuses() == [1]
+        assert s.log.read_text().splitlines()[-1].startswith("mlx_mtp server: error: [METAL] ")
 
 
 NO_JSON = [

@@ -291,13 +291,14 @@ def test_an_error_where_a_client_leaves_ends_what_runs_and_not_the_thread():
     def remove(*args, **kwargs):
         fail(mx.zeros((1, 8)))
 
-    engine.ranks, engine.waiting = None, deque()
+    engine.ranks, engine.waiting, engine.n_failures = None, deque(), 0
     engine.running = {i: request_of() for i in range(2)}
     engine.admission.batch = SimpleNamespace(remove=remove)
     engine.admission.restart = lambda: restarts.append(True)
     for request in engine.running.values():
         request.send = said.append
-    with engine._fail_running_on_error():
+    with pytest.raises(ValueError, match="This sampler fails") as e:
         engine._drop({engine.running[0].number})
+    engine._recover(e.value)
     assert ([e.status for e in said], len(restarts), engine.running) == ([500, 500], 1, {})
     mx.eval(mx.random.uniform())  # the error has left a random state that nothing could be drawn from

@@ -11,13 +11,14 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.caches.prompt_cache import PromptCache
+from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.prompt_store import PromptStore
 from mlx_mtp.prompt_store.cuts import LINE
 from mlx_mtp.prompt_store.disk import Folder
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine import models as caches
 from mlx_mtp.server.engine.models import Stores
-from mlx_mtp.server.request import Prompt
+from mlx_mtp.server.request import ApiError, Prompt
 from tests.support.engine import Engine
 from tests.support.models import tiny_model
 from tests.support.prompt_store import TEXT, read
@@ -160,6 +161,22 @@ def test_no_request_fails_for_the_stores_sake(model, monkeypatch, caplog):
             assert engine.ask(MESSAGES, max_tokens=5).logprobs == want.logprobs
     for what in ("a text is not cached", "the whole prompt is prefilled"):
         assert what in caplog.text
+
+
+@pytest.mark.parametrize("name", ["eval", "synchronize"])
+def test_nothing_of_a_failed_pass_is_kept(model, tmp_path, monkeypatch, name):
+    """Neither in memory nor on disk, also where MLX reports it late, when a text is stored."""
+    with Engine("--mtp", "--num-draft-tokens", "1", "--model", model, "--prompt-cache-dir", str(tmp_path)) as engine:
+
+        def fail(*_):
+            raise RuntimeError(f"[METAL] {FAILED_PASS}: Insufficient Memory")
+
+        with monkeypatch.context() as m, pytest.raises(ApiError) as failed:
+            m.setattr(mx, name, fail)
+            engine.ask(MESSAGES, max_tokens=5)
+        assert failed.value.status == 507
+        assert engine.frontend.caches.nbytes == 0
+    assert not [*tmp_path.glob("*.safetensors")]
 
 
 def test_a_folder_that_cannot_be_used_is_known_at_the_start(model, tmp_path, monkeypatch):

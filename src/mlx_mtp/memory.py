@@ -27,6 +27,7 @@ SHORT = (
     "Insufficient Memory",
     "out of memory",
 )  # in the errors of MLX's allocators on Metal and CUDA
+FAILED_PASS = "Command buffer execution failed"  # in Metal's errors, such as those of memory and of time
 CONTEXT = 2048  # the shortest text that a model must have room for, in tokens
 CHUNK = 2048  # tokens of a prompt that one pass prefills, by default
 TIGHT = 0.9  # the share of the memory left above which a warning is logged
@@ -39,6 +40,21 @@ log = logging.getLogger(__name__)
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the system has no more memory, which other programs may have taken."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in SHORT)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether a pass has failed on the GPU: arrays that it should have computed have other values."""
+    return isinstance(error, RuntimeError) and FAILED_PASS in str(error)
+
+
+def check_device() -> None:
+    """Wait for the passes on the current stream, and raise the error of one that failed.
+
+    Raises:
+        RuntimeError: See ``is_device_error``.
+    """
+    mx.synchronize()
+    mx.eval(mx.zeros(1) + 1)  # MLX may report an error only when the stream is used again
 
 
 def total_memory() -> int:

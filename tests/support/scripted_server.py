@@ -3,6 +3,7 @@
 - ``chat_template_kwargs: {"say": TEXT}``: that text, token by token.
 - A temperature of 1.25: nothing, it fails as mlx-lm's compiled samplers can.
 - A temperature of 1.125: on each rank a token of its own.
+- A temperature of 1.0625: nothing, a pass fails on the GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.server import serve
 from mlx_mtp.server.engine.admission import Admission
 from tests.support.server_process import Server, serve_here
@@ -24,6 +26,10 @@ make_sampler = Admission.make_sampler
 def fail(logprobs):
     mx.random.categorical(logprobs)
     raise ValueError("This sampler fails.")
+
+
+def fail_on_device(logprobs):
+    raise RuntimeError(f"[METAL] {FAILED_PASS}: Impacting Interactivity (0000000e).")
 
 
 class Say:
@@ -40,7 +46,11 @@ def choose(self, request, make_sampler=make_sampler):
     args, tokenizer = request.args, self.models.tokenizer
     if "say" in (args.chat_template_kwargs or {}):
         return Say(tokenizer.encode(args.chat_template_kwargs["say"], add_special_tokens=False), tokenizer.eos_token_id)
-    samplers = {1.25: fail, 1.125: lambda logprobs: mx.array([1 + mx.distributed.init().rank()])}
+    samplers = {
+        1.25: fail,
+        1.0625: fail_on_device,
+        1.125: lambda logprobs: mx.array([1 + mx.distributed.init().rank()]),
+    }
     return samplers.get(args.sampling.temperature) or make_sampler(self, request)
 
 

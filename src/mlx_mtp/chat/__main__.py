@@ -32,6 +32,7 @@ from ..distributed.ranks import Ranks, from_rank_0
 from ..drafts.options import asks_for_copies
 from ..extras import require
 from ..generate.stream import GenerationResponse
+from ..memory import is_device_error
 from ..models.mixin import MTPMixin
 from ..prompt_store import PromptStore
 from .conversation import Conversation, Options, load_messages, save_messages
@@ -143,7 +144,9 @@ def respond(line: str, conversation: Conversation) -> None:
             print()
             if response is not None and (conversation.figures or is_cut(response)):
                 print(f"[{figures(response) if conversation.figures else length(response)}]", flush=True)
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not is_device_error(e):
+            raise
         print(sentence(e))
 
 

@@ -179,7 +179,7 @@ class Conversation:
                 return None
             if response is None:
                 self.unread = prompt[self._n_cached() - before :]
-        except ValueError:
+        except (ValueError, RuntimeError):
             self.messages.pop()
             self._rewind()
             raise

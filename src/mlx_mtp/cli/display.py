@@ -13,6 +13,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from ..distributed.ranks import LOST, Ranks, is_loss
+from ..memory import is_device_error
 from ..traces import n_traces
 
 # By source: green, yellow and blue. The model's own tokens have the terminal's color, and a prompt is dim.
@@ -132,8 +133,8 @@ class _Lines(TextIOBase):
 
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """A context that exits with status 2 and one line for a user's error, with 130 after Ctrl-C, and silently with 141 if the
-    reader of the output has ended, as in ``| head``.
+    """A context that exits with one line and status 2 for a user's error, or 1 for the GPU's, with 130 after Ctrl-C, and
+    silently with 141 if the reader of the output has ended, as in ``| head``.
 
     Of the processes of ``mlx.launch``, only rank 0 prints, and others where rank 0 has no error. If one ends, MLX raises an
     error in the others, or ``mlx.launch`` ends them.
@@ -152,16 +153,18 @@ def one_line_errors(program: str) -> Iterator[None]:
             print(error, file=sys.stderr if group.rank() == 0 else sys.__stderr__, flush=True)
             sys.exit(2)
         except RuntimeError as e:
-            if not is_loss(e):
+            if not is_loss(e) and not is_device_error(e):
                 raise
-            print(f"{program}: error: {LOST}", file=sys.stderr)
+            print(f"{program}: error: {LOST if is_loss(e) else sentence(e)}", file=sys.stderr)
             sys.exit(1)
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
 
 
-def sentence(error: ValueError | OSError) -> str:
-    """The message of an error, without the number of system errors."""
+def sentence(error: ValueError | OSError | RuntimeError) -> str:
+    """The message of an error, without the number of system errors, and with advice for those of the GPU."""
+    if is_device_error(error):
+        return f"{error} A pass has failed on the GPU: start again, with a smaller --prefill-step-size if it happens again."
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     if error.filename is None:

@@ -324,17 +324,24 @@ def stored_steps(
     for cut in (cut for cut in cuts if cut > n_stored):
         _prefill_part(*part(n, cut), model, stream, cache, options)
         n = cut
-        handle = store.insert(key[:n], cache, kv, handle)
+        with mx.stream(stream):
+            handle = store.insert(key[:n], cache, kv, handle)
     rest, given = part(n, len(tokens))
+    is_sound = True
     try:
         steps = mtp_generate_step(rest, model, stream, prompt_cache=cache, all_tokens=tokens[:n], **options, **given)
         with closing(steps):
             for step in steps:
                 key.append(step[0])
                 yield step
+    except RuntimeError:  # of the device: the last steps may have computed nothing
+        is_sound = False
+        raise
     finally:
         n_read = PromptCache(cache, len(model.layers)).n_tokens  # fewer after Ctrl-C before the first token
-        store.insert(key[:n_read], cache, kv, handle)
+        if is_sound:
+            with mx.stream(stream):
+                store.insert(key[:n_read], cache, kv, handle)
 
 
 def _prefill_part(

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache
 from ..caches.single import KVOptions
-from ..memory import Account
+from ..memory import Account, check_device
 from . import arrays
 from .arrays import Format, Tokens
 from .disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT, Disk, Folder, key_of
@@ -154,6 +154,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
 
         Raises:
             ValueError: The cache belongs to another model, or to other tokens.
+            RuntimeError: A pass has failed on the GPU. The texts in memory are dropped, and nothing is written.
         """
         text, kv = np.asarray(tokens, np.int64), _quantized(kv)
         with self._lock:
@@ -173,6 +174,11 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             if not in_memory(node):
                 node.snapshot = self._forest.hold(arrays.states(cache, format))
                 node.used = self._forest.now
+            try:
+                check_device()  # before another thread writes what the device was to compute
+            except RuntimeError:
+                self._forget()
+                raise
             handle = weakref.ref(node)
             self.trim_to(self.max_bytes, self.max_snapshots)
         if self.disk is not None:

@@ -5,9 +5,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from threading import Thread
 from typing import Any
@@ -16,7 +14,7 @@ import mlx.core as mx
 
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import LOST, Ranks, is_loss
-from ...memory import is_out_of_memory, size
+from ...memory import is_device_error, is_out_of_memory, size
 from ...text.answer import Pieces
 from ..request import NO_MEMORY, ApiError, Delta, Likely, Request, Started, Waiting
 from .admission import Admission
@@ -29,7 +27,8 @@ STOP = 30.0  # seconds for the last step of running requests, and to write the p
 class Engine:
     """Generates answers to requests, as many at a time as ``Admission`` admits, in the order of arrival.
 
-    An error ends the running requests, never the thread.
+    An error ends the running requests, and two failures of the GPU without an answer in between end the thread: MLX may refuse
+    its passes until the process ends.
     """
 
     def __init__(self, admission: Admission, clients: Clients, metrics: Metrics, ranks: Ranks | None):
@@ -39,6 +38,7 @@ class Engine:
         self.loaded: Future[None] = Future()  # done when the default model is loaded, or with the error of loading it
         self.stops_at: float | None = None  # when to stop waiting for the thread
         self.error: BaseException | None = None  # the error that ended the thread
+        self.n_failures = 0  # of the GPU since the last answer
         metrics.queue_length.set_function(lambda: clients.arriving.qsize() + len(self.waiting))
         self.thread = Thread(target=self._run)
         self.thread.start()
@@ -74,11 +74,11 @@ class Engine:
         except BaseException as e:
             if is_loss(e):
                 logging.error(LOST)
-            else:
+            elif not is_device_error(e):
                 logging.exception("The generation thread has failed.")
             self.error = e
             self.clients.fail_all(ApiError(503, f"The server is stopping: {e}"))
-        if self.ranks is not None and self.ranks.rank == 0 and not self.clients.is_stopping:
+        if (self.ranks is None or self.ranks.rank == 0) and not self.clients.is_stopping:
             _thread.interrupt_main()  # the main thread serves HTTP
 
     def _generate(self) -> None:
@@ -86,28 +86,26 @@ class Engine:
         running = self.running
         while (changes := self.clients.changes([*self.waiting, *running.values()], not running)) is not None:
             self.waiting += changes.arrived
-            with self._fail_running_on_error():
+            try:
                 self._drop(changes.gone)
-            while self.waiting and self.admission.fits(self.waiting[0], running.values()):
-                self._begin(self.waiting.popleft())
-            if running:
-                with self._fail_running_on_error():
+                while self.waiting and self.admission.fits(self.waiting[0], running.values()):
+                    self._begin(self.waiting.popleft())
+                if running:
                     self._keep_within_memory()
                     self._advance()
+            except Exception as e:
+                self._recover(e)
 
-    @contextmanager
-    def _fail_running_on_error(self) -> Iterator[None]:
-        """A context whose errors end the running requests. Later requests use a new batch generator."""
-        try:
-            yield
-        except Exception as e:
-            if is_loss(e):
-                raise
-            logging.exception("Generation failed.")
-            for uid in [*self.running]:
-                self._fail(uid, _failure(f"Generation failed: {e}", e))
-            reseed(self.ranks)  # an error in a compiled function invalidates the random state
-            self.admission.restart()
+    def _recover(self, error: Exception) -> None:
+        """End the running requests after an error. Later requests use a new batch generator."""
+        self.n_failures += is_device_error(error)
+        if is_loss(error) or self.n_failures > 1:
+            raise error
+        logging.error("Generation failed.", exc_info=error)
+        for uid in [*self.running]:
+            self._fail(uid, _failure(f"Generation failed: {error}", error))
+        reseed(self.ranks)  # an error in a compiled function invalidates the random state
+        self.admission.restart()
 
     def _keep_within_memory(self) -> None:
         """End the newest requests if a step needs more memory than can be freed otherwise."""
@@ -142,8 +140,10 @@ class Engine:
             request.send(e)
             return
         except Exception as e:
-            logging.exception("A request failed before generation.")
             request.send(_failure(f"The request failed before generation: {e}", e))
+            if is_device_error(e):
+                raise
+            logging.exception("A request failed before generation.")
             return
         request.send(Started())
         self.running[uid] = request
@@ -178,6 +178,8 @@ class Engine:
         """Send a token to the client; ``last`` is the sequence's last response, if it ends in this step."""
         uid, request, metrics = response.uid, self.running[response.uid], self.metrics
         if response.error is not None:
+            if is_device_error(response.error):
+                raise response.error
             self._fail(uid, ApiError(500, f"Generation failed: {response.error}"))
             return
         if request.first_token is None:
@@ -198,6 +200,7 @@ class Engine:
         request = self.running.pop(uid)
         request.send(None)
         self.admission.keep(request, prompt_cache, tokens)
+        self.n_failures = 0
         self.metrics.finish(request.counts, len(self.running))
 
     def _fail(self, uid: int, error: ApiError) -> None:

@@ -18,6 +18,7 @@ from ...checkpoint.load import load
 from ...cli.arguments import missing_head_note
 from ...distributed.ranks import Ranks
 from ...drafts.options import asks_for_copies
+from ...memory import is_device_error
 from ...prompt_store import PromptStore
 from ...prompt_store.cuts import cuts_of
 from ...prompt_store.disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT
@@ -110,7 +111,7 @@ READ = "mlx_mtp_prompt_cache_read_bytes", "Bytes of the prompt cache read from d
 
 
 class Stores:
-    """A prompt store for each model, kept while other models are loaded. An error of a store never fails a request.
+    """A prompt store for each model, kept while other models are loaded. Only the GPU's errors fail requests.
 
     Each rank has its own part of the caches, its own eviction and its own folder in ``--prompt-cache-dir``: a prompt resumes at
     the longest prefix that all ranks have, and rank 0 chooses its cuts.
@@ -174,7 +175,9 @@ class Stores:
             timeout = 0.0 if self.ranks is None and prompt.pictured is None else READ_TIMEOUT
             cache, n, prompt.handle = self.store.fetch(key[:most], self.options.kv, timeout)
             return cache, n, self.store.n_common(key)
-        except Exception:
+        except Exception as e:
+            if is_device_error(e):
+                raise
             logging.exception("The prompt cache failed: the whole prompt is prefilled.")
             return None, 0, 0
 
@@ -183,7 +186,9 @@ class Stores:
         try:
             key = prompt.key_of(tokens)
             prompt.handle = self.store.insert(key, prompt_cache, self.options.kv, prompt.handle)
-        except Exception:
+        except Exception as e:
+            if is_device_error(e):
+                raise
             logging.exception("The prompt cache failed: a text is not cached.")
 
     def trim_to(self, n_bytes: int) -> None:
