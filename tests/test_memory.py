@@ -3,17 +3,19 @@
 import asyncio
 import logging
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from huggingface_hub.utils import TensorInfo
 
 import mlx_mtp
 from benchmarks.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
 from mlx_mtp import memory as account_of
-from mlx_mtp.checkpoint.config import read_json
-from mlx_mtp.checkpoint.storage.memory_check import check_memory
+from mlx_mtp.checkpoint.config import read_json, skeleton
+from mlx_mtp.checkpoint.storage.memory_check import check_memory, check_plain
 from mlx_mtp.checkpoint.storage.tensors import headers_of
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.memory import Account, needs_of, sizes_of
@@ -73,6 +75,42 @@ def test_bytes_of_a_text(kind, kv_bits):
     assert sum(c.nbytes for c in cache[:-1]) == sizes_of(model).caches(256, **options)
 
 
+DENSE_27B = {
+    "model_type": "qwen3_5", "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64,
+    "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "vocab_size": 248320, "tie_word_embeddings": False,
+}  # fmt: skip
+SCORES = 24 * 2 + 1  # bytes for each pair of tokens: 24 heads in 16 bits, and the mask
+
+
+@pytest.mark.parametrize(
+    ("architecture", "macos", "head_dim", "kv_bits", "n_scored"),
+    [
+        (None, "", 256, None, 2048),  # not Metal
+        ("applegpu_g13s", "26.3", 256, None, 2048),  # M1 Max
+        ("applegpu_g16s", "26.3", 256, None, 2048),  # M4 Max
+        ("applegpu_g17s", "26.1", 256, None, 2048),
+        ("applegpu_g17s", "26.2", 256, None, 1023),  # M5 Max: the end of a prompt has fewer than 1,024 tokens
+        ("applegpu_g17p", "26.2", 256, None, 2048),  # a phone
+        ("applegpu_g18p", "27.0", 256, None, 1023),
+        ("applegpu_g17s", "26.2", 256, 8, 2048),
+        ("applegpu_g17s", "26.2", 192, None, 2048),
+        ("applegpu_g13s", "14.4", 128, None, 8),
+        ("applegpu_g13s", "14.4", 128, 4, 2048),
+    ],
+)
+def test_scores_of_a_chunk(monkeypatch, architecture, macos, head_dim, kv_bits, n_scored):
+    """As in the routing of MLX 0.32.4: a 27B with a chunk of 2,048 tokens at 100,000 takes 10.0 GB, or 5.0 on an M5."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: architecture is not None)
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+    monkeypatch.setattr("platform.mac_ver", lambda: (macos, ("", "", ""), "arm64"))
+    sizes = sizes_of(skeleton({**DENSE_27B, "head_dim": head_dim}, "27B"), 2)
+    without = replace(sizes, score_bytes=0)
+    chunk = [each.chunk(2048, 100_000, kv_bits=kv_bits) for each in (sizes, without)]
+    assert chunk[0] - chunk[1] == n_scored * 100_000 * SCORES
+
+
 def test_bytes_of_texts_together():
     model = tiny_model("qwen3_5")
     generator = BatchGenerator(model, num_draft_tokens=0)
@@ -92,6 +130,21 @@ def test_usable_memory(monkeypatch):
     for info in ({"max_recommended_working_set_size": 3, "memory_size": 4}, {"total_memory": 3}):
         monkeypatch.setattr(mx, "device_info", lambda info=info: info)
         assert account_of.usable_memory() == 3
+
+
+@pytest.mark.parametrize(
+    ("process", "expected"),
+    [
+        ({"memory_info": 3}, 3),
+        ({"memory_info": 3, "memory_info_ex": {}}, 3),  # psutil 8 on Linux
+        ({"memory_info": 3, "memory_info_ex": {"phys_footprint": 7}}, 7),
+    ],
+)
+def test_memory_of_the_process(process, expected):
+    process = {
+        name: (lambda v=v: SimpleNamespace(**(v if isinstance(v, dict) else {"rss": v}))) for name, v in process.items()
+    }
+    assert account_of.host_memory(SimpleNamespace(**process)) == expected
 
 
 def test_an_array_is_held_until_it_is_dropped():
@@ -141,6 +194,24 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(monkeypatch, unl
     ]:
         with pytest.raises(ValueError, match=message):
             mlx_mtp.load(str(DEMO), max_memory=Account().held + free, **options)
+
+
+@pytest.mark.parametrize("mtp", [True, False])
+def test_a_tensor_larger_than_an_array_is_refused_before_it_is_read(monkeypatch, mtp):
+    info = mx.device_info()
+    monkeypatch.setattr(mx, "device_info", lambda: {**info, "max_buffer_length": 1_000_000})
+    monkeypatch.setattr(mx, "load", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.weight takes 1\.0 MB, and an array on this GPU at most 1\.0 MB"
+    ):
+        mlx_mtp.load(str(DEMO), mtp=mtp)
+
+
+def test_experts_that_are_stored_one_by_one_are_one_array(monkeypatch):
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_buffer_length": 300})
+    experts = {f"layers.0.mlp.experts.{i}.up_proj.weight": TensorInfo("BF16", [8, 10], [0, 160]) for i in range(2)}
+    with pytest.raises(ValueError, match=r"experts.up_proj.weight takes 0\.0 MB"):
+        check_plain(experts, "model", Account())
 
 
 def test_a_refused_load_restores_the_limit(unlimited):

@@ -3,6 +3,8 @@
 import ctypes
 import logging
 import math
+import platform
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +35,10 @@ CHUNK = 2048  # tokens of a prompt that one pass prefills, by default
 TIGHT = 0.9  # the share of the memory left above which a warning is logged
 STEP = KVCache.step  # tokens by which caches grow
 STATES_AT_ONCE = 4  # recurrent states held at once by a recurrence of many small operations
+# Attention of MLX 0.32.4 on Metal that writes no scores to memory (``use_fallback`` in scaled_dot_product_attention.cpp): more
+# than 8 queries of these head dimensions; and 1,024 queries or more of head dimension 256 on GPUs with matrix units.
+FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
+FEWEST_FUSED, FEWEST_FUSED_256 = 9, 1024
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +72,21 @@ def usable_memory() -> int:
     """MLX's memory limit in bytes: on a Mac, the recommended limit of the GPU; on another GPU, its memory."""
     info = mx.device_info()
     return next((int(info[name]) for name in WORKING_SET if name in info), total_memory())
+
+
+def max_array_bytes() -> int | None:
+    """The largest array that the device allocates, in bytes; ``None`` for any size."""
+    length = mx.device_info().get("max_buffer_length")  # on Metal
+    return None if length is None else int(length)
+
+
+def host_memory(process: psutil.Process) -> int:
+    """The memory of a process in bytes. On macOS its physical footprint, as in Activity Monitor, from psutil 8.0 on:
+    the resident memory lacks compressed pages and counts those of the system's libraries."""
+    footprint = None
+    if hasattr(process, "memory_info_ex"):
+        footprint = getattr(process.memory_info_ex(), "phys_footprint", None)
+    return int(process.memory_info().rss if footprint is None else footprint)
 
 
 @contextmanager
@@ -130,7 +151,7 @@ class Account:
         mlx = self.active + self.buffers
         if (now := time.monotonic()) - self._asked > EVERY:
             self._asked = now
-            self._host = max(self._process.memory_info().rss - mlx, self._least_host)
+            self._host = max(host_memory(self._process) - mlx, self._least_host)
         return self._host + mlx
 
     @property
@@ -213,6 +234,7 @@ class Sizes:
         chunk_bytes (int): Bytes of a pass for each token, without attention's scores.
         score_bytes (int): Bytes of attention's scores and mask for each pair of a token and one before it.
         fixed_bytes (int): Bytes of a pass over any number of tokens.
+        max_scored (int, optional): The most tokens of a pass whose scores are in memory. Default: ``None``, all.
     """
 
     value_bytes: int
@@ -222,6 +244,7 @@ class Sizes:
     chunk_bytes: int = 0
     score_bytes: int = 0
     fixed_bytes: int = 0
+    max_scored: int | None = None
 
     def caches(self, n_tokens: int, kv_bits: int | None = None, kv_group_size: int = 64) -> int:
         """The bytes of the caches of a text.
@@ -245,14 +268,16 @@ class Sizes:
         """
         return len(lengths) * self.caches((max(lengths) // STEP + 1) * STEP, **kv) if lengths else 0
 
-    def chunk(self, n_tokens: int, n_context: int) -> int:
+    def chunk(self, n_tokens: int, n_context: int, kv_bits: int | None = None) -> int:
         """The most bytes of the activations of a pass over a chunk of a prompt, which are freed after it.
 
         Args:
-            n_tokens (int): The tokens of the chunk.
+            n_tokens (int): The most tokens of the chunk. Its end may have fewer, whose scores are then in memory.
             n_context (int): The tokens of the text up to the chunk's end.
+            kv_bits (int, optional): Bits of quantized keys and values, whose scores are all in memory. Default: ``None``.
         """
-        return n_tokens * (self.chunk_bytes + n_context * self.score_bytes) + self.fixed_bytes
+        n_scored = n_tokens if self.max_scored is None or kv_bits is not None else min(n_tokens, self.max_scored)
+        return n_tokens * self.chunk_bytes + n_scored * n_context * self.score_bytes + self.fixed_bytes
 
 
 def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
@@ -277,7 +302,27 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
         chunk_bytes=2 * args.hidden_size * n + max(*passes, _mlp(args, n)),
         score_bytes=max((own.num_attention_heads * n + 1 for own in attention + head), default=0),
         fixed_bytes=0 if mx.metal.is_available() else STATES_AT_ONCE * max(map(_states, recurrent), default=0),
+        max_scored=_max_scored({own.head_dim for own in attention + head}),
     )
+
+
+def _max_scored(head_dims: set[int]) -> int | None:
+    """The most queries of a pass whose scores are in memory, given the head dimensions; ``None``: any number.
+
+    Without matrix units, a text's first chunk of 2,048 tokens or more has none either, but the chunks after it do.
+    """
+    if not mx.metal.is_available():
+        return None
+    if head_dims.issubset(FUSED_HEAD_DIMS):
+        return FEWEST_FUSED - 1
+    return FEWEST_FUSED_256 - 1 if head_dims.issubset((*FUSED_HEAD_DIMS, 256)) and _has_matrix_units() else None
+
+
+def _has_matrix_units() -> bool:
+    """Whether MLX uses the matrix units of the GPU: from the M5 and macOS 26.2 on (``is_nax_available`` in its device.cpp)."""
+    gpu = re.search(r"(\d\d)([a-z])$", str(mx.device_info().get("architecture", "")))  # such as applegpu_g17s
+    system = [int(n) for n in re.findall(r"\d+", platform.mac_ver()[0])[:2]]
+    return gpu is not None and int(gpu[1]) >= (18 if gpu[2] == "p" else 17) and system >= [26, 2]
 
 
 def _kv_values(attention: Any) -> int:

@@ -16,7 +16,7 @@ from ..files import check_folder
 from ..images.tower import split_tower
 from ..images.vision import Vision
 from ..layers.mtp import is_raw
-from ..memory import CONTEXT, Account, check_fits, limit_restored_on_error
+from ..memory import CONTEXT, Account, limit_restored_on_error
 from ..models import MODEL_TYPES, model_module
 from ..models.protocol import MTPModel
 from ..models.shard import check_shard
@@ -38,7 +38,7 @@ from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
 from .settings import cheapen_drafts, check_bits, find
 from .settings import read as read_settings
 from .storage.hub import fetch
-from .storage.memory_check import check_before_download, check_memory, weights_of
+from .storage.memory_check import check_before_download, check_memory, check_plain
 from .storage.tensors import check_weight_files, headers_of, names_in, tensor_names
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -132,7 +132,7 @@ def load(
             check_weight_files(path)
     if is_plain:
         if account is not None:
-            check_fits(path_or_hf_repo, weights_of(headers_of(path)), account)
+            check_plain(headers_of(path), path_or_hf_repo, account)
         with loading_errors(path_or_hf_repo):
             loaded = mlx_lm.load(
                 str(path), tokenizer_config, model_config, adapter_path, lazy, return_config,

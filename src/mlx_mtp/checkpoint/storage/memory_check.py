@@ -1,14 +1,16 @@
 """Estimate the memory of a checkpoint from its config and the headers of its files, in a folder or on the hub."""
 
 import math
+import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 
 from huggingface_hub.utils import TensorInfo
 
 from ...images.tower import split_tower
 from ...layers.mtp import split_head
-from ...memory import CHUNK, Account, Needs, Sizes, check_fits, sizes_of
+from ...memory import CHUNK, Account, Needs, Sizes, check_fits, max_array_bytes, size, sizes_of
 from ..catalog import published
 from ..config import Config, skeleton
 from ..head_formats import SeparateHead
@@ -41,14 +43,16 @@ def check_before_download(
     reader = CheckpointReader(name, revision)
     tensors = reader.tensors(reader.weight_map)
     if config is None:
-        check_fits(name, weights_of(tensors), account)
+        check_plain(tensors, name, account)
     else:
         check_memory(tensors, config, name, account, context, bool(mtp), None, has_tower)
 
 
-def weights_of(tensors: Mapping[str, TensorInfo]) -> Needs:
-    """The bytes of a checkpoint of any family in plain mlx-lm, which drops heads and towers."""
-    return Needs(weights=_nbytes(split_head(split_tower(tensors)[0])[0]))
+def check_plain(tensors: Mapping[str, TensorInfo], name: str, account: Account) -> None:
+    """Raise a ValueError if a checkpoint of any family does not fit in plain mlx-lm, which drops heads and towers."""
+    backbone = split_head(split_tower(tensors)[0])[0]
+    _check_arrays(backbone, name)
+    check_fits(name, Needs(weights=_nbytes(backbone)), account)
 
 
 def check_memory(
@@ -67,10 +71,24 @@ def check_memory(
         tensors (Mapping[str, TensorInfo]): The tensors of its files.
         separate_head (SeparateHead, optional): The head, if it is not among the model's tensors.
     """
+    _check_arrays(tensors, name)
     needs, sizes = needs_of(tensors, config, name, context, has_head, has_tower)
     if separate_head is not None:
         needs = needs._replace(head=sum(w.nbytes for w in separate_head.weights.values()))
     check_fits(name, needs, account, _advice(needs, sizes, account, context))
+
+
+def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
+    """Raise a ValueError if a tensor is too large for the device. Experts that are stored one by one become one array."""
+    most, arrays = max_array_bytes(), Counter[str]()
+    for tensor, info in tensors.items():
+        arrays[re.sub(r"\.experts\.\d+\.", ".experts.", tensor)] += _nbytes({tensor: info})
+    for tensor, n_bytes in arrays.most_common(1):
+        if most is not None and n_bytes > most:
+            raise ValueError(
+                f"{name} does not fit: {tensor} takes {size(n_bytes)}, and an array on this GPU at most {size(most)}. "
+                "Use a conversion with fewer bits."
+            )
 
 
 def needs_of(

@@ -100,7 +100,7 @@ class Admission:
         n, chunk = request.n_prompt, min(request.n_prompt, options.prefill_step_size)
         pictured = None if request.encoded is None else request.encoded.pictured
         tower = 0 if pictured is None else pictured.vision.unread_bytes
-        return caches - self.batch.prompt_cache_nbytes + self.sizes.chunk(chunk, n) + tower
+        return caches - self.batch.prompt_cache_nbytes + self.sizes.chunk(chunk, n, options.kv_bits) + tower
 
     def _free(self) -> int:
         """The free bytes, including MLX's buffers and the prompt caches of earlier requests, which can be freed."""
@@ -111,8 +111,9 @@ class Admission:
 
         If needed, it frees MLX's buffers, then the prompt caches of earlier requests in memory.
         """
-        n_running = len(self.batch)
-        need = self.sizes.chunk(*self.batch.next_chunk) + n_running * (self.sizes.caches(STEP) - self.sizes.state_bytes)
+        n, n_context = self.batch.next_chunk
+        need = self.sizes.chunk(n, n_context, self.options.kv_bits)
+        need += len(self.batch) * (self.sizes.caches(STEP) - self.sizes.state_bytes)
         if need <= self.account.left:
             return 0
         self.account.release()
