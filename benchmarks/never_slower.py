@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import mlx_mtp
 from benchmarks.timing import ratios, time_in_turns
-from mlx_mtp.benchmark.runs import AUTO, NO_COPIES, PLAIN, Run, repeated_share
+from mlx_mtp.benchmark.measure import AUTO, NO_COPIES, PLAIN, Run, repeated_share
 from mlx_mtp.prompts import PYTHON, nine_kinds
 from scripts.shared import script_parser
 from tests.support.decoding import plain

@@ -53,6 +53,9 @@ mlx_mtp() {
   esac
   command mlx_mtp $name "$@"
 }
+pip() {  # into the environment of the page, or none
+  if [ -d .venv ]; then command pip "$@"; else command pip "$@" --dry-run; fi
+}
 """
 TEMPLATE = "{% for m in messages %}{{ m.content if m.content is string else m.content[-1].text }}\n{% endfor %}"
 FOLDERS = ("PATH_OR_REPO", "PATH", "MODEL", "CONVERSION", "BASE_MODEL", "REPO_WITHOUT_HEAD")
@@ -117,7 +120,7 @@ class Runner:
 
     def __init__(self, project: Path, hub: Hub):
         self.project, self.server = project, None
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        path = os.pathsep.join([f"{project}/.venv/bin", f"{Path(sys.executable).parent}", os.environ["PATH"]])
         keep = {name: os.environ[name] for name in ("LANG", "OMP_NUM_THREADS") if name in os.environ}
         home = {"HOME": str(project.parent), "PATH": path, "HF_ENDPOINT": hub.url, "PYTHONUNBUFFERED": "1"}
         self.env = {**keep, **home, "PYTHONPATH": str(project / "src")}

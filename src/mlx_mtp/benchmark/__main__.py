@@ -2,8 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..files import check_target, write_atomic
 from ..layers.passes import compiled_differences, report_differences
 from ..pacing.depth import MAX_DRAFT_TOKENS
-from . import plot, tune
-from .measure import Report, measure
-from .report import gain, show, show_growth
-from .runs import AUTO, NO_COPIES, NO_DRAFTS, check_sizes
+from . import tune
+from .measure import AUTO, NO_COPIES, NO_DRAFTS, Report, check_sizes, measure
+from .report import check_plot, gain, plot, show, show_growth
 
 # Built-in sets of prompts, by the value of --prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -44,15 +43,6 @@ def make_parser() -> argparse.ArgumentParser:
         description="Compare the speed of MTP and plain mlx-lm, alternating on the same prompts.",
         conflict_handler="resolve",  # an added flag replaces the flag of the same name
     )
-    _add_measurement(parser)
-    _add_outputs(parser)
-    _add_prompts(parser)
-    add_flags(parser, (*LOADING, "--pipeline"))
-    _add_model(parser)
-    return finish(parser, GROUPS)
-
-
-def _add_measurement(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens for each prompt (default: 128).")
     add("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
@@ -73,21 +63,8 @@ def _add_measurement(parser: argparse.ArgumentParser) -> None:
         help="Measure auto, fixed depths and cheaper drafts against plain decoding, and write the best settings to FILE "
         "(default: one in the user's cache folder, where --mtp finds it).",
     )
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="Draw speed by depth into this image; requires --compare-depths.",
-    )
-
-
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add("--plot", type=Path, metavar="FILE", help="Draw speed by depth into this image; requires --compare-depths.")
     add(
         "--prompts",
         metavar="FILE|KIND",
@@ -104,12 +81,9 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         help="Lengthen each prompt to about N tokens (default: as it is). With several lengths, measure each and print how "
         "times grow.",
     )
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the model and its head. The head is always measured, without tuned settings by default."""
-    add = parser.add_argument
+    add_flags(parser, (*LOADING, "--pipeline"))
     add("--model", help=MODEL_HELP)
+    # The head is always measured, without tuned settings by default.
     add(
         "--mtp",
         nargs="?",
@@ -123,6 +97,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Measure with the tuned settings in this file (default: no settings).",
     )
+    return finish(parser, GROUPS)
 
 
 def main() -> None:
@@ -135,55 +110,29 @@ def run(args: argparse.Namespace) -> None:
     if args.tune:
         run_tune(args)
         return
-    subject = prepare(args)
-    runs = (NO_DRAFTS, *range(1, (args.compare_depths or 0) + 1), NO_COPIES, AUTO)
-    reports: list[Report] = []
-    for tokens in subject.prompts:
-        report = measure(
-            subject.model,
-            tokens,
-            runs,
-            max_tokens=args.max_tokens,
-            repeat=args.repeat,
-            stop=subject.stop,
-            name=subject.name,
-        )
-        print(show(report), end="\n\n" if len(subject.prompts) > 1 else "\n")
-        reports.append(report)
-    if len(reports) > 1:
-        print(show_growth(reports, len(subject.model.layers)))
-    if mx.distributed.init().rank() == 0:
-        write(args, reports)
-    names = [f"auto, --context {n}" for n in args.context] if len(reports) > 1 else ["auto"]
-    print("", *map(gain, reports, names), sep="\n")
-
-
-def write(args: argparse.Namespace, reports: Sequence[Report]) -> None:
-    """Write the files that the flags request."""
-    if args.json:
-        write_json(args.json, [asdict(r) for r in reports] if len(reports) > 1 else asdict(reports[0]))
-    if args.plot:
-        plot.draw(reports[0]).savefig(args.plot, dpi=150)
-
-
-@dataclass
-class Subject:
-    """A model and prompts to measure."""
-
-    model: Any
-    name: str  # for the report
-    prompts: list[Mapping[str, mx.array]]  # at each length
-    stop: Collection[int]  # tokens that end a text
-
-
-def prepare(args: argparse.Namespace) -> Subject:
     options = load_options(args) | {"settings": args.settings or False}
     model, tokenizer = load(args.model or str(DEMO), mtp=head_of(args), **options, **rank_groups(args))
     name = args.model or DEMO_NAME
     name = Path(name).resolve().name if Path(name).exists() else name  # without the path of a folder
     if model.drafting.tuned is not None:
         name += f" with {model.drafting.tuned}"
-    return Subject(model, name, [encode_prompts(args, tokenizer, n) for n in args.context], tokenizer.eos_token_ids)
+    runs = (NO_DRAFTS, *range(1, (args.compare_depths or 0) + 1), NO_COPIES, AUTO)
+    sizes = {"max_tokens": args.max_tokens, "repeat": args.repeat}
+    several = len(args.context) > 1
+    reports: list[Report] = []
+    for n in args.context:
+        tokens = encode_prompts(args, tokenizer, n)
+        reports.append(measure(model, tokens, runs, stop=tokenizer.eos_token_ids, name=name, **sizes))
+        print(show(reports[-1]), end="\n\n" if several else "\n")
+    if several:
+        print(show_growth(reports, len(model.layers)))
+    if mx.distributed.init().rank() == 0:
+        if args.json:
+            write_json(args.json, [asdict(r) for r in reports] if several else asdict(reports[0]))
+        if args.plot:
+            plot(reports[0]).savefig(args.plot, dpi=150)
+    names = [f"auto, --context {n}" for n in args.context] if several else ["auto"]
+    print("", *map(gain, reports, names), sep="\n")
 
 
 def prompt_kind(args: argparse.Namespace) -> str:
@@ -202,7 +151,12 @@ def encode_prompts(args: argparse.Namespace, tokenizer: TokenizerWrapper, contex
 def run_tune(args: argparse.Namespace) -> None:
     name = args.model or str(DEMO)
     path = fetch(name, None)
-    key = settings.key_of(path, *head_folders(args, name, path))
+    if isinstance(args.mtp, str):
+        heads = [fetch(args.mtp, None)]
+    else:
+        head = fetch_missing_head(name, path, read_config(path, name))
+        heads = [] if head is None else [head.folder]
+    key = settings.key_of(path, *heads)  # heads from outside the checkpoint
     file = settings.default_file(key) if args.tune is True else Path(args.tune)
     settings.check_writable(file)
     model, tokenizer = load(name, mtp=head_of(args), draft_vocab=0, settings=False, max_memory=args.max_memory)
@@ -215,14 +169,6 @@ def run_tune(args: argparse.Namespace) -> None:
     print(f"Written to {file}: {users}.")
     if args.json:
         write_json(args.json, [asdict(m) for m in measured])
-
-
-def head_folders(args: argparse.Namespace, name: str, path: Path) -> list[Path]:
-    """The folder of a head from outside the checkpoint."""
-    if isinstance(args.mtp, str):
-        return [fetch(args.mtp, None)]
-    head = fetch_missing_head(name, path, read_config(path, name))
-    return [] if head is None else [head.folder]
 
 
 def write_json(file: Path, value: Any) -> None:
@@ -239,7 +185,13 @@ def check_flags(args: argparse.Namespace) -> None:
     check_head(args)
     check_sizes(args.max_tokens, args.repeat)
     if args.tune:
-        check_tune(args)
+        for name in ("compare_depths", "plot", "draft_vocab", "mtp_bits", "draft_head_bits", "settings"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--tune chooses what to measure: remove {flag_of(name)}.")
+        if args.repeat < 2:
+            raise ValueError("--tune requires --repeat 2 or more: it compares a gain with the spread of the rounds.")
+        if args.tune is not True:
+            settings.check_writable(Path(args.tune))
     if prompt_kind(args) not in KINDS:
         prompts.read_prompts(Path(args.prompts))
     check_limits(vars(args), {"compare_depths": (1, MAX_DRAFT_TOKENS)})
@@ -253,21 +205,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.plot:
         if args.compare_depths is None:
             raise ValueError("--plot draws speed by depth and requires --compare-depths.")
-        plot.check(args.plot)
-
-
-def check_tune(args: argparse.Namespace) -> None:
-    fixed = ("compare_depths", "plot", "draft_vocab", "mtp_bits", "draft_head_bits")
-    for flag in (flag for flag in fixed if getattr(args, flag) is not None):
-        raise ValueError(f"--tune chooses the settings to measure: remove {flag_of(flag)}.")
-    if args.repeat < 2:
-        raise ValueError("--tune requires --repeat 2 or more: it compares a gain with the spread of the rounds.")
-    if args.settings is not None:
-        raise ValueError(
-            "--tune measures without settings: remove --settings. To write another file, give --tune FILE."
-        )
-    if args.tune is not True:
-        settings.check_writable(Path(args.tune))
+        check_plot(args.plot)
 
 
 if __name__ == "__main__":

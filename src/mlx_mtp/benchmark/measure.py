@@ -1,47 +1,71 @@
-"""MTP against mlx-lm's own generation, side by side.
+"""MTP against mlx-lm's own generation: greedy runs that alternate on the same prompts. A run is named for its drafts:
 
-Runs alternate on the same prompts: plain mlx-lm, the head without copies, copies without the head, and both. A ratio compares
-two runs of one round. It is reported with the ratio that the parts of a step allow, see ``parts.py``.
+plain              none: mlx-lm's own generation
+no drafts          none: the gain of compiled passes
+1, 2, ...          the head, this many tokens in every step
+auto, no copies    the head, the fastest number of tokens
+copies alone       copies of the text, without the head
+auto               the head or copies, whichever is faster
+
+A ratio compares two runs of one round.
 """
 
 import copy
 import os
 import platform
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from tqdm import tqdm
 
 from .._version import __version__
 from ..cli.display import prepare
+from ..decoding.counts import DraftCounts
+from ..decoding.loop import mtp_generate_step
+from ..drafts.sources import N_GRAM
 from ..memory import GB, needs_of
 from ..pacing.batch_depth import timing_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from .runs import (
-    AUTO,
-    COPY,
-    HEAD,
-    NO_COPIES,
-    NO_DRAFTS,
-    PLAIN,
-    TARGET,
-    Generation,
-    Run,
-    check_sizes,
-    generate,
-    in_turn,
-    repeated_share,
-    speed,
-    sum_counts,
-)
 
+PLAIN, NO_DRAFTS, NO_COPIES, COPIES, AUTO = "plain", "no drafts", "auto, no copies", "copies alone", "auto"
+Run = int | str  # a fixed depth, or one of these
+# The source of a token: an accepted draft of the head, an accepted copy, or the target's own choice. Each pass has one choice
+# of the target: the token of a plain step, or the token after the accepted drafts.
+HEAD, COPY, TARGET = "head", "copy", "target"
 OVERALL = "overall"
+T = TypeVar("T")
+
+
+@dataclass
+class Generation:
+    """The tokens of one run on one prompt, and its times."""
+
+    tokens: list[int]
+    origins: list[str]  # of each token
+    first_token: float  # seconds from the start
+    seconds: float  # from the first token to the last
+    peak_memory: float  # GB
+    counts: DraftCounts
+
+    @property
+    def n_timed(self) -> int:
+        """The number of timed tokens: all but the first."""
+        return len(self.tokens) - 1
+
+    @property
+    def n_steps(self) -> int:
+        """The number of passes that yielded them. The last pass has no token of the target if the text ends with a draft."""
+        return self.origins[1:].count(TARGET) + (self.origins[-1] != TARGET)
+
+
 Round = dict[tuple[str, Run], Generation]  # by prompt and run
 
 
@@ -68,20 +92,6 @@ class Result:
     copies_accepted: list[int]
     tokens_per_step: float
     identical: bool
-
-    @property
-    def acceptance(self) -> list[float]:
-        """The acceptance rate of the head's drafts, by position."""
-        return [a / d for a, d in zip(self.accepted, self.drafted)]
-
-    @property
-    def step_to_plain(self) -> float:
-        """The mean time of a step over that of a token of plain decoding."""
-        return self.tokens_per_step / self.ratio
-
-    def fraction(self, origin: str) -> float:
-        """The fraction of the tokens from this source; the three sum to 1."""
-        return self.origins[origin] / sum(self.origins.values())
 
 
 @dataclass
@@ -115,7 +125,7 @@ def measure(
 
     Args:
         prompts (Mapping[str, mx.array]): The tokens of each prompt, [T], by name.
-        runs (Sequence[Union[int, str]]): The sources of drafts, see ``runs.py``.
+        runs (Sequence[Union[int, str]]): Names of runs, see above.
         stop (Collection[int]): Tokens that end a text. Default: none.
         name (str): The model's name, for the report.
 
@@ -133,27 +143,85 @@ def measure(
         return generate(model, prompts[prompt], max_tokens, run, depths.get(run), stop=stop)
 
     by_length = sorted(prompts, key=lambda prompt: prompts[prompt].size)
+    rounds: list[Round] = []
     with wired_limit(model, [generation_stream]), tqdm(disable=None) as bar:
         prepare((partial(one, by_length[0], run) for run in turns), model.ranks)
         bar.reset(total=repeat * len(prompts) * len(turns))
-        rounds = [_run_round(list(prompts), turns, i, one, bar) for i in range(repeat)]
-    versions = {"mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "mlx-mtp": __version__}
+        for i in range(repeat):
+            rounds.append({})
+            for j, prompt in enumerate(prompts):
+                for run in in_turn(turns, i + j):
+                    bar.set_description(f"{prompt}, {run}")
+                    rounds[i][prompt, run] = one(prompt, run)
+                    bar.update()
     texts: dict[str, Any] = {p: (tokens.tolist(), rounds[0][p, PLAIN].tokens) for p, tokens in prompts.items()}
     report = Report(
         model=name,
         machine=describe_machine(),
-        versions=versions,
+        versions={"mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "mlx-mtp": __version__},
         max_tokens=max_tokens,
         repeat=repeat,
         needed_memory=needs_of(model, prompts[by_length[-1]].size + max_tokens).total / GB,
         repeated={p: repeated_share(*text) for p, text in texts.items()},
     )
-    names = list(prompts)
     for run in runs:
-        report.results += [summarize(p, run, prompts[p].size, [p], rounds) for p in names]
-        n_tokens = sum(tokens.size for tokens in prompts.values())
-        report.results.append(summarize(OVERALL, run, n_tokens, names, rounds))
+        for row, names in [*((p, [p]) for p in prompts), (OVERALL, [*prompts])]:
+            report.results.append(summarize(row, run, sum(prompts[p].size for p in names), names, rounds))
     return report
+
+
+def generate(
+    model: Any,
+    prompt: mx.array,
+    max_tokens: int,
+    run: Run,
+    depth: Depth | None = None,
+    *,
+    stop: Collection[int] = (),
+    draft_p_min: float | None = None,
+) -> Generation:
+    """Time one run on one prompt, [T].
+
+    Args:
+        depth (Depth, optional): The depth of auto. Default: ``None``, the model's own.
+        stop (Collection[int]): Tokens that end the text. Default: none.
+
+    Raises:
+        ValueError: The text ends with its first token.
+    """
+    counts = DraftCounts()
+    steps: Any
+    if run == PLAIN:
+        steps = generate_step(prompt, model, max_tokens=max_tokens)
+    else:
+        n_drafts = run if isinstance(run, int) else 0 if run in (NO_DRAFTS, COPIES) else depth or "auto"
+        steps = mtp_generate_step(
+            prompt,
+            model,
+            max_tokens=max_tokens,
+            num_draft_tokens=n_drafts,  # type: ignore[arg-type]  # mypy takes "auto" for any text
+            copy_drafts="auto" if run in (AUTO, COPIES) else "off",
+            draft_p_min=draft_p_min,
+            counts=counts,
+        )
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    tokens: list[int] = []
+    origins: list[str] = []
+    start = first = time.perf_counter()
+    for token, _, *drafted in steps:
+        if not tokens:
+            first = time.perf_counter()
+        tokens.append(token)
+        origins.append(TARGET if drafted != [True] else COPY if counts.source == "copies" else HEAD)
+        if token in stop:
+            break
+    end = time.perf_counter()
+    steps.close()
+    mx.synchronize(generation_stream)  # finish the pass in flight, which is not part of the next run
+    if len(tokens) < 2:
+        raise ValueError(f"The model ends its text at once on a prompt of {prompt.size} tokens: leave this prompt out.")
+    return Generation(tokens, origins, first - start, end - first, mx.get_peak_memory() / 1e9, counts)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -167,35 +235,20 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _run_round(
-    prompts: Sequence[str], runs: Sequence[Run], i: int, one: Callable[[str, Run], Generation], bar: Any
-) -> Round:
-    """Time every run on every prompt once, in an order that changes with the round and the prompt."""
-    generations: Round = {}
-    for j, prompt in enumerate(prompts):
-        for run in in_turn(runs, i + j):
-            bar.set_description(f"{prompt}, {run}")
-            generations[prompt, run] = one(prompt, run)
-            bar.update()
-    return generations
-
-
 def summarize(name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], rounds: Sequence[Round]) -> Result:
     """Summarize the rounds of a run over these prompts."""
     plain, mtp = ([[generations[p, r] for p in prompts] for generations in rounds] for r in (PLAIN, run))
     plain_speeds, mtp_speeds = ([speed(one) for one in of] for of in (plain, mtp))
     ratios = [b / a for a, b in zip(plain_speeds, mtp_speeds)]
-    ratio = statistics.median(ratios)
     every = [g for one in mtp for g in one]
     total = sum_counts([g.counts for g in every])
-    n_tokens, n_steps = sum(g.n_timed for g in every), sum(g.n_steps for g in every)
     return Result(
         prompt=name,
         run=run,
         prompt_tokens=prompt_tokens,
         plain_tps=statistics.median(plain_speeds),
         mtp_tps=statistics.median(mtp_speeds),
-        ratio=ratio,
+        ratio=statistics.median(ratios),
         ratio_low=min(ratios),
         ratio_high=max(ratios),
         plain_first_token=statistics.median(g.first_token for one in plain for g in one),
@@ -207,6 +260,48 @@ def summarize(name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], r
         accepted=total.accepted,
         copied=total.copied,
         copies_accepted=total.copies_accepted,
-        tokens_per_step=n_tokens / n_steps,
+        tokens_per_step=sum(g.n_timed for g in every) / sum(g.n_steps for g in every),
         identical=all(a.tokens == b.tokens for one, other in zip(plain, mtp) for a, b in zip(one, other)),
     )
+
+
+def speed(generations: Sequence[Generation]) -> float:
+    """Tokens per second of several generations, whose texts may differ in length after a difference by rounding."""
+    return sum(g.n_timed for g in generations) / sum(g.seconds for g in generations)
+
+
+def in_turn(runs: Sequence[T], i: int) -> list[T]:
+    """The runs in the order of turn i: each turn begins with another run."""
+    i %= len(runs)
+    return [*runs[i:], *runs[:i]]
+
+
+def sum_counts(counts: Sequence[DraftCounts]) -> DraftCounts:
+    """The drafts of several texts, by position."""
+    rows = [(c.drafted, c.accepted, c.copied, c.copies_accepted) for c in counts]
+    drafted, accepted, copied, copies_accepted = ([sum(x) for x in zip_longest(*of, fillvalue=0)] for of in zip(*rows))
+    return DraftCounts(drafted, accepted, copied, copies_accepted)
+
+
+def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:
+    """The share of a generated text that could be copied from itself but not from its prompt.
+
+    A token counts if it and the tokens before it, as many as a copy must match, occur earlier in the text, but not in the
+    prompt. The share depends only on the tokens, not on their source. In a loop, all tokens after the first repetition count.
+    """
+    known, seen, n = set(_n_grams(prompt)), set(), 0
+    for n_gram in _n_grams(text):
+        n += n_gram in seen and n_gram not in known
+        seen.add(n_gram)
+    return n / len(text)
+
+
+def _n_grams(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    return list(zip(*(tokens[i:] for i in range(N_GRAM + 1))))
+
+
+def check_sizes(max_tokens: int, repeat: int) -> None:
+    if max_tokens < 2:
+        raise ValueError(f"max_tokens must be 2 or more, not {max_tokens}: times start at the first token.")
+    if repeat < 1:
+        raise ValueError(f"repeat must be 1 or more, not {repeat}.")

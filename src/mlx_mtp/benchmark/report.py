@@ -1,10 +1,12 @@
-"""The benchmark's report as text."""
+"""The benchmark's report as text, and the head's speed by depth as a picture."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from ..cli.display import table
-from .measure import OVERALL, Report, Result
-from .runs import AUTO, COPY, HEAD, NO_DRAFTS
+from ..extras import require
+from .measure import AUTO, COPY, HEAD, NO_COPIES, NO_DRAFTS, OVERALL, Report, Result, Run
 
 LOOPS = 1 / 3  # a larger share of repeated tokens is reported
 COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
@@ -22,29 +24,40 @@ DETAILS: list[tuple[str, Callable[[Result], str]]] = [
     ("peak GB", lambda r: f"{r.plain_peak_memory:.2f} {r.mtp_peak_memory:.2f}"),
     ("copies accepted", lambda r: f"{sum(r.copies_accepted)}/{sum(r.copied)}"),
 ]
-# Columns, computed from a result and the result at the first length.
-GROWTH_COLUMNS: list[tuple[str, Callable[[Result, Result], str]]] = [
-    ("drafts", lambda r, first: str(r.run)),
-    ("ms a token", lambda r, first: f"{1e3 / r.plain_tps:.2f} {1e3 / r.mtp_tps:.2f}"),
-    ("of the first", lambda r, first: f"{first.plain_tps / r.plain_tps:.2f} {first.mtp_tps / r.mtp_tps:.2f}"),
-    ("ratio", lambda r, first: f"{r.ratio:.2f}"),
-    ("tokens/step", lambda r, first: f"{r.tokens_per_step:.2f}"),
-    ("step/plain", lambda r, first: f"{r.step_to_plain:.2f}"),
-    ("of the first", lambda r, first: f"{r.step_to_plain / first.step_to_plain:.2f}"),
-    ("first token, s", lambda r, first: f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}"),
-    ("ratio", lambda r, first: f"{r.mtp_first_token / r.plain_first_token:.3f}"),
+GROWTH: list[tuple[str, Callable[[Result], str]]] = [
+    ("drafts", lambda r: str(r.run)),
+    ("ms a token", lambda r: f"{1e3 / r.plain_tps:.2f} {1e3 / r.mtp_tps:.2f}"),
+    ("ratio", lambda r: f"{r.ratio:.2f}"),
+    ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}"),
+    ("step/plain", lambda r: f"{r.tokens_per_step / r.ratio:.2f}"),
+    DETAILS[0],
 ]
+NAMES: dict[Run, str] = {NO_COPIES: "head, auto", AUTO: "head and copies, auto"}
+BLUE, GREY = "#2563a8", "#6b7280"
+COLORS: dict[Run, str] = {NO_COPIES: BLUE, AUTO: "#2e8b57"}
 
 
 def show(report: Report) -> str:
     """The report as lines of text."""
-    names = list(dict.fromkeys(r.prompt for r in report.results))
+    overall, names = report.of(OVERALL), list(dict.fromkeys(r.prompt for r in report.results))
+    versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
+    used = max(r.mtp_peak_memory for r in report.results)
     rows = [["", *(title for title, _ in COLUMNS)]]
     for name in names:
-        plain, *_ = results = report.of(name)
-        rows.append([f"{name}: plain", f"{plain.plain_tps:.1f}"])
-        rows += [[f"  {r.run}", *(column(r) for _, column in COLUMNS)] for r in results]
-    lines = [*_show_model(report), "", *table(rows), "", *_show_details(report), ""]
+        rows.append([f"{name}: plain", f"{report.of(name)[0].plain_tps:.1f}"])
+        rows += [[f"  {r.run}", *(column(r) for _, column in COLUMNS)] for r in report.of(name)]
+    details = [[OVERALL, *(title for title, _ in DETAILS)]]
+    details += [[f"  {r.run}", *(column(r) for _, column in DETAILS)] for r in overall]
+    lines = [
+        f"{report.model} on {report.machine['chip']} ({report.machine['device']}); {versions}",
+        f"Memory: {report.needed_memory:.3f} GB estimated, at most {used:.3f} GB used",
+        f"Up to {report.max_tokens} tokens for each prompt, {report.repeat} rounds; of two figures the first is plain "
+        "mlx-lm's",
+        *("", *table(rows), "", *table(details), ""),
+    ]
+    rates = [[f"  {r.run}", *(f"{a / d:.2f}" for a, d in zip(r.accepted, r.drafted))] for r in overall if r.drafted]
+    if rates:
+        lines += ["Acceptance rate of the head's drafts, by position", *table(rates), ""]
     differing = [f"{r.prompt} ({r.run})" for r in report.results if not r.identical and r.prompt != OVERALL]
     lines.append(
         f"Tokens differ from those of plain mlx-lm: {', '.join(differing)}"
@@ -72,29 +85,8 @@ def loop_warning(shares: Mapping[str, float]) -> str | None:
 
 def percent(result: Result) -> tuple[int, int, int]:
     """The percentages of tokens from the head, from copies and from the target itself; they sum to 100."""
-    head, copies = round(100 * result.fraction(HEAD)), round(100 * result.fraction(COPY))
+    head, copies = (round(100 * result.origins[o] / sum(result.origins.values())) for o in (HEAD, COPY))
     return head, copies, 100 - head - copies
-
-
-def _show_details(report: Report) -> list[str]:
-    results = report.of(OVERALL)
-    rows = [[OVERALL, *(title for title, _ in DETAILS)]]
-    rows += [[f"  {r.run}", *(column(r) for _, column in DETAILS)] for r in results]
-    acceptance = [[f"  {r.run}", *(f"{a:.2f}" for a in r.acceptance)] for r in results if r.drafted]
-    if not acceptance:
-        return table(rows)
-    return [*table(rows), "", "Acceptance rate of the head's drafts, by position", *table(acceptance)]
-
-
-def _show_model(report: Report) -> list[str]:
-    versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
-    lines = [f"{report.model} on {report.machine['chip']} ({report.machine['device']}); {versions}"]
-    used = max(r.mtp_peak_memory for r in report.results)
-    lines.append(f"Memory: {report.needed_memory:.3f} GB estimated, at most {used:.3f} GB used")
-    lines.append(
-        f"Up to {report.max_tokens} tokens for each prompt, {report.repeat} rounds; of two figures the first is plain mlx-lm's"
-    )
-    return lines
 
 
 def gain(report: Report, name: str = "auto") -> str:
@@ -110,10 +102,9 @@ def gain(report: Report, name: str = "auto") -> str:
 def show_growth(reports: Sequence[Report], n_layers: int) -> str:
     """The growth of the times of a token, of a step and to the first token with the context, as lines of text."""
     n_prompts = len({r.prompt for r in reports[0].results}) - 1
-    rows = [["tokens", *(title for title, _ in GROWTH_COLUMNS)]]
-    for first, *others in zip(*(r.of(OVERALL) for r in reports)):
-        for r in (first, *others):
-            rows.append([str(r.prompt_tokens // n_prompts), *(column(r, first) for _, column in GROWTH_COLUMNS)])
+    rows = [["tokens", *(title for title, _ in GROWTH)]]
+    for by_length in zip(*(r.of(OVERALL) for r in reports)):
+        rows += [[str(r.prompt_tokens // n_prompts), *(column(r) for _, column in GROWTH)] for r in by_length]
     return "\n".join(
         [
             "By length, all prompts together (tokens: the mean of a prompt); of two figures the first is plain mlx-lm's.",
@@ -123,3 +114,50 @@ def show_growth(reports: Sequence[Report], n_layers: int) -> str:
             *table(rows),
         ]
     )
+
+
+# The picture
+
+
+def check_plot(file: Path) -> None:
+    """Raise a ValueError if a picture could not be drawn into this file."""
+    require("plot", "A plot")
+    from matplotlib.figure import Figure
+
+    formats = Figure().canvas.get_supported_filetypes()
+    if file.suffix[1:] not in formats:
+        raise ValueError(
+            f"{file} is not an image that matplotlib can write: name it with one of .{', .'.join(sorted(formats))}."
+        )
+
+
+def plot(report: Report) -> Any:
+    """Draw the head's speed by depth for all prompts together, with auto as lines, as a matplotlib figure.
+
+    Args:
+        report (Report): A report of ``measure`` with at least one number among its runs.
+    """
+    from matplotlib.figure import Figure
+
+    fixed = [r for r in report.of(OVERALL) if isinstance(r.run, int)]
+    auto = [r for r in report.of(OVERALL) if r.run in NAMES]
+    depths, ratios = [int(r.run) for r in fixed], [r.ratio for r in fixed]
+    spread = [[r.ratio - r.ratio_low for r in fixed], [r.ratio_high - r.ratio for r in fixed]]
+    figure = Figure(figsize=(6.5, 4.8), layout="constrained")
+    title = f"{Path(report.model).name}: MTP and mlx-lm, {report.max_tokens} tokens a prompt, {report.repeat} rounds"
+    figure.suptitle(title, fontsize=11)
+    axes = figure.subplots()
+    axes.axhline(1, color=GREY, linewidth=1.5, label="plain mlx-lm")
+    axes.errorbar(depths, ratios, spread, fmt="o-", color=BLUE, capsize=3, label="head, fixed depth")
+    for k, ratio in zip(depths, ratios):
+        axes.annotate(f"{ratio:.2f}", (k, ratio), (5, -13), textcoords="offset points", color=BLUE)
+    for r in auto:
+        axes.axhline(r.ratio, color=COLORS[r.run], linestyle=":", label=f"{NAMES[r.run]}: {r.ratio:.2f}")
+    axes.set_xlim(min(depths) - 0.4, max(depths) + 0.5)
+    axes.set_ylim(0, 1.12 * max(1.0, *(r.ratio_high for r in [*fixed, *auto])))
+    axes.set_xticks(depths)
+    axes.set_xlabel("drafts in a step")
+    axes.set_ylabel("speed, plain mlx-lm = 1")
+    axes.legend(loc="lower right", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -29,7 +29,7 @@ from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
 from ..layers.passes import MOST_TOKENS
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from .runs import NO_COPIES, PLAIN, Generation, check_sizes, generate, in_turn, speed, sum_counts
+from .measure import NO_COPIES, PLAIN, Generation, check_sizes, generate, in_turn, speed, sum_counts
 
 OFF, AUTO = Settings(0), Settings("auto")
 FIXED = [Settings(k) for k in (1, 2, 3, 4)]
@@ -172,20 +172,20 @@ class Tuner:
         shortest = min(self.prompts, key=len)
         prepare(partial(self.generate, settings, depth, [shortest]) for settings, depth in zip(every, depths))
         with tqdm(total=self.repeat * len(every) * len(self.prompts), disable=None) as bar:
-            rounds = [self.run_round(every, depths, i, bar) for i in range(self.repeat)]
-        plain = [r[0] for r in rounds]
-        return [
-            summarize(replace(s, seconds=depths[i].times.by_depth()), plain, [r[i] for r in rounds])
-            for i, s in enumerate(every)
-        ]
-
-    def run_round(self, every: Sequence[Settings], depths: Sequence[Depth], turn: int, bar: Any) -> Round:
-        generations: Round = [[] for _ in every]
-        for i in in_turn(range(len(every)), turn):
-            bar.set_description(str(every[i]))
-            generations[i] = self.generate(every[i], depths[i], self.prompts)
-            bar.update(len(self.prompts))
-        return generations
+            rounds: list[Round] = [[[] for _ in every] for _ in range(self.repeat)]
+            for turn, generations in enumerate(rounds):
+                for i in in_turn(range(len(every)), turn):
+                    bar.set_description(str(every[i]))
+                    generations[i] = self.generate(every[i], depths[i], self.prompts)
+                    bar.update(len(self.prompts))
+        base, measured = [speed(r[0]) for r in rounds], []
+        for i, settings in enumerate(every):
+            speeds = [speed(r[i]) for r in rounds]
+            ratios = [s / p for p, s in zip(base, speeds)]
+            counts = sum_counts([g.counts for r in rounds for g in r[i]])
+            settings = replace(settings, seconds=depths[i].times.by_depth())
+            measured.append(Measured(settings, ratios, counts, statistics.median(speeds)))
+        return measured
 
     def generate(self, settings: Settings, depth: Depth, prompts: Sequence[mx.array]) -> list[Generation]:
         k = settings.num_draft_tokens
@@ -208,14 +208,6 @@ class Tuner:
         finally:
             model.mtp.update_modules(layers)
             model.drafting.lm_head = None
-
-
-def summarize(settings: Settings, plain: Sequence[list[Generation]], rounds: Sequence[list[Generation]]) -> Measured:
-    """Summarize the rounds of settings, [round][prompt]."""
-    base, speeds = ([speed(r) for r in of] for of in (plain, rounds))
-    ratios = [s / p for p, s in zip(base, speeds)]
-    counts = sum_counts([g.counts for r in rounds for g in r])
-    return Measured(settings, ratios, counts, statistics.median(speeds))
 
 
 # Ways to run passes, of which the fastest depends on the device and its host
@@ -261,40 +253,33 @@ def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequenc
 
 
 def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequence[Way], repeat: int) -> Seconds:
-    """Time a verify pass over each window in each way, alternating. The first round is not counted."""
-    timer = Timer(model, prompt)
+    """Time a verify pass over each window after a prompt [T] in each way, alternating. The first round is not counted."""
+    entries, compiler = make_prompt_cache(model), Compiler()
+    prefill(prompt, model, prompt_cache=entries)
+    mx.eval([c.state for c in entries])
+    cache = PromptCache(entries, len(model.layers))
+    n_tokens = cache.n_tokens
+
+    def verify(n: int) -> float:
+        """The seconds of a pass over n tokens, of which the first is kept."""
+        nonlocal n_tokens
+        window = mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]
+        start = time.perf_counter()
+        mx.eval(model(window, cache=cache.backbone, return_hidden=True, n_confirmed=1, compiler=compiler))
+        seconds = time.perf_counter() - start
+        recurrent.rollback(cache.backbone, n_tokens, 1)
+        mx.eval([c.state for c in cache.backbone if isinstance(c, recurrent.ArraysCache)])
+        n_tokens += 1
+        return seconds
+
     seconds: Seconds = {(n, way): [] for n in windows for way in ways}
     for i in tqdm(range(repeat + 1), desc=f"passes over {max(windows)} tokens", disable=None):
         calls: Seconds = {kind: [] for kind in seconds}
         for j in range(N_CALLS):
             for n, way in in_turn(list(seconds), i + j):
                 with applied(model, way):
-                    calls[n, way].append(timer.verify(n))
+                    calls[n, way].append(verify(n))
         for kind, times in calls.items():
             if i > 0:
                 seconds[kind].append(statistics.median(times))
     return seconds
-
-
-class Timer:
-    """Times passes over several tokens after a prompt [T]."""
-
-    def __init__(self, model: Any, prompt: mx.array):
-        self.model, self.compiler = model, Compiler()
-        entries = make_prompt_cache(model)
-        prefill(prompt, model, prompt_cache=entries)
-        mx.eval([c.state for c in entries])
-        cache = PromptCache(entries, len(model.layers))
-        self.backbone, self.n_tokens, self.token = cache.backbone, cache.n_tokens, prompt[None, -1:]  # [1, 1]
-
-    def verify(self, n: int) -> float:
-        """The seconds of a pass over n tokens, of which the first is kept."""
-        window = mx.repeat(self.token, n, axis=1)  # [1, n]
-        options = {"return_hidden": True, "n_confirmed": 1, "compiler": self.compiler}
-        start = time.perf_counter()
-        mx.eval(self.model(window, cache=self.backbone, **options))
-        seconds = time.perf_counter() - start
-        recurrent.rollback(self.backbone, self.n_tokens, 1)
-        mx.eval([c.state for c in self.backbone if isinstance(c, recurrent.ArraysCache)])
-        self.n_tokens += 1
-        return seconds
