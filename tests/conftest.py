@@ -39,6 +39,16 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_self_test():
+    """A second for each new checkpoint."""
+    from mlx_mtp.checkpoint import load
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "ensure_tested", lambda *_: None)
+        yield
+
+
 @pytest.fixture
 def hub():
     """The stand-in for the hub, with nothing on it; no heads were fetched from it."""

@@ -13,6 +13,7 @@ from ..caches.prompt_cache import has_head
 from ..checkpoint.config import check_config
 from ..checkpoint.fetched import FLOOR, fetched_heads, head_to_fetch, measure_acceptance
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
+from ..checkpoint.self_test import ensure_tested
 from ..checkpoint.storage.hub import cached_repositories, sizes_to_download
 from ..checkpoint.storage.memory_check import needs_of as checkpoint_needs
 from ..checkpoint.storage.reader import CheckpointReader
@@ -21,6 +22,7 @@ from ..cli.display import one_line_errors
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
 from ..memory import CONTEXT, GB, Account, needs_of, size, total_memory
+from ..models.mixin import MTPMixin
 from .cache import cache_folders
 
 Line = tuple[str, str]
@@ -89,6 +91,8 @@ def _remote(name: str, n_bytes: int) -> Iterator[Line]:
 def _local(name: str) -> Iterator[Line]:
     """A model that can be loaded as it is."""
     model, tokenizer = load(name, mtp="cached")
+    if isinstance(model, MTPMixin):
+        yield "Self-test", str(ensure_tested(model, name))
     if not has_head(model):
         yield "Head", (head := _to_fetch(name))
         yield "Verdict", f"no drafts: its head is {head}"

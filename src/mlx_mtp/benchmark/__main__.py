@@ -15,13 +15,13 @@ from ..checkpoint import settings
 from ..checkpoint.config import read_config
 from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.load import DEMO, load
+from ..checkpoint.self_test import compiled_differences, report_differences
 from ..checkpoint.storage.hub import fetch
 from ..cli.arguments import check_alone, check_head, check_limits, head_of, load_options, rank_groups
 from ..cli.display import one_line_errors
 from ..cli.flags import LOADING, MODEL_HELP, add_flags
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..files import check_target, write_atomic
-from ..layers.passes import compiled_differences, report_differences
 from ..pacing.depth import MAX_DRAFT_TOKENS
 from . import tune
 from .measure import AUTO, NO_COPIES, NO_DRAFTS, Report, check_sizes, measure

@@ -35,6 +35,7 @@ from .head_formats import (
 )
 from .originals import HEADS, fetched_before, forget
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
+from .self_test import ensure_tested
 from .settings import cheapen_drafts, check_bits, find
 from .settings import read as read_settings
 from .storage.hub import fetch
@@ -175,6 +176,8 @@ def load(
             model.shard(tensor_group)
         if not lazy:
             evaluate(model)
+    if not lazy and ranks is None:
+        ensure_tested(model, path_or_hf_repo)
     model.fetched_head = fetched
     if fetched is not None:
         _check_accepted(model, tokenizer, fetched, path, path_or_hf_repo)

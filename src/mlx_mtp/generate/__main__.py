@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..caches.prompt_cache import open_prompt_cache
 from ..checkpoint.config import read_json
 from ..checkpoint.load import DEMO, load
+from ..checkpoint.self_test import compiled_differences, report_differences
 from ..checkpoint.storage.hub import fetch
 from ..cli.arguments import (
     check_alone,
@@ -38,7 +39,6 @@ from ..extras import require
 from ..files import check_source
 from ..images.open import size_of
 from ..images.prompt import read_images, vision_of
-from ..layers.passes import compiled_differences, report_differences
 from ..models import MODEL_TYPES
 from ..models.mixin import MTPMixin
 from ..text.grammar import Grammar, make_grammar

@@ -1,6 +1,5 @@
 """The configuration of a pass for its layers: a context variable, since mlx-lm's forward pass has no argument for it."""
 
-import copy
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from .compiled import Compiler
 from .drafting import DraftConfig
 
 MOST_TOKENS = 17  # tokens of a sequence in a compiled pass: a decided token and up to sixteen copies
-COMPARED = (1, 2, 5, MOST_TOKENS)  # tokens of passes whose bits are compared
 
 
 @dataclass
@@ -99,29 +97,3 @@ class in_pass:
 
     def __exit__(self, *_: object) -> None:
         _pass.reset(self.token)
-
-
-def compiled_differences(model: Any, prompt: mx.array) -> dict[int, float]:
-    """The largest difference in any logit between compiled and other passes over n tokens, after a prompt [T].
-
-    The fused operations of a device may round differently.
-    """
-    caches, compiled = model.make_cache(), {"compiler": Compiler()}
-    mx.eval(model(prompt[None], cache=caches), [c.state for c in caches])
-    differences = {}
-    for n in COMPARED:
-        window = mx.repeat(prompt[None, -1:], n, axis=1)
-        ours, others = (
-            model(window, cache=copy.deepcopy(caches), n_confirmed=int(n > 1), **options).astype(mx.float32)
-            for options in (compiled, {})
-        )
-        differences[n] = float(mx.abs(ours - others).max())
-    return differences
-
-
-def report_differences(differences: dict[int, float]) -> str:
-    """The result, in one line."""
-    if not any(differences.values()):
-        return f"Compiled passes over {', '.join(map(str, differences))} tokens give the same bits as uncompiled ones."
-    different = ", ".join(f"{n}: {d:.3g}" for n, d in differences.items())
-    return f"Compiled passes round differently here. The largest difference in a logit, by the tokens of a pass: {different}."

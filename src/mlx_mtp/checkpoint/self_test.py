@@ -1,0 +1,180 @@
+"""A test of a model's passes on this device, which ``load`` runs once for each kind of model, chip and version.
+
+A kernel may be wrong on a chip that its authors do not have. So passes whose logits must be equal, to within rounding, are
+compared over a short window. ``--check`` and ``--tune`` compare compiled passes in the same way, on their prompt.
+"""
+
+import copy
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
+from platformdirs import user_cache_path
+
+from .._version import __version__
+from ..caches.prompt_cache import has_head
+from ..caches.recurrent import rollback
+from ..layers.attention import FEW, group_size
+from ..layers.compiled import Compiler
+from ..layers.mtp import run_head
+from ..layers.passes import MOST_TOKENS
+from .originals import read_own, update_own
+
+COMPARED = (1, 2, 5, MOST_TOKENS)  # tokens of passes whose bits are compared
+ROUNDING = {
+    mx.float32: 0.01,
+    mx.float16: 0.03,
+    mx.bfloat16: 0.1,
+}  # a share of the largest logit; wrong kernels miss by more
+HEAD_TOKENS = 8192 - 64  # before drafts that may copy the keys and values of the head; MLX adds space for 256 at a time
+N_DRAFTS = 4
+
+log = logging.getLogger(__name__)
+
+
+class SelfTest(NamedTuple):
+    """The largest differences in a logit, as shares of the largest logit, by what may be wrong. 0 for the same bits."""
+
+    compiled: float  # compiled passes and others
+    grouped: float  # attention in groups and over whole windows
+    rolled_back: float  # a pass after a rollback and after a prefill of the same tokens
+    rounding: float  # the most that rounding explains
+    head_copies: int  # copies of the head's keys and values that further drafts in one graph make
+
+    @property
+    def wrong(self) -> list[str]:
+        return [name for name in ("compiled", "grouped", "rolled_back") if not getattr(self, name) <= self.rounding]
+
+    def __str__(self) -> str:
+        differences = ", ".join(f"{name} {getattr(self, name):.2%}" for name in ("compiled", "grouped", "rolled_back"))
+        verdict = f"wrong: {', '.join(self.wrong)}" if self.wrong else f"within rounding ({self.rounding:.0%})"
+        return f"{verdict}; differences of logits: {differences}; {self.head_copies} copies of the head's cache"
+
+
+def ensure_tested(model: Any, name: str) -> SelfTest:
+    """The result of a model's test on this machine, which runs if it has not yet. What is wrong is off, with a warning."""
+    file, key = user_cache_path("mlx_mtp", appauthor=False) / "self-test.json", _key_of(model)
+    try:
+        result = SelfTest(*read_own(file)[key])
+    except (KeyError, TypeError):
+        result = run(model)
+        with suppress(OSError):  # otherwise it runs again the next time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            update_own(file, key, result)
+    if "compiled" in result.wrong:
+        model.drafting.compiled = False
+    if "grouped" in result.wrong:
+        model.drafting.attention_rows = 0
+    if result.wrong:
+        remedy = "use --no-mtp" if "rolled_back" in result.wrong else "they are off"
+        log.warning(
+            f"[WARNING] Passes of {name} are wrong on this device ({', '.join(result.wrong)}): {remedy}. Please report it with "
+            f"the output of `mlx_mtp doctor --model {name}`."
+        )
+    return result
+
+
+def _key_of(model: Any) -> str:
+    """The chip, the versions, and a digest of the shapes and types of all weights."""
+    weights: Any = tree_flatten(model.parameters())
+    kind = hashlib.sha256(str([(name, w.shape, str(w.dtype)) for name, w in weights]).encode()).hexdigest()[:16]
+    versions = ", ".join(f"{package} {version(package)}" for package in ("mlx", "mlx-lm"))
+    device = f"{mx.device_info().get('device_name')}, {mx.default_device()}"
+    return f"{device}, {versions}, mlx-mtp {__version__}, {model.model_type} {kind}"
+
+
+def run(model: Any) -> SelfTest:
+    """Compare passes after a short prompt."""
+    prompt = (mx.arange(12) * 977 + 11) % model.vocab_size
+    window = (mx.arange(FEW + 1) * 613 + 7)[None] % model.vocab_size  # [1, 9]: longer than a group
+    caches, kept = _prefilled(model, prompt), 3
+    with _attention_rows(model, 0):
+        whole = model(window, cache=copy.deepcopy(caches), n_confirmed=1)
+        drafted = copy.deepcopy(caches)
+        model(window[:, : kept + 2], cache=drafted, n_confirmed=1)
+        rollback(drafted, prompt.size, kept)
+        after = model(window[:, kept : kept + 1], cache=drafted)
+        fresh = model(window[:, kept : kept + 1], cache=_prefilled(model, mx.concatenate([prompt, window[0, :kept]])))
+        compiled = max(compiled_differences(model, prompt, (1, kept + 2)).values())
+    heads = next(layer.self_attn for layer in model.layers if not layer.is_linear)
+    size = group_size(window.size, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim)
+    with _attention_rows(model, size):
+        grouped = model(window, cache=caches, n_confirmed=1)
+    largest = float(mx.abs(whole).max())
+    return SelfTest(
+        compiled / largest,
+        _difference(whole, grouped) / largest,
+        _difference(after, fresh) / largest,
+        ROUNDING[whole.dtype],
+        _head_copies(model) if has_head(model) else 0,
+    )
+
+
+def compiled_differences(model: Any, prompt: mx.array, tokens: Sequence[int] = COMPARED) -> dict[int, float]:
+    """The largest difference in any logit between compiled and other passes over n tokens, after a prompt [T].
+
+    The fused operations of a device may round differently.
+    """
+    caches, compiler = _prefilled(model, prompt), Compiler()
+    differences = {}
+    for n in tokens:
+        window = mx.repeat(prompt[None, -1:], n, axis=1)
+        ours, others = (
+            model(window, cache=copy.deepcopy(caches), n_confirmed=int(n > 1), compiler=c) for c in (compiler, None)
+        )
+        differences[n] = _difference(ours, others)
+    return differences
+
+
+def report_differences(differences: dict[int, float]) -> str:
+    """The result, in one line."""
+    if not any(differences.values()):
+        return f"Compiled passes over {', '.join(map(str, differences))} tokens give the same bits as uncompiled ones."
+    different = ", ".join(f"{n}: {d:.3g}" for n, d in differences.items())
+    return f"Compiled passes round differently here. The largest difference in a logit, by the tokens of a pass: {different}."
+
+
+def _difference(a: mx.array, b: mx.array) -> float:
+    return float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max())
+
+
+def _prefilled(model: Any, prompt: mx.array) -> list[Any]:
+    caches: list[Any] = model.make_cache()
+    mx.eval(model(prompt[None], cache=caches), [c.state for c in caches])
+    return caches
+
+
+@contextmanager
+def _attention_rows(model: Any, n: int) -> Iterator[None]:
+    before = model.drafting.attention_rows
+    try:
+        model.drafting.attention_rows = n
+        yield
+    finally:
+        model.drafting.attention_rows = before
+
+
+def _head_copies(model: Any) -> int:
+    """How often drafts in one graph copy the head's keys and values, by the peak of memory.
+
+    MLX writes to an array in place if nothing else holds it, and Metal may hold it until the pass before has completed.
+    """
+    (layer,), H = model.mtp.layers, model.mtp.norm.weight.size
+    dtype, heads = model.mtp.norm.weight.dtype, layer.self_attn
+    cache, empty = KVCache(), mx.zeros((1, heads.num_key_value_heads, HEAD_TOKENS, heads.head_dim), dtype)
+    cache.update_and_fetch(empty, empty)
+    hidden, token = mx.zeros((1, 1, H), dtype), mx.zeros((1, 1), mx.uint32)
+    mx.eval(cache.keys, cache.values, hidden, token)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(N_DRAFTS):
+        hidden = run_head(model, hidden, token, cache)  # [1, 1, H]
+        token = mx.argmax(model.draft_logits(hidden), axis=-1)  # [1, 1]
+    mx.eval(token, cache.keys, cache.values)
+    return round((mx.get_peak_memory() - before) / cache.nbytes)

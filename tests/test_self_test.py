@@ -1,0 +1,106 @@
+"""The test of a device: what it finds, and that it runs once."""
+
+import logging
+
+import mlx.core as mx
+import pytest
+
+import mlx_mtp
+from mlx_mtp.checkpoint import load, self_test
+from mlx_mtp.checkpoint.self_test import COMPARED, compiled_differences, report_differences
+from mlx_mtp.layers import attention
+from mlx_mtp.layers.compiled import Compiler
+from tests.support.checkpoints import DATA
+from tests.support.decoding import PROMPT
+from tests.support.models import deep_model, tiny_model
+
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 96}  # groups of 4
+
+
+def times(function, factor):
+    """The function, whose array of more than one number is wrong by a factor."""
+
+    def wrong(*args, **kwargs):
+        out = function(*args, **kwargs)
+        return out * factor if isinstance(out, mx.array) else out
+
+    return wrong
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_the_cpu_gives_the_same_bits(family):
+    result = self_test.run(deep_model(family, **HEADS))
+    assert result == self_test.SelfTest(compiled=0, grouped=0, rolled_back=0, rounding=0.01, head_copies=0)
+    assert str(result).startswith("within rounding (1%); differences of logits: compiled 0.00%, grouped 0.00%,")
+
+
+@pytest.fixture
+def cache_folder(tmp_path, monkeypatch):
+    """No results, and the test runs in ``load``."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(load, "ensure_tested", self_test.ensure_tested)
+    return tmp_path
+
+
+def test_runs_once_for_a_model_and_a_version(cache_folder, monkeypatch, caplog):
+    ran, original = [], self_test.run
+    monkeypatch.setattr(self_test, "run", lambda model: ran.append(model) or original(model))
+    for _ in range(2):
+        model, _ = mlx_mtp.load(str(DATA / "dense"))
+    assert (len(ran), model.drafting.compiled, model.drafting.attention_rows) == (1, True, None)
+    monkeypatch.setattr(self_test, "version", lambda package: "9.9")
+    mlx_mtp.load(str(DATA / "dense"))
+    assert len(ran) == 2
+    (cache_folder / "mlx_mtp" / "self-test.json").write_text("{")
+    mlx_mtp.load(str(DATA / "dense"))
+    assert len(ran) == 3
+    mlx_mtp.load(str(DATA / "dense"), lazy=True)
+    assert (len(ran), caplog.text) == (3, "")
+
+
+@pytest.mark.parametrize("what", ["compiled", "grouped", "rolled_back"])
+def test_what_is_wrong_is_off_and_told(cache_folder, monkeypatch, caplog, what):
+    """By a wrong kernel, which may also give numbers that are none."""
+    model, factor = tiny_model("qwen3_5", **HEADS), mx.nan if what == "compiled" else 3
+    if what == "compiled":
+        monkeypatch.setattr(Compiler, "run", times(lambda self, f, module, *x, **n: f(module, *x, **n), factor))
+    elif what == "grouped":
+        original = attention.mx.concatenate
+        monkeypatch.setattr(attention.mx, "concatenate", lambda a, axis=0: original(a, axis) * (3 if axis == 2 else 1))
+    else:
+        monkeypatch.setattr(self_test, "rollback", lambda caches, offset, n: None)
+    caplog.set_level(logging.WARNING)
+    result = self_test.ensure_tested(model, "NAME")
+    assert result.wrong == [what]
+    assert f"wrong: {what}; " in str(result)
+    assert caplog.text.count("\n") == 1
+    assert "Please report it with the output of `mlx_mtp doctor --model NAME`" in caplog.text
+    assert ("--no-mtp" in caplog.text) == (what == "rolled_back")
+    assert model.drafting.compiled == (what != "compiled")
+    assert model.drafting.attention_rows == (0 if what == "grouped" else None)
+
+
+def test_copies_of_the_heads_cache_are_counted(monkeypatch):
+    """A reference that something else holds makes MLX copy the arrays at each write."""
+    model, held = tiny_model("qwen3_5", head_dim=256, num_key_value_heads=2), []
+    original = self_test.run_head
+
+    def holding(model, hidden, token, cache):
+        held.append((cache.keys[:, :, :1], cache.values[:, :, :1]))
+        return original(model, hidden, token, cache)
+
+    assert self_test.run(model).head_copies == 0
+    monkeypatch.setattr(self_test, "run_head", holding)
+    assert self_test.run(model).head_copies == self_test.N_DRAFTS
+
+
+def test_compiled_passes_that_round_otherwise_are_told(monkeypatch):
+    differences = compiled_differences(tiny_model("qwen3_5"), PROMPT)
+    assert differences == dict.fromkeys(COMPARED, 0.0)
+    same = "Compiled passes over 1, 2, 5, 17 tokens give the same bits as uncompiled ones."
+    assert report_differences(differences) == same
+    monkeypatch.setattr(Compiler, "run", times(lambda self, f, module, *x, **n: f(module, *x, **n), 1.01))
+    differences = compiled_differences(tiny_model("qwen3_5"), PROMPT)
+    assert all(d > 0 for d in differences.values())
+    told = "Compiled passes round differently here. The largest difference in a logit, by"
+    assert report_differences(differences).startswith(told)
