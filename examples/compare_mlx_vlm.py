@@ -25,7 +25,7 @@ import mlx_mtp
 from mlx_mtp import prompts
 from mlx_mtp.benchmark.measure import repeated_share
 from mlx_mtp.benchmark.report import loop_warning
-from mlx_mtp.checkpoint.storage.hub import fetch
+from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.decoding.loop import plain_generate_step
 
 PLAIN, VLM_PLAIN = "mlx-lm, plain", "mlx-vlm, plain"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_mtp.__main__ import COMMANDS, main
-from mlx_mtp.checkpoint.storage.output import naming
+from mlx_mtp.checkpoint.output import naming
 from mlx_mtp.cli.display import one_line_errors, sentence
 from mlx_mtp.cli.parser import REMOVED
 from mlx_mtp.files import check_target

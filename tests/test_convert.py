@@ -20,7 +20,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 import mlx_mtp
 from mlx_mtp.checkpoint import fetched
 from mlx_mtp.checkpoint.fetched import measure_acceptance
-from mlx_mtp.checkpoint.storage.hub import fetch
+from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.convert import conversion, convert, output
 from mlx_mtp.convert.__main__ import main, make_parser
 from mlx_mtp.images.tower import PATCH_KERNEL, split_tower

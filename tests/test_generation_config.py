@@ -10,7 +10,7 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp.chat.__main__ import main
-from mlx_mtp.checkpoint.generation_config import FILE, Sampling, sampling_defaults
+from mlx_mtp.checkpoint.settings import Sampling, sampling_defaults
 from mlx_mtp.server.engine.admission import Admission
 from tests.support.commands import run_command
 from tests.support.engine import Engine
@@ -25,9 +25,9 @@ def advising(folder: Path, advice: dict, source: str = TRAINED) -> str:
     """A model whose makers advise this."""
     folder.mkdir()
     for file in Path(source).iterdir():
-        if file.name != FILE:
+        if file.name != "generation_config.json":
             (folder / file.name).symlink_to(file)
-    (folder / FILE).write_text(json.dumps(advice))
+    (folder / "generation_config.json").write_text(json.dumps(advice))
     return str(folder)
 
 
@@ -48,7 +48,7 @@ def advising(folder: Path, advice: dict, source: str = TRAINED) -> str:
     ids=str,
 )
 def test_what_is_given_comes_before_the_advice(tmp_path, advice, given, sampling):
-    (tmp_path / FILE).write_text(json.dumps(advice))
+    (tmp_path / "generation_config.json").write_text(json.dumps(advice))
     assert sampling_defaults(str(tmp_path), given) == sampling
 
 
@@ -67,14 +67,14 @@ def test_a_wrong_value_is_told_with_its_file(tmp_path):
         ('{"min_p": true}', "min_p must be a number from 0 to 1, not True"),
         ("{", "is not JSON"),
     ]:
-        (tmp_path / FILE).write_text(text)
-        with pytest.raises(ValueError, match=f"{FILE}.*{message}"):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"{'generation_config.json'}.*{message}"):
             sampling_defaults(str(tmp_path), {})
 
 
 def test_ranks_sample_as_rank_0_says(tmp_path):
     """Another rank may not have the file."""
-    (tmp_path / FILE).write_text(json.dumps(QWEN))
+    (tmp_path / "generation_config.json").write_text(json.dumps(QWEN))
     shared = []
     first = SimpleNamespace(rank=0, broadcast=lambda value: shared.append(value) or value)
     assert sampling_defaults(str(tmp_path), {}, first) == SAMPLED

@@ -10,8 +10,8 @@ import huggingface_hub
 import pytest
 
 import mlx_mtp
-from mlx_mtp.checkpoint.storage.hub import fetch
-from mlx_mtp.checkpoint.storage.reader import CheckpointReader
+from mlx_mtp.checkpoint.hub import fetch
+from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.convert.__main__ import main as convert
 from tests.support.checkpoints import copied
 from tests.support.commands import refusal

@@ -15,8 +15,8 @@ from benchmarks.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
 from mlx_mtp import memory as account_of
 from mlx_mtp.checkpoint.config import read_json, skeleton
-from mlx_mtp.checkpoint.storage.memory_check import check_memory, check_plain
-from mlx_mtp.checkpoint.storage.tensors import headers_of
+from mlx_mtp.checkpoint.memory_check import check_memory, check_plain
+from mlx_mtp.checkpoint.reader import headers_of
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.memory import Account, needs_of, sizes_of
 from mlx_mtp.server.request import ApiError

@@ -22,7 +22,7 @@ from mlx_mtp.checkpoint import catalog, fetched, originals
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.fetched import FLOOR, fetch_missing_head, fetched_heads, head_to_fetch, remove
 from mlx_mtp.checkpoint.originals import MAX_STEPS
-from mlx_mtp.checkpoint.storage.reader import CheckpointReader, n_bytes
+from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
 from mlx_mtp.images.vision import PLACEHOLDER
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.models import ModelProvider

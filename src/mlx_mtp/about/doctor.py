@@ -12,12 +12,11 @@ from .._version import __version__
 from ..caches.prompt_cache import has_head
 from ..checkpoint.config import check_config
 from ..checkpoint.fetched import FLOOR, fetched_heads, head_to_fetch, measure_acceptance
+from ..checkpoint.hub import WEIGHTS, cached_repositories, sizes_to_download
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
+from ..checkpoint.memory_check import needs_of as checkpoint_needs
+from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.self_test import ensure_tested
-from ..checkpoint.storage.hub import cached_repositories, sizes_to_download
-from ..checkpoint.storage.memory_check import needs_of as checkpoint_needs
-from ..checkpoint.storage.reader import CheckpointReader
-from ..checkpoint.storage.tensors import WEIGHTS
 from ..cli.display import one_line_errors
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse

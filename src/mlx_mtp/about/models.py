@@ -4,7 +4,7 @@ import argparse
 
 from ..checkpoint.catalog import published
 from ..checkpoint.fetched import fetched_heads
-from ..checkpoint.storage.hub import cached_repositories
+from ..checkpoint.hub import cached_repositories
 from ..cli.display import one_line_errors, table
 from ..cli.parser import finish, parse
 from ..memory import GB, Account

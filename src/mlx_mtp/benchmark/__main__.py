@@ -14,9 +14,9 @@ from .. import prompts
 from ..checkpoint import settings
 from ..checkpoint.config import read_config
 from ..checkpoint.fetched import fetch_missing_head
+from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.self_test import compiled_differences, report_differences
-from ..checkpoint.storage.hub import fetch
 from ..cli.arguments import check_alone, check_head, check_limits, head_of, load_options, rank_groups
 from ..cli.display import one_line_errors
 from ..cli.flags import LOADING, MODEL_HELP, add_flags

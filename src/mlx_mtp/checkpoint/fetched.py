@@ -18,8 +18,9 @@ from ..images.vision import CONFIG_FILES, Vision, settings_of
 from ..layers.mtp import split_head
 from ..memory import GB
 from ..prompts import PYTHON
-from .config import Config, read_config, read_json, skeleton, text_config_of
-from .head_formats import DRAFTER, check_head, check_shapes, head_file_of
+from .config import Config, head_file_of, read_config, read_json, skeleton, text_config_of
+from .head_formats import DRAFTER, check_head, check_shapes
+from .hub import fetch
 from .originals import (
     CONFIG,
     HEADS,
@@ -36,9 +37,7 @@ from .originals import (
     read_own,
     update_own,
 )
-from .storage.hub import fetch
-from .storage.reader import CheckpointReader, n_bytes
-from .storage.tensors import tensor_names
+from .reader import CheckpointReader, n_bytes, weight_map
 
 ACCEPTANCE = "acceptance.json"
 DTYPES = ("BF16", "F16", "F32")
@@ -95,7 +94,7 @@ def fetch_missing_head(
     """Fetch the head of a checkpoint's original, see ``fetch_from_original``. ``None`` if the checkpoint has its own head.
 
     Args:
-        needed (Collection[str], optional): As in ``tensor_names``.
+        needed (Collection[str], optional): As in ``weight_map``.
     """
     if has_own_head(name, folder, config, needed):
         return None
@@ -111,7 +110,7 @@ def fetch_missing_head(
 def has_own_head(name: str, folder: Path, config: Config, needed: Collection[str] | None = None) -> bool:
     """Whether a checkpoint has its own head, or names a file for it."""
     head_file = head_file_of(name, config)
-    return head_file is not None or bool(split_head(dict.fromkeys(tensor_names(folder, needed=needed)))[1])
+    return head_file is not None or bool(split_head(weight_map(folder, needed=needed))[1])
 
 
 def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[str, int] | None:

@@ -6,7 +6,8 @@ Hugging Face layout ("raw") its norms are stored without the 1 that MLX's layout
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,11 +17,10 @@ from mlx.utils import tree_flatten
 from ..layers.mtp import sanitize_head, split_head
 from ..models.protocol import MTPModel
 from .config import Config, first_difference, read_json, text_config_of
-from .storage.hub import fetch
-from .storage.tensors import WEIGHTS, tensor_names
+from .hub import fetch
+from .reader import is_raw_head_file, weight_map
 
 DRAFTER = "qwen3_5_mtp"  # the model type of a drafter, as in mlx-vlm
-EXTRA_TENSORS = "mlx_lm_extra_tensors"  # the config's key for files other than the model's
 FEW_BITS = 4
 
 
@@ -72,65 +72,16 @@ def check_shapes(model: MTPModel, head: Mapping[str, TensorInfo]) -> int | None:
     """
     # Zeros that are never evaluated take no memory.
     weights = sanitize_head(model.mtp, {name: mx.zeros(t.shape) for name, t in head.items()}, False)
-    mtp: nn.Module = model.mtp
-    parameters = dict(tree_flatten(mtp.parameters()))
-    bits = [
-        32 * weights[name].shape[-1] // p.shape[-1]
-        for name, p in parameters.items()
-        if name.removesuffix("weight") + "scales" in weights
-    ]
-    return min(bits, default=None)
-
-
-def head_file_of(name: str, config: Config) -> str | None:
-    """The separate file that the config names for the head.
-
-    Raises:
-        ValueError: The file is outside the checkpoint's folder.
-    """
-    extra = config.get(EXTRA_TENSORS)
-    file = extra.get("mtp_file") if isinstance(extra, dict) else None
-    if file is None:
-        return None
-    if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-        raise ValueError(
-            f"The config of {name} names {file!r} as the file of its MTP head, which is not in its folder."
-        )
-    return file
-
-
-def is_raw_head_file(
-    name: str, config: Config, raw_backbone: bool, head: Iterable[str], metadata: Mapping[str, str]
-) -> bool:
-    """Whether a head in a separate file is in the Hugging Face layout, so that 1 must be added to its norms.
-
-    Conversions by this package record it in config.json. Otherwise the file has the layout of the backbone, except that a file
-    from PyTorch, or with experts named as in an original, may have either layout beside a converted backbone. The values of the
-    norms do not help: they can be near 0 or near 1 in both layouts.
-
-    Raises:
-        ValueError: The layout cannot be determined.
-    """
-    record = config.get("mlx_mtp")
-    if isinstance(record, dict) and isinstance(record.get("norms_shifted"), bool):
-        return not record["norms_shifted"]
-    if raw_backbone:
-        return True
-    if metadata.get("format") == "pt" or any(".experts." in tensor for tensor in head):
-        raise ValueError(
-            f"The MTP head of {name} is in a separate file that looks like the base model's, but the weights are converted: "
-            "whether its norms are shifted is unknown. Graft the base model's: `mlx_mtp convert --graft-mtp-from BASE_MODEL "
-            f"--model {name} --mlx-path NEW`."
-        )
-    return False
+    parameters: Any = tree_flatten(model.mtp.parameters())
+    shapes = {name: p.shape for name, p in parameters}
+    quantized = [name for name in shapes if name.removesuffix("weight") + "scales" in weights]
+    return min((32 * weights[name].shape[-1] // shapes[name][-1] for name in quantized), default=None)
 
 
 def load_head_file(file: Path) -> SeparateHead:
     """Load a head from a separate file."""
-    weights, metadata = mx.load(str(file), return_metadata=True)
-    assert isinstance(weights, dict)
-    assert isinstance(metadata, dict)
-    return SeparateHead(split_head(weights)[1], None, metadata)
+    loaded: Any = mx.load(str(file), return_metadata=True)
+    return SeparateHead(split_head(loaded[0])[1], None, loaded[1])
 
 
 def load_drafter(drafter: str, name: str, config: Config) -> SeparateHead:
@@ -147,19 +98,17 @@ def load_drafter(drafter: str, name: str, config: Config) -> SeparateHead:
         )
     if difference := first_difference(own.get("text_config", {}), text_config_of(config)):
         raise ValueError(f"The drafter {drafter} does not fit {name}: {difference}.")
-    tensor_names(path)
     weights: dict[str, mx.array] = {}
-    for file in path.glob(WEIGHTS):
-        weights.update(load_tensors(file))
+    for file in set(weight_map(path).values()):
+        weights.update(load_tensors(path / file))
     raw = any(tensor.startswith("mtp.") for tensor in weights)
     return SeparateHead({tensor.removeprefix("mtp."): w for tensor, w in weights.items()}, raw, {})
 
 
 def load_tensors(file: Path) -> dict[str, mx.array]:
     """The tensors of a safetensors file, which MLX reads when they are used."""
-    weights = mx.load(str(file))
-    assert isinstance(weights, dict)
-    return weights
+    weights: Any = mx.load(str(file))
+    return dict(weights)
 
 
 def quantization_beside(config: Config, head: Iterable[str]) -> Config:

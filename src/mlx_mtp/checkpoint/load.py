@@ -20,7 +20,7 @@ from ..memory import CONTEXT, Account, limit_restored_on_error
 from ..models import MODEL_TYPES, model_module
 from ..models.protocol import MTPModel
 from ..models.shard import check_shard
-from .config import Config, loading_errors, read_config, runs_in_mlx_lm_only
+from .config import Config, head_file_of, loading_errors, read_config, runs_in_mlx_lm_only
 from .fetched import FLOOR, FetchedHead, fetch_missing_head, fetch_tower, has_own_head, measure_acceptance
 from .head_formats import (
     FEW_BITS,
@@ -28,19 +28,18 @@ from .head_formats import (
     check_head,
     few_bits_warning,
     head_bits,
-    head_file_of,
     load_drafter,
     load_head_file,
     quantization_beside,
 )
+from .hub import fetch
+from .memory_check import check_before_download, check_memory, check_plain
 from .originals import HEADS, fetched_before, forget
 from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
+from .reader import check_weight_files, headers_of, read_header, weight_map
 from .self_test import ensure_tested
 from .settings import cheapen_drafts, check_bits, find
 from .settings import read as read_settings
-from .storage.hub import fetch
-from .storage.memory_check import check_before_download, check_memory, check_plain
-from .storage.tensors import check_weight_files, headers_of, names_in, tensor_names
 
 DEMO = Path(__file__).parents[1] / "demo"
 DEMO_NOTE = "Demo model: completes Python only"
@@ -227,12 +226,12 @@ def _find_head(
     folder, which then has the head's file, and the head."""
     files = None if stage is None else stage.files
     if isinstance(mtp, str):
-        tensor_names(path, needed=files)
+        weight_map(path, needed=files)
         return path, load_drafter(mtp, name, config)
     file = head_file_of(name, config)
     if file is not None and not (path / file).exists():
         path = fetch(name, revision, file, weights=files)
-    check_head(name, config, tensor_names(path, file, needed=files))
+    check_head(name, config, weight_map(path, file, needed=files))
     return path, None if file is None else load_head_file(path / file)
 
 
@@ -318,7 +317,7 @@ def find_vision(path: Path, config: Config) -> Vision | None:
     """The vision of a model with a head, if its checkpoint has a vision encoder. Only names of tensors are read here."""
     if config.get("model_type") not in MODEL_TYPES or not isinstance(config.get("vision_config"), dict):
         return None
-    files = [file.name for file in check_weight_files(path) if split_tower(dict.fromkeys(names_in(file)))[1]]
+    files = [file.name for file in check_weight_files(path) if split_tower(dict(read_header(file).tensors))[1]]
     return Vision(path, config, files) if files else None
 
 

@@ -25,7 +25,7 @@ from yaml import YAMLError
 from ..files import write_atomic
 from .catalog import Published, originals_like, published
 from .config import Config, check_config, first_difference, parse_json, read_json, text_config_of
-from .storage.reader import CheckpointReader, n_bytes
+from .reader import CheckpointReader, n_bytes
 
 MAX_STEPS = 4  # from a checkpoint to its base model
 CARD = "README.md"

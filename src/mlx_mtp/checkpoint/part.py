@@ -19,8 +19,8 @@ from ..layers.mtp import split_head
 from ..models import MODEL_TYPES
 from ..models.shard import check_pipeline, check_shard
 from .config import read_config, read_json, skeleton
-from .storage.hub import fetch
-from .storage.tensors import INDEX_FILE, WEIGHTS, weight_map_of
+from .hub import WEIGHTS, fetch
+from .reader import indexed_files
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -83,14 +83,12 @@ def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool)
         return fetch(name, revision), None
     check_pipeline(model, ranks.size)
     model.model.pipeline(ranks.group)
-    layers, index = range(model.model.start_idx, model.model.end_idx), path / INDEX_FILE
-    files = [WEIGHTS]
-    if index.exists():
-        weight_map = weight_map_of(read_json(index), str(index))
-        names = names_of(weight_map, layers)
+    layers, files = range(model.model.start_idx, model.model.end_idx), [WEIGHTS]
+    if (indexed := indexed_files(path)) is not None:
+        names = names_of(indexed, layers)
         if not any("conv1d" in name for name in names):
-            names += [name for name in weight_map if "conv1d" in name][:1]  # needed to detect the layout
-        files = sorted({weight_map[name] for name in names})
+            names += [name for name in indexed if "conv1d" in name][:1]  # needed to detect the layout
+        files = sorted({indexed[name] for name in names})
     return fetch(name, revision, weights=files), Stage(layers, files)
 
 

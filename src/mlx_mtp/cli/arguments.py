@@ -20,8 +20,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..caches.prompt_cache import has_head
 from ..caches.validation import BITS, GROUP_SIZES
 from ..checkpoint.fetched import head_to_fetch
-from ..checkpoint.generation_config import RANGES, Sampling, sampling_defaults
 from ..checkpoint.load import DEMO, DEMO_NOTE, check_family
+from ..checkpoint.settings import RANGES, Sampling, sampling_defaults
 from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies, check_copy_drafts, check_num_draft_tokens
 from ..files import make_folder

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from ..checkpoint.generation_config import Sampling
+from ..checkpoint.settings import Sampling
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..sampling.sampler import AcceptanceName
 from .parser import Given, byte_size, flag_of, number_or

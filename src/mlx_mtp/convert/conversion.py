@@ -14,12 +14,12 @@ from mlx_lm.convert import MODEL_CONVERSION_DTYPES, mixed_quant_predicate_builde
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, quantize_model
 
-from ..checkpoint.config import Config, read_json
+from ..checkpoint.config import EXTRA_TENSORS, Config, read_json
 from ..checkpoint.fetched import measure_acceptance
-from ..checkpoint.head_formats import EXTRA_TENSORS, head_bits, is_head
+from ..checkpoint.head_formats import head_bits, is_head
+from ..checkpoint.hub import commit_of, fetch
 from ..checkpoint.load import find_vision, load
-from ..checkpoint.storage.hub import commit_of, fetch
-from ..checkpoint.storage.output import atomic_directory, check_new, describe_head, describe_no_head, dtype_name
+from ..checkpoint.output import atomic_directory, check_new, describe_head, describe_no_head, dtype_name
 from ..files import check_folder
 from ..images.tower import PREFIX
 from ..images.vision import CONFIG_FILES, Vision

@@ -10,11 +10,11 @@ from mlx.utils import tree_flatten
 from ..checkpoint.config import Config, check_config, first_difference, skeleton
 from ..checkpoint.fetched import CHECK_TOKENS, FLOOR, is_quantized, measure_acceptance
 from ..checkpoint.head_formats import check_head, load_tensors
+from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
 from ..checkpoint.originals import copy_tensors
-from ..checkpoint.storage.hub import fetch
-from ..checkpoint.storage.output import atomic_directory, check_new, naming, write_config, write_weights
-from ..checkpoint.storage.reader import CheckpointReader
+from ..checkpoint.output import atomic_directory, check_new, naming, write_config, write_weights
+from ..checkpoint.reader import CheckpointReader
 from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
 from ..images.vision import CONFIG_FILES, Vision, settings_of
 from ..layers.mtp import sanitize_head, split_head

@@ -7,8 +7,7 @@ from huggingface_hub.utils import TensorInfo
 
 from ..checkpoint.config import Config, check_config, skeleton, text_config_of
 from ..checkpoint.head_formats import FEW_BITS, check_head, check_shapes, few_bits_warning
-from ..checkpoint.storage.reader import CheckpointReader, n_bytes
-from ..checkpoint.storage.tensors import INDEX_FILE
+from ..checkpoint.reader import INDEX_FILE, CheckpointReader, n_bytes
 from ..cli.display import table
 from ..layers.mtp import split_head
 

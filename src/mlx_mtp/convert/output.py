@@ -13,11 +13,10 @@ from mlx_lm.utils import get_total_parameters, make_shards, save_config
 from tqdm import tqdm
 from yaml import YAMLError
 
-from ..checkpoint.config import Config
-from ..checkpoint.head_formats import EXTRA_TENSORS, is_head
-from ..checkpoint.storage.hub import HEAD_FILE, first_line
-from ..checkpoint.storage.output import check_written, save, write_index
-from ..checkpoint.storage.tensors import WEIGHTS
+from ..checkpoint.config import EXTRA_TENSORS, Config
+from ..checkpoint.head_formats import is_head
+from ..checkpoint.hub import HEAD_FILE, WEIGHTS, first_line
+from ..checkpoint.output import check_written, save, write_index
 
 
 def shard_gb(source: Path) -> int:

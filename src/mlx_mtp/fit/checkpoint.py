@@ -14,8 +14,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from ..checkpoint.config import Config, check_config, read_json
 from ..checkpoint.head_formats import load_tensors
-from ..checkpoint.storage.output import atomic_directory, save, write_config, write_weights
-from ..checkpoint.storage.reader import CheckpointReader
+from ..checkpoint.output import atomic_directory, save, write_config, write_weights
+from ..checkpoint.reader import CheckpointReader
 from ..layers.drafting import ROUTERS
 
 SCALE = 20.0  # mlx-lm's

@@ -15,9 +15,9 @@ from mlx.utils import tree_map
 from ..checkpoint.config import read_config, read_json
 from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.head_formats import head_bits
+from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
-from ..checkpoint.storage.hub import fetch
-from ..checkpoint.storage.output import check_new
+from ..checkpoint.output import check_new
 from ..cli.arguments import check_limits
 from ..cli.display import say
 from ..cli.parser import flag_of

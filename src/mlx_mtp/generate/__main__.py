@@ -14,9 +14,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import open_prompt_cache
 from ..checkpoint.config import read_json
+from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.self_test import compiled_differences, report_differences
-from ..checkpoint.storage.hub import fetch
 from ..cli.arguments import (
     check_alone,
     check_drafts_possible,

@@ -37,8 +37,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._version import __version__
+from ..checkpoint.hub import cached_repositories
 from ..checkpoint.load import DEMO, DEMO_NOTE
-from ..checkpoint.storage.hub import cached_repositories
 from ..text.schema import Json
 from .api import completions, messages, responses
 from .api.body import Body

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..checkpoint.catalog import resolve
 from ..checkpoint.config import context_length_of, read_config
-from ..checkpoint.storage.hub import fetch
+from ..checkpoint.hub import fetch
 from .engine.models import DEFAULT
 from .request import NO_LIMIT, Options
 

@@ -12,7 +12,7 @@ from urllib.request import Request as URLRequest
 from mlx_lm.server import GenerationArguments, convert_chat
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
-from ...checkpoint.generation_config import Sampling
+from ...checkpoint.settings import Sampling
 from ...images.open import MAX_BYTES, decode_url
 from ...images.prompt import ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision

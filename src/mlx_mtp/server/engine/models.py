@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ...caches.prompt_cache import has_head
 from ...checkpoint.config import context_length_of
-from ...checkpoint.generation_config import sampling_defaults
 from ...checkpoint.load import load
+from ...checkpoint.settings import sampling_defaults
 from ...cli.arguments import missing_head_note
 from ...distributed.ranks import Ranks
 from ...drafts.options import asks_for_copies

@@ -32,11 +32,11 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import filter_repo_objects
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from ...memory import size
-from ..catalog import conversion_like, resolve
-from .tensors import WEIGHTS
+from ..memory import size
+from .catalog import conversion_like, resolve
 
 NO_CONNECTION = "no connection to the Hugging Face hub"
+WEIGHTS = "model*.safetensors"
 SHOWN = 5  # models of the cache in an error
 HEAD_FILE = "mtp.safetensors"
 TOWER_FILE = "model-vision.safetensors"  # of a grafted tower; other programs read it as a file of the model

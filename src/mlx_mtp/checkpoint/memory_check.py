@@ -8,15 +8,14 @@ from collections.abc import Mapping
 
 from huggingface_hub.utils import TensorInfo
 
-from ...images.tower import split_tower
-from ...layers.mtp import split_head
-from ...memory import CHUNK, Account, Needs, Sizes, check_fits, max_array_bytes, size, sizes_of
-from ..catalog import published
-from ..config import Config, skeleton
-from ..head_formats import SeparateHead
-from .hub import sizes_to_download
+from ..images.tower import split_tower
+from ..layers.mtp import split_head
+from ..memory import CHUNK, Account, Needs, Sizes, check_fits, max_array_bytes, size, sizes_of
+from .catalog import published
+from .config import Config, skeleton
+from .head_formats import SeparateHead
+from .hub import WEIGHTS, sizes_to_download
 from .reader import CheckpointReader
-from .tensors import WEIGHTS
 
 NORM = "layers.0.input_layernorm.weight"  # has the dtype of all unquantized weights
 

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ...layers.mtp import split_head
-from ..config import Config, text_config_of
-from ..head_formats import EXTRA_TENSORS, load_tensors, quantization_beside
+from ..layers.mtp import split_head
+from .config import EXTRA_TENSORS, Config, text_config_of
+from .head_formats import load_tensors, quantization_beside
 from .hub import HEAD_FILE, TOWER_FILE, check_path
-from .reader import CheckpointReader, n_bytes
-from .tensors import INDEX_FILE
+from .reader import INDEX_FILE, CheckpointReader, n_bytes
 
 
 def check_new(target: Path) -> None:

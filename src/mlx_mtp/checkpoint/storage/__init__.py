@@ -1,1 +1,0 @@
-"""Reading and writing of checkpoints: the hub, folders, and safetensors files."""
