@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from mlx_mtp.server.api import messages, responses
-from mlx_mtp.server.api.body import fold_roles
+from mlx_mtp.server.api.common import fold_roles
 from mlx_mtp.server.app import APIS
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.encode import BoundedTokenizer

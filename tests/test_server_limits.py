@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.server import app as application
 from mlx_mtp.server.api import completions
-from mlx_mtp.server.api.body import MAX_BIASES
+from mlx_mtp.server.api.common import MAX_BIASES
 from mlx_mtp.server.app import APIS, make_app, parse_json
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.metrics import Metrics

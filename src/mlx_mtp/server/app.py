@@ -41,11 +41,10 @@ from ..checkpoint.hub import cached_repositories
 from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..text.schema import Json
 from .api import completions, messages, responses
-from .api.body import Body
+from .api.common import Body, Writer
 from .api.completions import ChatBody, ChatWriter, CompletionBody, CompletionWriter
 from .api.messages import MessagesBody, MessagesWriter
 from .api.responses import ResponsesBody, ResponsesWriter
-from .api.writer import Writer
 from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
 from .request import ApiError, Options, Request
 

@@ -29,7 +29,7 @@ from ..files import check_folder, check_source
 from ..memory import CONTEXT
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..prompt_store.disk import MAX_DISK_BYTES
-from .api.body import RESERVED
+from .api.common import RESERVED
 from .client_settings import CLIENTS
 from .engine.models import ModelProvider
 from .request import NO_LIMIT, Options

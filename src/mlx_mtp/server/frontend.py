@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from .api.writer import Usage, Writer
+from .api.common import Usage, Writer
 from .engine.encode import BoundedTokenizer, encode
 from .engine.engine import Engine
 from .request import ApiError, Delta, Options, Prompt, Request, Started, Waiting

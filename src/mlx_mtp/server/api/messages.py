@@ -6,7 +6,6 @@ system prompt, is removed: it changes with every request, so no prompt would fin
 """
 
 import re
-import uuid
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -14,23 +13,10 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import ApiError, Delta, Effort, Request, Thinking
+from ..request import ApiError, Delta, Request, Thinking
 from ..structured_output import from_response_format
-from .body import (
-    MESSAGES,
-    Body,
-    Part,
-    Positive,
-    Short,
-    add_image,
-    arguments_of,
-    function_call,
-    function_tool,
-    make_request,
-    read,
-    unsupported,
-)
-from .writer import BlockWriter, Usage, event
+from . import common
+from .common import Body, Item, Part, Positive, Settings, Short, Usage, Writer, event
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
@@ -44,24 +30,9 @@ ERRORS = {
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class Block(Part):
-    """A part of a message. Its fields depend on its type."""
-
-    type: str
-    text: str | None = None  # text
-    thinking: str | None = None  # thinking
-    id: str | None = None  # tool_use
-    name: str | None = None
-    input: Json | None = None
-    tool_use_id: str | None = None  # tool_result
-    content: "str | list[Block] | None" = None
-    is_error: bool | None = None
-    source: Json | None = None  # image
-
-
 class Message(Part):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Block]
+    content: str | list[Item]
 
 
 class Tool(Part):
@@ -72,32 +43,21 @@ class Tool(Part):
     strict: bool | None = None
 
 
-class ToolChoice(Part):
-    type: str = "auto"
-    name: str | None = None
-    disable_parallel_tool_use: bool = False
-
-
 class ThinkingOptions(Part):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Positive | None = None
 
 
-class OutputConfig(Part):
-    effort: Effort | None = None
-    format: Any = None
-
-
 class MessagesBody(Body):
     NEEDED: ClassVar = "messages"
-    REFUSED: ClassVar = MESSAGES
+    REFUSED: ClassVar = common.MESSAGES
     max_tokens: Positive | None = None
-    system: str | list[Block] | None = None
+    system: str | list[Item] | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[Tool] | None = None
-    tool_choice: ToolChoice = ToolChoice()
+    tool_choice: Json = Field(default_factory=lambda: {"type": "auto"})
     thinking: ThinkingOptions | None = None
-    output_config: OutputConfig = OutputConfig()
+    output_config: Settings = Settings()
     output_format: Any = None
     stop_sequences: Annotated[list[Short], Field(max_length=64)] | None = None
 
@@ -111,7 +71,7 @@ class MessagesBody(Body):
 
 
 def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request]:
-    body = read(MessagesBody, content)
+    body = common.read(MessagesBody, content)
     blocks = [BILLING.sub("", text).strip() for text in _texts(body.system, "system")]
     system = "\n\n".join(block for block in blocks if block)
     messages = [{"role": "system", "content": system}] if system else []
@@ -119,45 +79,44 @@ def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request]:
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}].content", images)
     ours = [tool for tool in body.tools or [] if tool.type in (None, "custom")]
-    tools = ours if body.tool_choice.type != "none" else []
-    outputs = (
-        from_response_format(body.output_config.format, "output_config.format"),
-        from_response_format(body.output_format, "output_format"),
-    )
-    request = make_request(
+    tools = ours if body.tool_choice.get("type") != "none" else []
+    request = common.make_request(
         body,
         messages,
         images,
-        [function_tool(t.name, t.description, t.input_schema, t.strict) for t in tools],
-        outputs=outputs,
-        tool_choice=body.tool_choice.model_dump(),
-        one_call=body.tool_choice.disable_parallel_tool_use,
+        [common.function_tool(t.name, t.description, t.input_schema, t.strict) for t in tools],
+        outputs=[
+            from_response_format(body.output_config.format, "output_config.format"),
+            from_response_format(body.output_format, "output_format"),
+        ],
+        tool_choice=body.tool_choice,
+        one_call=bool(body.tool_choice.get("disable_parallel_tool_use")),
     )
     body.set_arguments(request, flags, body.max_tokens, body.stop_sequences or [])
     return body, request
 
 
-def _texts(content: str | list[Block] | None, where: str, images: list[str] | None = None) -> list[str]:
+def _texts(content: str | list[Item] | None, where: str, images: list[str] | None = None) -> list[str]:
     """The texts of blocks. Their images are added to ``images``, if they are allowed."""
     return [_text(block, where, images) for block in _blocks(content)]
 
 
-def _blocks(content: str | list[Block] | None) -> list[Block]:
-    return [Block(type="text", text=content)] if isinstance(content, str) else content or []
+def _blocks(content: str | list[Item] | None) -> list[Item]:
+    return [Item(type="text", text=content)] if isinstance(content, str) else content or []
 
 
-def _text(block: Block, where: str, images: list[str] | None = None) -> str:
+def _text(block: Item, where: str, images: list[str] | None = None) -> str:
     if block.type == "text" and block.text is not None:
         return block.text
     source = block.source or {}
     if block.type == "image" and images is not None:
         if source.get("type") == "base64":
-            return add_image(images, f"data:{source.get('media_type')};base64,{source.get('data')}")
+            return common.add_image(images, f"data:{source.get('media_type')};base64,{source.get('data')}")
         if source.get("type") == "url":
-            return add_image(images, str(source.get("url")))
+            return common.add_image(images, str(source.get("url")))
     kind = block.type if block.type != "image" else f"image of source {source.get('type')}"
     fix = "send text" if images is None else "send text, or images as base64"
-    raise unsupported(kind, where, where.partition("[")[0], fix)
+    raise common.unsupported(kind, where, where.partition("[")[0], fix)
 
 
 def _messages(message: Message, where: str, images: list[str]) -> list[Json]:
@@ -180,26 +139,25 @@ def _messages(message: Message, where: str, images: list[str]) -> list[Json]:
     return messages
 
 
-def _assistant(blocks: list[Block], where: str) -> Json:
+def _assistant(blocks: list[Item], where: str) -> Json:
     message: Json = {"role": "assistant", "content": ""}
     for block in blocks:
         if block.type == "thinking":
             message["reasoning_content"] = message.get("reasoning_content", "") + (block.thinking or "")
         elif block.type == "tool_use" and block.name is not None:
-            call = function_call(block.id or "", block.name, block.input or {})
+            call = common.function_call(block.id or "", block.name, common.arguments_of(block.input))
             message.setdefault("tool_calls", []).append(call)
         elif block.type != "redacted_thinking":
             message["content"] += _text(block, where)
     return message
 
 
-class MessagesWriter(BlockWriter):
+class MessagesWriter(Writer):
     def __init__(self, body: MessagesBody):
-        super().__init__()
-        self.body = body
+        super().__init__(body)
         self.input = ""  # the input of the last call, as text
         self.stop_word: str | None = None
-        self.id = f"msg_{uuid.uuid4().hex}"
+        self.id = common.new_id("msg")
 
     def begin(self, usage: Usage) -> bytes:
         message = self.message(usage) | {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -220,7 +178,7 @@ class MessagesWriter(BlockWriter):
 
     def call(self, call: CallBegins) -> Json:
         self.input = ""
-        return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": call.name, "input": {}}
+        return {"type": "tool_use", "id": common.new_id("toolu"), "name": call.name, "input": {}}
 
     def arguments(self, piece: CallArguments) -> bytes:
         self.input += piece.text
@@ -232,7 +190,7 @@ class MessagesWriter(BlockWriter):
     def closed(self, block: Json) -> bytes:
         signed = b""
         if block["type"] == "tool_use":
-            block["input"] = arguments_of(self.input)
+            block["input"] = common.arguments_of(self.input)
         elif block["type"] == "thinking":
             block["signature"] = SIGNATURE
             signed = self._delta({"type": "signature_delta", "signature": SIGNATURE})

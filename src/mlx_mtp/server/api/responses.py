@@ -9,7 +9,6 @@ then has the earlier reasoning and so its prefix in the prompt cache.
 import base64
 import json
 import time
-import uuid
 from contextlib import suppress
 from itertools import count
 from typing import Annotated, Any, ClassVar
@@ -21,44 +20,13 @@ from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import ApiError, Delta, Effort, Request
 from ..structured_output import from_response_format
-from .body import (
-    RESPONSES,
-    Body,
-    Part,
-    Positive,
-    Short,
-    add_image,
-    arguments_of,
-    function_call,
-    function_tool,
-    make_request,
-    read,
-    unsupported,
-)
+from . import common
+from .common import Body, Item, Part, Positive, Settings, Short, Usage, Writer, event, new_id
 from .completions import TopLogprobs, logprob_of
-from .writer import BlockWriter, Usage, event
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 # The parameters of a custom tool.
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-
-
-class Item(Part):
-    """A part of the conversation, or of an item's content. Its fields depend on its type."""
-
-    type: str = "message"
-    role: str | None = None  # message
-    content: "str | list[Item] | None" = None  # message, reasoning
-    summary: "list[Item] | None" = None  # reasoning
-    text: str | None = None  # the content's texts
-    image_url: str | None = None  # input_image
-    encrypted_content: str | None = None
-    call_id: str | None = None  # function_call, custom_tool_call, and their outputs
-    name: str | None = None
-    namespace: str | None = None
-    arguments: str | None = None
-    input: str | None = None
-    output: "str | list[Item] | None" = None
 
 
 class Tool(Part):
@@ -70,21 +38,16 @@ class Tool(Part):
     tools: "list[Tool] | None" = None  # the tools of a namespace
 
 
-class ReasoningOptions(Part):
-    effort: Effort | None = None
-    summary: str | None = None
-
-
 class ResponsesBody(Body):
     NEEDED: ClassVar = "input"
-    REFUSED: ClassVar = RESPONSES
+    REFUSED: ClassVar = common.RESPONSES
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
-    reasoning: ReasoningOptions = ReasoningOptions()
+    reasoning: Settings = Settings()
     text: Json | None = None
     include: list[str] | None = None
     top_logprobs: TopLogprobs | None = None
@@ -116,18 +79,18 @@ def _full_name(space: str | None, name: str) -> str:
 
 
 def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request]:
-    body = read(ResponsesBody, content)
+    body = common.read(ResponsesBody, content)
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     images: list[str] = []
     for i, item in enumerate(items):
         _add_item(messages, item, f"input[{i}]", images)
     tools = [
-        function_tool(name, tool.description, INPUT if tool.type == "custom" else tool.parameters, tool.strict)
+        common.function_tool(name, tool.description, INPUT if tool.type == "custom" else tool.parameters, tool.strict)
         for name, (tool, _) in body.named_tools.items()
         if body.tool_choice != "none"
     ]
-    request = make_request(
+    request = common.make_request(
         body,
         messages,
         images,
@@ -142,24 +105,25 @@ def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request]:
 
 def _add_item(messages: list[Json], item: Item, where: str, images: list[str]) -> None:
     """Add an item to the conversation. Consecutive reasoning, text and calls are one message of the assistant."""
-    if item.type == "message" and item.role is not None:
+    kind = item.type or "message"
+    if kind == "message" and item.role is not None:
         if item.role != "assistant":
             messages.append({"role": item.role, "content": _text(item.content, where, images)})
         else:
             _assistant(messages)["content"] += _text(item.content, where)
-    elif item.type == "reasoning":
+    elif kind == "reasoning":
         message = _assistant(messages)
         message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item, where)
-    elif item.type in ("function_call", "custom_tool_call") and item.name is not None:
-        is_custom = item.type == "custom_tool_call"
-        arguments = {"input": item.input or ""} if is_custom else arguments_of(item.arguments)
-        call = function_call(item.call_id or "", _full_name(item.namespace, item.name), arguments)
+    elif kind in ("function_call", "custom_tool_call") and item.name is not None:
+        is_custom = kind == "custom_tool_call"
+        arguments = {"input": str(item.input or "")} if is_custom else common.arguments_of(item.arguments)
+        call = common.function_call(item.call_id or "", _full_name(item.namespace, item.name), arguments)
         _assistant(messages).setdefault("tool_calls", []).append(call)
-    elif item.type in ("function_call_output", "custom_tool_call_output"):
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         text = _text(item.output, where, images)
         messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
-    elif not item.type.endswith(("_call", "_call_output")):  # ignore calls of tools on OpenAI's servers
-        raise unsupported(item.type, where, "input", "send the item itself")
+    elif not kind.endswith(("_call", "_call_output")):  # ignore calls of tools on OpenAI's servers
+        raise common.unsupported(kind, where, "input", "send the item itself")
 
 
 def _assistant(messages: list[Json]) -> Json:
@@ -175,13 +139,13 @@ def _text(content: str | list[Item] | None, where: str, images: list[str] | None
         return content
     texts = []
     for part in content or []:
-        if part.type == "input_image" and part.image_url is not None and images is not None:
-            texts.append(add_image(images, part.image_url))
+        if part.type == "input_image" and isinstance(part.image_url, str) and images is not None:
+            texts.append(common.add_image(images, part.image_url))
         elif part.type in TEXTS and part.text is not None:
             texts.append(part.text)
         else:
             fix = "send text" if images is None else "send text, or an image's image_url"
-            raise unsupported(part.type, where, "input", fix)
+            raise common.unsupported(part.type, where, "input", fix)
     return "".join(texts)
 
 
@@ -193,14 +157,14 @@ def _reasoning(item: Item, where: str) -> str:
     return ""
 
 
-class ResponsesWriter(BlockWriter):
+class ResponsesWriter(Writer):
     def __init__(self, body: ResponsesBody):
-        super().__init__()
-        self.body, self.tools = body, body.named_tools
+        super().__init__(body)
+        self.tools = body.named_tools
         self.n_reasoning = 0
         self.steps: list[Delta] = []  # kept for their log probabilities
         self.numbers = count()  # the numbers of events
-        self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self.id, self.created = new_id("resp"), int(time.time())
 
     def begin(self, usage: Usage) -> bytes:
         response = self.message(None, "in_progress")
@@ -213,13 +177,13 @@ class ResponsesWriter(BlockWriter):
         return super().add(step, choice)
 
     def text(self, piece: Text) -> bytes:
-        item = {"type": "message", "id": _new("msg"), "status": "in_progress", "role": "assistant", "content": []}
+        item = {"type": "message", "id": new_id("msg"), "status": "in_progress", "role": "assistant", "content": []}
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         tokens = piece.tokens if self.body.top is not None else []
         return self._extend(item, part, piece.text, logprobs=[logprob_of(self.steps[i]) for i in tokens])
 
     def reasoning(self, piece: Reasoning) -> bytes:
-        item = {"type": "reasoning", "id": _new("rs"), "status": "in_progress", "summary": [], "content": []}
+        item = {"type": "reasoning", "id": new_id("rs"), "status": "in_progress", "summary": [], "content": []}
         return self._extend(item, {"type": "reasoning_text", "text": ""}, piece.text)
 
     def call(self, call: CallBegins) -> Json:
@@ -227,8 +191,8 @@ class ResponsesWriter(BlockWriter):
         kind = "custom_tool_call" if tool.type == "custom" else "function_call"
         item = {
             "type": kind,
-            "id": _new("fc" if kind == "function_call" else "ctc"),
-            "call_id": _new("call"),
+            "id": new_id("fc" if kind == "function_call" else "ctc"),
+            "call_id": new_id("call"),
             "name": tool.name,
             "arguments": "",
             "status": "in_progress",
@@ -250,7 +214,7 @@ class ResponsesWriter(BlockWriter):
             arguments = item["arguments"]
             done = self._item_event("function_call_arguments.done", arguments=arguments, name=item["name"])
         elif item["type"] == "custom_tool_call":
-            item["input"] = text = str(arguments_of(item["arguments"]).get("input", ""))
+            item["input"] = text = str(common.arguments_of(item["arguments"]).get("input", ""))
             done = self._item_event("custom_tool_call_input.delta", delta=text)
             done += self._item_event("custom_tool_call_input.done", input=text)
         else:
@@ -307,7 +271,7 @@ class ResponsesWriter(BlockWriter):
             "output": [_shown(item) for item in self.blocks],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": body.reasoning.model_dump(),
+            "reasoning": body.reasoning.model_dump(include={"effort", "summary"}),
             "store": False,
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}, **(body.text or {})},
@@ -329,10 +293,6 @@ def _usage(usage: Usage, n_reasoning: int) -> Json:
         "output_tokens_details": {"reasoning_tokens": n_reasoning},
         "total_tokens": usage.n_prompt + usage.n_generated,
     }
-
-
-def _new(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def _shown(item: Json) -> Json:

@@ -1,4 +1,5 @@
-"""The body of a request: the fields of all APIs, their validation, and the messages of the chat template.
+"""What the APIs have in common: the fields of a body and their validation, the messages of the chat template, and the writer of
+an answer.
 
 Qwen's templates accept one system message, at the beginning, and the roles user, assistant and tool. Messages with other roles
 are converted in place, so that the prompt of a conversation remains a prefix of its continuations.
@@ -6,9 +7,10 @@ are converted in place, so that the prompt of a conversation remains a prefix of
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Le
@@ -28,11 +30,14 @@ from pydantic_core import CoreSchema
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ...decoding.counts import DraftCounts
 from ...images.prompt import MARK
 from ...pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ...text.answer import Reasoning
 from ...text.schema import Json
+from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..engine.encode import goes_on
-from ..request import ApiError, Effort, Request, StructuredOutput, Thinking
+from ..request import ApiError, Delta, Effort, Request, StructuredOutput, Thinking
 from ..structured_output import from_strict_tools, from_tool_choice, only_one
 
 MAX_BIASES = 10_000  # entries of logit_bias
@@ -137,6 +142,41 @@ class Part(BaseModel):
         schema = handler(source)
         _fail_fast(schema)
         return schema
+
+
+class Item(Part):
+    """A part of a conversation, or of its content. Its fields depend on its type and on the API."""
+
+    type: str | None = None
+    role: str | None = None
+    content: "str | list[Item] | None" = None
+    text: str | None = None
+    image_url: Json | str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Json | str | None = None
+    # Anthropic's
+    thinking: str | None = None
+    tool_use_id: str | None = None
+    is_error: bool | None = None
+    source: Json | None = None  # of an image
+    # Responses
+    summary: "list[Item] | None" = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: "str | list[Item] | None" = None
+
+
+class Settings(Part):
+    """The fields of ``stream_options``, ``output_config`` and ``reasoning``."""
+
+    include_usage: bool = False
+    include_sources: bool = False
+    effort: Effort | None = None
+    summary: str | None = None
+    format: Any = None
 
 
 class Body(Part):
@@ -318,9 +358,9 @@ def make_request(
     )
 
 
-def unsupported(kind: str, where: str, param: str, fix: str) -> ApiError:
+def unsupported(kind: str | None, where: str, param: str, fix: str) -> ApiError:
     """The error for an unsupported part of a conversation."""
-    return ApiError(400, f"{where}: {kind[:50]} is not supported: {fix}.", param=param)
+    return ApiError(400, f"{where}: {(kind or 'no type')[:50]} is not supported: {fix}.", param=param)
 
 
 def text_of(content: Any) -> str:
@@ -349,3 +389,96 @@ def function_tool(name: str, description: str | None, parameters: Any, strict: b
 def function_call(id: str, name: str, arguments: Json) -> Json:
     """A call in an assistant's message."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# Answers
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens of a request."""
+
+    n_prompt: int  # tokens of the prompts, each counted once
+    n_cached: int  # cached tokens among them
+    n_generated: int  # tokens of all answers
+    n_accepted: int  # accepted drafts among them
+    drafts: list[DraftCounts] | None  # of each answer; None if the server does not draft
+
+
+class Writer:
+    """Writes the answer to one request from the engine's steps: as a stream of bytes, or as a whole.
+
+    An answer consists of blocks, such as texts and calls, at most one of which is open. Each API formats its blocks.
+    """
+
+    finish_reason: str | None = None
+    # Of each API: pieces of a stream, but for the block of a call, and the whole answer once its blocks are closed.
+    text: Callable[[Text], bytes]
+    reasoning: Callable[[Reasoning], bytes]
+    call: Callable[[CallBegins], Json]
+    arguments: Callable[[CallArguments], bytes]
+    opened: Callable[[Json], bytes]  # the beginning of a block
+    closed: Callable[[Json], bytes]  # its end, once it is complete
+    message: Callable[[Usage], Json]
+    end: Callable[[Usage], bytes]
+    failed: Callable[[ApiError], bytes]
+
+    def __init__(self, body: Any):
+        self.body = body
+        self.blocks: list[Json] = []  # the answer so far
+        self.is_open = False  # whether the last block is open
+
+    def begin(self, usage: Usage) -> bytes:
+        """The beginning of a stream."""
+        return b""
+
+    def waiting(self, n_read: int, n_prompt: int) -> bytes:
+        """The progress of prefill in a stream, by default as a comment, which clients ignore."""
+        return f": keepalive {n_read}/{n_prompt}\n\n".encode()
+
+    def add(self, step: Delta, choice: int = 0) -> bytes:
+        """The part of a stream for a step; ``choice`` is the index of the answer, in APIs with several."""
+        self.finish_reason = step.finish_reason or self.finish_reason
+        return b"".join(map(self._add, step.events))
+
+    def _add(self, e: Any) -> bytes:
+        if isinstance(e, Text):
+            return self.text(e)
+        if isinstance(e, Reasoning):
+            return self.reasoning(e)
+        if isinstance(e, CallBegins):
+            return self.open(self.call(e))
+        if isinstance(e, CallArguments):
+            return self.arguments(e)
+        return self.close()
+
+    def open(self, block: Json) -> bytes:
+        """End the open block, and begin a new one."""
+        closed = self.close()
+        self.blocks.append(block)
+        self.is_open = True
+        return closed + self.opened(block)
+
+    def goes_on(self, kind: str) -> bool:
+        """Whether a block of this type is open."""
+        return self.is_open and self.blocks[-1]["type"] == kind
+
+    def close(self) -> bytes:
+        """End the last block, if it is open."""
+        was_open, self.is_open = self.is_open, False
+        return self.closed(self.blocks[-1]) if was_open else b""
+
+    def whole(self, usage: Usage) -> Json:
+        """The whole answer, after the last step, for a client that does not stream."""
+        self.close()
+        return self.message(usage)
+
+
+def event(data: Json, name: str | None = None) -> bytes:
+    """A server-sent event."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(data)}\n\n".encode()
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
