@@ -12,8 +12,8 @@ A browser sends the requests of any page, even to servers on its own machine: th
 
 import asyncio
 import hmac
+import json
 import logging
-import math
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import from_json
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -100,7 +100,6 @@ APIS = {
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
 }
-COUNT_TOKENS, COUNT_INPUT_TOKENS = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
 
 
 def make_app(
@@ -111,8 +110,9 @@ def make_app(
     endpoints = Endpoints(frontend, api_key)
     for path, api in APIS.items():
         _add_post(app, path, endpoints.generate(api), api)
-    _add_post(app, COUNT_TOKENS, endpoints.count_tokens, MESSAGES)
-    _add_post(app, COUNT_INPUT_TOKENS, endpoints.count_input_tokens, RESPONSES)
+    _add_post(app, "/v1/messages/count_tokens", endpoints.count(MESSAGES, {}), MESSAGES)
+    counted = {"object": "response.input_tokens"}
+    _add_post(app, "/v1/responses/input_tokens", endpoints.count(RESPONSES, counted), RESPONSES)
     for path, get in (
         ("/", endpoints.root),
         ("/health", endpoints.health),
@@ -126,11 +126,10 @@ def make_app(
                 path, get, methods=[method], response_model=None, operation_id=get.__name__, include_in_schema=is_listed
             )
     if not frontend.options.no_ui:
-        app.mount("/page", PageFiles())
-    app.add_exception_handler(ApiError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(Exception, _answer_failure)
-    app.add_middleware(Browsers, names=hosts, origins=origins, refuse=_error_response)
+        app.mount("/page", StaticFiles(directory=FOLDER))
+    for kind in (ApiError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_middleware(Browsers, names=hosts, origins=origins)
     app.add_middleware(Counting, frontend=frontend)
     return app
 
@@ -163,16 +162,13 @@ class Endpoints:
 
         return endpoint
 
-    async def count_tokens(self, http: HTTPRequest) -> Response:
-        return JSONResponse({"input_tokens": await self._count(http, MESSAGES)})
+    def count(self, api: API, kind: Json) -> Callable[[HTTPRequest], Awaitable[Response]]:
+        async def endpoint(http: HTTPRequest) -> Response:
+            _, request = await self._read(http, api)
+            async with watched([request], http.receive):
+                return JSONResponse({**kind, "input_tokens": await self.frontend.count_tokens(request)})
 
-    async def count_input_tokens(self, http: HTTPRequest) -> Response:
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": await self._count(http, RESPONSES)})
-
-    async def _count(self, http: HTTPRequest, api: API) -> int:
-        _, request = await self._read(http, api)
-        async with watched([request], http.receive):
-            return await self.frontend.count_tokens(request)
+        return endpoint
 
     async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request]:
         self._authorize(http)
@@ -187,7 +183,7 @@ class Endpoints:
         """The chat page, or with ``--no-ui`` the name and version."""
         if self.frontend.options.no_ui:
             return JSONResponse({"name": "mlx_mtp", "version": __version__})
-        return page_response()
+        return FileResponse(FOLDER / "page.html")
 
     async def health(self) -> Response:
         is_healthy = self.frontend.is_healthy
@@ -296,19 +292,14 @@ def _check_parts(body: Json) -> None:
 def _check_numbers(body: Json) -> None:
     """Refuse numbers too large for a float, which are parsed as infinity."""
     for name, field in body.items():
-        values = [field]
-        while values:
-            value = values.pop()
-            if isinstance(value, dict):
-                values += value.values()
-            elif isinstance(value, list):
-                values += value
-            elif isinstance(value, float) and not math.isfinite(value):
-                raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100])
+        try:
+            json.dumps(field, allow_nan=False)
+        except ValueError as e:
+            raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100]) from e
 
 
 class Counting:
-    """Counts responses by status, and logs each request in one line."""
+    """Counts responses by status, logs each request in one line, and adds the headers of the page's files."""
 
     def __init__(self, app: ASGIApp, frontend: Frontend):
         self.app, self.frontend = app, frontend
@@ -321,6 +312,8 @@ class Counting:
             if message["type"] == "http.response.start":
                 status = str(message["status"])
                 self.frontend.metrics.requests.labels(message["status"]).inc()
+                if scope["path"] == "/" or scope["path"].startswith("/page/"):
+                    MutableHeaders(scope=message).update(PAGE_HEADERS)
             await send(message)
 
         if scope["type"] != "http":
@@ -335,43 +328,21 @@ class Counting:
             logging.info(": ".join([line, *scope.get(FIGURES, ())]))
 
 
-def _error_response(http: HTTPRequest, error: ApiError) -> Response:
-    """An error in the format of the path's API. On a shared path, a header identifies Anthropic's clients."""
+def error_response(http: HTTPRequest, error: Exception) -> Response:
+    """Answer an error in the format of the path's API. On a shared path, a header identifies Anthropic's clients."""
+    if isinstance(error, HTTPException):  # of the framework, such as for an unknown path or a wrong method
+        message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
+        error = ApiError(error.status_code, message)
+    elif not isinstance(error, ApiError):
+        logging.error("A request failed.", exc_info=error)
+        error = ApiError(500, f"The request failed: {error}")
     theirs = http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers
     api = APIS.get(http.url.path, MESSAGES if theirs else CHAT)
     return JSONResponse(api.error_content(error), error.status, HEADERS.get(error.status))
 
 
-async def _answer_error(http: HTTPRequest, error: Any) -> Response:
-    return _error_response(http, error)  # Starlette calls a handler that is not async in a thread
-
-
-async def _answer_http_error(http: HTTPRequest, error: Any) -> Response:
-    """Answer an error of the framework, such as an unknown path or a wrong method."""
-    message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
-    return _error_response(http, ApiError(error.status_code, message))
-
-
-async def _answer_failure(http: HTTPRequest, error: Exception) -> Response:
-    logging.error("A request failed.", exc_info=error)
-    return _error_response(http, ApiError(500, f"The request failed: {error}"))
-
-
-def page_response() -> Response:
-    """The page itself."""
-    return FileResponse(FOLDER / "page.html", headers=PAGE_HEADERS)
-
-
-class PageFiles(StaticFiles):
-    """The page's style and scripts."""
-
-    def __init__(self) -> None:
-        super().__init__(directory=FOLDER)
-
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        response = await super().get_response(path, scope)
-        response.headers.update(PAGE_HEADERS)
-        return response
+async def _answer_error(http: HTTPRequest, error: Exception) -> Response:
+    return error_response(http, error)  # Starlette calls a handler that is not async in a thread
 
 
 class Browsers(CORSMiddleware):
@@ -382,21 +353,14 @@ class Browsers(CORSMiddleware):
     ``names``. Pages of ``origins`` may use the server besides its own, by default those of ``localhost``. ``*`` allows all.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        names: Collection[str],
-        origins: Collection[str] | None,
-        refuse: Callable[[HTTPRequest, ApiError], Response],
-    ):
+    def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] | None):
         pages = LOCAL_PAGES if origins is None else None
         super().__init__(app, origins or (), allow_methods=("*",), allow_headers=("*",), allow_origin_regex=pages)
         self.names = {name.lower() for name in ("localhost", gethostname(), *names)}
-        self.refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._error(Headers(scope=scope)) if scope["type"] == "http" else None
-        answer = super().__call__ if error is None else self.refuse(HTTPRequest(scope), error)
+        answer = super().__call__ if error is None else error_response(HTTPRequest(scope), error)
         await answer(scope, receive, send)
 
     def _error(self, headers: Headers) -> ApiError | None:
@@ -413,14 +377,6 @@ class Browsers(CORSMiddleware):
     def _is_ours(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:  # unbalanced brackets
+            return name.removesuffix(".") in self.names or bool(ip_address(name))
+        except ValueError:  # no address, or unbalanced brackets
             return False
-        return name.removesuffix(".") in self.names or _is_address(name)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True

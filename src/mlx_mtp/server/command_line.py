@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from jinja2 import TemplateSyntaxError
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ..caches.single import KVOptions
 from ..checkpoint.load import DEMO
 from ..cli.arguments import (
     check_alone,
@@ -225,7 +225,11 @@ def _json(text: str) -> Any:
 
 
 def check(args: argparse.Namespace) -> Options:
-    """Check the flags before the model is loaded, read the API key, and make the options.
+    """Check the flags before the model is loaded, and read the API key.
+
+    Returns:
+        Options: The flags, and ``load``, the arguments of ``mlx_mtp.load``; ``sampling``, the given sampling flags by the names
+          of ``Sampling``; and ``kv``, the quantization of keys and values. Without ``--max-tokens``, it is ``NO_LIMIT``.
 
     Raises:
         ValueError: A flag is invalid or cannot be combined with another.
@@ -254,10 +258,10 @@ def check(args: argparse.Namespace) -> Options:
     if args.pipeline and mx.distributed.init().size() == 1:
         raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
     _read_api_key(args)
-    names = {option.name for option in fields(Options)} - {"load", "sampling", "max_tokens"}
-    own = {name: getattr(args, name) for name in names}
-    own["max_tokens"] = NO_LIMIT if args.max_tokens == -1 else args.max_tokens
-    return Options(load=_load_arguments(args), sampling=given_sampling(args), **own)
+    kv = KVOptions(kv_bits=args.kv_bits, kv_group_size=args.kv_group_size, quantized_kv_start=args.quantized_kv_start)
+    options = Options(**vars(args), load=_load_arguments(args), sampling=given_sampling(args), kv=kv)
+    options.max_tokens = NO_LIMIT if args.max_tokens == -1 else args.max_tokens
+    return options
 
 
 def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:

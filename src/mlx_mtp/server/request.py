@@ -1,19 +1,18 @@
-"""A request to the server, the error that ends one, and the server's options."""
+"""A request to the server, and the error that ends one."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any, Literal
 
 from mlx_lm.server import GenerationArguments
 
-from ..caches.single import KVOptions
 from ..decoding.counts import DraftCounts
 from ..drafts.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.tree import Handle
-from ..sampling.sampler import AcceptanceName
 from ..text.answer import Answer, Event, Pieces
 from ..text.grammar import Grammar
 
@@ -24,6 +23,7 @@ VARIABLE = "reasoning_effort"  # the variable of chat templates that support eff
 NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the rest of the context
 NO_MEMORY = "insufficient_memory"  # the code of an error 507
 ModelKey = tuple[str, str | None]  # paths or repos of a model and of its adapters
+Options = Namespace  # the flags of ``mlx_mtp server`` by their names, as ``command_line.check`` returns them
 
 
 class ApiError(Exception):
@@ -206,56 +206,3 @@ class Request:
         """The state for other ranks: the prompt's tokens without its text, no client, and no grammar, which they compile."""
         unsent: dict[str, Any] = {"prompt": "", "more_prompts": [], "messages": [], "images": [], "grammar": None}
         return vars(self) | unsent | {"send": drop}
-
-
-@dataclass(frozen=True)
-class Options:
-    """The flags of ``mlx_mtp server`` by their names, as ``command_line.check`` returns them."""
-
-    model: str
-    served_model_name: str | None
-    adapter_path: str | None
-    serve_model: list[str]
-    allow_any_model: bool
-    use_default_chat_template: bool
-    chat_template_args: dict[str, Any]
-    load: Mapping[str, Any]  # the arguments of mlx_mtp.load for each served model
-    # HTTP
-    host: str
-    port: int
-    allowed_origins: Sequence[str] | None
-    allowed_hosts: Sequence[str]
-    allowed_local_media_path: str | None
-    allowed_media_domains: list[str]
-    no_ui: bool
-    log_level: str
-    max_queue: int | None
-    api_key: str | None
-    # Generation
-    sampling: Mapping[str, float]  # the given sampling flags, by the names of Sampling
-    max_tokens: int  # of an answer whose request sets no limit
-    decode_concurrency: int
-    prefill_step_size: int
-    max_token_gap: float
-    min_decode_share: float
-    # Drafts
-    mtp: bool | str | None
-    num_draft_tokens: int | Literal["auto"] | None
-    copy_drafts: CopyDrafts | None
-    acceptance: AcceptanceName | None
-    # Memory
-    max_memory: int | None
-    prompt_cache_size: int | None
-    prompt_cache_bytes: int | None
-    prompt_cache_dir: str | None
-    prompt_cache_disk_bytes: int | None
-    kv_bits: int | None
-    kv_group_size: int
-    quantized_kv_start: int
-
-    @property
-    def kv(self) -> KVOptions:
-        """The quantization of keys and values."""
-        return KVOptions(
-            kv_bits=self.kv_bits, kv_group_size=self.kv_group_size, quantized_kv_start=self.quantized_kv_start
-        )

@@ -2,9 +2,8 @@
 
 If several ranks run the model, rank 0 has the clients, and all ranks run the same steps. A step depends on the requests and on
 the tokens generated before. So rank 0 sends the arrived requests and the disconnected clients to the other ranks, and each rank
-runs the whole engine: batch generator, prompt cache, samplers and stop words. Every few turns the ranks exchange some numbers.
-This exchange does not block: it is queued after the passes before it, and read at the next exchange. The changes themselves are
-broadcast only if rank 0 has any.
+runs the whole engine: batch generator, prompt cache, samplers and stop words. Every few turns the ranks exchange some numbers;
+requests and disconnects are broadcast only if rank 0 has any.
 """
 
 import os
@@ -13,10 +12,9 @@ import time
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from queue import Empty, Queue
 from threading import Timer
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -25,21 +23,17 @@ from ...distributed.ranks import Ranks, differing_ranks
 from ..request import ApiError, Request
 
 IDLE = 0.1  # seconds that an idle server waits for a request before it checks for other changes
-EVERY = 4  # turns between two exchanges while tokens are generated
+EVERY = 4  # turns between two exchanges while tokens are generated: one waits for the pass in flight
 REST_AFTER = 100  # exchanges without a request, about ten seconds, until a rank sleeps between two exchanges
 REST = 0.08  # seconds of that sleep; the exchanges of an idle server are 0.1 s apart
 ALONE = 10.0  # seconds that a failed rank waits for the others to fail as well
 
 
-@dataclass
-class Changes:
+class Changes(NamedTuple):
     """The requests and disconnects since the last step."""
 
-    arrived: list[Request] = field(default_factory=list)  # in order
-    gone: set[int] = field(default_factory=set)  # the numbers of requests whose clients have disconnected
-
-    def __bool__(self) -> bool:
-        return bool(self.arrived or self.gone)
+    arrived: list[Request]  # in order
+    gone: set[int]  # the numbers of requests whose clients have disconnected
 
 
 class Clients:
@@ -98,60 +92,33 @@ class SharedClients(Clients):
         self.ranks = ranks
         self.n_turns = 0  # since the last exchange
         self.n_idle = 0  # exchanges since the last request
-        self.sent: mx.array | None = None  # each rank's numbers at the last exchange, [R, 3]
-        self.unsent = Changes()  # rank 0's
         self.checksum = 0  # a checksum of the generated tokens
 
     def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
         self.n_turns += 1
         if not is_idle and self.n_turns < EVERY:
-            return Changes()
-        is_prefilling, self.n_turns = self.n_turns > EVERY, 0
-        self.n_idle = self.n_idle + 1 if is_idle else 0
+            return Changes([], set())
+        self.n_turns, self.n_idle = 0, self.n_idle + 1 if is_idle else 0
+        mine = Changes([], set())
         if self.ranks.rank == 0:
-            new = self.look(known, wait=is_idle and not self.unsent)
-            self.unsent = Changes(self.unsent.arrived + new.arrived, new.gone)
-        changes = self._exchange()
-        if changes is None:
+            mine = self.look(known, wait=is_idle)
+        elif self.n_idle > REST_AFTER:
+            time.sleep(REST)  # MLX's ring waits in a busy loop
+        numbers = mx.array([[any(mine), self.is_stopping, self.checksum]], mx.uint32)
+        sent: Any = mx.distributed.all_gather(numbers, group=self.ranks.group).tolist()  # [R, 3]
+        has_changes, stop, checksum = zip(*sent)
+        if others := differing_ranks(checksum):
+            raise RuntimeError(f"{others} have generated other tokens than rank 0.")
+        if any(stop):
             return None
-        self._start_exchange()
-        if not is_prefilling:
-            return changes
-        # No pass is in flight that the exchange would wait for, and the next chunk of a prompt would delay its changes.
-        more = self._exchange()
-        return None if more is None else Changes(changes.arrived + more.arrived, changes.gone | more.gone)
+        shared = self.ranks.broadcast(mine) if has_changes[0] else mine
+        return mine if self.ranks.rank == 0 else shared
 
     def after_step(self, prefilled: list[PromptResponse], generated: list[Response]) -> None:
         if prefilled:
             self.n_turns = EVERY  # prefilling took long
         for uid, token in [(r.uid, "prefilled") for r in prefilled] + [(r.uid, r.token) for r in generated]:
             self.checksum = zlib.crc32(f"{uid} {token} ".encode(), self.checksum)
-
-    def _start_exchange(self) -> None:
-        if self.n_idle > REST_AFTER and self.ranks.rank != 0:
-            time.sleep(REST)  # before the exchange: MLX's ring waits in a busy loop
-        mine = [bool(self.unsent), self.is_stopping, self.checksum]
-        self.sent = mx.distributed.all_gather(mx.array([mine], mx.uint32), group=self.ranks.group)
-        mx.async_eval(self.sent)
-
-    def _exchange(self) -> Changes | None:
-        """The changes of the last exchange; ``None`` if a rank stops."""
-        if self.sent is None:
-            return Changes()
-        sent: Any = self.sent.tolist()
-        self.sent = None
-        has_changes, stop, checksum = zip(*sent)
-        if others := differing_ranks(checksum):
-            raise RuntimeError(f"{others} have generated other tokens than rank 0.")
-        if any(stop):
-            return None
-        return self._broadcast() if has_changes[0] else Changes()
-
-    def _broadcast(self) -> Changes:
-        """Rank 0's changes, on every rank."""
-        mine, self.unsent = self.unsent, Changes()
-        shared = self.ranks.broadcast(mine)
-        return mine if self.ranks.rank == 0 else shared
 
 
 def seed_equally(ranks: Ranks | None) -> None:
