@@ -7,7 +7,7 @@ from importlib import import_module
 import mlx.core as mx
 import pytest
 
-from mlx_mtp import DEMO, make_prompt_cache, mtp_generate_step
+from mlx_mtp import DEMO, TextOptions, make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
@@ -42,7 +42,7 @@ def rounded_model(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 16}], ids=str)
 def test_equal_tokens_pass(family, options):
-    assert check(model_of(family), PROMPT, max_tokens=18, num_draft_tokens=3, **options) == Check(18)
+    assert check(model_of(family), PROMPT, TextOptions(18, num_draft_tokens=3), **options) == Check(18)
 
 
 def test_stops_at_a_stop_token():
@@ -53,7 +53,7 @@ def test_stops_at_a_stop_token():
 def test_a_near_tie_is_within_rounding(monkeypatch):
     model, want, got = rounded_model(monkeypatch)
     at = next(i for i in range(32) if want[i] != got[i])
-    result = check(model, PROMPT, max_tokens=32, num_draft_tokens=3)
+    result = check(model, PROMPT, TextOptions(32, num_draft_tokens=3))
     d = result.difference
     assert (result.n_tokens, d.position, d.plain, d.mtp) == (at, at, want[at], got[at])
     logits = model(mx.array([PROMPT.tolist() + want[:at]]))[0, -1]
@@ -69,7 +69,7 @@ def test_a_fault_is_not_within_rounding(monkeypatch, amount):
     for seed in range(4):
         model = model_of("qwen3_5", seed)
         want = plain(PROMPT, model, max_tokens=50)
-        result = check(model, PROMPT, max_tokens=50, num_draft_tokens=3)
+        result = check(model, PROMPT, TextOptions(50, num_draft_tokens=3))
         d = result.difference
         assert d.plain == want[d.position] != d.mtp
         assert d.gap > 2 * d.rounding
@@ -103,7 +103,7 @@ def test_a_prompt_cache_is_left_unchanged():
     tokens = [t for t, _, _ in mtp_generate_step(PROMPT, model, max_tokens=7, prompt_cache=prompt_cache)]
     before = copy.deepcopy(prompt_cache)
     want = plain([*PROMPT.tolist(), *tokens, 7, 2], model, max_tokens=20)
-    result = check(model, mx.array([7, 2]), prompt_cache=prompt_cache, max_tokens=20, stop_tokens=want[19:])
+    result = check(model, mx.array([7, 2]), TextOptions(20), prompt_cache=prompt_cache, stop_tokens=want[19:])
     assert result == Check(want.index(want[19]) + 1)
     assert [getattr(c, "offset", None) for c in prompt_cache] == [getattr(c, "offset", None) for c in before]
     assert arrays_equal(*([c.cache for c in cache if isinstance(c, ArraysCache)] for cache in (prompt_cache, before)))

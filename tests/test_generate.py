@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from PIL import Image
 
 import mlx_mtp
-from mlx_mtp.cli.arguments import check_generation_flags, check_model_flags, sampler_of
+from mlx_mtp.cli.flags import check_generation_flags, check_model_flags, sampler_of
 from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
 from mlx_mtp.memory import FAILED_PASS
@@ -279,8 +279,8 @@ def test_resumes_a_prompt_cache_file(capsys, trained, tmp_path):
 def test_default_number_of_draft_tokens_of_a_draft_model(monkeypatch, capsys):
     given = []
 
-    def print_text(*_, num_draft_tokens, **__):
-        given.append(num_draft_tokens)
+    def print_text(*_, options, **__):
+        given.append(options.num_draft_tokens)
         raise ValueError("enough")
 
     monkeypatch.setattr(command, "print_text", print_text)
@@ -300,7 +300,7 @@ def test_a_head_that_could_be_downloaded_is_named(monkeypatch, capsys, tmp_path)
     no_head(headless := copied(tmp_path))
     cut = "stopped at 5 tokens (--max-tokens)\n"
     for found, note in ((None, ""), (("org/base", 2**30), "--mtp downloads the MTP head of org/base once, 1.07 GB.\n")):
-        monkeypatch.setattr("mlx_mtp.cli.arguments.head_to_fetch", lambda name, found=found: found)
+        monkeypatch.setattr("mlx_mtp.cli.flags.head_to_fetch", lambda name, found=found: found)
         status, out, err = run(capsys, "--model", headless, "-m", 5)
         assert (status, "Generation: 5 tokens" in out, "Drafts" in out) == (0, True, False)
         assert err == (note and f"Generating without drafts: {note}") + cut
@@ -340,9 +340,10 @@ OUT_OF_RANGE = [
 def test_refuses_a_flag_out_of_range_before_loading(monkeypatch, capsys):
     monkeypatch.setattr(command, "load", lambda *args, **kwargs: pytest.fail("loaded"))
     for flags in OUT_OF_RANGE:
-        name, value = flags.split()
-        pattern = rf"mlx_mtp generate: error: {name} must be .*, not {value}(\.0)?\.\n"
-        assert re.fullmatch(pattern, refused(capsys, name, value)), flags
+        flag, value = flags.split()
+        name = flag.removeprefix("--").replace("-", "_")  # in errors of the library
+        pattern = rf"mlx_mtp generate: error: ({flag}|{name}) must be .*, not {value}(\.0)?\.\n"
+        assert re.fullmatch(pattern, refused(capsys, flag, value)), flags
 
 
 def test_accepts_the_ends_of_a_range():
@@ -402,8 +403,8 @@ OF_THE_MODEL = [
     ("--extra-eos-token=no-such -m 1", "--extra-eos-token no-such is not a token of the model"),
     ("--extra-eos-token=4096 -m 1", "--extra-eos-token 4096 is not a token of the model"),
     ("--extra-eos-token=-1 -m 1", "--extra-eos-token -1 is not a token of the model"),
-    ("--min-tokens-to-keep 4097 --min-p 0.1 --temp 1", "at most 4096 for a vocabulary of 4096 tokens"),
-    ("--top-k 4096 --temp 1", "--top-k must be at most 4095 for a vocabulary of 4096 tokens, not 4096."),
+    ("--min-tokens-to-keep 4097 --min-p 0.1 --temp 1", "must be from 1 to 4096, not 4097"),
+    ("--top-k 4096 --temp 1", "--top-k must be from 0 to 4095, not 4096."),
     ("--kv-bits 4 --kv-group-size 128", "attention heads have 64 values"),
     ("--image FOLDER/a.png", "has no vision encoder, and its base model was not found"),
 ]
@@ -438,7 +439,7 @@ SPOILT = {
         ("--mtp --settings FOLDER", "There is no settings file"),
         ("--mtp --prompt-cache-dir FOLDER --check", "--prompt-cache-dir and --check cannot be combined"),
         ("--no-mtp --acceptance rejection", "--acceptance requires an MTP head: remove --no-mtp"),
-        ("--acceptance coupled --draft-model x", "--acceptance coupled cannot be combined with --draft-model"),
+        ("--acceptance coupled --draft-model x", "--acceptance coupled and --draft-model cannot be combined"),
         ("--draft-model x --copy-drafts 5", "--copy-drafts and --draft-model cannot be combined"),
         ("--num-draft-tokens 2 --model HEADLESS", "--num-draft-tokens requires an MTP head: "),
         ("--max-kv-size 9 --copy-drafts auto", "--copy-drafts cannot be combined with --max-kv-size"),

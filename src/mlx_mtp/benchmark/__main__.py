@@ -17,9 +17,8 @@ from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.self_test import compiled_differences, report_differences
-from ..cli.arguments import check_alone, check_head, check_limits, head_of, load_options, rank_groups
 from ..cli.display import one_line_errors
-from ..cli.flags import LOADING, MODEL_HELP, add_flags
+from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..files import check_target, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
@@ -111,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
         run_tune(args)
         return
     options = load_options(args) | {"settings": args.settings or False}
-    model, tokenizer = load(args.model or str(DEMO), mtp=head_of(args), **options, **rank_groups(args))
+    model, tokenizer = load(args.model or str(DEMO), **options)
     name = args.model or DEMO_NAME
     name = Path(name).resolve().name if Path(name).exists() else name  # without the path of a folder
     if model.drafting.tuned is not None:
@@ -159,7 +158,7 @@ def run_tune(args: argparse.Namespace) -> None:
     key = settings.key_of(path, *heads)  # heads from outside the checkpoint
     file = settings.default_file(key) if args.tune is True else Path(args.tune)
     settings.check_writable(file)
-    model, tokenizer = load(name, mtp=head_of(args), draft_vocab=0, settings=False, max_memory=args.max_memory)
+    model, tokenizer = load(name, **load_options(args) | {"draft_vocab": 0, "settings": False})
     tokens = encode_prompts(args, tokenizer, args.context[0])
     measured = tune.tune(model, tokenizer, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(tune.show(measured))

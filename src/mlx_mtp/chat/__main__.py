@@ -10,23 +10,23 @@ import mlx.core as mx
 from mlx_lm.chat import setup_arg_parser
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint.load import DEMO, load
-from ..cli.arguments import (
+from ..checkpoint.load import DEMO, check_family, load
+from ..cli.display import one_line_errors, sentence
+from ..cli.flags import (
+    add_drafting,
+    add_flags,
+    add_sampling,
     check_alone,
-    check_drafts_possible,
     check_generation_flags,
     check_model_flags,
     check_prompt_cache_dir,
-    head_of,
     load_options,
     open_prompt_store,
-    rank_groups,
     sampler_of,
     set_sampling,
     settle_drafts,
+    text_options,
 )
-from ..cli.display import one_line_errors, sentence
-from ..cli.flags import add_drafting, add_flags, add_sampling
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import Ranks, from_rank_0
 from ..drafts.options import asks_for_copies
@@ -73,18 +73,17 @@ def run(args: argparse.Namespace) -> None:
     check_generation_flags(args)
     check_prompt_cache_dir(args)
     check_alone(args, "adapter_path", "prompt_cache_dir", "images")
-    check_drafts_possible(args)
+    if args.mtp is True:
+        check_family(args.model)
     model, tokenizer, config = load(
         args.model,
         adapter_path=args.adapter_path,
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
         return_config=True,
         trust_remote_code=args.trust_remote_code,
-        mtp=head_of(args),
         copy_drafts=asks_for_copies(args.copy_drafts) or args.images or args.prompt_cache_dir is not None,
         vision="auto" if args.images else True,
         **load_options(args),
-        **rank_groups(args),
     )
     sampling = set_sampling(args, getattr(model, "ranks", None))  # models of plain mlx-lm have no ranks
     check_model_flags(args, config)
@@ -101,14 +100,13 @@ def run(args: argparse.Namespace) -> None:
 
 def start(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, store: PromptStore | None) -> Conversation:
     """Start a conversation with the options of the flags."""
-    names = ("max_tokens", "prefill_step_size", "num_draft_tokens", "copy_drafts", "draft_p_min")
     options = Options(
         model=args.model,
         system_prompt=args.system_prompt,
         is_ours=isinstance(model, MTPMixin),
         max_kv_size=args.max_kv_size,
         show_drafts=args.show_drafts,
-        generation={"mtp": args.mtp, **{name: getattr(args, name) for name in names}},
+        generation={"mtp": args.mtp, "options": text_options(args), "prefill_step_size": args.prefill_step_size},
         sampler=partial(sampler_of, args),
     )
     conversation = Conversation(model, tokenizer, options, store)

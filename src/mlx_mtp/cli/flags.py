@@ -1,12 +1,33 @@
-"""The flags of several commands."""
+"""The flags of several commands, their checks, and their conversion to arguments of the library."""
 
 import argparse
-from collections.abc import Iterable
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
-from ..checkpoint.settings import Sampling
+import mlx.core as mx
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.sample_utils import Sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..caches.prompt_cache import has_head
+from ..caches.validation import BITS, GROUP_SIZES
+from ..checkpoint.fetched import head_to_fetch
+from ..checkpoint.load import DEMO, DEMO_NOTE
+from ..checkpoint.settings import Sampling, sampling_defaults
+from ..distributed.ranks import Ranks
+from ..drafts.options import TextOptions, asks_for_copies
+from ..files import make_folder
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
-from ..sampling.sampler import AcceptanceName
+from ..prompt_store import PromptStore
+from ..sampling.sampler import AcceptanceName, make_sampler
 from .parser import Given, byte_size, flag_of, number_or
 
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
@@ -91,6 +112,13 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "Use pipelining instead of tensor parallelism, with mlx.launch.",
     },
 }
+# The lowest and the highest value of flags for which mlx-lm has no error.
+LIMITS: dict[str, tuple[float, float]] = {
+    "prefill_step_size": (1, math.inf),
+    "max_kv_size": (1, math.inf),
+    "quantized_kv_start": (0, math.inf),
+}
+LONGEST_NAME = 60  # characters of a wrong name in an error
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
@@ -141,3 +169,214 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         text = f"Sampling {text} (default: from the model's generation_config.json, or {default})."
         parser.add_argument(flag_of(flag), type=kind, default=default, action=Given, help=text)
         parser.set_defaults(**{f"has_{flag}": False})
+
+
+# Their conversion
+
+
+def load_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``mlx_mtp.load`` for ``LOADING``, the head, and the processes of ``mlx.launch``."""
+    names = ("draft_vocab", "mtp_bits", "draft_head_bits", "settings", "max_memory")
+    options = {name: getattr(args, name) for name in names}
+    options["mtp"] = {None: "cached", True: "auto"}.get(args.mtp, args.mtp)  # without a flag, nothing is downloaded
+    if (group := mx.distributed.init()).size() > 1:
+        options["pipeline_group" if args.pipeline else "tensor_group"] = group
+    return options
+
+
+def text_options(args: argparse.Namespace) -> TextOptions:
+    return TextOptions(
+        max_tokens=args.max_tokens,
+        num_draft_tokens=args.num_draft_tokens,
+        copy_drafts=args.copy_drafts,
+        draft_p_min=getattr(args, "draft_p_min", None),
+    )
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, float]:
+    """The sampling parameters on the command line, by the names of ``Sampling``."""
+    return {field: getattr(args, flag) for flag, field in SAMPLING.items() if getattr(args, f"has_{flag}")}
+
+
+def set_sampling(args: argparse.Namespace, ranks: Ranks | None) -> Sampling:
+    """Set sampling flags that are not on the command line to the model's defaults. Return all sampling parameters."""
+    sampling = sampling_defaults(args.model, given_sampling(args), ranks)
+    for flag, field in SAMPLING.items():
+        setattr(args, flag, getattr(sampling, field))
+    return sampling
+
+
+def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int = 0) -> Sampler:
+    """Make the sampler for the flags. With a seed, each turn of a conversation has a seed of its own."""
+    acceptance: AcceptanceName | None = args.acceptance or ("match" if args.mtp is False else None)
+    is_seeded = args.seed is not None and acceptance in (None, "coupled")  # others use MLX's random state
+    return make_sampler(
+        **_sampling(args),
+        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+        acceptance=acceptance,
+        seed=(args.seed + turn) % 2**64 if is_seeded else None,
+    )
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextManager[PromptStore | None]:
+    """The prompt store for the flags, if any."""
+    return nullcontext() if args.prompt_cache_dir is None else PromptStore(model, folder=args.prompt_cache_dir)
+
+
+def missing_head_note(name: str) -> str | None:
+    """A line about the head that ``--mtp`` would download for a model that was loaded without one, if there is one."""
+    with suppress(OSError, ValueError):  # other families of models
+        if (found := head_to_fetch(name)) is not None:
+            source, n_bytes = found
+            return f"Generating without drafts: --mtp downloads the MTP head of {source} once, {n_bytes / 1e9:.2f} GB."
+    return None
+
+
+def settle_drafts(args: argparse.Namespace, model: Any) -> None:
+    """Set ``mtp`` to whether the loaded model has a head, and print notes: the demo, its head, and tuned settings.
+
+    Raises:
+        ValueError: There is no head, and a flag requires it.
+    """
+    has_none = not has_head(model)
+    if has_none:
+        check_without_head(args, f"{args.model} has none here: --mtp downloads one, or takes one with --mtp HEAD.")
+    if has_none and args.mtp is None and (note := missing_head_note(args.model)) is not None:
+        print(note, file=sys.stderr)
+    args.mtp = not has_none
+    if args.model == str(DEMO):
+        print(f"{DEMO_NOTE}. `mlx_mtp models` lists real models.", file=sys.stderr)
+    if args.mtp and (fetched := model.fetched_head) is not None:
+        when = "fetched to" if fetched.is_new else "fetched before to"
+        print(f"MTP head: of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB, {when} {fetched.folder}", file=sys.stderr)
+        accepted = fetched.acceptance(model.fingerprint())
+        print(f"Drafts accepted on built-in text: {accepted or 0:.0%}", file=sys.stderr)
+    if args.mtp and model.drafting.tuned is not None:
+        given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
+        used = replace(model.drafting.tuned, **{name: value for name, value in given.items() if value is not None})
+        print(f"Using tuned settings: {used} (--settings off ignores them)", file=sys.stderr)
+
+
+# Their checks. Others are the library's, whose errors name the argument.
+
+
+def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, float]]) -> None:
+    """Raise a ValueError if the value of a flag is not within its limits. Missing flags and ``None`` are not checked."""
+    for name, (low, high) in limits.items():
+        value = values.get(name)
+        if value is not None and not (low <= value <= high and value < math.inf):
+            allowed = f"{low} or more" if high == math.inf else f"from {low} to {high}"
+            raise ValueError(f"{flag_of(name)} must be {allowed}, not {value}.")
+
+
+def check_generation_flags(args: argparse.Namespace) -> None:
+    """Check the flags of sampling, sizes and drafts before anything is loaded.
+
+    ``--draft-model`` and ``--max-kv-size`` turn off the head, and an absent ``num_draft_tokens`` of a draft model becomes
+    mlx-lm's default.
+
+    Raises:
+        ValueError: A flag is out of range or cannot be combined with another.
+    """
+    check_limits(vars(args), LIMITS)
+    if args.max_tokens < 1 and args.max_tokens != -1:
+        raise ValueError(f"--max-tokens must be 1 or more, or -1 for no limit, not {args.max_tokens}.")
+    for name, values in (("kv_bits", BITS), ("kv_group_size", GROUP_SIZES)):
+        value = getattr(args, name, None)
+        if value is not None and value not in values:
+            raise ValueError(f"{flag_of(name)} must be one of {', '.join(map(str, values))}, not {value}.")
+    make_sampler(**_sampling(args), seed=getattr(args, "seed", None))
+    check_head(args)
+    draft_model, max_kv_size = getattr(args, "draft_model", None), getattr(args, "max_kv_size", None)
+    copies = asks_for_copies(args.copy_drafts)
+    if args.mtp is None and (draft_model is not None or max_kv_size is not None):
+        args.mtp = False
+    if draft_model is None:
+        text_options(args).check()
+    else:
+        others = {"--mtp": args.mtp, "--copy-drafts": copies, "--acceptance coupled": args.acceptance == "coupled"}
+        for flag in (flag for flag, is_given in others.items() if is_given):
+            raise ValueError(f"{flag} and --draft-model cannot be combined.")
+        args.num_draft_tokens = 3 if args.num_draft_tokens is None else args.num_draft_tokens  # mlx-lm's default
+        if args.num_draft_tokens == "auto" or args.num_draft_tokens < 1:
+            raise ValueError(f"--num-draft-tokens must be 1 or more, not {args.num_draft_tokens}.")
+    if args.mtp is False:
+        check_without_head(args, "remove --no-mtp, --draft-model or --max-kv-size.")
+    if max_kv_size is not None and (args.mtp is not False or copies or getattr(args, "images", False)):
+        flag = "--mtp" if args.mtp else "--copy-drafts" if copies else "--images"
+        raise ValueError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
+
+
+def check_without_head(args: argparse.Namespace, advice: str) -> None:
+    """Raise a ValueError with this advice if a flag requires a head."""
+    needs = [name for name in ("check", "draft_p_min") if getattr(args, name, None)]
+    if getattr(args, "draft_model", None) is None and args.num_draft_tokens is not None:
+        needs.append("num_draft_tokens")
+    if args.acceptance == "rejection":
+        needs.append("acceptance")
+    if not asks_for_copies(args.copy_drafts):
+        needs += [name for name in ("show_drafts", "prompt_cache_dir") if getattr(args, name, None)]
+    if needs:
+        raise ValueError(f"{flag_of(needs[0])} requires an MTP head: {advice}")
+
+
+def check_head(args: argparse.Namespace) -> None:
+    """Raise a ValueError if the value of ``--mtp`` cannot be a head, such as a prompt."""
+    if not isinstance(args.mtp, str) or os.path.isdir(args.mtp):
+        return
+    try:
+        validate_repo_id(args.mtp)
+        is_name = "/" in args.mtp  # a repository name has a user
+    except HFValidationError:
+        is_name = False
+    if not is_name:
+        prompt = " Pass the prompt with --prompt." if hasattr(args, "prompt") else ""
+        text = args.mtp if len(args.mtp) <= LONGEST_NAME else f"{args.mtp[:LONGEST_NAME]}..."
+        raise ValueError(f"--mtp takes a head, and {text!r} is neither a folder nor the name of a repository.{prompt}")
+
+
+def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a flag does not fit the model of this config; mlx-lm would in the middle of a text."""
+    text_config = config.get("text_config", config)
+    size, head_dim, kv_bits = text_config.get("vocab_size"), text_config.get("head_dim"), getattr(args, "kv_bits", None)
+    if size is not None:
+        check_limits(vars(args), {"top_k": (0, size - 1), "min_tokens_to_keep": (1, size)})
+    if kv_bits is not None and head_dim is not None:
+        row = mx.zeros((1, 1, 1, head_dim))
+        try:
+            mx.eval(QuantizedKVCache(args.kv_group_size, kv_bits).update_and_fetch(row, row))
+        except ValueError as e:
+            raise ValueError(
+                f"--kv-bits {kv_bits} with --kv-group-size {args.kv_group_size} does not fit the model, whose attention "
+                f"heads have {head_dim} values: use --kv-bits 4 or 8 and --kv-group-size 32 or 64."
+            ) from e
+
+
+def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
+    """
+    Args:
+        flags (str): Flags that cannot be combined with it.
+
+    Raises:
+        OSError: ``--prompt-cache-dir`` cannot be written to.
+        ValueError: It is combined with one of the flags.
+    """
+    if args.prompt_cache_dir is None:
+        return
+    for name in flags:
+        if getattr(args, name):
+            raise ValueError(f"--prompt-cache-dir and {flag_of(name)} cannot be combined.")
+    make_folder(Path(args.prompt_cache_dir), "--prompt-cache-dir")
+
+
+def check_alone(args: argparse.Namespace, *flags: str) -> None:
+    """Raise a ValueError if there are several processes and one of the flags, which are for one process, is given."""
+    if (n := mx.distributed.init().size()) > 1:
+        for name in flags:
+            if getattr(args, name):
+                raise ValueError(f"{flag_of(name)} runs in one process, not in {n}: leave it out.")

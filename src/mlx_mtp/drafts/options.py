@@ -72,15 +72,21 @@ class TextOptions:
             n = tuned.num_draft_tokens if has_head(model) else 0
         if p_min is None:
             p_min = tuned.draft_p_min
-        check_num_draft_tokens(n)
-        check_copy_drafts(copies)
+        resolved = replace(self, num_draft_tokens=n, copy_drafts=copies, draft_p_min=p_min)
+        resolved.check()
         if not has_head(model) and n != 0:
             raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {n}.")
-        if not 0 <= p_min <= 1:
+        return replace(resolved, num_draft_tokens=0, copy_drafts="off") if self.keeps_state else resolved
+
+    def check(self) -> None:
+        """Raise a ValueError if an option of drafts is out of range."""
+        n, copies, p_min = self.num_draft_tokens, self.copy_drafts, self.draft_p_min
+        if n not in (None, "auto") and not isinstance(n, Depth) and not _is_number(n, 0, MAX_DRAFT_TOKENS):
+            raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
+        if copies not in (None, "auto", "off") and not _is_number(copies, 1, MAX_COPY_TOKENS):
+            raise ValueError(f"copy_drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {copies}.")
+        if p_min is not None and not 0 <= p_min <= 1:
             raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {p_min}.")
-        if self.keeps_state:
-            n, copies = 0, "off"
-        return replace(self, num_draft_tokens=n, copy_drafts=copies, draft_p_min=p_min)
 
     @property
     def keeps_state(self) -> bool:
@@ -94,17 +100,8 @@ class TextOptions:
         return max(n, {"auto": MAX_COPY_TOKENS, "off": 0}.get(self.copy_drafts, self.copy_drafts))  # type: ignore
 
 
-def check_num_draft_tokens(value: Any, name: str = "num_draft_tokens") -> None:
-    """Raise a ValueError if the option of this name is out of range."""
-    is_number = isinstance(value, int) and 0 <= value <= MAX_DRAFT_TOKENS
-    if value != "auto" and not isinstance(value, Depth) and not is_number:
-        raise ValueError(f"{name} must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {value}.")
-
-
-def check_copy_drafts(value: Any, name: str = "copy_drafts") -> None:
-    """Raise a ValueError if the option of this name is out of range."""
-    if value not in ("auto", "off") and not (isinstance(value, int) and 1 <= value <= MAX_COPY_TOKENS):
-        raise ValueError(f"{name} must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {value}.")
+def _is_number(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and low <= value <= high
 
 
 def asks_for_copies(copy_drafts: CopyDrafts | None) -> bool:

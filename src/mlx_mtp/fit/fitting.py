@@ -18,8 +18,8 @@ from ..checkpoint.head_formats import head_bits
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
 from ..checkpoint.output import check_new
-from ..cli.arguments import check_limits
 from ..cli.display import say
+from ..cli.flags import check_limits
 from ..cli.parser import flag_of
 from ..files import check_folder, check_source, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS

@@ -1,37 +1,40 @@
 """The command line of ``mlx_mtp generate``: that of ``mlx_lm.generate``, and the flags of MTP."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import numpy as np
 from mlx_lm.generate import setup_arg_parser
+from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import load_prompt_cache as load_caches
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import open_prompt_cache
 from ..checkpoint.config import read_json
 from ..checkpoint.hub import fetch
-from ..checkpoint.load import DEMO, load
+from ..checkpoint.load import DEMO, check_family, load
 from ..checkpoint.self_test import compiled_differences, report_differences
-from ..cli.arguments import (
+from ..cli.display import one_line_errors, prompt_progress
+from ..cli.flags import (
+    add_drafting,
     check_alone,
-    check_drafts_possible,
     check_generation_flags,
     check_model_flags,
     check_prompt_cache_dir,
-    head_of,
     load_options,
     open_prompt_store,
-    rank_groups,
     sampler_of,
     settle_drafts,
+    text_options,
 )
-from ..cli.display import one_line_errors, prompt_progress
-from ..cli.flags import add_drafting
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import from_rank_0
 from ..drafts.options import asks_for_copies
@@ -39,17 +42,24 @@ from ..extras import require
 from ..files import check_source
 from ..images.open import size_of
 from ..images.prompt import read_images, vision_of
+from ..images.vision import IMAGE_TOKEN, PLACEHOLDER
 from ..models import MODEL_TYPES
 from ..models.mixin import MTPMixin
 from ..text.grammar import Grammar, make_grammar
 from .check import check
-from .inputs import PromptCacheFile, PromptOptions, encode_prompt, load_prompt_cache, template_options
 from .stream import print_text
 
 # Flags for one process only. A prompt cache file is for a whole model.
 ALONE = ("prompt_cache_file", "prompt_cache_dir", "draft_model", "adapter_path", "image", "quantize_activations")
-SHARED_OPTIONS = ("max_tokens", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
-MTP_OPTIONS = ("num_draft_tokens", "copy_drafts", "draft_p_min")
+SIZES = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+
+
+class PromptCacheFile(NamedTuple):
+    """A file of ``mlx_lm.cache_prompt``."""
+
+    model: str
+    caches: list[Any]
+    tokenizer_config: dict[str, Any]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -95,18 +105,10 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer, config = load_model(args, saved)
     if saved is not None and isinstance(model, MTPMixin):
         open_prompt_cache(model, saved.caches)  # --check passes it to mlx-lm first, which does not check it
-    asked = PromptOptions(
-        text=args.prompt,
-        images=args.image or (),
-        system_prompt=args.system_prompt,
-        prefill_response=args.prefill_response,
-        ignore_chat_template=args.ignore_chat_template,
-        template=template_options(args.chat_template_config),
-    )
     prompt, input_embeddings = from_rank_0(
-        getattr(model, "ranks", None), lambda: encode_prompt(asked, model, tokenizer, config, saved is not None)
+        getattr(model, "ranks", None), lambda: encode_prompt(args, model, tokenizer, config, saved is not None)
     )
-    options = {name: getattr(args, name) for name in (*SHARED_OPTIONS, *MTP_OPTIONS)}
+    options: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
     options |= {"prompt_cache": None if saved is None else saved.caches, "input_embeddings": input_embeddings}
     images = args.image if args.image and isinstance(model, MTPMixin) else ()
     if args.check:
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
             pictured = read_images(vision_of(model), prompt, images)
             prompt, options["input_embeddings"] = pictured.tokens, pictured.embed(model)
             options["prompt_cache"] = pictured.cache(model, options["prompt_cache"])
-        result = check(model, mx.array(prompt), stop_tokens=tokenizer.eos_token_ids, **options)
+        result = check(model, mx.array(prompt), text_options(args), stop_tokens=tokenizer.eos_token_ids, **options)
         print(result.report(tokenizer))
         print(report_differences(compiled_differences(model, mx.array(prompt))))
         sys.exit(0 if result.passed else 1)
@@ -129,6 +131,7 @@ def run(args: argparse.Namespace) -> None:
             verbose=args.verbose,
             show_drafts=args.show_drafts,
             mtp=args.mtp,
+            options=text_options(args),
             sampler=sampler_of(args, tokenizer),
             max_kv_size=args.max_kv_size,
             draft_model=load_draft_model(args, tokenizer),
@@ -175,22 +178,23 @@ def load_model(
     options = load_options(args)
     if args.check:
         options["settings"] = False
-    sees = bool(args.image) and _is_ours(args.model)
+    # This package reads the images of its families of models, and mlx-lm those of others.
+    config_file = fetch(args.model, None) / "config.json" if args.image else Path()
+    sees = config_file.is_file() and read_json(config_file).get("model_type") in MODEL_TYPES
     if sees:
         options["vision"] = "auto"
-    check_drafts_possible(args)
+    if args.mtp is True:
+        check_family(args.model)
     if args.seed is not None:
         mx.random.seed(args.seed)
     model, tokenizer, config = load(
         args.model,
-        mtp=head_of(args),
         copy_drafts=asks_for_copies(args.copy_drafts) or sees or args.prompt_cache_dir is not None,
         adapter_path=args.adapter_path,
         tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
         model_config={"quantize_activations": args.quantize_activations},
         return_config=True,
         trust_remote_code=args.trust_remote_code,
-        **rank_groups(args),
         **options,
     )
     check_model_flags(args, config)
@@ -199,10 +203,126 @@ def load_model(
     return model, tokenizer, config
 
 
-def _is_ours(model: str) -> bool:
-    """Whether this package reads the images; mlx-lm reads them for other families of models."""
-    file = fetch(model, None) / "config.json"
-    return file.exists() and read_json(file).get("model_type") in MODEL_TYPES
+# The prompt
+
+
+def load_prompt_cache(file: str, model: str | None, kv_bits: int | None, kv_group_size: int) -> PromptCacheFile:
+    """Read a file of ``mlx_lm.cache_prompt``.
+
+    As in ``mlx_lm.generate``, it is refused if its model or quantization differs from the flags.
+    """
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
+    try:
+        caches, metadata = load_caches(file, return_metadata=True)
+        if missing := {"model", "tokenizer_config"} - metadata.keys():
+            raise ValueError(f"its metadata lack {', '.join(sorted(missing))}")
+        saved = PromptCacheFile(metadata["model"], caches, json.loads(metadata["tokenizer_config"]))
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as e:  # mlx-lm does not check its content
+        raise ValueError(f"{file} is not a prompt cache of `mlx_lm.cache_prompt`: {e}") from e
+    first = saved.caches[0]
+    if isinstance(first, QuantizedKVCache):
+        if kv_bits is not None and kv_bits != first.bits:
+            raise ValueError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
+        if kv_group_size != first.group_size:
+            raise ValueError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
+    if model not in (None, saved.model):
+        raise ValueError(
+            f"Providing a different model ({model}) than that used to create the prompt cache ({saved.model}) is an error."
+        )
+    return saved
+
+
+def template_options(text: str | None) -> dict[str, Any]:
+    """The arguments of ``apply_chat_template`` in ``--chat-template-config``."""
+    try:
+        config = json.loads(text or "{}")
+    except json.JSONDecodeError as e:
+        raise ValueError(f"--chat-template-config is not JSON: {e}.") from e
+    if not isinstance(config, dict):
+        raise ValueError(f"--chat-template-config must be a JSON object, not {text}.")
+    return config
+
+
+def encode_prompt(
+    args: argparse.Namespace, model: nn.Module, tokenizer: TokenizerWrapper, config: dict[str, Any], is_suffix: bool
+) -> tuple[list[int], mx.array | None]:
+    """The prompt's token ids, and the embeddings [T, H] of a prompt with images of another family of models.
+
+    Args:
+        is_suffix (bool): Whether a prompt cache has the beginning of the conversation.
+
+    Raises:
+        ValueError: The prompt is empty or is not text, or the model does not take images.
+    """
+    text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text = sys.stdin.read() if text == "-" else text
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError("The prompt is not text in UTF-8.") from e
+    is_ours = isinstance(model, MTPMixin)
+    if args.image and is_ours:
+        vision_of(model)  # or an error
+        if IMAGE_TOKEN not in text:
+            text = PLACEHOLDER * len(args.image) + text
+    use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
+    if use_chat_template:
+        text = _apply_chat_template(args, tokenizer, text, is_suffix)
+    pixel_values = None
+    if args.image and not is_ours:
+        text, pixel_values = _process_images(args.image, model, config, text)
+    tokens = tokenizer.encode(text, add_special_tokens=not use_chat_template)
+    if not tokens:
+        raise ValueError("The prompt is empty: give --prompt some text.")
+    if pixel_values is None:
+        return tokens, None
+    embeddings = model.embed_inputs(mx.array(tokens), pixel_values=pixel_values)
+    mx.eval(embeddings)  # prefill runs on another stream
+    return tokens, embeddings
+
+
+def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, text: str, is_suffix: bool) -> str:
+    given = (("system", args.system_prompt), ("user", text), ("assistant", args.prefill_response))
+    messages = [{"role": role, "content": content} for role, content in given if content is not None]
+    has_prefill = args.prefill_response is not None
+
+    def render(**variables: Any) -> str:
+        rendered: str = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            continue_final_message=has_prefill,
+            add_generation_prompt=not has_prefill,
+            **variables,
+        )
+        return rendered
+
+    text = render(**template_options(args.chat_template_config))
+    if is_suffix:
+        # The prefix is in the prompt cache.
+        messages[-1]["content"] = "<query>"
+        text = text[render().index("<query>") :]
+    return text
+
+
+def _process_images(files: Sequence[str], model: nn.Module, config: dict[str, Any], text: str) -> tuple[str, Any]:
+    """The prompt with its image placeholders expanded, and the pixels."""
+    from mlx_lm.processors import load_processor
+
+    processor = load_processor(model, config)
+    if processor is None:
+        raise ValueError(
+            f"--image: mlx-lm {version('mlx-lm')} has no image processor for model type {config.get('model_type')}. "
+            "For a Qwen3.5, add --mtp."
+        )
+    require("image", "--image")
+    from PIL import Image
+
+    text, pixel_values = processor(text, images=[np.asarray(Image.open(f).convert("RGB")) for f in files])
+    return text, pixel_values
+
+
+# Others
 
 
 def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generatio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.loop import mtp_generate_step
-from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions
+from ..drafts.options import TextOptions
 from ..layers.compiled import Compiler
 
 T = TypeVar("T")
@@ -75,11 +75,8 @@ class Check:
 def check(
     model: nn.Module,
     prompt: mx.array,
+    text: TextOptions = TextOptions(),  # noqa: B008 (frozen)
     *,
-    max_tokens: int = 256,
-    num_draft_tokens: NumDraftTokens | None = None,
-    copy_drafts: CopyDrafts | None = None,
-    draft_p_min: float | None = None,
     stop_tokens: Collection[int] = (),
     prompt_cache: list[Any] | None = None,
     **options: Any,
@@ -88,11 +85,12 @@ def check(
 
     Args:
         prompt (mx.array): The input prompt, [T].
+        text (TextOptions): The number of tokens, by default 256, and the options of drafts.
         stop_tokens (Collection[int]): Tokens that end the text.
         prompt_cache (List[Any], optional): A prompt cache for both; it is left unchanged.
-        options: ``input_embeddings``, ``prefill_step_size``, ``kv_bits``, ``kv_group_size`` and ``quantized_kv_start``; all
-          others are as in ``mtp_generate_step``.
+        options: ``input_embeddings``, ``prefill_step_size``, ``kv_bits``, ``kv_group_size`` and ``quantized_kv_start``.
     """
+    max_tokens = 256 if text.max_tokens is None else text.max_tokens
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     recent: dict[int, mx.array] = {}  # plain decoding's logits, [V], by the position of the generated token
@@ -103,21 +101,17 @@ def check(
         recent.pop(n - 2, None)  # mlx-lm runs one token ahead
         return logits
 
+    caches = _backbone_caches(model, prompt_cache)
     plain = generate_step(
-        prompt,
-        model,
-        max_tokens=max_tokens,
-        prompt_cache=_backbone_caches(model, prompt_cache),
-        logits_processors=[keep],
-        **options,
+        prompt, model, max_tokens=max_tokens, prompt_cache=caches, logits_processors=[keep], **options
     )
     mtp = mtp_generate_step(
         prompt,
         model,
         max_tokens=max_tokens,
-        num_draft_tokens=num_draft_tokens,
-        copy_drafts=copy_drafts,
-        draft_p_min=draft_p_min,
+        num_draft_tokens=text.num_draft_tokens,
+        copy_drafts=text.copy_drafts,
+        draft_p_min=text.draft_p_min,
         prompt_cache=copy.deepcopy(prompt_cache),
         **options,
     )
@@ -129,18 +123,15 @@ def check(
     row = recent[len(same)].astype(mx.float32)
     rounding = 0.0  # the token after the prompt comes from one pass in both
     if same:
-        size = 1 + TextOptions(num_draft_tokens=num_draft_tokens, copy_drafts=copy_drafts).resolve(model).most
-        sizes = {size, 1} if model.drafting.compiled else {size}  # one by one they are compiled
-        for n in sizes:
-            caches = _prefilled(model, prompt, prompt_cache, options)
+        size = 1 + text.resolve(model).most
+        for n in {size, 1} if model.drafting.compiled else {size}:  # one by one they are compiled
+            caches = _backbone_caches(model, prompt_cache)
+            for _ in generate_step(prompt, model, prompt_cache=caches, max_tokens=0, **options):
+                pass
             rounding = max(rounding, float(mx.abs(row - _run_in_windows(model, caches, same, n, **options)).max()))
-    return Check(len(same), _difference(len(same), row, *pair, rounding))
-
-
-def _difference(position: int, row: mx.array, plain: int, mtp: int, rounding: float) -> Difference:
-    """The difference of two tokens by plain decoding's logits, [V]."""
-    top = mx.sort(row)[-2:]
-    return Difference(position, plain, mtp, float(top[1] - top[0]), float(row[plain] - row[mtp]), rounding)
+    top, (a, b) = mx.sort(row)[-2:], pair
+    gaps = float(top[1] - top[0]), float(row[a] - row[b])
+    return Check(len(same), Difference(len(same), a, b, *gaps, rounding))
 
 
 def _compare(
@@ -160,16 +151,6 @@ def _compare(
 def _backbone_caches(model: nn.Module, prompt_cache: list[Any] | None) -> list[Any]:
     """Copies of the caches for plain mlx-lm. The positions of images are in the last entry."""
     return model.make_cache() if prompt_cache is None else copy.deepcopy(prompt_cache)
-
-
-def _prefilled(
-    model: nn.Module, prompt: mx.array, prompt_cache: list[Any] | None, options: dict[str, Any]
-) -> list[Any]:
-    """Plain mlx-lm's caches after the prompt."""
-    caches = _backbone_caches(model, prompt_cache)
-    for _ in generate_step(prompt, model, prompt_cache=caches, max_tokens=0, **options):
-        pass
-    return caches
 
 
 def _run_in_windows(

@@ -21,11 +21,11 @@ from ..decoding.counts import DraftCounts
 from ..decoding.exchange import same_random_state
 from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.window import Token
-from ..drafts.options import CopyDrafts, NumDraftTokens, asks_for_copies
+from ..drafts.options import TextOptions, asks_for_copies
 from ..images.prompt import ImagePrompt, read_images, vision_of
 from ..prompt_store import PromptStore
 from ..prompt_store.cuts import cuts_of
-from ..sampling.sampler import TextSampler, for_one_text
+from ..sampling.sampler import SeededSampler, TextSampler, for_one_text
 
 KV_NAMES = [field.name for field in fields(KVOptions)]
 
@@ -67,9 +67,7 @@ def stream_generate(
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
     mtp: bool | None = None,
-    num_draft_tokens: NumDraftTokens | None = None,
-    copy_drafts: CopyDrafts | None = None,
-    draft_p_min: float | None = None,
+    options: TextOptions | None = None,
     prompt_store: PromptStore | None = None,
     images: Sequence[Any] = (),
     **kwargs: Any,
@@ -84,7 +82,8 @@ def stream_generate(
         draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; requires ``mtp=False``.
         mtp (bool, optional): Draft with the MTP head; ``False`` is plain mlx-lm, unless ``copy_drafts`` is given. Default:
           ``None``, ``True`` if the model has a head.
-        num_draft_tokens, copy_drafts, draft_p_min (optional): See ``mlx_mtp.TextOptions``.
+        options (TextOptions, optional): Options of the text in one object; each may be given as an argument instead, such as
+          ``num_draft_tokens=2``. Default: ``None``.
         prompt_store (PromptStore, optional): Prefilled prefixes of earlier texts, to which this prompt and its answer are
           added, see ``mlx_mtp.PromptStore``. Default: ``None``.
         images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): A file, its bytes, or pixels for each
@@ -94,16 +93,22 @@ def stream_generate(
     Yields:
         GenerationResponse: mlx-lm's response, with the drafts made and accepted.
     """
+    if options is not None:
+        given = {name: value for name, value in vars(options).items() if value is not None}
+        max_tokens = given.pop("max_tokens", max_tokens)
+        kwargs = {**given, **kwargs}
     mtp = has_head(model) if mtp is None else mtp
+    drafts = mtp or asks_for_copies(kwargs.get("copy_drafts"))
     if draft_model is not None:
-        _check_draft_model(model, mtp, copy_drafts, images, kwargs.get("prompt_cache"))
-    if not mtp and draft_p_min:
+        _check_draft_model(model, mtp, images, kwargs)
+    if not mtp and kwargs.get("draft_p_min"):
         raise ValueError("draft_p_min requires mtp=True.")
+    if not drafts and prompt_store is not None:
+        raise ValueError("prompt_store requires mtp=True or copy_drafts.")
     if max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    drafts = mtp or asks_for_copies(copy_drafts)
     pictured = None
     if images:
         pictured = read_images(vision_of(model), _encode(tokenizer, prompt).tolist(), images)  # type: ignore[arg-type]
@@ -114,41 +119,34 @@ def stream_generate(
                 kwargs["images"] = pictured.spans(n_tokens(kwargs.get("prompt_cache") or []))
             else:
                 kwargs["prompt_cache"] = pictured.cache(model, kwargs.get("prompt_cache"))
-    if not drafts:
-        if prompt_store is not None:
-            raise ValueError("prompt_store requires mtp=True or copy_drafts.")
-        if draft_model is not None and num_draft_tokens is not None:
-            kwargs["num_draft_tokens"] = num_draft_tokens
-        kwargs["sampler"] = for_one_text(kwargs.get("sampler"))
-        if draft_model is not None and isinstance(kwargs["sampler"], TextSampler):
-            raise ValueError(
-                'A draft model samples by match: use make_sampler(..., acceptance="match") and mx.random.seed.'
-            )
-        with same_random_state(getattr(model, "ranks", None), stream):
-            for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
-                yield GenerationResponse(**vars(r))
+    if drafts:
+        if not mtp:
+            kwargs["num_draft_tokens"] = 0
+        steps = mtp_generate_step if prompt_store is None else partial(stored_steps, prompt_store, tokenizer, pictured)
+        yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, steps, **kwargs)
         return
-    kwargs |= {
-        "num_draft_tokens": num_draft_tokens if mtp else 0,
-        "copy_drafts": copy_drafts,
-        "draft_p_min": draft_p_min,
-    }
-    make_steps = mtp_generate_step if prompt_store is None else partial(stored_steps, prompt_store, tokenizer, pictured)
-    yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, make_steps, **kwargs)
+    for name in ("copy_drafts", "draft_p_min", *(["num_draft_tokens"] if draft_model is None else [])):
+        kwargs.pop(name, None)
+    kwargs["sampler"] = for_one_text(kwargs.get("sampler"))
+    with same_random_state(getattr(model, "ranks", None), stream):
+        for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
+            yield GenerationResponse(**vars(r))
 
 
-def _check_draft_model(
-    model: nn.Module, mtp: bool, copy_drafts: CopyDrafts | None, images: Sequence[Any], prompt_cache: list[Any] | None
-) -> None:
+def _check_draft_model(model: nn.Module, mtp: bool, images: Sequence[Any], options: dict[str, Any]) -> None:
     """Raise a ValueError if a draft model cannot be combined with the other options."""
     if mtp:
         raise ValueError("A draft model requires mtp=False: it cannot draft together with the MTP head.")
     if getattr(model, "ranks", None) is not None:
         raise ValueError("A draft model runs in one process, not on several machines: omit draft_model.")
-    if asks_for_copies(copy_drafts):
+    if asks_for_copies(options.get("copy_drafts")):
         raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
+    if isinstance(options.get("sampler"), (SeededSampler, TextSampler)):
+        raise ValueError(
+            'A draft model samples by match: use make_sampler(..., acceptance="match") and mx.random.seed.'
+        )
     # mlx-lm's speculative loop passes only the caches of layers, which do not have the positions of images.
-    if images or positions_of(prompt_cache, len(model.layers)) is not None:
+    if images or positions_of(options.get("prompt_cache"), len(model.layers)) is not None:
         raise ValueError("A draft model takes no images: omit draft_model.")
 
 
@@ -254,24 +252,25 @@ def print_text(
         print("=" * 10)
         if text:
             mtp = kwargs.get("mtp")
-            drafts = (has_head(model) if mtp is None else mtp) or asks_for_copies(kwargs.get("copy_drafts"))
-            _print_figures(response, drafts)
+            _print_figures(response, has_head(model) if mtp is None else mtp)
         else:
             print("No text generated for this prompt")
     return text, response
 
 
-def _print_figures(response: GenerationResponse, show_drafts: bool) -> None:
+def _print_figures(response: GenerationResponse, mtp: bool) -> None:
     print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
     print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
     print(f"Peak memory: {response.peak_memory:.3f} GB")
-    if show_drafts:
-        rates = ", ".join(f"{a / d:.3f}" for a, d in zip(response.accepted, response.drafted))
-        drafts = [f"{rates} accepted by position"] if rates else []
-        if response.copied:
-            drafts.append(f"{sum(response.copies_accepted)} of {sum(response.copied)} copies accepted")
-        if response.forced:
-            drafts.append(f"{sum(response.forced_accepted)} of {sum(response.forced)} forced tokens accepted")
+    drafts = [f"{a / d:.3f}" for a, d in zip(response.accepted, response.drafted)]
+    drafts = [f"{', '.join(drafts)} accepted by position"] if drafts else []
+    for name, made, accepted in (
+        ("copies", response.copied, response.copies_accepted),
+        ("forced tokens", response.forced, response.forced_accepted),
+    ):
+        if made:
+            drafts.append(f"{sum(accepted)} of {sum(made)} {name} accepted")
+    if drafts or mtp:
         print(f"Drafts: {', '.join(drafts) or 'none'}, {response.tokens_per_step:.3f} tokens-per-step")
 
 

@@ -4,6 +4,7 @@ MLX's generator has one state for the process, so its numbers depend on earlier 
 with a seed has a key for each position of a text instead, hashed from (seed, position).
 """
 
+import math
 import secrets
 import struct
 from collections.abc import Sequence
@@ -244,11 +245,20 @@ def make_sampler(
         )
     if seed is not None:
         check_seed(seed)
+    # Here, since an error of mlx-lm inside a compiled function invalidates the random state.
+    limits: dict[str, tuple[float, float]] = {"top_p": (top_p, 1), "min_p": (min_p, 1)}
+    limits |= {"xtc_probability": (xtc_probability, 1), "xtc_threshold": (xtc_threshold, 0.5)}
+    for name, (value, limit) in limits.items():
+        if not 0 <= value <= limit:  # or nan
+            raise ValueError(f"{name} must be from 0 to {limit}, not {value}.")
+    if not 0 <= temp < math.inf:
+        raise ValueError(f"temp must be 0 or more, not {temp}.")
+    if top_k < 0:
+        raise ValueError(f"top_k must be 0 or more, not {top_k}.")
+    if min_tokens_to_keep < 1:
+        raise ValueError(f"min_tokens_to_keep must be 1 or more, not {min_tokens_to_keep}.")
     if temp == 0:
         return greedy_sampler
-    if not temp > 0:  # or nan
-        raise ValueError(f"temp must be 0 or more, not {temp}.")
-    _check_range(min_p, min_tokens_to_keep, xtc_probability, xtc_threshold)
     special_tokens = xtc_special_tokens or []
     args = (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
     if acceptance == "match":
@@ -256,15 +266,3 @@ def make_sampler(
     if acceptance == "coupled":
         return SeededSampler(*args, tuple(special_tokens), secrets.randbits(64) if seed is None else seed)
     return Sampler(*args, tuple(special_tokens))
-
-
-def _check_range(min_p: float, min_tokens_to_keep: int, xtc_probability: float, xtc_threshold: float) -> None:
-    # Here, since an error of mlx-lm inside a compiled function invalidates the random state.
-    limits: dict[str, tuple[float, float]] = {"min_p": (min_p, 1), "xtc_probability": (xtc_probability, 1)}
-    if xtc_probability > 0:
-        limits["xtc_threshold"] = (xtc_threshold, 0.5)
-    for name, (value, limit) in limits.items():
-        if not 0 <= value <= limit:
-            raise ValueError(f"{name} must be from 0 to {limit}, not {value}.")
-    if min_tokens_to_keep < 1:
-        raise ValueError(f"min_tokens_to_keep must be 1 or more, not {min_tokens_to_keep}.")

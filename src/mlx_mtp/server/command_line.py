@@ -12,18 +12,19 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..caches.single import KVOptions
 from ..checkpoint.load import DEMO
-from ..cli.arguments import (
+from ..cli.flags import (
+    LOADING,
+    MODEL_HELP,
+    add_flags,
+    add_sampling,
     check_alone,
     check_generation_flags,
     check_limits,
     check_model_flags,
     check_prompt_cache_dir,
     given_sampling,
-    head_of,
     load_options,
-    rank_groups,
 )
-from ..cli.flags import LOADING, MODEL_HELP, add_flags, add_sampling
 from ..cli.parser import byte_size, finish, flag_of
 from ..files import check_folder, check_source
 from ..memory import CONTEXT
@@ -269,12 +270,12 @@ def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer_config: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     if args.chat_template:
         tokenizer_config["chat_template"] = args.chat_template
-    own = {"trust_remote_code": args.trust_remote_code, "mtp": head_of(args), "copy_drafts": True}
+    own = {"trust_remote_code": args.trust_remote_code, "copy_drafts": True}
     # The least context that must fit; longer prompts are checked when they arrive.
     own["context"] = min(CONTEXT, args.prefill_step_size)
     if args.images:
         own["vision"] = "auto"
-    return {**own, "tokenizer_config": tokenizer_config, **load_options(args), **rank_groups(args)}
+    return {**own, "tokenizer_config": tokenizer_config, **load_options(args)}
 
 
 def _check_template(args: argparse.Namespace) -> None:

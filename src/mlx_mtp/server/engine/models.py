@@ -15,7 +15,7 @@ from ...caches.prompt_cache import has_head
 from ...checkpoint.config import context_length_of
 from ...checkpoint.load import load
 from ...checkpoint.settings import sampling_defaults
-from ...cli.arguments import missing_head_note
+from ...cli.flags import missing_head_note
 from ...distributed.ranks import Ranks
 from ...drafts.options import asks_for_copies
 from ...memory import is_device_error
