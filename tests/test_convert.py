@@ -21,7 +21,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint import fetched
 from mlx_mtp.checkpoint.fetched import measure_acceptance
 from mlx_mtp.checkpoint.hub import fetch
-from mlx_mtp.convert import conversion, convert, output
+from mlx_mtp.convert import conversion, convert
 from mlx_mtp.convert.__main__ import main, make_parser
 from mlx_mtp.images.tower import PATCH_KERNEL, split_tower
 from mlx_mtp.layers.mtp import split_head
@@ -227,7 +227,7 @@ def test_failure_leaves_nothing(failure, tmp_path, monkeypatch):
         save(file, weights, **kwargs)
 
     monkeypatch.setattr(mx, "save_safetensors", fail)
-    monkeypatch.setattr(output, "make_shards", lambda weights, _: [{name: w} for name, w in weights.items()])
+    monkeypatch.setattr(conversion, "make_shards", lambda weights, _: [{name: w} for name, w in weights.items()])
     with pytest.raises((KeyboardInterrupt, OSError)):
         convert(str(DATA / "moe35"), str(tmp_path / "out"))
     assert len(files) == 2
@@ -314,7 +314,7 @@ def test_converts_a_repository_with_its_card(offline, tmp_path, hub, monkeypatch
 @pytest.mark.parametrize("graft", [False, True])
 def test_upload_keeps_the_card(graft, tmp_path, monkeypatch):
     api = create_autospec(huggingface_hub.HfApi, instance=True)
-    monkeypatch.setattr(output, "HfApi", lambda: api)
+    monkeypatch.setattr(conversion, "HfApi", lambda: api)
     source, options = DENSE, {}
     if graft:
         source, options = converted(DENSE, tmp_path / "bare", mtp=False), {"graft_mtp_from": str(DENSE)}

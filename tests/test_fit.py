@@ -21,11 +21,10 @@ from mlx_mtp.fit import __main__ as command
 from mlx_mtp.fit import comparison as measuring
 from mlx_mtp.fit import fitting
 from mlx_mtp.fit import loss as losses
-from mlx_mtp.fit.checkpoint import Lora
 from mlx_mtp.fit.comparison import TextCounts, compare, measure
 from mlx_mtp.fit.loss import DraftKVCache, DraftLoss
-from mlx_mtp.fit.texts import Text, answer_all, read_corpus, split
-from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, read_states, record, train_head
+from mlx_mtp.fit.texts import Data, Text, answer_all, read_corpus, split
+from mlx_mtp.fit.training import Lora, Schedule, iterate_batches, make_trainable, read_states, record, train_head
 from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import config_of, differing, make_adapter, parameters, tensors, write
 from tests.support.commands import refusal
@@ -406,11 +405,11 @@ def test_lines_of_text(tmp_path, loaded):
 
 def test_an_answer_that_was_cut_short_is_made_again(tmp_path, loaded):
     prompts = [Text(str(i), [40 + i], 1) for i in range(3)]
-    options = {"answers": 2, "max_tokens": 8, "temp": 1.0, "seed": 0}
-    whole = answer_all(*loaded, prompts, tmp_path / "a", **options)
+    data = Data(None, None, 64, answers=2, max_tokens=8, temp=1.0, cache_gb=1.0, seed=0)
+    whole = answer_all(*loaded, prompts, tmp_path / "a", data)
     lines = (tmp_path / "a").read_text()
     (tmp_path / "b").write_text(lines[: len(lines) // 2])
-    assert answer_all(*loaded, prompts, tmp_path / "b", **options) == whole
+    assert answer_all(*loaded, prompts, tmp_path / "b", data) == whole
     assert (tmp_path / "b").read_text() == lines
     assert whole[0].tokens != whole[3].tokens  # another answer to the same prompt
 

@@ -13,7 +13,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint import fetched
 from mlx_mtp.checkpoint.fetched import CHECK_TOKENS, FLOOR
 from mlx_mtp.convert import graft as grafting
-from mlx_mtp.fit.checkpoint import write_checkpoint
+from mlx_mtp.fit.fitting import write_checkpoint
 from mlx_mtp.layers.mtp import split_head
 from mlx_mtp.prompts import PYTHON
 from tests.support.bad_checkpoints import configured, narrow_fc, removed, written
@@ -200,8 +200,8 @@ def vision(**changes):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (removed("model-tower.safetensors"), "has no vision encoder to graft: name the base model"),
-        (configured(vision_config=None), "has no vision encoder to graft: name the base model"),
+        (removed("model-tower.safetensors"), "has no vision encoder: the base model of .* has"),
+        (configured(vision_config=None), "has no vision encoder: the base model of .* has"),
         (vision(out_hidden_size=8), "makes embeddings of 8, its model takes 192"),
         (vision(depth=3), r"blocks\.2"),
         (vision(hidden_size="a"), "vision_config of .* is not usable"),
@@ -304,9 +304,9 @@ def quantized_head(donor):
         ),
         (fewer_rows, r"does not fit .*: its vocabulary has 4095 rows, not 4096\.$"),
         (narrow_fc, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]"),
-        (no_head, "donor has no MTP head to graft: name the base model"),
+        (no_head, "donor has no MTP head: the base model of .* has"),
         (configured(model_type="qwen3_5_moe"), r"does not fit .*: model_type is qwen3_5_moe, not qwen3_5\.$"),
-        (quantized_head, "is quantized: graft the base model's"),
+        (quantized_head, "is quantized: the base model.s"),
         (removed("config.json"), "has no config.json"),
         (written(WEIGHTS, b"12345678"), "truncated or damaged"),
         (removed(WEIGHTS), "No safetensors"),

@@ -228,7 +228,7 @@ def test_cards_that_name_each_other(hub, tmp_path):
     for name, base in (("b", "org/c"), ("c", "org/b")):
         hub.publish(f"org/{name}", card(shutil.copytree(folder, tmp_path / name), base))
     message = error_of(folder)
-    for part in ("org/b has no MTP head. org/c has no MTP head.", "--mtp HEAD", "--graft-mtp-from"):
+    for part in ("org/b has no MTP head: ", "org/c has no MTP head: ", "--mtp HEAD", "--graft-mtp-from"):
         assert part in message
 
 
@@ -389,7 +389,7 @@ def test_the_tower_is_that_of_the_original(hub, folder, tmp_path, go_offline):
 
 
 def test_an_original_without_a_tower(folder):
-    with pytest.raises(FileNotFoundError, match=r"org/original has no vision encoder\. .*--graft-vision-from"):
+    with pytest.raises(FileNotFoundError, match=r"org/original has no vision encoder: .*--graft-vision-from"):
         load(folder, vision="auto")
 
 

@@ -2,14 +2,13 @@
 
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub.utils import TensorInfo
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.counts import DraftCounts
@@ -139,24 +138,16 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
 
 
 def fitting_head(original: CheckpointReader, config: Config, name: str) -> Tensors:
-    """Describe the tensors of a base model's head, for the model of this config and name.
-
-    Raises:
-        ValueError: There is no head, or it does not fit the model, or it is quantized.
-    """
+    """Describe the tensors of a base model's head, for the model of this config and name. A ValueError tells if there is none,
+    it does not fit, or it is quantized."""
     own, tensors = check_sizes(original, config, name), original.head()
     if not tensors:
-        raise ValueError(f"{original.name} has no MTP head.")
+        raise ValueError(f"{original.name} has no MTP head: the base model of {name} has.")
     check_head(original.name, own, original.weight_map)
-    if is_quantized(tensors):
-        raise ValueError(f"The MTP head of {original.name} is quantized.")
+    if any(tensor.endswith(".scales") or t.dtype not in DTYPES for tensor, t in tensors.items()):
+        raise ValueError(f"The MTP head of {original.name} is quantized: the base model's is in bfloat16.")
     check_shapes(skeleton(config, name), split_head(tensors)[1])
     return tensors
-
-
-def is_quantized(head: Mapping[str, TensorInfo]) -> bool:
-    """Whether a head's tensors are quantized, in MLX's format or another."""
-    return any(name.endswith(".scales") or t.dtype not in DTYPES for name, t in head.items())
 
 
 def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
@@ -201,14 +192,10 @@ def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
 
 
 def fitting_tower(original: CheckpointReader, config: Config, name: str) -> Tensors:
-    """Describe the tensors of a base model's tower.
-
-    Raises:
-        ValueError: There is no tower, or the base model's sizes differ from the model's.
-    """
+    """Describe the tensors of a base model's tower. A ValueError tells if there is none, or the sizes of the models differ."""
     own, tensors = check_sizes(original, config, name), original.tower()
     if not tensors or not isinstance(own.get("vision_config"), dict):
-        raise ValueError(f"{original.name} has no vision encoder.")
+        raise ValueError(f"{original.name} has no vision encoder: the base model of {name} has.")
     return tensors
 
 

@@ -2,20 +2,26 @@
 encoders beside linked files of another checkpoint."""
 
 import json
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+from huggingface_hub import ModelCard, ModelCardData
+from yaml import YAMLError
 
 from ..layers.mtp import split_head
 from .config import EXTRA_TENSORS, Config, text_config_of
 from .head_formats import load_tensors, quantization_beside
 from .hub import HEAD_FILE, TOWER_FILE, check_path
 from .reader import INDEX_FILE, CheckpointReader, n_bytes
+
+log = logging.getLogger(__name__)
 
 
 def check_new(target: Path) -> None:
@@ -168,3 +174,58 @@ def write_config(folder: Path, config: Config, head: dict[str, mx.array], origin
         config.update(quantization_beside(config, head))
         describe_head(config, origin, next(iter(head.values())).dtype, None, separate=True)
     (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n")
+
+
+# The model card
+
+USAGE = """
+## Multi-token prediction
+
+This checkpoint keeps the model's MTP head. mlx_mtp uses it to generate the same text faster. Install mlx_mtp
+(see its README), then:
+
+```sh
+mlx_mtp generate --mtp --model {name} --prompt 'Write a binary search in Python.'
+```
+
+mlx-lm 0.32.0 and later loads the checkpoint and ignores the head.
+"""
+IMAGES = """
+## Images
+
+This checkpoint keeps the model's vision encoder:
+
+```sh
+mlx_mtp generate --mtp --model {name} --image picture.png --prompt 'What is this?'
+```
+"""
+
+
+def write_card(
+    folder: Path, original: Path, base_model: str | None, usage: str = "", takes_images: bool = False
+) -> None:
+    """Write the model card: the base model's metadata, such as licence and language, and how to use this checkpoint.
+
+    mlx-lm's own function requests the base model's card from the hub even if it is in the cache, and fails if there is none.
+    """
+    card = _read_card(original) or ModelCard.from_template(ModelCardData(language="en"))
+    data: Any = card.data
+    data.library_name = "mlx"
+    data.pipeline_tag = "image-text-to-text" if takes_images else "text-generation"
+    tags = data.tags or []
+    data.tags = tags if "mlx" in tags else [*tags, "mlx"]
+    if base_model is not None:
+        data.base_model = base_model
+    card.text = usage
+    card.save(folder / "README.md")
+
+
+def _read_card(file: Path) -> ModelCard | None:
+    if not file.exists():
+        return None
+    try:
+        card: ModelCard = ModelCard.load(file)
+    except (ValueError, YAMLError) as e:  # a conversion does not fail because of its card
+        log.warning(f"[WARNING] {file} is ignored, because it cannot be read: {' '.join(str(e).split())}")
+        return None
+    return card

@@ -9,24 +9,38 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES, mixed_quant_predicate_builder
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import dequantize_model, quantize_model
+from mlx_lm.utils import dequantize_model, get_total_parameters, make_shards, quantize_model, save_config
+from tqdm import tqdm
 
 from ..checkpoint.config import EXTRA_TENSORS, Config, read_json
 from ..checkpoint.fetched import measure_acceptance
 from ..checkpoint.head_formats import head_bits, is_head
-from ..checkpoint.hub import commit_of, fetch
+from ..checkpoint.hub import HEAD_FILE, WEIGHTS, commit_of, fetch, first_line
 from ..checkpoint.load import find_vision, load
-from ..checkpoint.output import atomic_directory, check_new, describe_head, describe_no_head, dtype_name
+from ..checkpoint.output import (
+    IMAGES,
+    USAGE,
+    atomic_directory,
+    check_new,
+    check_written,
+    describe_head,
+    describe_no_head,
+    dtype_name,
+    save,
+    write_card,
+    write_index,
+)
 from ..files import check_folder
 from ..images.tower import PREFIX
 from ..images.vision import CONFIG_FILES, Vision
 from ..models import BASES
 from ..models.protocol import MTPModel
 from .graft import graft
-from .output import IMAGES, USAGE, shard_gb, upload, write_card, write_model
 
 Decision = bool | dict[str, Any]  # whether to quantize a module, or how
 QuantPredicate = Callable[[str, nn.Module], Decision]
@@ -83,78 +97,49 @@ def convert(
           each other.
     """
     target = Path(mlx_path)
-    how = Quantization(quantize, dequantize, q_group_size, q_bits, q_mode, quant_predicate, mtp_bits, mtp_group_size)
-    options: dict[str, Any] = {"revision": revision, "dtype": dtype, "skip_check": skip_check, "name": upload_repo}
     check_new(target)
-    if graft_mtp_from is None and graft_vision_from is None:
-        how.check(mtp)
-        of_model: dict[str, Any] = {"adapter_path": adapter_path, "trust_remote_code": trust_remote_code}
-        convert_weights(hf_path, target, how, mtp=mtp, vision=vision, **of_model, **options)
-    elif how.changes_weights or adapter_path is not None or not mtp or not vision:
-        flag = (
-            "--graft-mtp-from adds a head" if graft_vision_from is None else "--graft-vision-from adds a vision encoder"
-        )
-        raise ValueError(f"{flag} and converts nothing: omit the flags of a conversion.")
-    else:
+    how = Quantization(quantize, dequantize, q_group_size, q_bits, q_mode, quant_predicate, mtp_bits, mtp_group_size)
+    originals = {
+        "--graft-mtp-from adds a head": graft_mtp_from,
+        "--graft-vision-from adds a vision encoder": graft_vision_from,
+    }
+    if grafts := [what for what, original in originals.items() if original is not None]:
+        if how.changes_weights or adapter_path is not None or not mtp or not vision:
+            raise ValueError(f"{grafts[-1]} and converts nothing: omit the flags of a conversion.")
         graft(
-            hf_path,
-            target,
-            mtp_from=graft_mtp_from,
-            vision_from=graft_vision_from,
-            original_revision=graft_revision,
-            **options,
-        )
+            hf_path, target, mtp_from=graft_mtp_from, vision_from=graft_vision_from, original_revision=graft_revision,
+            revision=revision, dtype=dtype, skip_check=skip_check, name=upload_repo,
+        )  # fmt: skip
+    else:
+        how.check(mtp)
+        if adapter_path is not None:
+            check_folder(Path(adapter_path), "--adapter-path")
+        print("[INFO] Loading")
+        source = fetch(hf_path, revision)
+        commit = commit_of(source)
+        check_not_packed(source, hf_path)
+        model, tokenizer, config = load(
+            hf_path, revision=commit or revision, return_config=True, adapter_path=adapter_path, lazy=True, mtp=mtp,
+            tokenizer_config={"trust_remote_code": trust_remote_code}, trust_remote_code=trust_remote_code,
+            draft_vocab=0 if mtp else None,
+        )  # fmt: skip
+        if adapter_path is not None:
+            fuse(model)
+        cast(model, dtype, config)
+        head = copy.deepcopy(model.mtp) if mtp_bits is not None else None
+        model, config = how.apply(model, config)
+        images = find_vision(source, config) if vision else None
+        _record_head(config, model if mtp else None, hf_path, commit)
+        usage = (USAGE + IMAGES * (images is not None)).format(name=upload_repo or target) if mtp else ""
+        with atomic_directory(target) as folder:
+            write_model(folder, model, config, shard_gb(source), {} if images is None else _tower_tensors(images))
+            _write_files(folder, source, tokenizer, () if images is None else CONFIG_FILES)
+            base_model = None if Path(hf_path).exists() else hf_path
+            write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)
+        if head is not None and mtp_bits is not None and not skip_check:
+            print_cost(target, head, mtp_bits)
     if upload_repo is not None:
         upload(target, upload_repo)
-
-
-def convert_weights(
-    hf_path: str,
-    target: Path,
-    how: "Quantization",
-    *,
-    adapter_path: str | None,
-    mtp: bool,
-    vision: bool,
-    revision: str | None,
-    dtype: str | None,
-    skip_check: bool,
-    trust_remote_code: bool,
-    name: str | None,
-) -> None:
-    """Load, cast, quantize and write; ``name`` is the result's in the model card. Default: its folder."""
-    if adapter_path is not None:
-        check_folder(Path(adapter_path), "--adapter-path")
-    print("[INFO] Loading")
-    source = fetch(hf_path, revision)
-    commit = commit_of(source)
-    check_not_packed(source, hf_path)
-    model, tokenizer, config = load(
-        hf_path,
-        revision=commit or revision,
-        return_config=True,
-        adapter_path=adapter_path,
-        tokenizer_config={"trust_remote_code": trust_remote_code},
-        lazy=True,
-        trust_remote_code=trust_remote_code,
-        mtp=mtp,
-        draft_vocab=0 if mtp else None,
-    )
-    if adapter_path is not None:
-        fuse(model)
-    cast(model, dtype, config)
-    head = copy.deepcopy(model.mtp) if how.mtp_bits is not None else None
-    model, config = how.apply(model, config)
-    images = find_vision(source, config) if vision else None
-    _record_head(config, model if mtp else None, hf_path, commit)
-    usage = (USAGE + IMAGES * (images is not None)).format(name=name or target) if mtp else ""
-    with atomic_directory(target) as folder:
-        write_model(folder, model, config, shard_gb(source), {} if images is None else _tower_tensors(images))
-        _write_files(folder, source, tokenizer, () if images is None else CONFIG_FILES)
-        base_model = None if Path(hf_path).exists() else hf_path
-        write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)
-    if head is not None and how.mtp_bits is not None and not skip_check:
-        print_cost(target, head, how.mtp_bits)
 
 
 def check_not_packed(source: Path, name: str) -> None:
@@ -212,6 +197,68 @@ def print_cost(target: Path, head: nn.Module, bits: int) -> None:
         return
     dtype = dtype_name(head.fc.weight.dtype)
     print(f"[INFO] Drafts accepted: {quantized:.0%} with the head at {bits} bits, {before:.0%} with it in {dtype}")
+
+
+# Writing
+
+
+def shard_gb(source: Path) -> int:
+    """The size of the files to write, in GiB: about that of a checkpoint's largest file, since a few of them fit in memory."""
+    return max(1, round(max(f.stat().st_size for f in source.glob(WEIGHTS)) / (1 << 30)))
+
+
+def write_model(
+    folder: Path, model: nn.Module, config: Config, max_file_size_gb: int, tower: dict[str, mx.array]
+) -> None:
+    """Write a model's tensors and those of a vision encoder, the index and config.json, and read the head and the encoder back.
+
+    The model has no weights afterwards. Raises an OSError if a file could not be written, or differs when read back.
+    """
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters())) | tower
+    n_parameters = get_total_parameters(model) + sum(w.size for w in tower.values())
+    metadata = {"total_size": sum(w.nbytes for w in weights.values()), "total_parameters": n_parameters}
+    head = {name: w for name, w in weights.items() if is_head(name)}
+    # mlx-lm's Qwen3-Next keeps tensors that it does not know when it loads a converted checkpoint, and then fails: its head
+    # goes into a separate file.
+    separate = config.get(EXTRA_TENSORS) is not None
+    shards = make_shards({n: w for n, w in weights.items() if not (separate and is_head(n))}, max_file_size_gb)
+    # Now only the shards hold the tensors, so each tensor is freed once written.
+    weights.clear()
+    model.update(tree_map_with_path(lambda *_: mx.array([]), model.parameters()))
+
+    weight_map = _write_shards(folder, shards)
+    if separate:
+        save(folder / HEAD_FILE, head)
+        weight_map.update(dict.fromkeys(head, HEAD_FILE))
+    write_index(folder, weight_map, metadata)
+    save_config(config, folder / "config.json", keep_vision_config=bool(tower))
+    check_written(folder, head | tower, weight_map)
+
+
+def _write_shards(folder: Path, shards: list[dict[str, mx.array]]) -> dict[str, str]:
+    """Write and release each shard, as mlx-lm's ``save_model``, with a progress bar. Return the file of every tensor."""
+    weight_map: dict[str, str] = {}
+    for i in tqdm(range(len(shards)), desc="Writing", unit="shard", disable=None):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        shard, shards[i] = shards[i], {}
+        save(folder / name, shard)
+        weight_map.update(dict.fromkeys(shard, name))
+        del shard
+        mx.clear_cache()
+    return weight_map
+
+
+def upload(folder: Path, repo: str) -> None:
+    """Upload a folder. mlx-lm's own function replaces the model card, and uses an API that huggingface_hub 2 lacks."""
+    api = HfApi()
+    try:
+        api.create_repo(repo_id=repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder)
+    except (HTTPError, OSError, ValueError) as e:
+        raise OSError(
+            f"{folder} is complete, but could not be uploaded to {repo} ({first_line(e)}): `hf upload {repo} {folder}` does it."
+        ) from e
+    print(f"Upload successful, go to https://huggingface.co/{repo} for details.")
 
 
 # Casts and quantization

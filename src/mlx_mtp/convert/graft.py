@@ -7,19 +7,17 @@ import mlx.core as mx
 from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
-from ..checkpoint.config import Config, check_config, first_difference, skeleton
-from ..checkpoint.fetched import CHECK_TOKENS, FLOOR, is_quantized, measure_acceptance
-from ..checkpoint.head_formats import check_head, load_tensors
+from ..checkpoint.config import Config, check_config, skeleton
+from ..checkpoint.fetched import CHECK_TOKENS, FLOOR, fitting_head, fitting_tower, measure_acceptance
+from ..checkpoint.head_formats import load_tensors
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
 from ..checkpoint.originals import copy_tensors
-from ..checkpoint.output import atomic_directory, check_new, naming, write_config, write_weights
+from ..checkpoint.output import IMAGES, USAGE, atomic_directory, check_new, naming, write_config, write_weights
 from ..checkpoint.reader import CheckpointReader
 from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
 from ..images.vision import CONFIG_FILES, Vision, settings_of
 from ..layers.mtp import sanitize_head, split_head
-from ..models.protocol import MTPModel
-from .output import IMAGES, USAGE
 
 
 def graft(
@@ -34,20 +32,14 @@ def graft(
     skip_check: bool = False,
     name: str | None = None,
 ) -> None:
-    """Add the MTP head, the vision encoder or both of an original to one of its conversions.
+    """Add the MTP head, the vision encoder or both of an original to one of its conversions; see ``convert``.
 
     The conversion's weights are hard-linked or, if that is not possible, copied. Only the tensors to add and the headers of
-    their files are downloaded from the hub.
+    their files are downloaded from the hub. Nothing is written if one does not fit.
 
     Args:
-        target (Path): The folder to write, which appears when it is complete.
-        original_revision (str, optional): A revision of both originals.
         dtype (str, optional): Cast the head to it. Default: ``None``, the base model's.
         name (str, optional): The new checkpoint's name in its model card. Default: ``None``, its folder.
-
-    Raises:
-        FileNotFoundError: A checkpoint or one of its files is missing.
-        ValueError: The target exists, or the head or the tower does not fit or is from another model. Nothing is written.
     """
     check_new(target)
     receiver = CheckpointReader(str(fetch(model, revision)), None, False)
@@ -55,7 +47,9 @@ def graft(
     head, tower = dict[str, mx.array](), dict[str, mx.array]()
     with atomic_directory(target) as folder:
         if vision_from is not None:
-            tower = _tower(CheckpointReader(vision_from, original_revision, False), receiver, config, model, folder)
+            if receiver.tower():
+                raise ValueError(f"{model} has a vision encoder already.")
+            tower = _tower(CheckpointReader(vision_from, original_revision, False), config, model, folder)
         if mtp_from is not None:
             donor = CheckpointReader(mtp_from, original_revision)
             head, origin = _head(donor, receiver, config, model, dtype, folder)
@@ -71,33 +65,24 @@ def _head(
     donor: CheckpointReader, receiver: CheckpointReader, config: Config, model: str, dtype: str | None, folder: Path
 ) -> tuple[dict[str, mx.array], Config]:
     """Read a head. Return its tensors as parameters of the model, and the record of its origin."""
-    donor_config = check_config(donor.config, donor.name)
-    tensors = _fitting_head(donor, donor_config, receiver, config, model)
-    raw = donor.has_raw_head(tensors)
+    tensors = fitting_head(donor, config, model)
+    ours, theirs = (reader.first_tensor("embed_tokens.weight") for reader in (receiver, donor))
+    if ours is not None and theirs is not None and ours.shape[0] != theirs.shape[0]:
+        difference = f"its vocabulary has {theirs.shape[0]} rows, not {ours.shape[0]}"
+        raise ValueError(f"{donor.name} does not fit {model}: {difference}.")
+    raw, skeleton_model = donor.has_raw_head(tensors), skeleton(config, model)
     print("[INFO] Reading the head")
-    weights = split_head(_read(donor, tensors, folder))[1]
-    origin = donor_config.get("mlx_mtp") or {"source": donor.name, "revision": donor.revision}
-    return _to_parameters(skeleton(config, model), weights, raw, dtype), origin
+    head = sanitize_head(skeleton_model.mtp, split_head(_read(donor, tensors, folder))[1], raw)
+    if dtype is not None:
+        head = {name: w.astype(getattr(mx, dtype)) for name, w in head.items()}
+    origin = (donor.config or {}).get("mlx_mtp") or {"source": donor.name, "revision": donor.revision}
+    return {skeleton_model.head_prefix + name: w for name, w in head.items()}, origin
 
 
-def _tower(
-    donor: CheckpointReader, receiver: CheckpointReader, config: Config, model: str, folder: Path
-) -> dict[str, mx.array]:
-    """Read a tower, write its image settings, and update the config. Return its tensors, named as in MLX conversions.
-
-    Raises:
-        ValueError: There is no tower, it does not fit, or the conversion has one.
-    """
-    donor_config, tensors = check_config(donor.config, donor.name), donor.tower()
-    if not tensors or not isinstance(donor_config.get("vision_config"), dict):
-        raise ValueError(
-            f"{donor.name} has no vision encoder to graft: name the base model that {model} was converted from."
-        )
-    if receiver.tower():
-        raise ValueError(f"{model} has a vision encoder already.")
-    if difference := first_difference(donor_config, config):
-        raise ValueError(f"The vision encoder of {donor.name} does not fit {model}: {difference}.")
-    config |= settings_of(donor_config)
+def _tower(donor: CheckpointReader, config: Config, model: str, folder: Path) -> dict[str, mx.array]:
+    """Read a tower, write its image settings, and update the config. Return its tensors, named as in MLX conversions."""
+    tensors = fitting_tower(donor, config, model)
+    config |= settings_of(donor.config or {})
     for file in CONFIG_FILES:
         if file in donor.files:
             (folder / file).write_bytes(donor.read(file))
@@ -107,28 +92,6 @@ def _tower(
     tower = make_tower(VisionArgs.from_dict(config["vision_config"]), weights)
     parameters: Any = tree_flatten(tower.parameters())
     return {PREFIX + path: w for path, w in parameters}
-
-
-def _fitting_head(
-    donor: CheckpointReader, donor_config: Config, receiver: CheckpointReader, config: Config, model: str
-) -> dict[str, TensorInfo]:
-    """The tensors of the donor's head, or a ValueError if it has none that fits the model."""
-    tensors = donor.head()
-    if not tensors:
-        raise ValueError(f"{donor.name} has no MTP head to graft: name the base model that {model} was converted from.")
-    check_head(donor.name, donor_config, donor.weight_map)
-    if difference := first_difference(donor_config, config) or _vocabulary_difference(donor, receiver):
-        raise ValueError(f"The MTP head of {donor.name} does not fit {model}: {difference}.")
-    if is_quantized(tensors):
-        raise ValueError(f"The MTP head of {donor.name} is quantized: graft the base model's, in bfloat16.")
-    return tensors
-
-
-def _vocabulary_difference(donor: CheckpointReader, receiver: CheckpointReader) -> str:
-    ours, theirs = receiver.first_tensor("embed_tokens.weight"), donor.first_tensor("embed_tokens.weight")
-    if ours is None or theirs is None or ours.shape[0] == theirs.shape[0]:
-        return ""
-    return f"its vocabulary has {theirs.shape[0]} rows, not {ours.shape[0]}"
 
 
 def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path) -> dict[str, mx.array]:
@@ -143,14 +106,6 @@ def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path)
         mx.eval(weights)
         part.unlink()
     return {name: weights[name] for name in tensors}
-
-
-def _to_parameters(model: MTPModel, head: dict[str, mx.array], raw: bool, dtype: str | None) -> dict[str, mx.array]:
-    """Convert a head's tensors to the names, shapes and values of the model's parameters."""
-    head = sanitize_head(model.mtp, head, raw)
-    if dtype is not None:
-        head = {name: w.astype(getattr(mx, dtype)) for name, w in head.items()}
-    return {model.head_prefix + name: w for name, w in head.items()}
 
 
 def check_acceptance(folder: Path, mtp_from: str, model: str) -> None:

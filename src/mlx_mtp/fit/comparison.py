@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.config import read_json
 from ..cli.display import bar, say
 from ..decoding.counts import DraftCounts
-from ..decoding.loop import mtp_generate_step
 from ..files import write_atomic
+from .texts import continue_text
 
 RESAMPLES = 2000  # resamplings of the texts, for the standard errors
 SURE = 2.0  # standard errors that a gain must exceed, about 95 %
@@ -22,12 +21,7 @@ SURE = 2.0  # standard errors that a gain must exceed, about 95 %
 
 @dataclass(frozen=True)
 class TextCounts:
-    """Drafts at K positions in the texts' continuations.
-
-    Args:
-        drafted (np.ndarray): [n, K] for n texts.
-        accepted (np.ndarray): Those accepted with all before them, [n, K].
-    """
+    """Drafts at K positions in the continuations of n texts, and those accepted with all before them, [n, K]."""
 
     drafted: np.ndarray
     accepted: np.ndarray
@@ -47,17 +41,8 @@ def measure(
     with bar("Measuring", "text", len(prompts)) as progress:
         for i, prompt in enumerate(prompts):
             counts = DraftCounts()
-            steps = mtp_generate_step(
-                mx.array(prompt),
-                model,
-                max_tokens=max_tokens,
-                num_draft_tokens=n_drafts,
-                draft_p_min=0.0,
-                counts=counts,
-            )
-            for token, _, _ in steps:
-                if token in tokenizer.eos_token_ids:
-                    break
+            how: Any = {"max_tokens": max_tokens, "num_draft_tokens": n_drafts, "draft_p_min": 0.0, "counts": counts}
+            continue_text(model, tokenizer, prompt, **how)
             drafted[i, : len(counts.drafted)] = counts.drafted
             accepted[i, : len(counts.accepted)] = counts.accepted
             progress.update()

@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
-from ..checkpoint.config import read_config, read_json
+from ..checkpoint.config import Config, check_config, read_config, read_json
 from ..checkpoint.fetched import fetch_missing_head
-from ..checkpoint.head_formats import head_bits
+from ..checkpoint.head_formats import head_bits, load_tensors
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
-from ..checkpoint.output import check_new
+from ..checkpoint.output import atomic_directory, check_new, save, write_config, write_weights
+from ..checkpoint.reader import CheckpointReader
 from ..cli.display import say
 from ..cli.flags import check_limits
 from ..cli.parser import flag_of
 from ..files import check_folder, check_source, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
-from .checkpoint import Lora, write_adapter, write_checkpoint
 from .comparison import Comparison, compare, measure, measure_once
 from .loss import DraftLoss
 from .texts import SHORTEST, Data, Split, describe, prepare, split
-from .training import Schedule, bytes_per_token, make_trainable, record, train_head
+from .training import Lora, Schedule, bytes_per_token, make_trainable, record, train_head
 
 LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("iters", "batch_size", "steps_per_eval", "answers", "max_tokens", "lora_rank"), (1, math.inf)),
@@ -35,6 +35,24 @@ LIMITS: dict[str, tuple[float, float]] = {
     "max_seq_length": (SHORTEST, math.inf),
     "drafts": (1, MAX_DRAFT_TOKENS),
 }
+USAGE = """
+## Fitted MTP head
+
+The MTP head of this checkpoint was trained with `mlx_mtp fit` for this backbone, which is
+{model} without changes. The model generates the same text.
+
+- Trained on: {trained_on}
+- Measured on: {measured_on}
+
+```
+{table}
+```
+{adapter}
+To restore the original head: `mlx_mtp convert --graft-mtp-from {original} --model {name} --mlx-path NEW`.
+"""
+WITH_ADAPTER = """
+It was fitted on top of the adapter {adapter}: generate with `--adapter-path {adapter}`.
+"""
 
 
 def fit(
@@ -105,14 +123,8 @@ def fit(
         check_folder(work, "--cache-path")
     source = fetch(model, None)
     head = fetch_missing_head(model, source, read_config(source, model))  # not checked: the head may need the fit
-    loaded, tokenizer = load(
-        model,
-        adapter_path=adapter_path,
-        lazy=True,
-        mtp=True if head is None else str(head.folder),
-        draft_vocab=0,
-        settings=False,
-    )
+    mtp = True if head is None else str(head.folder)
+    loaded, tokenizer = load(model, adapter_path=adapter_path, lazy=True, mtp=mtp, draft_vocab=0, settings=False)
     loaded.fetched_head = head
     check_head_weights(loaded, model, adapter_path)
     texts = data.read(tokenizer)
@@ -193,11 +205,7 @@ def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -
 
 
 def open_work(work: Path, source: Any) -> None:
-    """Make the folder of recorded states, or check that an existing one is for the same texts and model.
-
-    Raises:
-        ValueError: It is for other texts or another model.
-    """
+    """Make the folder of recorded states, or raise a ValueError if an existing one is for other texts or another model."""
     file, wanted = work / "fit.json", {"digest": digest(source)}
     if file.exists():
         if read_json(file) != wanted:
@@ -209,3 +217,43 @@ def open_work(work: Path, source: Any) -> None:
 
 def digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+# What a fit writes
+
+
+def write_checkpoint(
+    target: Path, source: Path, model: Any, name: str, adapter_path: str | None, record: dict[str, Any], table: str
+) -> None:
+    """Write a folder with links to the files of the fitted model, in ``source``, and the head.
+
+    ``record`` and ``table`` go into its card: the data of the fit, and the acceptance before and after.
+    """
+    reader = CheckpointReader(str(source), None, False)
+    config: Config = check_config(reader.config, name)
+    fetched = model.fetched_head
+    own = {"source": name, "revision": reader.revision}
+    origin = config.get("mlx_mtp") or (own if fetched is None else fetched.record)
+    parameters: Any = tree_flatten(model.mtp.parameters())
+    head = {model.head_prefix + path: w for path, w in parameters}
+    adapter = "" if adapter_path is None else WITH_ADAPTER.format(adapter=adapter_path)
+    original = origin.get("source") or name
+    with atomic_directory(target) as folder:
+        write_weights(folder, reader, head)
+        config["mlx_mtp_fit"] = record
+        write_config(folder, config, head, origin)
+        with (folder / "README.md").open("a", encoding="utf-8") as card:
+            card.write(USAGE.format(model=name, name=target, original=original, table=table, adapter=adapter, **record))
+
+
+def write_adapter(target: Path, model: Any, lora: Lora, record: dict[str, Any]) -> None:
+    """Write the adapter of a fitted head in mlx-lm's layout; ``record`` describes the fit."""
+    weights: Any = {} if lora.beside is None else load_tensors(Path(lora.beside) / "adapters.safetensors")
+    trained: Any = tree_flatten(model.mtp.trainable_parameters())
+    weights.update({model.head_prefix + name: w for name, w in trained})
+    parameters = lora.parameters({name.rpartition(".")[0] for name in weights})
+    # The keys are whole paths, so mlx-lm need not count layers.
+    config = {"fine_tune_type": "lora", "num_layers": 0, "lora_parameters": parameters, "mlx_mtp_fit": record}
+    with atomic_directory(target) as folder:
+        save(folder / "adapters.safetensors", weights)
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")

@@ -30,10 +30,7 @@ MAX_HELD_OUT = 32  # texts of each: more texts cost time at every evaluation for
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens. The first ``n_prompt`` are a prompt, which is not trained on.
-
-    A text that is only a prompt has no answer yet.
-    """
+    """Tokens. The first ``n_prompt`` are a prompt, which is not trained on; a text that is only a prompt has no answer yet."""
 
     source: str
     tokens: list[int]
@@ -50,15 +47,9 @@ class Split:
 
 
 def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int) -> list[Text]:
-    """Read files of text, and ``.jsonl`` files in the formats of ``mlx_lm.lora``.
+    """Read files of text, and ``.jsonl`` files in the formats of ``mlx_lm.lora``. Raise an OSError or a ValueError for others.
 
-    Args:
-        files (Sequence[Path]): In UTF-8. A source is a file, or a line of a ``.jsonl`` file.
-        length (int): Cut texts without a prompt into pieces of at most this many tokens.
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is not UTF-8, or a ``.jsonl`` file has another format.
+    A source is a file, or a line of a ``.jsonl`` file. Texts without a prompt are cut into pieces of at most ``length`` tokens.
     """
     texts: list[Text] = []
     for file in files:
@@ -98,14 +89,7 @@ def read_prompts(file: Path | None, tokenizer: TokenizerWrapper) -> list[Text]:
 
 
 def split(texts: Sequence[Text], shortest: int, seed: int) -> Split:
-    """Divide texts by their source, and shuffle each part.
-
-    Args:
-        shortest (int): The fewest tokens of a text; shorter texts are left out.
-
-    Raises:
-        ValueError: There are too few sources.
-    """
+    """Divide texts of at least ``shortest`` tokens by source, and shuffle each part. A ValueError tells of too few sources."""
     texts = list({tuple(text.tokens): text for text in texts if len(text.tokens) >= shortest}.values())  # each once
     sources = sorted({text.source for text in texts})
     rng = random.Random(seed)
@@ -155,9 +139,8 @@ class Data:
 def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, data: Data, limit: int, work: Path) -> Split:
     """Let the model answer the prompts; at most ``limit`` tokens are recorded."""
     if data.corpus is None:
-        how: Any = {"answers": data.answers, "max_tokens": data.max_tokens, "temp": data.temp, "seed": data.seed}
-        train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", **how)
-        valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", **how)
+        train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", data)
+        valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", data)
         parts = Split(train, valid, parts.test)
     length = data.max_seq_length
     train = within(parts.train, limit - sum(min(len(text.tokens), length) for text in parts.valid), length)
@@ -192,42 +175,35 @@ def describe(data: Data, parts: Split, drafts: int, iters: int) -> dict[str, Any
     }
 
 
-def answer_all(
-    model: Any,
-    tokenizer: TokenizerWrapper,
-    prompts: Sequence[Text],
-    file: Path,
-    *,
-    answers: int,
-    max_tokens: int,
-    temp: float,
-    seed: int,
-) -> list[Text]:
-    """Answer each prompt ``answers`` times with different seeds, and append every answer to a file of JSON lines.
+def answer_all(model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[Text], file: Path, data: Data) -> list[Text]:
+    """Answer each prompt ``data.answers`` times with different seeds, and append every answer to a file of JSON lines.
 
     At temperature 0 there is one answer.
     """
-    tasks = [(text, seed + i) for i in range(answers if temp > 0 else 1) for text in prompts]
+    n_answers = data.answers if data.temp > 0 else 1
+    tasks = [(text, data.seed + i) for i in range(n_answers) for text in prompts]
     done = _read(file)
     write_atomic(file, "".join(map(_line, done)))
     todo = tasks[len(done) :]
     with file.open("a", encoding="utf-8") as f, bar("Answering", "answer", len(todo)) as progress:
-        for prompt, task_seed in todo:
-            done.append(_answer(model, tokenizer, prompt, max_tokens, temp, task_seed))
+        for prompt, seed in todo:
+            sampler = make_sampler(temp=data.temp, seed=seed) if data.temp > 0 else None
+            tokens = continue_text(model, tokenizer, prompt.tokens, max_tokens=data.max_tokens, sampler=sampler)
+            done.append(Text(prompt.source, tokens, len(prompt.tokens)))
             f.write(_line(done[-1]))
             f.flush()
             progress.update()
     return done
 
 
-def _answer(model: Any, tokenizer: TokenizerWrapper, prompt: Text, max_tokens: int, temp: float, seed: int) -> Text:
-    tokens = list(prompt.tokens)
-    sampler = make_sampler(temp=temp, seed=seed) if temp > 0 else None
-    for token, _, _ in mtp_generate_step(mx.array(prompt.tokens), model, max_tokens=max_tokens, sampler=sampler):
+def continue_text(model: Any, tokenizer: TokenizerWrapper, prompt: list[int], **options: Any) -> list[int]:
+    """A prompt and its continuation up to a stop token, with these options of ``mtp_generate_step``."""
+    tokens = list(prompt)
+    for token, _, _ in mtp_generate_step(mx.array(prompt), model, **options):
         tokens.append(token)
         if token in tokenizer.eos_token_ids:
             break
-    return Text(prompt.source, tokens, len(prompt.tokens))
+    return tokens
 
 
 def _read(file: Path) -> list[Text]:

@@ -8,10 +8,10 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,15 +20,17 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.callbacks import TrainingCallback
 from mlx_lm.tuner.trainer import TrainingArgs, train
-from mlx_lm.tuner.utils import build_schedule
+from mlx_lm.tuner.utils import build_schedule, linear_to_lora_layers
 
+from ..checkpoint.config import read_json
+from ..checkpoint.head_formats import load_tensors
 from ..cli.display import bar, say
 from ..files import save_atomic
 from ..layers.drafting import ROUTERS
 from ..models.protocol import MTPModel
-from .checkpoint import Lora, add_lora
 from .loss import DraftLoss
 from .texts import Text
 
@@ -37,6 +39,7 @@ ROWS = 1 << 25  # logits that are computed at once
 PAD_TO = 32  # as in mlx-lm: fewer lengths need fewer compiled graphs
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 BETAS = (0.9, 0.95)
+SCALE = 20.0  # of adapters, as in mlx-lm
 
 
 def bytes_per_token(model: MTPModel) -> int:
@@ -46,14 +49,10 @@ def bytes_per_token(model: MTPModel) -> int:
 
 
 def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batch_size: int, length: int) -> list[Path]:
-    """Write a file for each text, and keep the files of an earlier run.
+    """Write a file for each text, see ``read_states``, and keep the files of an earlier run.
 
-    Args:
-        batch_size (int): The number of texts in a pass of the backbone.
-        length (int): The number of positions to keep of a longer text, from its end: a head can start within a text.
-
-    Returns:
-        List[Path]: The files, see ``read_states``.
+    The backbone runs over ``batch_size`` texts at once. Of a text, the last ``length`` positions are kept: a head can start
+    within it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}-{i:05d}.safetensors" for i in range(len(texts))]
@@ -69,14 +68,9 @@ def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batc
 
 
 def read_states(file: Path) -> dict[str, mx.array]:
-    """
-    Returns:
-        Dict[str, mx.array]: ``tokens`` [T], ``hidden`` [T, H], the likeliest ``ids`` [T, k] after each position and their
-          ``probabilities`` [T, k], which sum to 1, and ``n_prompt`` [].
-    """
-    weights = mx.load(str(file))
-    assert isinstance(weights, dict)
-    return weights
+    """``tokens`` [T], ``hidden`` [T, H], the likeliest ``ids`` [T, k] after each position and their ``probabilities`` [T, k],
+    which sum to 1, and ``n_prompt`` []."""
+    return load_tensors(file)
 
 
 def _states(model: MTPModel, texts: Sequence[Text], length: int) -> Iterator[dict[str, mx.array]]:
@@ -130,9 +124,7 @@ class Schedule:
 class Progress(TrainingCallback):
     """Keeps the head with the lowest validation loss and, in one file, the state to resume from.
 
-    Attributes:
-        start (int): The iterations of earlier runs.
-        losses (Tuple[float, float]): The validation loss of the original head, and the lowest one.
+    ``start`` is the iterations of earlier runs, ``losses`` the validation loss of the original head and the lowest one.
     """
 
     def __init__(self, mtp: nn.Module, optimizer: optim.Optimizer, file: Path):
@@ -201,18 +193,9 @@ def train_head(
     try:
         if n_left > 0:
             with plain_output(), bar("Training", "iteration", n_left, disable=is_shown) as iterations:
-                train(
-                    mtp,
-                    optimizer,
-                    train_files,
-                    valid_files,
-                    args,
-                    loss=loss,
-                    iterate_batches=partial(
-                        iterate_batches, first=first, shuffle_seed=how.seed, on_next=iterations.update
-                    ),
-                    training_callback=progress,
-                )
+                batches = partial(iterate_batches, first=first, shuffle_seed=how.seed, on_next=iterations.update)
+                functions: Any = {"loss": loss, "iterate_batches": batches, "training_callback": progress}
+                train(mtp, optimizer, train_files, valid_files, args, **functions)
                 iterations.update()  # the last batch, after which no other is requested
     except KeyboardInterrupt:
         print("\nInterrupted: the best head so far is measured. Interrupt again to end without one.")
@@ -256,14 +239,11 @@ def iterate_batches(
     on_next: Callable[[], object] = lambda: None,
     **_: Any,
 ) -> Iterator[tuple[mx.array, ...]]:
-    """The batches of recorded texts, once in order, or with ``loop`` endlessly, in a new random order each time.
+    """The batches of recorded texts, as arguments of ``DraftLoss`` after the head: once in order, or with ``loop`` endlessly,
+    in a new random order each time.
 
-    Args:
-        first (int): The number of texts to skip, which an earlier run has used.
-        on_next (Callable[[], object]): With ``loop``, called before each batch but the first.
-
-    Yields:
-        Tuple[mx.array, ...]: The arguments of ``DraftLoss`` after the head.
+    With ``loop``, the first ``first`` texts are skipped, which an earlier run has used, and ``on_next`` is called before each
+    batch but the first.
     """
     if not loop:
         for i in range(0, len(dataset), batch_size):
@@ -293,8 +273,39 @@ def _batch(texts: Sequence[dict[str, mx.array]]) -> tuple[mx.array, ...]:
     return stacked("tokens"), stacked("hidden"), stacked("ids"), stacked("probabilities"), spans
 
 
+# What is trained
+
+
+@dataclass(frozen=True)
+class Lora:
+    """An adapter of the head, of this rank, and the folder of the backbone's adapter that is written with it."""
+
+    rank: int
+    beside: str | None
+
+    @cached_property
+    def scale(self) -> float:
+        """The scale of both, which share a file. A ValueError tells if the backbone's is not LoRA, or has another rank."""
+        if self.beside is None:
+            return SCALE
+        config = read_json(Path(self.beside) / "adapter_config.json")
+        if config.get("fine_tune_type", "lora") != "lora":
+            raise ValueError(f"--lora-rank writes the adapter {self.beside} too, which is not LoRA: omit --lora-rank.")
+        parameters = config["lora_parameters"]
+        if parameters["rank"] != self.rank:
+            raise ValueError(
+                f"--lora-rank must be that of {self.beside}, {parameters['rank']}, not {self.rank}: both are written in one."
+            )
+        return float(parameters["scale"])
+
+    def parameters(self, keys: Iterable[str]) -> dict[str, Any]:
+        """mlx-lm's ``lora_parameters`` for these modules."""
+        return {"rank": self.rank, "scale": self.scale, "dropout": 0.0, "keys": sorted(keys)}
+
+
 def make_trainable(mtp: nn.Module, lora: Lora | None, seed: int) -> None:
-    """Unfreeze a head except its routers, or add an adapter, in float32: 16 bits would lose small updates."""
+    """Unfreeze a head except its routers, or add adapters to its other linear layers, in float32: 16 bits would lose small
+    updates."""
     if lora is None:
         mtp.unfreeze()
         for name, module in mtp.named_modules():
@@ -302,5 +313,7 @@ def make_trainable(mtp: nn.Module, lora: Lora | None, seed: int) -> None:
                 module.freeze()
     else:
         mx.random.seed(seed)
-        add_lora(mtp, lora)
+        mtp.freeze()
+        linear = [name for name, module in mtp.named_modules() if isinstance(module, nn.Linear | SwitchLinear)]
+        linear_to_lora_layers(mtp, 0, lora.parameters(name for name in linear if not name.endswith(ROUTERS)))
     mtp.update(tree_map(lambda p: p.astype(mx.float32), mtp.trainable_parameters()))
