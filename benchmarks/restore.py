@@ -19,7 +19,7 @@ from benchmarks.timing import seconds
 from mlx_mtp import PromptStore
 from mlx_mtp.cli.display import table
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.prompt_store.cuts import choose_cuts
+from mlx_mtp.prompt_store.store import choose_cuts
 from scripts.shared import script_parser
 
 ROOT = Path(__file__).parents[1]

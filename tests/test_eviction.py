@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_mtp.prompt_store import store as module
 from mlx_mtp.prompt_store import tree
 from mlx_mtp.prompt_store.arrays import Format
-from mlx_mtp.prompt_store.cuts import EVERY, LAST, LINE, choose_cuts, message_ends
+from mlx_mtp.prompt_store.store import EVERY, LAST, LINE, choose_cuts, message_ends
 from mlx_mtp.prompt_store.tree import _n_common, score
 
 SYSTEM, CALL, RESULT = 6000, 150, 700  # tokens of messages

@@ -47,12 +47,10 @@ def test_the_deepest_snapshot_of_the_common_prefix_is_found():
     fetched, n, handle = store.fetch(TEXT)
     assert (n, handle) == (0, None)
     assert_same(fetched, make_prompt_cache(model))
-    assert (store.counts.fetches, store.counts.hits, store.nbytes) == (1, 0, 0)
+    assert store.nbytes == 0
     read(model, TEXT, (4, 8), store)
     for asked, n in ((TEXT, 16), (TEXT[:15], 8), (TEXT[:8], 8), (TEXT[:7], 4), ([*TEXT[:6], 0], 4), ([0], 0), ([], 0)):
         assert store.fetch(asked)[1] == n
-    assert store.counts.tokens == 16 + 8 + 8 + 4 + 4
-    assert store.counts.hits == 5
     for _ in range(3):
         more = mtp([7, 7], model, max_tokens=9, prompt_cache=store.fetch(TEXT)[0], num_draft_tokens=3)
         assert more == plain([*TEXT, 7, 7], model, max_tokens=9)

@@ -13,8 +13,8 @@ import pytest
 from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.prompt_store import PromptStore
-from mlx_mtp.prompt_store.cuts import LINE
 from mlx_mtp.prompt_store.disk import Folder
+from mlx_mtp.prompt_store.store import LINE
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine import models as caches
 from mlx_mtp.server.engine.models import Stores
@@ -147,7 +147,6 @@ def test_a_batch_goes_on_from_the_store(model):
         longer = [[*chat, {"role": "assistant", "content": "Done."}, MESSAGES[1]] for chat in chats]
         for answer, before in zip(engine.ask_all([(chat, None) for chat in longer], max_tokens=9), alone):
             assert answer.n_cached >= before.n_cached
-        assert engine.frontend.caches.store.counts.hits == 6  # all but the first three
 
 
 def test_no_request_fails_for_the_stores_sake(model, monkeypatch, caplog):

@@ -24,7 +24,7 @@ from ..decoding.window import Token
 from ..drafts.options import TextOptions, asks_for_copies
 from ..images.prompt import ImagePrompt, read_images, vision_of
 from ..prompt_store import PromptStore
-from ..prompt_store.cuts import cuts_of
+from ..prompt_store.store import cuts_of
 from ..sampling.sampler import SeededSampler, TextSampler, for_one_text
 
 KV_NAMES = [field.name for field in fields(KVOptions)]

@@ -20,7 +20,7 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -44,7 +44,6 @@ FREE_SHARE, FREE = 0.05, 1 << 30  # a share of the disk, and bytes: the smaller 
 HEADER = 1 << 8  # bytes of a file's header for each array, at most
 OURS = re.compile(r"[0-9a-f]{32}\.safetensors")
 NEW = "new.safetensors"
-EARLIER = ("index.sqlite*", "index.damaged", "*.safetensors.*.tmp", "*.writer")  # files of 0.2.0's development versions
 
 
 def key_of(model: Any, format: Format) -> str:
@@ -91,8 +90,7 @@ class Folder:
             self._owner.close()
 
     def _find_files(self) -> None:
-        for file in (file for pattern in (*EARLIER, NEW) for file in self.path.glob(pattern)):
-            file.unlink()
+        (self.path / NEW).unlink(missing_ok=True)
         ours = [file for file in self.path.iterdir() if OURS.fullmatch(file.name)]
         found = {file.stem: entry for file in ours if (entry := _read_entry(file)) is not None}
         n_found = -1
@@ -157,7 +155,7 @@ class Folder:
             new = self.path / NEW
             try:
                 new.touch(mode=0o600)
-                mx.save_safetensors(str(new), arrays, _metadata(model, parent))
+                mx.save_safetensors(str(new), arrays, {"layout": LAYOUT, "model": model, "parent": parent})
                 file = File(_digest(new), model, parent, tokens, new.stat().st_size)
                 if file.name in self.files:  # the same text, read alike
                     new.unlink()
@@ -231,14 +229,10 @@ class Disk:
         self._writer.start()
         self._reader.start()
 
-    def wake(self) -> None:
-        """Have the writing thread look for parts to write."""
+    def wake(self, used: Sequence[StoredArrays] = ()) -> None:
+        """Have the writing thread look for parts to write, and record that the files of these parts are in use."""
+        self._touched.update(part.name for part in used if part.name is not None)
         self._wake.set()
-
-    def touch(self, parts: list[StoredArrays]) -> None:
-        """Record that the files of these parts are in use."""
-        self._touched.update(part.name for part in parts if part.name is not None)
-        self.wake()
 
     def in_reader(self, call: Callable[[], None], timeout: float) -> None:
         """Make a call in the thread that reads, and wait for it while files arrive, at most ``timeout`` seconds for each."""
@@ -350,10 +344,6 @@ def _is_worth_writing(node: Node) -> bool:
     return n_bytes >= node.snapshot.nbytes or node.uses > 1 or len({c.tokens.tobytes() for c in node.children}) > 1
 
 
-def _metadata(model: str, parent: str) -> dict[str, str]:
-    return {"layout": LAYOUT, "model": model, "parent": parent}
-
-
 def _read_entry(file: Path) -> File | None:
     """The entry of a file, by its header and tokens; ``None`` if it is damaged or of another version."""
     try:
@@ -362,13 +352,10 @@ def _read_entry(file: Path) -> File | None:
         with safe_open(file, "np") as opened:  # checks that the file is complete
             metadata = opened.metadata()
             tokens = opened.get_tensor("tokens") if "tokens" in opened.keys() else None  # noqa: SIM118
-        is_ours = metadata == _metadata(metadata["model"], metadata["parent"])
         is_text = tokens is None or (tokens.dtype == np.int64 and tokens.ndim == 1 and len(tokens) > 0)
-        return (
-            File(file.stem, metadata["model"], metadata["parent"], tokens, file.stat().st_size)
-            if is_ours and is_text
-            else None
-        )
+        if metadata["layout"] != LAYOUT or not is_text:
+            return None
+        return File(file.stem, metadata["model"], metadata["parent"], tokens, file.stat().st_size)
     except Exception:  # whatever a damaged header leads to
         return None
 

@@ -20,9 +20,8 @@ from ...distributed.ranks import Ranks
 from ...drafts.options import asks_for_copies
 from ...memory import is_device_error
 from ...prompt_store import PromptStore
-from ...prompt_store.cuts import cuts_of
 from ...prompt_store.disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT
-from ...prompt_store.store import open_folder
+from ...prompt_store.store import cuts_of, open_folder
 from ..request import ApiError, ModelKey, Options, Prompt
 from .encode import BoundedTokenizer
 
