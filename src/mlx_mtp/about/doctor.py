@@ -21,7 +21,7 @@ from ..cli.display import one_line_errors
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
 from ..memory import CONTEXT, GB, Account, needs_of, size, total_memory
-from ..models.mixin import MTPMixin
+from ..models.mixin import MTPModel
 from .cache import cache_folders
 
 Line = tuple[str, str]
@@ -90,7 +90,7 @@ def _remote(name: str, n_bytes: int) -> Iterator[Line]:
 def _local(name: str) -> Iterator[Line]:
     """A model that can be loaded as it is."""
     model, tokenizer = load(name, mtp="cached")
-    if isinstance(model, MTPMixin):
+    if isinstance(model, MTPModel):
         yield "Self-test", str(ensure_tested(model, name))
     if not has_head(model):
         yield "Head", (head := _to_fetch(name))

@@ -19,7 +19,7 @@ from ..decoding.counts import DraftCounts
 from ..decoding.loop import check_embeddings, prefill_chunk
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..drafts.options import TextOptions
-from ..models.protocol import MTPModel
+from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.prefill_budget import PrefillBudget
 from .responses import PromptResponse

@@ -33,7 +33,7 @@ from ..drafts.options import asks_for_copies
 from ..extras import require
 from ..generate.stream import GenerationResponse
 from ..memory import is_device_error
-from ..models.mixin import MTPMixin
+from ..models.mixin import MTPModel
 from ..prompt_store import PromptStore
 from .conversation import Conversation, Options, load_messages, save_messages
 
@@ -103,7 +103,7 @@ def start(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, sto
     options = Options(
         model=args.model,
         system_prompt=args.system_prompt,
-        is_ours=isinstance(model, MTPMixin),
+        is_ours=isinstance(model, MTPModel),
         max_kv_size=args.max_kv_size,
         show_drafts=args.show_drafts,
         generation={"mtp": args.mtp, "options": text_options(args), "prefill_step_size": args.prefill_step_size},

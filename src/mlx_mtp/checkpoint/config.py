@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm.utils import MODEL_REMAPPING
 
 from ..models import BASES, MODEL_TYPES, model_module
-from ..models.protocol import MTPModel
+from ..models.mixin import MTPModel
 
 Config = dict[str, Any]
 EXTRA_TENSORS = "mlx_lm_extra_tensors"  # the config's key for files other than the model's

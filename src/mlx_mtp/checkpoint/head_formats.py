@@ -15,7 +15,7 @@ from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
 from ..layers.mtp import sanitize_head, split_head
-from ..models.protocol import MTPModel
+from ..models.mixin import MTPModel
 from .config import Config, first_difference, read_json, text_config_of
 from .hub import fetch
 from .reader import is_raw_head_file, weight_map

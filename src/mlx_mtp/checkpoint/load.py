@@ -18,7 +18,7 @@ from ..images.vision import Vision
 from ..layers.mtp import is_raw
 from ..memory import CONTEXT, Account, limit_restored_on_error
 from ..models import MODEL_TYPES, model_module
-from ..models.protocol import MTPModel
+from ..models.mixin import MTPModel
 from ..models.shard import check_shard
 from .config import Config, head_file_of, loading_errors, read_config, runs_in_mlx_lm_only
 from .fetched import FLOOR, FetchedHead, fetch_missing_head, fetch_tower, has_own_head, measure_acceptance

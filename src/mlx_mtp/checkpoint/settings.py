@@ -24,7 +24,7 @@ from .._version import __version__
 from ..distributed.ranks import Ranks, from_rank_0
 from ..files import check_target, write_atomic
 from ..layers.drafting import BITS, DraftLMHead, Settings, quantize_head
-from ..models.protocol import MTPModel
+from ..models.mixin import MTPModel
 from .config import parse_json, read_json
 from .hub import HEAD_FILE, WEIGHTS, fetch
 

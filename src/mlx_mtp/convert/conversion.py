@@ -39,7 +39,7 @@ from ..files import check_folder
 from ..images.tower import PREFIX
 from ..images.vision import CONFIG_FILES, Vision
 from ..models import BASES
-from ..models.protocol import MTPModel
+from ..models.mixin import MTPModel
 from .graft import graft
 
 Decision = bool | dict[str, Any]  # whether to quantize a module, or how

@@ -10,8 +10,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from ..caches.prompt_cache import has_head
 from ..layers.drafting import Settings
-from ..models.mixin import MTPMixin
-from ..models.protocol import MTPModel
+from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 from ..sampling.processors import keeps_state
 
@@ -116,7 +115,7 @@ def check_model(model: nn.Module, options: TextOptions) -> MTPModel:
     if not has_head(model):
         if not asks_for_copies(options.copy_drafts) and options.num_draft_tokens != 0:
             raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
-        if not isinstance(model, MTPMixin):
+        if not isinstance(model, MTPModel):
             raise ValueError(
                 "Copy drafts require a model that can roll back: load it with mlx_mtp.load(..., copy_drafts=True)."
             )

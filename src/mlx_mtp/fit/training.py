@@ -30,7 +30,7 @@ from ..checkpoint.head_formats import load_tensors
 from ..cli.display import bar, say
 from ..files import save_atomic
 from ..layers.drafting import ROUTERS
-from ..models.protocol import MTPModel
+from ..models.mixin import MTPModel
 from .loss import DraftLoss
 from .texts import Text
 

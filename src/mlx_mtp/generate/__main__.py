@@ -44,7 +44,7 @@ from ..images.open import size_of
 from ..images.prompt import read_images, vision_of
 from ..images.vision import IMAGE_TOKEN, PLACEHOLDER
 from ..models import MODEL_TYPES
-from ..models.mixin import MTPMixin
+from ..models.mixin import MTPModel
 from ..text.grammar import Grammar, make_grammar
 from .check import check
 from .stream import print_text
@@ -103,14 +103,14 @@ def run(args: argparse.Namespace) -> None:
     if args.draft_model is not None:
         fetch(args.draft_model, None)
     model, tokenizer, config = load_model(args, saved)
-    if saved is not None and isinstance(model, MTPMixin):
+    if saved is not None and isinstance(model, MTPModel):
         open_prompt_cache(model, saved.caches)  # --check passes it to mlx-lm first, which does not check it
     prompt, input_embeddings = from_rank_0(
         getattr(model, "ranks", None), lambda: encode_prompt(args, model, tokenizer, config, saved is not None)
     )
     options: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
     options |= {"prompt_cache": None if saved is None else saved.caches, "input_embeddings": input_embeddings}
-    images = args.image if args.image and isinstance(model, MTPMixin) else ()
+    images = args.image if args.image and isinstance(model, MTPModel) else ()
     if args.check:
         if images:
             pictured = read_images(vision_of(model), prompt, images)
@@ -261,7 +261,7 @@ def encode_prompt(
         text.encode()
     except UnicodeEncodeError as e:
         raise ValueError("The prompt is not text in UTF-8.") from e
-    is_ours = isinstance(model, MTPMixin)
+    is_ours = isinstance(model, MTPModel)
     if args.image and is_ours:
         vision_of(model)  # or an error
         if IMAGE_TOKEN not in text:

@@ -73,7 +73,7 @@ class Check:
 
 
 def check(
-    model: nn.Module,
+    model: Any,
     prompt: mx.array,
     text: TextOptions = TextOptions(),  # noqa: B008 (frozen)
     *,

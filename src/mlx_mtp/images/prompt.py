@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
-from ..models.mixin import MTPMixin
+from ..models.mixin import MTPModel
 from .open import open_image, size_of
 from .vision import PLACEHOLDER, VIDEO_TOKEN, Vision
 
@@ -191,7 +191,7 @@ def vision_of(model: Any) -> Vision:
     Raises:
         ValueError: The model has no vision encoder, or is spread over several machines.
     """
-    if not isinstance(model, MTPMixin):
+    if not isinstance(model, MTPModel):
         raise ValueError(
             "Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True; in `mlx_mtp chat`, use --images."
         )

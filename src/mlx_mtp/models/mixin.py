@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import gather_last_axis
 from mlx_lm.models.cache import KVCache
 
 from ..caches.positions import add_mrope, rope_at
@@ -19,15 +20,16 @@ from ..layers.passes import in_pass, pass_over
 from .draft_model import DraftModel
 
 
-class MTPMixin:
-    """List it before mlx-lm's model among the bases."""
+class MTPModel:
+    """A model with its MTP head. List it before mlx-lm's model among the bases."""
 
     head_prefix = "mtp."  # of the names of the head's parameters
     can_shard = True  # whether ranks can have a part of each layer
+    args: Any
     mtp: Any
-    model: Any
+    model: Any  # the backbone, with ``embed_tokens``
     layers: Any
-    logits: Any
+    parameters: Any
     ranks: Ranks | None = None  # the ranks that run the model, set by ``mlx_mtp.load``
     vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
     fetched_head: Any = None  # the ``checkpoint.fetched.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
@@ -36,6 +38,50 @@ class MTPMixin:
     def __init__(self, args: Any):
         super().__init__(args)  # type: ignore[call-arg]
         self.drafting = DraftConfig()
+
+    def __call__(
+        self,
+        inputs: mx.array,
+        cache: list[Any] | None = None,
+        input_embeddings: mx.array | None = None,
+        *,
+        return_hidden: bool = False,
+        n_confirmed: int = 0,
+        compiler: Compiler | None = None,
+    ) -> Any:
+        """mlx-lm's call, with more options.
+
+        Args:
+            inputs (mx.array): Token ids, [B, T].
+            cache (List[Any], optional): One entry for each layer; further entries are ignored.
+            input_embeddings (mx.array, optional): [B, T, H], in place of ``inputs``.
+            return_hidden (bool): Also return the output of the final norm. Default: ``False``.
+            n_confirmed (int): The number of leading tokens known to be final. If above 0, the call is recorded, and
+              ``mlx_mtp.caches.recurrent.rollback`` can roll back to any token from this one on. Default: ``0``.
+            compiler (Compiler, optional): Compiles the pass. Default: ``None``, it runs as in mlx-lm.
+
+        Returns:
+            mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
+        """
+        n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
+        if n_confirmed > 0:
+            open_windows(cache, n, n_confirmed)
+        with (
+            in_pass(pass_over(inputs.shape[1], self.drafting, n_confirmed, compiler)),
+            rope_at(positions_of(cache, n)),
+        ):
+            # Only the layers' caches: in a pipeline, mlx-lm's backbone writes to the last cache.
+            hidden = self.model(inputs, None if cache is None else cache[:n], **embeddings)
+            logits = self.logits(hidden)
+        return (logits, hidden) if return_hidden else logits
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """The output layer: [B, T, H] -> [B, T, V]."""
+        if self._text.args.tie_word_embeddings:
+            out: mx.array = self.model.embed_tokens.as_linear(hidden)
+            return out
+        out, group = self._text.lm_head(hidden), self._text.sharding_group
+        return out if group is None else gather_last_axis(out, group)
 
     def make_cache(self) -> list[Any]:
         """An empty cache for each layer."""
@@ -84,10 +130,14 @@ class MTPMixin:
         return weights
 
     @property
+    def _text(self) -> Any:
+        """The language model."""
+        return getattr(self, "language_model", self)
+
+    @property
     def text_args(self) -> Any:
         """The arguments of the whole language model, also on a rank with a part of it."""
-        text: Any = getattr(self, "language_model", self)
-        return text.args
+        return self._text.args
 
     @property
     def vocab_size(self) -> int:
@@ -98,14 +148,14 @@ class MTPMixin:
     @property
     def output_layer(self) -> nn.Module:
         """``lm_head``, or the embedding if they are tied."""
-        text: Any = getattr(self, "language_model", self)
-        return text.model.embed_tokens if text.args.tie_word_embeddings else text.lm_head
+        layer: nn.Module = self.model.embed_tokens if self.text_args.tie_word_embeddings else self._text.lm_head
+        return layer
 
     @property
     def head_attention(self) -> nn.Module:
         """The attention of the head's decoder layer."""
-        text: Any = getattr(self, "language_model", self)
-        return text.mtp.layers[0].self_attn
+        attention: nn.Module = self.mtp.layers[0].self_attn
+        return attention
 
     def draft_logits(self, hidden: mx.array) -> mx.array:
         """The output layer of drafts: the head's hidden states [B, T, H] -> logits of ``lm_head.ids``, or of all [B, T, n]."""
@@ -140,31 +190,3 @@ def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> 
         attention.append(model.mtp.layers[0].self_attn)
     for own in attention:
         add_mrope(own, getattr(args, "rope_parameters", None))
-
-
-def forward(
-    model: Any,
-    inputs: mx.array,
-    cache: list[Any] | None,
-    *,
-    drafting: DraftConfig,
-    return_hidden: bool = False,
-    n_confirmed: int = 0,
-    compiler: Compiler | None = None,
-    **kwargs: Any,
-) -> mx.array | tuple[mx.array, mx.array]:
-    """The call of ``mlx_mtp.models.qwen3_5.Model``, with the backbone as ``model.model`` and its options as ``kwargs``.
-
-    Args:
-        drafting (DraftConfig): How to run passes.
-    """
-    if n_confirmed > 0:
-        open_windows(cache, len(model.layers), n_confirmed)
-    with (
-        in_pass(pass_over(inputs.shape[1], drafting, n_confirmed, compiler)),
-        rope_at(positions_of(cache, len(model.layers))),
-    ):
-        # Only the layers' caches: in a pipeline, mlx-lm's backbone writes to the last cache.
-        hidden = model.model(inputs, None if cache is None else cache[: len(model.layers)], **kwargs)
-        logits = model.logits(hidden)
-    return (logits, hidden) if return_hidden else logits

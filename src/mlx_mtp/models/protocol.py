@@ -2,13 +2,9 @@
 
 from typing import Any, Protocol
 
-import mlx.core as mx
-import mlx.nn as nn
+from .mixin import MTPModel
 
-from ..distributed.ranks import Ranks
-from ..layers.compiled import Compiler
-from ..layers.drafting import DraftConfig
-from ..layers.mtp import MTPModule
+__all__ = ["MTPModel", "PassCaches"]
 
 
 class PassCaches(Protocol):
@@ -50,46 +46,3 @@ class PassCaches(Protocol):
     def extract(self, b: int) -> list[Any]:
         """Copies of sequence b's caches, one for each layer; with a pass in flight, after its first token."""
         ...
-
-
-class MTPModel(Protocol):
-    """One of mlx-lm's models with its MTP head, such as ``mlx_mtp.models.qwen3_5.Model``."""
-
-    args: Any
-    model: Any  # the backbone, with ``embed_tokens``
-    drafting: DraftConfig
-    ranks: Ranks | None  # the ranks that run the model
-    vision: Any  # the checkpoint's ``images.vision.Vision``, or None
-    head_prefix: str  # of the names of the head's parameters
-
-    @property
-    def layers(self) -> list[nn.Module]: ...
-
-    @property
-    def mtp(self) -> MTPModule: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def output_layer(self) -> nn.Module: ...
-
-    def __call__(
-        self,
-        inputs: mx.array,
-        cache: list[Any] | None = None,
-        *,
-        return_hidden: bool = False,
-        n_confirmed: int = 0,
-        compiler: Compiler | None = None,
-    ) -> Any: ...
-
-    def make_cache(self) -> list[Any]: ...
-
-    def fingerprint(self) -> bytes: ...
-
-    def logits(self, hidden: mx.array) -> mx.array: ...
-
-    def draft_logits(self, hidden: mx.array) -> mx.array: ...
-
-    def parameters(self) -> Any: ...

@@ -5,12 +5,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import qwen3_5 as stock
-from mlx_lm.models.base import gather_last_axis
 
-from ..layers.compiled import Compiler
 from ..layers.layer import Layer
 from ..layers.mtp import MTPModule
-from .mixin import MTPMixin, add_head, forward
+from .mixin import MTPModel, add_head
 from .shard import shard_layers
 
 
@@ -49,65 +47,13 @@ class TextModel(stock.TextModel):
         super().__init__(args)
         add_head(self, args, DecoderLayer)
 
-    def __call__(
-        self,
-        inputs: mx.array,
-        cache: Any | None = None,
-        input_embeddings: mx.array | None = None,
-        **options: Any,
-    ) -> mx.array | tuple[mx.array, mx.array]:
-        """mlx-lm's call, with the options of ``forward``."""
-        return forward(self, inputs, cache, input_embeddings=input_embeddings, **options)
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        if self.args.tie_word_embeddings:
-            return self.model.embed_tokens.as_linear(hidden)
-        out = self.lm_head(hidden)
-        if self.sharding_group is not None:
-            out = gather_last_axis(out, self.sharding_group)
-        return out
-
-
-class Model(MTPMixin, stock.Model):
+class Model(MTPModel, stock.Model):
     head_prefix = "language_model.mtp."
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)
         self.language_model = TextModel(TextModelArgs.from_dict(args.text_config))
-
-    def __call__(
-        self,
-        inputs: mx.array,
-        cache: Any | None = None,
-        input_embeddings: mx.array | None = None,
-        *,
-        return_hidden: bool = False,
-        n_confirmed: int = 0,
-        compiler: Compiler | None = None,
-    ) -> mx.array | tuple[mx.array, mx.array]:
-        """mlx-lm's call, with more options.
-
-        Args:
-            inputs (mx.array): Token ids, [B, T].
-            cache (List[Any], optional): One entry for each layer; further entries are ignored.
-            input_embeddings (mx.array, optional): [B, T, H], in place of ``inputs``.
-            return_hidden (bool): Also return the output of the final norm. Default: ``False``.
-            n_confirmed (int): The number of leading tokens known to be final. If above 0, the call is recorded, and
-              ``mlx_mtp.caches.recurrent.rollback`` can roll back to any token from this one on. Default: ``0``.
-            compiler (Compiler, optional): Compiles the pass. Default: ``None``, it runs as in mlx-lm.
-
-        Returns:
-            mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
-        """
-        return self.language_model(
-            inputs,
-            cache,
-            input_embeddings,
-            return_hidden=return_hidden,
-            n_confirmed=n_confirmed,
-            compiler=compiler,
-            drafting=self.drafting,
-        )
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
         """Keep this rank's part of each layer, including the head's."""
@@ -119,7 +65,3 @@ class Model(MTPMixin, stock.Model):
     @property
     def mtp(self) -> MTPModule:
         return self.language_model.mtp
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        """The output layer: [B, T, H] -> [B, T, V]."""
-        return self.language_model.logits(hidden)

@@ -6,11 +6,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import qwen3_next as stock
-from mlx_lm.models.base import gather_last_axis
 
-from ..layers.compiled import Compiler
 from ..layers.layer import Layer
-from .mixin import MTPMixin, add_head, forward
+from .mixin import MTPModel, add_head
 from .shard import shard_layers, shard_recurrent_layer
 
 
@@ -36,7 +34,7 @@ class DecoderLayer(Layer, stock.Qwen3NextDecoderLayer):
             self.linear_attn = GatedDeltaNet(args)
 
 
-class Model(MTPMixin, stock.Model):
+class Model(MTPModel, stock.Model):
     sharding_group: mx.distributed.Group | None = None
     lm_head: Any
 
@@ -44,34 +42,9 @@ class Model(MTPMixin, stock.Model):
         super().__init__(args)
         add_head(self, args, DecoderLayer)
 
-    def __call__(
-        self,
-        inputs: mx.array,
-        cache: Any | None = None,
-        *,
-        return_hidden: bool = False,
-        n_confirmed: int = 0,
-        compiler: Compiler | None = None,
-    ) -> mx.array | tuple[mx.array, mx.array]:
-        """As ``mlx_mtp.models.qwen3_5.Model``, but without input embeddings, which mlx-lm's Qwen3-Next does not support."""
-        return forward(
-            self,
-            inputs,
-            cache,
-            return_hidden=return_hidden,
-            n_confirmed=n_confirmed,
-            compiler=compiler,
-            drafting=self.drafting,
-        )
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        """The output layer: [B, T, H] -> [B, T, V]."""
-        if self.args.tie_word_embeddings:
-            return self.model.embed_tokens.as_linear(hidden)
-        out = self.lm_head(hidden)
-        if self.sharding_group is not None:
-            out = gather_last_axis(out, self.sharding_group)
-        return out
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """As of the base, but without input embeddings, which mlx-lm's Qwen3-Next does not support."""
+        return super().__call__(inputs, cache, **options)
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
         """Keep this rank's part of each layer, including the head's. mlx-lm's Qwen3-Next (0.32.2) has no ``shard``."""

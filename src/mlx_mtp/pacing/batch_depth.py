@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from ..layers.drafting import Settings
-from ..models.protocol import MTPModel
+from ..models.mixin import MTPModel
 from .depth import MAX_DRAFT_TOKENS, Depth, Rates, expected_tokens
 from .step_times import StepTimes
 
