@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.cli.display import table
-from mlx_mtp.server.api.completions import read_chat as read_request
+from mlx_mtp.server.api.completions import ChatBody
 from mlx_mtp.server.command_line import check, make_parser
 from scripts.shared import SOURCES, script_parser
 from tests.support.checkpoints import first_layers
@@ -97,7 +97,7 @@ class Client:
         return message | ({"tool_calls": [{"id": "1", "type": "function", "function": call}]} if tools else {})
 
     def _count(self, body: dict[str, Any], say: str, usage: dict[str, Any]) -> None:
-        figures, (_, request) = self.figures, read_request(body, OPTIONS)
+        figures, (_, request) = self.figures, ChatBody.read_request(body, OPTIONS)
         prompt = self.tokenizer.apply_chat_template(request.messages, tools=request.tools, add_generation_prompt=True)
         assert len(prompt) == usage["prompt_tokens"]
         known = min(max((_common(s, prompt) for s in self.seen), default=0), len(prompt) - 1)

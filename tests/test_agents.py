@@ -126,7 +126,9 @@ def test_a_streamed_thinking_block_is_signed(claude):
     assert kinds[kinds.index("signature_delta") + 1 :][:2] == ["signature", "content_block_stop"]
     assert kinds.count("signature_delta") == 1
     content = [thinking.model_dump(), text.model_dump(include={"type", "text"})]
-    _, request = messages.read_request({"messages": [*ASK, {"role": "assistant", "content": content}, *ASK]}, FLAGS)
+    _, request = messages.MessagesBody.read_request(
+        {"messages": [*ASK, {"role": "assistant", "content": content}, *ASK]}, FLAGS
+    )
     assert request.messages[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
 
 
@@ -185,7 +187,7 @@ def test_messages_become_those_of_a_chat_template():
         output_config={"effort": "high"},
         thinking={"type": "adaptive"},
     )
-    _, request = messages.read_request(body, FLAGS)
+    _, request = messages.MessagesBody.read_request(body, FLAGS)
     call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "x"}}}
     assert request.messages == [
         {"role": "system", "content": "You are a coder.\n\nBe kind."},
@@ -385,7 +387,7 @@ def test_reasoning_comes_back_as_it_was(client):
     options = dict(thinking=True, include=["reasoning.encrypted_content"], store=False)
     reasoning, text = response(client, "Hm.\n</think>\n\nYes.", **options)["output"]
     back = {"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}
-    _, request = responses.read_request({"input": [back, text]}, FLAGS)
+    _, request = responses.ResponsesBody.read_request({"input": [back, text]}, FLAGS)
     assert request.messages == [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]
 
 
@@ -407,7 +409,7 @@ def test_items_become_messages_of_a_chat_template():
         prompt_cache_key="k",
         reasoning={"effort": "none", "summary": "auto"},
     )
-    _, request = responses.read_request(body, FLAGS)
+    _, request = responses.ResponsesBody.read_request(body, FLAGS)
     calls = [("1", "fs__read", {"path": "x"}), ("2", "patch", {"input": "+a"})]
     calls = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls]
     assert request.messages == [

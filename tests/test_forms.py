@@ -130,14 +130,16 @@ def test_reasoning_comes_first(client):
 
 
 def read(**body) -> Request:
-    return completions.read_chat({"messages": ASK, **body}, FLAGS)[1]
+    return completions.ChatBody.read_request({"messages": ASK, **body}, FLAGS)[1]
 
 
 def test_each_api_reads_its_own():
     flat = {"type": "json_schema", "name": "a", "schema": PERSON}
-    _, completion = completions.read_completion({"prompt": "a", "response_format": json_schema(PERSON)}, FLAGS)
-    _, response = responses.read_request({"input": "a", "text": {"format": flat}}, FLAGS)
-    _, message = messages.read_request({"messages": ASK, "output_format": flat}, FLAGS)
+    _, completion = completions.CompletionBody.read_request(
+        {"prompt": "a", "response_format": json_schema(PERSON)}, FLAGS
+    )
+    _, response = responses.ResponsesBody.read_request({"input": "a", "text": {"format": flat}}, FLAGS)
+    _, message = messages.MessagesBody.read_request({"messages": ASK, "output_format": flat}, FLAGS)
     for request in (completion, response, message, read(response_format=json_schema(PERSON))):
         assert request.structured_output.grammar == {"json_schema": PERSON}
     any_object = StructuredOutput("response_format", {"json_schema": {"type": "object"}})
@@ -434,8 +436,8 @@ def test_tools_reach_the_template_as_they_were_sent():
 def test_each_api_reads_strict_tools():
     flat = {"name": "pick", "strict": True}
     tool = {**flat, "parameters": PICK}
-    _, response = responses.read_request({"input": "a", "tools": [{"type": "function", **tool}]}, FLAGS)
-    _, message = messages.read_request({"messages": ASK, "tools": [{**flat, "input_schema": PICK}]}, FLAGS)
+    _, response = responses.ResponsesBody.read_request({"input": "a", "tools": [{"type": "function", **tool}]}, FLAGS)
+    _, message = messages.MessagesBody.read_request({"messages": ASK, "tools": [{**flat, "input_schema": PICK}]}, FLAGS)
     for request in (response, message, read(tools=functions([tool]))):
         assert not request.structured_output.is_required
         (call,) = request.structured_output.calls

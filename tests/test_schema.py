@@ -189,7 +189,7 @@ def test_malformed_choices():
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
     for choice in ({"function": "f"}, {"function": 5}, {"function": {"name": []}}, {}):
         with pytest.raises(ApiError, match="tool_choice must be auto, none, required or a tool by its name"):
-            completions.read_chat({**body, "tool_choice": {"type": "function", **choice}}, FLAGS)
+            completions.ChatBody.read_request({**body, "tool_choice": {"type": "function", **choice}}, FLAGS)
 
 
 json_values = st.recursive(

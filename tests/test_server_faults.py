@@ -175,7 +175,7 @@ def test_a_message_of_the_user_is_not_continued():
 
 
 def read(**body):
-    return completions.read_chat(parse_json(json.dumps({**ASK, **body}).encode()), FLAGS)[1]
+    return completions.ChatBody.read_request(parse_json(json.dumps({**ASK, **body}).encode()), FLAGS)[1]
 
 
 def test_accepts_fields_that_change_nothing():

@@ -116,10 +116,10 @@ def test_few_errors_are_made_of_many(path, content):
 
 def test_logit_bias_is_bounded():
     flags, biases = make_parser().parse_args([]), {str(i): 1 for i in range(MAX_BIASES)}
-    _, request = completions.read_chat({"messages": ASK, "logit_bias": biases}, flags)
+    _, request = completions.ChatBody.read_request({"messages": ASK, "logit_bias": biases}, flags)
     assert len(request.args.logits.logit_bias) == MAX_BIASES
     with pytest.raises(ApiError, match=r"^logit_bias: .*10,001 entries, and 10,000 are allowed") as e:
-        completions.read_chat({"messages": ASK, "logit_bias": {**biases, "a": 1}}, flags)
+        completions.ChatBody.read_request({"messages": ASK, "logit_bias": {**biases, "a": 1}}, flags)
     assert e.value.param == "logit_bias"
 
 

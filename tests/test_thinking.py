@@ -6,7 +6,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import load, mtp_generate_step
-from mlx_mtp.server.api import completions, messages, responses
+from mlx_mtp.server.api.completions import ChatBody
+from mlx_mtp.server.api.messages import MessagesBody
+from mlx_mtp.server.api.responses import ResponsesBody
 from mlx_mtp.server.engine.admission import make_budget
 from mlx_mtp.server.request import Thinking
 from mlx_mtp.text.answer import QwenReader, Reasoning
@@ -68,25 +70,25 @@ LOW, MEDIUM, MAX = ({"enable_thinking": True, "reasoning_effort": effort} for ef
 @pytest.mark.parametrize(
     ("read_request", "fields", "variables", "budget"),
     [
-        (completions.read_chat, {}, {}, None),
-        (completions.read_chat, OFF, OFF, None),
-        (completions.read_chat, {"reasoning_effort": "none"}, OFF, None),
-        (completions.read_chat, {"reasoning_effort": "minimal"}, OFF, None),
-        (completions.read_chat, {"reasoning_effort": "low"}, LOW, 1024),
-        (completions.read_chat, {"reasoning_effort": "max"}, MAX, None),
-        (completions.read_chat, {"thinking_budget": 7}, {"enable_thinking": True}, 7),
-        (completions.read_chat, {"thinking_budget": 0}, OFF, 0),
-        (completions.read_chat, {"reasoning_effort": "max", "chat_template_kwargs": OFF}, MAX | OFF, None),
-        (messages.read_request, {"thinking": {"type": "disabled"}}, OFF, None),
-        (messages.read_request, {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}, 9),
-        (messages.read_request, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}}, MEDIUM, 8192),
-        (responses.read_request, {"reasoning": {"effort": "none"}}, OFF, None),
-        (responses.read_request, {"reasoning": {"effort": "low", "summary": "auto"}}, LOW, 1024),
+        (ChatBody.read_request, {}, {}, None),
+        (ChatBody.read_request, OFF, OFF, None),
+        (ChatBody.read_request, {"reasoning_effort": "none"}, OFF, None),
+        (ChatBody.read_request, {"reasoning_effort": "minimal"}, OFF, None),
+        (ChatBody.read_request, {"reasoning_effort": "low"}, LOW, 1024),
+        (ChatBody.read_request, {"reasoning_effort": "max"}, MAX, None),
+        (ChatBody.read_request, {"thinking_budget": 7}, {"enable_thinking": True}, 7),
+        (ChatBody.read_request, {"thinking_budget": 0}, OFF, 0),
+        (ChatBody.read_request, {"reasoning_effort": "max", "chat_template_kwargs": OFF}, MAX | OFF, None),
+        (MessagesBody.read_request, {"thinking": {"type": "disabled"}}, OFF, None),
+        (MessagesBody.read_request, {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}, 9),
+        (MessagesBody.read_request, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}}, MEDIUM, 8192),
+        (ResponsesBody.read_request, {"reasoning": {"effort": "none"}}, OFF, None),
+        (ResponsesBody.read_request, {"reasoning": {"effort": "low", "summary": "auto"}}, LOW, 1024),
     ],
     ids=lambda x: x.__module__ if callable(x) else str(x),
 )  # fmt: skip
 def test_what_each_api_asks_for(read_request, fields, variables, budget):
-    name = "input" if read_request is responses.read_request else "messages"
+    name = "input" if read_request == ResponsesBody.read_request else "messages"
     _, request = read_request({name: ASK, **fields}, FLAGS)
     assert request.args.chat_template_kwargs == variables
     tokenizer = SimpleNamespace(chat_template="{{ enable_thinking }}", has_thinking=True)

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
 from socket import gethostname
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from fastapi import FastAPI
@@ -40,13 +40,12 @@ from .._version import __version__
 from ..checkpoint.hub import cached_repositories
 from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..text.schema import Json
-from .api import completions, messages, responses
-from .api.common import Body, Writer
-from .api.completions import ChatBody, ChatWriter, CompletionBody, CompletionWriter
-from .api.messages import MessagesBody, MessagesWriter
-from .api.responses import ResponsesBody, ResponsesWriter
+from .api.common import Body
+from .api.completions import ChatBody, CompletionBody
+from .api.messages import MessagesBody
+from .api.responses import ResponsesBody
 from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
-from .request import ApiError, Options, Request
+from .request import ApiError, Request
 
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # headers of errors, by status; in seconds
 
@@ -80,25 +79,12 @@ ANY = "*"
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 
 
-class API(NamedTuple):
-    """The API of a path."""
-
-    body: type[Body]
-    read_request: Callable[[Json, Options], tuple[Any, Request]]  # takes the fields of a body
-    writer: Callable[[Any], Writer]  # makes the writer of an answer, from the body
-    error_content: Callable[[ApiError], Json]
-
-
-CHAT = API(ChatBody, completions.read_chat, ChatWriter, completions.error_content)
-COMPLETIONS = API(CompletionBody, completions.read_completion, CompletionWriter, completions.error_content)
-RESPONSES = API(ResponsesBody, responses.read_request, ResponsesWriter, completions.error_content)
-MESSAGES = API(MessagesBody, messages.read_request, MessagesWriter, messages.error_content)
-APIS = {
-    "/v1/chat/completions": CHAT,
-    "/chat/completions": CHAT,
-    "/v1/completions": COMPLETIONS,
-    "/v1/responses": RESPONSES,
-    "/v1/messages": MESSAGES,
+APIS: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatBody,
+    "/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
 }
 
 
@@ -110,9 +96,9 @@ def make_app(
     endpoints = Endpoints(frontend, api_key)
     for path, api in APIS.items():
         _add_post(app, path, endpoints.generate(api), api)
-    _add_post(app, "/v1/messages/count_tokens", endpoints.count(MESSAGES, {}), MESSAGES)
+    _add_post(app, "/v1/messages/count_tokens", endpoints.count(MessagesBody, {}), MessagesBody)
     counted = {"object": "response.input_tokens"}
-    _add_post(app, "/v1/responses/input_tokens", endpoints.count(RESPONSES, counted), RESPONSES)
+    _add_post(app, "/v1/responses/input_tokens", endpoints.count(ResponsesBody, counted), ResponsesBody)
     for path, get in (
         ("/", endpoints.root),
         ("/health", endpoints.health),
@@ -134,9 +120,9 @@ def make_app(
     return app
 
 
-def _add_post(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Response]], api: API) -> None:
+def _add_post(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Response]], api: type[Body]) -> None:
     """Add a route. Its endpoint reads the body itself, to limit its size before its JSON is parsed."""
-    schema = api.body.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema = api.model_json_schema(ref_template="#/components/schemas/{model}")
     described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     name = path.strip("/").replace("/", "_")
     app.add_api_route(
@@ -151,7 +137,7 @@ class Endpoints:
         self.frontend, self.api_key = frontend, api_key
         self.waiting: set[int] = set()  # the numbers of requests without a first token
 
-    def generate(self, api: API) -> Callable[[HTTPRequest], Awaitable[Response]]:
+    def generate(self, api: type[Body]) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
             body, request = await self._read(http, api)
             most = self.frontend.options.max_queue
@@ -162,7 +148,7 @@ class Endpoints:
 
         return endpoint
 
-    def count(self, api: API, kind: Json) -> Callable[[HTTPRequest], Awaitable[Response]]:
+    def count(self, api: type[Body], kind: Json) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
             _, request = await self._read(http, api)
             async with watched([request], http.receive):
@@ -170,7 +156,7 @@ class Endpoints:
 
         return endpoint
 
-    async def _read(self, http: HTTPRequest, api: API) -> tuple[Any, Request]:
+    async def _read(self, http: HTTPRequest, api: type[Body]) -> tuple[Any, Request]:
         self._authorize(http)
         raw = await read_body(http)
 
@@ -337,7 +323,7 @@ def error_response(http: HTTPRequest, error: Exception) -> Response:
         logging.error("A request failed.", exc_info=error)
         error = ApiError(500, f"The request failed: {error}")
     theirs = http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers
-    api = APIS.get(http.url.path, MESSAGES if theirs else CHAT)
+    api = APIS.get(http.url.path, MessagesBody if theirs else ChatBody)
     return JSONResponse(api.error_content(error), error.status, HEADERS.get(error.status))
 
 

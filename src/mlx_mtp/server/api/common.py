@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from annotated_types import Ge, Le
 from mlx_lm import server as stock
@@ -41,6 +41,7 @@ from ..request import ApiError, Delta, Effort, Request, StructuredOutput, Thinki
 from ..structured_output import from_strict_tools, from_tool_choice, only_one
 
 MAX_BIASES = 10_000  # entries of logit_bias
+ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 NEVER = 2**31  # min_tokens of a text that no token of the model ends
 
 # Unsupported fields that would change the answer, by API: the values that change nothing, and the alternative. All other
@@ -131,6 +132,12 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(part)
 
 
+def error_content(error: ApiError) -> Json:
+    """An error in the format of OpenAI's APIs."""
+    kind = "server_error" if error.status >= 500 else ERRORS.get(error.status, "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
 class Part(BaseModel):
     """A part of a body. Unknown fields are ignored."""
 
@@ -184,6 +191,9 @@ class Body(Part):
 
     NEEDED: ClassVar[str]  # the required field
     REFUSED: ClassVar[Refused] = ALL
+    LIMITS: ClassVar[tuple[str, ...]]  # the fields for the maximum number of tokens; the first one that is set counts
+    writer: ClassVar[Any]  # the ``Writer`` of answers
+    error_content: ClassVar[Callable[[ApiError], Json]] = error_content
 
     model: str = "default_model"
     stream: bool = False
@@ -210,6 +220,8 @@ class Body(Part):
     chat_template_kwargs: Annotated[dict[TemplateVariable, TemplateValue], at_most(32)] | None = None
     adapters: str | None = None
     draft_model: str = "default_model"
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
     num_draft_tokens: Literal["auto"] | Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
     copy_drafts: Literal["auto", "off"] | Annotated[int, Ge(1), Le(MAX_COPY_TOKENS)] | None = None
 
@@ -235,12 +247,67 @@ class Body(Part):
         """The number of likely tokens to report for each token; ``None``: no log probabilities."""
         return None
 
-    def set_arguments(self, request: Request, flags: Any, max_tokens: int | None, stop: list[str]) -> None:
+    @property
+    def stop_words(self) -> list[str]:
+        return []
+
+    @property
+    def outputs(self) -> list[StructuredOutput | None]:
+        """The structured outputs of the API's fields: one at most."""
+        return []
+
+    @property
+    def one_call(self) -> bool:
+        """Whether the answer ends with its first call."""
+        return not self.parallel_tool_calls
+
+    def conversation(self, content: Json, images: list[str]) -> tuple[list[Json], list[Json]]:
+        """The messages, with any role, and the tools, in OpenAI's format. Images are added to ``images``."""
+        raise NotImplementedError
+
+    @classmethod
+    def read_request(cls, content: Json, flags: Any) -> tuple[Self, Request]:
+        """Validate the fields of a body, and make its request.
+
+        Raises:
+            ApiError: A field is wrong, or fields cannot be combined.
+        """
+        body = _validate(cls, content)
+        request = body.to_request(content)
+        body.set_arguments(request, flags)
+        return body, request
+
+    def to_request(self, content: Json) -> Request:
+        images: list[str] = []
+        messages, tools = self.conversation(content, images)
+        messages = fold_roles(messages)
+        output = only_one(*self.outputs, from_tool_choice(self.tool_choice, tools)) or from_strict_tools(tools)
+        continues = goes_on(messages)
+        if self.continue_final_message and not continues:
+            message = "continue_final_message requires a last message of the assistant, with text and without calls."
+            raise ApiError(400, message, param="continue_final_message")
+        if continues and output is not None and output.is_required:
+            message = "cannot be combined with a last message of the assistant, which the answer continues."
+            raise ApiError(400, f"{output.param} {message}", param=output.param)
+        return Request(
+            "chat",
+            "",
+            messages,
+            tools or None,
+            thinking=self.thinking_wanted,
+            structured_output=output,
+            images=images,
+            goes_on=continues,
+            one_call=self.one_call,
+            param=self.NEEDED,
+        )
+
+    def set_arguments(self, request: Request, flags: Any) -> None:
         """Set the arguments of a request, as mlx-lm's ``do_POST``: the values of the body, or of the server's flags.
 
         Sampling parameters that the body does not set are ``None`` until the model is known.
         """
-        n_drafts = flags.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens
+        limits = (limit for name in self.LIMITS if (limit := getattr(self, name)) is not None)
         request.copy_drafts = flags.copy_drafts if self.copy_drafts is None else self.copy_drafts
         request.min_tokens = NEVER if self.ignore_eos else self.min_tokens
         request.stop_token_ids = self.stop_token_ids
@@ -251,9 +318,9 @@ class Body(Part):
             model=stock.ModelDescription(self.model, self.draft_model, self.adapters),
             sampling=self._fields_of(stock.SamplingArguments),
             logits=self._fields_of(stock.LogitsProcessorArguments),
-            stop_words=stop,
-            max_tokens=flags.max_tokens if max_tokens is None else max_tokens,
-            num_draft_tokens=n_drafts,
+            stop_words=self.stop_words,
+            max_tokens=next(limits, flags.max_tokens),
+            num_draft_tokens=flags.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens,
             seed=None if self.seed is None else self.seed % 2**64,
             chat_template_kwargs={**self.thinking_wanted.variables(), **(self.chat_template_kwargs or {})},
             logprobs=self.top is not None,
@@ -269,7 +336,7 @@ B = TypeVar("B", bound=Body)
 TYPES = ("str", "int", "float", "bool", "none", "dict", "list")  # pydantic puts them between the names of fields
 
 
-def read(kind: type[B], body: Json) -> B:
+def _validate(kind: type[B], body: Json) -> B:
     """Validate a body, or raise an ApiError that names the wrong field."""
     if kind.NEEDED not in body:
         needed = "a prompt" if kind.NEEDED == "prompt" else kind.NEEDED
@@ -311,51 +378,6 @@ def fold_roles(messages: list[Json]) -> list[Json]:
         text = f"<system>\n{text_of(m.get('content'))}\n</system>"
         folded.append({"role": "user", "content": text} if m["role"] in SYSTEM else m)
     return folded
-
-
-def make_request(
-    body: Body,
-    messages: list[Json],
-    images: list[str],
-    tools: list[Json],
-    *,
-    outputs: Sequence[StructuredOutput | None],
-    tool_choice: Any,
-    one_call: bool,
-) -> Request:
-    """The request of a conversation, for all APIs.
-
-    Args:
-        messages (List[Dict[str, Any]]): The messages, with any role.
-        tools (List[Dict[str, Any]]): In OpenAI's format.
-        outputs (Sequence[StructuredOutput]): The structured outputs of the body's fields: one at most.
-        tool_choice (Any): See ``from_tool_choice``.
-        one_call (bool): Whether the answer ends with its first call.
-
-    Raises:
-        ApiError: The fields cannot be combined.
-    """
-    messages = fold_roles(messages)
-    output = only_one(*outputs, from_tool_choice(tool_choice, tools)) or from_strict_tools(tools)
-    continues = goes_on(messages)
-    if body.continue_final_message and not continues:
-        message = "continue_final_message requires a last message of the assistant, with text and without calls."
-        raise ApiError(400, message, param="continue_final_message")
-    if continues and output is not None and output.is_required:
-        message = f"{output.param} cannot be combined with a last message of the assistant, which the answer continues."
-        raise ApiError(400, message, param=output.param)
-    return Request(
-        "chat",
-        "",
-        messages,
-        tools or None,
-        thinking=body.thinking_wanted,
-        structured_output=output,
-        images=images,
-        goes_on=continues,
-        one_call=one_call,
-        param=body.NEEDED,
-    )
 
 
 def unsupported(kind: str | None, where: str, param: str, fix: str) -> ApiError:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from ...text.answer import Reasoning
 from ...text.schema import Json
@@ -28,7 +28,6 @@ DONE = b"data: [DONE]\n\n"
 MAX_CHOICES = 8  # answers to a prompt
 MAX_PROMPTS = 128
 LEAST = -9999.0  # OpenAI's, in place of minus infinity
-ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 GUIDED = {  # fields for structured output, and the arguments of make_grammar
     "json_schema": "json_schema",
     "guided_json": "json_schema",
@@ -41,156 +40,6 @@ Tokens = Annotated[list[Natural], Field(min_length=1)]
 Prompts = Annotated[list[Prompt] | list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 fingerprint = cache(get_system_fingerprint)
-
-
-class OpenAIBody(Body):
-    """The fields of chat completions and completions."""
-
-    REFUSED: ClassVar = common.OPENAI
-    stream_options: Settings = Settings()
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
-    n_predict: Literal[-1] | Positive | None = None  # llama.cpp's; -1: no limit
-    n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1
-    stop: common.Stop | None = None
-    response_format: Any = None
-    json_schema: Json | None = None  # llama.cpp's
-    guided_json: Json | None = None
-    guided_regex: str | None = None
-    guided_grammar: str | None = None
-
-    @property
-    def n_choices(self) -> int:
-        """The number of answers."""
-        return self.n
-
-    @property
-    def structured_output(self) -> StructuredOutput | None:
-        given = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
-        outputs = [StructuredOutput(name, {GUIDED[name]: value}) for name, value in given.items()]
-        return only_one(*outputs, from_response_format(self.response_format, "response_format"))
-
-    def set_openai_arguments(self, request: Request, flags: Any) -> None:
-        limits = self.max_completion_tokens, self.max_tokens, NO_LIMIT if self.n_predict == -1 else self.n_predict
-        max_tokens = next((limit for limit in limits if limit is not None), None)
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        request.n = self.n
-        self.set_arguments(request, flags, max_tokens, stop)
-
-
-# Chats
-
-
-class Call(Part):
-    """A tool, or a call of one."""
-
-    id: Any = None
-    type: Any = "function"
-    function: Json
-
-
-class ChatMessage(Part):
-    """The fields of a message that the server uses. The chat template gets all fields."""
-
-    model_config = Part.model_config | {"extra": "allow"}
-
-    role: str
-    content: str | list[Item] | None = None
-    tool_calls: list[Call] | None = None
-
-
-class ChatBody(OpenAIBody):
-    NEEDED: ClassVar = "messages"
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[Call] | None = None
-    tool_choice: Any = "auto"
-    parallel_tool_calls: bool = True
-    logprobs: bool = False
-    top_logprobs: TopLogprobs | None = None
-    reasoning_effort: Effort | None = None
-    # As in mlx-lm: the prefix of a role, for prompts without a chat template.
-    role_mapping: Annotated[dict[str, Short], common.at_most(32)] | None = None
-
-    @property
-    def effort(self) -> Effort | None:
-        return self.reasoning_effort
-
-    @property
-    def top(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def read_chat(content: Json, flags: Any) -> tuple[ChatBody, Request]:
-    body = common.read(ChatBody, content)
-    if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs requires logprobs: true.", param="top_logprobs")
-    images: list[str] = []
-    request = common.make_request(
-        body,
-        [_message(m, f"messages[{i}].content", images) for i, m in enumerate(body.messages)],
-        images,
-        # The client's own objects: the template writes their keys in the client's order.
-        content["tools"] if body.tools and body.tool_choice != "none" else [],
-        outputs=[body.structured_output],
-        tool_choice=body.tool_choice,
-        one_call=not body.parallel_tool_calls,
-    )
-    request.role_mapping = body.role_mapping
-    body.set_openai_arguments(request, flags)
-    return body, request
-
-
-def _message(message: ChatMessage, where: str, images: list[str]) -> Json:
-    """A message for the chat template: without null fields, and with the arguments of calls as objects."""
-    content = {name: value for name, value in message.model_dump(exclude={"content"}).items() if value is not None}
-    parts = message.content
-    content["content"] = "".join(_text(p, where, images) for p in parts) if isinstance(parts, list) else parts
-    if isinstance(reasoning := content.pop("reasoning", None), str):  # a name that answers have
-        content.setdefault("reasoning_content", reasoning)
-    for call in content.get("tool_calls", []):
-        call["function"]["arguments"] = common.arguments_of(call["function"].get("arguments"))
-    return content
-
-
-def _text(part: Item, where: str, images: list[str]) -> str:
-    if part.type == "text" and part.text is not None:
-        return part.text
-    url = part.image_url.get("url") if isinstance(part.image_url, dict) else part.image_url
-    if part.type == "image_url" and isinstance(url, str):
-        return common.add_image(images, url)
-    raise common.unsupported(part.type, where, "messages", "send text or images")
-
-
-# Texts
-
-
-class CompletionBody(OpenAIBody):
-    NEEDED: ClassVar = "prompt"
-    REFUSED: ClassVar = common.COMPLETIONS
-    prompt: Prompt | Tokens | Prompts
-    logprobs: TopLogprobs | None = None
-
-    @property
-    def prompts(self) -> list[Any]:
-        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_one else [*self.prompt]
-
-    @property
-    def n_choices(self) -> int:
-        return len(self.prompts) * self.n
-
-    @property
-    def top(self) -> int | None:
-        return self.logprobs
-
-
-def read_completion(content: Json, flags: Any) -> tuple[CompletionBody, Request]:
-    body = common.read(CompletionBody, content)
-    first, *others = body.prompts
-    output = body.structured_output
-    request = Request("text", first, [], more_prompts=others, param="prompt", structured_output=output, goes_on=True)
-    body.set_openai_arguments(request, flags)
-    return body, request
 
 
 # Answers
@@ -220,7 +69,7 @@ class OpenAIWriter(Writer):
     logprobs: Callable[[Choice, list[Delta]], Json]  # of these tokens
     whole_choice: Callable[[Json], Json]  # made of joined pieces
 
-    def __init__(self, body: OpenAIBody):
+    def __init__(self, body: "OpenAIBody"):
         super().__init__(body)
         self.id, self.created = f"{self.prefix}-{uuid.uuid4()}", int(time.time())
         self.choices = [Choice(i) for i in range(body.n_choices)]
@@ -256,7 +105,7 @@ class OpenAIWriter(Writer):
         return {**self._head(self.kind), "choices": choices, "usage": _usage(usage)}
 
     def failed(self, error: ApiError) -> bytes:
-        return event(error_content(error)) + DONE
+        return event(common.error_content(error)) + DONE
 
     def _piece(self, c: Choice, e: Any = None) -> Json:
         piece = self.content(e)
@@ -362,12 +211,6 @@ def _usage(usage: Usage) -> Json:
     return content
 
 
-def error_content(error: ApiError) -> Json:
-    """An error in the format of OpenAI's APIs."""
-    kind = "server_error" if error.status >= 500 else ERRORS.get(error.status, "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
-
-
 def logprob_of(step: Delta) -> Json:
     """A token's log probabilities in the format of chat completions and Responses, with the likeliest tokens."""
     assert step.likely is not None
@@ -384,3 +227,147 @@ def _name(t: Likely) -> str:
         return t.piece.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in t.piece)
+
+
+# Requests
+
+
+class OpenAIBody(Body):
+    """The fields of chat completions and completions."""
+
+    REFUSED: ClassVar = common.OPENAI
+    LIMITS: ClassVar = ("max_completion_tokens", "max_tokens", "n_predict")
+    stream_options: Settings = Settings()
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    # llama.cpp's; -1: no limit
+    n_predict: Annotated[Literal[-1] | Positive, AfterValidator(lambda n: NO_LIMIT if n == -1 else n)] | None = None
+    n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1
+    stop: common.Stop | None = None
+    response_format: Any = None
+    json_schema: Json | None = None  # llama.cpp's
+    guided_json: Json | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def n_choices(self) -> int:
+        """The number of answers."""
+        return self.n
+
+    @property
+    def stop_words(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def outputs(self) -> list[StructuredOutput | None]:
+        given = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
+        outputs = [StructuredOutput(name, {GUIDED[name]: value}) for name, value in given.items()]
+        return [*outputs, from_response_format(self.response_format, "response_format")]
+
+    def set_arguments(self, request: Request, flags: Any) -> None:
+        super().set_arguments(request, flags)
+        request.n = self.n
+
+
+# Chats
+
+
+class Call(Part):
+    """A tool, or a call of one."""
+
+    id: Any = None
+    type: Any = "function"
+    function: Json
+
+
+class ChatMessage(Part):
+    """The fields of a message that the server uses. The chat template gets all fields."""
+
+    model_config = Part.model_config | {"extra": "allow"}
+
+    role: str
+    content: str | list[Item] | None = None
+    tool_calls: list[Call] | None = None
+
+
+class ChatBody(OpenAIBody):
+    NEEDED: ClassVar = "messages"
+    writer: ClassVar = ChatWriter
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[Call] | None = None
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
+    reasoning_effort: Effort | None = None
+    # As in mlx-lm: the prefix of a role, for prompts without a chat template.
+    role_mapping: Annotated[dict[str, Short], common.at_most(32)] | None = None
+
+    @property
+    def effort(self) -> Effort | None:
+        return self.reasoning_effort
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def to_request(self, content: Json) -> Request:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs requires logprobs: true.", param="top_logprobs")
+        request = super().to_request(content)
+        request.role_mapping = self.role_mapping
+        return request
+
+    def conversation(self, content: Json, images: list[str]) -> tuple[list[Json], list[Json]]:
+        messages = [_message(m, f"messages[{i}].content", images) for i, m in enumerate(self.messages)]
+        # The client's own objects: the template writes their keys in the client's order.
+        return messages, content["tools"] if self.tools and self.tool_choice != "none" else []
+
+
+def _message(message: ChatMessage, where: str, images: list[str]) -> Json:
+    """A message for the chat template: without null fields, and with the arguments of calls as objects."""
+    content = {name: value for name, value in message.model_dump(exclude={"content"}).items() if value is not None}
+    parts = message.content
+    content["content"] = "".join(_text(p, where, images) for p in parts) if isinstance(parts, list) else parts
+    if isinstance(reasoning := content.pop("reasoning", None), str):  # a name that answers have
+        content.setdefault("reasoning_content", reasoning)
+    for call in content.get("tool_calls", []):
+        call["function"]["arguments"] = common.arguments_of(call["function"].get("arguments"))
+    return content
+
+
+def _text(part: Item, where: str, images: list[str]) -> str:
+    if part.type == "text" and part.text is not None:
+        return part.text
+    url = part.image_url.get("url") if isinstance(part.image_url, dict) else part.image_url
+    if part.type == "image_url" and isinstance(url, str):
+        return common.add_image(images, url)
+    raise common.unsupported(part.type, where, "messages", "send text or images")
+
+
+# Texts
+
+
+class CompletionBody(OpenAIBody):
+    NEEDED: ClassVar = "prompt"
+    writer: ClassVar = CompletionWriter
+    REFUSED: ClassVar = common.COMPLETIONS
+    prompt: Prompt | Tokens | Prompts
+    logprobs: TopLogprobs | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else [*self.prompt]
+
+    @property
+    def n_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+    def to_request(self, content: Json) -> Request:
+        first, *others = self.prompts
+        output = only_one(*self.outputs)
+        return Request("text", first, [], more_prompts=others, param="prompt", structured_output=output, goes_on=True)

@@ -13,7 +13,7 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import ApiError, Delta, Request, Thinking
+from ..request import ApiError, Delta, StructuredOutput, Thinking
 from ..structured_output import from_response_format
 from . import common
 from .common import Body, Item, Part, Positive, Settings, Short, Usage, Writer, event
@@ -30,130 +30,18 @@ ERRORS = {
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class Message(Part):
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Item]
+def _event(kind: str, **data: Any) -> bytes:
+    return event({"type": kind, **data}, kind)
 
 
-class Tool(Part):
-    type: str | None = None
-    name: str
-    description: str | None = None
-    input_schema: Json | None = None
-    strict: bool | None = None
-
-
-class ThinkingOptions(Part):
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Positive | None = None
-
-
-class MessagesBody(Body):
-    NEEDED: ClassVar = "messages"
-    REFUSED: ClassVar = common.MESSAGES
-    max_tokens: Positive | None = None
-    system: str | list[Item] | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] | None = None
-    tool_choice: Json = Field(default_factory=lambda: {"type": "auto"})
-    thinking: ThinkingOptions | None = None
-    output_config: Settings = Settings()
-    output_format: Any = None
-    stop_sequences: Annotated[list[Short], Field(max_length=64)] | None = None
-
-    @property
-    def thinking_wanted(self) -> Thinking:
-        asked, effort = self.thinking, self.output_config.effort
-        if asked is None:
-            return Thinking(self.enable_thinking, effort, self.thinking_budget)
-        budget = self.thinking_budget if asked.budget_tokens is None else asked.budget_tokens
-        return Thinking(asked.type != "disabled", effort, budget)
-
-
-def read_request(content: Json, flags: Any) -> tuple[MessagesBody, Request]:
-    body = common.read(MessagesBody, content)
-    blocks = [BILLING.sub("", text).strip() for text in _texts(body.system, "system")]
-    system = "\n\n".join(block for block in blocks if block)
-    messages = [{"role": "system", "content": system}] if system else []
-    images: list[str] = []
-    for i, message in enumerate(body.messages):
-        messages += _messages(message, f"messages[{i}].content", images)
-    ours = [tool for tool in body.tools or [] if tool.type in (None, "custom")]
-    tools = ours if body.tool_choice.get("type") != "none" else []
-    request = common.make_request(
-        body,
-        messages,
-        images,
-        [common.function_tool(t.name, t.description, t.input_schema, t.strict) for t in tools],
-        outputs=[
-            from_response_format(body.output_config.format, "output_config.format"),
-            from_response_format(body.output_format, "output_format"),
-        ],
-        tool_choice=body.tool_choice,
-        one_call=bool(body.tool_choice.get("disable_parallel_tool_use")),
-    )
-    body.set_arguments(request, flags, body.max_tokens, body.stop_sequences or [])
-    return body, request
-
-
-def _texts(content: str | list[Item] | None, where: str, images: list[str] | None = None) -> list[str]:
-    """The texts of blocks. Their images are added to ``images``, if they are allowed."""
-    return [_text(block, where, images) for block in _blocks(content)]
-
-
-def _blocks(content: str | list[Item] | None) -> list[Item]:
-    return [Item(type="text", text=content)] if isinstance(content, str) else content or []
-
-
-def _text(block: Item, where: str, images: list[str] | None = None) -> str:
-    if block.type == "text" and block.text is not None:
-        return block.text
-    source = block.source or {}
-    if block.type == "image" and images is not None:
-        if source.get("type") == "base64":
-            return common.add_image(images, f"data:{source.get('media_type')};base64,{source.get('data')}")
-        if source.get("type") == "url":
-            return common.add_image(images, str(source.get("url")))
-    kind = block.type if block.type != "image" else f"image of source {source.get('type')}"
-    fix = "send text" if images is None else "send text, or images as base64"
-    raise common.unsupported(kind, where, where.partition("[")[0], fix)
-
-
-def _messages(message: Message, where: str, images: list[str]) -> list[Json]:
-    """A message's blocks as messages of a chat template: each tool result is a message of its own."""
-    blocks = _blocks(message.content)
-    if message.role == "assistant":
-        return [_assistant(blocks, where)]
-    messages: list[Json] = []
-    for block in blocks:
-        if block.type == "tool_result":
-            result = "\n".join(_texts(block.content, where, images))
-            result = f"Error: {result}" if block.is_error else result
-            messages.append({"role": "tool", "content": result, "tool_call_id": block.tool_use_id})
-            continue
-        text = _text(block, where, images)
-        if messages and messages[-1]["role"] == message.role:
-            messages[-1]["content"] += f"\n{text}"
-        else:
-            messages.append({"role": message.role, "content": text})
-    return messages
-
-
-def _assistant(blocks: list[Item], where: str) -> Json:
-    message: Json = {"role": "assistant", "content": ""}
-    for block in blocks:
-        if block.type == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + (block.thinking or "")
-        elif block.type == "tool_use" and block.name is not None:
-            call = common.function_call(block.id or "", block.name, common.arguments_of(block.input))
-            message.setdefault("tool_calls", []).append(call)
-        elif block.type != "redacted_thinking":
-            message["content"] += _text(block, where)
-    return message
+def error_content(error: ApiError) -> Json:
+    """An error in the format of Anthropic's API."""
+    kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 class MessagesWriter(Writer):
-    def __init__(self, body: MessagesBody):
+    def __init__(self, body: "MessagesBody"):
         super().__init__(body)
         self.input = ""  # the input of the last call, as text
         self.stop_word: str | None = None
@@ -234,11 +122,123 @@ class MessagesWriter(Writer):
         }
 
 
-def _event(kind: str, **data: Any) -> bytes:
-    return event({"type": kind, **data}, kind)
+class Message(Part):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Item]
 
 
-def error_content(error: ApiError) -> Json:
-    """An error in the format of Anthropic's API."""
-    kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+class Tool(Part):
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: Json | None = None
+    strict: bool | None = None
+
+
+class ThinkingOptions(Part):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Positive | None = None
+
+
+class MessagesBody(Body):
+    NEEDED: ClassVar = "messages"
+    writer: ClassVar = MessagesWriter
+    error_content: ClassVar = error_content
+    REFUSED: ClassVar = common.MESSAGES
+    LIMITS: ClassVar = ("max_tokens",)
+    max_tokens: Positive | None = None
+    system: str | list[Item] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Json = Field(default_factory=lambda: {"type": "auto"})
+    thinking: ThinkingOptions | None = None
+    output_config: Settings = Settings()
+    output_format: Any = None
+    stop_sequences: Annotated[list[Short], Field(max_length=64)] | None = None
+
+    @property
+    def thinking_wanted(self) -> Thinking:
+        asked, effort = self.thinking, self.output_config.effort
+        if asked is None:
+            return Thinking(self.enable_thinking, effort, self.thinking_budget)
+        budget = self.thinking_budget if asked.budget_tokens is None else asked.budget_tokens
+        return Thinking(asked.type != "disabled", effort, budget)
+
+    @property
+    def stop_words(self) -> list[str]:
+        return self.stop_sequences or []
+
+    @property
+    def outputs(self) -> list[StructuredOutput | None]:
+        formats = {"output_config.format": self.output_config.format, "output_format": self.output_format}
+        return [from_response_format(value, name) for name, value in formats.items()]
+
+    @property
+    def one_call(self) -> bool:
+        return bool(self.tool_choice.get("disable_parallel_tool_use"))
+
+    def conversation(self, content: Json, images: list[str]) -> tuple[list[Json], list[Json]]:
+        blocks = [BILLING.sub("", text).strip() for text in _texts(self.system, "system")]
+        system = "\n\n".join(block for block in blocks if block)
+        messages = [{"role": "system", "content": system}] if system else []
+        for i, message in enumerate(self.messages):
+            messages += _messages(message, f"messages[{i}].content", images)
+        ours = [tool for tool in self.tools or [] if tool.type in (None, "custom")]
+        tools = ours if self.tool_choice.get("type") != "none" else []
+        return messages, [common.function_tool(t.name, t.description, t.input_schema, t.strict) for t in tools]
+
+
+def _texts(content: str | list[Item] | None, where: str, images: list[str] | None = None) -> list[str]:
+    """The texts of blocks. Their images are added to ``images``, if they are allowed."""
+    return [_text(block, where, images) for block in _blocks(content)]
+
+
+def _blocks(content: str | list[Item] | None) -> list[Item]:
+    return [Item(type="text", text=content)] if isinstance(content, str) else content or []
+
+
+def _text(block: Item, where: str, images: list[str] | None = None) -> str:
+    if block.type == "text" and block.text is not None:
+        return block.text
+    source = block.source or {}
+    if block.type == "image" and images is not None:
+        if source.get("type") == "base64":
+            return common.add_image(images, f"data:{source.get('media_type')};base64,{source.get('data')}")
+        if source.get("type") == "url":
+            return common.add_image(images, str(source.get("url")))
+    kind = block.type if block.type != "image" else f"image of source {source.get('type')}"
+    fix = "send text" if images is None else "send text, or images as base64"
+    raise common.unsupported(kind, where, where.partition("[")[0], fix)
+
+
+def _messages(message: Message, where: str, images: list[str]) -> list[Json]:
+    """A message's blocks as messages of a chat template: each tool result is a message of its own."""
+    blocks = _blocks(message.content)
+    if message.role == "assistant":
+        return [_assistant(blocks, where)]
+    messages: list[Json] = []
+    for block in blocks:
+        if block.type == "tool_result":
+            result = "\n".join(_texts(block.content, where, images))
+            result = f"Error: {result}" if block.is_error else result
+            messages.append({"role": "tool", "content": result, "tool_call_id": block.tool_use_id})
+            continue
+        text = _text(block, where, images)
+        if messages and messages[-1]["role"] == message.role:
+            messages[-1]["content"] += f"\n{text}"
+        else:
+            messages.append({"role": message.role, "content": text})
+    return messages
+
+
+def _assistant(blocks: list[Item], where: str) -> Json:
+    message: Json = {"role": "assistant", "content": ""}
+    for block in blocks:
+        if block.type == "thinking":
+            message["reasoning_content"] = message.get("reasoning_content", "") + (block.thinking or "")
+        elif block.type == "tool_use" and block.name is not None:
+            call = common.function_call(block.id or "", block.name, common.arguments_of(block.input))
+            message.setdefault("tool_calls", []).append(call)
+        elif block.type != "redacted_thinking":
+            message["content"] += _text(block, where)
+    return message

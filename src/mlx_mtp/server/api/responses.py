@@ -18,7 +18,7 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import ApiError, Delta, Effort, Request
+from ..request import ApiError, Delta, Effort, StructuredOutput
 from ..structured_output import from_response_format
 from . import common
 from .common import Body, Item, Part, Positive, Settings, Short, Usage, Writer, event, new_id
@@ -38,127 +38,8 @@ class Tool(Part):
     tools: "list[Tool] | None" = None  # the tools of a namespace
 
 
-class ResponsesBody(Body):
-    NEEDED: ClassVar = "input"
-    REFUSED: ClassVar = common.RESPONSES
-    input: str | Annotated[list[Item], Field(min_length=1)]
-    instructions: str | None = None
-    max_output_tokens: Positive | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Any = "auto"
-    parallel_tool_calls: bool = True
-    reasoning: Settings = Settings()
-    text: Json | None = None
-    include: list[str] | None = None
-    top_logprobs: TopLogprobs | None = None
-    metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
-
-    @property
-    def effort(self) -> Effort | None:
-        return self.reasoning.effort
-
-    @property
-    def top(self) -> int | None:
-        is_asked = self.top_logprobs or "message.output_text.logprobs" in (self.include or [])
-        return (self.top_logprobs or 0) if is_asked else None
-
-    @property
-    def named_tools(self) -> dict[str, tuple[Tool, str | None]]:
-        """The client's tools and their namespaces, by their names in the prompt."""
-        named: dict[str, tuple[Tool, str | None]] = {}
-        for tool in self.tools or []:
-            space = tool.name if tool.type == "namespace" else None
-            for t in (tool.tools or []) if tool.type == "namespace" else [tool]:
-                if t.type in ("function", "custom") and t.name is not None:
-                    named[_full_name(space, t.name)] = t, space
-        return named
-
-
-def _full_name(space: str | None, name: str) -> str:
-    return name if space is None else f"{space}__{name}"
-
-
-def read_request(content: Json, flags: Any) -> tuple[ResponsesBody, Request]:
-    body = common.read(ResponsesBody, content)
-    messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    images: list[str] = []
-    for i, item in enumerate(items):
-        _add_item(messages, item, f"input[{i}]", images)
-    tools = [
-        common.function_tool(name, tool.description, INPUT if tool.type == "custom" else tool.parameters, tool.strict)
-        for name, (tool, _) in body.named_tools.items()
-        if body.tool_choice != "none"
-    ]
-    request = common.make_request(
-        body,
-        messages,
-        images,
-        tools,
-        outputs=[from_response_format((body.text or {}).get("format"), "text.format")],
-        tool_choice=body.tool_choice,
-        one_call=not body.parallel_tool_calls,
-    )
-    body.set_arguments(request, flags, body.max_output_tokens, [])
-    return body, request
-
-
-def _add_item(messages: list[Json], item: Item, where: str, images: list[str]) -> None:
-    """Add an item to the conversation. Consecutive reasoning, text and calls are one message of the assistant."""
-    kind = item.type or "message"
-    if kind == "message" and item.role is not None:
-        if item.role != "assistant":
-            messages.append({"role": item.role, "content": _text(item.content, where, images)})
-        else:
-            _assistant(messages)["content"] += _text(item.content, where)
-    elif kind == "reasoning":
-        message = _assistant(messages)
-        message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item, where)
-    elif kind in ("function_call", "custom_tool_call") and item.name is not None:
-        is_custom = kind == "custom_tool_call"
-        arguments = {"input": str(item.input or "")} if is_custom else common.arguments_of(item.arguments)
-        call = common.function_call(item.call_id or "", _full_name(item.namespace, item.name), arguments)
-        _assistant(messages).setdefault("tool_calls", []).append(call)
-    elif kind in ("function_call_output", "custom_tool_call_output"):
-        text = _text(item.output, where, images)
-        messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
-    elif not kind.endswith(("_call", "_call_output")):  # ignore calls of tools on OpenAI's servers
-        raise common.unsupported(kind, where, "input", "send the item itself")
-
-
-def _assistant(messages: list[Json]) -> Json:
-    """The last message, if it is the assistant's, or a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
-
-
-def _text(content: str | list[Item] | None, where: str, images: list[str] | None = None) -> str:
-    """The text of an item's content. Its images are added to ``images``, if they are allowed."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content or []:
-        if part.type == "input_image" and isinstance(part.image_url, str) and images is not None:
-            texts.append(common.add_image(images, part.image_url))
-        elif part.type in TEXTS and part.text is not None:
-            texts.append(part.text)
-        else:
-            fix = "send text" if images is None else "send text, or an image's image_url"
-            raise common.unsupported(part.type, where, "input", fix)
-    return "".join(texts)
-
-
-def _reasoning(item: Item, where: str) -> str:
-    if item.content:
-        return _text(item.content, where)
-    with suppress(ValueError):
-        return base64.b64decode(item.encrypted_content or "", validate=True).decode()
-    return ""
-
-
 class ResponsesWriter(Writer):
-    def __init__(self, body: ResponsesBody):
+    def __init__(self, body: "ResponsesBody"):
         super().__init__(body)
         self.tools = body.named_tools
         self.n_reasoning = 0
@@ -300,3 +181,112 @@ def _shown(item: Json) -> Json:
     if item["type"] != "custom_tool_call":
         return json.loads(json.dumps(item))
     return {"input": "", **{name: value for name, value in item.items() if name != "arguments"}}
+
+
+class ResponsesBody(Body):
+    NEEDED: ClassVar = "input"
+    writer: ClassVar = ResponsesWriter
+    REFUSED: ClassVar = common.RESPONSES
+    LIMITS: ClassVar = ("max_output_tokens",)
+    input: str | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    tools: list[Tool] | None = None
+    reasoning: Settings = Settings()
+    text: Json | None = None
+    include: list[str] | None = None
+    top_logprobs: TopLogprobs | None = None
+    metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
+
+    @property
+    def effort(self) -> Effort | None:
+        return self.reasoning.effort
+
+    @property
+    def top(self) -> int | None:
+        is_asked = self.top_logprobs or "message.output_text.logprobs" in (self.include or [])
+        return (self.top_logprobs or 0) if is_asked else None
+
+    @property
+    def named_tools(self) -> dict[str, tuple[Tool, str | None]]:
+        """The client's tools and their namespaces, by their names in the prompt."""
+        named: dict[str, tuple[Tool, str | None]] = {}
+        for tool in self.tools or []:
+            space = tool.name if tool.type == "namespace" else None
+            for t in (tool.tools or []) if tool.type == "namespace" else [tool]:
+                if t.type in ("function", "custom") and t.name is not None:
+                    named[_full_name(space, t.name)] = t, space
+        return named
+
+    @property
+    def outputs(self) -> list[StructuredOutput | None]:
+        return [from_response_format((self.text or {}).get("format"), "text.format")]
+
+    def conversation(self, content: Json, images: list[str]) -> tuple[list[Json], list[Json]]:
+        messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        for i, item in enumerate(items):
+            _add_item(messages, item, f"input[{i}]", images)
+        named = self.named_tools if self.tool_choice != "none" else {}
+        return messages, [
+            common.function_tool(name, t.description, INPUT if t.type == "custom" else t.parameters, t.strict)
+            for name, (t, _) in named.items()
+        ]
+
+
+def _full_name(space: str | None, name: str) -> str:
+    return name if space is None else f"{space}__{name}"
+
+
+def _add_item(messages: list[Json], item: Item, where: str, images: list[str]) -> None:
+    """Add an item to the conversation. Consecutive reasoning, text and calls are one message of the assistant."""
+    kind = item.type or "message"
+    if kind == "message" and item.role is not None:
+        if item.role != "assistant":
+            messages.append({"role": item.role, "content": _text(item.content, where, images)})
+        else:
+            _assistant(messages)["content"] += _text(item.content, where)
+    elif kind == "reasoning":
+        message = _assistant(messages)
+        message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item, where)
+    elif kind in ("function_call", "custom_tool_call") and item.name is not None:
+        is_custom = kind == "custom_tool_call"
+        arguments = {"input": str(item.input or "")} if is_custom else common.arguments_of(item.arguments)
+        call = common.function_call(item.call_id or "", _full_name(item.namespace, item.name), arguments)
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        text = _text(item.output, where, images)
+        messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+    elif not kind.endswith(("_call", "_call_output")):  # ignore calls of tools on OpenAI's servers
+        raise common.unsupported(kind, where, "input", "send the item itself")
+
+
+def _assistant(messages: list[Json]) -> Json:
+    """The last message, if it is the assistant's, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _text(content: str | list[Item] | None, where: str, images: list[str] | None = None) -> str:
+    """The text of an item's content. Its images are added to ``images``, if they are allowed."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content or []:
+        if part.type == "input_image" and isinstance(part.image_url, str) and images is not None:
+            texts.append(common.add_image(images, part.image_url))
+        elif part.type in TEXTS and part.text is not None:
+            texts.append(part.text)
+        else:
+            fix = "send text" if images is None else "send text, or an image's image_url"
+            raise common.unsupported(part.type, where, "input", fix)
+    return "".join(texts)
+
+
+def _reasoning(item: Item, where: str) -> str:
+    if item.content:
+        return _text(item.content, where)
+    with suppress(ValueError):
+        return base64.b64decode(item.encrypted_content or "", validate=True).decode()
+    return ""
