@@ -2,12 +2,13 @@
 
 import re
 import subprocess
-from importlib import import_module
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
 
 import mlx_mtp
+from mlx_mtp import about
 from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.about import cache, doctor, models
 from mlx_mtp.checkpoint.catalog import published, resolve
@@ -22,7 +23,7 @@ from tests.support.models import DATA
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_a_module_with_a_parser_and_a_help(name, capsys):
-    assert import_module(COMMANDS[name][0]).make_parser().prog.replace(".", " ") == f"mlx_mtp {name}"
+    assert resolve_name(COMMANDS[name][0]).make_parser().prog.replace(".", " ") == f"mlx_mtp {name}"
     status, out, err = run_command(main, capsys, name, "--help")
     assert (status, err) == (0, "")
     assert out.startswith("usage: ")
@@ -52,7 +53,7 @@ def test_completion_has_every_command_and_flag(shell, capsys):
     assert (status, err) == (0, "")
     for name, (module, _) in COMMANDS.items():
         assert name in out
-        for action in import_module(module).make_parser()._actions:
+        for action in resolve_name(module).make_parser()._actions:
             assert all(flag in out for flag in action.option_strings if flag.startswith("--"))
 
 
@@ -108,7 +109,7 @@ def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
     assert resolve("org/qwen3.6-27b") == "org/qwen3.6-27b"
 
 
-def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path, monkeypatch):
+def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mlx_mtp.checkpoint.load.measure_acceptance", lambda model, tokenizer: 0.8)
     model = published()["qwen3.5-0.8b-4bit"]
     hub.publish(model.original, DATA / "dense")
@@ -116,14 +117,15 @@ def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path
     (copy / "README.md").write_text(f"---\nbase_model: {model.original}\n---\n")
     hub.publish(model.conversion, copy)
     assert mlx_mtp.load("qwen3.5-0.8b", mtp="auto")[0].fetched_head.source == model.original
-    assert "both" in models.show(1000)
+    models.run(SimpleNamespace(context=1000))
+    assert "both" in capsys.readouterr().out
 
 
 # About models, caches and this machine
 
 
 def test_models_lists_all(capsys, monkeypatch):
-    monkeypatch.setattr(models, "Account", lambda: SimpleNamespace(limit=24 * 10**9, left=22 * 10**9))
+    monkeypatch.setattr(about, "Account", lambda: SimpleNamespace(limit=24 * 10**9, left=22 * 10**9))
     monkeypatch.setattr("shutil.get_terminal_size", lambda: type("Size", (), {"columns": 80}))
     status, out, _ = run_command(models.main, capsys, "--context", "65536")
     assert status == 0
@@ -152,13 +154,13 @@ def test_cache_lists_and_removes_heads(hub, capsys):
 
 
 def test_doctor_of_the_demo(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "measure_acceptance", lambda model, tokenizer: 0.94)
+    monkeypatch.setattr(about, "measure_acceptance", lambda model, tokenizer: 0.94)
     status, out, _ = run_command(doctor.main, capsys)
     assert status == 0
     assert "Model:      Demo model: completes Python only" in out
     assert "Accepted:   94% of first drafts on built-in text" in out
     assert out.splitlines()[-1].startswith("Verdict:    ready; ")
-    monkeypatch.setattr(doctor, "measure_acceptance", lambda model, tokenizer: 0.1)
+    monkeypatch.setattr(about, "measure_acceptance", lambda model, tokenizer: 0.1)
     assert "Verdict:    the model rejects most drafts" in run_command(doctor.main, capsys)[1]
 
 
@@ -182,7 +184,7 @@ def test_doctor_downloads_no_weights(hub, tmp_path, capsys, monkeypatch):
         assert re.search(f"Head:       {head}\n", out)
         assert f"fits in memory, and is not downloaded: `mlx_mtp generate --model {name}` downloads" in out
     assert hub.served["model.safetensors"] <= 4 * HEADER_BYTES
-    monkeypatch.setattr(doctor, "Account", lambda: SimpleNamespace(held=0, limit=1000, left=1000))
+    monkeypatch.setattr(about, "Account", lambda: SimpleNamespace(held=0, limit=1000, left=1000))
     assert "does not fit in memory" in run_command(doctor.main, capsys, "--model", "org/whole")[1]
     mlx_mtp.load("org/headless", mtp=False)
     assert (

@@ -4,8 +4,8 @@ import os
 import socket
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -20,7 +20,7 @@ from tests.support.models import TRAINED
 
 def run(capsys, command, *flags) -> tuple[int, str]:
     """A command line in this process: (its exit status, stderr)."""
-    status, _, err = run_command(import_module(COMMANDS[command][0]).main, capsys, *flags)
+    status, _, err = run_command(resolve_name(COMMANDS[command][0]).main, capsys, *flags)
     return status, err
 
 
@@ -168,7 +168,7 @@ def test_a_temporary_folder_is_not_named_in_an_error(tmp_path):
 )
 def test_a_wrong_value_is_told_before_anything_is_loaded(monkeypatch, capsys, command, mtp, shown, more):
     for name in ("load", "fetch"):  # calling it would raise a TypeError
-        monkeypatch.setattr(import_module(COMMANDS[command][0]), name, None, raising=False)
+        monkeypatch.setattr(resolve_name(COMMANDS[command][0]), name, None, raising=False)
     status, err = run(capsys, command, "--mtp", mtp)
     message = f"mlx_mtp {command}: error: --mtp takes a head, and '{shown}' is neither" + (more and f" a folder{more}")
     assert (status, err.count("\n"), err.startswith(message)) == (2, 1, True), err

@@ -3,9 +3,9 @@
 import json
 import re
 import tomllib
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.support.commands import refusal
 ROOT = Path(__file__).parents[1]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 MAIN = SCRIPTS.pop("mlx_mtp")  # tests/test_about.py
-PARSERS = {name: import_module(module).make_parser() for name, (module, _) in COMMANDS.items()}
+PARSERS = {name: resolve_name(module).make_parser() for name, (module, _) in COMMANDS.items()}
 PATTERNS = "*.md docs/**/*.md convert/*.md examples/* benchmarks/*.py scripts/**/*.py scripts/*.toml src/**/*.py"
 OF_EARLIER_VERSIONS = ("CHANGELOG.md", "compare_versions.py")
 FILES = [file for pattern in PATTERNS.split() for file in ROOT.glob(pattern) if file.is_file()]
@@ -65,7 +65,7 @@ def test_a_script_is_the_module_that_has_its_name(name):
     module, function = SCRIPTS[name].split(":")
     assert module.removesuffix(".__main__") == name
     assert COMMANDS[name.removeprefix("mlx_mtp.")][0] == module
-    assert callable(getattr(import_module(module), function))
+    assert callable(getattr(resolve_name(module), function))
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -114,7 +114,7 @@ def test_a_flag_of_generate_and_chat_has_one_help():
 
 @pytest.mark.parametrize("name", ["generate", "chat", "benchmark", "server"])
 def test_mtp_takes_a_head_of_its_own(name, monkeypatch, capsys):
-    given, module = [], engine_models if name == "server" else import_module(f"mlx_mtp.{name}.__main__")
+    given, module = [], engine_models if name == "server" else resolve_name(f"mlx_mtp.{name}.__main__")
 
     def load(*args, **options):
         given.append(options["mtp"])

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from difflib import get_close_matches
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from ._version import __version__
@@ -18,9 +18,9 @@ COMMANDS = {
     "convert": ("mlx_mtp.convert.__main__", "convert a model, and keep or add its MTP head"),
     "benchmark": ("mlx_mtp.benchmark.__main__", "measure the speed, and find the fastest settings"),
     "fit": ("mlx_mtp.fit.__main__", "train the MTP head of a fine-tune"),
-    "models": ("mlx_mtp.about.models", "list published models and their names"),
-    "doctor": ("mlx_mtp.about.doctor", "check this machine and a model"),
-    "cache": ("mlx_mtp.about.cache", "list and remove downloaded heads"),
+    "models": ("mlx_mtp.about:models", "list published models and their names"),
+    "doctor": ("mlx_mtp.about:doctor", "check this machine and a model"),
+    "cache": ("mlx_mtp.about:cache", "list and remove downloaded heads"),
 }
 SHELLS = ("bash", "zsh", "fish")
 FOLDERS = ("model", "adapter_path", "mlx_path", "hf_path")  # flags that take a folder, without a metavar that shows it
@@ -47,7 +47,7 @@ def main() -> None:
     elif command == "--print-completion":
         print_completion(sys.argv[1] if len(sys.argv) > 1 else "")
     elif command in COMMANDS:
-        import_module(COMMANDS[command][0]).main()
+        resolve_name(COMMANDS[command][0]).main()
     elif command in REMOVED:
         fail(f"{command} was removed: {REMOVED[command]}")
     elif command.startswith("-"):
@@ -74,7 +74,7 @@ def print_completion(shell: str) -> None:
     commands = parser.add_subparsers()
     for name, (module, use) in COMMANDS.items():
         try:
-            parents = [import_module(module).make_parser()]
+            parents = [resolve_name(module).make_parser()]
         except MissingExtra:  # its flags are unknown
             parents = []
         own = commands.add_parser(name, help=use, parents=parents, add_help=False, conflict_handler="resolve")

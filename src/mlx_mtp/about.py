@@ -1,0 +1,206 @@
+"""The commands about models and this machine: ``mlx_mtp models``, ``mlx_mtp doctor`` and ``mlx_mtp cache``."""
+
+import argparse
+import platform
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+from huggingface_hub import constants
+
+from ._version import __version__
+from .caches.prompt_cache import has_head
+from .checkpoint.catalog import published
+from .checkpoint.config import check_config
+from .checkpoint.fetched import FLOOR, fetched_heads, head_to_fetch, measure_acceptance, remove
+from .checkpoint.hub import WEIGHTS, cached_repositories, sizes_to_download
+from .checkpoint.load import DEMO, DEMO_NOTE, load
+from .checkpoint.memory_check import needs_of as checkpoint_needs
+from .checkpoint.originals import HEADS, folder_of
+from .checkpoint.reader import CheckpointReader
+from .checkpoint.self_test import ensure_tested
+from .cli.display import one_line_errors, table
+from .cli.flags import MODEL_HELP
+from .cli.parser import finish, parse
+from .memory import CONTEXT, GB, Account, needs_of, size, total_memory
+from .models.mixin import MTPModel
+
+Lines = Iterator[tuple[str, str]]
+
+
+class Command(NamedTuple):
+    """A command with few flags."""
+
+    make_parser: Callable[[], argparse.ArgumentParser]
+    run: Callable[[argparse.Namespace], None]
+
+    def main(self) -> None:
+        parser = self.make_parser()
+        with one_line_errors(parser.prog):
+            self.run(parse(parser))
+
+
+# The published models by their names for --model
+
+
+def models_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp models",
+        description="List the published models by their names for --model: the size of the weights and the head, the memory "
+        "of a context, whether the model fits this machine, and whether it is downloaded.",
+    )
+    parser.add_argument("--context", type=int, default=32_768, help="Length of the context in tokens.")
+    return finish(parser, {})
+
+
+def show_models(args: argparse.Namespace) -> None:
+    """Print a table of the published models, and a line about this machine."""
+    if args.context < 1:
+        raise ValueError(f"--context must be 1 or more, not {args.context}.")
+    cached, heads, account = cached_repositories(), {head.source for head in fetched_heads()}, Account()
+    rows = [["name", "weights", "head", "image", "context", "fits here", "cached"]]
+    for model in published().values():
+        needs = model.needs(args.context)
+        here = [use for use, has in (("weights", model.conversion in cached), ("head", model.original in heads)) if has]
+        image = "yes" if model.takes_images else "no"
+        fits = "yes" if needs.total <= account.left else f"from {model.memory_gb} GB"
+        sizes = [f"{needs.weights / GB:.1f}", f"{needs.head / GB:.2f}", image, f"{needs.caches / GB:.1f}"]
+        rows.append([model.base, *sizes, fits, "both" if len(here) == 2 else "".join(here) or "-"])
+    print("\n".join(table(rows)))
+    print(
+        f"\nSizes are in GB: weights in 4 bits (Bonsai 2: in 2), the head and {args.context:,} tokens of context in 16.\n"
+        f"MLX may use {account.limit / GB:.0f} GB here. For more bits, add -8bit or -bf16 to a name, where published.\n"
+        "`mlx_mtp generate --mtp --model NAME` downloads the weights and the head of the base model, and generates."
+    )
+
+
+# The fetched heads
+
+
+def cache_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp cache",
+        description="List the downloaded MTP heads. `hf cache ls` lists the models.",
+    )
+    parser.add_argument(
+        "--remove", metavar="BASE_MODEL", help="Remove the head of this base model; all removes all heads."
+    )
+    return finish(parser, {})
+
+
+def show_cache(args: argparse.Namespace) -> None:
+    heads = [*fetched_heads()]
+    if args.remove is None:
+        rows = [["original", "revision", "size"]]
+        rows += [[head.source, head.revision[:8], f"{head.nbytes / 1e6:.1f} MB"] for head in heads]
+        print("\n".join(table(rows)) if heads else "There are no downloaded heads.")
+        for use, folder in cache_folders().items():
+            print(f"{use} are in {folder}")
+        return
+    chosen = [head for head in heads if args.remove in ("all", head.source)]
+    if not chosen:
+        raise ValueError(f"There is no downloaded head of {args.remove}: `mlx_mtp cache` lists the heads.")
+    for head in chosen:
+        removed = f"Removed the head of {head.source}, {head.nbytes / 1e6:.1f} MB"
+        remove(head)
+        print(removed)
+
+
+def cache_folders() -> dict[str, str]:
+    return {"Models": str(constants.HF_HUB_CACHE), "Heads": str(folder_of(HEADS))}
+
+
+# This machine, and whether a model drafts on it
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp doctor",
+        description="Check this machine and a model: chip, memory, versions, tuned settings, caches, and whether the model has "
+        "an MTP head whose drafts it accepts. The last line is the verdict.",
+    )
+    parser.add_argument("--model", help=MODEL_HELP)
+    return finish(parser, {})
+
+
+def show_doctor(args: argparse.Namespace) -> None:
+    for lines in (_machine(), _model(args.model or str(DEMO))):
+        for name, value in lines:
+            print(f"{name + ':':<12}{value}", flush=True)
+
+
+def _machine() -> Lines:
+    info = mx.device_info()
+    yield "Chip", f"{info.get('device_name')} ({info.get('architecture')}), {mx.default_device()}"
+    account = Account()
+    held = f"this process holds {size(account.held)}"
+    yield "Memory", f"{size(total_memory())}, of which MLX may use {size(account.limit)}; {held}"
+    packages = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "transformers"))
+    yield "Versions", f"mlx-mtp {__version__}, {packages}, Python {platform.python_version()}"
+    for name, folder in cache_folders().items():
+        sizes = [*cached_repositories().values()] if name == "Models" else [head.nbytes for head in fetched_heads()]
+        yield name, f"{len(sizes)} in {folder}, {sum(sizes) / GB:.2f} GB"
+
+
+def _model(name: str) -> Lines:
+    """The model's head and settings, and the verdict. Nothing but configs and headers is downloaded."""
+    yield "Model", name if Path(name) != DEMO else DEMO_NOTE
+    try:
+        missing = sizes_to_download(name, None, [WEIGHTS])
+        yield from _remote(name, sum(missing.values())) if missing else _local(name)
+    except (OSError, ValueError) as e:
+        yield "Verdict", f"no drafts: {' '.join(str(e).split())}"
+
+
+def _remote(name: str, n_bytes: int) -> Lines:
+    """A model whose weights would be downloaded."""
+    checkpoint, account = CheckpointReader(name), Account()
+    config, tensors = check_config(checkpoint.config, name), checkpoint.tensors(checkpoint.weight_map)
+    needs, _ = checkpoint_needs(tensors, config, name, CONTEXT, True, False)
+    yield "Needs", f"{needs} with a text of {CONTEXT} tokens"
+    yield "Head", "its own" if checkpoint.head() else _to_fetch(name)
+    fits = "fits" if needs.total <= account.left else "does not fit"
+    command = f"`mlx_mtp generate --model {name}` downloads {size(n_bytes)}"
+    yield "Verdict", f"{fits} in memory, and is not downloaded: {command}"
+
+
+def _local(name: str) -> Lines:
+    """A model that can be loaded as it is."""
+    model, tokenizer = load(name, mtp="cached")
+    if isinstance(model, MTPModel):
+        yield "Self-test", str(ensure_tested(model, name))
+    if not has_head(model):
+        yield "Head", (head := _to_fetch(name))
+        yield "Verdict", f"no drafts: its head is {head}"
+        return
+    yield "Needs", f"{needs_of(model, CONTEXT)} with a text of {CONTEXT} tokens"
+    if (fetched := model.fetched_head) is None:
+        yield "Head", "its own"
+        accepted = measure_acceptance(model, tokenizer)
+    else:
+        yield "Head", f"of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB"
+        accepted = fetched.acceptance(model.fingerprint()) or 0.0
+    tuned = model.drafting.tuned
+    yield "Settings", "none: `mlx_mtp benchmark --tune` finds the fastest" if tuned is None else str(tuned)
+    yield "Accepted", f"{accepted:.0%} of first drafts on built-in text"
+    if accepted < FLOOR:
+        yield (
+            "Verdict",
+            ("the model rejects most drafts: `mlx_mtp fit` trains the head, `--copy-drafts auto` drafts without it"),
+        )
+    else:
+        yield "Verdict", "ready; `mlx_mtp benchmark` measures the speed"
+
+
+def _to_fetch(name: str) -> str:
+    """The head of a checkpoint without one."""
+    if (found := head_to_fetch(name)) is None:
+        return "missing, and its base model was not found: name a head with --mtp HEAD"
+    return f"that of {found[0]}, {size(found[1])}: --mtp fetches it"
+
+
+models = Command(models_parser, show_models)
+cache = Command(cache_parser, show_cache)
+doctor = Command(doctor_parser, show_doctor)

@@ -1,1 +1,0 @@
-"""Commands about the published models, this machine, and fetched files."""
