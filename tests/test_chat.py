@@ -46,7 +46,7 @@ def started(trained, *flags, chat_template=None, store=None) -> Conversation:
     model, tokenizer = trained
     tokenizer = TokenizerWrapper(tokenizer._tokenizer, chat_template=chat_template)
     args = make_parser().parse_args(["--num-draft-tokens", "2", "-m", "12", *flags])
-    return command.start(args, model, tokenizer, store)
+    return Conversation(args, model, tokenizer, store)
 
 
 def cut_after(n: int, pieces: list[str]):
@@ -226,12 +226,6 @@ def test_thinking_without_a_switch_is_one_line(trained, typed, prompts, capsys):
     conversation = typed("/think", to=started(trained))
     assert (prompts, conversation.thinking) == ([], False)
     assert "has no switch for thinking" in capsys.readouterr().out
-
-
-def test_figures_are_switched_off(typed, capsys):
-    typed("a", "/figures", "b")
-    assert capsys.readouterr().out.count("tokens-per-sec") == 1
-    assert not make_parser().parse_args(["--no-figures"]).figures
 
 
 def test_any_word_can_be_said_to_the_model(typed, prompts):

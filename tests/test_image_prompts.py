@@ -9,10 +9,9 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from PIL import Image
 
 from mlx_mtp import PromptStore, stream_generate
-from mlx_mtp.chat import __main__ as chat_command
 from mlx_mtp.chat import conversation
 from mlx_mtp.chat.__main__ import make_parser, obey
-from mlx_mtp.chat.conversation import Message
+from mlx_mtp.chat.conversation import Conversation, Message
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.generate import __main__ as generate_command
 from mlx_mtp.images.prompt import read_images
@@ -147,7 +146,7 @@ def test_the_command(flags, files, capsys, monkeypatch):
 @pytest.mark.parametrize("stored", [False, True], ids=["prompt cache", "prompt store"])
 def test_a_chat_with_pictures(stored, model, tokenizer, files, monkeypatch):
     args = make_parser().parse_args(["--mtp", "--num-draft-tokens", "2", "-m", "8", "--model", str(FOLDER)])
-    chat = chat_command.start(args, model, tokenizer, PromptStore(model) if stored else None)
+    chat = Conversation(args, model, tokenizer, PromptStore(model) if stored else None)
     text: list[int] = []
     for i, (query, file) in enumerate(zip(("a", "b"), files), 1):
         obey(f"/image '{file}'", chat)
@@ -168,4 +167,4 @@ def test_a_chat_with_pictures(stored, model, tokenizer, files, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"^There is no image no\.png\.$"):
         obey("/image no.png", chat)
     with pytest.raises(ValueError, match=r"takes no images: its checkpoint has no vision encoder\. .*--images"):
-        obey("/image no.png", chat_command.start(args, tiny_model("qwen3_5"), tokenizer, None))
+        obey("/image no.png", Conversation(args, tiny_model("qwen3_5"), tokenizer))

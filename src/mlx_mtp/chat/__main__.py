@@ -4,11 +4,10 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.chat import setup_arg_parser
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.load import DEMO, check_family, load
 from ..cli.display import one_line_errors, sentence
@@ -22,10 +21,8 @@ from ..cli.flags import (
     check_prompt_cache_dir,
     load_options,
     open_prompt_store,
-    sampler_of,
     set_sampling,
     settle_drafts,
-    text_options,
 )
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import Ranks, from_rank_0
@@ -33,9 +30,7 @@ from ..drafts.options import asks_for_copies
 from ..extras import require
 from ..generate.stream import GenerationResponse
 from ..memory import is_device_error
-from ..models.mixin import MTPModel
-from ..prompt_store import PromptStore
-from .conversation import Conversation, Options, load_messages, save_messages
+from .conversation import Conversation, load_messages, save_messages
 
 EXIT = "/exit"
 
@@ -50,12 +45,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_flags(parser, ["--images"])
     parser.add_argument(
         "--thinking", choices=("on", "off"), help="Turn thinking on or off (default: on, if the model supports it)."
-    )
-    parser.add_argument(
-        "--no-figures",
-        dest="figures",
-        action="store_false",
-        help="Omit the line about speed and drafts below each answer.",
     )
     return finish(parser)
 
@@ -91,29 +80,11 @@ def run(args: argparse.Namespace) -> None:
     if args.seed is not None:
         mx.random.seed(args.seed)
     with open_prompt_store(args, model) as store:
-        conversation = start(args, model, tokenizer, store)
-        print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{HELP}")
+        conversation = Conversation(args, model, tokenizer, store)
+        print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{help_text()}")
         read = make_reader({name: command.argument for name, command in COMMANDS.items()})
         while (line := ask(read, conversation.ranks)) != EXIT:
             respond(line, conversation)
-
-
-def start(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, store: PromptStore | None) -> Conversation:
-    """Start a conversation with the options of the flags."""
-    options = Options(
-        model=args.model,
-        system_prompt=args.system_prompt,
-        is_ours=isinstance(model, MTPModel),
-        max_kv_size=args.max_kv_size,
-        show_drafts=args.show_drafts,
-        generation={"mtp": args.mtp, "options": text_options(args), "prefill_step_size": args.prefill_step_size},
-        sampler=partial(sampler_of, args),
-    )
-    conversation = Conversation(model, tokenizer, options, store)
-    conversation.figures = args.figures
-    if args.thinking is not None:
-        conversation.think(args.thinking == "on")
-    return conversation
 
 
 def ask(read: Callable[[], str], ranks: Ranks | None) -> str:
@@ -136,31 +107,24 @@ def respond(line: str, conversation: Conversation) -> None:
     """Run a command, or generate an answer. Commands begin with a slash, so that any word can be sent to the model."""
     try:
         if line.startswith("/"):
-            obey(line, conversation)
+            print(obey(line, conversation))
         elif query := line.strip():
             response = conversation.answer(query, show=partial(print, end="", flush=True))
             print()
-            if response is not None and (conversation.figures or is_cut(response)):
-                print(f"[{figures(response) if conversation.figures else length(response)}]", flush=True)
-    except (ValueError, OSError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not is_device_error(e):
+            if response is not None:
+                print(f"[{figures(response)}]", flush=True)
+    except (ValueError, OSError) as e:
+        print(sentence(e))
+    except RuntimeError as e:
+        if not is_device_error(e):
             raise
         print(sentence(e))
 
 
-def is_cut(response: GenerationResponse) -> bool:
-    return response.finish_reason == "length"
-
-
-def length(response: GenerationResponse) -> str:
-    """The number of tokens of an answer, and whether it was cut."""
-    n = f"{response.generation_tokens} tokens"
-    return f"stopped at {n} (--max-tokens)" if is_cut(response) else n
-
-
 def figures(response: GenerationResponse) -> str:
-    """The speed of an answer, and its drafts."""
-    parts = [length(response)]
+    """The number of tokens of an answer and whether it was cut, its speed, and its drafts."""
+    n = f"{response.generation_tokens} tokens"
+    parts = [f"stopped at {n} (--max-tokens)" if response.finish_reason == "length" else n]
     parts.append(f"{response.generation_tps:.1f} tokens-per-sec")
     for name, drafted, accepted in (
         ("drafts", response.drafted, response.accepted),
@@ -179,11 +143,11 @@ def figures(response: GenerationResponse) -> str:
 class Command(NamedTuple):
     argument: str  # "FILE", "[TEXT]" or none
     use: str  # the description in /help
-    do: Callable[[Conversation, str], None]
+    do: Callable[[Conversation, str], str]  # returns what is printed
 
 
-def obey(line: str, conversation: Conversation) -> None:
-    """Run the command in a line, or raise a ValueError or OSError."""
+def obey(line: str, conversation: Conversation) -> str:
+    """Run the command in a line and return what it says, or raise a ValueError or OSError."""
     name, _, argument = line.partition(" ")
     argument = argument.strip()
     command = COMMANDS.get(name)
@@ -195,68 +159,58 @@ def obey(line: str, conversation: Conversation) -> None:
             raise ValueError(f"{name} takes a file: {name} FILE.")
     if argument and not command.argument:
         raise ValueError(f"{name} takes no argument.")
-    command.do(conversation, argument)
+    return command.do(conversation, argument)
 
 
-def _help(conversation: Conversation, _: str) -> None:
-    print(HELP)
-
-
-def _reset(conversation: Conversation, _: str) -> None:
+def _reset(conversation: Conversation, _: str) -> str:
     conversation.reset()
-    print("Started a new conversation.")
+    return "Started a new conversation."
 
 
-def _think(conversation: Conversation, _: str) -> None:
+def _think(conversation: Conversation, _: str) -> str:
     conversation.think(not conversation.thinking)
-    print(f"Thinking is {'on' if conversation.thinking else 'off'}.")
+    return f"Thinking is {'on' if conversation.thinking else 'off'}."
 
 
-def _figures(conversation: Conversation, _: str) -> None:
-    conversation.figures = not conversation.figures
-    print(f"Figures are {'on' if conversation.figures else 'off'}.")
-
-
-def _system(conversation: Conversation, text: str) -> None:
+def _system(conversation: Conversation, text: str) -> str:
     if text:
         conversation.instruct(text)
-    print(f"System prompt: {conversation.system_prompt or 'none'}")
+    return f"System prompt: {conversation.system_prompt or 'none'}"
 
 
-def _image(conversation: Conversation, file: str) -> None:
+def _image(conversation: Conversation, file: str) -> str:
     conversation.attach(file)
-    print(f"{Path(file).name} will be sent with the next question.")
+    return f"{Path(file).name} will be sent with the next question."
 
 
-def _save(conversation: Conversation, file: str) -> None:
-    path, ranks = Path(file).expanduser(), conversation.ranks
-    from_rank_0(ranks, lambda: save_messages(path, conversation.transcript))
-    print(f"Saved {len(conversation.messages)} messages to {path}.")
+def _save(conversation: Conversation, file: str) -> str:
+    path = Path(file).expanduser()
+    from_rank_0(conversation.ranks, lambda: save_messages(path, conversation.transcript))
+    return f"Saved {len(conversation.messages)} messages to {path}."
 
 
-def _load(conversation: Conversation, file: str) -> None:
-    path, ranks = Path(file).expanduser(), conversation.ranks
-    conversation.restore(from_rank_0(ranks, lambda: load_messages(path)))
-    print(f"Loaded {len(conversation.messages)} messages from {path}.")
+def _load(conversation: Conversation, file: str) -> str:
+    path = Path(file).expanduser()
+    conversation.restore(from_rank_0(conversation.ranks, lambda: load_messages(path)))
+    return f"Loaded {len(conversation.messages)} messages from {path}."
 
 
 COMMANDS = {
-    "/help": Command("", "list the commands", _help),
-    EXIT: Command("", "end the chat (or Ctrl-D)", lambda conversation, _: None),
+    "/help": Command("", "list the commands", lambda *_: help_text()),
+    EXIT: Command("", "end the chat (or Ctrl-D)", lambda *_: ""),
     "/reset": Command("", "start a new conversation", _reset),
     "/system": Command("[TEXT]", "set or show the system prompt", _system),
     "/image": Command("FILE", "send an image with the next question", _image),
     "/think": Command("", "turn thinking on or off", _think),
-    "/figures": Command("", "turn the line about speed and drafts on or off", _figures),
     "/save": Command("FILE", "save the conversation", _save),
     "/load": Command("FILE", "continue a saved conversation", _load),
 }
-HELP = "\n".join(
-    [
-        *(f"  {f'{name} {command.argument}':<15}{command.use}" for name, command in COMMANDS.items()),
-        "Enter sends. Alt-Enter, or Enter after a backslash, starts a new line. Ctrl-C stops an answer.",
-    ]
-)
+
+
+def help_text() -> str:
+    lines = [f"  {f'{name} {command.argument}':<15}{command.use}" for name, command in COMMANDS.items()]
+    keys = "Enter sends. Alt-Enter, or Enter after a backslash, starts a new line. Ctrl-C stops an answer."
+    return "\n".join([*lines, keys])
 
 
 if __name__ == "__main__":

@@ -1,23 +1,25 @@
 """A conversation: its messages and their file, its prompt cache, and the new tokens of the next turn."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.models import cache as stock
-from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import make_prompt_cache, n_tokens
 from ..cli.display import paint, prompt_progress
+from ..cli.flags import sampler_of, text_options
 from ..files import check_source, write_atomic
 from ..generate.stream import GenerationResponse, stream_generate
 from ..images.open import open_image
 from ..images.prompt import vision_of
 from ..images.vision import PLACEHOLDER
+from ..models.mixin import MTPModel
 from ..prompt_store import PromptStore
 
 if TYPE_CHECKING:
@@ -31,36 +33,27 @@ class Message:
     images: list[str] = field(default_factory=list)  # the files of the images before the text
 
 
-@dataclass(frozen=True)
-class Options:
-    """The flags of ``mlx_mtp chat`` that affect answers."""
-
-    model: str  # the model's name, for errors
-    system_prompt: str | None
-    is_ours: bool  # whether the model drafts or takes images, and so has a prompt cache of make_prompt_cache
-    max_kv_size: int | None  # the size of other models' caches
-    show_drafts: bool  # color tokens by their source
-    generation: Mapping[str, Any]  # the arguments of stream_generate
-    sampler: Callable[[TokenizerWrapper, int], Sampler]  # makes the sampler of a turn, by its number
-
-
 class Conversation:
     """A conversation whose prompt cache or prompt store has all turns, so that each turn prefills only new tokens.
 
     Args:
+        args (argparse.Namespace): The flags of ``mlx_mtp chat``.
         model (nn.Module): A model of ``mlx_mtp.load``.
         tokenizer (TokenizerWrapper): Its tokenizer.
-        options (Options): The flags.
         store (PromptStore, optional): The store for the turns. Default: ``None``, a prompt cache.
+
+    Raises:
+        ValueError: ``--thinking`` is given, and the chat template has no such switch.
     """
 
-    def __init__(self, model: Any, tokenizer: TokenizerWrapper, options: Options, store: PromptStore | None = None):
-        self.model, self.tokenizer, self.options, self.store = model, tokenizer, options, store
+    def __init__(self, args: Namespace, model: Any, tokenizer: TokenizerWrapper, store: PromptStore | None = None):
+        self.args, self.model, self.tokenizer, self.store = args, model, tokenizer, store
         self.ranks = getattr(model, "ranks", None)  # missing in models of plain mlx-lm
-        self.system_prompt = options.system_prompt
+        self.system_prompt: str | None = args.system_prompt
         self.thinking: bool = tokenizer.has_thinking  # whether the model thinks before it answers
-        self.figures = True  # whether figures of speed and drafts are printed below an answer
         self.reset()
+        if args.thinking is not None:
+            self.think(args.thinking == "on")
 
     def reset(self) -> None:
         """Forget all messages except the system prompt."""
@@ -72,12 +65,13 @@ class Conversation:
     def _rewind(self) -> None:
         """Make the next turn prefill all messages."""
         self.cache: list[Any] | None
+        is_ours = isinstance(self.model, MTPModel)  # with a prompt cache that also has the head's part
         if self.store is not None:
             self.cache = None
-        elif self.options.is_ours:
+        elif is_ours:
             self.cache = make_prompt_cache(self.model)
         else:
-            self.cache = stock.make_prompt_cache(self.model, self.options.max_kv_size)
+            self.cache = stock.make_prompt_cache(self.model, self.args.max_kv_size)
         self.n_rendered = 0  # messages that the cache holds
         self.text: list[int] = []  # the earlier turns, with a store
         self.is_cut = False  # the last answer has no end marker
@@ -123,7 +117,7 @@ class Conversation:
         """
         question = [Message("user", "a")]
         if self._render(question, True) == self._render(question, False):
-            raise ValueError(f"The chat template of {self.options.model} has no switch for thinking.")
+            raise ValueError(f"The chat template of {self.args.model} has no switch for thinking.")
         self.thinking = thinking
 
     @property
@@ -159,18 +153,20 @@ class Conversation:
                     self.model,
                     self.tokenizer,
                     text,
-                    sampler=self.options.sampler(self.tokenizer, self.turn),
+                    mtp=self.args.mtp,
+                    options=text_options(self.args),
+                    prefill_step_size=self.args.prefill_step_size,
+                    sampler=sampler_of(self.args, self.tokenizer, self.turn),
                     prompt_cache=self.cache,
                     prompt_store=self.store,
                     images=[*self.shown, *images],
                     prompt_progress_callback=progress,
-                    **self.options.generation,
                 )
                 with closing(responses):
                     for response in responses:
                         tokens.append(response.token)
                         pieces.append(response.text)
-                        show(paint(response.text, response.source) if self.options.show_drafts else response.text)
+                        show(paint(response.text, response.source) if self.args.show_drafts else response.text)
         except KeyboardInterrupt:
             if self.ranks is not None:
                 raise  # the other ranks are at another point

@@ -32,8 +32,8 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
         "extra_eos_token",
     ),
     "drafts": (
-        "mtp", "copy_drafts", "acceptance", "draft_p_min", "check", "show_drafts", "figures", "draft_vocab",
-        "draft_head_bits", "mtp_bits", "settings", "num_draft_tokens", "draft_model",
+        "mtp", "copy_drafts", "acceptance", "draft_p_min", "check", "show_drafts", "draft_vocab", "draft_head_bits",
+        "mtp_bits", "settings", "num_draft_tokens", "draft_model",
     ),
     "sampling": (
         "max_tokens", "json_schema", "temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability",
@@ -54,6 +54,7 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
 # Flags and commands of earlier versions, and what to use instead, such as "--old": "use --new".
 REMOVED = {
     "draft_vocab": "--draft-vocab N drafts from the first N token ids, the special tokens and the tokens of the text.",
+    "--no-figures": "the line below each answer is always printed.",
     "--report": "--json FILE writes the machine and the figures.",
     "--assume-acceptance": "python -m benchmarks.synthetic --acceptance RATE in a checkout.",
     "--synthetic": "time random weights with `python -m benchmarks.synthetic` in a checkout.",
