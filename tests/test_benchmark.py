@@ -32,14 +32,14 @@ from mlx_mtp.benchmark.report import gain, percent, show
 from mlx_mtp.decoding.counts import DraftCounts
 from tests.support.checkpoints import parameters
 from tests.support.commands import run_command
-from tests.support.models import DATA
+from tests.support.models import DATA, ROPE
 from tests.support.published import ARCHITECTURES
 
 RUNS = (NO_DRAFTS, 1, 3, NO_COPIES, COPIES, AUTO)
 SMALL = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 32, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_value_head_dim": 32, "rope_parameters": {"type": "default", **ROPE},
 }  # fmt: skip
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,

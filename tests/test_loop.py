@@ -236,7 +236,6 @@ def test_rejects_invalid_arguments():
         ([], model, {}, "must be provided"),
         (PROMPT, model, dict(prefill_step_size=0), "prefill_step_size must be 1 or more, not 0"),
         (PROMPT, model, dict(prefill_step_size=-3), "prefill_step_size must be 1 or more, not -3"),
-        (PROMPT, model, dict(max_kv_size=100), "max_kv_size"),
         (PROMPT, tiny_model(DENSE, mtp_num_hidden_layers=0), {}, "no MTP head"),
         (PROMPT[1:], model, dict(input_embeddings=embeddings), "must match"),
         (PROMPT, model_of("qwen3_next"), dict(input_embeddings=embeddings), "does not support input embeddings"),

@@ -42,13 +42,6 @@ PENALTIES = [
     dict(repetition_penalty=1.3),
     dict(logit_bias={3: 2.0}, presence_penalty=0.4, frequency_penalty=0.2),
 ]
-# Calls of ``insert`` that are refused.
-REFUSED: list[dict[str, Any]] = [
-    *({"num_draft_tokens": [n]} for n in (-1, 9, 99, 1.5, "off", "4")),
-    *({"copy_drafts": [n]} for n in (-1, 0, 17, 2.0, "4")),
-    *({"max_tokens": [n]} for n in (0, -1, 2.5)),
-    *({"num_draft_tokens": 0}, {"copy_drafts": "auto"}, {"samplers": [None, None]}, {"caches": [[1]]}),
-]
 
 
 @dataclass(frozen=True)
@@ -169,7 +162,6 @@ SCENARIOS = st.builds(
     asks=st.lists(ASKS, min_size=1, max_size=5),
     prefill_step_size=st.sampled_from([1, 2, 5, 16, 2048]),
     completion_batch_size=st.sampled_from([1, 2, 32]),
-    refused=st.dictionaries(st.integers(0, 20), st.sampled_from(REFUSED), max_size=3),  # by step; in a batch
     close=st.sampled_from([close, close_elsewhere, interrupt_twice]),  # how a sequence leaves; alone
     alone=st.fixed_dictionaries({}, optional=ALONE),
     draft_rows=st.sampled_from([None, None, 6, 20]),  # the number of tokens in the draft vocabulary
@@ -179,7 +171,7 @@ SCENARIOS = st.builds(
 # Texts that end within a window of right drafts, of which the last ones are not handed over, or fail there.
 ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=8), dict(fault=(faulty, 3), arrives=20)]
 WITHIN_A_WINDOW = SimpleNamespace(
-    family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, refused={}, close=close,
+    family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, close=close,
     alone={}, draft_rows=None, copies=None,
     asks=[Ask([3, 1, 4], 30, [True], num_draft_tokens=4, copy_drafts="off", **end) for end in ENDS],
 )  # fmt: skip
@@ -259,11 +251,6 @@ def run_batch(scenario, model, truths):
         return tokens
 
     for step in range(2000):
-        if step in scenario.refused:
-            n = len(generator)
-            with pytest.raises(ValueError):  # noqa: PT011
-                generator.insert([[1, 2]], **scenario.refused[step])
-            assert len(generator) == n, "half of a call was inserted"
         for ask in (ask for ask in scenario.asks if ask.arrives == step):
             want = ask.single_run(model)
             truths.append(ask.prompt + want + [0] * 40)

@@ -41,7 +41,7 @@ def converted(source, target, **options):
 def make_adapter(model: Path, folder: Path) -> Path:
     """An adapter as ``mlx_lm.lora`` writes it, of random numbers."""
     folder.mkdir()
-    backbone, options = load(str(model))[0], {"rank": 4, "scale": 10.0, "dropout": 0.0}
+    backbone, options = load(str(model))[0], {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["mlp.down_proj"]}
     backbone.freeze()
     linear_to_lora_layers(backbone, 1, options)
     trained = tree_flatten(backbone.trainable_parameters())
