@@ -10,13 +10,12 @@ from mlx_mtp.layers import passes
 from mlx_mtp.layers.attention import attend, group_size
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, WINDOW, assert_cache_of, filled, mtp, plain
-from tests.support.models import FAMILIES, deep_model
+from tests.support.models import FAMILIES, GROUPED, deep_model
 
 # The layer is the same in all of them.
 FAMILY = pytest.mark.parametrize(
     "family", ["qwen3_5", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[1:])]
 )
-HEADS = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 96}  # groups of 4
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_groups_are_the_whole(calls, most, kind):
 def test_windows_alone_are_grouped_on_metal(calls, monkeypatch, family, bits, metal):
     """By the layer's own heads. There is no fused kernel for quantized keys, nor a reason to group on the CPU."""
     monkeypatch.setattr(passes, "on_metal", lambda: metal)
-    model = deep_model(family, **HEADS)
+    model = deep_model(family, **GROUPED)
     caches = filled(model, bits)
     assert calls == [(11, 11)] * 2  # two layers
     for n, before, kept in ((9, 11, 1), (4, 12, 4)):
@@ -95,7 +94,7 @@ def test_windows_alone_are_grouped_on_metal(calls, monkeypatch, family, bits, me
 def test_greedy_text(calls, monkeypatch, family, rows):
     """Also with copies, whose windows have up to 17 tokens: their drafts are what the text said before."""
     monkeypatch.setattr(passes, "on_metal", lambda: True)
-    model = deep_model(family, **HEADS)
+    model = deep_model(family, **GROUPED)
     model.drafting.attention_rows, cache = rows, make_prompt_cache(model)
     want = plain(PROMPT, model, max_tokens=12)
     assert mtp(PROMPT, model, max_tokens=12, num_draft_tokens=8, prompt_cache=cache) == want
@@ -109,7 +108,7 @@ def test_greedy_text(calls, monkeypatch, family, rows):
 
 def test_greedy_texts_of_a_batch(calls, monkeypatch):
     """Its masks are arrays."""
-    model, prompts = deep_model("qwen3_5", **HEADS), [PROMPT.tolist(), PROMPT.tolist()[4:]]
+    model, prompts = deep_model("qwen3_5", **GROUPED), [PROMPT.tolist(), PROMPT.tolist()[4:]]
     want = [plain(prompt, model, max_tokens=12) for prompt in prompts]
     monkeypatch.setattr(passes, "on_metal", lambda: True)
     calls.clear()

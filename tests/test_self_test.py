@@ -12,9 +12,7 @@ from mlx_mtp.layers import attention
 from mlx_mtp.layers.compiled import Compiler
 from tests.support.checkpoints import DATA
 from tests.support.decoding import PROMPT
-from tests.support.models import deep_model, tiny_model
-
-HEADS = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 96}  # groups of 4
+from tests.support.models import GROUPED, deep_model, tiny_model
 
 
 def times(function, factor):
@@ -29,7 +27,7 @@ def times(function, factor):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_the_cpu_gives_the_same_bits(family):
-    result = self_test.run(deep_model(family, **HEADS))
+    result = self_test.run(deep_model(family, **GROUPED))
     assert result == self_test.SelfTest(compiled=0, grouped=0, rolled_back=0, rounding=0.01, head_copies=0)
     assert str(result).startswith("within rounding (1%); differences of logits: compiled 0.00%, grouped 0.00%,")
 
@@ -61,7 +59,7 @@ def test_runs_once_for_a_model_and_a_version(cache_folder, monkeypatch, caplog):
 @pytest.mark.parametrize("what", ["compiled", "grouped", "rolled_back"])
 def test_what_is_wrong_is_off_and_told(cache_folder, monkeypatch, caplog, what):
     """By a wrong kernel, which may also give numbers that are none."""
-    model, factor = tiny_model("qwen3_5", **HEADS), mx.nan if what == "compiled" else 3
+    model, factor = tiny_model("qwen3_5", **GROUPED), mx.nan if what == "compiled" else 3
     if what == "compiled":
         monkeypatch.setattr(Compiler, "run", times(lambda self, f, module, *x, **n: f(module, *x, **n), factor))
     elif what == "grouped":
@@ -82,7 +80,7 @@ def test_what_is_wrong_is_off_and_told(cache_folder, monkeypatch, caplog, what):
 
 def test_copies_of_the_heads_cache_are_counted(monkeypatch):
     """A reference that something else holds makes MLX copy the arrays at each write."""
-    model, held = tiny_model("qwen3_5", head_dim=256, num_key_value_heads=2), []
+    model, held = tiny_model("qwen3_5", **GROUPED), []
     original = self_test.run_head
 
     def holding(model, hidden, token, cache):

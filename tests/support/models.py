@@ -35,15 +35,18 @@ EXPERTS = {
 # Widths of a pack are multiples of 128, and of 512 where they are rotated.
 WIDE = {"hidden_size": 512, "intermediate_size": 128, "num_attention_heads": 4, "linear_num_value_heads": 4}
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+GROUPED = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 96}  # Metal attends in groups of 4 queries
 
 
 def tiny_config(family: str, **changes) -> dict:
     """The config.json of a tiny model of a family; ``changes`` are to the text config."""
+    # 16 dimensions are turned in heads of any size: the CPU backend compiles kernels for each number.
+    rope = ROPE | {"partial_rotary_factor": 16 / changes.get("head_dim", DENSE["head_dim"])}
     if family == "qwen3_next":
-        config = {**DENSE, **EXPERTS, **ROPE, "max_position_embeddings": 4096, "mlp_only_layers": []}
+        config = {**DENSE, **EXPERTS, **rope, "max_position_embeddings": 4096, "mlp_only_layers": []}
         return {**config, "model_type": family, **changes}
     own = {"qwen3_5_moe": EXPERTS, PACK: WIDE}.get(family, {})
-    text = {**DENSE, **own, "rope_parameters": {"type": "default", **ROPE}, **changes}
+    text = {**DENSE, **own, "rope_parameters": {"type": "default", **rope}, **changes}
     if family == PACK:
         dense = import_module("mlx_mtp.models.qwen3_5")
         return pack_config(text, manifest(dense.TextModel(dense.TextModelArgs.from_dict(text))))
