@@ -1,13 +1,11 @@
 """The vision encoder and the image processor of a checkpoint. No file is read before the first image.
 
-The processor turns images into the patches that the tower takes, as transformers' ``Qwen2VLImageProcessorPil``.
+transformers' processor turns images into the patches that the tower takes.
 """
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +15,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..caches.validation import digest
+from ..extras import require
 from ..memory import nbytes_of
-from .open import open_image, pillow
+from .open import open_image
 from .tower import VisionArgs, VisionTower, make_tower, split_tower
 
 if TYPE_CHECKING:
@@ -31,85 +30,57 @@ TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_e
 IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
 PIXEL_BYTES = 4  # of Pillow's images
-FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}  # bicubic
+SIZES = ("patch_size", "temporal_patch_size", "merge_size")
+SETTINGS = (
+    *SIZES, "size", "min_pixels", "max_pixels", "image_mean", "image_std", "rescale_factor", "resample",
+    "do_resize", "do_rescale", "do_normalize",
+)  # fmt: skip
+PUBLISHED: dict[str, Any] = {
+    "patch_size": 16,
+    "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
 PLACEHOLDER = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 
 
-@dataclass(frozen=True)
 class Processor:
-    """The settings of a checkpoint's preprocessor_config.json; the defaults are the published Qwen3.5's.
+    """transformers' image processor, which turns an image into the patches of its tokens.
 
     Args:
-        min_pixels, max_pixels (int): An image with fewer or more pixels is resized.
-        merge_size (int): The side of the square of patches that form a token.
+        settings (Mapping[str, Any]): A preprocessor_config.json. The defaults are the published Qwen3.5's.
+
+    Raises:
+        ValueError: A setting is not usable.
     """
 
-    patch_size: int = 16
-    temporal_patch_size: int = 2
-    merge_size: int = 2
-    min_pixels: int = 65_536
-    max_pixels: int = 16_777_216
-    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    rescale_factor: float = 1 / 255
+    def __init__(self, settings: Mapping[str, Any]):
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-    def __post_init__(self) -> None:
-        for key in ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"):
-            if not isinstance(n := getattr(self, key), int) or n < 1:
-                raise ValueError(f"{key} must be a whole number of 1 or more, not {n!r}.")
-        if self.min_pixels > self.max_pixels:
-            raise ValueError(f"min_pixels {self.min_pixels} is larger than max_pixels {self.max_pixels}.")
-        if len(self.image_mean) != 3 or len(self.image_std) != 3 or 0 in self.image_std:
-            raise ValueError(
-                f"image_mean and image_std must be 3 numbers each, not {list(self.image_mean)} and {list(self.image_std)}."
-            )
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "Processor":
-        """
-        Args:
-            config (Dict[str, Any]): A preprocessor_config.json; keys that it lacks have their default.
-
-        Raises:
-            ValueError: A value is not usable.
-        """
-        for key, value in FIXED.items():
-            if config.get(key) not in (None, value):
-                raise ValueError(f"{key} must be {value}, not {config[key]}.")
-        size = config.get("size") or {}
-        settings: dict[str, Any] = {
-            "min_pixels": config.get("min_pixels") or size.get("shortest_edge"),
-            "max_pixels": config.get("max_pixels") or size.get("longest_edge"),
-            "image_mean": tuple(map(float, config.get("image_mean") or ())) or None,
-            "image_std": tuple(map(float, config.get("image_std") or ())) or None,
-        }
-        settings |= {key: config.get(key) for key in ("patch_size", "temporal_patch_size", "merge_size")}
-        if config.get("rescale_factor") is not None:
-            settings["rescale_factor"] = float(config["rescale_factor"])
-        return cls(**{k: v for k, v in settings.items() if v is not None})
-
-    @property
-    def token_size(self) -> int:
-        """The side of an image token, in pixels."""
-        return self.patch_size * self.merge_size
+        given = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
+        self._smart_resize, self._theirs = smart_resize, Qwen2VLImageProcessorPil(**PUBLISHED | given)
+        self.patch_size, self.merge_size = self._theirs.patch_size, self._theirs.merge_size
+        self.temporal_patch_size = self._theirs.temporal_patch_size
+        try:
+            with np.errstate(all="ignore"):
+                patches = self.preprocess_image(np.zeros((1, 1, 3), np.uint8))
+            if not self._theirs.do_resize or not bool(mx.isfinite(patches).all()):
+                raise ValueError("images are not resized, or divided by zero")
+        except Exception as e:  # whatever a setting leads to
+            raise ValueError(f"they are not those of a Qwen2VLImageProcessor ({e!r})") from e
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """The rows and columns of image tokens of an image with these sides in pixels."""
-        side = self.token_size
-        rows, columns = round(height / side), round(width / side)
-        if rows * columns * side**2 > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
-            rows, columns = max(1, int(height / shrink / side)), max(1, int(width / shrink / side))
-        elif rows * columns * side**2 < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
-            rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
-        return rows, columns
+        side, size = self.patch_size * self.merge_size, self._theirs.size
+        h, w = self._smart_resize(height, width, side, size.shortest_edge, size.longest_edge)
+        return h // side, w // side
 
     def nbytes_of(self, width: int, height: int) -> int:
-        """The most bytes that decoding an image of this size takes: the image, its resized copy, and its patches in float32."""
+        """The most bytes that decoding an image of this size takes: the image, its resized copy, the same in float32 before and
+        after it is normalized, and its patches as an array of NumPy and of MLX."""
         rows, columns = self.grid(width, height)
-        n = rows * columns * self.token_size**2  # pixels
-        return PIXEL_BYTES * (2 * width * height + n) + 3 * n * 2 * self.temporal_patch_size * np.float32().nbytes
+        n = rows * columns * (self.patch_size * self.merge_size) ** 2  # pixels
+        return PIXEL_BYTES * (2 * width * height + n) + 3 * n * (2 + 2 * self.temporal_patch_size) * np.float32().nbytes
 
     def preprocess_image(self, image: "Array | Image") -> mx.array:
         """
@@ -120,31 +91,15 @@ class Processor:
             mx.array: [rows, columns, merge_size**2, P] in float32: the grid of its tokens, and the patches of each.
 
         Raises:
-            ValueError: The image is empty, too large or too long, an array of another kind, or Pillow is missing.
+            ValueError: The image is empty, too large or too long, or an array of another kind.
         """
         return self.patches_of(open_image(image))
 
     def patches_of(self, rgb: "Image") -> mx.array:
         """``preprocess_image`` for an image of ``open_image``."""
         rows, columns = self.grid(rgb.width, rgb.height)
-        size = (columns * self.token_size, rows * self.token_size)
-        resized = rgb.resize(size, pillow().Resampling.BICUBIC)
-        return mx.array(self._patches(np.asarray(resized), rows, columns))
-
-    def _patches(self, pixels: Array, rows: int, columns: int) -> Array:
-        """uint8 values [h, w, 3] -> float32 patches [rows, columns, m * m, 3 * frames * p * p]."""
-        m, p, T = self.merge_size, self.patch_size, self.temporal_patch_size
-        patches = pixels.reshape(rows, m, p, columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)  # [r, c, m, m, 3, p, p]
-        out = np.empty((rows, columns, m, m, 3, T, p, p), np.float32)
-        for channel, values in enumerate(self._normalized()):
-            out[:, :, :, :, channel] = values[patches[:, :, :, :, channel, None]]  # the frame, T times
-        return out.reshape(rows, columns, m * m, -1)
-
-    def _normalized(self) -> Array:
-        """The normalized value of each of the 256, [3, 256], with transformers' roundings."""
-        scaled = (np.arange(256) * self.rescale_factor).astype(np.float32)
-        mean, std = (np.array(a, np.float32)[:, None] for a in (self.image_mean, self.image_std))
-        return (scaled - mean) / std
+        patches = self._theirs(images=[rgb], return_tensors="np")["pixel_values"]  # [N, P]
+        return mx.array(patches.reshape(rows, columns, self.merge_size**2, -1))  # evaluated: another thread uses it
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,14 +125,11 @@ class Vision:
         Raises:
             ValueError: The checkpoint's file is damaged, or for another kind of processor.
         """
+        require("image", "An image")
         args = self._args
-        own = {
-            "patch_size": args.patch_size,
-            "temporal_patch_size": args.temporal_patch_size,
-            "merge_size": args.spatial_merge_size,
-        }
+        own = dict(zip(SIZES, (args.patch_size, args.temporal_patch_size, args.spatial_merge_size)))
         try:
-            processor = Processor.from_config({**own, **self._settings()})
+            processor = Processor(own | self._settings())
         except (AttributeError, TypeError, ValueError) as e:  # an object in place of a number, or not JSON
             raise ValueError(f"The image settings of {self.folder} are not usable: {e}") from e
         for key, n in own.items():
