@@ -346,8 +346,7 @@ def test_an_answer_without_a_limit_goes_on():
             (limited, own, 9),
         ):
             args = APIS[path].read_request({**body, **asked}, flags)[1].args
-            tokenizer.complete(args)
-            tokenizer.check(300, args, flags.max_tokens, "input")
+            tokenizer.complete(300, args, flags.max_tokens, "input")
             assert args.max_tokens == want, (path, asked)
 
 

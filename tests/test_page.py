@@ -29,7 +29,7 @@ def client():
     options = check(make_parser().parse_args(["--mtp"]))
     engine = make_engine(options, None)
     engine.loaded.result()
-    yield TestClient(make_app(Frontend(options, engine), None, ["*"]))
+    yield TestClient(make_app(Frontend(options, engine)), base_url="http://localhost")
     engine.stop_and_join()
 
 
@@ -127,7 +127,7 @@ def test_vendored_libraries_are_those_of_the_list_and_have_licences():
 
 def test_no_page_with_no_ui():
     generator = SimpleNamespace(options=check(make_parser().parse_args(["--no-ui"])), metrics=Metrics())
-    client = TestClient(make_app(generator, None, ["*"]))
+    client = TestClient(make_app(generator), base_url="http://localhost")
     assert client.get("/").json()["name"] == "mlx_mtp"
     assert client.get("/page/main.js").status_code == 404
 

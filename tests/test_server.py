@@ -445,7 +445,7 @@ def test_how_a_server_drafts_and_what_to_open_in_words():
     [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True), ("192.168.1.7", True), ("::", True)],
 )
 def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address, is_open, key):
-    monkeypatch.setattr(command, "make_server", lambda *_: SimpleNamespace(run=lambda sockets: None))
+    monkeypatch.setattr(command, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     options = check(make_parser().parse_args(["--host", address, *key]))
     tokenizers = {"a": SimpleNamespace(context_length=None)}
     models = SimpleNamespace(name="a", default="a", has_head=True, tokenizers=tokenizers)

@@ -36,8 +36,9 @@ def server(tmp_path_factory):
 @cache
 def client(origins=None, hosts=()):
     options = check(make_parser().parse_args([]))
+    options.allowed_origins, options.allowed_hosts = origins, hosts
     generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), options=options)
-    return TestClient(make_app(generator, None, origins, [*hosts]), base_url="http://localhost")
+    return TestClient(make_app(generator), base_url="http://localhost")
 
 
 # Bodies

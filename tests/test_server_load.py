@@ -239,7 +239,7 @@ def client_of(generate, *flags):
     models, options = SimpleNamespace(drafts=False), options_of(*flags)
     generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), options=options, models=models, generate=generate)
     generator.generate_all = partial(Frontend.generate_all, generator)
-    return TestClient(make_app(generator, None, ["*"]))
+    return TestClient(make_app(generator), base_url="http://localhost")
 
 
 async def wait_and_fail(request):

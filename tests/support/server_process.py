@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.server.command_line import check, check_model, make_parser
-from mlx_mtp.server.serve import listen, make_engine, make_server
+from mlx_mtp.server.serve import Server as HTTPServer
+from mlx_mtp.server.serve import listen, make_engine
 
 from .launch import connected, free_ports
 
@@ -165,7 +166,7 @@ def serve_here(log: Path, *flags: str) -> Iterator[Server]:
     try:
         engine.loaded.result()
         check_model(args, engine.admission.models)
-        server = make_server(options, engine)
+        server = HTTPServer(options, engine)
         server.capture_signals = nullcontext  # those are the main thread's
         with listen(args.host, args.port) as s:
             thread = threading.Thread(target=server.run, args=([s],))

@@ -15,7 +15,7 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
@@ -88,12 +88,11 @@ APIS: dict[str, type[Body]] = {
 }
 
 
-def make_app(
-    frontend: Frontend, api_key: str | None, origins: Sequence[str] | None, hosts: Sequence[str] = (ANY,)
-) -> FastAPI:
-    """Make the application that answers HTTP requests. For ``origins`` and ``hosts`` see ``Browsers``."""
+def make_app(frontend: Frontend) -> FastAPI:
+    """Make the application that answers HTTP requests."""
+    options = frontend.options
     app = FastAPI(title="mlx_mtp", version=__version__, docs_url=None, redoc_url=None)  # these pages load from a CDN
-    endpoints = Endpoints(frontend, api_key)
+    endpoints = Endpoints(frontend)
     for path, api in APIS.items():
         _add_post(app, path, endpoints.generate(api), api)
     _add_post(app, "/v1/messages/count_tokens", endpoints.count(MessagesBody, {}), MessagesBody)
@@ -111,11 +110,12 @@ def make_app(
             app.add_api_route(
                 path, get, methods=[method], response_model=None, operation_id=get.__name__, include_in_schema=is_listed
             )
-    if not frontend.options.no_ui:
+    if not options.no_ui:
         app.mount("/page", StaticFiles(directory=FOLDER))
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
-    app.add_middleware(Browsers, names=hosts, origins=origins)
+    hosts = [options.host, *options.allowed_hosts]
+    app.add_middleware(Browsers, names=hosts, origins=options.allowed_origins)
     app.add_middleware(Counting, frontend=frontend)
     return app
 
@@ -133,8 +133,8 @@ def _add_post(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Respons
 class Endpoints:
     """The functions behind the routes."""
 
-    def __init__(self, frontend: Frontend, api_key: str | None):
-        self.frontend, self.api_key = frontend, api_key
+    def __init__(self, frontend: Frontend):
+        self.frontend = frontend
         self.waiting: set[int] = set()  # the numbers of requests without a first token
 
     def generate(self, api: type[Body]) -> Callable[[HTTPRequest], Awaitable[Response]]:
@@ -215,7 +215,7 @@ class Endpoints:
         return ours | theirs
 
     def _authorize(self, http: HTTPRequest) -> None:
-        key = self.api_key
+        key = self.frontend.options.api_key
         bearer = re.sub("^bearer +", "", http.headers.get("Authorization", ""), flags=re.IGNORECASE)
         given = (bearer, http.headers.get("x-api-key", ""))
         if key is not None and not any(hmac.compare_digest(k.encode(), key.encode()) for k in given):

@@ -16,7 +16,6 @@ from types import FrameType
 import mlx.core as mx
 import uvicorn
 from mlx_lm.utils import maybe_set_recommended_wired_limit
-from starlette.types import ASGIApp
 
 from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..cli.display import INTERRUPTED, one_line_errors
@@ -89,53 +88,41 @@ def make_engine(options: Options, ranks: Ranks | None) -> Engine:
 
 def serve(options: Options, engine: Engine, s: socket.socket) -> None:
     """Answer requests until an interrupt or an error of the generation thread, then end the open ones."""
-    server = make_server(options, engine)
+    server = Server(options, engine)
     address, port = s.getsockname()[:2]
-    host = options.host
+    host, models, account = options.host, engine.admission.models, engine.admission.account
     if options.api_key is None and not ip_address(address).is_loopback:
         logging.warning(f"Anyone who can reach {host} can use the server: require a key with --api-key-file.")
-    for line in summary(options, engine.admission):
-        logging.info(line)
-    logging.info(f"Starting httpd at {host} on port {port}...")
-    page = "" if options.no_ui else f"Open {url(host, port)} to chat. "
-    logging.info(f"{page}Clients use {url(host, port)}/v1 and the model {engine.admission.models.name}")
-    server.run(sockets=[s])
-
-
-def summary(options: Options, admission: Admission) -> list[str]:
-    """The model, its drafts, the memory and the limits, in sentences."""
-    models, account = admission.models, admission.account
-    context = models.tokenizers[models.default].context_length
-    limits = [
-        f"context of {context or 'unknown'} tokens",
-        f"{options.decode_concurrency} requests at once",
-    ]
+    limits = [f"context of {models.tokenizers[models.default].context_length or 'unknown'} tokens"]
     if options.max_tokens != NO_LIMIT:
-        limits.insert(1, f"{options.max_tokens} output tokens by default")
+        limits.append(f"{options.max_tokens} output tokens by default")
+    limits.append(f"{options.decode_concurrency} requests at once")
     if options.max_queue is not None:
         limits.append(f"{options.max_queue} waiting")
-    note = [f"{DEMO_NOTE}."] if options.model == str(DEMO) else []
-    return [
-        f"Model: {models.name}, {drafting(options, models.has_head)}",
-        *note,
-        f"Memory: {size(account.held)} used of {size(account.limit)}",
-        f"Limits: {', '.join(limits)}",
-    ]
+    logging.info(f"Model: {models.name}, {drafting(options, models.has_head)}")
+    if options.model == str(DEMO):
+        logging.info(f"{DEMO_NOTE}.")
+    logging.info(f"Memory: {size(account.held)} used of {size(account.limit)}")
+    logging.info(f"Limits: {', '.join(limits)}")
+    logging.info(f"Starting httpd at {host} on port {port}...")
+    page = "" if options.no_ui else f"Open {url(host, port)} to chat. "
+    logging.info(f"{page}Clients use {url(host, port)}/v1 and the model {models.name}")
+    server.run(sockets=[s])
 
 
 class Server(uvicorn.Server):
     """uvicorn's server. When it stops, it stops the engine, and running requests get one last token."""
 
-    def __init__(self, app: ASGIApp, engine: Engine, log_level: str):
+    def __init__(self, options: Options, engine: Engine):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         config = uvicorn.Config(
-            app,
+            make_app(Frontend(options, engine)),
             http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,  # app.py has it
-            log_level=log_level.lower(),
+            log_level=options.log_level.lower(),
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=IDLE,
@@ -167,12 +154,6 @@ class Server(uvicorn.Server):
             server.close()
         await in_thread(self.engine.stop_and_join)
         await super().shutdown(sockets)
-
-
-def make_server(options: Options, engine: Engine) -> Server:
-    hosts = [options.host, *options.allowed_hosts]
-    app = make_app(Frontend(options, engine), options.api_key, options.allowed_origins, hosts)
-    return Server(app, engine, options.log_level)
 
 
 def listen(host: str, port: int) -> socket.socket:

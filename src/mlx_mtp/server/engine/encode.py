@@ -4,7 +4,6 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 from urllib.parse import unquote, urlsplit
 from urllib.request import HTTPRedirectHandler, build_opener
 from urllib.request import Request as URLRequest
@@ -38,7 +37,7 @@ class BoundedTokenizer:
     """mlx-lm's tokenizer for prompts: it checks lengths, images and continued messages.
 
     Args:
-        context_length (int, optional): The model's maximum number of tokens. ``None`` if its config does not have it.
+        context_length (int, optional): The model's maximum number of tokens, if its config has it.
         vision (Vision, optional): The vision encoder. Default: ``None``, images are refused.
         sampling (Sampling): The model's default sampling parameters. Default: mlx-lm's.
     """
@@ -59,12 +58,12 @@ class BoundedTokenizer:
 
     def encode(self, text: str | list[int], **kwargs: Any) -> list[int]:
         """The tokens of a text, or tokens sent by the client. ``images.prompt.MARK`` stands for an image."""
-        if not isinstance(text, str):
-            if (most := max(text)) >= self.n_ids:
-                raise ApiError(400, f"The prompt has the token {most}, beyond the vocabulary of {self.n_ids}.")
-            return text
-        self._check_length(text)
-        return encode_marked(self.tokenizer, text, **kwargs)
+        if isinstance(text, str):
+            self._check_length(text)
+            return encode_marked(self.tokenizer, text, **kwargs)
+        if (most := max(text)) >= self.n_ids:
+            raise ApiError(400, f"The prompt has the token {most}, beyond the vocabulary of {self.n_ids}.")
+        return text
 
     def apply_chat_template(self, messages: list[Any], tokenize: bool = True, **kwargs: Any) -> str | list[int]:
         """As in mlx-lm, but the generation prompt continues a last message of the assistant."""
@@ -82,34 +81,27 @@ class BoundedTokenizer:
         for i in range(0, len(text), PIECE):
             n += len(self.tokenizer.encode(text[i : i + PIECE], add_special_tokens=False)) - SLACK
             if n > most:
-                message = f"This model's maximum context length is {most} tokens, but the prompt has more."
-                raise ApiError(400, message, code="context_length_exceeded")
+                raise ApiError(400, f"{_context(most)}, but the prompt has more.", code="context_length_exceeded")
 
-    def complete(self, args: GenerationArguments) -> None:
-        """Fill in the model's default for each sampling parameter that the request does not set."""
-        for field, value in asdict(self.sampling).items():
-            if getattr(args.sampling, field) is None:
-                setattr(args.sampling, field, value)
-
-    def check(self, n_prompt: int, args: GenerationArguments, default_max_tokens: int, param: str) -> None:
-        """Raise an ApiError if a request does not fit the model. A default limit of tokens is reduced to fit the context.
+    def complete(self, n_prompt: int, args: GenerationArguments, default_max_tokens: int, param: str) -> None:
+        """Fill in the model's sampling parameters where the request sets none, and reduce a default limit of tokens to fit the
+        context. An ApiError if the request does not fit the model.
 
         Args:
             default_max_tokens (int): The server's limit of tokens, for a request without one.
             param (str): The field with the prompt.
         """
+        for field, value in asdict(self.sampling).items():
+            if getattr(args.sampling, field) is None:
+                setattr(args.sampling, field, value)
         if n_prompt == 0:
             raise ApiError(400, "The prompt is empty.", param=param)
         most = self.context_length
         if most is not None and n_prompt + args.max_tokens > most:
             if n_prompt >= most or args.max_tokens not in (default_max_tokens, NO_LIMIT):
-                raise ApiError(
-                    400,
-                    f"This model's maximum context length is {most} tokens, but the request has {n_prompt} in its prompt "
-                    f"and asks for {args.max_tokens} more.",
-                    param="max_tokens" if n_prompt < most else param,
-                    code="context_length_exceeded",
-                )
+                message = f"{_context(most)}, but the request has {n_prompt} in its prompt and asks for {args.max_tokens} more."
+                wrong = "max_tokens" if n_prompt < most else param
+                raise ApiError(400, message, param=wrong, code="context_length_exceeded")
             args.max_tokens = most - n_prompt
         if args.sampling.top_k >= self.n_ids:
             raise ApiError(400, f"top_k must be below the vocabulary's size of {self.n_ids}.", param="top_k")
@@ -118,18 +110,16 @@ class BoundedTokenizer:
             raise ApiError(400, message, param="logit_bias")
 
 
+def _context(most: int) -> str:
+    return f"This model's maximum context length is {most} tokens"
+
+
 def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, account: Account) -> Prompt:
     """Encode the prompt of a request. Templates, tokenization and the download of images may take seconds.
 
     Raises:
         ApiError: The prompt, or a field that depends on the model, does not fit the model.
     """
-    is_chat = request.request_type == "chat"
-    if is_chat and request.goes_on and not tokenizer.has_chat_template:  # only a template leaves a message open
-        message = (
-            "A last message of the assistant cannot be continued without a chat template: send it to /v1/completions."
-        )
-        raise ApiError(400, message, param=request.param)
     try:
         tokens, in_reasoning = _tokenize(tokenizer, request, options.chat_template_args)
         pictured = _read_images(tokenizer, request, tokens, options, account) if request.images else None
@@ -138,10 +128,8 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
         raise
     except Exception as e:
         raise ApiError(400, f"The prompt cannot be read: {e}", param=request.param) from e
-    if pictured is not None:
-        tokens = pictured.tokens
-    tokenizer.complete(request.args)
-    tokenizer.check(len(tokens), request.args, options.max_tokens, request.param)
+    tokens = tokens if pictured is None else pictured.tokens
+    tokenizer.complete(len(tokens), request.args, options.max_tokens, request.param)
     make_output_grammar(tokenizer.tokenizer, request, in_reasoning)  # compiled here, not in the generation thread
     return Prompt(tokens, in_reasoning, pictured=pictured)
 
@@ -151,6 +139,9 @@ def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict
     if request.request_type == "text":
         return tokenizer.encode(request.prompt), False
     if not tokenizer.has_chat_template:
+        if request.goes_on:  # only a template leaves a message open
+            message = "A last message of the assistant cannot be continued without a chat template"
+            raise ApiError(400, f"{message}: send it to /v1/completions.")
         return tokenizer.encode(convert_chat(request.messages, request.role_mapping)), False
     if request.tools and not tokenizer.has_tool_calling:
         logging.warning("The request has tools, but the model's chat template does not support them.")
@@ -171,19 +162,16 @@ def _read_images(
 ) -> ImagePrompt:
     """The prompt with its images; an ApiError or a ValueError if images are refused, invalid or too large."""
     if tokenizer.vision is None:
-        message = "The model takes no images: send text, or start the server with --images."
-        raise ApiError(400, message, param=request.param)
-    images, most = fetch_all(request, options), tokenizer.context_length
+        raise ApiError(400, "The model takes no images: send text, or start the server with --images.")
 
     def before_each(n_bytes: int) -> None:
         check_client(request)
         if n_bytes > (left := account.left):
-            message = (
-                f"An image needs {size(n_bytes)} of memory, and {size(max(left, 0))} are left: send a smaller one."
-            )
-            raise ApiError(507, message, param=request.param, code=NO_MEMORY)
+            needs = f"An image needs {size(n_bytes)} of memory, and {size(max(left, 0))} are left"
+            raise ApiError(507, f"{needs}: send a smaller one.", code=NO_MEMORY)
 
-    return read_images(tokenizer.vision, tokens, images, most, MAX_PIXELS, before_each)
+    images = fetch_all(request, options)
+    return read_images(tokenizer.vision, tokens, images, tokenizer.context_length, MAX_PIXELS, before_each)
 
 
 def fetch_all(request: Request, flags: Options) -> list[bytes]:
@@ -194,15 +182,12 @@ def fetch_all(request: Request, flags: Options) -> list[bytes]:
         ValueError: An image is invalid or not allowed, or the images are too large.
     """
     images: list[bytes] = []
-    left = MAX_BYTES
     for i, url in enumerate(request.images, 1):
         check_client(request)
         images.append(fetch(url, f"Image {i}", flags))
-        left -= len(images[-1])
-        if left < 0 and i > 1:
-            raise ValueError(
-                f"The images up to number {i} have more than {MAX_BYTES:,} bytes: send fewer or smaller ones."
-            )
+        if i > 1 and sum(map(len, images)) > MAX_BYTES:
+            many = f"The images up to number {i} have more than {MAX_BYTES:,} bytes"
+            raise ValueError(f"{many}: send fewer or smaller ones.")
     request.images = []
     return images
 
@@ -223,30 +208,23 @@ def fetch(url: str, name: str, flags: Options) -> bytes:
     if scheme == "data":
         return decode_url(url, name)
     if scheme in ("http", "https"):
-        return _download(url, name, flags.allowed_media_domains)
-    if scheme == "file":
-        return _read(Path(unquote(urlsplit(url).path)), name, flags.allowed_local_media_path)
-    raise ValueError(f"{name} must be a data URL (data:image/png;base64,...), not {url[:20]!r}.")
-
-
-def _read(file: Path, name: str, folder: str | None) -> bytes:
-    if folder is None:
+        _check_host(url, name, flags.allowed_media_domains)
+        try:
+            opener = build_opener(_Redirects(name, flags.allowed_media_domains))
+            with opener.open(URLRequest(url), timeout=TIMEOUT) as response:
+                data: bytes = response.read(MAX_BYTES + 1)
+                return data
+        except OSError as e:
+            raise ValueError(f"{name} cannot be downloaded: {e}.") from e
+    if scheme != "file":
+        raise ValueError(f"{name} must be a data URL (data:image/png;base64,...), not {url[:20]!r}.")
+    if (folder := flags.allowed_local_media_path) is None:
         raise ValueError(f"{name} is a file: start the server with --allowed-local-media-path, or send a data URL.")
-    file = file.resolve()  # first: links may lead out of the folder
+    file = Path(unquote(urlsplit(url).path)).resolve()  # first: links may lead out of the folder
     if not file.is_relative_to(Path(folder).resolve()) or not file.is_file():
         raise ValueError(f"{name} is not a file in the folder of --allowed-local-media-path.")
     with file.open("rb") as f:
         return f.read(MAX_BYTES + 1)
-
-
-def _download(url: str, name: str, hosts: list[str]) -> bytes:
-    _check_host(url, name, hosts)
-    try:
-        with build_opener(_Redirects(name, hosts)).open(URLRequest(url), timeout=TIMEOUT) as response:
-            data: bytes = response.read(MAX_BYTES + 1)
-            return data
-    except (OSError, URLError) as e:
-        raise ValueError(f"{name} cannot be downloaded: {e}.") from e
 
 
 class _Redirects(HTTPRedirectHandler):
@@ -263,6 +241,5 @@ class _Redirects(HTTPRedirectHandler):
 def _check_host(url: str, name: str, hosts: list[str]) -> None:
     host = urlsplit(url).hostname
     if urlsplit(url).scheme not in ("http", "https") or host not in hosts:
-        raise ValueError(
-            f"{name} is at {host}: start the server with --allowed-media-domains {host}, or send a data URL."
-        )
+        fix = f"start the server with --allowed-media-domains {host}, or send a data URL"
+        raise ValueError(f"{name} is at {host}: {fix}.")
