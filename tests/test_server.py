@@ -22,10 +22,10 @@ import pytest
 from mlx_lm import server as stock
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import convert_chat
-from mlx_mtp.checkpoint.storage import hub
 from openai import OpenAI
 
 from mlx_mtp import make_sampler
+from mlx_mtp.checkpoint import hub
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.memory import Account
 from mlx_mtp.server import serve as command
