@@ -9,6 +9,7 @@ of its submodules. A ``Compiler`` looks up the kind of a module at its first cal
 whatever was changed in the modules.
 """
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -17,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..traces import compiled
 
@@ -28,17 +30,24 @@ Function = Callable[..., Any]  # (module, *arrays, **numbers) -> arrays; numbers
 
 
 class Kind:
-    """A module without its arrays: the common part of the modules of one kind.
+    """The common part of the modules of one kind: a copy of a module with other arrays in place of its own.
 
     Args:
-        template (nn.Module, optional): A module of the kind, without arrays; ``None`` for modules that cannot be traced.
+        module (nn.Module): A module whose arrays are all different ones.
     """
 
-    def __init__(self, template: Any):
-        self.template = template
+    def __init__(self, module: nn.Module):
+        arrays = _arrays_of(module)
+        self.placeholders = {name: mx.array(0) for name in arrays}
+        self.template = copy.deepcopy(module, {id(x): self.placeholders[name] for name, x in arrays.items()})
+
+    def filled(self, arrays: dict[str, mx.array]) -> nn.Module:
+        """A module of this kind with the arrays of another one, which a trace has by the same names."""
+        if arrays.keys() != self.placeholders.keys():
+            raise ValueError("The modules of a model cannot be replaced while it generates: end the generation before.")
+        return copy.deepcopy(self.template, {id(x): arrays[name] for name, x in self.placeholders.items()})
 
 
-UNTRACEABLE = Kind(None)
 _kinds: WeakValueDictionary[Hashable, Kind] = WeakValueDictionary()
 
 
@@ -57,7 +66,7 @@ class Compiler:
 
     def __init__(self) -> None:
         # By the id of the module, which is kept: otherwise a later module may have the same id.
-        self.kinds: dict[int, tuple[Any, Kind]] = {}
+        self.kinds: dict[int, tuple[Any, Kind | None]] = {}
 
     def forget(self) -> None:
         """Look at all modules again, at the beginning of a generation."""
@@ -76,7 +85,7 @@ class Compiler:
         if id(module) not in self.kinds:
             self.kinds[id(module)] = module, _kind_of(module)
         _, kind = self.kinds[id(module)]
-        if kind is UNTRACEABLE:
+        if kind is None:
             return function(module, *inputs, **numbers)
         key, latest = (kind, function, inputs[0].shape, *numbers.values()), _traces.latest
         trace = latest.get(key)
@@ -90,8 +99,8 @@ class Compiler:
 
 
 def _make_trace(kind: Kind, function: Function, numbers: dict[str, int]) -> Function:
-    def of_arrays(arrays: Any, inputs: Any) -> Any:
-        return function(_filled(kind.template, arrays), *inputs, **numbers)
+    def of_arrays(module: Any, inputs: Any) -> Any:  # mx.compile passes a module as a plain dictionary
+        return function(kind.filled(_arrays_of(module)), *inputs, **numbers)
 
     return compiled(of_arrays)
 
@@ -100,20 +109,22 @@ class _UntraceableError(Exception):
     """A module has an attribute that a trace cannot have, or is no pure function."""
 
 
-def _kind_of(module: Any) -> Kind:
+def _kind_of(module: Any) -> Kind | None:
     try:
         description = _describe(module)
     except _UntraceableError:
-        return UNTRACEABLE
-    kind = _kinds.get(description)
-    if kind is None:
-        kind = _kinds[description] = Kind(_without_arrays(module))
+        return None
+    if (kind := _kinds.get(description)) is None:
+        arrays = _arrays_of(module).values()
+        if len({id(x) for x in arrays}) < len(arrays):
+            return None
+        kind = _kinds[description] = Kind(module)
     return kind
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes other than arrays, modules and lists of them."""
-    return {name: x for name, x in vars(module).items() if name != "_no_grad"}
+def _arrays_of(module: Any) -> dict[str, mx.array]:
+    leaves: Any = tree_flatten(module)
+    return {name: x for name, x in leaves if isinstance(x, mx.array)}
 
 
 def _describe(x: Any) -> Hashable:
@@ -123,7 +134,8 @@ def _describe(x: Any) -> Hashable:
     if isinstance(x, nn.Module):
         if x.training and isinstance(x, IN_TRAINING):
             raise _UntraceableError
-        return type(x), _describe(_own(x)), _describe({**x})
+        own = {name: value for name, value in vars(x).items() if name != "_no_grad"}
+        return type(x), _describe(own), _describe({**x})
     if isinstance(x, dict):
         return tuple((name, _describe(value)) for name, value in x.items())
     if isinstance(x, list | tuple):
@@ -131,35 +143,3 @@ def _describe(x: Any) -> Hashable:
     if x is None or isinstance(x, bool | int | float | str | bytes):
         return type(x), x
     raise _UntraceableError
-
-
-def _without_arrays(x: Any) -> Any:
-    if isinstance(x, mx.array):
-        return None
-    if isinstance(x, nn.Module):
-        return _copy(x, {name: _without_arrays(value) for name, value in x.items()})
-    if isinstance(x, dict):
-        return {name: _without_arrays(value) for name, value in x.items()}
-    if isinstance(x, list | tuple):
-        return type(x)(map(_without_arrays, x))
-    return x
-
-
-def _filled(template: Any, arrays: Any) -> Any:
-    """Fill a template with a module's arrays, which ``mx.compile`` passes in plain dictionaries and lists."""
-    if isinstance(template, dict):  # a module is one
-        if template.keys() != arrays.keys():
-            raise ValueError("The modules of a model cannot be replaced while it generates: end the generation before.")
-        items = {name: _filled(template[name], x) for name, x in arrays.items()}
-        return _copy(template, items) if isinstance(template, nn.Module) else items
-    if isinstance(template, list | tuple):
-        return type(template)(map(_filled, template, arrays))
-    return arrays
-
-
-def _copy(module: nn.Module, items: dict[str, Any]) -> nn.Module:
-    """A module with the same attributes but other arrays and modules."""
-    copy = type(module).__new__(type(module))
-    vars(copy).update(_own(module), _no_grad=set())
-    dict.update(copy, items)
-    return copy
