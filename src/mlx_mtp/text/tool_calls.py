@@ -88,69 +88,7 @@ LAST_FUNCTION = regex.compile(r"\s*</function>\s*")
 AFTER_FUNCTION = regex.compile(rf"{_S}(?:(?P<end>{END})|{_FUNCTION})")
 
 
-class ToolCallParser:
-    """
-    Args:
-        schemas (Mapping[str, Any]): The tools' names -> the JSON schemas of their parameters.
-    """
-
-    def __init__(self, schemas: Mapping[str, Any]):
-        self._text = _State()
-        self._functions = _Functions(self._text, schemas)
-        self._json = _JsonBlock(self._text)
-
-    @property
-    def n_calls(self) -> int:
-        return self._text.n_calls
-
-    def add(self, text: str) -> list[Event]:
-        """Add the next piece of the text. Return its events. Text that may be the beginning of a tag is held back."""
-        self._text.rest += text
-        while self._read():
-            pass
-        events, self._text.events = self._text.events, []
-        return events
-
-    def finish(self, cut: bool) -> list[Event]:
-        """End the text. Return the last events.
-
-        Args:
-            cut (bool): Whether the text was cut off, such as by a token limit. Then the last tags are not assumed.
-        """
-        self._text.is_last, self._text.is_cut = True, cut
-        events = self.add("")
-        value = self._functions.value
-        if value is not None and not value.is_string:
-            events.append(CallArguments(self.n_calls - 1, '"' + _escape(value.text)))
-        return events
-
-    @property
-    def is_at_start(self) -> bool:
-        """Whether the text ends with a tag that may begin a block."""
-        in_block = self._functions.is_open or self._json.is_open
-        return not in_block and self._text.rest.lstrip(" ") == START
-
-    def _read(self) -> bool:
-        """Parse a part of the rest. Return whether to continue."""
-        if self._functions.is_open:
-            return self._functions.read()
-        if self._json.is_open:
-            return self._json.read()
-        text = self._text
-        if text.takes_blocks and (m := text.match(BLOCK)) is not None:
-            if m.partial:
-                return False
-            if m["json"] is None:
-                text.take(m.end())
-                self._functions.begin(m)
-            else:
-                self._json.begin(m.start("json"))
-            return True
-        text.take_content(text.rest.find("\n") + 1 or len(text.rest))
-        return bool(text.rest)
-
-
-class _State:
+class _Buffer:
     """The text that is not parsed yet, the events, and the last line of content outside of blocks."""
 
     def __init__(self) -> None:
@@ -160,11 +98,6 @@ class _State:
         self.n_calls = 0
         self.line = ""  # the last line of content so far
         self.fence = ""  # the marks that opened a code block
-
-    @property
-    def takes_blocks(self) -> bool:
-        """Whether a block may begin here: at the beginning of a line, and in no code block."""
-        return not self.line and not self.fence
 
     def match(self, pattern: Any, pos: int = 0) -> Any:
         return pattern.match(self.rest, pos, partial=not self.is_last)
@@ -196,9 +129,6 @@ class _State:
         elif text:
             self.events.append(CallArguments(self.n_calls - 1, text))
 
-    def end_call(self) -> None:
-        self.events.append(CallEnds(self.n_calls - 1))
-
 
 class _Value:
     """Converts a parameter's value to JSON: a string piece by piece, another value when it is complete."""
@@ -224,91 +154,132 @@ class _Value:
         return written + ('"' if self.is_string else to_json(self.text, self.types))
 
 
-class _Functions:
-    """Parses a block in Qwen's format, with one function or several."""
+class ToolCallParser(_Buffer):
+    """
+    Args:
+        schemas (Mapping[str, Any]): The tools' names -> the JSON schemas of their parameters.
+    """
 
-    def __init__(self, text: _State, schemas: Mapping[str, Any]):
-        self.text, self.schemas = text, schemas
-        self.is_open = False  # whether the text is within a block
-        self.value: _Value | None = None  # the current value; None after a function
+    def __init__(self, schemas: Mapping[str, Any]):
+        super().__init__()
+        self.schemas = schemas
+        # Parses a part of the rest and returns whether to continue: content, a value, the text after a function, or JSON.
+        self._read = self._content
 
-    def begin(self, m: Any) -> None:
+    def add(self, text: str) -> list[Event]:
+        """Add the next piece of the text. Return its events. Text that may be the beginning of a tag is held back."""
+        self.rest += text
+        while self._read():
+            pass
+        events, self.events = self.events, []
+        return events
+
+    def finish(self, cut: bool) -> list[Event]:
+        """End the text. Return the last events.
+
+        Args:
+            cut (bool): Whether the text was cut off, such as by a token limit. Then the last tags are not assumed.
+        """
+        self.is_last, self.is_cut = True, cut
+        events = self.add("")
+        if self._read == self._in_value and not self.value.is_string:
+            events.append(CallArguments(self.n_calls - 1, '"' + _escape(self.value.text)))
+        return events
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether the text ends with a tag that may begin a block."""
+        return self._read == self._content and self.rest.lstrip(" ") == START
+
+    def _content(self) -> bool:
+        # A block begins at the beginning of a line, and in no code block.
+        if not self.line and not self.fence and (m := self.match(BLOCK)) is not None:
+            if m.partial:
+                return False
+            if m["json"] is None:
+                self.take(m.end())
+                self._begin_function(m)
+            else:
+                self.start = self.searched = m.start("json")
+                self._read = self._in_json
+            return True
+        self.take_content(self.rest.find("\n") + 1 or len(self.rest))
+        return bool(self.rest)
+
+    # A block in Qwen's format, with one function or several
+
+    def _begin_function(self, m: Any) -> None:
         """Begin a function, after its tag and the tag of its first parameter or its end."""
-        self.is_open = True
         try:
             self.schema = Schema(self.schemas.get(m["name"]))
         except RecursionError:
             self.schema = Schema(None)  # it is too deep, and says nothing
         self.keys: set[str] = set()
-        self.text.begin_call(m["name"])
+        self.begin_call(m["name"])
         if m["empty"] is None:
             self._begin_value(m["key"])
         else:
-            self._end("{}")
+            self._end_function("{}")
 
-    def read(self) -> bool:
-        return self._read_after_function() if self.value is None else self._read_value(self.value)
-
-    def _end(self, last: str) -> None:
+    def _end_function(self, last: str) -> None:
         """End a function, with the last characters of its arguments."""
-        self.text.add_arguments(last)
-        self.text.end_call()
-        self.value = None
+        self.add_arguments(last)
+        self.events.append(CallEnds(self.n_calls - 1))
+        self._read = self._after_function
 
     def _begin_value(self, key: str) -> None:
-        self.text.add_arguments(("{" if not self.keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        self.add_arguments(("{" if not self.keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         self.keys.add(key)
         self.value = _Value(self.schema.types_of_property(key))
         self.n_quoted = self.n_functions = 0  # open quotations of parameters and functions
+        self._read = self._in_value
 
-    def _read_value(self, value: _Value) -> bool:
-        text = self.text
-        m = IN_VALUE.search(text.rest, partial=not text.is_last)
+    def _in_value(self) -> bool:
+        m = IN_VALUE.search(self.rest, partial=not self.is_last)
         if m is None or m.start() > 0:
-            text.add_arguments(value.write(text.take(len(text.rest) if m is None else m.start())))
-            return bool(text.rest)
+            self.add_arguments(self.value.write(self.take(len(self.rest) if m is None else m.start())))
+            return bool(self.rest)
         if m.partial:
             return False
         if m["quoted"]:
-            return self._read_quoted(value, m)
-        after = text.match(AFTER_VALUE, m.end())
+            return self._quote(m)
+        after = self.match(AFTER_VALUE, m.end())
         if after is not None and (after.partial or self._waits(after)):
             return False
         if after is None or not self._ends(after):
-            if text.is_last and not text.is_cut and LAST_FUNCTION.fullmatch(text.rest, m.end()):
-                text.take(len(text.rest))
-                text.add_arguments(value.end())
-                self._end("}")
+            if self.is_last and not self.is_cut and LAST_FUNCTION.fullmatch(self.rest, m.end()):
+                self.take(len(self.rest))
+                self.add_arguments(self.value.end())
+                self._end_function("}")
             else:
                 self.n_quoted = max(0, self.n_quoted - 1)
                 if after is not None and (after["end"] or after["name"]):
                     self.n_functions = max(0, self.n_functions - 1)
-                text.add_arguments(value.write(text.take(m.end())))
-            return bool(text.rest)
-        text.take(after.end())
-        text.add_arguments(value.end())
+                self.add_arguments(self.value.write(self.take(m.end())))
+            return bool(self.rest)
+        self.take(after.end())
+        self.add_arguments(self.value.end())
         if after["name"] is None and after["key"] is not None:
             self._begin_value(after["key"])
         else:
-            self._end("}")
+            self._end_function("}")
             self._follow(after)
         return True
 
-    def _read_quoted(self, value: _Value, m: Any) -> bool:
+    def _quote(self, m: Any) -> bool:
         """``<parameter=KEY>`` on a line of its own. Before a closing tag, this line is the end of the value."""
-        text = self.text
-        behind = text.rest[m.end() : m.end() + len(CLOSED)]
-        if CLOSED.startswith(behind) and len(behind) < len(CLOSED) and not text.is_last:
+        behind = self.rest[m.end() : m.end() + len(CLOSED)]
+        if CLOSED.startswith(behind) and len(behind) < len(CLOSED) and not self.is_last:
             return False
         if behind != CLOSED:
             self.n_quoted += 1
             self.n_functions += m["function"] is not None
-        text.add_arguments(value.write(text.take(m.end() - 1)))
+        self.add_arguments(self.value.write(self.take(m.end() - 1)))
         return True
 
     def _waits(self, after: Any) -> bool:
         """Whether the following text decides if a quotation ends here or the block."""
-        is_at_end = not self.text.is_last and not self.text.rest[after.end() :].strip()
+        is_at_end = not self.is_last and not self.rest[after.end() :].strip()
         return bool(self.n_quoted + self.n_functions and after["end"] and is_at_end)
 
     def _ends(self, after: Any) -> bool:
@@ -316,62 +287,51 @@ class _Functions:
         if after["name"] is None and after["key"] is not None:
             is_next = not self.n_functions and (not self.n_quoted or self.schema.declares(after["key"]))
             return is_next and after["key"] not in self.keys
-        is_at_end = after["end"] is not None and not self.text.rest[after.end() :].strip()
+        is_at_end = after["end"] is not None and not self.rest[after.end() :].strip()
         return is_at_end or not self.n_quoted + self.n_functions
 
-    def _read_after_function(self) -> bool:
-        m = self.text.match(AFTER_FUNCTION)
+    def _after_function(self) -> bool:
+        m = self.match(AFTER_FUNCTION)
         if m is None:  # the block has no end
-            self.is_open = False
+            self._read = self._content
         elif m.partial:
             return False
         else:
-            self.text.take(m.end())
+            self.take(m.end())
             self._follow(m)
-        return bool(self.text.rest)
+        return bool(self.rest)
 
     def _follow(self, m: Any) -> None:
         """Begin the next function, or end the block."""
         if m["end"] is None:
-            self.begin(m)
+            self._begin_function(m)
         else:
-            self.is_open = False
+            self._read = self._content
 
+    # A block of JSON, up to the first ``</tool_call>`` outside its strings
 
-class _JsonBlock:
-    """Parses a block of JSON, up to the first ``</tool_call>`` outside its strings."""
-
-    def __init__(self, text: _State):
-        self.text = text
-        self.is_open = False  # whether the text is within a block
-
-    def begin(self, start: int) -> None:
-        """Begin a block, whose JSON begins at ``start`` in the rest of the text."""
-        self.is_open, self.start, self.searched = True, start, start
-
-    def read(self) -> bool:
-        text, calls = self.text, list[tuple[str, str]]()
-        while (end := text.rest.find(END, self.searched)) >= 0 and not calls:
-            calls, is_in_string = _json_calls(text.rest[self.start : end])
+    def _in_json(self) -> bool:
+        calls: list[tuple[str, str]] = []
+        while (end := self.rest.find(END, self.searched)) >= 0 and not calls:
+            calls, is_in_string = _json_calls(self.rest[self.start : end])
             if not (calls or is_in_string):
                 break
             self.searched = end + len(END)
         if end < 0 and not calls:
-            if not text.is_last:
-                self.searched = max(self.searched, len(text.rest) - len(END) + 1)
+            if not self.is_last:
+                self.searched = max(self.searched, len(self.rest) - len(END) + 1)
                 return False
-            self.searched = len(text.rest)
-            calls = [] if text.is_cut else _json_calls(text.rest[self.start :])[0]
-        self.is_open = False
+            self.searched = len(self.rest)
+            calls = [] if self.is_cut else _json_calls(self.rest[self.start :])[0]
+        self._read = self._content
         if not calls:
-            text.take_content(self.start)
+            self.take_content(self.start)
             return True
-        text.take(self.searched)
+        self.take(self.searched)
         for name, arguments in calls:
-            text.begin_call(name)
-            text.events.append(CallArguments(text.n_calls - 1, arguments))
-            text.end_call()
-        return bool(text.rest)
+            self.begin_call(name)
+            self.events += [CallArguments(self.n_calls - 1, arguments), CallEnds(self.n_calls - 1)]
+        return bool(self.rest)
 
 
 def _escape(text: str) -> str:
