@@ -175,11 +175,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Check the flags before anything is measured.
-
-    Raises:
-        ValueError: A flag is out of range or cannot be combined with another.
-    """
+    """Raise a ValueError if a flag is out of range or cannot be combined with another, before anything is measured."""
     check_alone(args, "tune")
     check_head(args)
     check_sizes(args.max_tokens, args.repeat)

@@ -180,14 +180,9 @@ def generate(
     stop: Collection[int] = (),
     draft_p_min: float | None = None,
 ) -> Generation:
-    """Time one run on one prompt, [T].
+    """Time one run on one prompt, [T], with the depth of auto, by default the model's own. ``stop`` tokens end the text.
 
-    Args:
-        depth (Depth, optional): The depth of auto. Default: ``None``, the model's own.
-        stop (Collection[int]): Tokens that end the text. Default: none.
-
-    Raises:
-        ValueError: The text ends with its first token.
+    Raise a ValueError if the text ends with its first token.
     """
     counts = DraftCounts()
     steps: Any
@@ -287,7 +282,7 @@ def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:
     """The share of a generated text that could be copied from itself but not from its prompt.
 
     A token counts if it and the tokens before it, as many as a copy must match, occur earlier in the text, but not in the
-    prompt. The share depends only on the tokens, not on their source. In a loop, all tokens after the first repetition count.
+    prompt. In a loop, all tokens after the first repetition count.
     """
     known, seen, n = set(_n_grams(prompt)), set(), 0
     for n_gram in _n_grams(text):

@@ -69,11 +69,7 @@ def show(report: Report) -> str:
 
 
 def loop_warning(shares: Mapping[str, float]) -> str | None:
-    """A warning that names repetitive texts, if any: drafts are nearly always right in a loop.
-
-    Args:
-        shares (Mapping[str, float]): The repeated share of each text, by prompt.
-    """
+    """A warning that names repetitive texts, if any, by their repeated shares: drafts are nearly always right in a loop."""
     loops = [f"{name} {share:.0%}" for name, share in shares.items() if share > LOOPS]
     if not loops:
         return None
@@ -132,11 +128,7 @@ def check_plot(file: Path) -> None:
 
 
 def plot(report: Report) -> Any:
-    """Draw the head's speed by depth for all prompts together, with auto as lines, as a matplotlib figure.
-
-    Args:
-        report (Report): A report of ``measure`` with at least one number among its runs.
-    """
+    """Draw the head's speed by depth for all prompts together, with auto as lines. The report must have a fixed depth."""
     from matplotlib.figure import Figure
 
     fixed = [r for r in report.of(OVERALL) if isinstance(r.run, int)]

@@ -123,11 +123,7 @@ def tune(
     max_tokens: int = 128,
     repeat: int = 5,
 ) -> list[Measured]:
-    """Measure settings, the simplest first; the arguments are those of ``measure``.
-
-    Args:
-        model (nn.Module): A model of ``mlx_mtp.load(..., draft_vocab=0, settings=False)``.
-    """
+    """Measure settings, the simplest first, as ``measure``. The model was loaded with ``draft_vocab=0, settings=False``."""
     check_sizes(max_tokens, repeat)
     with wired_limit(model, [generation_stream]):
         way = fastest_way(model, max(prompts.values(), key=len), repeat)

@@ -36,14 +36,7 @@ class Message:
 class Conversation:
     """A conversation whose prompt cache or prompt store has all turns, so that each turn prefills only new tokens.
 
-    Args:
-        args (argparse.Namespace): The flags of ``mlx_mtp chat``.
-        model (nn.Module): A model of ``mlx_mtp.load``.
-        tokenizer (TokenizerWrapper): Its tokenizer.
-        store (PromptStore, optional): The store for the turns. Default: ``None``, a prompt cache.
-
-    Raises:
-        ValueError: ``--thinking`` is given, and the chat template has no such switch.
+    ``args`` are the flags. Raise a ValueError if ``--thinking`` is given and the chat template has no such switch.
     """
 
     def __init__(self, args: Namespace, model: Any, tokenizer: TokenizerWrapper, store: PromptStore | None = None):
@@ -79,11 +72,7 @@ class Conversation:
         self.shown: list[Image] = []  # in the earlier turns, with a store
 
     def restore(self, messages: Sequence[Message]) -> None:
-        """Continue from other messages, which the next turn prefills.
-
-        Raises:
-            OSError, ValueError: An image cannot be read, or the model does not support images. Nothing changes then.
-        """
+        """Continue from other messages, which the next turn prefills. If an image cannot be read, nothing changes."""
         files = [file for message in messages for file in message.images]
         if files:
             vision_of(self.model)
@@ -99,22 +88,14 @@ class Conversation:
         self._rewind()
 
     def attach(self, file: str) -> None:
-        """Add an image to the next question.
-
-        Raises:
-            FileNotFoundError, ValueError: There is no such file, or the model does not support images.
-        """
+        """Add an image to the next question, or raise an error if it cannot be read or the model does not support images."""
         vision_of(self.model)
         path = Path(file).expanduser()
         open_image(path)
         self.attached.append(str(path.absolute()))
 
     def think(self, thinking: bool) -> None:
-        """Switch thinking on or off for the following answers.
-
-        Raises:
-            ValueError: The chat template has no such switch.
-        """
+        """Switch thinking on or off for the next answers, or raise a ValueError if the chat template has no such switch."""
         question = [Message("user", "a")]
         if self._render(question, True) == self._render(question, False):
             raise ValueError(f"The chat template of {self.args.model} has no switch for thinking.")
@@ -127,17 +108,10 @@ class Conversation:
         return [*system, *self.messages]
 
     def answer(self, query: str, show: Callable[[str], None]) -> GenerationResponse | None:
-        """Generate an answer. Ctrl-C stops it; the generated part stays in the conversation.
+        """Generate an answer, and show each piece. Ctrl-C stops it; the generated part stays in the conversation.
 
-        Args:
-            query (str): The user's message.
-            show (Callable[[str], None]): Called with each piece of the answer.
-
-        Returns:
-            Optional[GenerationResponse]: The last response, with the figures; ``None`` after Ctrl-C before the first token.
-
-        Raises:
-            OSError, ValueError: An image cannot be read. The question is then forgotten.
+        Return the last response, with the figures, or ``None`` after Ctrl-C before the first token. Raise an error if an image
+        cannot be read; the question is then forgotten.
         """
         question = Message("user", query, self.attached)
         new = [*self.messages[self.n_rendered :], question]
@@ -220,12 +194,7 @@ def save_messages(file: Path, messages: Sequence[Message]) -> None:
 
 
 def load_messages(file: Path) -> list[Message]:
-    """Read the messages in a file.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file has something else.
-    """
+    """Read the messages in a file, or raise an OSError, or a ValueError if it has something else."""
     check_source(file, "/load")
     try:
         return [_checked(row) for row in json.loads(file.read_text(encoding="utf-8"))["messages"]]

@@ -22,13 +22,9 @@ def history_file() -> Path:
 
 
 def make_reader(arguments: Mapping[str, str]) -> Callable[[], str]:
-    """Make a function that reads the user's next input.
+    """Make a function that reads the next input. It raises ``EOFError`` at the end, and ``KeyboardInterrupt`` for Ctrl-C.
 
-    Args:
-        arguments (Mapping[str, str]): The commands, each with the name of its argument, such as ``"FILE"``.
-
-    Returns:
-        Callable[[], str]: Raises ``EOFError`` at the end of the input, and ``KeyboardInterrupt`` for Ctrl-C.
+    ``arguments`` are the commands, each with the name of its argument, such as ``"FILE"``.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return lambda: input(PROMPT)

@@ -86,8 +86,7 @@ def prompt_progress() -> Iterator[Callable[[int, int], None]]:
 def bar(desc: str, unit: str, total: int, disable: bool = False) -> "tqdm[Any]":
     """A progress bar on stderr, shown from the start, with the estimated time left. In a log, a line from time to time.
 
-    Args:
-        unit (str): The unit, in the singular.
+    The unit is in the singular.
     """
     how: dict[str, Any] = {}
     if not sys.stderr.isatty():

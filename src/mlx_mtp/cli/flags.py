@@ -240,8 +240,7 @@ def missing_head_note(name: str) -> str | None:
 def settle_drafts(args: argparse.Namespace, model: Any) -> None:
     """Set ``mtp`` to whether the loaded model has a head, and print notes: the demo, its head, and tuned settings.
 
-    Raises:
-        ValueError: There is no head, and a flag requires it.
+    Raise a ValueError if there is no head, and a flag requires it.
     """
     has_none = not has_head(model)
     if has_none:
@@ -275,13 +274,10 @@ def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, fl
 
 
 def check_generation_flags(args: argparse.Namespace) -> None:
-    """Check the flags of sampling, sizes and drafts before anything is loaded.
+    """Raise a ValueError if a flag of sampling, sizes or drafts is out of range or cannot be combined with another.
 
     ``--draft-model`` and ``--max-kv-size`` turn off the head, and an absent ``num_draft_tokens`` of a draft model becomes
     mlx-lm's default.
-
-    Raises:
-        ValueError: A flag is out of range or cannot be combined with another.
     """
     check_limits(vars(args), LIMITS)
     if args.max_tokens < 1 and args.max_tokens != -1:
@@ -358,14 +354,7 @@ def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> No
 
 
 def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
-    """
-    Args:
-        flags (str): Flags that cannot be combined with it.
-
-    Raises:
-        OSError: ``--prompt-cache-dir`` cannot be written to.
-        ValueError: It is combined with one of the flags.
-    """
+    """Raise an error if ``--prompt-cache-dir`` cannot be written to, or is combined with one of the flags."""
     if args.prompt_cache_dir is None:
         return
     for name in flags:

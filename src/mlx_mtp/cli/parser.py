@@ -98,8 +98,7 @@ def finish(
 ) -> argparse.ArgumentParser:
     """Sort the flags of a parser into groups, show their defaults, and add ``--version``. Return the parser.
 
-    Args:
-        groups (Mapping[str, Sequence[str]]): The flags of each group, by title; a flag belongs to the first group with it.
+    A flag belongs to the first group with it.
     """
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     ungrouped, flags = parser._optionals._group_actions, {a.dest: a for a in parser._actions}
@@ -120,11 +119,7 @@ def finish(
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises:
-        ValueError: A flag is unknown, or its value is empty.
-    """
+    """Parse the command line, or raise a ValueError if a flag is unknown or its value is empty."""
     args, unknown = parser.parse_known_args()
     if unknown:
         raise ValueError(_explain(unknown, parser._option_string_actions))

@@ -207,10 +207,7 @@ def load_model(
 
 
 def load_prompt_cache(file: str, model: str | None, kv_bits: int | None, kv_group_size: int) -> PromptCacheFile:
-    """Read a file of ``mlx_lm.cache_prompt``.
-
-    As in ``mlx_lm.generate``, it is refused if its model or quantization differs from the flags.
-    """
+    """Read a file of ``mlx_lm.cache_prompt``. As there, its model and quantization must be those of the flags."""
     if not Path(file).is_file():
         raise FileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
     try:
@@ -249,11 +246,8 @@ def encode_prompt(
 ) -> tuple[list[int], mx.array | None]:
     """The prompt's token ids, and the embeddings [T, H] of a prompt with images of another family of models.
 
-    Args:
-        is_suffix (bool): Whether a prompt cache has the beginning of the conversation.
-
-    Raises:
-        ValueError: The prompt is empty or is not text, or the model does not take images.
+    ``is_suffix``: a prompt cache has the beginning of the conversation. Raise a ValueError if the prompt is empty or no text,
+    or the model takes no images.
     """
     text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     text = sys.stdin.read() if text == "-" else text
@@ -326,10 +320,8 @@ def _process_images(files: Sequence[str], model: nn.Module, config: dict[str, An
 
 
 def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
-    """Make these tokens, given as text or as ids, end the generation.
-
-    Raises:
-        ValueError: A token is not in the vocabulary; mlx-lm would use the unknown token instead.
+    """Make these tokens, given as text or as ids, end the generation. Raise a ValueError for one that is not in the vocabulary;
+    mlx-lm would use the unknown token instead.
     """
     vocab = tokenizer.get_vocab()
     ids = set(vocab.values())
@@ -346,11 +338,7 @@ def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
 
 
 def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: list[int]) -> list[Grammar]:
-    """The logits processor of ``--json-schema``, which begins after the reasoning.
-
-    Raises:
-        ValueError: The value is not a JSON schema.
-    """
+    """The logits processor of ``--json-schema``, which begins after the reasoning. A ValueError if it is no JSON schema."""
     if schema is None:
         return []
     text = schema if is_json(schema) else Path(schema).read_text(encoding="utf-8")

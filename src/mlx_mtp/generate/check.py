@@ -86,7 +86,6 @@ def check(
     Args:
         prompt (mx.array): The input prompt, [T].
         text (TextOptions): The number of tokens, by default 256, and the options of drafts.
-        stop_tokens (Collection[int]): Tokens that end the text.
         prompt_cache (List[Any], optional): A prompt cache for both; it is left unchanged.
         options: ``input_embeddings``, ``prefill_step_size``, ``kv_bits``, ``kv_group_size`` and ``quantized_kv_start``.
     """

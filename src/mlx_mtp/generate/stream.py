@@ -287,13 +287,9 @@ def stored_steps(
     **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """``mtp_generate_step`` with a prompt store in place of a prompt cache: prefill begins after the stored prefix of the
-    prompt, and the rest is stored.
+    prompt, and the rest is stored. ``pictured`` is the prompt with images, if it has any.
 
-    Args:
-        pictured (ImagePrompt, optional): The prompt with images, if it has any.
-
-    Raises:
-        ValueError: An option cannot be combined with a store, or the store is for another model.
+    Raise a ValueError if an option cannot be combined with a store, or the store is for another model.
     """
     for name in ("prompt_cache", "input_embeddings"):
         if options.pop(name, None) is not None:

@@ -53,11 +53,7 @@ def python_beginnings() -> dict[str, str]:
 
 
 def read_prompts(file: Path) -> dict[str, str]:
-    """The texts of a file, separated by lines of three dashes, named by their position.
-
-    Raises:
-        ValueError: The file has no prompts, or is not text.
-    """
+    """The texts of a file, separated by lines of three dashes, named by their position. A ValueError if there are none."""
     check_source(file, "The prompts")
     try:
         texts = file.read_text(encoding="utf-8").split("\n---\n")
@@ -72,8 +68,7 @@ def read_prompts(file: Path) -> dict[str, str]:
 def encode(tokenizer: TokenizerWrapper, text: str, context: int = 0, **template: Any) -> mx.array:
     """A prompt's tokens, [T], through the chat template, with these variables, if there is one.
 
-    Args:
-        context (int): Extend the prompt to about this many tokens by prepending the source of this package.
+    A prompt shorter than ``context`` tokens is extended to about this many by prepending the source of this package.
     """
     if (n := context - len(_encode(tokenizer, text, template))) > 0:
         source = tokenizer.encode(_source(), add_special_tokens=False, verbose=False)  # cut below

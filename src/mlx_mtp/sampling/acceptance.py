@@ -129,16 +129,13 @@ class Coupled:
 
 
 def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> mx.array:
-    """Accept each draft with probability min(1, p(x) / q(x)).
+    """Accept each draft with probability min(1, p(x) / q(x)) -> [k], bool.
 
     Args:
         log_p (mx.array): The target's log probabilities, [k, V].
         log_q (mx.array): The draft's log probabilities, [k, V].
         drafts (mx.array): The drafts, drawn from q, [k].
         u (mx.array): Uniform numbers in [0, 1), [k].
-
-    Returns:
-        mx.array: Whether each is accepted, [k], bool.
     """
     p = mx.exp(mx.take_along_axis(log_p, drafts[:, None], axis=-1)).squeeze(-1)  # [k]
     q = mx.exp(mx.take_along_axis(log_q, drafts[:, None], axis=-1)).squeeze(-1)
@@ -157,11 +154,7 @@ def n_leading(accepted: Sequence[bool]) -> int:
 
 
 def make_acceptance(sampler: AnySampler | None) -> Acceptance:
-    """Make the acceptance of one text's drafts.
-
-    Raises:
-        ValueError: The sampler is for a text that has begun.
-    """
+    """Make the acceptance of one text's drafts, or raise a ValueError if the sampler is for a text that has begun."""
     sampler = for_one_text(sampler)
     if isinstance(sampler, TextSampler):
         return Coupled(sampler)

@@ -33,10 +33,7 @@ def keeps_state(f: Callable[..., Any]) -> bool:
 def until_error(f: Callable[[S], T], positions: Iterable[S]) -> list[T]:
     """Call a sampler or processor for the positions of a window, up to the first one for which it raises.
 
-    A window may end there: if the text comes to that position, it is the first of a later window.
-
-    Raises:
-        Exception: What it raises for the first position.
+    A window may end there: if the text comes to that position, it is the first of a later window, where the error is raised.
     """
     results: list[T] = []
     for position in positions:

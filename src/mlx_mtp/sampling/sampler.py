@@ -139,15 +139,7 @@ class SeededSampler(Sampler):
 
 
 class TextSampler:
-    """A ``SeededSampler`` for one text: each call draws its next token.
-
-    Args:
-        sampler (SeededSampler): Draws the tokens.
-        start (int): The position of the first token.
-
-    Raises:
-        ValueError: The position is negative.
-    """
+    """A ``SeededSampler`` for one text: each call draws its next token, the first at position ``start``."""
 
     keeps_state = False  # in mlx_mtp, which asks its sampler by position
 
@@ -173,11 +165,7 @@ class TextSampler:
 
 
 def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
-    """The sampler for one text: with a seed, a ``TextSampler`` at its first position.
-
-    Raises:
-        ValueError: The sampler is for a text that has begun.
-    """
+    """The sampler for one text: with a seed, a ``TextSampler`` at its first position. A ValueError if it has begun."""
     if isinstance(sampler, SeededSampler):
         return sampler.at(0)
     if isinstance(sampler, TextSampler):
@@ -191,12 +179,9 @@ def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
 
 
 def exclude_top_choices(logits: mx.array, threshold: float, special_tokens: Sequence[int]) -> mx.array:
-    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, but without drawing a random number.
+    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, but without drawing a random number: [B, V] -> [B, V].
 
-    Args:
-        logits (mx.array): [B, V].
-        threshold (float): Of the tokens more likely than this, only the least likely remains.
-        special_tokens (Sequence[int]): Tokens that always remain.
+    Of the tokens more likely than the threshold, only the least likely remains, and the special tokens always do.
     """
     probs = mx.softmax(logits, -1)
     mask = probs > mx.where(probs > threshold, probs, mx.inf).min(axis=-1, keepdims=True)

@@ -39,8 +39,8 @@ class Answer:
     Args:
         reader (QwenReader): Splits the text into reasoning, text and calls.
         stop_words (List[str]): Words that end the text; they are not part of it.
-        is_chat (bool): Whether the text follows a chat template, which adds line breaks around its parts. Default: ``True``.
-        one_call (bool): Whether the answer ends after its first call. Default: ``False``.
+        is_chat (bool): Whether the text follows a chat template, which adds line breaks around its parts.
+        one_call (bool): Whether the answer ends after its first call.
     """
 
     def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool = True, one_call: bool = False):
@@ -52,14 +52,9 @@ class Answer:
         self._reasoning, self._text = _LineBreaks(skips=True), _LineBreaks(holds=is_chat)
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
-        """Add the next token. Return its events, and the finish reason if the answer ends here.
+        """Add the next token, by the characters that it completes; the last one has a finish reason, "stop" or "length".
 
-        Args:
-            text (str): The characters that the token completes.
-            finish_reason (str, optional): "stop" or "length", with the last token.
-
-        Returns:
-            (List[Event], str): The events, and "stop", "length" (a limit has cut the text), "tool_calls" or ``None``.
+        Return its events, and "stop", "length" (a limit has cut the text), "tool_calls" or ``None``.
         """
         self.tokens.read(text, is_end=finish_reason == "stop")
         events = self._clean(self.reader.add(text))
@@ -103,12 +98,7 @@ class Answer:
 
 
 class _LineBreaks:
-    """Removes the template's line breaks from the beginning and the end of a streamed text.
-
-    Args:
-        skips (bool): Whether the next line breaks belong to the template. Default: ``False``.
-        holds (bool): Whether the last line breaks may belong to the template. Default: ``True``.
-    """
+    """Removes the template's line breaks from the beginning (``skips``) and the end (``holds``) of a streamed text."""
 
     def __init__(self, skips: bool = False, holds: bool = True):
         self.skips, self.holds = skips, holds
@@ -178,12 +168,7 @@ class TextTokens:
         self._text: list[range] = []  # the tokens of each character of the text that ``take`` has not returned yet
 
     def read(self, text: str, is_end: bool) -> None:
-        """Add the next token.
-
-        Args:
-            text (str): The characters that it completes.
-            is_end (bool): Whether it ends the answer; then it is not part of the answer.
-        """
+        """Add the next token, by the characters that it completes. One that ends the answer is not part of it."""
         tokens = range(self._first_incomplete, self._n_tokens + (not is_end))
         self._n_tokens += 1
         if text:
@@ -193,11 +178,8 @@ class TextTokens:
         self._owners += [tokens] * len(text)
 
     def find(self, text: str, n: int) -> None:
-        """Find a part of the text in the output: right after the part before, or after something else.
-
-        Args:
-            text (str): The text.
-            n (int): The number of characters at its end that belong to the answer.
+        """Find a part of the text in the output: right after the part before, or after something else. Its last n characters belong
+        to the answer.
         """
         follows = not self._has_left and self._output.startswith(text)
         start = 0 if follows else self._output.rfind(text)
@@ -231,11 +213,7 @@ class QwenReader:
 
     ``<think>`` begins reasoning at the start of the answer or in the prompt, and ``ReasoningReader`` finds its end. If the
     model ends its turn with a tool call and without ``</think>``, the call is valid, although its text was sent as reasoning.
-
-    Args:
-        think (Tuple[str, str], optional): The marks around reasoning. ``None`` if the model has none.
-        in_reasoning (bool): Whether the prompt ends within the reasoning.
-        schemas (Mapping[str, Any], optional): See ``ToolCallParser``. ``None``: tool calls are text.
+    Without ``schemas``, tool calls are text.
     """
 
     def __init__(self, think: tuple[str, str] | None, in_reasoning: bool, schemas: Mapping[str, Any] | None):
@@ -332,11 +310,7 @@ def make_answer(
 ) -> Answer:
     """Make the parser of a request's answer.
 
-    Args:
-        in_reasoning (bool): Whether the prompt ends within the reasoning.
-        tools (List[Any], optional): The request's tools. Without tools, calls are text.
-        is_chat (bool): Whether the prompt follows a chat template. Otherwise its marks are text.
-        one_call (bool): Whether the answer ends after its first call.
+    Without tools, calls are text. If the prompt follows no chat template (``is_chat``), its marks are text, too.
     """
     if not is_chat:
         return Answer(QwenReader(None, False, None), stop_words, is_chat=False)

@@ -42,10 +42,7 @@ SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 class Beginning:
     """The beginning of a grammar within a text; before it, all tokens are allowed.
 
-    Args:
-        tokenizer (llguidance.LLTokenizer): The tokens' bytes.
-        find (Callable[[str], Optional[int]]): Takes the text so far and returns the position at which the grammar begins, or
-          ``None``. More text does not change the position.
+    ``find`` takes the text so far and returns the position at which the grammar begins, or ``None``. It never changes.
     """
 
     def __init__(self, tokenizer: Any, find: Callable[[str], int | None]):
@@ -72,11 +69,8 @@ class Beginning:
 
 
 class Grammar:
-    """A logits processor that allows the tokens of a grammar only. Make one for each text with ``make_grammar``.
-
-    Args:
-        matcher (llguidance.LLMatcher): The grammar's state.
-        beginning (Beginning, optional): The beginning of the grammar. Default: ``None``, the first generated token.
+    """A logits processor that allows the tokens of a grammar only, from its beginning on, by default the first generated token.
+    Make one for each text with ``make_grammar``.
     """
 
     keeps_state = False

@@ -12,9 +12,8 @@ FENCE = re.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
 
 
 def end_of_reasoning(text: str, end: str) -> int | None:
-    """
-    The position after the tag that ends the reasoning at the beginning of a text. ``None`` if there is no such tag yet, or if
-    the next character decides whether the tag is quoted.
+    """The position after the tag that ends the reasoning at the beginning of a text. ``None`` if there is no such tag yet, or
+    if the next character decides whether the tag is quoted.
     """
     i = text.rfind(end)
     return None if i < 0 else _end_of_reasoning(text[: i + len(end) + 1], end)  # later text changes nothing

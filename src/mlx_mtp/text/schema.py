@@ -39,13 +39,10 @@ WORDS = {"null": ("null", "none"), "boolean": ("true", "false")}
 
 
 def standard(schema: Any, root: str = "#") -> Any:
-    """A client's schema as the standard has it.
+    """A client's schema as the standard has it; ``root`` is the place that references are relative to.
 
     A keyword whose value is null is absent, OpenAPI's ``nullable`` and Python's names of types are types, an unknown ``format``
     is an annotation, and so dropped.
-
-    Args:
-        root (str): The place of the schema that references are relative to. Default: ``"#"``.
     """
     if not isinstance(schema, dict):
         return schema
@@ -70,11 +67,7 @@ def standard(schema: Any, root: str = "#") -> Any:
 
 
 class Schema:
-    """The schema of a tool's parameters.
-
-    Args:
-        schema (Any): The JSON schema of the client. A keyword of a wrong type says nothing.
-    """
+    """The JSON schema of a tool's parameters, as the client wrote it. A keyword of a wrong type says nothing."""
 
     ROOT = "#/$defs/root"
 

@@ -155,10 +155,7 @@ class _Value:
 
 
 class ToolCallParser(_Buffer):
-    """
-    Args:
-        schemas (Mapping[str, Any]): The tools' names -> the JSON schemas of their parameters.
-    """
+    """Makes events of a text, with the JSON schemas of the parameters of each tool, by name."""
 
     def __init__(self, schemas: Mapping[str, Any]):
         super().__init__()
@@ -175,11 +172,7 @@ class ToolCallParser(_Buffer):
         return events
 
     def finish(self, cut: bool) -> list[Event]:
-        """End the text. Return the last events.
-
-        Args:
-            cut (bool): Whether the text was cut off, such as by a token limit. Then the last tags are not assumed.
-        """
+        """End the text. Return the last events. If it was cut, such as by a token limit, the last tags are not assumed."""
         self.is_last, self.is_cut = True, cut
         events = self.add("")
         if self._read == self._in_value and not self.value.is_string:
@@ -339,10 +332,8 @@ def _escape(text: str) -> str:
 
 
 def _json_calls(text: str) -> tuple[list[tuple[str, str]], bool]:
-    """The calls in a block of JSON: one, a list of them, or several in sequence; none if the block is not valid.
-
-    Returns:
-        (List[Tuple[str, str]], bool): Names, and the JSON of their arguments; whether the text ends within a string.
+    """The calls in a block of JSON, as names and the JSON of their arguments: one, a list of them, or several in sequence; none
+    if the block is not valid. And whether the text ends within a string.
     """
     is_in_string = False
     for read in (parse_json_values, lambda text: [ast.literal_eval(text.strip())]):
