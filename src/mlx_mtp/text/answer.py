@@ -178,8 +178,8 @@ class TextTokens:
         self._owners += [tokens] * len(text)
 
     def find(self, text: str, n: int) -> None:
-        """Find a part of the text in the output: right after the part before, or after something else. Its last n characters belong
-        to the answer.
+        """Find a part of the text in the output: right after the part before, or after something else. Its last n characters
+        belong to the answer.
         """
         follows = not self._has_left and self._output.startswith(text)
         start = 0 if follows else self._output.rfind(text)
