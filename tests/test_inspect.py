@@ -11,6 +11,7 @@ from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.images.tower import split_tower
 from mlx_mtp.layers.mtp import split_head
+from mlx_mtp.memory import size
 from tests.support.bad_checkpoints import BAD
 from tests.support.checkpoints import config_of, configure, converted, copied, tensors
 from tests.support.commands import refusal, run_command
@@ -25,7 +26,7 @@ def report(text) -> dict[str, str]:
 
 def size_of(weights):
     """What is said of some tensors."""
-    return f"{len(weights)} tensors, {sum(w.nbytes for w in weights.values()) / 1e6:.2f} MB"
+    return f"{len(weights)} tensors, {size(sum(w.nbytes for w in weights.values()))}"
 
 
 @pytest.mark.parametrize("name", ["dense", "moe35", "moe36", "next"])
@@ -60,7 +61,7 @@ def test_lists_tensors_and_groups_experts():
     text = inspect(str(DATA / "moe35"))
     for name, w in tensors(DATA / "moe35").items():
         if name.startswith("mtp.") and ".experts." not in name:
-            line = rf"^ *{re.escape(name)} .* {w.nbytes / 1e3:.2f} kB .* {re.escape(str(list(w.shape)))}$"
+            line = rf"^ *{re.escape(name)} .* {size(w.nbytes)} .* {re.escape(str(list(w.shape)))}$"
             assert re.search(line, text, re.M), name
     assert text.count("experts.*.") == 3
     assert "[64, 32] x 8" in text

@@ -18,9 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 GB = 1e9
-CACHE_SHARE = (
-    0.5  # the share of the memory left by the model for caches; the rest is for activations and other programs
-)
+CACHE_SHARE = 0.5  # of the memory left by the model; the rest is for activations and other programs
 GROWTH = 50_000_000  # bytes that Python, threads and traces took while 30 requests ran, see scripts/serve_limited.py
 EVERY = 0.05  # seconds between two queries of the system, which are slower than MLX's
 WORKING_SET = "max_recommended_working_set_size", "total_memory", "memory_size"  # on Metal, on CUDA, on either
@@ -128,11 +126,7 @@ class Account:
         mx.set_memory_limit(max(limit - self._host, 0))
 
     def expect_growth(self, n_bytes: int = GROWTH) -> None:
-        """Reserve this many bytes for Python and the libraries around MLX, reduced by the bytes that they take from now on.
-
-        Args:
-            n_bytes (int): Default: the growth of a server with many requests.
-        """
+        """Reserve this many bytes for Python and the libraries around MLX, reduced by the bytes that they take from now on."""
         self._most_host = self._host + n_bytes
 
     @property
@@ -174,21 +168,13 @@ class Account:
 
 
 class Needs(NamedTuple):
-    """The bytes that a model needs.
+    """The bytes that a model and a text need."""
 
-    Args:
-        weights (int): The weights of the backbone, with embeddings and ``lm_head``.
-        head (int): The weights of the MTP head.
-        tower (int): The weights of the vision encoder.
-        caches (int): The caches of a text.
-        chunk (int): The activations of a pass over the last chunk of a prompt.
-    """
-
-    weights: int
+    weights: int  # of the backbone, with embeddings and lm_head
     head: int = 0
-    tower: int = 0
+    tower: int = 0  # the weights of the vision encoder
     caches: int = 0
-    chunk: int = 0
+    chunk: int = 0  # the activations of a pass over the last chunk of a prompt
 
     @property
     def total(self) -> int:
@@ -200,20 +186,10 @@ class Needs(NamedTuple):
 
 
 def needs_of(model: Any, context: int, chunk: int = CHUNK) -> Needs:
-    """The memory of a loaded model with a text.
-
-    Args:
-        model (MTPModel): The model.
-        context (int): The tokens of the text.
-        chunk (int): The tokens of a chunk of a prompt. Default: ``2048``.
-    """
-    of_head, sizes = nbytes_of(getattr(model, "mtp", None)), sizes_of(model)
-    return Needs(
-        weights=nbytes_of(model) - of_head,
-        head=of_head,
-        caches=sizes.caches(context),
-        chunk=sizes.chunk(min(chunk, context), context),
-    )
+    """The memory of a loaded model with a text of ``context`` tokens, prefilled in chunks of ``chunk``."""
+    head, sizes = nbytes_of(getattr(model, "mtp", None)), sizes_of(model)
+    of_chunk = sizes.chunk(min(chunk, context), context)
+    return Needs(nbytes_of(model) - head, head, caches=sizes.caches(context), chunk=of_chunk)
 
 
 def nbytes_of(module: Any) -> int:
@@ -224,69 +200,39 @@ def nbytes_of(module: Any) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that determine the memory of a model's caches and activations.
+    """The sizes that determine the memory of a model's caches and activations."""
 
-    Args:
-        value_bytes (int): Bytes of a number in keys, values and activations.
-        backbone_values (int): Numbers in a token's keys and values, in all attention layers.
-        head_values (int): Numbers in a token's keys and values in the head. Default: ``0``, without a head.
-        state_bytes (int): Bytes of the states of all recurrent layers.
-        chunk_bytes (int): Bytes of a pass for each token, without attention's scores.
-        score_bytes (int): Bytes of attention's scores and mask for each pair of a token and one before it.
-        fixed_bytes (int): Bytes of a pass over any number of tokens.
-        max_scored (int, optional): The most tokens of a pass whose scores are in memory. Default: ``None``, all.
-    """
-
-    value_bytes: int
-    backbone_values: int
-    head_values: int = 0
-    state_bytes: int = 0
-    chunk_bytes: int = 0
-    score_bytes: int = 0
-    fixed_bytes: int = 0
-    max_scored: int | None = None
+    value_bytes: int  # of a number in keys, values and activations
+    backbone_values: int  # numbers in a token's keys and values, in all attention layers
+    head_values: int = 0  # the same in the head
+    state_bytes: int = 0  # of all recurrent layers
+    chunk_bytes: int = 0  # of a pass for each token, without attention's scores
+    score_bytes: int = 0  # of attention's scores and mask for each pair of a token and one before it
+    fixed_bytes: int = 0  # of a pass over any number of tokens
+    max_scored: int | None = None  # the most tokens of a pass whose scores are in memory; None: all
 
     def caches(self, n_tokens: int, kv_bits: int | None = None, kv_group_size: int = 64) -> int:
-        """The bytes of the caches of a text.
-
-        Args:
-            n_tokens (int): The length of the text.
-            kv_bits (int, optional): Bits of the backbone's quantized keys and values. Default: ``None``, no quantization.
-            kv_group_size (int): Group size of the quantization. Default: ``64``.
-        """
+        """The bytes of the caches of a text, whose keys and values in the backbone may be quantized to ``kv_bits``."""
         own: float = self.value_bytes
         if kv_bits is not None:
             own = kv_bits / 8 + 2 * self.value_bytes / kv_group_size  # each group has a scale and a bias
         return self.state_bytes + int(n_tokens * (self.backbone_values * own + self.head_values * self.value_bytes))
 
     def caches_of_several(self, lengths: Sequence[int], **kv: Any) -> int:
-        """The bytes of the caches of several texts. In a batch each text takes as many columns as the longest, in whole steps.
-
-        Args:
-            lengths (Sequence[int]): The length of each text.
-            kv (Any): As in ``caches``.
-        """
+        """The bytes of the caches of several texts. In a batch each text takes as much as the longest, in whole steps."""
         return len(lengths) * self.caches((max(lengths) // STEP + 1) * STEP, **kv) if lengths else 0
 
     def chunk(self, n_tokens: int, n_context: int, kv_bits: int | None = None) -> int:
-        """The most bytes of the activations of a pass over a chunk of a prompt, which are freed after it.
+        """The most bytes of the activations of a pass over up to ``n_tokens`` of a prompt, the last of ``n_context``.
 
-        Args:
-            n_tokens (int): The most tokens of the chunk. Its end may have fewer, whose scores are then in memory.
-            n_context (int): The tokens of the text up to the chunk's end.
-            kv_bits (int, optional): Bits of quantized keys and values, whose scores are all in memory. Default: ``None``.
+        A pass over fewer tokens may have scores in memory that a longer one has not; with quantized keys all are.
         """
         n_scored = n_tokens if self.max_scored is None or kv_bits is not None else min(n_tokens, self.max_scored)
         return n_tokens * self.chunk_bytes + n_scored * n_context * self.score_bytes + self.fixed_bytes
 
 
 def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
-    """The sizes of a model with a head or without.
-
-    Args:
-        model (MTPModel): The model. With ``value_bytes`` its weights are not read.
-        value_bytes (int, optional): Bytes of a number in weights that are not quantized. Default: ``None``, as in the model.
-    """
+    """The sizes of a model with a head or without. With ``value_bytes``, those of a number, no weight is read."""
     n = value_bytes or model.layers[0].input_layernorm.weight.dtype.size
     recurrent = [layer.linear_attn for layer in model.layers if layer.is_linear]
     attention = [layer.self_attn for layer in model.layers if not layer.is_linear]
@@ -364,17 +310,7 @@ def _mlp(args: Any, n: int) -> int:
 
 
 def check_fits(name: str, needs: Needs, account: Account, advice: str = "") -> None:
-    """Check that a model fits, before it is loaded. Log a warning if it barely fits.
-
-    Args:
-        name (str): The model's name.
-        needs (Needs): The memory of the model.
-        account (Account): The process's memory and its limit.
-        advice (str): Added to the error: sizes that would fit. Default: ``""``.
-
-    Raises:
-        ValueError: It does not fit.
-    """
+    """Raise a ValueError, which ends with ``advice``, if a model does not fit. Log a warning if it barely fits."""
     held = account.held
     left = account.limit - held
     if needs.total > left:
@@ -390,5 +326,7 @@ def check_fits(name: str, needs: Needs, account: Account, advice: str = "") -> N
 
 
 def size(n_bytes: int) -> str:
-    """A size in MB or GB."""
-    return f"{n_bytes / GB:.1f} GB" if n_bytes >= GB else f"{n_bytes / 1e6:.1f} MB"
+    """A size in kB, MB or GB."""
+    if n_bytes >= GB:
+        return f"{n_bytes / GB:.1f} GB"
+    return f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:.1f} kB"

@@ -16,31 +16,18 @@ TABLE = Path(__file__).with_name("catalog.toml")
 
 @dataclass(frozen=True)
 class Published:
-    """A published model.
+    """A published model; sizes are in GB of 10^9 bytes."""
 
-    Args:
-        name (str): Its name for ``--model``, such as ``qwen3.6-27b-4bit``.
-        original (str): The repository with its weights, head and tower; for a model without a head, the one with its head.
-        conversion (str): A repository with its weights for MLX, quantized to the bits of the name.
-        others (Sequence[str]): Replacements of ``4bit`` in the names of conversions with more bits. Default: none.
-        disk_gb (float): The size of these weights with the head, in GB of 10^9 bytes.
-        head_gb (float): The size of the head, in 16 bits.
-        memory_gb (int): The memory of the smallest Mac to run it, in GB.
-        layers (int): The number of the backbone's layers.
-        hidden_size (int): H.
-        kv_heads (int): The number of key-value heads of an attention layer, of 256 values each.
-    """
-
-    name: str
-    original: str
-    conversion: str
-    disk_gb: float
-    head_gb: float
-    memory_gb: int
+    name: str  # for --model, such as qwen3.6-27b-4bit
+    original: str  # the repository with its weights, head and tower; for a model without a head, the one with its head
+    conversion: str  # a repository with its weights for MLX, quantized to the bits of the name
+    disk_gb: float  # these weights with the head
+    head_gb: float  # in 16 bits
+    memory_gb: int  # of the smallest Mac to run it
     layers: int
     hidden_size: int
-    kv_heads: int
-    others: Sequence[str] = ()
+    kv_heads: int  # of an attention layer, of 256 values each
+    others: Sequence[str] = ()  # replacements of 4bit in the names of conversions with more bits
 
     @property
     def base(self) -> str:
@@ -57,6 +44,10 @@ class Published:
     def takes_images(self) -> bool:
         """Whether the original has a vision encoder. Qwen3-Next has none."""
         return "Next" not in self.original
+
+    def has_sizes_of(self, config: Config) -> bool:
+        text = text_config_of(config)
+        return (text.get("num_hidden_layers"), text.get("hidden_size")) == (self.layers, self.hidden_size)
 
     def needs(self, n_tokens: int) -> Needs:
         """The memory of the model with a text: its files, and 16-bit keys and values of every fourth layer and of the head."""
@@ -75,9 +66,8 @@ def published() -> dict[str, Published]:
 
 def originals_like(name: str, config: Config) -> list[str]:
     """The originals of published models of a config's sizes whose name is part of a checkpoint's, the longest name first."""
-    text, key = text_config_of(config), _key(name)
-    sizes = text.get("num_hidden_layers"), text.get("hidden_size")
-    fitting = [m for m in published().values() if (m.layers, m.hidden_size) == sizes and _key(m.base) in key]
+    key = _key(name)
+    fitting = [m for m in published().values() if m.has_sizes_of(config) and _key(m.base) in key]
     return [m.original for m in sorted(fitting, key=lambda m: len(m.base), reverse=True)]
 
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -23,7 +24,6 @@ from .hub import fetch
 from .originals import (
     CONFIG,
     HEADS,
-    PARTS,
     TOWERS,
     WEIGHTS,
     Tensors,
@@ -49,15 +49,10 @@ CHECK_TOKENS = 32  # after each prompt; enough to tell whether the head is the m
 
 @dataclass(frozen=True)
 class FetchedHead:
-    """A head fetched from an original.
+    """A head fetched from an original."""
 
-    Args:
-        folder (Path): Its folder, a drafter for ``load(..., mtp=str(folder))``.
-        is_new (bool): Whether this call has fetched it.
-    """
-
-    folder: Path
-    is_new: bool = False
+    folder: Path  # a drafter for load(..., mtp=str(folder))
+    is_new: bool = False  # whether this call has fetched it
 
     @property
     def record(self) -> Config:
@@ -91,19 +86,15 @@ def fetch_missing_head(
     name: str, folder: Path, config: Config, needed: Collection[str] | None = None
 ) -> FetchedHead | None:
     """Fetch the head of a checkpoint's original, see ``fetch_from_original``. ``None`` if the checkpoint has its own head.
-
-    Args:
-        needed (Collection[str], optional): As in ``weight_map``.
-    """
+    ``needed`` is as in ``weight_map``."""
     if has_own_head(name, folder, config, needed):
         return None
     advice = (
         f"Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {name} --mlx-path "
         "NEW`, or generate without a head (--no-mtp, in Python mtp=False)."
     )
-    return FetchedHead(
-        *fetch_from_original(HEADS, name, folder, config, lambda o: fitting_head(o, config, name), _write_head, advice)
-    )
+    describe = partial(fitting_head, config=config, name=name)
+    return FetchedHead(*fetch_from_original(HEADS, name, folder, config, describe, _write_head, advice))
 
 
 def has_own_head(name: str, folder: Path, config: Config, needed: Collection[str] | None = None) -> bool:
@@ -126,9 +117,8 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
 
     def ask() -> None:
         with suppress(OSError, ValueError):
-            original, tensors = find_original(
-                path_or_hf_repo, folder, config, PARTS[HEADS], lambda o: fitting_head(o, config, path_or_hf_repo)
-            )
+            describe = partial(fitting_head, config=config, name=path_or_hf_repo)
+            original, tensors = find_original(HEADS, path_or_hf_repo, folder, config, describe)
             found.append((original.name, sum(map(n_bytes, tensors.values()))))
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -185,9 +175,8 @@ def remove(head: FetchedHead) -> None:
 def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
     """Fetch the vision encoder of a checkpoint's original, see ``fetch_from_original``."""
     advice = f"Add one with `mlx_mtp convert --graft-vision-from BASE_MODEL --model {name} --mlx-path NEW`."
-    tower, _ = fetch_from_original(
-        TOWERS, name, folder, config, lambda o: fitting_tower(o, config, name), _write_tower, advice
-    )
+    describe = partial(fitting_tower, config=config, name=name)
+    tower, _ = fetch_from_original(TOWERS, name, folder, config, describe, _write_tower, advice)
     return Vision(tower, config | settings_of(read_json(tower / CONFIG)), [WEIGHTS])
 
 

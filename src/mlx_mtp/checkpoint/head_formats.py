@@ -26,17 +26,11 @@ FEW_BITS = 4
 
 @dataclass(frozen=True)
 class SeparateHead:
-    """A head that is not among the model's tensors.
+    """A head that is not among the model's tensors."""
 
-    Args:
-        weights (Dict[str, mx.array]): Its tensors, under names without ``mtp.``.
-        raw (bool, optional): Whether it is in the Hugging Face layout. ``None``: it has the layout of the backbone.
-        metadata (Mapping[str, str]): The metadata of the file.
-    """
-
-    weights: dict[str, mx.array]
-    raw: bool | None
-    metadata: Mapping[str, str]
+    weights: dict[str, mx.array]  # under names without "mtp."
+    raw: bool | None  # whether it is in the Hugging Face layout; None: it has the layout of the backbone
+    metadata: Mapping[str, str]  # of the file
 
     def is_raw(self, name: str, config: Config, raw_backbone: bool) -> bool:
         """Whether it is in the Hugging Face layout, given the layout of the backbone."""
@@ -65,11 +59,8 @@ def check_head(name: str, config: Config, tensors: Iterable[str]) -> None:
 
 
 def check_shapes(model: MTPModel, head: Mapping[str, TensorInfo]) -> int | None:
-    """Check that a head's tensors, named without ``mtp.``, fit a model. Return the fewest bits of a quantized tensor.
-
-    Raises:
-        ValueError: Tensors are missing, unknown or of the wrong shape.
-    """
+    """Raise a ValueError if tensors of a head, named without ``mtp.``, are missing, unknown or of the wrong shape. Return the
+    fewest bits of a quantized one."""
     # Zeros that are never evaluated take no memory.
     weights = sanitize_head(model.mtp, {name: mx.zeros(t.shape) for name, t in head.items()}, False)
     parameters: Any = tree_flatten(model.mtp.parameters())

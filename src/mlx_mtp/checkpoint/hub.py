@@ -7,26 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
+import huggingface_hub as hf
 from huggingface_hub import (
-    HfApi,
     constants,
-    get_hf_file_metadata,
-    hf_hub_url,
+    errors,
     is_offline_mode,
     scan_cache_dir,
     snapshot_download,
     try_to_load_from_cache,
-)
-from huggingface_hub.errors import (
-    CacheNotFound,
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    IncompleteSnapshotError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import filter_repo_objects
@@ -97,7 +85,7 @@ def sizes_to_download(name: str, revision: str | None, patterns: Sequence[str]) 
 def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
     """The commit of a revision of a repository, and the names of its files, from the hub."""
     with hub_errors(name, revision):
-        info = HfApi().model_info(name, revision=revision)
+        info = hf.HfApi().model_info(name, revision=revision)
         files = [file.rfilename for file in info.siblings or ()]
         if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
             raise ValueError(f"the commit is {info.sha!r}")
@@ -108,15 +96,11 @@ def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
 
 
 def check_download(name: str, commit: str, files: Collection[str]) -> None:
-    """Check files before their download: their ETags, which huggingface_hub uses as names of files, and the free disk.
-
-    Raises:
-        FileNotFoundError: They cannot be downloaded, or an ETag is not the name of a file.
-        OSError: The disk has no room for them.
-    """
+    """Check files before their download: their ETags, which huggingface_hub uses as names of files, and the free disk. Raise an
+    OSError if they cannot be downloaded, an ETag is not the name of a file, or the disk has no room for them."""
 
     def etag_of(file: str) -> str | None:
-        return get_hf_file_metadata(hf_hub_url(name, file, revision=commit)).etag
+        return hf.get_hf_file_metadata(hf.hf_hub_url(name, file, revision=commit)).etag
 
     entries = [entry for entry in _tree(name, commit) if entry.path in files]
     with hub_errors(name, commit), ThreadPoolExecutor(8) as pool:
@@ -135,7 +119,9 @@ def check_download(name: str, commit: str, files: Collection[str]) -> None:
 def _tree(name: str, commit: str) -> list[RepoFile]:
     """The files of a commit, with their sizes."""
     with hub_errors(name, commit):
-        entries = [e for e in HfApi().list_repo_tree(name, recursive=True, revision=commit) if isinstance(e, RepoFile)]
+        entries = [
+            e for e in hf.HfApi().list_repo_tree(name, recursive=True, revision=commit) if isinstance(e, RepoFile)
+        ]
         if not all(isinstance(entry.size, int) for entry in entries):
             raise ValueError("the size of a file is not a number")
         return entries
@@ -170,25 +156,25 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
     """A context that converts errors of the hub to one line with the repository and the reason."""
     try:
         yield
-    except GatedRepoError as e:
+    except errors.GatedRepoError as e:
         raise FileNotFoundError(
             f"{name} is gated: ask for access on its page, then log in with `hf auth login` or set HF_TOKEN."
         ) from e
-    except RevisionNotFoundError as e:
+    except errors.RevisionNotFoundError as e:
         raise FileNotFoundError(f"{name} has no revision {revision}.") from e
-    except RepositoryNotFoundError as e:
+    except errors.RepositoryNotFoundError as e:
         raise FileNotFoundError(
             f"{name} is not a folder, and the hub has no repository of that name or you may not see it: "
             "correct the name, or log in with `hf auth login`."
         ) from e
-    except HFValidationError as e:
+    except errors.HFValidationError as e:
         raise FileNotFoundError(f"{name} is neither a folder nor the name of a repository.") from e
-    except IncompleteSnapshotError as e:
+    except errors.IncompleteSnapshotError as e:
         missing = re.search(r"missing \((.*?)\)", str(e))
         lacks = f"the cache lacks {missing[1]}" if missing else first_line(e)
         reason = "HF_HUB_OFFLINE is set" if is_offline_mode() else f"there is {NO_CONNECTION}"
         raise FileNotFoundError(f"{name} is not complete: {lacks}, and {reason}.") from e
-    except (OSError, EntryNotFoundError, HTTPError) as e:
+    except (OSError, errors.EntryNotFoundError, errors.HTTPError) as e:
         if is_offline_mode():
             reason = f"HF_HUB_OFFLINE is set and the cache does not have it: unset it to download. {cache_contents()}"
         elif _is_connection_error(e):
@@ -212,7 +198,7 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
 def _is_connection_error(error: BaseException | None) -> bool:
     """Whether an error, or its cause, is that a server was not reached."""
     while error is not None:
-        if isinstance(error, HTTPError) and not isinstance(error, HfHubHTTPError):
+        if isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError):
             return True
         error = error.__cause__
     return False
@@ -238,5 +224,5 @@ def cached_repositories() -> dict[str, int]:
     """The models in the hub's cache, and their bytes."""
     try:
         return {repo.repo_id: repo.size_on_disk for repo in scan_cache_dir().repos if repo.repo_type == "model"}
-    except CacheNotFound:
+    except errors.CacheNotFound:
         return {}

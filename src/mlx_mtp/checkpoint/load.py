@@ -4,7 +4,7 @@ import logging
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx_lm
@@ -104,27 +104,32 @@ def load(
         ValueError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
           original's head, a file is damaged, the model does not fit in the memory, or it cannot be divided among the processes.
     """
-    drafting, stage, path = (draft_vocab, mtp_bits, draft_head_bits), None, Path()
+    name, drafting, stage, path = path_or_hf_repo, (draft_vocab, mtp_bits, draft_head_bits), None, Path()
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
     if not mtp:
         _check_no_drafting(drafting, settings)
-    with raise_on_all(ranks):
-        _check_arguments(adapter_path, settings, mtp_bits, draft_head_bits)
+    with raise_on_all(ranks):  # what is wrong for any model, before loading
+        check_bits(mtp_bits, draft_head_bits)
+        if not isinstance(settings, bool):
+            read_settings(Path(settings))
+        if adapter_path is not None:
+            check_folder(Path(adapter_path), "The adapter")
         if ranks is None:
-            path = fetch(path_or_hf_repo, revision, weights=())
+            path = fetch(name, revision, weights=())
         else:
-            path, stage = fetch_part(path_or_hf_repo, revision, ranks, pipeline_group is not None)
+            path, stage = fetch_part(name, revision, ranks, pipeline_group is not None)
         if mtp in ("auto", "cached") and not copy_drafts and runs_in_mlx_lm_only(path):
             mtp = False
+    files = None if stage is None else stage.files
     is_plain = not mtp and not copy_drafts and ranks is None
     account = None if lazy or ranks is not None else Account(max_memory)
     if ranks is None:
-        config = None if is_plain else read_config(path, path_or_hf_repo)
+        config = None if is_plain else read_config(path, name)
         if account is not None:
-            check_before_download(path_or_hf_repo, revision, config, account, context, mtp, vision == "auto")
-        path = fetch(path_or_hf_repo, revision)
+            check_before_download(name, revision, config, account, context, mtp, vision == "auto")
+        path = fetch(name, revision)
     if mtp == "cached":
-        mtp = from_rank_0(ranks, lambda: _cached_head(path_or_hf_repo, path, stage))
+        mtp = from_rank_0(ranks, lambda: _cached_head(name, path, files))
         is_plain = not mtp and not copy_drafts and ranks is None
     if not mtp:
         _check_no_drafting(drafting, settings)
@@ -132,54 +137,52 @@ def load(
             check_weight_files(path)
     if is_plain:
         if account is not None:
-            check_plain(headers_of(path), path_or_hf_repo, account)
-        with loading_errors(path_or_hf_repo):
+            check_plain(headers_of(path), name, account)
+        with loading_errors(name):
             loaded = mlx_lm.load(
                 str(path), tokenizer_config, model_config, adapter_path, lazy, return_config,
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
-        _warn_of_split(path, path_or_hf_repo, loaded[1])
+        _warn_of_split(path, name, loaded[1])
         return loaded
     with raise_on_all(ranks):
-        config, head, fetched = read_config(path, path_or_hf_repo), None, None
+        config, head, fetched = read_config(path, name), None, None
         model_config = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
         if mtp == "auto":
-            fetched = fetch_missing_head(path_or_hf_repo, path, config, None if stage is None else stage.files)
+            fetched = fetch_missing_head(name, path, config, files)
             mtp = True if fetched is None else str(fetched.folder)
         if mtp:
-            path, head = _find_head(path, path_or_hf_repo, revision, config, mtp, stage)
+            path, head = _find_head(path, name, revision, config, mtp, files)
         if account is not None:
-            tensors = headers_of(path)
-            check_memory(tensors, config, path_or_hf_repo, account, context, bool(mtp), head, vision == "auto")
+            check_memory(headers_of(path), config, name, account, context, bool(mtp), head, vision == "auto")
         is_lazy = lazy or ranks is not None
-        model, config = _load_model(
-            path, path_or_hf_repo, config, head, model_config, is_lazy, trust_remote_code, stage
-        )
-        if mtp:
-            _warn_of_few_bits(model, path_or_hf_repo, mtp)
+        model, config = _load_model(path, name, config, head, model_config, is_lazy, trust_remote_code, stage)
+        bits = head_bits(model.mtp) if mtp else None
+        if bits is not None and bits <= FEW_BITS:
+            log.warning("[WARNING] " + few_bits_warning(mtp if isinstance(mtp, str) else name, bits, name))
         model = model if adapter_path is None else _with_adapter(model, adapter_path)
-        tokenizer = _load_tokenizer(path, path_or_hf_repo, tokenizer_config, config)
-        _warn_of_split(path, path_or_hf_repo, tokenizer)
+        tokenizer = _load_tokenizer(path, name, tokenizer_config, config)
+        _warn_of_split(path, name, tokenizer)
     model.ranks, model.vision = ranks, find_vision(path, config)
     if model.vision is None and vision == "auto":
-        model.vision = fetch_tower(path_or_hf_repo, path, config)
+        model.vision = fetch_tower(name, path, config)
     if mtp:
         if all(x is None for x in drafting):
             head_folder = [fetch(mtp, None)] if isinstance(mtp, str) else []
             folders = [path, *head_folder, *([] if adapter_path is None else [Path(adapter_path)])]
             drafting = _apply_settings(model, settings, folders)
         cheapen_drafts(model, tokenizer, *drafting)
-    with raise_on_all(ranks), loading_errors(path_or_hf_repo):
+    with raise_on_all(ranks), loading_errors(name):
         if tensor_group is not None and ranks is not None:
             check_shard(model, ranks.size)  # again: quantized weights can only be divided between their groups
             model.shard(tensor_group)
         if not lazy:
             evaluate(model)
     if not lazy and ranks is None:
-        ensure_tested(model, path_or_hf_repo)
+        ensure_tested(model, name)
     model.fetched_head = fetched
     if fetched is not None:
-        _check_accepted(model, tokenizer, fetched, path, path_or_hf_repo)
+        _check_accepted(model, tokenizer, fetched, path, name)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -189,26 +192,12 @@ def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
         read_config(fetch(path_or_hf_repo, revision, weights=()), path_or_hf_repo)
 
 
-def _cached_head(name: str, path: Path, stage: Stage | None) -> bool | str:
+def _cached_head(name: str, path: Path, files: list[str] | None) -> bool | str:
     """``mtp="cached"`` as another value: ``"auto"`` finds a head that was downloaded, without the hub."""
     config = read_config(path, name)
-    if has_own_head(name, path, config, None if stage is None else stage.files):
+    if has_own_head(name, path, config, files):
         return True
     return "auto" if fetched_before(HEADS, path, config) is not None else False
-
-
-def _check_arguments(
-    adapter_path: str | None,
-    settings: bool | str | Path,
-    mtp_bits: int | None,
-    draft_head_bits: int | None,
-) -> None:
-    """Raise a ValueError or an OSError for arguments that are wrong for any model, before loading."""
-    check_bits(mtp_bits, draft_head_bits)
-    if not isinstance(settings, bool):
-        read_settings(Path(settings))
-    if adapter_path is not None:
-        check_folder(Path(adapter_path), "The adapter")
 
 
 def _check_no_drafting(drafting: tuple[Any, ...], settings: bool | str | Path) -> None:
@@ -220,11 +209,10 @@ def _check_no_drafting(drafting: tuple[Any, ...], settings: bool | str | Path) -
 
 
 def _find_head(
-    path: Path, name: str, revision: str | None, config: Config, mtp: bool | str, stage: Stage | None
+    path: Path, name: str, revision: str | None, config: Config, mtp: bool | str, files: list[str] | None
 ) -> tuple[Path, SeparateHead | None]:
     """Load a head that is not among the model's tensors, if it is elsewhere, and check that there is one -> the checkpoint's
     folder, which then has the head's file, and the head."""
-    files = None if stage is None else stage.files
     if isinstance(mtp, str):
         weight_map(path, needed=files)
         return path, load_drafter(mtp, name, config)
@@ -267,11 +255,8 @@ def _load_model(
     stage: Stage | None,
 ) -> tuple[Any, Config]:
     module = model_module(config["model_type"])
-    model_class, loaded = module.Model, set[str]()
-    if stage is not None:
-        model_class = _class_of_stage(model_class, stage, loaded)
+    model_class = _class_of(module.Model, head, stage, name, config)
     if head is not None:
-        model_class = _class_with_head(model_class, head, name, config)
         changes = changes | quantization_beside(config, head.weights)
     with loading_errors(name):
         model, config = load_model(
@@ -284,30 +269,24 @@ def _load_model(
         )
     if stage is not None:
         model.model.pipeline(mx.distributed.init())
-        check_complete(model, loaded, name)
+        check_complete(model, model.loaded, name)
     return model, config
 
 
-def _class_of_stage(base: Any, stage: Stage, loaded: set[str]) -> Any:
-    """A model class that loads only the tensors of a stage, and records their names."""
+def _class_of(base: Any, head: SeparateHead | None, stage: Stage | None, name: str, config: Config) -> Any:
+    """A model class that loads a separate head, or only the tensors of a stage, and has the names of those that it loaded."""
+    if head is None and stage is None:
+        return base
 
     class Model(base):
-        def sanitize(self, weights: dict[str, mx.array], *args: Any) -> dict[str, mx.array]:
-            sanitized: dict[str, mx.array] = super().sanitize(stage.own(weights), *args)
-            loaded.update(sanitized)
-            return sanitized
+        loaded: ClassVar[set[str]] = set()
 
-    return Model
-
-
-def _class_with_head(base: Any, head: SeparateHead, name: str, config: Config) -> Any:
-    """A model class that gets its head's tensors from a separate head."""
-
-    class Model(base):
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            separate = () if head is None else (head.weights, head.is_raw(name, config, is_raw(weights)))
             sanitized: dict[str, mx.array] = super().sanitize(
-                weights, head.weights, head.is_raw(name, config, is_raw(weights))
+                weights if stage is None else stage.own(weights), *separate
             )
+            self.loaded.update(sanitized)
             return sanitized
 
     return Model
@@ -319,12 +298,6 @@ def find_vision(path: Path, config: Config) -> Vision | None:
         return None
     files = [file.name for file in check_weight_files(path) if split_tower(dict(read_header(file).tensors))[1]]
     return Vision(path, config, files) if files else None
-
-
-def _warn_of_few_bits(model: MTPModel, name: str, mtp: bool | str) -> None:
-    bits = head_bits(model.mtp)
-    if bits is not None and bits <= FEW_BITS:
-        log.warning("[WARNING] " + few_bits_warning(mtp if isinstance(mtp, str) else name, bits, name))
 
 
 def _with_adapter(model: Any, adapter_path: str) -> Any:

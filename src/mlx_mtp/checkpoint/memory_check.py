@@ -31,11 +31,8 @@ def check_before_download(
 ) -> None:
     """Raise a ValueError if a checkpoint on the hub cannot fit in memory, before its weights are downloaded.
 
-    The headers are read if the files to download take more than half of the memory left.
-
-    Args:
-        config (Dict[str, Any], optional): The config of a model with drafts. ``None``: it will run in plain mlx-lm.
-        mtp (Union[bool, str]): As in ``mlx_mtp.load``.
+    The headers are read if the files to download take more than half of the memory left. A model without ``config`` will run in
+    plain mlx-lm.
     """
     if sum(sizes_to_download(name, revision, [WEIGHTS]).values()) <= account.left / 2:
         return
@@ -64,12 +61,8 @@ def check_memory(
     separate_head: SeparateHead | None,
     has_tower: bool,
 ) -> None:
-    """Raise a ValueError if a checkpoint does not fit in memory with a text of ``context`` tokens.
-
-    Args:
-        tensors (Mapping[str, TensorInfo]): The tensors of its files.
-        separate_head (SeparateHead, optional): The head, if it is not among the model's tensors.
-    """
+    """Raise a ValueError if the tensors of a checkpoint's files, and a separate head, do not fit in memory with a text of
+    ``context`` tokens."""
     _check_arrays(tensors, name)
     needs, sizes = needs_of(tensors, config, name, context, has_head, has_tower)
     if separate_head is not None:

@@ -29,22 +29,21 @@ from .reader import CheckpointReader, n_bytes
 
 MAX_STEPS = 4  # from a checkpoint to its base model
 CARD = "README.md"
+HEADS, TOWERS = "heads", "towers"
+PARTS = {HEADS: "MTP head", TOWERS: "vision encoder"}
+WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
+CHUNK_BYTES = 16 << 20  # in a range request, which is repeated if it fails
+
+Tensors = dict[str, TensorInfo]
+Describe = Callable[[CheckpointReader], Tensors]
 
 
 def find_original(
-    name: str, folder: Path, config: Config, what: str, describe: Callable[[CheckpointReader], dict[str, TensorInfo]]
-) -> tuple[CheckpointReader, dict[str, TensorInfo]]:
-    """Find the base model of a checkpoint that lacks a part. Return it, and the tensors of the part.
+    kind: str, name: str, folder: Path, config: Config, describe: Describe
+) -> tuple[CheckpointReader, Tensors]:
+    """Find the base model of a checkpoint that lacks a part. Return it, and what ``describe`` says of the part.
 
-    This downloads only cards, configs and headers from the hub.
-
-    Args:
-        name (str): The checkpoint's path or repository, for errors.
-        what (str): The part, for errors.
-        describe (Callable[[CheckpointReader], Dict[str, TensorInfo]]): See ``fetch_from_original``.
-
-    Raises:
-        FileNotFoundError: There is no original, or it cannot be read; the message has the reason for each candidate.
+    This downloads only cards, configs and headers. A FileNotFoundError has the reason for each candidate.
     """
     tried: dict[str, str] = {}
     for original in _candidates(name, folder, config):
@@ -54,15 +53,11 @@ def find_original(
         except (FileNotFoundError, ValueError) as e:
             tried[original] = str(e)
     reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
-    raise FileNotFoundError(f"{name} has no {what}, and its base model was not found. {reasons}")
+    raise FileNotFoundError(f"{name} has no {PARTS[kind]}, and its base model was not found. {reasons}")
 
 
 def check_sizes(original: CheckpointReader, config: Config, name: str) -> Config:
-    """Return the config of an original after checking that its sizes match a model's.
-
-    Raises:
-        ValueError: A size differs, or models of this type are not supported.
-    """
+    """Return the config of an original, or raise a ValueError if a size differs from a model's."""
     own = check_config(original.config, original.name)
     ties = [bool(c.get("tie_word_embeddings", text_config_of(c).get("tie_word_embeddings"))) for c in (own, config)]
     difference = first_difference(own, config)
@@ -85,20 +80,25 @@ def _candidates(name: str, folder: Path, config: Config) -> Iterator[str]:
                 yield base
                 found += _bases_of(base)
         bases = found
-    own_name = config.get("_name_or_path") or text_config_of(config).get("_name_or_path")
-    for other in (own_name, *originals_like(f"{name} {own_name}", config)):
-        if isinstance(other, str) and other and other not in seen:
+    for other in _named(name, config):
+        if other not in seen:
             seen.add(other)
             yield other
 
 
+def _named(name: str, config: Config) -> list[str]:
+    """Repositories and folders in a checkpoint's config, and the originals of published models like its name."""
+    own_name = config.get("_name_or_path") or text_config_of(config).get("_name_or_path")
+    return [
+        *([own_name] if isinstance(own_name, str) and own_name else []),
+        *originals_like(f"{name} {own_name}", config),
+    ]
+
+
 def published_base(name: str, folder: Path, config: Config) -> Published | None:
     """The published model that a checkpoint's own card, config or name says it was made from, without the hub."""
-    own_name = config.get("_name_or_path") or text_config_of(config).get("_name_or_path")
-    text = text_config_of(config)
-    sizes = text.get("num_hidden_layers"), text.get("hidden_size")
-    by_original = {m.original: m for m in published().values() if (m.layers, m.hidden_size) == sizes}
-    likely = [*base_models(folder / CARD), own_name, *originals_like(f"{name} {own_name}", config)]
+    by_original = {m.original: m for m in published().values() if m.has_sizes_of(config)}
+    likely = [*base_models(folder / CARD), *_named(name, config)]
     return next((by_original[original] for original in likely if original in by_original), None)
 
 
@@ -128,13 +128,6 @@ def _parse(card: str) -> list[str]:
 
 # Fetching
 
-HEADS, TOWERS = "heads", "towers"
-PARTS = {HEADS: "MTP head", TOWERS: "vision encoder"}
-WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
-CHUNK_BYTES = 16 << 20  # in a range request, which is repeated if it fails
-
-Tensors = dict[str, TensorInfo]
-
 
 def folder_of(kind: str) -> Path:
     """The folder of the parts of a kind: in ``HF_HOME``, beside the hub's cache."""
@@ -146,7 +139,7 @@ def fetch_from_original(
     name: str,
     folder: Path,
     config: Config,
-    describe: Callable[[CheckpointReader], Tensors],
+    describe: Describe,
     write: Callable[[CheckpointReader, Tensors, Path], Config],
     advice: str,
 ) -> tuple[Path, bool]:
@@ -156,22 +149,16 @@ def fetch_from_original(
 
     Args:
         kind (str): One of ``PARTS``.
-        name (str): The checkpoint's path or repository, for errors; ``folder`` has its files.
-        describe (Callable[[CheckpointReader], Dict[str, TensorInfo]]): Returns the tensors of the part in an original. Raises a
-          ValueError if it has no such part, or the part does not fit.
-        write (Callable[[CheckpointReader, Dict[str, TensorInfo], Path], Config]): Writes them to a folder and returns its
-          config.json, which is written last: a folder without one is incomplete, and another call resumes there.
-        advice (str): The advice in the error if there is no original.
-
-    Raises:
-        FileNotFoundError: The original was not found, or the part could not be downloaded.
-        OSError: It could not be written.
-        ValueError: The original is damaged.
+        describe (Callable): Returns the tensors of the part in an original. Raises a ValueError if there are none, or they do
+          not fit.
+        write (Callable): Writes them to a folder and returns its config.json, which is written last: a folder without one is
+          incomplete, and another call resumes there.
+        advice (str): The advice in the FileNotFoundError if there is no original.
     """
     if (known := fetched_before(kind, folder, config)) is not None:
         return known, False
     try:
-        original, tensors = find_original(name, folder, config, PARTS[kind], describe)
+        original, tensors = find_original(kind, name, folder, config, describe)
     except FileNotFoundError as e:
         raise FileNotFoundError(f"{e} {advice}") from e
     root = folder_of(kind)
@@ -228,15 +215,12 @@ def update_own(file: Path, key: str, value: Any) -> None:
 
 
 def copy_tensors(
-    original: CheckpointReader, tensors: Mapping[str, TensorInfo], file: Path, names: Mapping[str, str] | None = None
+    original: CheckpointReader, tensors: Tensors, file: Path, names: Mapping[str, str] | None = None
 ) -> None:
-    """Copy some tensors to a new safetensors file. Only their bytes are read.
+    """Copy some tensors to a new safetensors file, under these names or their own. Only their bytes are read.
 
     The file appears when it is complete. Until then its bytes are in a file with the suffix ``.part``, and another call resumes
     there.
-
-    Args:
-        names (Dict[str, str], optional): The new name of each tensor. Default: ``None``, its own.
     """
     order = sorted(tensors, key=lambda name: (original.weight_map[name], tensors[name].data_offsets))
     header, n = {}, 0
@@ -249,10 +233,8 @@ def copy_tensors(
     text += b" " * (-len(text) % 8)
     head, part = struct.pack("<Q", len(text)) + text, file.with_name(file.name + ".part")
     done = _resume(part, head, n)
-    with (
-        part.open("ab") as f,
-        tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None) as bar,
-    ):
+    bar = tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None)
+    with part.open("ab") as f, bar:
         for source, start, stop in _runs(original, order, tensors):
             for begin in range(start + (skipped := min(done, stop - start)), stop, CHUNK_BYTES):
                 f.write(data := original.read(source, begin, min(begin + CHUNK_BYTES, stop)))
@@ -261,9 +243,7 @@ def copy_tensors(
     part.replace(file)
 
 
-def _runs(
-    original: CheckpointReader, order: list[str], tensors: Mapping[str, TensorInfo]
-) -> list[tuple[str, int, int]]:
+def _runs(original: CheckpointReader, order: list[str], tensors: Tensors) -> list[tuple[str, int, int]]:
     """The ranges to read, (file, start, stop). Adjacent tensors are joined into one range."""
     runs: list[tuple[str, int, int]] = []
     for name in order:

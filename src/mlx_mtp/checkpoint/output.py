@@ -36,10 +36,7 @@ def check_new(target: Path) -> None:
 
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """Fill a temporary folder beside ``target`` and rename it at the end.
-
-    On failure the folder and the parents created for it are removed.
-    """
+    """Fill a temporary folder beside ``target`` and rename it at the end. After a failure nothing of it remains."""
     made = [parent for parent in target.parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -87,11 +84,7 @@ def write_index(folder: Path, weight_map: Mapping[str, str], metadata: Config) -
 
 
 def check_written(folder: Path, tensors: Mapping[str, mx.array], weight_map: Mapping[str, str]) -> None:
-    """Read all of these tensors back and compare them.
-
-    Raises:
-        OSError: A tensor differs.
-    """
+    """Read all of these tensors back, and raise an OSError if one differs."""
     written = {file: load_tensors(folder / file) for file in {weight_map[name] for name in tensors}}
     for name, w in tensors.items():
         back = written[weight_map[name]][name]
@@ -100,21 +93,11 @@ def check_written(folder: Path, tensors: Mapping[str, mx.array], weight_map: Map
 
 
 def describe_head(config: Config, origin: Config, dtype: mx.Dtype, bits: int | None, separate: bool) -> None:
-    """Record a head in a config, with its origin and its format.
-
-    Args:
-        origin (Dict[str, Any]): Its source and revision, or the record of an earlier conversion.
-        separate (bool): Whether the head is in a separate file.
-    """
+    """Record a head in a config: its source and revision, which may be those of an earlier record, and its format."""
     config.pop("mtp_num_hidden_layers", None)
     text_config_of(config)["mtp_num_hidden_layers"] = 1
-    config["mlx_mtp"] = {
-        "source": origin.get("source"),
-        "revision": origin.get("revision"),
-        "dtype": dtype_name(dtype),
-        "bits": bits,
-        "norms_shifted": True,
-    }
+    of_head = {"dtype": dtype_name(dtype), "bits": bits, "norms_shifted": True}
+    config["mlx_mtp"] = {key: origin.get(key) for key in ("source", "revision")} | of_head
     config.pop(EXTRA_TENSORS, None)
     if separate:
         config[EXTRA_TENSORS] = {"mtp_file": HEAD_FILE}

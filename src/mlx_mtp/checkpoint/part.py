@@ -27,12 +27,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a pipeline.
-
-    Args:
-        layers (range): Its layers of the backbone.
-        files (List[str]): The files with its tensors.
-    """
+    """A stage of a pipeline: its layers of the backbone, and the files with its tensors."""
 
     layers: range
     files: list[str]
@@ -46,11 +41,7 @@ class Stage:
 def make_ranks(
     tensor_group: mx.distributed.Group | None, pipeline_group: mx.distributed.Group | None, adapter_path: str | None
 ) -> Ranks | None:
-    """The ranks that run the model together; ``None`` for one process.
-
-    Raises:
-        ValueError: Arguments are invalid for several ranks.
-    """
+    """The ranks that run the model together; ``None`` for one process. Raises a ValueError for arguments that exclude ranks."""
     if tensor_group is not None and pipeline_group is not None:
         raise ValueError("tensor_group and pipeline_group cannot be combined.")
     group = tensor_group or pipeline_group
@@ -64,12 +55,7 @@ def make_ranks(
 
 
 def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool) -> tuple[Path, Stage | None]:
-    """Fetch the part of a checkpoint for this rank, see ``fetch``. The sizes are checked before the download.
-
-    Raises:
-        FileNotFoundError: The checkpoint is missing or cannot be downloaded.
-        ValueError: The model cannot be divided among this number of ranks.
-    """
+    """Fetch the part of a checkpoint for this rank, see ``fetch``. Raise a ValueError before if the model cannot be divided."""
     path = fetch(name, revision, weights=())
     file = path / "config.json"
     if file.exists() and (model_type := read_json(file).get("model_type")) not in MODEL_TYPES:
@@ -93,10 +79,8 @@ def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool)
 
 
 def names_of(names: Collection[str], layers: range) -> list[str]:
-    """The tensors of these layers and those outside of the backbone's layers, such as the head's.
-
-    The vision encoder is left out, since several machines do not support images.
-    """
+    """The tensors of these layers and those outside of the backbone's layers, such as the head's, but not the vision encoder's:
+    several machines do not support images."""
     language, _ = split_tower(dict.fromkeys(names))
     backbone, _ = split_head(language)
     elsewhere = {name for name in backbone if (match := LAYER.search(name)) and int(match[1]) not in layers}

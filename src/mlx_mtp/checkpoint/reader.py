@@ -12,12 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from huggingface_hub import (
-    constants,
-    hf_hub_url,
-    is_offline_mode,
-    parse_local_safetensors_file_metadata,
-)
+from huggingface_hub import constants, hf_hub_url, is_offline_mode, parse_local_safetensors_file_metadata
 from huggingface_hub.errors import SafetensorsParsingError
 from huggingface_hub.utils import TensorInfo, build_hf_headers, hf_raise_for_status, http_backoff
 from safetensors import SafetensorError, safe_open
@@ -41,29 +36,23 @@ class Header(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads only the requested parts of a checkpoint.
+    """Reads only the requested parts of a checkpoint, a folder or a repository. A FileNotFoundError tells if it cannot be read.
 
     Args:
-        path_or_hf_repo (str): A folder or a repository.
-        revision (str, optional): Branch, tag or commit of the repository.
         needs_head (bool): Whether a head file named in the config must exist. Default: ``True``.
-
-    Raises:
-        FileNotFoundError: The checkpoint is missing or cannot be read.
     """
 
     def __init__(self, path_or_hf_repo: str, revision: str | None = None, needs_head: bool = True):
-        self.name = path_or_hf_repo = resolve(path_or_hf_repo)
+        self.name, self._needs_head = resolve(path_or_hf_repo), needs_head
         self.revision: str | None
         self.folder: Path | None = None
-        self._needs_head = needs_head
-        if Path(path_or_hf_repo).exists() or is_offline_mode():
-            self.folder = fetch(path_or_hf_repo, revision)
+        if Path(self.name).exists() or is_offline_mode():
+            self.folder = fetch(self.name, revision)
             self.revision = commit_of(self.folder)
             self.files = [f.name for f in self.folder.iterdir() if f.is_file()]
         else:
-            check_path(path_or_hf_repo)
-            self.revision, self.files = list_files(path_or_hf_repo, revision)
+            check_path(self.name)
+            self.revision, self.files = list_files(self.name, revision)
         self.config: Config | None = self.read_json("config.json") if "config.json" in self.files else None
 
     def read(self, file: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -257,11 +246,8 @@ def is_raw_head_file(
     """Whether a head in a separate file is in the Hugging Face layout, so that 1 must be added to its norms.
 
     Conversions by this package record it in config.json. Otherwise the file has the layout of the backbone, except that a file
-    from PyTorch, or with experts named as in an original, may have either layout beside a converted backbone. The values of the
-    norms do not help: they can be near 0 or near 1 in both layouts.
-
-    Raises:
-        ValueError: The layout cannot be determined.
+    from PyTorch, or with experts named as in an original, may have either layout beside a converted backbone: a ValueError. The
+    values of the norms do not help: they can be near 0 or near 1 in both layouts.
     """
     record = config.get("mlx_mtp")
     if isinstance(record, dict) and isinstance(record.get("norms_shifted"), bool):
@@ -283,11 +269,7 @@ def n_bytes(tensor: TensorInfo) -> int:
 
 
 def _download(repo: str, revision: str | None, file: str, start: int, stop: int | None) -> tuple[bytes, int]:
-    """The bytes of a file on the hub from ``start`` to before ``stop`` or its end, and its size.
-
-    Raises:
-        FileNotFoundError: It could not be read, or the server sent other bytes.
-    """
+    """The bytes of a file on the hub from ``start`` to before ``stop`` or its end, and its size. Raises a FileNotFoundError."""
     url, headers = hf_hub_url(repo, file, revision=revision), build_hf_headers()
     if stop is not None:
         headers["Range"] = f"bytes={start}-{stop - 1}"

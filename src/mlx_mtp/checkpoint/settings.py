@@ -40,10 +40,8 @@ log = logging.getLogger(__name__)
 
 
 def key_of(*folders: Path, n_ranks: int = 1) -> dict[str, str]:
-    """The key of settings: the device, the software, and the checkpoint in these folders (with a drafter, an adapter).
-
-    A checkpoint is identified by its path, its config and the sizes of its weights. Several machines count as another device.
-    """
+    """The key of settings: the device, the software, and the checkpoint in these folders (with a drafter, an adapter), by path,
+    config and the sizes of its weights. Several machines count as another device."""
     digest = hashlib.sha256()
     for folder in folders:
         digest.update(str(folder.resolve()).encode())
@@ -69,16 +67,8 @@ def default_file(key: Mapping[str, str]) -> Path:
 
 
 def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> Settings | None:
-    """Find the settings of a checkpoint. ``None`` if there are none or, with a warning, if their key differs.
-
-    Args:
-        file (Union[bool, str, Path]): As ``settings`` in ``mlx_mtp.load``.
-        folders (Sequence[Path]): The folders of the checkpoint, see ``key_of``.
-
-    Raises:
-        FileNotFoundError: The file is missing.
-        ValueError: The file is not a settings file.
-    """
+    """Find the settings of a checkpoint in these folders; ``file`` is ``settings`` in ``mlx_mtp.load``. ``None`` if there are
+    none or, with a warning, if their key differs. Raise a FileNotFoundError or a ValueError for a file that cannot be read."""
     if file is False:
         return None
     key = key_of(*folders, n_ranks=n_ranks)
@@ -197,17 +187,8 @@ class Sampling:
 
 
 def sampling_defaults(name: str, given: Mapping[str, float | None], ranks: Ranks | None = None) -> Sampling:
-    """The sampling of a model: the given values, then its generation_config.json, then mlx-lm's defaults.
-
-    Args:
-        name (str): The model's path or repository.
-        given (Mapping[str, float]): The user's values, by the names of ``Sampling``.
-        ranks (Ranks, optional): The ranks that run the model; rank 0 reads the file for all.
-
-    Raises:
-        FileNotFoundError: There is no such model.
-        ValueError: A value from the file is out of range.
-    """
+    """The sampling of a model: the values given by the user, then its generation_config.json, which rank 0 reads for all ranks,
+    then mlx-lm's defaults. Raise a ValueError if a value of the file is out of range."""
     own = {field: value for field, value in given.items() if value is not None}
     if own.keys() == RANGES.keys():
         return Sampling(**own)  # type: ignore[arg-type]

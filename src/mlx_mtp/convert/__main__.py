@@ -28,16 +28,8 @@ GROUPS = {
     "quantization": ("quantize", "q_bits", "q_group_size", "q_mode", "quant_predicate", "dequantize"),
 }  # fmt: skip
 Recipe = dict[str, dict[str, Any]]
-CONVERT = {
-    "hf-path": str,
-    "mlx-path": str,
-    "quantize": bool,
-    "q-bits": int,
-    "q-group-size": int,
-    "q-mode": str,
-    "quant-predicate": str,
-    "dtype": str,
-}
+CONVERT: dict[str, type] = dict.fromkeys(("hf-path", "mlx-path", "q-mode", "quant-predicate", "dtype"), str)
+CONVERT |= {"quantize": bool, "q-bits": int, "q-group-size": int}
 NEEDS = {"disk-gb": float, "memory-gb": int}
 
 
@@ -130,25 +122,19 @@ def named_recipes() -> dict[str, Recipe]:
         if not name.endswith("-4bit"):
             continue
         folder = f"{model.original.rpartition('/')[2]}-4bit"
-        convert: dict[str, Any] = {"hf-path": model.original, "mlx-path": folder, "quantize": True, "q-bits": 4}
-        needs: dict[str, Any] = {"disk-gb": model.disk_gb, "memory-gb": model.memory_gb}
-        recipes[name] = {"convert": convert, "needs": needs}
+        recipes[name] = {
+            "convert": {"hf-path": model.original, "mlx-path": folder, "quantize": True, "q-bits": 4},
+            "needs": {"disk-gb": model.disk_gb, "memory-gb": model.memory_gb},
+        }
     return recipes
 
 
 def read_recipe(recipe: str | Path) -> Recipe:
-    """Read a recipe, and check its keys and types.
-
-    Args:
-        recipe (Union[str, Path]): The name of a recipe, or a TOML file. A file takes precedence.
+    """Read a recipe, a TOML file or the name of one, and check its keys and types.
 
     Returns:
         Dict[str, Dict[str, Any]]: Under ``convert`` the flags of ``mlx_mtp convert`` without their dashes; under ``needs``
         the size of the weights to be written, in GB of 10^9 bytes, and the memory of the smallest Mac to run them, in GB.
-
-    Raises:
-        FileNotFoundError: There is no such file or recipe.
-        ValueError: The file is not TOML, or a table or key is unknown, missing or of the wrong type.
     """
     file = Path(recipe)
     if not file.is_file():

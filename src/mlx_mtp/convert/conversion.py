@@ -36,11 +36,10 @@ from ..checkpoint.output import (
     write_index,
 )
 from ..files import check_folder
-from ..images.tower import PREFIX
-from ..images.vision import CONFIG_FILES, Vision
+from ..images.vision import CONFIG_FILES
 from ..models import BASES
 from ..models.mixin import MTPModel
-from .graft import graft
+from .graft import graft, named_tower
 
 Decision = bool | dict[str, Any]  # whether to quantize a module, or how
 QuantPredicate = Callable[[str, nn.Module], Decision]
@@ -132,7 +131,9 @@ def convert(
         _record_head(config, model if mtp else None, hf_path, commit)
         usage = (USAGE + IMAGES * (images is not None)).format(name=upload_repo or target) if mtp else ""
         with atomic_directory(target) as folder:
-            write_model(folder, model, config, shard_gb(source), {} if images is None else _tower_tensors(images))
+            write_model(
+                folder, model, config, shard_gb(source), {} if images is None else named_tower(images.lazy_tower())
+            )
             _write_files(folder, source, tokenizer, () if images is None else CONFIG_FILES)
             base_model = None if Path(hf_path).exists() else hf_path
             write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)
@@ -165,12 +166,6 @@ def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: s
     separate = config.get(EXTRA_TENSORS) is not None or config["model_type"] == "qwen3_next"
     origin = config.get("mlx_mtp") or {"source": hf_path, "revision": commit}
     describe_head(config, origin, model.mtp.norm.weight.dtype, head_bits(model.mtp), separate)
-
-
-def _tower_tensors(images: Vision) -> dict[str, mx.array]:
-    """The tensors of the vision encoder, with their names in MLX conversions."""
-    parameters: Any = tree_flatten(images.lazy_tower().parameters())
-    return {PREFIX + name: w for name, w in parameters}
 
 
 def _write_files(folder: Path, source: Path, tokenizer: TokenizerWrapper, others: Iterable[str]) -> None:
@@ -330,11 +325,7 @@ class Quantization:
             check_format("--mtp-group-size", self.mtp_group_size, "--mtp-bits", self.mtp_bits, "affine")
 
     def apply(self, model: Any, config: Config) -> tuple[Any, Config]:
-        """Quantize or dequantize a model, and record this in its config.
-
-        Raises:
-            ValueError: There is nothing to quantize.
-        """
+        """Quantize or dequantize a model, and record it in the config. Raises a ValueError if there is nothing to quantize."""
         if self.quantize:
             print("[INFO] Quantizing")
             predicate = backbone_predicate(model, self._user_predicate(model))
@@ -378,11 +369,8 @@ def quantize(
     mode: str,
     predicate: QuantPredicate,
 ) -> tuple[Any, Config]:
-    """Quantize with mlx-lm's ``quantize_model``, which skips layers whose width is not a multiple of the group size.
-
-    Raises:
-        ValueError: It skips all layers.
-    """
+    """Quantize with mlx-lm's ``quantize_model``, which skips layers whose width is not a multiple of the group size. Raises a
+    ValueError if it skips all."""
     before = _quantized(model)
     model, config = quantize_model(model, config, group_size, bits, mode=mode, quant_predicate=predicate)
     if len(_quantized(model)) == len(before):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
@@ -13,7 +14,7 @@ from ..checkpoint.head_formats import load_tensors
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
 from ..checkpoint.originals import copy_tensors
-from ..checkpoint.output import IMAGES, USAGE, atomic_directory, check_new, naming, write_config, write_weights
+from ..checkpoint.output import IMAGES, USAGE, atomic_directory, naming, write_config, write_weights
 from ..checkpoint.reader import CheckpointReader
 from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
 from ..images.vision import CONFIG_FILES, Vision, settings_of
@@ -41,7 +42,6 @@ def graft(
         dtype (str, optional): Cast the head to it. Default: ``None``, the base model's.
         name (str, optional): The new checkpoint's name in its model card. Default: ``None``, its folder.
     """
-    check_new(target)
     receiver = CheckpointReader(str(fetch(model, revision)), None, False)
     config, origin = check_config(receiver.config, model), Config()
     head, tower = dict[str, mx.array](), dict[str, mx.array]()
@@ -89,7 +89,11 @@ def _tower(donor: CheckpointReader, config: Config, model: str, folder: Path) ->
     Vision(folder, config, []).processor  # noqa: B018 (raises where the settings do not fit)
     print("[INFO] Reading the vision encoder")
     weights = split_tower(_read(donor, tensors, folder))[1]
-    tower = make_tower(VisionArgs.from_dict(config["vision_config"]), weights)
+    return named_tower(make_tower(VisionArgs.from_dict(config["vision_config"]), weights))
+
+
+def named_tower(tower: nn.Module) -> dict[str, mx.array]:
+    """The tensors of a vision encoder, with their names in MLX conversions."""
     parameters: Any = tree_flatten(tower.parameters())
     return {PREFIX + path: w for path, w in parameters}
 

@@ -10,16 +10,13 @@ from ..checkpoint.head_formats import FEW_BITS, check_head, check_shapes, few_bi
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, n_bytes
 from ..cli.display import table
 from ..layers.mtp import split_head
+from ..memory import size
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     """Describe a checkpoint: type, quantization, head, vision encoder, the outcome of ``--mtp``, and the head's memory.
 
-    No weights are downloaded from the hub.
-
-    Raises:
-        FileNotFoundError: The checkpoint or one of its files is missing.
-        ValueError: A file is damaged.
+    No weights are downloaded from the hub. Raises a FileNotFoundError or a ValueError for missing or damaged files.
     """
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     config = checkpoint.config
@@ -32,7 +29,7 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         "Model": checkpoint.name + commit,
         "Model type": config.get("model_type"),
         "Backbone": f"{quantization}, {_layout(checkpoint.has_raw_backbone())}",
-        "Size": _size(_total_size(checkpoint)),
+        "Size": size(_total_size(checkpoint)),
         "MTP head": _describe_head(checkpoint, head) if head else "none",
         "Vision": f"{len(tower)} tensors, {_size_of(tower.values())}" if tower else "none",
         "--mtp": verdict,
@@ -85,10 +82,8 @@ def _quantization(config: Config, embedding: TensorInfo | None) -> str:
     if "bits" not in quantization:
         return f"quantized ({quantization.get('quant_method')})"
     own = sum(isinstance(value, dict) for value in quantization.values())
-    return (
-        f"{quantization['bits']} bits in groups of {quantization['group_size']} ({quantization.get('mode', 'affine')})"
-        + (f", {own} modules otherwise" if own else "")
-    )
+    bits, mode = quantization["bits"], quantization.get("mode", "affine")
+    return f"{bits} bits in groups of {quantization['group_size']} ({mode})" + f", {own} modules otherwise" * (own > 0)
 
 
 def _layout(raw: bool) -> str:
@@ -97,9 +92,9 @@ def _layout(raw: bool) -> str:
 
 def _total_size(checkpoint: CheckpointReader) -> int:
     if INDEX_FILE in checkpoint.files:
-        size = (checkpoint.read_json(INDEX_FILE).get("metadata") or {}).get("total_size")
-        if isinstance(size, int):
-            return size
+        total = (checkpoint.read_json(INDEX_FILE).get("metadata") or {}).get("total_size")
+        if isinstance(total, int):
+            return total
     files = set(checkpoint.weight_map.values())
     return sum(n_bytes(t) for file in files for t in checkpoint.header(file).tensors.values())
 
@@ -111,10 +106,4 @@ def _bytes_per_token(config: Config) -> int:
 
 
 def _size_of(tensors: Iterable[TensorInfo]) -> str:
-    return _size(sum(map(n_bytes, tensors)))
-
-
-def _size(size: int) -> str:
-    if size < 1e5:
-        return f"{size / 1e3:.2f} kB"
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+    return size(sum(map(n_bytes, tensors)))
