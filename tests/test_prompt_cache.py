@@ -96,7 +96,7 @@ def test_greedy_turns_match_mlx_lm(data):
 
 SAMPLED = {
     "rejection": lambda: dict(sampler=mlx_mtp.make_sampler(temp=1.0, top_p=0.9)),
-    "match": lambda: dict(sampler=make_sampler(temp=1.0, xtc_probability=0.3)),
+    "match": lambda: dict(sampler=make_sampler(temp=1.0, xtc_probability=0.5)),
 }
 
 

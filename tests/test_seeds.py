@@ -26,7 +26,7 @@ OPTIONS = [
     pytest.param({"temp": 0.7, "top_p": 0.95, "top_k": 20}, marks=pytest.mark.slow),
     pytest.param({"temp": 1.0}, marks=pytest.mark.slow),
     {"temp": 1.5, "top_k": 20, "min_p": 0.1},
-    {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+    {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1},
 ]
 
 
@@ -136,7 +136,7 @@ def test_random_state_is_neither_read_nor_written(model, draft_bits, monkeypatch
     """Nor where new tokens of the text join a quantized draft vocabulary."""
     if draft_bits is not None:
         monkeypatch.setattr(model.drafting, "lm_head", DraftLMHead(model.output_layer, [*range(6)], draft_bits))
-    sampler = make_sampler(temp=1.0, top_p=0.9, min_p=0.05, top_k=10, xtc_probability=0.5, seed=4)
+    sampler = make_sampler(temp=1.0, top_p=0.9, min_p=0.1, top_k=10, xtc_probability=0.5, seed=4)
     texts = []
     for seed in (1, 2):
         mx.random.seed(seed)

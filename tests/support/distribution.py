@@ -162,8 +162,8 @@ class Case:
 CASES = [
     *(Case(depth, temp=temp) for depth in (1, 2, 3, 4) for temp in (0.3, 0.7, 1.0, 1.5)),
     *(Case(depth, head, temp=1.0) for depth in (1, 3) for head in ("right", "adversarial")),
-    *(Case(2, temp=0.7, **f) for f in ({"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2}, {"xtc_probability": 0.5})),
-    Case(3, temp=1.0, top_p=0.9, top_k=4, min_p=0.05, xtc_probability=0.5, xtc_threshold=0.2),
+    *(Case(2, temp=0.7, **f) for f in ({"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}, {"xtc_probability": 0.5})),
+    Case(3, temp=1.0, top_p=0.9, top_k=4, min_p=0.1, xtc_probability=0.5, xtc_threshold=0.2),
     Case(3, temp=1.0, min_p=0.5, min_tokens_to_keep=3),
     *(Case(depth, copies=copies, temp=temp) for depth in (0, 2) for copies in (1, 4, 16) for temp in (0.7, 1.5)),
     Case(2, copies=3, temp=1.0, top_p=0.9, top_k=4, xtc_probability=0.5, penalties={"repetition_penalty": 1.5}),
@@ -183,5 +183,5 @@ CASES = [
     *(Case(depth, acceptance="coupled", temp=temp) for depth in (1, 3) for temp in (0.7, 1.5)),
     Case(3, "adversarial", acceptance="coupled", temp=1.0, top_p=0.9),
     Case(2, acceptance="coupled", temp=0.7, top_p=0.9, xtc_probability=0.5),
-    Case(3, acceptance="coupled", temp=1.0, min_p=0.05, penalties={"repetition_penalty": 1.5}),
+    Case(3, acceptance="coupled", temp=1.0, min_p=0.1, penalties={"repetition_penalty": 1.5}),
 ]
