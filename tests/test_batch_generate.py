@@ -20,7 +20,7 @@ from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.decoding.decoder import Decoder
 from mlx_mtp.layers.drafting import DraftLMHead
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.server.engine.metrics import Metrics
+from mlx_mtp.server.request import Metrics
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.distribution import LEVEL, PROMPT, VOCAB, Case, Counter, p_value

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from mlx_mtp.generate.demo import CODE
 from mlx_mtp.server.app import FOLDER, make_app
 from mlx_mtp.server.command_line import check, make_parser
-from mlx_mtp.server.engine.metrics import Metrics
 from mlx_mtp.server.frontend import Frontend
+from mlx_mtp.server.request import Metrics
 from mlx_mtp.server.serve import make_engine
 
 OWN = sorted(path for path in FOLDER.iterdir() if path.is_file())

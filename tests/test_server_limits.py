@@ -14,8 +14,7 @@ from mlx_mtp.server.api import completions
 from mlx_mtp.server.api.common import MAX_BIASES
 from mlx_mtp.server.app import APIS, make_app, parse_json
 from mlx_mtp.server.command_line import check, make_parser
-from mlx_mtp.server.engine.metrics import Metrics
-from mlx_mtp.server.request import ApiError
+from mlx_mtp.server.request import ApiError, Metrics
 from tests.support.models import TRAINED
 from tests.support.server_process import serve_here
 

@@ -20,11 +20,10 @@ from mlx_mtp.server.app import make_app
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine import engine as generation
 from mlx_mtp.server.engine.admission import Admission
-from mlx_mtp.server.engine.clients import Clients
-from mlx_mtp.server.engine.metrics import Metrics
+from mlx_mtp.server.engine.engine import Clients
 from mlx_mtp.server.engine.models import Stores
 from mlx_mtp.server.frontend import Frontend, in_thread
-from mlx_mtp.server.request import ApiError, Delta, Prompt, Request, Started, Waiting
+from mlx_mtp.server.request import STARTED, ApiError, Delta, Metrics, Prompt, Request, Waiting
 from tests.support.engine import Engine
 from tests.support.models import TRAINED, tiny_model
 from tests.support.prompt_store import TEXT, read
@@ -94,7 +93,7 @@ def test_no_more_than_max_queue_wait():
     async def generate(request):
         arrived.set()
         await in_thread(begin.wait)
-        yield Started()
+        yield STARTED
         yield Delta([], 1, 0.0, (), "stop")
 
     client, body = client_of(generate, "--max-queue", "1"), {"prompt": "a"}
@@ -176,7 +175,7 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch):
     f = frontend_of()
     f.models.resolve, f.models.tokenizers = lambda model: KEY, {KEY: "a tokenizer"}
     f.encode = lambda *_: Prompt([1])
-    start, step = Started(), Delta([], 1, 0.0, (), "stop")
+    start, step = STARTED, Delta([], 1, 0.0, (), "stop")
 
     async def run():
         """Stands for the generation thread as well, which is at work on another request, then reads, then answers."""
@@ -278,9 +277,9 @@ def test_a_client_that_leaves_before_its_turn_is_dropped():
     first, second = request_of(), request_of()
     engine.waiting, engine.running = deque([first, second]), {}
     first.send, first.is_gone = said.append, True
-    changes = engine.clients.changes(engine.waiting, is_idle=False)
-    assert changes.gone == {first.number}
-    engine._drop(changes.gone)
+    _, gone = engine.clients.changes(engine.waiting, is_idle=False)
+    assert gone == {first.number}
+    engine._drop(gone)
     assert [*engine.waiting] == [second]
     assert [str(e) for e in said] == ["The client has disconnected."]
 

@@ -20,7 +20,7 @@ import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.server.command_line import check, make_parser
-from mlx_mtp.server.engine.clients import Changes, SharedClients
+from mlx_mtp.server.engine.engine import SharedClients
 from mlx_mtp.server.request import Request, drop
 from tests.support import checkpoints
 from tests.support.decoding import plain, text_of
@@ -189,7 +189,7 @@ def rank_1(monkeypatch):
     """What rank 1 of 2 knows of the clients, while a request runs; and what each rank's numbers at the exchanges are."""
     request = Request("text", "a prompt", [], None, None)
     request.send = lambda item: None
-    ranks = SimpleNamespace(rank=1, group=None, broadcast=lambda _: pickle.loads(pickle.dumps(Changes([request], {5}))))
+    ranks = SimpleNamespace(rank=1, group=None, broadcast=lambda _: pickle.loads(pickle.dumps(([request], {5}))))
     clients = SharedClients(ranks)
     clients.checksum = 7
     clients.numbers, clients.n_exchanges = [[0, 0, 7], [0, 0, 7]], 0
@@ -213,13 +213,13 @@ def test_one_exchange_in_four_turns_and_one_behind_a_part_of_a_prompt(rank_1):
     rank_1.numbers[0][0] = 1
     *others, last = turns(rank_1, 4)
     assert not any(map(any, others))
-    (request,) = last.arrived
-    assert last.gone == {5}
+    (request,), gone = last
+    assert gone == {5}
     assert (request.request_type, request.prompt) == ("text", "")  # its tokens are sent, not its text
     assert request.send is drop
     rank_1.after_step([SimpleNamespace(uid=0)], [])
     first, second = turns(rank_1, 2)
-    assert first.gone == {5}
+    assert first[1] == {5}
     assert not any(second)
 
 

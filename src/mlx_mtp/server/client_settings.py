@@ -19,7 +19,7 @@ MAX_ANSWER = 32000  # tokens that opencode reserves for an answer without --max-
 CONTEXT = 32768  # tokens of context for Zed, which requires a number, if it is not known
 NAME = "mlx-mtp"  # the provider or profile in the client
 
-log = logging.getLogger(__name__)
+_quoted = json.dumps  # a string in JSON, which is also one in TOML and YAML
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,14 @@ class ClientSettings:
     @property
     def note(self) -> str:
         """The place of the settings, in one line."""
-        parts = [f"put this into ~/{self.file}"] if self.file else []
-        exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
-        parts += [f"export {exports}"] if self.file and self.variables else []
-        parts += ["run this in a shell"] if not self.file else []
-        return f"# {', '.join(parts)}, then start: {self.command}"
+        where = f"put this into ~/{self.file}" if self.file else "run this in a shell"
+        exports = "".join(f" {name}={shlex.quote(value)}" for name, value in self.variables.items() if self.file)
+        return f"# {where}{', export' * bool(exports)}{exports}, then start: {self.command}"
 
     def as_text(self) -> str:
         """The file's content, or the lines for a shell."""
-        if self.file:
-            return self.text
-        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.variables.items())
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.variables.items())
+        return self.text if self.file else exports
 
 
 def connection_to(options: Options, url: str) -> ServerAddress:
@@ -63,7 +60,7 @@ def connection_to(options: Options, url: str) -> ServerAddress:
     except FileNotFoundError as e:
         if Path(options.model).exists():
             raise
-        log.warning(f"[WARNING] The settings lack the context length: {e}")
+        logging.warning(f"[WARNING] The settings lack the context length: {e}")
     max_tokens = None if options.max_tokens == NO_LIMIT else options.max_tokens
     return ServerAddress(url, options.api_key, options.served_model_name or DEFAULT, context, max_tokens)
 
@@ -123,11 +120,6 @@ def zed(to: ServerAddress) -> ClientSettings:
     provider = {"api_url": f"{to.url}/v1", "available_models": [model]}
     text = json.dumps({"language_models": {"openai_compatible": {NAME: provider}}}, indent=2) + "\n"
     return ClientSettings("zed", {KEY_VARIABLE: to.key or NO_KEY}, ".config/zed/settings.json", text)
-
-
-def _quoted(text: str) -> str:
-    """A string in JSON, which is also a string in TOML and YAML."""
-    return json.dumps(text)
 
 
 CLIENTS: dict[str, Callable[[ServerAddress], ClientSettings]] = {

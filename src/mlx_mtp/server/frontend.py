@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from .api.common import Usage, Writer
 from .engine.encode import BoundedTokenizer, encode
 from .engine.engine import Engine
-from .request import ApiError, Delta, Options, Prompt, Request, Started, Waiting
+from .request import ApiError, Delta, Options, Prompt, Request, Waiting
 
 KEEP_ALIVE = 5.0  # seconds between two reports of the progress of prefill
 POLL = 1.0  # seconds between two checks of the generation thread
@@ -52,7 +52,7 @@ class Frontend:
     def is_healthy(self) -> bool:
         return self.engine.is_alive
 
-    async def generate(self, request: Request) -> AsyncIterator[Started | Waiting | Delta]:
+    async def generate(self, request: Request) -> AsyncIterator[str | Waiting | Delta]:
         """Yield the start and the tokens of a request and, every few seconds before, the progress of its prefill."""
         prompt = await self._encode_request(request)
         if self.options.prompt_cache_dir is not None and prompt.pictured is None:
@@ -62,7 +62,7 @@ class Frontend:
         async for item in self._submit(request):
             yield item
 
-    async def generate_all(self, choices: list[Request]) -> AsyncIterator[tuple[int, Started | Waiting | Delta]]:
+    async def generate_all(self, choices: list[Request]) -> AsyncIterator[tuple[int, str | Waiting | Delta]]:
         """Yield the items of all answers, each with the answer's index; see ``generate``.
 
         The first answer to a prompt prefills it. The others begin after its first token, with the prompt in the prompt cache.
@@ -115,7 +115,7 @@ class Frontend:
         """Encode the prompt of a request. Called in a thread of its own."""
         return encode(tokenizer, request, self.options, self.engine.admission.account)
 
-    async def _submit(self, request: Request) -> AsyncIterator[Started | Waiting | Delta]:
+    async def _submit(self, request: Request) -> AsyncIterator[str | Waiting | Delta]:
         """Queue a request, and yield the items of the generation thread."""
         loop, items = asyncio.get_running_loop(), asyncio.Queue[Any]()
 

@@ -27,12 +27,10 @@ from .app import make_app
 from .client_settings import CLIENTS, connection_to
 from .command_line import check, check_model, make_parser
 from .engine.admission import Admission
-from .engine.clients import Clients, SharedClients
-from .engine.engine import Engine
-from .engine.metrics import Metrics
+from .engine.engine import Clients, Engine, SharedClients
 from .engine.models import ModelProvider, Stores
 from .frontend import Frontend, in_thread
-from .request import NO_LIMIT, Options
+from .request import NO_LIMIT, Metrics, Options
 
 OPEN_FILES = 4096
 LAST_ANSWERS = 5  # seconds to send the last answers when the server stops

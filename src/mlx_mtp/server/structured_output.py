@@ -26,19 +26,8 @@ ANY_TEXT = "/(?s:.*)/"
 NULL = r"/(?i)\s*(null|none)\s*/"
 STRUCTURES = frozenset({"object", "array"})
 STRUCTURE = r"/(?s:\s*[{\[(].*)/"  # the texts that are parsed as structures
-ANNOTATIONS = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"}
-)
-AT_THE_TOP = ANNOTATIONS | {
-    "type",
-    "properties",
-    "required",
-    "additionalProperties",
-    "$ref",
-    "$defs",
-    "definitions",
-    "$schema",
-}
+ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"}
+AT_THE_TOP = {"type", "properties", "required", "additionalProperties", "$ref", "$defs", "definitions", "$schema"}
 _quote = json.dumps  # writes a string in Lark
 
 
@@ -77,15 +66,16 @@ def from_tool_choice(choice: Any, tools: list[Json]) -> StructuredOutput | None:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind in ("auto", "none"):
         return None
-    if kind in ("required", "any"):
-        return _calls_of(None, tools)
-    name = None
-    if kind in ("function", "tool", "custom"):
-        inner = choice.get("function", choice)
+    calls, missing = functions_of(tools), "the request has no tools"
+    if kind not in ("required", "any"):
+        inner = choice.get("function", choice) if kind in ("function", "tool", "custom") else None
         name = inner.get("name") if isinstance(inner, dict) else None
-    if not isinstance(name, str):
-        raise ApiError(400, "tool_choice must be auto, none, required or a tool by its name.", param="tool_choice")
-    return _calls_of(name, tools)
+        if not isinstance(name, str):
+            raise ApiError(400, "tool_choice must be auto, none, required or a tool by its name.", param="tool_choice")
+        calls, missing = [f for f in calls if f["name"] == name], f"there is no tool {name[:50]!r}"
+    if not calls:
+        raise ApiError(400, f"tool_choice requires a call, but {missing}.", param="tool_choice")
+    return StructuredOutput("tool_choice", calls=calls)
 
 
 def from_strict_tools(tools: list[Json]) -> StructuredOutput | None:
@@ -93,16 +83,6 @@ def from_strict_tools(tools: list[Json]) -> StructuredOutput | None:
     functions = functions_of(tools)
     is_strict = any(f.get("strict") is True for f in functions)
     return StructuredOutput("strict", calls=functions, is_required=False) if is_strict else None
-
-
-def _calls_of(name: str | None, tools: list[Json]) -> StructuredOutput:
-    """Calls of the tool of this name; ``None`` means any."""
-    functions = functions_of(tools)
-    calls = functions if name is None else [f for f in functions if f["name"] == name]
-    if not calls:
-        missing = "the request has no tools" if name is None else f"there is no tool {name[:50]!r}"
-        raise ApiError(400, f"tool_choice requires a call, but {missing}.", param="tool_choice")
-    return StructuredOutput("tool_choice", calls=calls)
 
 
 def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reasoning: bool) -> list[Grammar]:
@@ -216,8 +196,9 @@ class CallGrammar:
     def _check_top(self) -> None:
         """Raise a ValueError if the parameters as a whole have a condition other than their names, or a wrong shape."""
         for part in self.schema.parts():
-            others = part.get("additionalProperties")
-            more = sorted(part.keys() - AT_THE_TOP) + ["additionalProperties"] * (others not in (None, False, True, {}))
+            more = sorted(part.keys() - ANNOTATIONS - AT_THE_TOP)
+            if part.get("additionalProperties") not in (None, False, True, {}):
+                more.append("additionalProperties")
             if more:
                 raise ValueError(f"{self.path}.{more[0]} cannot be enforced: leave it out, or strict")
         self._json({"$ref": Schema.ROOT}, frozenset({"object"}), self.path)

@@ -176,8 +176,23 @@ class Item(Part):
     output: "str | list[Item] | None" = None
 
 
+class Tool(Part):
+    """A tool of Anthropic's API and of Responses."""
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: Json | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+    tools: "list[Tool] | None" = None  # the tools of a namespace
+
+
 class Settings(Part):
-    """The fields of ``stream_options``, ``output_config`` and ``reasoning``."""
+    """The fields of ``stream_options``, ``output_config``, ``thinking`` and ``reasoning``."""
+
+    type: Literal["enabled", "adaptive", "disabled"] | None = None
+    budget_tokens: Positive | None = None
 
     include_usage: bool = False
     include_sources: bool = False
@@ -402,10 +417,12 @@ def arguments_of(value: Any) -> Json:
     return value if isinstance(value, dict) else {} if value is None else {"arguments": value}
 
 
-def function_tool(name: str, description: str | None, parameters: Any, strict: bool | None) -> Json:
+def function_tool(tool: Tool, name: str | None, parameters: Json | None) -> Json:
     """A tool in OpenAI's format, which templates expect."""
-    function: Json = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
-    return {"type": "function", "function": function | ({"strict": True} if strict else {})}
+    if name is None:
+        raise ApiError(400, "tools: a tool has no name.", param="tools")
+    function = {"name": name, "description": tool.description or "", "parameters": parameters or {"type": "object"}}
+    return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
 def function_call(id: str, name: str, arguments: Json) -> Json:

@@ -6,7 +6,7 @@ system prompt, is removed: it changes with every request, so no prompt would fin
 """
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -16,7 +16,7 @@ from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import ApiError, Delta, StructuredOutput, Thinking
 from ..structured_output import from_response_format
 from . import common
-from .common import Body, Item, Part, Positive, Settings, Short, Usage, Writer, event
+from .common import Body, Item, Positive, Settings, Short, Tool, Usage, Writer, event
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
@@ -27,6 +27,7 @@ ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+ROLES = ("user", "assistant", *common.SYSTEM)
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -122,24 +123,6 @@ class MessagesWriter(Writer):
         }
 
 
-class Message(Part):
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Item]
-
-
-class Tool(Part):
-    type: str | None = None
-    name: str
-    description: str | None = None
-    input_schema: Json | None = None
-    strict: bool | None = None
-
-
-class ThinkingOptions(Part):
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Positive | None = None
-
-
 class MessagesBody(Body):
     NEEDED: ClassVar = "messages"
     writer: ClassVar = MessagesWriter
@@ -148,10 +131,10 @@ class MessagesBody(Body):
     LIMITS: ClassVar = ("max_tokens",)
     max_tokens: Positive | None = None
     system: str | list[Item] | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Item], Field(min_length=1)]
     tools: list[Tool] | None = None
     tool_choice: Json = Field(default_factory=lambda: {"type": "auto"})
-    thinking: ThinkingOptions | None = None
+    thinking: Settings | None = None
     output_config: Settings = Settings()
     output_format: Any = None
     stop_sequences: Annotated[list[Short], Field(max_length=64)] | None = None
@@ -161,6 +144,8 @@ class MessagesBody(Body):
         asked, effort = self.thinking, self.output_config.effort
         if asked is None:
             return Thinking(self.enable_thinking, effort, self.thinking_budget)
+        if asked.type is None:
+            raise ApiError(400, "thinking.type: Field required.", param="thinking")
         budget = self.thinking_budget if asked.budget_tokens is None else asked.budget_tokens
         return Thinking(asked.type != "disabled", effort, budget)
 
@@ -182,10 +167,15 @@ class MessagesBody(Body):
         system = "\n\n".join(block for block in blocks if block)
         messages = [{"role": "system", "content": system}] if system else []
         for i, message in enumerate(self.messages):
+            if message.role not in ROLES or message.content is None:
+                message_of = f"{message.role} without content" if message.role in ROLES else message.role
+                raise common.unsupported(
+                    message_of, f"messages[{i}]", "messages", f"send content as {', '.join(ROLES)}"
+                )
             messages += _messages(message, f"messages[{i}].content", images)
         ours = [tool for tool in self.tools or [] if tool.type in (None, "custom")]
         tools = ours if self.tool_choice.get("type") != "none" else []
-        return messages, [common.function_tool(t.name, t.description, t.input_schema, t.strict) for t in tools]
+        return messages, [common.function_tool(tool, tool.name, tool.input_schema) for tool in tools]
 
 
 def _texts(content: str | list[Item] | None, where: str, images: list[str] | None = None) -> list[str]:
@@ -211,7 +201,7 @@ def _text(block: Item, where: str, images: list[str] | None = None) -> str:
     raise common.unsupported(kind, where, where.partition("[")[0], fix)
 
 
-def _messages(message: Message, where: str, images: list[str]) -> list[Json]:
+def _messages(message: Item, where: str, images: list[str]) -> list[Json]:
     """A message's blocks as messages of a chat template: each tool result is a message of its own."""
     blocks = _blocks(message.content)
     if message.role == "assistant":

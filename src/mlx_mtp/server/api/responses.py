@@ -21,21 +21,12 @@ from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import ApiError, Delta, Effort, StructuredOutput
 from ..structured_output import from_response_format
 from . import common
-from .common import Body, Item, Part, Positive, Settings, Short, Usage, Writer, event, new_id
+from .common import Body, Item, Positive, Settings, Short, Tool, Usage, Writer, event, new_id
 from .completions import TopLogprobs, logprob_of
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 # The parameters of a custom tool.
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-
-
-class Tool(Part):
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
-    tools: "list[Tool] | None" = None  # the tools of a namespace
 
 
 class ResponsesWriter(Writer):
@@ -214,7 +205,7 @@ class ResponsesBody(Body):
         for tool in self.tools or []:
             space = tool.name if tool.type == "namespace" else None
             for t in (tool.tools or []) if tool.type == "namespace" else [tool]:
-                if t.type in ("function", "custom") and t.name is not None:
+                if t.type in (None, "function", "custom") and t.name is not None:
                     named[_full_name(space, t.name)] = t, space
         return named
 
@@ -229,7 +220,7 @@ class ResponsesBody(Body):
             _add_item(messages, item, f"input[{i}]", images)
         named = self.named_tools if self.tool_choice != "none" else {}
         return messages, [
-            common.function_tool(name, t.description, INPUT if t.type == "custom" else t.parameters, t.strict)
+            common.function_tool(t, name, INPUT if t.type == "custom" else t.parameters)
             for name, (t, _) in named.items()
         ]
 

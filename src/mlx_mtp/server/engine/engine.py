@@ -1,27 +1,44 @@
-"""The generation thread: one loop over the waiting and the running requests."""
+"""The generation thread, one loop over the waiting and the running requests, and its clients.
+
+If several ranks run the model, rank 0 has the clients, and all ranks run the same steps. A step depends on the requests and on
+the tokens generated before. So rank 0 sends the arrived requests and the disconnected clients to the other ranks, and each rank
+runs the whole engine: batch generator, prompt cache, samplers and stop words. Every few turns the ranks exchange some numbers;
+requests and disconnects are broadcast only if rank 0 has any.
+"""
 
 import _thread
 import logging
 import math
+import os
+import sys
 import time
+import zlib
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
-from threading import Thread
+from queue import Empty, Queue
+from threading import Thread, Timer
 from typing import Any
 
 import mlx.core as mx
 
 from ...batch.generator import PromptResponse, Response
-from ...distributed.ranks import LOST, Ranks, is_loss
+from ...distributed.ranks import LOST, Ranks, differing_ranks, is_loss
 from ...memory import is_device_error, is_out_of_memory, size
 from ...text.answer import Pieces
-from ..request import NO_MEMORY, ApiError, Delta, Likely, Request, Started, Waiting
+from ..request import NO_MEMORY, STARTED, ApiError, Delta, Likely, Metrics, Request, Waiting
 from .admission import Admission
-from .clients import Clients, reseed, seed_equally
-from .metrics import Metrics
 
 STOP = 30.0  # seconds for the last step of running requests, and to write the prompt cache
+IDLE = 0.1  # seconds that an idle server waits for a request before it checks for other changes
+EVERY = 4  # turns between two exchanges while tokens are generated: one waits for the pass in flight
+REST_AFTER = 100  # exchanges without a request, about ten seconds, until a rank sleeps between two exchanges
+REST = 0.08  # seconds of that sleep; the exchanges of an idle server are 0.1 s apart
+# The requests that arrived, in order, and the numbers of those whose clients have disconnected.
+Changes = tuple[list[Request], set[int]]
+ALONE = 10.0  # seconds that a failed rank waits for the others to fail as well
 
 
 class Engine:
@@ -31,7 +48,7 @@ class Engine:
     its passes until the process ends.
     """
 
-    def __init__(self, admission: Admission, clients: Clients, metrics: Metrics, ranks: Ranks | None):
+    def __init__(self, admission: Admission, clients: "Clients", metrics: Metrics, ranks: Ranks | None):
         self.admission, self.clients, self.metrics, self.ranks = admission, clients, metrics, ranks
         self.waiting: deque[Request] = deque()  # in order
         self.running: dict[int, Request] = {}  # requests by their uid in the batch generator
@@ -85,9 +102,10 @@ class Engine:
         """Run until the server ends."""
         running = self.running
         while (changes := self.clients.changes([*self.waiting, *running.values()], not running)) is not None:
-            self.waiting += changes.arrived
+            arrived, gone = changes
+            self.waiting += arrived
             try:
-                self._drop(changes.gone)
+                self._drop(gone)
                 while self.waiting and self.admission.fits(self.waiting[0], running.values()):
                     self._begin(self.waiting.popleft())
                 if running:
@@ -145,7 +163,7 @@ class Engine:
                 raise
             logging.exception("A request failed before generation.")
             return
-        request.send(Started())
+        request.send(STARTED)
         self.running[uid] = request
         self.metrics.begin(request.n_prompt, request.n_cached, len(self.running))
         self.admission.make_room()
@@ -271,3 +289,115 @@ def _likely(logprobs: mx.array, token: int, n: int, pieces: Pieces) -> tuple[Lik
     values: Any = logprobs[tokens].tolist()
     likely, *top = map(Likely, pieces.of(tokens.tolist()), values)  # type: ignore[arg-type]
     return likely, sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)
+
+
+# Clients
+
+
+class Clients:
+    """The clients of a server in one process."""
+
+    def __init__(self) -> None:
+        self.arriving: Queue[Request] = Queue()
+        self.open: set[Request] = set()  # requests whose clients wait for an answer
+        self.is_stopping = False
+
+    # Any thread
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose client waits for the answer."""
+        self.open.add(request)
+        self.arriving.put(request)
+
+    def leave(self, request: Request) -> None:
+        """Call when a client has its answer or has disconnected."""
+        self.open.discard(request)
+
+    def fail_all(self, error: ApiError) -> None:
+        """End all open answers with an error, in any thread."""
+        for request in self.open.copy():
+            request.send(error)
+
+    # The generation thread
+
+    def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
+        """The changes since the last step; ``None`` when the server stops.
+
+        Args:
+            known (Iterable[Request]): The waiting and the running requests.
+            is_idle (bool): Whether no request runs. Then it waits briefly for one to arrive.
+        """
+        return None if self.is_stopping else self.look(known, wait=is_idle)
+
+    def look(self, known: Iterable[Request], wait: bool) -> Changes:
+        """The changes among the clients of this process."""
+        arrived: list[Request] = []
+        with suppress(Empty):
+            arrived.append(self.arriving.get(block=wait, timeout=IDLE))
+            while True:
+                arrived.append(self.arriving.get_nowait())
+        return arrived, {request.number for request in (*known, *arrived) if request.is_gone}
+
+    def after_step(self, prefilled: list[PromptResponse], generated: list[Response]) -> None:
+        """Call after each step of the batch generator, with its responses."""
+
+
+class SharedClients(Clients):
+    """The clients of rank 0, shared with every rank."""
+
+    def __init__(self, ranks: Ranks):
+        super().__init__()
+        self.ranks = ranks
+        self.n_turns = 0  # since the last exchange
+        self.n_idle = 0  # exchanges since the last request
+        self.checksum = 0  # a checksum of the generated tokens
+
+    def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
+        self.n_turns += 1
+        if not is_idle and self.n_turns < EVERY:
+            return [], set()
+        self.n_turns, self.n_idle = 0, self.n_idle + 1 if is_idle else 0
+        mine: Changes = [], set()
+        if self.ranks.rank == 0:
+            mine = self.look(known, wait=is_idle)
+        elif self.n_idle > REST_AFTER:
+            time.sleep(REST)  # MLX's ring waits in a busy loop
+        numbers = mx.array([[any(mine), self.is_stopping, self.checksum]], mx.uint32)
+        sent: Any = mx.distributed.all_gather(numbers, group=self.ranks.group).tolist()  # [R, 3]
+        has_changes, stop, checksum = zip(*sent)
+        if others := differing_ranks(checksum):
+            raise RuntimeError(f"{others} have generated other tokens than rank 0.")
+        if any(stop):
+            return None
+        shared = self.ranks.broadcast(mine) if has_changes[0] else mine
+        return mine if self.ranks.rank == 0 else shared
+
+    def after_step(self, prefilled: list[PromptResponse], generated: list[Response]) -> None:
+        if prefilled:
+            self.n_turns = EVERY  # prefilling took long
+        for uid, token in [(r.uid, "prefilled") for r in prefilled] + [(r.uid, r.token) for r in generated]:
+            self.checksum = zlib.crc32(f"{uid} {token} ".encode(), self.checksum)
+
+
+def seed_equally(ranks: Ranks | None) -> None:
+    """Seed all ranks with rank 0's random seed. A server in one process keeps MLX's random state."""
+    if ranks is not None:
+        mx.random.seed(ranks.broadcast(time.time_ns()))
+
+
+def reseed(ranks: Ranks | None) -> None:
+    """Seed MLX again after a failure. A rank ends its process if the others have not failed."""
+    if ranks is None:
+        mx.random.seed(time.time_ns())
+        return
+    alone = Timer(ALONE, _end_alone, [ranks])
+    alone.daemon = True
+    alone.start()
+    seed_equally(ranks)
+    alone.cancel()
+
+
+def _end_alone(ranks: Ranks) -> None:
+    error = f"Rank {ranks.rank} has failed, but the other ranks have not."
+    print(f"mlx_mtp server: error: {error}", file=sys.__stderr__, flush=True)
+    os._exit(1)

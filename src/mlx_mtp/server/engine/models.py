@@ -4,6 +4,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,15 @@ class ModelProvider:
         self.key = self.model = self.tokenizer = None
 
 
-# Metrics: name and help.
-HELD = "mlx_mtp_prompt_cache_bytes", "Memory used by the prompt cache."
-WRITTEN = "mlx_mtp_prompt_cache_written_bytes", "Bytes of the prompt cache written to disk."
-READ = "mlx_mtp_prompt_cache_read_bytes", "Bytes of the prompt cache read from disk."
+@contextmanager
+def _harmless(instead: str) -> Iterator[None]:
+    """A context whose errors are logged, except for the GPU's."""
+    try:
+        yield
+    except Exception as e:
+        if is_device_error(e):
+            raise
+        logging.exception(f"The prompt cache failed: {instead}.")
 
 
 class Stores:
@@ -143,13 +149,9 @@ class Stores:
 
     def load(self, key: ModelKey, tokens: list[int]) -> None:
         """Read a prompt's caches from disk, in any thread, before ``fetch`` needs them."""
-        store = self.stores.get(key)
-        if store is None or store.disk is None:
-            return
-        try:
-            store.load(tokens[:-1], self.options.kv)
-        except Exception:  # such as a change of the loaded model
-            logging.debug("Reading ahead from the prompt cache on disk failed.", exc_info=True)
+        if (store := self.stores.get(key)) is not None and store.disk is not None:
+            with suppress(Exception):  # such as a change of the loaded model
+                store.load(tokens[:-1], self.options.kv)
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
         """The prompt cache to resume from, if any, and its number of tokens. Also sets the prompt's cuts after these tokens."""
@@ -168,27 +170,19 @@ class Stores:
 
     def _fetch(self, prompt: Prompt, most: int) -> tuple[list[Any] | None, int, int]:
         """A prompt cache of at most ``most`` tokens, their number, and the number of tokens shared with another prompt."""
-        try:
+        with _harmless("the whole prompt is prefilled"):
             key = prompt.key_of(prompt.tokens)
             # ``load`` has read the files, except for images, and on several machines.
             timeout = 0.0 if self.ranks is None and prompt.pictured is None else READ_TIMEOUT
             cache, n, prompt.handle = self.store.fetch(key[:most], self.options.kv, timeout)
             return cache, n, self.store.n_common(key)
-        except Exception as e:
-            if is_device_error(e):
-                raise
-            logging.exception("The prompt cache failed: the whole prompt is prefilled.")
-            return None, 0, 0
+        return None, 0, 0
 
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any]) -> None:
         """Keep the prompt cache of these tokens: the prefilled part of the prompt, and its answer."""
-        try:
+        with _harmless("a text is not cached"):
             key = prompt.key_of(tokens)
             prompt.handle = self.store.insert(key, prompt_cache, self.options.kv, prompt.handle)
-        except Exception as e:
-            if is_device_error(e):
-                raise
-            logging.exception("The prompt cache failed: a text is not cached.")
 
     def trim_to(self, n_bytes: int) -> None:
         """Evict snapshots until at most this many bytes are left, those of other models first."""
@@ -201,9 +195,11 @@ class Stores:
 
     def collect(self) -> Iterator[Metric]:
         disks = [store.disk for store in self.stores.copy().values() if store.disk is not None]
-        yield GaugeMetricFamily(*HELD, self.nbytes)
-        yield CounterMetricFamily(*WRITTEN, sum(disk.bytes_written for disk in disks))
-        yield CounterMetricFamily(*READ, sum(disk.bytes_read for disk in disks))
+        name, cache = "mlx_mtp_prompt_cache", "the prompt cache"
+        written, read = sum(disk.bytes_written for disk in disks), sum(disk.bytes_read for disk in disks)
+        yield GaugeMetricFamily(f"{name}_bytes", f"Memory used by {cache}.", self.nbytes)
+        yield CounterMetricFamily(f"{name}_written_bytes", f"Bytes of {cache} written to disk.", written)
+        yield CounterMetricFamily(f"{name}_read_bytes", f"Bytes of {cache} read from disk.", read)
 
     def close(self) -> None:
         """Write pending snapshots to disk, for at most ``FLUSH`` seconds."""
