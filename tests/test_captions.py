@@ -8,11 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_mtp import BatchGenerator, PromptStore, load, make_sampler, stream_generate
+from mlx_mtp import BatchGenerator, PromptStore, load, stream_generate
 from mlx_mtp.images.prompt import read_images
 from mlx_mtp.images.vision import PLACEHOLDER, Vision
 from tests.support.batches import run
-from tests.support.decoding import mtp
 from tests.support.engine import Engine
 from tests.support.models import DATA, load_reference
 from tests.support.profiles import LONG
@@ -103,14 +102,3 @@ def test_captions_are_the_same_however_they_are_decoded(folder, usual):
         for _ in range(2):
             answers = engine.ask_all(chats, max_tokens=N, temperature=0)
             assert [decoded(tokenizer, a.tokens) for a in answers] == want
-
-
-def test_sampled_captions_keep_to_their_seed(usual):
-    """Seeds give the same text with drafts as token by token."""
-    model, tokenizer = usual
-    prompt = read_images(model.vision, tokenizer.encode(PROMPT), [FOLDER / ONE[0]["file"]])
-    given = {"input_embeddings": prompt.embed(model), "images": prompt.images, "max_tokens": N}
-    samplers = [make_sampler(1.5, seed=seed, acceptance="coupled") for seed in range(2)]
-    texts = [[mtp(prompt.tokens, model, sampler=s, num_draft_tokens=k, **given) for s in samplers] for k in (0, 3)]
-    assert texts[0] == texts[1]
-    assert texts[0][0] != texts[0][1]

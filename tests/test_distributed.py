@@ -211,17 +211,7 @@ def test_rank_0_chats():
 @pytest.mark.parametrize("flags", [(), ("--pipeline",)])
 def test_the_benchmark_and_the_check_run_on_ranks(tmp_path, flags):
     figures = tmp_path / "figures.json"
-    benchmark = (
-        sys.executable,
-        "-m",
-        "mlx_mtp.benchmark",
-        "--max-tokens",
-        "8",
-        "--repeat",
-        "1",
-        "--json",
-        str(figures),
-    )
+    benchmark = [sys.executable, "-m", *f"mlx_mtp.benchmark --max-tokens 8 --repeat 1 --json {figures}".split()]
     done = run(2, *benchmark, *flags, timeout=300)
     assert done.stdout.count("A sum over all ranks") == 1, done.stderr
     parts = json.loads(figures.read_text())["parts"]
