@@ -303,6 +303,7 @@ def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
     defaults = re.findall(r"\n  (--[a-z-]+)(?:(?!\n  --).)*?\(default: ([^),]+)", text, re.DOTALL)
     assert len(defaults) > 10
     own = {"--num-draft-tokens", "--allowed-origins", "--max-tokens"}  # --mtp's, of fewer pages, the context
+    own |= {"--temp", "--top-p", "--top-k", "--min-p"}  # the model's
     theirs = [(flag, default) for flag, default in defaults if flag not in own]
     assert [(flag, str(actions[flag].default)) for flag, _ in theirs] == theirs
 

@@ -28,7 +28,7 @@ from ..files import make_folder
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..prompt_store import PromptStore
 from ..sampling.sampler import AcceptanceName, make_sampler
-from .parser import Given, byte_size, flag_of, number_or
+from .parser import byte_size, flag_of, number_or
 
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
 # The sampling flags, and their names in generation_config.json and in requests.
@@ -158,7 +158,7 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add the flags with defaults from the model; ``given_sampling`` returns the values on the command line."""
+    """Add the flags with defaults from the model, see ``set_sampling``; the default here is ``None``."""
     for flag, kind, text in (
         ("temp", float, "temperature; 0 chooses the most likely token"),
         ("top_p", float, "top-p"),
@@ -167,8 +167,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     ):
         default = getattr(Sampling, SAMPLING[flag])
         text = f"Sampling {text} (default: from the model's generation_config.json, or {default})."
-        parser.add_argument(flag_of(flag), type=kind, default=default, action=Given, help=text)
-        parser.set_defaults(**{f"has_{flag}": False})
+        parser.add_argument(flag_of(flag), type=kind, help=text)
 
 
 # Their conversion
@@ -195,7 +194,7 @@ def text_options(args: argparse.Namespace) -> TextOptions:
 
 def given_sampling(args: argparse.Namespace) -> dict[str, float]:
     """The sampling parameters on the command line, by the names of ``Sampling``."""
-    return {field: getattr(args, flag) for flag, field in SAMPLING.items() if getattr(args, f"has_{flag}")}
+    return {field: getattr(args, flag) for flag, field in SAMPLING.items() if getattr(args, flag) is not None}
 
 
 def set_sampling(args: argparse.Namespace, ranks: Ranks | None) -> Sampling:
@@ -220,7 +219,7 @@ def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextManager[PromptStore | None]:

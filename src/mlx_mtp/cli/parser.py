@@ -77,16 +77,6 @@ SAME_USE = {
 CONTEXT = ("--ctx", "--ctx-size", "--n-ctx", "--num-ctx", "--context-size", "--context-length", "--max-model-len")
 
 
-class Given(argparse.Action):
-    """Stores a flag's value, and ``has_NAME``: whether the command line has the flag."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        setattr(namespace, f"has_{self.dest}", True)
-
-
 def extend(parser: argparse.ArgumentParser, program: str, description: str) -> argparse.ArgumentParser:
     """Make a parser with mlx-lm's flags. A flag that is added replaces mlx-lm's flag of the same name."""
     options: dict[str, Any] = {"conflict_handler": "resolve", "add_help": False}  # the parent has -h

@@ -301,48 +301,31 @@ def stored_steps(
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
     key = tokens[:] if pictured is None else pictured.key[:]
     kv = KVOptions(**{name: options[name] for name in KV_NAMES if name in options})
-    cache, n_stored, handle = store.fetch(key[:-1], kv)
-    cuts = cuts_of(tokenizer, tokens, store.n_common(key))
-    embeddings = None if pictured is None else pictured.embed(model, n_stored)
-
-    def part(begin: int, end: int) -> tuple[mx.array, dict[str, Any]]:
-        """A part of the prompt, as arguments of the functions that prefill it."""
-        if pictured is None or embeddings is None:
-            return prompt[begin:end], {}
-        own = embeddings[begin - n_stored : end - n_stored]
-        return prompt[begin:end], {"input_embeddings": own, "images": pictured.images}
-
-    n = n_stored
+    cache, n, handle = store.fetch(key[:-1], kv)
+    n_stored, embeddings = n, None if pictured is None else pictured.embed(model, n)
     progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)
     # Of a part, as of the whole.
     options["prompt_progress_callback"] = lambda n_read, _: progress(n + n_read, len(tokens))
-    for cut in (cut for cut in cuts if cut > n_stored):
-        _prefill_part(*part(n, cut), model, stream, cache, options)
-        n = cut
-        with mx.stream(stream):
+
+    def part(end: int) -> dict[str, Any]:
+        """The next part of the prompt, as arguments of the functions that prefill it."""
+        given = {"prompt": prompt[n:end], "model": model, "stream": stream, "prompt_cache": cache}
+        if pictured is not None and embeddings is not None:
+            given |= {"input_embeddings": embeddings[n - n_stored : end - n_stored], "images": pictured.images}
+        return given
+
+    names = ("prefill_step_size", "prompt_progress_callback", *KV_NAMES)
+    shared: dict[str, Any] = {name: options[name] for name in names if name in options}
+    for cut in cuts_of(tokenizer, tokens, store.n_common(key)):
+        if cut > n:
+            prefill(**part(cut), num_draft_tokens=0, copy_drafts="auto", **shared)  # its text is kept for copies
+            n = cut
             handle = store.insert(key[:n], cache, kv, handle)
-    rest, given = part(n, len(tokens))
-    is_sound = True
     try:
-        steps = mtp_generate_step(rest, model, stream, prompt_cache=cache, all_tokens=tokens[:n], **options, **given)
-        with closing(steps):
+        with closing(mtp_generate_step(**part(len(tokens)), all_tokens=tokens[:n], **options)) as steps:
             for step in steps:
                 key.append(step[0])
                 yield step
-    except RuntimeError:  # of the device: the last steps may have computed nothing
-        is_sound = False
-        raise
     finally:
         n_read = PromptCache(cache, len(model.layers)).n_tokens  # fewer after Ctrl-C before the first token
-        if is_sound:
-            with mx.stream(stream):
-                store.insert(key[:n_read], cache, kv, handle)
-
-
-def _prefill_part(
-    tokens: mx.array, given: dict[str, Any], model: Any, stream: Any, cache: list[Any], options: dict[str, Any]
-) -> None:
-    """Prefill a part of a prompt without drafts. Its text is kept for copies."""
-    names = ("prefill_step_size", "prompt_progress_callback", *KV_NAMES)
-    shared = {name: options[name] for name in names if name in options}
-    prefill(tokens, model, stream=stream, prompt_cache=cache, num_draft_tokens=0, copy_drafts="auto", **shared, **given)
+        store.insert(key[:n_read], cache, kv, handle)
