@@ -7,7 +7,7 @@ from mlx_lm.models import base, cache
 from mlx_mtp import BatchGenerator, make_prompt_cache
 from mlx_mtp.caches.recurrent import rollback
 from mlx_mtp.layers import passes
-from mlx_mtp.layers.attention import attend, group_size
+from mlx_mtp.layers.layer import attend, group_size
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, WINDOW, assert_cache_of, filled, mtp, plain
 from tests.support.models import FAMILIES, GROUPED, deep_model
@@ -45,7 +45,7 @@ def calls(monkeypatch):
         calls.append((queries.shape[2], (keys[0] if isinstance(keys, tuple | list) else keys).shape[2]))
         return original(queries, keys, *args, **kwargs)
 
-    for module in ("mlx_mtp.layers.attention", "mlx_mtp.layers.mtp", "mlx_lm.models.qwen3_next"):
+    for module in ("mlx_mtp.layers.layer", "mlx_mtp.layers.mtp", "mlx_lm.models.qwen3_next"):
         monkeypatch.setattr(f"{module}.scaled_dot_product_attention", attention)
     return calls
 

@@ -14,6 +14,7 @@ from mlx_mtp.prompt_store import tree
 from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.store import EVERY, LAST, LINE, choose_cuts, message_ends
 from mlx_mtp.prompt_store.tree import _n_common, score
+from tests.support.prompt_store import n_snapshots
 
 SYSTEM, CALL, RESULT = 6000, 150, 700  # tokens of messages
 GB = 10**9
@@ -230,9 +231,9 @@ def test_what_is_held_grows_with_the_tokens(size, monkeypatch):
     store = sessions.store
     for messages in tool_loop(sessions, 60, sessions.message(33_000)):
         n = sum(map(len, messages[:-1]))
-        assert store.nbytes == n * token + store.n_snapshots * snapshot
+        assert store.nbytes == n * token + n_snapshots(store) * snapshot
     assert 80_000 < n < 90_000
-    assert store.n_snapshots <= 2 * 60 + 9 + LAST
+    assert n_snapshots(store) <= 2 * 60 + 9 + LAST
     store.trim_to(12 * GB)
     assert store.nbytes <= 12 * GB
     assert store.fetch(sessions.seen[-1])[1] == n  # the end of the session is kept

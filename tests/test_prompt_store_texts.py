@@ -15,7 +15,7 @@ from mlx_mtp.prompt_store import store as store_module
 from mlx_mtp.prompt_store.store import OPENING, choose_cuts
 from tests.support.decoding import plain, text_of
 from tests.support.models import PACK, TRAINED, arrays_equal
-from tests.support.prompt_store import TEXT, model_of
+from tests.support.prompt_store import TEXT, model_of, n_snapshots
 
 CUTS = (5, 11)
 KINDS = {
@@ -105,7 +105,7 @@ def test_prompts_are_cut_where_messages_end(trained):
     for end in ends[1:]:  # the first is short
         assert store.fetch([*tokens[:end], 1])[1] == end
     assert choose_cuts(ends, len(tokens)) == ends[1:]
-    assert store.n_snapshots == len(ends)
+    assert n_snapshots(store) == len(ends)
 
 
 def test_what_is_stopped_is_kept(trained, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import mlx_mtp
 from mlx_mtp.checkpoint import load, self_test
 from mlx_mtp.checkpoint.self_test import COMPARED, compiled_differences, report_differences
-from mlx_mtp.layers import attention
+from mlx_mtp.layers import layer
 from mlx_mtp.layers.compiled import Compiler
 from tests.support.checkpoints import DATA
 from tests.support.decoding import PROMPT
@@ -63,8 +63,8 @@ def test_what_is_wrong_is_off_and_told(cache_folder, monkeypatch, caplog, what):
     if what == "compiled":
         monkeypatch.setattr(Compiler, "run", times(lambda self, f, module, *x, **n: f(module, *x, **n), factor))
     elif what == "grouped":
-        original = attention.mx.concatenate
-        monkeypatch.setattr(attention.mx, "concatenate", lambda a, axis=0: original(a, axis) * (3 if axis == 2 else 1))
+        original = layer.mx.concatenate
+        monkeypatch.setattr(layer.mx, "concatenate", lambda a, axis=0: original(a, axis) * (3 if axis == 2 else 1))
     else:
         monkeypatch.setattr(self_test, "rollback", lambda caches, offset, n: None)
     caplog.set_level(logging.WARNING)

@@ -21,7 +21,7 @@ from mlx_mtp.server.engine.models import Stores
 from mlx_mtp.server.request import ApiError, Prompt
 from tests.support.engine import Engine
 from tests.support.models import tiny_model
-from tests.support.prompt_store import TEXT, read
+from tests.support.prompt_store import TEXT, n_snapshots, read
 from tests.support.tool_texts import MARKS, make_model, render
 
 KEY = ("a model", None, None)
@@ -263,4 +263,4 @@ def test_number_of_snapshots():
     stores = stores_with(tiny_model("qwen3_5"), "--prompt-cache-size", "1")
     for n in (4, 8):
         stores.insert(Prompt([*TEXT]), TEXT[:n], read(stores.store.model, TEXT[:n]))
-    assert stores.store.n_snapshots == 1
+    assert n_snapshots(stores.store) == 1

@@ -10,6 +10,7 @@ from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.caches.single import KVOptions
 from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.prompt_store.tree import in_memory
 
 from .models import arrays_equal, deep_model
 
@@ -59,3 +60,8 @@ def assert_same_next(model, a, b, kv=None, tokens=(7, 3)):
     for part in (tokens[:1], tokens):
         logits = [model(mx.array([part]), cache=c[: len(model.layers)]) for c in (a, b)]
         assert arrays_equal(*([x] for x in logits))
+
+
+def n_snapshots(store) -> int:
+    """In memory."""
+    return sum(map(in_memory, store._forest.nodes()))

@@ -24,10 +24,10 @@ from ..checkpoint.settings import cheapen_drafts
 from ..cli.display import prepare, table
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import prefill
-from ..layers.attention import group_size, on_metal
 from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
-from ..layers.passes import MOST_TOKENS
+from ..layers.layer import group_size
+from ..layers.passes import MOST_TOKENS, on_metal
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from .measure import NO_COPIES, PLAIN, Generation, check_sizes, generate, in_turn, speed, sum_counts
 

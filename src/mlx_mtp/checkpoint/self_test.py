@@ -20,8 +20,8 @@ from platformdirs import user_cache_path
 from .._version import __version__
 from ..caches.prompt_cache import has_head
 from ..caches.recurrent import rollback
-from ..layers.attention import FEW, group_size
 from ..layers.compiled import Compiler
+from ..layers.layer import FEW, group_size
 from ..layers.mtp import run_head
 from ..layers.passes import MOST_TOKENS
 from .originals import read_own, update_own

@@ -76,8 +76,8 @@ def _open(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str
     name = name or "The image"
     if not isinstance(source, bytes | image_module.Image):
         raise ValueError(f"{name} must be a file, bytes or an image of Pillow, not {type(source).__name__}.")
-    if isinstance(source, bytes) and len(source) > MAX_BYTES:
-        raise ValueError(f"{name} has {len(source):,} bytes, more than {MAX_BYTES:,}: make it smaller.")
+    if isinstance(source, bytes):
+        _check_bytes(len(source), name)
     try:
         image = image_module.open(BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
     except image_module.UnidentifiedImageError as e:
@@ -102,9 +102,13 @@ def _read(file: Path, name: str) -> bytes:
         raise FileNotFoundError(f"There is no image {name}.")
     if not file.is_file():
         raise ValueError(f"{name} is not a file.")
-    if (n := file.stat().st_size) > MAX_BYTES:
-        raise ValueError(f"{name} has {n:,} bytes, more than {MAX_BYTES:,}: make it smaller.")
+    _check_bytes(file.stat().st_size, name)
     return file.read_bytes()
+
+
+def _check_bytes(n: int, name: str) -> None:
+    if n > MAX_BYTES:
+        raise ValueError(f"{name} has {n:,} bytes, more than {MAX_BYTES:,}: make it smaller.")
 
 
 def _unreadable(name: str, error: Exception) -> ValueError:
@@ -152,8 +156,7 @@ def decode_url(url: str, name: str = "The image") -> bytes:
         raise ValueError(f"{name} is not a data URL (data:image/png;base64,...): it begins with {url[:20]!r}.")
     if not head.endswith(";base64"):
         raise ValueError(f"{name} is a data URL without ;base64, and only base64 is read.")
-    if len(data) > MAX_BYTES // 3 * 4:
-        raise ValueError(f"{name} has more than {MAX_BYTES:,} bytes: make it smaller.")
+    _check_bytes(len(data) // 4 * 3, name)
     try:
         return base64.b64decode("".join(data.split()), validate=True)
     except (binascii.Error, ValueError) as e:  # the latter where it is not ASCII

@@ -31,10 +31,6 @@ IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
 PIXEL_BYTES = 4  # of Pillow's images
 SIZES = ("patch_size", "temporal_patch_size", "merge_size")
-SETTINGS = (
-    *SIZES, "size", "min_pixels", "max_pixels", "image_mean", "image_std", "rescale_factor", "resample",
-    "do_resize", "do_rescale", "do_normalize",
-)  # fmt: skip
 PUBLISHED: dict[str, Any] = {
     "patch_size": 16,
     "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
@@ -57,8 +53,8 @@ class Processor:
     def __init__(self, settings: Mapping[str, Any]):
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-        given = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
-        self._smart_resize, self._theirs = smart_resize, Qwen2VLImageProcessorPil(**PUBLISHED | given)
+        given = {key: value for key, value in settings.items() if value is not None}
+        self._smart_resize, self._theirs = smart_resize, Qwen2VLImageProcessorPil.from_dict(PUBLISHED | given)
         self.patch_size, self.merge_size = self._theirs.patch_size, self._theirs.merge_size
         self.temporal_patch_size = self._theirs.temporal_patch_size
         try:

@@ -54,7 +54,7 @@ class DraftConfig:
     Args:
         lm_head (DraftLMHead, optional): The output layer of the drafts. Default: ``None``, the model's own.
         tuned (Settings, optional): The settings of ``--tune``. Default: ``None``, not tuned.
-        attention_rows (int, optional): The most tokens of a verify pass that attention takes at a time, see ``attention.py``;
+        attention_rows (int, optional): The most tokens of a verify pass that attention takes at a time, see ``group_size``;
           0 for all. Default: ``None``, on Metal as many as its fused attention takes, elsewhere all.
         compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
         pieces (int, optional): As in ``Pass``.

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..caches.positions import plain_position
-from .attention import on_metal
 from .compiled import Compiler
 from .drafting import DraftConfig
 
@@ -20,7 +19,7 @@ class Pass:
     """
     Args:
         compiler (Compiler, optional): Compiles the layers. Default: ``None``, they run as in mlx-lm.
-        attention_rows (int, optional): The most queries of an attention call, see ``attention.py``: 0 for all, ``None`` for as
+        attention_rows (int, optional): The most queries of an attention call, see ``group_size``: 0 for all, ``None`` for as
           many as Metal's fused attention takes.
         pieces (int, optional): The number of attention layers after which the graph built so far is submitted to the device,
           while the host builds the rest. Default: ``None``, the whole graph at once.
@@ -57,6 +56,10 @@ class Pass:
         self.n_attended += 1
         if self.pieces is not None and self.n_attended % self.pieces == 0:
             mx.async_eval(x)
+
+
+def on_metal() -> bool:
+    return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
 
 
 def pass_over(T: int, drafting: DraftConfig, n_confirmed: int, compiler: Compiler | None) -> Pass:

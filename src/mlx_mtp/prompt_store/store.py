@@ -189,12 +189,6 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         """In memory."""
         return self._forest.nbytes
 
-    @property
-    def n_snapshots(self) -> int:
-        """In memory."""
-        with self._lock:
-            return sum(map(in_memory, self._forest.nodes()))
-
     def _prepare(self, kv: KVOptions | None) -> None:
         """Start again if the model's weights have changed, and add the files of these formats to the forest, once."""
         if (fingerprint := self.model.fingerprint()) != self._fingerprint:
