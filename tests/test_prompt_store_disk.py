@@ -392,7 +392,7 @@ for i in range(10_000):
 def test_a_killed_process_leaves_whole_files_and_no_owner(tmp_path, caplog):
     """What comes back is what the same cuts make, and the next process owns the folder."""
     caplog.set_level(logging.WARNING)
-    for i in range(3):
+    for i in range(2):
         with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE) as process:
             for _ in range(4 + i):
                 process.stdout.readline()

@@ -18,7 +18,7 @@ GOOD = {"prompt": "import os\n", "max_tokens": 4}
 OPTIONS = dict(
     max_tokens=4, temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, logit_bias={"5": 1.0}, logprobs=True,
     top_logprobs=2, seed=-3, stop=["\n\n"], stream=True, stream_options={"include_usage": True}, num_draft_tokens=2,
-    xtc_probability=0.1, xtc_threshold=0.1, model="default_model",
+    xtc_probability=0.5, xtc_threshold=0.1, model="default_model",
 )  # fmt: skip
 TEXT_OPTIONS = {**{name: value for name, value in OPTIONS.items() if name != "top_logprobs"}, "logprobs": 2}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
