@@ -7,19 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.pacing.batch_depth import BatchDepth, BatchTimes, joint
-from mlx_mtp.pacing.depth import Depth, expected_tokens
-from mlx_mtp.pacing.step_times import Plan
+from mlx_mtp.pacing.depth import Depth, expected_tokens, joint_tokens
+from mlx_mtp.pacing.step_times import Plan, StepTimes, Timing
 from tests.support.batches import run
 from tests.support.models import tiny_model
 from tests.support.scripted import scripted
 
 
 @given(sequences=st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=1, max_size=8))
-def test_joint_acceptance_takes_the_mean_seconds_per_token_of_the_sequences(sequences):
+def test_joint_tokens_have_the_mean_seconds_per_token_of_the_sequences(sequences):
     means = [sum(1 / n for n in tokens) / len(sequences) for tokens in zip(*map(expected_tokens, sequences))]
-    assert [1 / n for n in expected_tokens(joint(sequences))] == pytest.approx(means)
-    assert all(-1e-9 <= a <= 1 + 1e-9 for a in joint(sequences))
+    assert [1 / n for n in joint_tokens([{"head": rates} for rates in sequences], 4)] == pytest.approx(means)
 
 
 def linear(B, k):
@@ -27,28 +25,39 @@ def linear(B, k):
     return 1 + 0.1 * (B - 1) + 0.1 * B * k
 
 
-def simulate(sequences, n_steps, seconds=linear, depth=None):
+class Depths:
+    """As the planner: a depth for each number of sequences."""
+
+    def __init__(self, timing=None):
+        self.timing, self.by_size = timing or Timing(StepTimes(8)), {}
+
+    def of(self, B):
+        return self.by_size.setdefault(B, Depth(8, times=self.timing.of(B), n_sequences=B))
+
+
+def simulate(sequences, n_steps, seconds=linear, depths=None):
     """The depths of steps with these sequences, where a step of B sequences with k drafts takes ``seconds(B, k)``."""
-    asked, B, coins, depth = [], len(sequences), random.Random(0), depth or BatchDepth(BatchTimes())
+    asked, B, coins = [], len(sequences), random.Random(0)
+    depth = (depths or Depths()).of(B)
     for _ in range(n_steps):
-        asked.append(k := depth.next(B, [[rate] * 8 for rate in sequences]))
+        asked.append(k := depth.next([{"head": [rate] * 8} for rate in sequences]).k)
         accepted = []
         for rate in sequences:
             coin = [coins.random() < rate for _ in range(k)]
             accepted.append(coin.index(False) if False in coin else k)
-        depth.of(B).observe(Plan(k), sum(accepted) / B, seconds(B, k))
+        depth.observe(Plan(k), sum(accepted) / B, seconds(B, k))
     return asked
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("B", [1, 2, 4, 8])
 def test_takes_the_depth_with_the_most_tokens_per_second(B, rate):
-    depth = BatchDepth(BatchTimes())
-    asked = simulate([rate] * B, 200, depth=depth)[60:]
+    depths = Depths()
+    asked = simulate([rate] * B, 200, depths=depths)[60:]
     tokens = [sum(rate**i for i in range(k + 1)) for k in range(9)]
     gained = sum(tokens[k] for k in asked) / sum(linear(B, k) for k in asked)
     # A smaller gain is left to plain decoding.
-    assert gained > min(0.93, 1 - depth.of(B).MARGIN) * max(n / linear(B, k) for k, n in enumerate(tokens))
+    assert gained > min(0.93, 1 - depths.of(B).margin) * max(n / linear(B, k) for k, n in enumerate(tokens))
 
 
 def test_rows_of_different_texts_share_a_depth():
@@ -61,11 +70,11 @@ def test_rows_of_different_texts_share_a_depth():
 
 
 def test_times_of_a_new_size_are_guessed_from_the_line_through_the_two_nearest():
-    times = BatchTimes()
+    timing = Timing(StepTimes(8))
     for B in (2, 4):
-        simulate([0.9] * B, 100, depth=BatchDepth(times))
+        simulate([0.9] * B, 100, depths=Depths(timing))
     for B in (3, 5):
-        guess = times.of(B).by_depth()
+        guess = timing.of(B).by_depth()
         assert len(guess) > 2
         assert guess == pytest.approx({k: linear(B, k) for k in guess})
 
@@ -73,21 +82,21 @@ def test_times_of_a_new_size_are_guessed_from_the_line_through_the_two_nearest()
 @pytest.mark.parametrize("slower", [1, 3])
 def test_a_new_size_is_measured_first_and_begins_with_what_is_known(slower):
     """Also where its steps take another time, as long as drafts cost about as much of it."""
-    depth = BatchDepth(BatchTimes())
-    simulate([0.9] * 2, 100, depth=depth)
-    asked = simulate([0.9] * 3, 10, lambda B, k: slower * linear(B, k), depth)
+    depths = Depths()
+    simulate([0.9] * 2, 100, depths=depths)
+    asked = simulate([0.9] * 3, 10, lambda B, k: slower * linear(B, k), depths)
     assert asked[:6] == [*Depth.FIRST_DEPTHS]
     assert 0 not in asked[6:]
     # And comes back to a size as it left it.
-    assert depth.next(2, [[0.9] * 8] * 2) > 0
+    assert simulate([0.9] * 2, 1, depths=depths) != [0]
 
 
 @pytest.mark.parametrize("pause", range(8))
 def test_a_pause_in_a_new_size_does_not_make_it_draft(pause):
     """Drafts pay in the batch of two and cost in that of sixteen, where a step at the beginning takes five times as long."""
-    depth, steps = BatchDepth(BatchTimes()), iter(range(1000))
-    simulate([0.9] * 2, 100, lambda B, k: 1 + 0.1 * k, depth)
-    asked = simulate([0.9] * 16, 100, lambda B, k: (1 + k) * (5 if next(steps) == pause else 1), depth)
+    depths, steps = Depths(), iter(range(1000))
+    simulate([0.9] * 2, 100, lambda B, k: 1 + 0.1 * k, depths)
+    asked = simulate([0.9] * 16, 100, lambda B, k: (1 + k) * (5 if next(steps) == pause else 1), depths)
     assert asked[30:].count(0) > 50
 
 
@@ -95,9 +104,9 @@ def test_times_are_kept_from_one_batch_to_the_next(equal_steps):
     model, kept = tiny_model("qwen3_5"), []
     for _ in range(2):
         run(scripted(model, [[1, 2], [3]], [80, 80], lambda uid, i: True, "auto")[0])
-        kept.append(dict(model.drafting.timing.of_batches.by_size))
+        kept.append(dict(model.drafting.timing.by_size))
     assert kept[0].keys() == {1, 2}
     assert kept[0] == kept[1]  # the same objects
-    measured = kept[0][2].by_depth()
-    assert {0, 8} <= measured.keys()  # plain steps are the first, and eight drafts the best
+    measured = {plan.k: t for plan, t in kept[0][2].seconds.items()}
+    assert {0, 16} <= measured.keys()  # plain steps are the first, and sixteen copies the best
     assert {*measured.values()} == {1.0}

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_mtp import Depth, batch_generate
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.pacing.batch_depth import BatchDepth
+from mlx_mtp.pacing.step_times import FREE, Plan
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.models import model_of
@@ -145,8 +145,7 @@ def test_the_generators_number_of_copies_is_for_all(copying):
 
 @pytest.mark.parametrize("k", [0, "auto"])
 def test_auto_copies_are_as_many_as_the_depth_says(copying, monkeypatch, k):
-    choose = BatchDepth.next
-    monkeypatch.setattr(BatchDepth, "next", lambda self, n_rows, rates: (choose(self, n_rows, rates), 5)[1])
+    monkeypatch.setattr(Depth, "next", lambda self, offers, least=0: Plan(5, FREE if k == 0 else "head"))
     given, options = dict(num_draft_tokens=k, copy_drafts="auto"), dict(num_draft_tokens=[0, 0])
     own, other = rows_of(copying, given, copy_drafts=["auto", "off"], **options)
     assert len(own.copied) == 5
@@ -156,5 +155,5 @@ def test_auto_copies_are_as_many_as_the_depth_says(copying, monkeypatch, k):
 @pytest.mark.parametrize("given", [dict(num_draft_tokens=0), dict(num_draft_tokens=0, copy_drafts=4)], ids=str)
 def test_no_depth_is_asked_for_where_nothing_is_drafted(monkeypatch, copying, given):
     """Plain decoding, and rows whose copies are their own number."""
-    monkeypatch.setattr(BatchDepth, "next", lambda self, n_rows, rates: 1 / 0)
+    monkeypatch.setattr(Depth, "next", lambda *_: 1 / 0)
     rows_of(copying, given)

@@ -9,6 +9,7 @@ import pytest
 
 from mlx_mtp import DEMO, TextOptions, make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.caches.rows import RecurrentRows
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
 from tests.support.commands import refusal, run_command
@@ -21,10 +22,7 @@ PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 def skip_rollback(monkeypatch):
     """A fault: after a rejected draft the recurrent state remains that of the whole window."""
 
-    def rollback(self, n):
-        self.window = None
-
-    monkeypatch.setattr(ArraysCache, "rollback", rollback)
+    monkeypatch.setattr(RecurrentRows, "rewound", lambda self, kept: self.cache)
 
 
 def rounded_model(monkeypatch):

@@ -14,8 +14,8 @@ from mlx_mtp.caches.positions import ImageSpan
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.sequence import without_images
 from mlx_mtp.drafts.sources import N_GRAM, N_REJOIN, NEAR, PromptLookup
-from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth
-from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan
+from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth, Rates
+from mlx_mtp.pacing.step_times import FREE, PLAIN_PLAN, Plan
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of
@@ -206,10 +206,10 @@ def decode(choose, machine, share, head_rate, seed):
     rng, noise = random.Random(seed), random.Random(seed + 1)
     prompt, answer = write(share, rng)
     right = [rng.random() < head_rate for _ in range(len(answer) + 10)]
-    copies, total, n, before = PromptLookup(prompt), 0.0, 0, PLAIN_PLAN
+    copies, total, n, before, head = PromptLookup(prompt), 0.0, 0, PLAIN_PLAN, Rates(8)
     while n < len(answer):
         rates = copies.acceptance(0)
-        plan = choose.next({"copies": rates} if rates else {})
+        plan = choose.next([{"head": head.estimate} | ({"copies": rates} if rates else {})])
         if plan.skips_head:
             hits = [a == b for a, b in zip(copies.propose(plan.k, 0)[0].tolist(), answer[n:])]
         else:
@@ -218,6 +218,8 @@ def decode(choose, machine, share, head_rate, seed):
         seconds = 1 + plan.k * machine[plan.skips_head]
         is_clear = before.k > 0 and plan.k > 0 and before.skips_head <= plan.skips_head
         is_clear |= before == plan == PLAIN_PLAN
+        if plan.k > 0 and not plan.skips_head:
+            head.count_window(plan.k, n_accepted)
         choose.observe(plan, n_accepted, seconds * noise.lognormvariate(0, 0.05) if is_clear else None)
         copies.observe(answer[n : n + n_accepted + 1])
         total, n, before = total + seconds, n + n_accepted + 1, plan
@@ -230,16 +232,16 @@ class Fixed:
     def __init__(self, k, n_copies):
         self.k, self.n_copies = k, n_copies
 
-    def next(self, rates):
-        return Plan(self.n_copies, "copies") if rates and self.n_copies else Plan(self.k)
+    def next(self, offers):
+        return Plan(self.n_copies, FREE) if "copies" in offers[0] and self.n_copies else Plan(self.k)
 
     def observe(self, plan, n_accepted, seconds):
         pass
 
 
 class HeadAlone(Depth):
-    def next(self, offers=None):
-        return super().next()
+    def next(self, offers):
+        return super().next([{"head": offers[0]["head"]}])
 
 
 # By default each machine, text and head once or more.
@@ -264,16 +266,16 @@ def test_auto_takes_the_better_source(machine, share, head_rate):
 
 
 def test_copies_begin_short_and_lengthen_and_a_given_number_of_drafts_is_kept_beside_them():
-    depth, asked, offer = Depth(8), [], {"copies": [0.97] * MAX_COPY_TOKENS}
+    depth, asked, head, copies = Depth(8), [], {"head": Rates(8).estimate}, {"copies": [0.97] * MAX_COPY_TOKENS}
     for _ in range(60):
-        asked.append(plan := depth.next(offer))
+        asked.append(plan := depth.next([head | copies]))
         depth.observe(plan, plan.k, 1 + 0.05 * plan.k)
     lengths = [plan.k for plan in asked if plan.skips_head]
     assert lengths[:3] == [4, 8, 16]
     assert set(lengths[3:]) == {16}
-    depth = Depth(8, only=3)
+    depth, head = Depth(8), {"head": [0.7] * 3}
     for i in range(60):
-        plan = depth.next(offer if i % 3 == 0 else {})
+        plan = depth.next([head | (copies if i % 3 == 0 else {})], 3)
         assert plan == Plan(3) or (plan.skips_head and i % 3 == 0)
         depth.observe(plan, plan.k, 1 + 0.2 * plan.k)
-    assert depth.next(offer).skips_head
+    assert depth.next([head | copies], 3).skips_head

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.pacing.depth import Depth, Rates, best_depth, expected_tokens
-from mlx_mtp.pacing.step_times import PLAIN_PLAN, Plan, StepTimes
+from mlx_mtp.pacing.step_times import FREE, PLAIN_PLAN, Plan, StepTimes
 from tests.support import profiles
 from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, ratio
 
@@ -29,11 +29,11 @@ def test_best_depth_is_that_of_brute_force(acceptance, data):
         return mean
 
     by_force = [tokens(k) / t for k, t in enumerate(seconds)]
-    assert by_force[best_depth(acceptance, seconds)] >= max(by_force) * (1 - 1e-9)
+    assert by_force[best_depth(expected_tokens(acceptance), seconds)] >= max(by_force) * (1 - 1e-9)
 
 
 def test_estimates():
-    assert best_depth([0.0, 0.0], [1.0, 1.0, 1.0]) == 0  # the lowest of equals
+    assert best_depth([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]) == 0  # the lowest of equals
     assert expected_tokens([0.5, 0.5]) == [1.0, 1.5, 1.75]
     rates = Rates(3)
     for _ in range(300):
@@ -86,6 +86,11 @@ def test_the_next_text_gains_from_known_times(case):
     assert with_times >= without - 0.01
 
 
+def next_of(depth):
+    """What is chosen for a text of which nothing is known."""
+    return depth.next([{"head": Rates(MOST).estimate}])
+
+
 def observe(depth, plan, n_accepted, *seconds):
     """Steps of one plan, of which the first one compiles."""
     for t in (5.0, *seconds):
@@ -94,27 +99,27 @@ def observe(depth, plan, n_accepted, *seconds):
 
 def test_known_times_hold_until_contradicted():
     depth = Depth(MOST, {0: 0.5, 1: 0.6, 2: 0.7})
-    assert [depth.next(), depth.next()] == [Plan(1), Plan(1)]
+    assert [next_of(depth), next_of(depth)] == [Plan(1), Plan(1)]
     observe(depth, Plan(1), 1, 0.7)
     assert depth.times.estimate[0] == pytest.approx(0.5, rel=0.05)
     before = dict(depth.times.seconds)
     observe(depth, Plan(2), 2, 1.4)
     assert depth.times.seconds == before  # it may have been a pause
-    assert depth.next() == Plan(2)
+    assert next_of(depth) == Plan(2)
     depth.observe(Plan(2), 2, 1.4)
     assert PLAIN_PLAN not in depth.times.seconds
-    assert [depth.next().k for _ in Depth.FIRST_DEPTHS] == list(Depth.FIRST_DEPTHS)
+    assert [next_of(depth).k for _ in Depth.FIRST_DEPTHS] == list(Depth.FIRST_DEPTHS)
 
 
 def test_a_doubtful_copy_is_not_repeated():
     """There may be nothing to copy at the next step."""
-    depth, copy = Depth(MOST, {0: 0.5, 1: 0.6}), Plan(4, "copies")
+    depth, copy = Depth(MOST, {0: 0.5, 1: 0.6}), Plan(4, FREE)
     observe(depth, copy, 4, 1.0)
     depth = depth.for_text()
-    assert depth.next() == Plan(1)
+    assert next_of(depth) == Plan(1)
     depth.observe(copy, 4, 3.0)
     assert copy in depth.doubted
-    assert depth.next() == Plan(1)
+    assert next_of(depth) == Plan(1)
 
 
 def test_texts_share_times_alone():
@@ -122,7 +127,6 @@ def test_texts_share_times_alone():
     decode(Case("before", COSTS[0], Text(0.0, n_tokens=500), 0), 0, before)
     depth = before.for_text()
     assert depth.times is before.times
-    assert depth.rates.estimate == Rates(MOST).estimate
     assert depth.elapsed == depth.lost == 0
 
 
@@ -130,7 +134,7 @@ def test_times_that_one_text_forgets_are_gone_for_all():
     """And measured anew by any of them, also by one that had still to confirm them."""
     known = Depth(MOST, {0: 0.5, 1: 0.6, 2: 0.7})
     texts = [known.for_text(), known.for_text()]
-    assert [text.next() for text in texts] == [Plan(1)] * 2
+    assert [next_of(text) for text in texts] == [Plan(1)] * 2
     observe(texts[0], Plan(1), 1, 1.8, 1.8)
     assert not known.times.seconds
     texts[1].observe(Plan(1), 1, 1.8)
@@ -142,11 +146,11 @@ def test_steps_beside_others_tell_nothing_of_times():
     depth = Depth(MOST, {0: 1.0, 1: 1.2, 2: 1.4})
     before = dict(depth.times.seconds)
     for _ in range(300):
-        plan = depth.next()
+        plan = depth.next([{"head": [1.0] * MOST}])
         depth.observe(plan, plan.k, 9.0, is_alone=False)
     assert depth.times.seconds == before
     assert depth.times.is_fresh(PLAIN_PLAN)
-    assert depth.next() == Plan(MOST)
+    assert plan == Plan(MOST)
 
 
 @pytest.mark.parametrize("when", ["between plain steps", "at drafts"])
@@ -154,13 +158,15 @@ def test_a_slow_reader_changes_nothing(when):
     """Its pauses neither allow more probing nor count as lost by a probe."""
 
     def n_drafting_steps(pause):
-        depth, n = Depth(MOST), 0
+        depth, rates, n = Depth(MOST), Rates(MOST), 0
         for i in range(2000):
-            k = depth.next().k
+            k = depth.next([{"head": rates.estimate}]).k
             n += k > 0
             pauses = i % 50 == 49 if when == "between plain steps" else k > 0 and n % 20 == 19
             # One draft in three is accepted, which does not pay.
-            depth.observe(Plan(k), int(k > 0 and n % 3 == 0), 1 + 0.6 * k + pause * pauses)
+            accepted = int(k > 0 and n % 3 == 0)
+            rates.count_window(k, accepted)
+            depth.observe(Plan(k), accepted, 1 + 0.6 * k + pause * pauses)
         return n
 
     assert n_drafting_steps(pause=100.0) == pytest.approx(n_drafting_steps(pause=0.0), rel=0.25)

@@ -3,7 +3,6 @@
 import copy
 import functools
 import linecache
-import re
 import sys
 
 import mlx.core as mx
@@ -13,13 +12,13 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from mlx_mtp import make_prompt_cache, mtp_generate_step
 from mlx_mtp.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.caches import recurrent as cache
-from mlx_mtp.caches import single
-from mlx_mtp.decoding import decoder, head, loop, sequence
+from mlx_mtp.caches import rows
+from mlx_mtp.decoding import decoder, head, loop, prefill, sequence
 from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, head_rows, mtp, plain
 from tests.support.models import deep_model
 from tests.support.scripted import Scripted
 
-MODULES = (cache, prompt_cache_module, single, decoder, head, loop, sequence)
+MODULES = (cache, prompt_cache_module, rows, decoder, head, loop, prefill, sequence)
 FILES = {module.__file__ for module in MODULES}
 
 
@@ -41,14 +40,14 @@ class Interrupts:
     def _call(self, frame, event, arg):
         outer, in_finalize = frame, False
         while outer is not None and not in_finalize:
-            in_finalize = outer.f_code.co_name == "finalize" and outer.f_code.co_filename == decoder.__file__
+            in_finalize = outer.f_code.co_name == "finalize" and outer.f_code.co_filename == loop.__file__
             outer = outer.f_back
         return self._line if frame.f_code.co_filename in FILES and in_finalize == self.in_finalize else None
 
     def _line(self, frame, event, arg):
-        # Between the line before and that of a yield there is no call, and so none of the points where signals are handled.
+        # Before these lines there is no call, and so none of the points where signals are handled.
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not text.startswith(("yield token", "decoder.finalize()")):
+        if event == "line" and not text.startswith(("yield token", "try:")):
             self.count += 1
             if self.count == self.n:
                 self.came = True
@@ -106,7 +105,7 @@ def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth):
         seen.add(n_cached)
         n += 41  # over the steps, which differ in length, most lines come
     assert n > 500
-    assert len(seen) > 8
+    assert len(seen) > 7
 
 
 @pytest.mark.parametrize(
@@ -114,8 +113,8 @@ def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth):
     [*((n, 11) for n in (1, 3, 6)), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in range(1, 12))],
 )
 def test_second_interrupt_at_any_line_of_finalize(n_tokens, stride):
-    """It is finished all the same; but for a line before it begins, where the cache says that it is lost."""
-    (model, truth), came, n, lost = model_and_truth(), True, 1, {}
+    """It is finished all the same."""
+    (model, truth), came, n = model_and_truth(), True, 1
     while came:
         prompt_cache = make_prompt_cache(model)
         steps = begun(prompt_cache)
@@ -123,16 +122,9 @@ def test_second_interrupt_at_any_line_of_finalize(n_tokens, stride):
         with Interrupts(n, in_finalize=True) as interrupts:
             steps.close()
         came = interrupts.came
-        try:
-            prompt_cache_module.open_prompt_cache(model, prompt_cache)
-        except ValueError as e:
-            lost[n] = str(e)
-        else:
-            assert_holds(prompt_cache, len(PROMPT) + n_tokens)
+        assert_holds(prompt_cache, len(PROMPT) + n_tokens)
         n += stride
     assert n > 50
-    assert list(lost) == [1]
-    assert re.match(NOT_KNOWN, lost[1])
 
 
 def refused(message, *caches):
@@ -157,11 +149,11 @@ def test_an_end_that_is_interrupted_twice_is_known_as_such(interrupted, monkeypa
         assert_holds(prompt_cache, len(PROMPT) + 3)
         return
 
-    def interrupt(self):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(decoder, "finalize", interrupt)
+        m.setattr(loop, "finalize", interrupt)
         with pytest.raises(KeyboardInterrupt):
             steps.close()
     refused(NOT_KNOWN, prompt_cache, earlier, copy.deepcopy(prompt_cache), load_prompt_cache(file))

@@ -153,7 +153,7 @@ def drafted(monkeypatch):
 
     def recorded(self, *args):
         tokens, records = propose(self, *args)
-        proposals.append((tokens.tolist(), len(self.head.counts)))
+        proposals.append((tokens.tolist(), len(self.head.state.counts)))
         return tokens, records
 
     monkeypatch.setattr(HeadDrafter, "propose", recorded)

@@ -8,7 +8,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import PromptStore, batch_generate, make_prompt_cache, make_sampler, mtp_generate_step, stream_generate
-from mlx_mtp.caches.single import KVOptions
+from mlx_mtp.caches.rows import KVOptions
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.prompt_store import arrays
 from mlx_mtp.prompt_store import store as store_module

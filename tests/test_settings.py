@@ -18,7 +18,7 @@ from mlx_mtp.benchmark.tune import Measured
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.layers.drafting import Settings
-from mlx_mtp.pacing.batch_depth import timing_of
+from mlx_mtp.pacing.step_times import timing_of
 from tests.support.checkpoints import configure, copied, edit
 from tests.support.decoding import plain
 from tests.support.models import DATA, TRAINED
@@ -63,7 +63,7 @@ def test_load_finds_settings_and_keeps_the_text(tuned_model):
     tuned_model(TUNED)
     model, _ = mlx_mtp.load(TRAINED)
     assert model.drafting.tuned == TUNED
-    assert timing_of(model).of_one.by_depth() == TUNED.seconds
+    assert timing_of(model).of(1).by_depth() == TUNED.seconds
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {8}
     assert model.drafting.lm_head.ids.size == 1024
     assert model.drafting.lm_head.layers[0].bits == 4
@@ -109,7 +109,7 @@ def test_drafts_follow_settings_unless_given(tuned_model):
             assert len(last.drafted) == drafted
     *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens="auto")
     assert last.drafted[0] >= 2  # the argument overrides
-    assert timing_of(model).of_one.seconds
+    assert timing_of(model).of(1).seconds
     tuned_model(Settings(2, draft_p_min=1.0))
     model, tokenizer = mlx_mtp.load(TRAINED)
     for given, drafts in ((None, False), (0.0, True)):

@@ -28,7 +28,7 @@ from mlx_lm.sample_utils import make_logits_processors
 import mlx_mtp
 from mlx_mtp import BatchGenerator, DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
 from mlx_mtp.decoding import planner
-from mlx_mtp.decoding.head import HeadCache
+from mlx_mtp.decoding.decoder import Decoder
 from mlx_mtp.layers.drafting import DraftLMHead
 from tests.support.batches import Fault, Faulty, Text, faulty
 from tests.support.decoding import assert_goes_on, mtp, plain
@@ -119,14 +119,14 @@ def close_elsewhere(steps):
 
 def interrupt_twice(steps):
     """Close, and interrupt that."""
-    finalize = HeadCache.finalize
+    extract = Decoder.extract
 
-    def interrupted(self, n):
-        HeadCache.finalize = finalize
-        finalize(self, n)
+    def interrupted(self, *args):
+        Decoder.extract = extract
+        extract(self, *args)
         raise Interrupted
 
-    with suppress(Interrupted), mock.patch.object(HeadCache, "finalize", interrupted):
+    with suppress(Interrupted), mock.patch.object(Decoder, "extract", interrupted):
         steps.close()
 
 

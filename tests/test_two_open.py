@@ -116,7 +116,7 @@ def test_steps_are_timed_where_no_other_generation_ran_in_between(timed, turn, b
     else:
         (_, other), _ = start([None, scripted(model, 1)], [0, beside], copy_drafts="off")
     next(other)
-    times = model.drafting.timing.of_one
+    times = model.drafting.timing.of(1)
     n_before = sum(times.n_counted.values())
     in_turn([steps, other], N, turn)
     assert times.by_depth() == pytest.approx({k: 1 + COST * k for k in times.by_depth()})
@@ -132,5 +132,5 @@ def test_two_that_cannot_be_timed_draft_by_a_guess(timed):
     steps, counts = start([scripted(model, i) for i in range(2)], ["auto"] * 2, copy_drafts="off")
     assert in_turn(steps, N) == [t[:N] for t in truths()]
     close(steps)
-    assert model.drafting.timing.of_one.seconds == {}
+    assert model.drafting.timing.of(1).seconds == {}
     assert min(c.tokens_per_step for c in counts) > 3

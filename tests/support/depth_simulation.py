@@ -13,7 +13,8 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from mlx_mtp.pacing.step_times import Plan
+from mlx_mtp.pacing.depth import Rates
+from mlx_mtp.pacing.step_times import HEAD, Plan
 
 MOST = 8
 NOISE = 0.05  # of a step's log time
@@ -182,17 +183,23 @@ def decode(case: Case, seed: int, depth: Any) -> float:
     n_tokens, growth, disturbed = case.text.n_tokens, case.growth, case.disturbance.seconds
     half, rates = n_tokens / 2, case.text.rates()
     costs = [seconds(case.cost, k) for k in range(MOST + 1)]
-    total, n, before, k = 0.0, 0, 0, depth.next().k
+    seen_rates = Rates(MOST)
+
+    def next_depth() -> int:
+        return depth.next([{HEAD: seen_rates.estimate}]).k
+
+    total, n, before, k = 0.0, 0, 0, next_depth()
     for step in itertools.count():
         t = costs[k] + growth * n
         seen, accepted = disturbed(step, t * noise[step]), n_accepted(rates[n >= half], right, n, k)
         total += disturbed(step, t)
         # As in the loop: a plain step is over when the next one has begun, and at a change the clock says nothing.
         if k > 0:
+            seen_rates.count_window(k, accepted)
             depth.observe(Plan(k), accepted, seen if before > 0 else None)
-            after = depth.next().k
+            after = next_depth()
         else:
-            after = depth.next().k
+            after = next_depth()
             depth.observe(Plan(k), accepted, seen if before == after == 0 else None)
         before, k = k, after
         n += accepted + 1

@@ -8,7 +8,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.prompt_cache import PromptCache
-from mlx_mtp.caches.single import KVOptions
+from mlx_mtp.caches.rows import KVOptions
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.prompt_store.tree import in_memory
 

@@ -60,14 +60,16 @@ class Scripted:
         if self._right is None:
             return logits
         # A row whose last pair is (hidden state n - 1, token n) guesses token n + 1.
-        return _sure(logits, [[self._draft(uid, n + 1, logits.shape[-1])] for uid, n in self._ends([self.mtp.cache])])
+        return _sure(
+            logits, [[self._draft(uid, n + 1, logits.shape[-1])] for uid, n in self._ends([self.mtp.cache], self.mtp.T)]
+        )
 
-    def _ends(self, caches: list[Any]) -> list[tuple[int, int]]:
-        """(uid, number of tokens) of each row of the caches."""
-        rows = next((c.rows for c in caches if hasattr(c, "rows")), None)
+    def _ends(self, caches: list[Any], T: int = 0) -> list[tuple[int, int]]:
+        """(uid, number of tokens) of each row of the caches, with the T tokens of their last pass."""
+        ends = next((c.ends for c in caches if hasattr(c, "ends")), None)
         uids = [0] if self.decoder is None else [s.uid for s in self.decoder.sequences]
-        if rows is not None:
-            return list(zip(uids, rows.lengths))
+        if ends is not None:
+            return list(zip(uids, (n + T for n in ends.lengths)))
         return [((uids or [-1])[0], n_tokens(caches))]  # of a prompt that is being read nothing is asked
 
     def _token(self, uid: int, i: int) -> int:
@@ -80,20 +82,20 @@ class Scripted:
 
 
 class _Head:
-    """A head, and the cache of its last pass."""
+    """A head, and the cache and the number of tokens of its last pass."""
 
     def __init__(self, head: Any):
-        self._head, self.cache = head, None
+        self._head, self.cache, self.T = head, None, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any, *args: Any, **kwargs: Any) -> mx.array:
-        self.cache = cache
+        self.cache, self.T = cache, hidden.shape[1]
         return self._head(embeddings, hidden, cache, *args, **kwargs)
 
     def decode(self, x: mx.array, cache: Any) -> mx.array:
-        self.cache = cache
+        self.cache, self.T = cache, x.shape[1]
         return self._head.decode(x, cache)
 
 

@@ -16,18 +16,17 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..caches.positions import ImageSpan
-from ..caches.single import KVOptions
+from ..caches.rows import KVOptions
 from ..decoding.counts import DraftCounts
 from ..decoding.decoder import Decoder
-from ..decoding.loop import accept, draft, verify
+from ..decoding.loop import step
 from ..decoding.planner import Planner
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
-from ..pacing.batch_depth import timing_of
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from .prompts import Prompts, check_count, entries_of, make_sequence, options_of, resolve_in_batch
-from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, tokens_of
+from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, responses_of
 
 __all__ = ["BatchGenerator", "PromptResponse", "Response"]
 
@@ -56,7 +55,7 @@ class BatchGenerator:
           Default: ``0.33``.
         max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         return_prompt_caches (bool): Return a prompt cache with the last token of a sequence. Default: ``True``.
-        kv (KVOptions): The quantization of keys and values; sequences then generate one after the other. Default: none.
+        kv (KVOptions): The quantization of keys and values. Default: none.
         stream (mx.Stream, optional): The stream to run on. Default: ``None``, mlx-lm's generation stream.
 
     Raises:
@@ -96,14 +95,12 @@ class BatchGenerator:
         )
         self.model: Any = check_model(model, self.options)
         self.completion_batch_size = check_count("completion_batch_size", completion_batch_size)
-        if kv.kv_bits is not None:
-            self.completion_batch_size = 1
         check_count("prefill_step_size", prefill_step_size)
         self.prefill_budget = PrefillBudget(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
         self.prompts = Prompts(self.model, kv)
         resolve_in_batch(self.model, TextOptions(), self.options)  # raises an error for invalid options
         self.stream = stream or generation_stream
-        self.planner = Planner(self.model, timing_of(self.model).of_batches)
+        self.planner = Planner(self.model)
         if self.planner.exchange is not None:
             with mx.stream(self.stream):
                 self.planner.exchange.agree(mx.zeros(0, mx.uint32), 0, None)  # no sequences yet
@@ -226,7 +223,7 @@ class BatchGenerator:
         """The prompt cache of each sequence at this moment, and the tokens in it."""
         with mx.stream(self.stream):
             running = [s for s in self.decoder.sequences if s.uid in uids and s.end is None]
-            caches = {s.uid: (self.decoder.extract(s), s.tokens[:]) for s in running}
+            caches = {s.uid: (cache_at_end(self.decoder, s), s.tokens[:]) for s in running}
             return self.prompts.caches(uids, copied=True) | caches
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
@@ -275,21 +272,14 @@ class BatchGenerator:
         running, failures = [s for s in decoder.sequences if s.end is None], list[Response]()
         cache_of: CacheOf = partial(cache_at_end, decoder) if self.return_prompt_caches else lambda _: None
 
-        step = None
-        if decoder.window is not None:
-            step = accept(decoder, self.planner)
-            decoder.keep_accepted(step)
-            failures = failures_of(running, cache_of)
-        decoder.filter([s for s in running if _goes_on(s, self.return_prompt_caches)])
-        if ready:
-            self.prompts.take(ready)
-            decoder.join(ready)
-        if len(decoder) > 0:
-            draft(decoder, self.planner)
-            verify(decoder, self.planner, step)
-            decoder.keep_last()
-        responses = [] if step is None else tokens_of(step, cache_of)
-        responses += failures
+        def move() -> None:
+            failures.extend(failures_of(running, cache_of))
+            decoder.filter([s for s in running if _goes_on(s, self.return_prompt_caches)])
+            if ready:
+                self.prompts.take(ready)
+                decoder.join(ready)
+
+        responses = [*responses_of(step(decoder, self.planner, move), cache_of), *failures]
         if all(s.end is not None for s in decoder.sequences):
             decoder.clear()
             self.planner.clear()

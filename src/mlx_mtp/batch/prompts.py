@@ -14,9 +14,9 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import open_prompt_cache, place_images
-from ..caches.single import KVOptions, SingleCache
+from ..caches.rows import KVOptions
 from ..decoding.counts import DraftCounts
-from ..decoding.loop import check_embeddings, prefill_chunk
+from ..decoding.prefill import check_embeddings, prefill_chunk
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..drafts.options import TextOptions
 from ..models.mixin import MTPModel
@@ -101,8 +101,12 @@ def make_sequence(
     segments = [list(segment) for segment in segments if segment]
     if not segments:
         raise ValueError(f"Prompt {i} is empty.")
-    if kv.kv_bits is None and any(isinstance(c, QuantizedKVCache) for c in caches or []):
-        raise ValueError(f"The prompt cache of prompt {i} is quantized: generate its text without a batch.")
+    for c in caches or []:
+        if isinstance(c, QuantizedKVCache) and (c.bits, c.group_size) != (kv.kv_bits, kv.kv_group_size):
+            raise ValueError(
+                f"The prompt cache of prompt {i} is quantized to {c.bits} bits in groups of {c.group_size}: give "
+                f"kv=KVOptions(kv_bits={c.bits}, kv_group_size={c.group_size}) to all texts of the batch."
+            )
     n_prompt = sum(map(len, segments))
     if input_embeddings is not None:
         check_embeddings(model, n_prompt, input_embeddings)
@@ -163,6 +167,7 @@ class Prompts:
         for s in ready:
             self.sequences.remove(s)
             s.tokens += s.segments.pop()
+            s.embeddings = None  # the last token is text
 
     def prefill(self, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
         """Prefill as many tokens between two steps as the budget allows.
@@ -215,7 +220,7 @@ class Prompts:
         if embeddings is not None:
             embeddings, s.embeddings = embeddings[: len(tokens)], embeddings[len(tokens) :]
         cache.images = s.images
-        prefill_chunk(self.model, SingleCache(cache, self.kv), mx.array(tokens, mx.uint32), embeddings)
+        prefill_chunk(self.model, cache, mx.array(tokens, mx.uint32), embeddings, self.kv)
         s.tokens += tokens
         s.n_prefilled += len(tokens)
         cache.record(n_cached + len(tokens), s.text_of(n_cached + len(tokens)))

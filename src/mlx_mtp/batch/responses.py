@@ -6,10 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..caches.prompt_cache import PromptCache, make_head_cache
 from ..decoding.counts import DraftCounts
 from ..decoding.decoder import Decoder
 from ..decoding.sequence import Sequence
-from ..decoding.window import Step
+from ..decoding.window import Stepped
 
 CacheOf = Callable[[Sequence], list[Any] | None]  # the prompt cache to return with a sequence's last token, if any
 
@@ -52,12 +53,11 @@ class Response:
     error: Exception | None = None
 
 
-def tokens_of(step: Step, cache_of: CacheOf) -> list[Response]:
+def responses_of(stepped: list[Stepped], cache_of: CacheOf) -> list[Response]:
     """A response for each token of a step, sequence by sequence."""
     responses = []
-    for b, (s, tokens) in enumerate(zip(step.sequences, step.tokens or [])):
-        for t, token in enumerate(tokens):
-            logprobs, from_draft = step.logprobs_of(b, t), t < step.n_accepted[b]
+    for s, tokens in stepped:
+        for token, logprobs, from_draft in tokens:
             responses.append(Response(s.uid, token, logprobs, None, None, None, from_draft, s.counts))
         if tokens and s.end in ("length", "stop"):
             _end(responses[-1], s, cache_of)
@@ -80,8 +80,9 @@ def _end(last: Response, s: Sequence, cache_of: CacheOf) -> None:
 
 
 def cache_at_end(decoder: Decoder, s: Sequence) -> list[Any]:
-    """The prompt cache of a sequence that ends while a window is in flight."""
-    if len(decoder) > 1:
-        return decoder.extract(s)
-    decoder.finalize()
-    return s.cache.entries
+    """The prompt cache of a sequence at the first token of the window in flight."""
+    entries: list[Any] = [None] * len(decoder.model.layers) + make_head_cache(decoder.model)
+    cache = PromptCache(entries, len(decoder.model.layers))
+    n = decoder.extract(s, cache)
+    cache.record(n, s.text_of(n))
+    return entries

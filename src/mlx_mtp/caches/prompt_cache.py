@@ -114,6 +114,14 @@ class PromptCache:
     def images(self, images: Sequence[ImageSpan]) -> None:
         self._last[5] = mx.array([*images], mx.int32) if images else None  # [n, 3]
 
+    def release(self) -> None:
+        """Empty the caches, whose arrays a generation has taken: MLX writes in place only if nobody else holds an array."""
+        for c in self.entries[:-1]:
+            if isinstance(c, stock.ArraysCache):
+                c.cache = [None] * len(c.cache)
+            else:
+                c.keys, c.values, c.offset = None, None, 0
+
     @property
     def first_position(self) -> int:
         """The index of the head's first pair: 0, unless mlx-lm filled the backbone's caches without the head."""

@@ -26,26 +26,8 @@ def recur(inputs: Sequence[mx.array], state: mx.array, mask: mx.array | None = N
     return (gated_delta_kernel if has_kernel else gated_delta_ops)(*inputs, state, mask)
 
 
-def rewind(
-    n: int, m: int, n_keep: int, conv_input: mx.array, state: mx.array, inputs: Any
-) -> tuple[mx.array, mx.array]:
-    """The arrays after n tokens of a window, by a replay of the recurrence over the m tokens after the confirmed ones.
-
-    Compiled, it has a trace for each length of the window and of the replay: at most 136 for one sequence and windows of up to
-    17 tokens.
-    """
-    # A copy, since a slice pins the array that it is cut from.
-    conv_state = mx.contiguous(conv_input[:, n : n + n_keep])  # [B, K - 1, C]
-    if m > 0:
-        state = recur([x[:, :m] for x in inputs], state)[1]
-    return conv_state, state
-
-
-_rewound = compiled(rewind)  # the outputs of the recurrence are not computed
-
-
 @dataclass
-class _Window:
+class Window:
     """The record of one call of a recurrent layer, from which it can be rolled back in part."""
 
     n_confirmed: int
@@ -53,6 +35,33 @@ class _Window:
     conv_input: mx.array | None = None  # [B, K - 1 + n_tokens, C]
     state: mx.array | None = None  # [B, Hv, Dv, Dk], after n_confirmed tokens
     inputs: tuple[mx.array, ...] = ()  # q, k, v, g, beta of the other tokens, each [B, n_tokens - n_confirmed, ...]
+
+
+def rewound(window: Window, kept: Sequence[int]) -> tuple[mx.array, mx.array]:
+    """The arrays of a layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence.
+
+    Args:
+        kept (Sequence[int]): From the number of confirmed tokens to the number of all tokens, [B].
+    """
+    assert window.conv_input is not None
+    assert window.state is not None
+    counts = mx.array([*kept])[:, None]  # [B, 1]
+    n_conv, m = window.conv_input.shape[1] - window.n_tokens, max(kept) - window.n_confirmed
+    ends = (counts + mx.arange(n_conv))[..., None]  # the last inputs of the convolution, [B, K - 1, 1]
+    mask = None if len(set(kept)) == 1 else mx.arange(m) < counts - window.n_confirmed  # [B, m]
+    return _rewound(m, window.conv_input, window.state, window.inputs if m > 0 else (), ends, mask)
+
+
+def rewind(
+    m: int, conv_input: mx.array, state: mx.array, inputs: Any, ends: mx.array, mask: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """``rewound``, by a replay over m tokens. It has a trace for each shape of the window and each m."""
+    if m > 0:
+        state = recur([x[:, :m] for x in inputs], state, mask)[1]
+    return mx.take_along_axis(conv_input, ends, axis=1), state  # [B, K - 1, C]
+
+
+_rewound = compiled(rewind)  # the outputs of the recurrence are not computed
 
 
 class ArraysCache(stock.ArraysCache):
@@ -63,7 +72,7 @@ class ArraysCache(stock.ArraysCache):
     """
 
     cache: list[Any]
-    window: _Window | None = None
+    window: Window | None = None
 
     def open_window(self, n_confirmed: int) -> None:
         """Record the layer's next call.
@@ -78,7 +87,7 @@ class ArraysCache(stock.ArraysCache):
             raise ValueError("The last verify pass on this cache was not finished: call rollback first.")
         if self.lengths is not None or self.left_padding is not None:
             raise ValueError("A cache of padded prompts cannot roll back.")
-        self.window = _Window(n_confirmed)
+        self.window = Window(n_confirmed)
 
     @property
     def records_inputs(self) -> bool:
@@ -103,15 +112,9 @@ class ArraysCache(stock.ArraysCache):
             raise ValueError(
                 f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
             )
-        cache = self.cache
         if n < window.n_tokens:
-            assert window.conv_input is not None
-            assert window.state is not None
-            n_keep, m = window.conv_input.shape[1] - window.n_tokens, n - window.n_confirmed
-            inputs = window.inputs if m > 0 else ()
-            cache = [*_rewound(n, m, n_keep, window.conv_input, window.state, inputs)]
-        self.cache = cache
-        self.window = None  # last, so that an interrupted rollback can be repeated
+            self.cache = [*rewound(window, [n])]
+        self.window = None
 
 
 def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int) -> None:
@@ -125,23 +128,13 @@ def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int) -> N
             c.open_window(n_confirmed)
 
 
-def trim(caches: list[Any], n_tokens: int) -> None:
-    """Keep the first ``n_tokens`` tokens of the key-value caches. Recurrent layers need ``rollback``."""
+def rollback(caches: list[Any], offset: int, n: int) -> None:
+    """Keep the first ``n`` tokens of the window that began at ``offset`` in each of a model's caches."""
     for c in caches:
-        if not isinstance(c, ArraysCache):
-            c.trim(c.offset - n_tokens)
-
-
-def rollback(caches: list[Any], offset: int, n: int, again: bool = False) -> None:
-    """Keep the first ``n`` tokens of the window that began at ``offset`` in each of a model's caches.
-
-    With ``again``, repeat an interrupted call: caches without an open window do not change.
-    """
-    trim(caches, offset + n)
-    for c in caches:
-        if isinstance(c, ArraysCache) and not (again and c.window is None):
+        if isinstance(c, ArraysCache):
             c.rollback(n)
-    # Start now: the device would otherwise idle while the host builds the next pass.
+        else:
+            c.trim(c.offset - offset - n)
     mx.async_eval(recurrent_states(caches))
 
 
@@ -165,3 +158,13 @@ def restore(caches: list[Any], before: list[Any]) -> None:
             c.trim(c.offset - b)
         else:
             c.cache, c.window = b, None
+
+
+def after_first(c: ArraysCache) -> list[mx.array | None]:
+    """The arrays of a recurrent layer; with an open window, after its confirmed token."""
+    window = c.window
+    if window is None:
+        return c.cache
+    assert window.conv_input is not None
+    n_conv = window.conv_input.shape[1] - window.n_tokens
+    return [window.conv_input[:, 1 : 1 + n_conv], window.state]

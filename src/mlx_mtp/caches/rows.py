@@ -1,329 +1,383 @@
-"""Caches of several sequences in one pass, one in each row.
+"""The caches of the sequences in a pass, one in each row.
 
     row 0   a b c d e f . . . .     a row's tokens begin at column 0 and never move;
     row 1   g h . . . . . . . .     a window is written after each row's own last token,
     row 2   i j k l . . . . . .     and the next window overwrites rejected tokens
 
-Each row has its own rollback: its keys and values by their number, its recurrent states by a replay of the tokens to keep. A
-row is made from the caches of one sequence, and can be extracted into such caches. This module does not depend on
-layers, drafts or acceptance.
+A pass changes no row: it writes keys and values after the rows' ends, and leaves the states of recurrent layers beside those
+before it. ``Rows.commit`` then keeps the first tokens of each row, by one assignment of an immutable ``RowsState``. So an
+earlier state can be restored by an assignment as well, as long as no row has joined or left.
+
+A row is made from the caches of one sequence, whose arrays it takes without a copy if it is alone, and can be extracted into
+such caches. This module does not depend on layers, drafts or acceptance.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map, tree_reduce
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models import cache as stock
 
 from .prompt_cache import PromptCache
-from .recurrent import ArraysCache, recur
+from .recurrent import ArraysCache, after_first, rewound
 
 
-@mx.compile
-def _replay(inputs: list[mx.array], state: mx.array, mask: mx.array) -> mx.array:
-    """The state of each row after the tokens in its mask. It is compiled so that unused outputs are not computed."""
-    return recur(inputs, state, mask)[1]
+@dataclass(frozen=True, kw_only=True)
+class KVOptions:
+    """The quantization of keys and values, as in mlx-lm's ``generate_step``.
 
-
-class Rows:
-    """The number of tokens in each row, shared by the caches of all layers.
-
-    Attributes:
-        lengths (list[int]): [B]
-        offset (mx.array): The same on the device, [B].
-        shifts (list[int]): The difference of position and index of each row's next token: not 0 in texts with images, [B].
-        positions (mx.array): The position of each row's next token, [B].
+    Args:
+        kv_bits (int, optional): Number of bits of a quantized key or value. Default: ``None``, no quantization.
+        kv_group_size (int): Group size of the quantization.
+        quantized_kv_start (int): The number of tokens at which quantization begins; of several sequences, those of the longest.
     """
 
-    def __init__(self) -> None:
-        self.shifts: list[int] = []
-        self.set([])
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
 
-    def set(self, lengths: Sequence[int], shifts: Sequence[int] | None = None) -> None:
-        """Set the lengths and, if given, the shifts."""
-        self.lengths = list(lengths)
-        self.offset = mx.array(self.lengths, mx.int32)
-        self.shifts = self.shifts if shifts is None else list(shifts)
-        self.positions = self.offset + mx.array(self.shifts, mx.int32) if any(self.shifts) else self.offset
-        self._columns: dict[int, mx.array] = {}
 
-    def filter(self, keep: Sequence[int]) -> None:
-        self.set([self.lengths[b] for b in keep], [self.shifts[b] for b in keep])
+@dataclass(frozen=True)
+class Ends:
+    """The end of each row.
 
-    def add(self, counts: Sequence[int]) -> None:
-        self.set([n + count for n, count in zip(self.lengths, counts)])
+    Args:
+        lengths (Tuple[int]): The number of tokens in each row, [B].
+        shifts (Tuple[int]): The difference of position and index of each row's next token: not 0 in texts with images, [B].
+    """
+
+    lengths: tuple[int, ...] = ()
+    shifts: tuple[int, ...] = ()
+
+    @cached_property
+    def columns(self) -> mx.array:
+        """The column of each row's next token, [B]."""
+        return mx.array(self.lengths, mx.int32)
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """The position of each row's next token, [B]."""
+        return self.columns + mx.array(self.shifts, mx.int32) if any(self.shifts) else self.columns
 
     @property
     def longest(self) -> int:
-        return max(self.lengths)
+        return max(self.lengths, default=0)
 
     @property
     def are_equal(self) -> bool:
         return len(set(self.lengths)) == 1
 
-    def columns(self, T: int) -> mx.array:
-        """The columns of the next T tokens of each row, [B, T]."""
-        if T not in self._columns:
-            self._columns[T] = self.offset[:, None] + mx.arange(T)
-        return self._columns[T]
+    def plus(self, counts: Sequence[int]) -> "Ends":
+        return Ends(tuple(n + count for n, count in zip(self.lengths, counts)), self.shifts)
+
+    def of(self, rows: Sequence[int]) -> "Ends":
+        return Ends(tuple(self.lengths[b] for b in rows), tuple(self.shifts[b] for b in rows))
+
+    def joined(self, other: "Ends") -> "Ends":
+        return Ends(self.lengths + other.lengths, self.shifts + other.shifts)
 
 
-class RowsKVCache:
-    """The keys and values of a layer.
+class KVRows:
+    """The keys and values of a layer. A pass writes them after the ``ends`` that were set before.
 
-    A pass writes after each row's last token. ``Rows.add`` then sets how many of these tokens stay.
-
-    Args:
-        rows (Rows): Shared with the other layers.
+    Attributes:
+        ends (Ends): Where the next pass writes.
+        keys, values (mx.array, optional): [B, H, S, D].
     """
 
     step = stock.KVCache.step
 
-    def __init__(self, rows: Rows):
-        self.rows = rows
-        self.keys: mx.array | None = None  # [B, H, S, D]
-        self.values: mx.array | None = None
+    def __init__(self) -> None:
+        self.ends = Ends()
+        self.keys: Any = None
+        self.values: Any = None
 
     @property
     def offset(self) -> mx.array:
         """The position of each row's next token, [B]: rope takes an array."""
-        return self.rows.positions
+        return self.ends.positions
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
+        return 0 if self.keys is None else tree_reduce(lambda n, x: n + x.nbytes, [self.keys, self.values], 0)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add keys and values of T tokens of each row, [B, H, T, D] -> the keys and values of all tokens, [B, H, n, D]."""
-        B, _, T, _ = keys.shape
-        n = self.rows.longest + T
-        self.keys, self.values = self._grown(self.keys, keys, n), self._grown(self.values, values, n)
-        if self.rows.are_equal:
-            begin = n - T
-            self.keys[..., begin:n, :] = keys
-            self.values[..., begin:n, :] = values
-        else:
-            rows, columns = mx.arange(B)[:, None], self.rows.columns(T)
-            self.keys[rows, :, columns] = keys.transpose(0, 2, 1, 3)  # [B, T, H, D]
-            self.values[rows, :, columns] = values.transpose(0, 2, 1, 3)
+        n = self.ends.longest + keys.shape[2]
+        self.keys, self.values = self._written(self.keys, keys, n), self._written(self.values, values, n)
         return self.keys[..., :n, :], self.values[..., :n, :]
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        """The columns that each of N tokens attends to, [B, 1, N, n]: its row up to itself; ``None`` for all columns."""
-        if N == 1 and self.rows.are_equal and not return_array:
-            return None
-        columns = mx.arange(self.rows.longest + N)
-        return (columns <= self.rows.columns(N)[..., None])[:, None]
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """The columns that each of N tokens attends to: its row up to itself.
 
-    def join(self, caches: list[Any]) -> None:
-        """Add a row for each ``KVCache``. Call before ``self.rows`` has the new lengths."""
-        B = len(self.rows.lengths)
-        n = max([*self.rows.lengths, *(c.offset for c in caches)])
-        for name in ("keys", "values"):
-            own = [(getattr(self, name), B, n)] if B else []
-            new = [(getattr(c, name), 1, c.offset) for c in caches]
-            setattr(self, name, self._stacked([*own, *new], n))
+        Returns:
+            Union[mx.array, str]: [B, 1, N, n]; ``"causal"`` if all rows are equally long, and ``None`` for all columns.
+        """
+        if self.ends.are_equal and not return_array:
+            return None if N == 1 else "causal"
+        ends = self.ends.columns[:, None] + mx.arange(N)  # [B, N]
+        return (mx.arange(self.ends.longest + N) <= ends[..., None])[:, None]
 
-    def filter(self, keep: list[int]) -> None:
-        """Keep these rows. Call after ``self.rows`` has the new lengths."""
-        if self.keys is not None and self.values is not None:
-            size, rows = self._size(self.rows.longest), mx.array(keep)
-            self.keys, self.values = self.keys[rows, :, :size], self.values[rows, :, :size]
-
-    def extract(self, b: int, n: int) -> stock.KVCache:
-        """Row b's first n tokens."""
-        cache = stock.KVCache()
-        if n > 0:
-            assert self.keys is not None
-            assert self.values is not None
-            cache.keys, cache.values = (mx.contiguous(x[b : b + 1, :, :n]) for x in (self.keys, self.values))
-            cache.offset = n
-        return cache
-
-    def _size(self, n: int) -> int:
-        """Whole steps, with space for the next tokens."""
-        return (n // self.step + 1) * self.step
-
-    def _grown(self, held: mx.array | None, new: mx.array, n: int) -> mx.array:
-        """The held array, enlarged to hold n tokens if needed."""
+    def _written(self, held: mx.array | None, new: mx.array, n: int) -> mx.array:
+        """The held array with new columns [B, H, T, D] after each row's end, enlarged to n columns if needed."""
+        B, H, T, D = new.shape
         size = 0 if held is None else held.shape[2]
-        if held is not None and n <= size:
-            return held
-        B, H, _, D = new.shape
-        space = mx.zeros((B, H, self._size(n) - size, D), new.dtype)
-        return space if held is None else mx.concatenate([held, space], axis=2)
+        if held is None or n > size:
+            space = mx.zeros((B, H, _size(n) - size, D), new.dtype)
+            held = space if held is None else mx.concatenate([held, space], axis=2)
+        if self.ends.are_equal:
+            held[..., n - T : n, :] = new
+        else:
+            columns = self.ends.columns[:, None] + mx.arange(T)
+            held[mx.arange(B)[:, None], :, columns] = new.transpose(0, 2, 1, 3)  # [B, T, H, D]
+        return held
 
-    def _stacked(self, parts: list[tuple[mx.array | None, int, int]], n: int) -> mx.array | None:
-        """Concatenate parts (array [B, H, S, D], its B, its number of tokens) along B, with space for n tokens."""
-        like = next((x for x, *_ in parts if x is not None), None)
-        if like is None:
-            return None
-        _, H, _, D = like.shape
-        padded = []
-        for x, B, n_held in parts:
-            x = mx.zeros((B, H, 0, D), like.dtype) if x is None else x[:, :, :n_held]
-            padded.append(mx.pad(x, [(0, 0), (0, 0), (0, self._size(n) - x.shape[2]), (0, 0)]))
-        return mx.concatenate(padded)
-
-
-class HeadRows(RowsKVCache):
-    """The keys and values of the head. As in mlx-lm's ``KVCache``, the tokens of a pass stay until they are trimmed.
-
-    Args:
-        caches (Sequence[KVCache]): One for each row.
-        shifts (Sequence[int]): As in ``Rows``.
-    """
-
-    def __init__(self, caches: Sequence[stock.KVCache] = (), shifts: Sequence[int] = ()):
-        super().__init__(Rows())
-        if caches:
-            self.join([*caches], shifts)
-
-    @property
-    def state(self) -> list[mx.array | None]:
-        return [self.keys, self.values]
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        fetched = super().update_and_fetch(keys, values)
-        self.rows.add([keys.shape[2]] * len(keys))
-        return fetched
-
-    def trim(self, n: int) -> None:
-        """Remove the last ``n`` tokens of each row."""
-        self.trim_each([n] * len(self.rows.lengths))
-
-    def trim_each(self, counts: Sequence[int]) -> None:
-        """Remove the last ``counts[b]`` tokens of row b."""
-        if any(counts):
-            self.rows.add([-n for n in counts])
-
-    def join(self, caches: list[Any], shifts: Sequence[int] = ()) -> None:
-        super().join(caches)
-        self.rows.set([*self.rows.lengths, *(c.offset for c in caches)], [*self.rows.shifts, *shifts])
-
-    def filter(self, keep: list[int]) -> None:
-        self.rows.filter(keep)
-        super().filter(keep)
-
-    def extract(self, b: int, n: int | None = None) -> stock.KVCache:
-        return super().extract(b, self.rows.lengths[b] if n is None else n)
-
-
-class RowsArraysCache(ArraysCache):
-    """The states of a recurrent layer. A window is recorded as for one sequence, with one confirmed token."""
-
-    def join(self, caches: list[ArraysCache], B: int) -> None:
-        """Add a row for each cache to the B present rows."""
-        parts = [(self.cache, B), *((c.cache, 1) for c in caches)] if B else [(c.cache, 1) for c in caches]
-        self.cache = [_stacked([(arrays[i], n) for arrays, n in parts]) for i in range(2)]
-
-    def filter(self, keep: list[int]) -> None:
-        rows = mx.array(keep)
-        self.cache = [None if x is None else x[rows] for x in self.cache]
-
-    def roll_back(self, kept: list[int], ends: mx.array, mask: mx.array) -> None:
-        """Close the window, if one is open: keep the first tokens of each row.
+    def join(self, caches: list[Any], ends: Ends) -> None:
+        """Add a row for each ``KVCache``.
 
         Args:
-            kept (List[int]): The number of tokens to keep in each row, at least 1, [B].
-            ends (mx.array): The indices of the convolution's last inputs after these tokens, [B, K - 1, 1].
-            mask (mx.array): Whether each token after the first is kept, [B, max(kept) - 1].
+            ends (Ends): The ends of the rows held so far.
         """
-        window = self.window
-        if window is not None and min(kept) < window.n_tokens:
-            assert window.conv_input is not None
-            assert window.state is not None
-            state, m = window.state, mask.shape[1]
-            if m > 0:
-                state = _replay([x[:, :m] for x in window.inputs], state, mask)
-            self.cache = [mx.take_along_axis(window.conv_input, ends, axis=1), state]
-        self.window = None
+        B = len(ends.lengths)
+        if B == 0 and len(caches) == 1:
+            self.keys, self.values = caches[0].keys, caches[0].values
+            return
+        lengths = [*ends.lengths, *(c.offset for c in caches)]
+        for name in ("keys", "values"):
+            parts = [(getattr(self, name), B, ends.longest)] if B > 0 else []
+            parts += [(getattr(c, name), 1, c.offset) for c in caches]
+            like = next((x for x, *_ in parts if x is not None), None)
+            if like is not None:
+                setattr(self, name, self._stacked(like, parts, max(lengths)))
 
-    def extract(self, b: int) -> ArraysCache:
-        """Row b; with an open window, after its confirmed token."""
-        cache = ArraysCache(size=2)
-        cache.cache = [mx.contiguous(x[b : b + 1]) for x in after_first(self)]
+    def _stacked(self, like: Any, parts: list[tuple[Any, int, int]], n: int) -> Any:
+        """Concatenate parts (array like [B, H, S, D], its B, its number of tokens) along B, with space for n tokens."""
+        padded = []
+        for x, B, n_held in parts:
+            held = mx.zeros((B, like.shape[1], 0, like.shape[3]), like.dtype) if x is None else x[:, :, :n_held]
+            padded.append(mx.pad(held, [(0, 0), (0, 0), (0, _size(n) - held.shape[2]), (0, 0)]))
+        return mx.concatenate(padded)
+
+    def filter(self, keep: list[int], longest: int) -> None:
+        """Keep these rows, the longest of which has so many tokens."""
+        if self.keys is not None:
+            rows, size = mx.array(keep), _size(longest)
+            self.keys, self.values = tree_map(lambda x: x[rows, :, :size], (self.keys, self.values))
+
+    def extract(self, b: int, n: int) -> Any:
+        """The first n tokens of row b. A row that is alone is not copied: MLX copies it if it is written to later."""
+        cache = self._empty_cache()
+        if n > 0:
+            own: Any = (self.keys, self.values)
+            if self.n_rows > 1:
+                own = tree_map(lambda x: mx.contiguous(x[b : b + 1, :, :n]), own)
+            (cache.keys, cache.values), cache.offset = own, n
         return cache
 
+    @property
+    def n_rows(self) -> int:
+        return len(self.keys)
 
-def after_first(cache: ArraysCache) -> list[Any]:
-    """The arrays of a recurrent layer, after the first token of an open window if there is one."""
-    window = cache.window
-    if window is None:
-        return cache.cache
-    assert window.conv_input is not None
-    n_keep = window.conv_input.shape[1] - window.n_tokens  # K - 1
-    return [window.conv_input[:, 1 : 1 + n_keep], window.state]
+    def _empty_cache(self) -> Any:
+        return stock.KVCache()
 
-
-def _stacked(parts: list[tuple[mx.array | None, int]]) -> mx.array | None:
-    """Concatenate parts (array [B, ...], its B) along B. A missing array becomes zeros, the state before any token."""
-    like = next((x for x, _ in parts if x is not None), None)
-    if like is None:
-        return None
-    return mx.concatenate([mx.zeros((B, *like.shape[1:]), like.dtype) if x is None else x for x, B in parts])
+    def to_quantized(self, group_size: int, bits: int) -> "QuantizedKVRows":
+        rows = QuantizedKVRows(group_size, bits)
+        if self.keys is not None:
+            rows.keys, rows.values = (list(mx.quantize(x, group_size, bits)) for x in (self.keys, self.values))
+        return rows
 
 
-class RowsCache:
-    """The caches of several sequences, with the interface of ``protocol.PassCaches``.
+class QuantizedKVRows(KVRows):
+    """``KVRows`` of quantized keys and values: each a list of three arrays, as in mlx-lm's ``QuantizedKVCache``."""
 
-    Attributes:
-        before_pass (None): Several sequences cannot be restored to the state before a pass.
-    """
+    def __init__(self, group_size: int, bits: int):
+        super().__init__()
+        self.group_size, self.bits = group_size, bits
 
-    before_pass: list[Any] | None = None
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        n = self.ends.longest + keys.shape[2]
+        self.keys, self.values = self._quantized(self.keys, keys, n), self._quantized(self.values, values, n)
+        return tuple(tuple(x[..., :n, :] for x in parts) for parts in (self.keys, self.values))  # type: ignore
 
-    def __init__(self, model: Any):
-        self.rows = Rows()
-        self.n_in_flight = 0  # tokens of each row in the pass in flight
-        # A GatedDeltaNet layer's convolution keeps K - 1 inputs.
-        self.n_conv = next((l.linear_attn.conv_kernel_size - 1 for l in model.layers if l.is_linear), 0)
-        self.entries: list[Any] = [
-            RowsArraysCache(size=2) if l.is_linear else RowsKVCache(self.rows) for l in model.layers
+    def _quantized(self, held: Any, new: mx.array, n: int) -> list[mx.array]:
+        parts = mx.quantize(new, self.group_size, self.bits)
+        return [self._written(x, part, n) for x, part in zip(held or [None] * len(parts), parts)]
+
+    def _stacked(self, like: Any, parts: list[tuple[Any, int, int]], n: int) -> Any:
+        return [
+            super(QuantizedKVRows, self)._stacked(x, [(None if p is None else p[i], B, m) for p, B, m in parts], n)
+            for i, x in enumerate(like)
         ]
 
     @property
-    def n_tokens(self) -> list[int]:
-        return self.rows.lengths
+    def n_rows(self) -> int:
+        return len(self.keys[0])
+
+    def _empty_cache(self) -> Any:
+        return stock.QuantizedKVCache(self.group_size, self.bits)
+
+
+def _size(n: int) -> int:
+    """The columns of arrays for n tokens: whole steps, with space for the next tokens."""
+    return (n // KVRows.step + 1) * KVRows.step
+
+
+class RecurrentRows(ArraysCache):
+    """The states of a recurrent layer, after the pass in flight if there is one, and the record of its window."""
+
+    def rewound(self, kept: Sequence[int]) -> list[mx.array | None]:
+        """The arrays after the first ``kept[b]`` tokens of the pass in row b, from 1 on."""
+        if self.window is None or min(kept) == self.window.n_tokens:
+            return self.cache
+        return [*rewound(self.window, kept)]
+
+
+@dataclass(frozen=True)
+class RowsState:
+    """The rows without a pass in flight.
+
+    Args:
+        ends (Ends): Their tokens.
+        recurrent (List[List[mx.array]]): The arrays of each recurrent layer.
+        entries (List[Any]): A cache for each layer, for the model's call; ``QuantizedKVRows`` once that is due.
+    """
+
+    ends: Ends
+    recurrent: list[list[mx.array | None]]
+    entries: list[Any]
+
+
+class Rows:
+    """The caches of the sequences in a pass.
+
+    A pass is in flight from ``start_pass`` and ``end_pass`` until ``commit``. It runs over a window of tokens of each row.
+
+    Args:
+        model (MTPModel): The model.
+        kv (KVOptions): The quantization of keys and values.
+
+    Attributes:
+        state (RowsState): The rows without the pass in flight.
+        in_flight (int): The number of tokens of each row in the pass in flight.
+    """
+
+    def __init__(self, model: Any, kv: KVOptions):
+        self.kv, self.in_flight = kv, 0
+        entries = [RecurrentRows(size=2) if l.is_linear else KVRows() for l in model.layers]
+        self.state = RowsState(Ends(), [], entries)
+
+    @property
+    def entries(self) -> list[Any]:
+        return self.state.entries
+
+    @property
+    def recurrent(self) -> list[RecurrentRows]:
+        return [c for c in self.entries if isinstance(c, RecurrentRows)]
+
+    @property
+    def n_tokens(self) -> tuple[int, ...]:
+        """The number of tokens in each row, without those of the pass in flight, [B]."""
+        return self.state.ends.lengths
+
+    @property
+    def are_quantized(self) -> bool:
+        return any(isinstance(c, QuantizedKVRows) for c in self.entries)
 
     @property
     def states(self) -> list[list[Any]]:
-        """The arrays of the recurrent layers."""
-        return [c.cache for c in self.entries if isinstance(c, RowsArraysCache)]
+        """The arrays of the recurrent layers, which a pass in flight computes."""
+        return [c.cache for c in self.recurrent]
 
     @property
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.entries)
 
-    def join(self, caches: list[PromptCache]) -> None:
-        """Add a row for each sequence."""
-        for entry, *new in zip(self.entries, *(c.backbone for c in caches)):
-            if isinstance(entry, RowsArraysCache):
-                entry.join(new, len(self.rows.lengths))
+    def start_pass(self) -> None:
+        """Call before the model runs over the next tokens of each row."""
+        self.in_flight, states = 0, iter(self.state.recurrent)
+        for c in self.entries:
+            if isinstance(c, RecurrentRows):
+                c.cache, c.window = [*next(states)], None
             else:
-                entry.join(new)
-        shifts = (sum(image.shift for image in c.images) for c in caches)
-        self.rows.set([*self.rows.lengths, *(c.n_tokens for c in caches)], [*self.rows.shifts, *shifts])
+                c.ends = self.state.ends
+
+    def end_pass(self, n: int) -> None:
+        """Call when the model was called over n tokens of each row: the pass is in flight."""
+        self.in_flight = n
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """End the pass in flight: keep its first ``kept[b]`` tokens in row b, from 1 on. May be interrupted at any line."""
+        if self.in_flight == 0:
+            return
+        recurrent, ends = [c.rewound(kept) for c in self.recurrent], self.state.ends.plus(kept)
+        mx.async_eval(recurrent)  # now: the device would otherwise idle while the host builds the next pass
+        self.state, self.in_flight = RowsState(ends, recurrent, self._quantized(self.entries, ends)), 0
+
+    def _quantized(self, entries: list[Any], ends: Ends) -> list[Any]:
+        """The entries with quantized keys and values if that is due, as in mlx-lm after every pass."""
+        kv = self.kv
+        if kv.kv_bits is None or ends.longest < kv.quantized_kv_start:
+            return entries
+        return [c.to_quantized(kv.kv_group_size, kv.kv_bits) if type(c) is KVRows else c for c in entries]
+
+    def join(self, caches: list[PromptCache]) -> None:
+        """Add a row for each prompt cache."""
+        held, states = self.state, iter(self.state.recurrent)
+        recurrent, entries = [], list[Any]()
+        for entry, *new in zip(held.entries, *(c.backbone for c in caches)):
+            if isinstance(entry, RecurrentRows):
+                parts = [(next(states), len(held.ends.lengths))] if held.recurrent else []
+                parts += [(c.cache, 1) for c in new]
+                recurrent.append([_stacked([(arrays[j], B) for arrays, B in parts]) for j in range(2)])
+                entries.append(entry)
+            else:
+                entries.append(_joined(entry, new, held.ends))
+        shifts = tuple(sum(image.shift for image in c.images) for c in caches)
+        ends = held.ends.joined(Ends(tuple(c.n_tokens for c in caches), shifts))
+        self.state = RowsState(ends, recurrent, entries)
 
     def filter(self, keep: list[int]) -> None:
         """Keep these rows."""
-        self.rows.filter(keep)
+        ends, rows = self.state.ends.of(keep), mx.array(keep)
         for entry in self.entries:
-            entry.filter(keep)
-
-    def start_pass(self, n: int) -> None:
-        self.n_in_flight = n
-
-    def roll_back(self, kept: list[int]) -> None:
-        n, m = mx.array(kept)[:, None], max(kept) - 1
-        ends, mask = (n + mx.arange(self.n_conv))[..., None], mx.arange(m) < n - 1
-        for entry in self.entries:
-            if isinstance(entry, RowsArraysCache):
-                entry.roll_back(kept, ends, mask)
-        self.rows.add(kept)
-        self.n_in_flight = 0
-        mx.async_eval(self.states)
+            if isinstance(entry, KVRows):
+                entry.filter(keep, ends.longest)
+        recurrent = [[None if x is None else x[rows] for x in arrays] for arrays in self.state.recurrent]
+        self.state = RowsState(ends, recurrent, self.entries)
 
     def extract(self, b: int) -> list[Any]:
-        n = self.n_tokens[b] + min(self.n_in_flight, 1)
-        return [c.extract(b) if isinstance(c, RowsArraysCache) else c.extract(b, n) for c in self.entries]
+        """Row b's caches, one for each layer; with a pass in flight, after its first token."""
+        n, states, caches = self.n_tokens[b] + min(self.in_flight, 1), iter(self.state.recurrent), list[Any]()
+        for c in self.entries:
+            if isinstance(c, RecurrentRows):
+                own, before = ArraysCache(size=2), next(states)
+                arrays = after_first(c) if self.in_flight > 0 else before
+                own.cache = [None if x is None else mx.contiguous(x[b : b + 1]) for x in arrays]
+                caches.append(own)
+            else:
+                caches.append(c.extract(b, n))
+        return caches
+
+
+def _joined(entry: KVRows, caches: list[Any], ends: Ends) -> KVRows:
+    """The keys and values of a layer, with a row more for each cache: quantized if any of them is."""
+    like = next((c for c in (entry, *caches) if hasattr(c, "bits")), None)
+    if like is not None:
+        if not isinstance(entry, QuantizedKVRows):
+            entry = entry.to_quantized(like.group_size, like.bits)
+        caches = [c if hasattr(c, "bits") else c.to_quantized(like.group_size, like.bits) for c in caches]
+    entry.join(caches, ends)
+    return entry
+
+
+def _stacked(parts: list[tuple[mx.array | None, int]]) -> mx.array | None:
+    """Concatenate parts (array [B, ...], its B) along B. A missing array becomes zeros, the state before any token."""
+    like = next((x for x, _ in parts if x is not None), None)
+    if like is None or len(parts) == 1:
+        return like
+    return mx.concatenate([mx.zeros((B, *like.shape[1:]), like.dtype) if x is None else x for x, B in parts])

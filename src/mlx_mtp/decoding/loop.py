@@ -19,31 +19,31 @@ last entry of the prompt cache.
 
 Drafts may also be copied from the text (``drafts/sources.py``); the head then gets their pairs when they are accepted.
 
-This module is the loop. ``decoder.Decoder`` has its moves. ``planner.Planner`` chooses the number of drafts and their source.
+This module is the loop. ``decoder.Decoder`` has its moves, for one sequence or several. ``planner.Planner`` chooses the number
+of drafts and their source.
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sized
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, StopSequences, generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
-from mlx_lm.utils import does_model_support_input_embeddings
 
-from ..caches.positions import ImageSpan, Positions
-from ..caches.prompt_cache import PromptCache, has_head, open_prompt_cache, place_images
-from ..caches.single import KVOptions, SingleCache
+from ..caches.positions import ImageSpan
+from ..caches.prompt_cache import open_prompt_cache, place_images
+from ..caches.rows import KVOptions
+from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
-from ..layers.mtp import run_head
-from ..models.protocol import MTPModel
-from ..pacing.step_times import PLAIN_PLAN
+from ..pacing.depth import Depth
 from .counts import DraftCounts
-from .decoder import Decoder
-from .planner import Planner, depth_of
+from .decoder import Decoder, DecoderState
+from .planner import Planner
+from .prefill import check_arguments, prefill_chunk, prefill_prompt
 from .sequence import Sequence
-from .window import Drafts, Step, Token, Window
+from .window import Stepped, Token
 
 
 def mtp_generate_step(
@@ -55,6 +55,7 @@ def mtp_generate_step(
     num_draft_tokens: NumDraftTokens | None = None,
     copy_drafts: CopyDrafts | None = None,
     draft_p_min: float | None = None,
+    stop_sequences: StopSequences | None = None,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     max_kv_size: int | None = None,
@@ -78,7 +79,8 @@ def mtp_generate_step(
         prompt (mx.array): The input prompt, [T].
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
-        num_draft_tokens, copy_drafts, draft_p_min, sampler, logits_processors (optional): See ``mlx_mtp.TextOptions``.
+        num_draft_tokens, copy_drafts, draft_p_min, stop_sequences, sampler, logits_processors (optional): See
+          ``mlx_mtp.TextOptions``.
         max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         prompt_cache (List[Any], optional): A pre-computed cache of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, updated
           in place.
@@ -104,94 +106,108 @@ def mtp_generate_step(
         ValueError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
           argument is out of range.
     """
-    options = TextOptions(max_tokens, sampler, logits_processors, None, num_draft_tokens, copy_drafts, draft_p_min)
+    options = TextOptions(
+        max_tokens, sampler, logits_processors, stop_sequences, num_draft_tokens, copy_drafts, draft_p_min
+    )
     mtp_model = check_model(model, options)
     check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
     options = options.resolve(mtp_model)
     cache = open_prompt_cache(model, prompt_cache)
     place_images(mtp_model, cache, images, input_embeddings is not None)
-    sequence = Sequence(cache, options, counts or DraftCounts(), tokens=[*all_tokens])
-    depth = depth_of(mtp_model, sequence)
-    planner = Planner(mtp_model, None if depth is None else depth.times)
+    sequence = Sequence(cache, options, counts or DraftCounts(), tokens=[*all_tokens], embeddings=input_embeddings)
+    number = options.num_draft_tokens
+    uses_times = not isinstance(number, int) or options.copy_drafts == "auto"
+    planner = Planner(mtp_model, number if isinstance(number, Depth) else None, uses_times)
     if planner.exchange is not None:
         with mx.stream(stream):
             sequence.sample_with(planner.exchange.agree(prompt, cache.n_tokens, sampler))
     kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
     decoder = Decoder(mtp_model, kv=kv, exchange=planner.exchange, stream=stream)
-    decoder.open(sequence)
-    steps = _steps(
-        decoder,
-        planner,
-        prompt=prompt.astype(mx.uint32),
-        embeddings=input_embeddings,
-        chunk=prefill_step_size,
-        progress=prompt_progress_callback or (lambda *_: None),
-    )
-    decoder.generation = weakref.ref(steps)
+    progress = prompt_progress_callback or (lambda *_: None)
+    steps = _generate(decoder, planner, sequence, prompt.astype(mx.uint32), prefill_step_size, progress)
+    sequence.generation = weakref.ref(steps)
     yield from steps
 
 
-def _steps(
+def _generate(
     decoder: Decoder,
     planner: Planner,
-    *,
+    sequence: Sequence,
     prompt: mx.array,
-    embeddings: mx.array | None,
     chunk: int,
     progress: Callable[[int, int], Any],
 ) -> Generator[Token, None, None]:
-    """The loop of one sequence."""
-    (sequence,) = decoder.sequences
+    """Prefill a prompt [T], and generate the tokens of its sequence, the only one of the decoder."""
+    n_yielded, before = 0, None
     try:
         with mx.stream(decoder.stream):
-            prefill_prompt(decoder, prompt, embeddings, chunk, progress)
-            planner.start_window(decoder)
-        while sequence.end is None and sequence.max_tokens != 0:
-            step = accept(decoder, planner)
+            out = prefill_prompt(decoder.model, sequence, prompt, chunk, progress, decoder.kv)
+            if sequence.max_tokens != 0:
+                decoder.begin(sequence, *out)
+        while decoder.sequences and sequence.end is None:
+            before = decoder.state
+            tokens = [token for _, own in step(decoder, planner) for token in own]
             sequence.check()
-            draft(decoder, planner)
-            n_drafted = step.n_decided(0) - 1
-            for i in range(n_drafted):  # while the device drafts
-                token, logprobs = step.token(i, decoder.stream)
-                step.window.kept = [2 + i]
-                yield token, logprobs, True
-            window = verify(decoder, planner, step)
-            token, logprobs = step.token(n_drafted, decoder.stream)
-            # From here on the token counts as handed over. There is no call before the yield at which an interrupt could come.
-            window.kept, decoder.cache.before_pass = [1], None
-            yield token, logprobs, False  # while the device verifies
+            for n_left, token in zip(range(len(tokens) - 1, -1, -1), tokens):
+                # The last one is the first token of the window in flight. No interrupt can come before the yield.
+                n_yielded, before = n_yielded + 1, before if n_left > 0 else None
+                yield token  # while the device drafts and verifies
     finally:
-        decoder.finalize()
+        try:
+            finalize(decoder, sequence, before, n_yielded)
+        except BaseException:  # users press Ctrl-C twice, and still expect the cache to be kept
+            finalize(decoder, sequence, before, n_yielded)
+            raise
 
 
-def accept(decoder: Decoder, planner: Planner) -> Step:
-    """Accept or reject the drafts of the window in flight."""
-    with mx.stream(decoder.stream):
-        step = decoder.accept()
-    planner.record_drafting(step)
-    return step
+def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: None) -> list[Stepped]:
+    """
+    Accept or reject the drafts of the window in flight, draft, and start a pass over the next window.
 
-
-def draft(decoder: Decoder, planner: Planner) -> None:
-    """Make the drafts of the next window."""
-    with mx.stream(decoder.stream):
-        decoder.draft(planner.next(decoder))
-
-
-def verify(decoder: Decoder, planner: Planner, step: Step | None) -> Window:
-    """Roll back what was rejected, and start a pass over the next window.
+    The host does not wait for a window without drafts: its tokens are read while the device verifies the next one.
 
     Args:
-        step (Step, optional): The step before. If it had no drafts, its tokens are read while the pass runs.
+        move (Callable): Lets sequences leave and join, once the tokens of the window are accepted.
+
+    Returns:
+        List[Tuple[Sequence, List[Token]]]: The tokens of each sequence of the window; empty if none was in flight.
     """
     with mx.stream(decoder.stream):
-        decoder.roll_back()
-        window = decoder.verify()
-        planner.start_window(decoder)
-        if step is not None:
+        done = decoder.accept()
+        planner.record_drafting(done)
+        move()
+        if len(decoder) > 0:
+            decoder.draft(planner.next(decoder))
+            decoder.roll_back()
+            decoder.verify()
+            planner.start_window(decoder)
             decoder.wait()
-            planner.record_plain(step)
-    return window
+            planner.record_plain(done)
+        return [] if done is None else done.tokens_of_each()
+
+
+def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yielded: int) -> None:
+    """
+    End the generation of one sequence: its prompt cache holds the prompt and exactly the tokens yielded.
+
+    May be called after an error or an interrupt at any line, in any thread, and again after an interrupt of itself.
+
+    Args:
+        before (DecoderState, optional): The state before the latest step, if its tokens were not all yielded. One pass over the
+          tokens that were yielded since then completes it. ``None`` if the last token is the first of the window in flight.
+        n_yielded (int): The number of tokens yielded.
+    """
+    with mx.stream(decoder.stream):
+        if before is not None:
+            decoder.restore(before)
+        if decoder.sequences:
+            n = decoder.extract(s, s.cache)
+            if missing := s.tokens_between(n, n_yielded):
+                prefill_chunk(decoder.model, s.cache, mx.array(missing, mx.uint32), None, decoder.kv)
+        if decoder.exchange is not None:
+            synchronize(decoder.stream)  # collectives of the pass in flight would corrupt those of another stream
+        # Last: until here the cache is marked as unfinished.
+        s.cache.record(s.cache.n_tokens, s.text_of(s.cache.n_tokens))
 
 
 def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:
@@ -202,120 +218,3 @@ def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:
     """
     for _ in mtp_generate_step(prompt, model, max_tokens=0, **kwargs):
         pass
-
-
-def check_arguments(
-    prompt: mx.array,
-    model: nn.Module,
-    prefill_step_size: int,
-    max_kv_size: int | None,
-    input_embeddings: mx.array | None,
-) -> None:
-    """
-    Raises:
-        ValueError: An argument is out of range.
-    """
-    if prefill_step_size < 1:
-        raise ValueError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
-    if max_kv_size is not None:
-        raise ValueError("max_kv_size is not supported: the caches of this model do not rotate.")
-    if input_embeddings is not None:
-        check_embeddings(model, len(prompt), input_embeddings)
-    elif len(prompt) == 0:
-        raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
-
-
-def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:
-    """
-    Raises:
-        ValueError: The model does not take embeddings, or their number is not that of the prompt's tokens.
-    """
-    if not does_model_support_input_embeddings(model):
-        raise ValueError("Model does not support input embeddings.")
-    if n_prompt not in (0, len(input_embeddings)):
-        raise ValueError(
-            f"When providing input_embeddings, their sequence length ({len(input_embeddings)}) must match the sequence "
-            f"length of the prompt ({n_prompt}), or the prompt must be empty."
-        )
-
-
-def prefill_prompt(
-    decoder: Decoder,
-    prompt: mx.array,
-    embeddings: mx.array | None,
-    chunk: int,
-    progress: Callable[[int, int], Any],
-) -> None:
-    """Prefill the prompt of a decoder's only sequence, and verify its last token as a window of its own.
-
-    Args:
-        prompt (mx.array): [T]
-        embeddings (mx.array, optional): The embeddings to use in place of the tokens', [T, H].
-        chunk (int): The most tokens of a pass.
-        progress (Callable[[int, int], Any]): Called with the number of tokens processed, and of all.
-    """
-    (s,), own = decoder.sequences, decoder.cache
-    assert isinstance(own, SingleCache)
-    n, done = len(prompt if embeddings is None else embeddings), 0
-    tokens: Any = prompt.tolist()
-    s.cache.claim(decoder.generation)
-    progress(0, n)
-    if len(prompt) == 0:
-        s.skip(n)
-    while (size := min(chunk, n - 1 - done)) > 0:
-        part = slice(done, done + size)
-        s.tokens += tokens[part]
-        prefill_chunk(decoder.model, own, prompt[part], None if embeddings is None else embeddings[part])
-        done += size
-        progress(done, n)
-    s.tokens += tokens[done:]
-    _verify_last(decoder, own, prompt[done:], None if embeddings is None else embeddings[done:])
-    progress(n, n)
-
-
-def prefill_chunk(model: MTPModel, own: SingleCache, tokens: mx.array, embeddings: mx.array | None = None) -> None:
-    """Run the model and its head over tokens [T], or embeddings [T, H] in their place, to fill the caches of one sequence."""
-    cache = own.cache
-    options: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-    positions = cache.head_positions  # before the pass, which changes them
-    own.start_pass(len(tokens if embeddings is None else embeddings))
-    _, hidden = model(tokens[None], cache=cache.entries, return_hidden=True, **options)  # [1, T, H]
-    # The head pairs a token with the hidden state before it. The first token's is from an earlier call, if any.
-    previous, last = hidden[:, :-1], cache.last_hidden
-    hidden_before = previous if last is None else mx.concatenate([last, previous], axis=1)
-    _prefill_head(model, cache, hidden_before, tokens, embeddings, positions)
-    cache.last_hidden = mx.contiguous(hidden[:, -1:])
-    own.quantize()
-    mx.eval([c.state for c in own.entries])
-    own.keep_pass()
-    mx.clear_cache()
-
-
-def _prefill_head(
-    model: MTPModel,
-    cache: PromptCache,
-    hidden: mx.array,
-    tokens: mx.array,
-    embeddings: mx.array | None,
-    positions: Positions | None,
-) -> None:
-    """Fill the head's cache from the hidden states [1, t, H] and the last t tokens, of [T], or embeddings, of [T, H]."""
-    if has_head(model) and (t := hidden.shape[1]) > 0:
-        embedded = None if embeddings is None else embeddings[None, -t:]
-        run_head(model, hidden, tokens[None, -t:], cache.head, embedded, positions)
-
-
-def _verify_last(decoder: Decoder, own: SingleCache, token: mx.array, embeddings: mx.array | None) -> None:
-    """Verify the prompt's last token [1], or its embedding [1, H], as a window of its own."""
-    (s,), cache = decoder.sequences, own.cache
-    if (hidden := cache.last_hidden) is not None:
-        _prefill_head(decoder.model, cache, hidden, token, embeddings, cache.head_positions)
-    decoder.head.n_verified = cache.head.offset
-    s.start()
-    decoder.drafter.observe(s.tokens)
-    decoder.decided = token[None]
-    decoder.draft(Drafts([s], [PLAIN_PLAN], PLAIN_PLAN, s.depth))
-    window = decoder.verify(None if embeddings is None else embeddings[None])
-    # Not the logits, which a prompt without generated tokens does not need.
-    mx.eval(window.hidden, own.states, cache.head.state)
-    window.kept, own.before_pass = [1], None

@@ -3,12 +3,10 @@
 from collections import deque
 from collections.abc import Iterator
 from time import perf_counter
-from typing import cast
 
-from ..models.protocol import MTPModel
-from ..pacing.batch_depth import BatchDepth, BatchTimes, Timing, timing_of
-from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, expected_tokens
-from ..pacing.step_times import PLAIN_PLAN, Plan, StepTimes
+from ..models.mixin import MTPModel
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer, expected_tokens
+from ..pacing.step_times import FREE, HEAD, PLAIN_PLAN, Plan, Timing, timing_of
 from ..traces import n_traces
 from .decoder import Decoder, draft_limit
 from .exchange import Exchange
@@ -84,67 +82,44 @@ class Clock:
 
 
 class Planner:
-    """Makes the plan of each sequence: by its own ``Depth`` for a single sequence, by a ``BatchDepth`` for several.
+    """Plans the drafts of each window by the ``Depth`` of its number of sequences, and reports the times of steps to it.
 
     Args:
         model (MTPModel): The model. Where several ranks run it, the depths observe the times of rank 0.
-        times (Union[StepTimes, BatchTimes], optional): The step times that this generation updates. ``None`` where numbers of
-          drafts are given.
+        given (Depth, optional): The depth to use for one sequence, with times of its own.
+        uses_times (bool): Whether any number of drafts is chosen by times, which ranks then share.
     """
 
-    def __init__(self, model: MTPModel, times: StepTimes | BatchTimes | None):
-        self.model = model
-        self.exchange = None if model.ranks is None else Exchange(model.ranks, times)
+    def __init__(self, model: MTPModel, given: Depth | None = None, uses_times: bool = True):
+        self.timing = timing_of(model) if given is None else Timing(given.times)
+        self.exchange = None if model.ranks is None else Exchange(model.ranks, self.timing if uses_times else None)
         self.clock = Clock(timing_of(model), self.exchange)
-        self.batch_depth = BatchDepth(timing_of(model).of_batches)
-        # For copies without drafts of the head: these steps have separate times.
-        self.copies_depth = BatchDepth(BatchTimes())
+        self.depths = {} if given is None else {1: given.for_text()}  # by the number of sequences
         self.latest: list[Drafts] = []  # the drafts of the latest windows
         # The sequences of the latest step, and the time and the number of traces at its end.
         self.last_end: tuple[list[Sequence], float, int] = [], 0.0, 0
 
     def next(self, decoder: Decoder) -> Drafts:
         """Plan the drafts of the next window. ``Decoder.draft`` makes them."""
-        sequences, limits = decoder.sequences, [draft_limit(decoder, b) for b in range(len(decoder))]
-        if len(sequences) == 1:
-            plan, depth = self._next_of_one(sequences[0], limits[0])
-            return Drafts(sequences, [plan], plan, depth)
-        k, depth = self._shared(sequences, limits)
-        return Drafts(sequences, [_best_in_batch(s, k, n)[0] for s, n in zip(sequences, limits)], Plan(k), depth)
+        sequences = decoder.sequences
+        limits = [draft_limit(decoder, b) for b in range(len(decoder))]
+        offers = [s.offers(limit) for s, limit in zip(sequences, limits)]
+        given = max((min(s.number or 0, limit) for s, limit in zip(sequences, limits)), default=0)
+        plan, depth = Plan(given), None
+        if any(_is_chosen(s, offer) for s, offer in zip(sequences, offers)):
+            depth = self.depth_of(len(sequences))
+            plan = depth.next([offer for s, offer in zip(sequences, offers) if s.end is None], given)
+        plans = [_own_plan(s, offer, plan, len(sequences) == 1) for s, offer in zip(sequences, offers)]
+        width = max(own.k for own in plans)
+        if width > plan.k:
+            depth = None  # it did not choose this number
+        uses_head = any(own.k > 0 and not own.skips_head for own in plans)
+        return Drafts(sequences, plans, Plan(width, HEAD if uses_head or width == 0 else FREE), depth)
 
-    def _next_of_one(self, s: Sequence, limit: int) -> tuple[Plan, Depth | None]:
-        offers, depth = s.offers(), depth_of(self.model, s)
-        fixed = ((name, s.sources[name].fixed) for name in offers)
-        plan = next((Plan(min(n, len(offers[name])), name) for name, n in fixed if n is not None), None)
-        if plan is None and depth is not None:
-            plan = depth.next(offers)
-        if plan is None:
-            plan = Plan(cast(int, s.options.num_draft_tokens))
-        if plan.k > limit:
-            plan = Plan(limit, plan.source) if limit > 0 else PLAIN_PLAN
-        return plan, depth
-
-    def _shared(self, sequences: list[Sequence], limits: list[int]) -> tuple[int, Depth | None]:
-        """Choose the number of drafts that several sequences share.
-
-        Returns:
-            Tuple[int, Optional[Depth]]: The number, and the depth that chose it; ``None`` if sequences have given numbers.
-        """
-        # The draft limits of sequences with a given number, of those without, and of those that copy the shared number.
-        given, auto, follow = [0], [0], [0]
-        for s, limit in zip(sequences, limits):
-            if isinstance(s.options.num_draft_tokens, int):
-                given.append(min(s.options.num_draft_tokens, limit))
-            else:
-                auto.append(limit)
-            if limit > 0 and any(s.sources[name].fixed is None for name in s.offers()):
-                follow.append(limit)
-        most = min(max(auto + follow), MAX_DRAFT_TOKENS)
-        if most == 0 or (max(auto) == 0 and max(given) > 0):
-            return max(given), None
-        depths = self.batch_depth if any(s.options.num_draft_tokens != 0 for s in sequences) else self.copies_depth
-        k = depths.next(len(sequences), [_rates(s) for s in sequences if s.end is None])
-        return max(min(k, most), *given), depths.of(len(sequences))  # a window is as wide as its longest drafts
+    def depth_of(self, n: int) -> Depth:
+        if n not in self.depths:
+            self.depths[n] = Depth(MAX_DRAFT_TOKENS, times=self.timing.of(n), n_sequences=n)
+        return self.depths[n]
 
     def start_window(self, decoder: Decoder) -> None:
         """Call after submitting a window to the device, before the caller can run another generation."""
@@ -152,34 +127,33 @@ class Planner:
         self.clock.take_turn()
         self.latest = [*self.latest[-2:], decoder.drafts]
 
-    def record_drafting(self, step: Step) -> None:
+    def record_drafting(self, step: Step | None) -> None:
         """Call when a step's drafts have been accepted or rejected."""
-        if len(step.drafts) > 0:
+        if step is not None and len(step.drafts) > 0:
             self._record(step)
 
-    def record_plain(self, step: Step) -> None:
+    def record_plain(self, step: Step | None) -> None:
         """Call when the tokens of a step without drafts have been read, while the device runs the next step."""
-        if len(step.drafts) == 0:
+        if step is not None and len(step.drafts) == 0:
             self._record(step)
 
     def _record(self, step: Step) -> None:
         now = perf_counter()
         self._count_seconds(step, now)
-        drafts, is_plain, several = step.drafts, len(step.drafts) == 0, len(step.sequences) > 1
+        drafts, is_plain = step.drafts, len(step.drafts) == 0
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
-        depth, plan = drafts.depth, drafts.plan
-        if several or depth is None:
-            for s, own, n in zip(step.sequences, drafts.plans, step.n_accepted):
-                if own.k > 0 and not own.skips_head:
-                    s.rates.count_window(own.k, n)
-        if depth is None or (several and len(drafts) > plan.k):
-            self.clock.interrupt()  # no depth observes a step whose number of drafts it did not choose
+        depth, plan, several = drafts.depth, drafts.plan, len(step.sequences) > 1
+        for s, own, n in zip(step.sequences, drafts.planned, step.n_accepted):
+            if own.k > 0 and not own.skips_head:
+                s.rates.count_window(
+                    own.k, n
+                )  # drafts dropped by ``p_min`` count as rejected: the head has computed them
+        if depth is None:
+            self.clock.interrupt()
             return
-        if several:
-            plan, n_accepted = Plan(len(drafts)), sum(step.n_accepted) / len(step.sequences)
-        else:
-            # Drafts dropped by ``p_min`` count as rejected: the head has computed them.
-            plan, n_accepted = drafts.plans[0] if plan.skips_head else plan, step.n_accepted[0]
+        if plan.skips_head:
+            plan = Plan(len(drafts), plan.source)  # a source may give fewer than it offers
+        n_accepted = sum(step.n_accepted) / len(step.sequences)
         is_first = not self.clock.record((depth, plan, n_accepted), _is_clear(windows, is_plain), now)
         if is_first and (several or len(self.latest) > 2):
             depth.observe(plan, n_accepted, None, True)
@@ -191,7 +165,7 @@ class Planner:
         (sequences, before, n_before), n = self.last_end, n_traces()
         for b, s in enumerate(step.sequences):
             if s in sequences and n == n_before:
-                s.counts.n_timed += step.n_decided(b)
+                s.counts.n_timed += step.counts[b]
                 s.counts.seconds += now - before
         self.last_end = step.sequences, now, n
 
@@ -217,33 +191,22 @@ def _is_clear(windows: list[Drafts], is_plain: bool) -> bool:
     return len(windows) == 2 and len(windows[0]) > 0 and windows[0].plan.skips_head <= last.plan.skips_head
 
 
-def _best_in_batch(s: Sequence, k: int, limit: int) -> tuple[Plan, list[float]]:
-    """The plan of one of several sequences that share k, with the source that is expected to yield the most tokens.
-
-    Returns:
-        Tuple[Plan, List[float]]: The plan, and the acceptance rates of its source.
-    """
-    n = s.options.num_draft_tokens
-    best, rates = Plan(min(n if isinstance(n, int) else k, limit)), s.rates.estimate
-    tokens = expected_tokens(rates)[best.k]
-    for name, offered in s.offers().items():
-        fixed = s.sources[name].fixed
-        n_free = min(k if fixed is None else fixed, limit, len(offered))
-        if n_free > 0 and (more := expected_tokens(offered)[n_free]) > tokens:
-            best, rates, tokens = Plan(n_free, name), offered, more
-    return best, rates
+def _is_chosen(s: Sequence, offer: Offer) -> bool:
+    """Whether a number of drafts is to be chosen for a sequence."""
+    has_auto_source = any(name != HEAD and s.sources[name].fixed is None for name in offer)
+    return has_auto_source or (s.number is None and HEAD in offer)
 
 
-def _rates(s: Sequence) -> list[float]:
-    """The acceptance rates of a sequence's best source, [MAX_DRAFT_TOKENS], 0 where it may not draft as many."""
-    plan, rates = _best_in_batch(s, MAX_DRAFT_TOKENS, MAX_DRAFT_TOKENS)
-    return [rates[i] if i < plan.k else 0.0 for i in range(MAX_DRAFT_TOKENS)]
-
-
-def depth_of(model: MTPModel, s: Sequence) -> Depth | None:
-    """The depth that chooses for a single sequence, with the model's step times; ``None`` for given numbers."""
-    number = s.options.num_draft_tokens
-    if s.depth is None and (number == "auto" or s.options.copy_drafts == "auto"):
-        only = number if isinstance(number, int) else None
-        s.depth = Depth(MAX_DRAFT_TOKENS, times=timing_of(model).of_one, only=only, rates=s.rates)
-    return s.depth
+def _own_plan(s: Sequence, offer: Offer, plan: Plan, is_alone: bool) -> Plan:
+    """The plan of one sequence in a window, with the source that is expected to yield the most tokens."""
+    best, most = PLAIN_PLAN, 0.0
+    for name, acceptance in offer.items():
+        fixed = s.number if name == HEAD else s.sources[name].fixed
+        k = min(plan.k if fixed is None else fixed, len(acceptance))
+        if name != HEAD and fixed is not None:
+            return Plan(k, name)
+        # A single sequence drafts from the source that was chosen, and several from the head only if it is used at all.
+        is_chosen = (name != HEAD) is plan.skips_head or not (is_alone or plan.skips_head)
+        if is_chosen and k > 0 and (tokens := expected_tokens(acceptance[:k])[-1]) > most:
+            best, most = Plan(k, name), tokens
+    return best

@@ -1,5 +1,6 @@
 """A sequence: a text that is generated, with its options, its prompt cache and its tokens so far."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,12 +14,11 @@ from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
 from ..drafts.options import TextOptions
 from ..drafts.sources import Source, make_sources
-from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Rates
-from ..pacing.step_times import Plan
+from ..pacing.depth import MAX_DRAFT_TOKENS, Offer, Rates
+from ..pacing.step_times import HEAD, Plan
 from ..sampling.acceptance import TokenMatch, make_acceptance
 from ..sampling.processors import restoring_random_state
 from ..sampling.sampler import Sampler
-from ..text.grammar import Grammar
 from .counts import DraftCounts
 
 
@@ -79,14 +79,16 @@ class Sequence:
         self.images = self.cache.images
         # The index of the first known token.
         self.text_start = self.cache.n_tokens - len(self.cached_text) - len(self.tokens)
+        self.generation: weakref.ref[Any] | None = None  # the generator of a sequence that generates alone
+        self.last_hidden: mx.array | None = None  # of the prompt's last token but one, [1, 1, H]
+        self.prompt_end = 0  # the index after the prompt, of a sequence that generates alone
         self.n_prefilled, self.n_prompt = 0, sum(map(len, self.segments))
         self.n_generated = self.n_observed = 0
         self.context: mx.array | None = None  # [N], for the logits processors
         self.sample_with(self.options.sampler)
         number = self.options.num_draft_tokens
-        # Chooses its plan while it is the only sequence; ``planner.depth_of`` makes it.
-        self.depth: Depth | None = number.for_text() if isinstance(number, Depth) else None
-        self.rates = Rates(MAX_DRAFT_TOKENS) if self.depth is None else self.depth.rates
+        self.number = number if isinstance(number, int) else None  # of drafts; ``None`` if it is chosen at every step
+        self.rates = Rates(MAX_DRAFT_TOKENS)  # of the head's drafts
         self.sources: dict[str, Source] = {}  # other than the head, by name
 
     def sample_with(self, sampler: AnySampler | None) -> None:
@@ -104,7 +106,7 @@ class Sequence:
     @property
     def needs_tokens(self) -> bool:
         """Whether the host must know its last token before the next can be chosen."""
-        return any(isinstance(p, Grammar) for p in self.logits_processors)
+        return any(getattr(p, "needs_tokens", False) for p in self.logits_processors)
 
     @property
     def finish_reason(self) -> str | None:
@@ -143,23 +145,21 @@ class Sequence:
         if self.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 
-    def take_accepted(self, n_tokens: int, handed_over: mx.array) -> None:
-        """Add the last of these tokens [n] if fewer than ``n_tokens`` are known: ``take`` adds a window's tokens at once."""
-        if (missing := n_tokens - self.text_start - len(self.cached_text) - len(self.tokens)) > 0:
-            tokens: Any = handed_over.tolist()
-            self.tokens += tokens[-missing:]
+    def tokens_between(self, n: int, n_generated: int) -> list[int]:
+        """The tokens from index n up to a number of generated ones."""
+        text = [*self.cached_text, *self.tokens]
+        return text[n - self.text_start : self.prompt_end + n_generated - self.text_start]
 
     def text_of(self, n_tokens: int) -> list[int]:
         """The known tokens at the end of a prompt cache of ``n_tokens`` tokens."""
         n, text = n_tokens - self.text_start, [*self.cached_text, *self.tokens]
         return text[:n] if 0 <= n <= len(text) else []
 
-    def offers(self) -> dict[str, list[float]]:
-        """The acceptance rates of each source that has drafts now, by name.
-
-        A rate is the probability that a draft is accepted, given that the drafts before it are.
-        """
-        rates = {name: source.acceptance(self.n_unobserved) for name, source in self.sources.items()}
+    def offers(self, limit: int) -> Offer:
+        """The acceptance rates of up to ``limit`` drafts of each source that has drafts now."""
+        rates = {name: source.acceptance(self.n_unobserved)[:limit] for name, source in self.sources.items()}
+        if self.number != 0:
+            rates[HEAD] = self.rates.estimate[: limit if self.number is None else min(limit, self.number)]
         return {name: of_each for name, of_each in rates.items() if of_each}
 
     def logprobs(self, logits: mx.array, drafts: mx.array) -> mx.array:

@@ -12,6 +12,7 @@ from ..sampling.processors import until_error
 from .sequence import Sequence
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
+Stepped = tuple[Sequence, list[Token]]  # a sequence, and its tokens of a step
 Records = list[list[Any]]  # the record that ``Acceptance.draft`` returned with each draft of each sequence
 
 NO_TOKENS = mx.array([], mx.uint32)
@@ -39,6 +40,9 @@ class Drafts:
     tokens: mx.array = NO_DRAFTS
     records: Records = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.planned = self.plans  # before they are reduced
+
     def __len__(self) -> int:
         """The most drafts of any sequence."""
         return self.tokens.shape[1]
@@ -53,14 +57,12 @@ class Window:
         tokens (mx.array): The decided tokens and the drafts, [B, T].
         logits (mx.array): [B, T, V]
         hidden (mx.array): [B, T, H]
-        kept (List[int]): The number of its tokens that are final in each sequence: 0 until the first was handed over.
     """
 
     drafts: Drafts
     tokens: mx.array
     logits: mx.array
     hidden: mx.array
-    kept: list[int]
 
 
 @dataclass
@@ -95,12 +97,6 @@ class Step:
     def sequences(self) -> list[Sequence]:
         return self.window.drafts.sequences
 
-    def token(self, i: int, stream: mx.Stream | mx.ThreadLocalStream) -> tuple[int, mx.array]:
-        """Token i of a single sequence, and its log probabilities, [V]."""
-        assert self.tokens is not None
-        with mx.stream(stream):
-            return self.tokens[0][i], self.logprobs_of(0, i)
-
     def logprobs_of(self, b: int, t: int) -> mx.array:
         """The log probabilities of sequence b's token t, [V]."""
         if b in self.own_logprobs:
@@ -108,15 +104,23 @@ class Step:
         assert self.logprobs is not None
         return self.logprobs[b, t]
 
-    def n_decided(self, b: int) -> int:
-        """The number of tokens that sequence b decides on, up to the one that ends it; at least 1."""
-        return 1 if self.tokens is None else max(len(self.tokens[b]), 1)
+    def tokens_of_each(self) -> list[Stepped]:
+        """The tokens of each sequence, once the host knows them."""
+        return [
+            (s, [(token, self.logprobs_of(b, t), t < self.n_accepted[b]) for t, token in enumerate(tokens)])
+            for b, (s, tokens) in enumerate(zip(self.sequences, self.tokens or []))
+        ]
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of tokens that each sequence decides on, up to the one that ends it; at least 1, [B]."""
+        return [1] * len(self.sequences) if self.tokens is None else [max(len(own), 1) for own in self.tokens]
 
     def last_tokens(self) -> mx.array:
         """The last decided token of each sequence, [B, 1]."""
         if self.choices.shape[1] == 1:
             return self.choices
-        counts = [self.n_decided(b) for b in range(len(self.sequences))]
+        counts = self.counts
         if len(counts) == 1:
             return self.choices[:, counts[0] - 1 : counts[0]]
         return mx.take_along_axis(self.choices, mx.array(counts)[:, None] - 1, axis=1)

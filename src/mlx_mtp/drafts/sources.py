@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..pacing.depth import MAX_COPY_TOKENS, Rates
-from ..text.grammar import ForcedTokens, Grammar
 from .options import TextOptions
 
 N_GRAM = 5  # the length of a new match; shorter matches are often chance, and replace better drafts of the head
@@ -185,13 +184,15 @@ def prompt_lookup(options: TextOptions, text: Sequence[int]) -> Source | None:
     return None if n == "off" else PromptLookup(text, None if n == "auto" else n)
 
 
-def grammar(options: TextOptions, text: Sequence[int]) -> Source | None:
-    return next((ForcedTokens(p) for p in options.logits_processors or () if isinstance(p, Grammar)), None)
+def of_processors(options: TextOptions, text: Sequence[int]) -> Source | None:
+    """The source of a logits processor that has one, such as the forced tokens of a grammar."""
+    made = (p.draft_source() for p in options.logits_processors or () if hasattr(p, "draft_source"))
+    return next(made, None)
 
 
 # Makes a source from the options and the prompt of a text; ``None`` if it does not apply.
 MakeSource = Callable[[TextOptions, Sequence[int]], Source | None]
-SOURCES: list[MakeSource] = [prompt_lookup, grammar]
+SOURCES: list[MakeSource] = [prompt_lookup, of_processors]
 
 
 def make_sources(options: TextOptions, text: Sequence[int]) -> dict[str, Source]:

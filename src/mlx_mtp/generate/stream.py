@@ -10,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse as StockResponse
-from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.generate import StopSequences, generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import PromptCache, has_head, n_tokens, positions_of
-from ..caches.single import KVOptions
+from ..caches.rows import KVOptions
 from ..cli.display import paint
 from ..decoding.counts import DraftCounts
 from ..decoding.exchange import same_random_state
@@ -172,7 +172,9 @@ def _stream_mtp(
     """Convert the steps of ``mtp_generate_step`` to responses, as mlx-lm's ``stream_generate``."""
     detokenizer = tokenizer.detokenizer
     counts = DraftCounts()
-    steps = make_steps(prompt, model, stream, max_tokens=max_tokens, counts=counts, **kwargs)
+    # As a stop sequence, so that the steps end with it: no tokens after it are to be removed from the prompt cache.
+    stop = StopSequences([[token] for token in tokenizer.eos_token_ids])
+    steps = make_steps(prompt, model, stream, max_tokens=max_tokens, stop_sequences=stop, counts=counts, **kwargs)
 
     def response(finish_reason: str | None = None) -> GenerationResponse:
         return GenerationResponse(
@@ -327,5 +329,6 @@ def stored_steps(
                 key.append(step[0])
                 yield step
     finally:
-        n_read = PromptCache(cache, len(model.layers)).n_tokens  # fewer after Ctrl-C before the first token
-        store.insert(key[:n_read], cache, kv, handle)
+        # Fewer tokens after Ctrl-C before the first one; unknown ones after a failure of the device.
+        if (n_read := PromptCache(cache, len(model.layers)).n_recorded) >= 0:
+            store.insert(key[:n_read], cache, kv, handle)

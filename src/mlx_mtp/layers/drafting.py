@@ -58,7 +58,7 @@ class DraftConfig:
           0 for all. Default: ``None``, on Metal as many as its fused attention takes, elsewhere all.
         compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
         pieces (int, optional): As in ``Pass``.
-        timing (pacing.batch_depth.Timing, optional): The times of steps on this machine, made by ``pacing`` and updated by
+        timing (pacing.step_times.Timing, optional): The times of steps on this machine, made by ``pacing`` and updated by
           ``decoding``. It is an attribute of the model so that all generations share it.
     """
 

@@ -2,7 +2,9 @@
 
 A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i is accepted, given
 that the drafts before it are, and takes t(k) seconds; k = 0 is plain decoding. ``best_depth`` maximizes E(k) / t(k).
-``Rates`` estimates a for one text, ``StepTimes`` estimates t for one machine, and ``Depth`` chooses from both for one text.
+Several sequences share k. It minimizes the mean of t(k) / E_b(k) over the sequences b, so E is the harmonic mean of theirs. The
+tokens per second of the whole batch would favor sequences that are already fast: others would end long after them.
+``Rates`` estimates a for one text, ``StepTimes`` estimates t for one machine, and ``Depth`` chooses from both.
 Nothing here reads a clock or draws a random number. docs/develop/depth.md has the measured effect of each constant.
 
 The head's confidence in a draft is not used: the host knows it only after the drafts are computed, and to wait for them before
@@ -12,23 +14,27 @@ building the verify pass usually costs more than it saves. If waiting gains, ``-
 import math
 from collections.abc import Mapping, Sequence
 
-from .step_times import PLAIN_PLAN, Plan, StepTimes
+from .step_times import FREE, HEAD, MAX_DRAFT_TOKENS, PLAIN_PLAN, Plan, StepTimes
 
-MAX_DRAFT_TOKENS = 8
+__all__ = ["MAX_DRAFT_TOKENS", "Depth", "Rates"]
 # Numbers of drafts for sources other than the head; few, so that their times are soon known.
 SOURCE_DEPTHS = (1, 2, 4, 8, 16)
 MAX_COPY_TOKENS = SOURCE_DEPTHS[-1]
 
 
-def best_depth(acceptance: Sequence[float], seconds: Sequence[float]) -> int:
+# The probability that each draft of a sequence is accepted, given that the drafts before it are, by source, each [K].
+Offer = Mapping[str, Sequence[float]]
+
+
+def best_depth(tokens: Sequence[float], seconds: Sequence[float]) -> int:
     """
     The depth with the most expected tokens per second; the lowest of equals.
 
     Args:
-        acceptance (Sequence[float]): The probability that each draft is accepted, given that the drafts before it are, [K].
-        seconds (Sequence[float]): The time of a step at each depth from 0, [K + 1].
+        tokens (Sequence[float]): The mean number of tokens that a step yields at each depth from 0, [K + 1].
+        seconds (Sequence[float]): The time of a step at each depth, [K + 1].
     """
-    rates = [tokens / t for tokens, t in zip(expected_tokens(acceptance), seconds)]
+    rates = [n / t for n, t in zip(tokens, seconds)]
     return rates.index(max(rates))
 
 
@@ -39,6 +45,19 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
         accepted *= a
         tokens.append(tokens[-1] + accepted)
     return tokens
+
+
+def joint_tokens(offers: Sequence[Offer], n: int) -> list[float]:
+    """The harmonic mean of the tokens that each sequence's best source yields at each depth from 0 to n, [n + 1]."""
+    of_each = [[max(own) for own in zip(*(_padded(a, n) for a in offer.values()))] for offer in offers if offer]
+    of_each += [[1.0] * (n + 1) for offer in offers if not offer]
+    return [len(of_each) / sum(1 / tokens for tokens in at_k) for at_k in zip(*of_each)]
+
+
+def _padded(acceptance: Sequence[float], n: int) -> list[float]:
+    """``expected_tokens`` up to depth n, where further drafts are not offered."""
+    tokens = expected_tokens(acceptance[:n])
+    return tokens + tokens[-1:] * (n + 1 - len(tokens))
 
 
 class Rates:
@@ -61,11 +80,6 @@ class Rates:
     def __init__(self, n: int):
         self.n_verified, self.n_accepted = [0.0] * n, [0.0] * n
         self.estimate = self._estimate()
-
-    @property
-    def has_counts(self) -> bool:
-        """Whether anything was counted."""
-        return any(self.n_verified)
 
     def count(self, bucket: int, accepted: bool) -> None:
         """Count one draft; earlier counts of the same bucket decay."""
@@ -95,10 +109,10 @@ class Rates:
 
 
 class Depth:
-    """Chooses the depth of every step of a text.
+    """Chooses the depth of every step of one sequence or several.
 
     Times are kept after a text and are shared: a ``Depth`` given as ``num_draft_tokens`` passes its times to each generation,
-    which makes a ``Depth`` for its own text (``for_text``).
+    which makes a ``Depth`` of its own (``for_text``).
 
     It begins with plain steps, unless it has times already, then drafts one token twice, and then chooses the best depth by its
     estimates. It forgets given times if the first two steps at a depth contradict them; a single step may include a pause.
@@ -110,7 +124,7 @@ class Depth:
     over one, a third token often adds little. So if the best depth is 0 or 1, it tries two drafts if they would be faster with
     the second one free.
 
-    If another source offers drafts, such as copies of repeated text, it compares them with the head's. Their acceptance rate is
+    If other sources offer drafts, such as copies of repeated text, it compares them with the head's. Their acceptance rate is
     known without drafting, but the time of a step with many of them is not: it begins with few, and doubles the number if all
     are accepted.
 
@@ -119,18 +133,20 @@ class Depth:
         seconds (Mapping[int, float], optional): The time of a step by depth, measured earlier on this machine.
         times (StepTimes, optional): The times of steps, which it reads and updates. Default: ``None``, new ones, with
           ``seconds``.
-        only (int, optional): Always draft this many tokens with the head, and choose only for other sources. Default: ``None``.
-        rates (Rates, optional): The acceptance rates of the head's drafts, which it reads and updates. Default: ``None``, the
-          rates of a new text.
+        n_sequences (int): The number of sequences. In a large batch a draft costs nearly as much as a token, the rates of
+          changing sequences have larger errors, and the last sequences end in a small batch, so the margin grows with it.
+          Default: ``1``.
     """
 
     # The first step at a depth is not counted, and the others show whether it was slow.
     FIRST_DEPTHS = (0, 0, 0, 0, 1, 1)
     PROBING = 0.016  # the share of time that probing may lose
     FIRST_LOSS = 0.7  # the additional time, in plain steps, that probing may lose, so that it can begin
-    # The gain over plain decoding, relative to its speed, that drafting requires, since estimates have errors.
-    MARGIN = 0.03
-    PLAIN_AFTER_PROBE = 0  # plain steps after a probe
+    # The gain over plain decoding, relative to its speed, that drafting requires, for each sequence and in all, since estimates
+    # have errors.
+    MARGIN, MOST_MARGIN = 0.03, 0.15
+    # Plain steps after a probe of several sequences: within the margin a probe seems to cost nothing, and they bound its cost.
+    PLAIN_AFTER_PROBE = 15
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 
     def __init__(
@@ -139,67 +155,75 @@ class Depth:
         seconds: Mapping[int, float] | None = None,
         *,
         times: StepTimes | None = None,
-        only: int | None = None,
-        rates: Rates | None = None,
+        n_sequences: int = 1,
     ):
-        self.most, self.only = most, only
+        self.most, self.n_sequences = most, n_sequences
+        self.margin = min(n_sequences * self.MARGIN, self.MOST_MARGIN)
         self.times = StepTimes(most, seconds) if times is None else times
-        self.rates = Rates(most) if rates is None else rates
+        self.first_rate = 1.0  # the acceptance rate of the head's first draft
         self.elapsed = self.lost = 0.0  # seconds; lost by probing, against plain decoding
         self.is_probing = False  # whether plain decoding was best when the latest steps were planned
-        self.has_begun = False  # whether the first step was chosen
         self.is_alone = True  # whether no other generation ran during the latest step
-        self.planned: list[Plan] = []
+        self.planned: list[Plan] | None = None  # the next steps; ``None`` before the first
         self.unconfirmed, self.doubted = set[Plan](), set[Plan]()
 
     def for_text(self) -> "Depth":
-        """Make a depth for another text, with new acceptance rates and the same times."""
-        return type(self)(self.most, times=self.times)
-
-    def _begin(self) -> None:
-        """Plan the first steps by the current times. Not in the constructor: several ranks agree on times after it."""
-        self.has_begun = True
-        self.unconfirmed = set(self.times.seconds) - self.times.guessed
-        self.planned = self._first_steps()
+        """Make a depth for another text with the same times."""
+        return type(self)(self.most, times=self.times, n_sequences=self.n_sequences)
 
     def _first_steps(self) -> list[Plan]:
-        if self.only is not None:
-            return []
-        if len(self.times.seconds) - len(self.times.guessed) < 2:  # the cost of a draft is unknown yet
-            return [Plan(k) for k in self.FIRST_DEPTHS]
-        return [] if self.rates.has_counts else [Plan(k) for k in self.FIRST_DEPTHS if k > 0]
+        knows_cost = len(self.times.seconds) - len(self.times.guessed) >= 2  # of a draft
+        return [Plan(k) for k in self.FIRST_DEPTHS if k > 0 or not knows_cost]
 
-    def next(self, offers: Mapping[str, Sequence[float]] | None = None) -> Plan:
+    def next(self, offers: Sequence[Offer], least: int = 0) -> Plan:
         """
         Args:
-            offers (Mapping[str, Sequence[float]], optional): The acceptance rates of each other source with drafts: the
-              probability that each draft is accepted, given that the drafts before it are.
+            offers (Sequence[Offer]): The sources of each sequence that have drafts, and their acceptance rates.
+            least (int): The number of tokens to draft with the head in any case. It then chooses only for other sources.
         """
-        if not self.has_begun:
-            self._begin()
-        if not self.planned:
-            self.planned = self._plan(offers or {})
-        return self.planned.pop(0)
+        n = max((len(offer[HEAD]) for offer in offers if HEAD in offer), default=0)
+        if self.planned is None:  # not in the constructor: several ranks agree on times after it
+            self.unconfirmed = set(self.times.seconds) - self.times.guessed
+            self.planned = self._first_steps()
+        if least == 0 and n > 0:
+            self.planned = self.planned or self._plan(offers, n)
+            return self.planned.pop(0)
+        tokens = joint_tokens(offers, max(n, least))[least]
+        best = Plan(least)
+        return self._free(offers, tokens / self.times.of(best), is_safe=least > 0) or best
 
-    def _plan(self, offers: Mapping[str, Sequence[float]]) -> list[Plan]:
+    def _plan(self, offers: Sequence[Offer], n: int) -> list[Plan]:
         plain, *others = self.times.estimate
-        seconds = [(1 - self.MARGIN) * plain, *others]
-        best = best_depth(self.rates.estimate, seconds) if self.only is None else self.only
-        self.is_probing = best == 0
-        tokens = expected_tokens(self.rates.estimate)[best]
-        if (free := self._best_source(offers, tokens / seconds[best])) is not None:
-            gain = expected_tokens(offers[free.source])[free.k] / self.times.of(free) * plain
-            return [free if self.only or self._is_safe(gain) else PLAIN_PLAN]
-        if self.only is not None:
-            return [Plan(self.only)]
+        # The head's drafts of a single sequence; several may also draft from other sources in the same window.
+        own = [{HEAD: offers[0][HEAD]}] if len(offers) == 1 else offers
+        seconds, tokens = [(1 - self.margin) * plain, *others], joint_tokens(own, n)
+        best = best_depth(tokens, seconds)
+        self.is_probing, self.first_rate = best == 0, tokens[1] - 1
+        speed = tokens[best] / seconds[best]
+        if (free := self._free(offers, speed)) is not None:
+            return [free]
         if best > 0:
-            is_safe = self._is_safe(tokens / seconds[best] * plain)
-            return [Plan(best)] if is_safe else [PLAIN_PLAN, *self._trial(best, seconds)]
-        if self.lost < self.PROBING * self.rates.estimate[0] * self.elapsed + self.FIRST_LOSS * plain:
+            return [Plan(best)] if self._is_safe(speed * plain) else [PLAIN_PLAN, *self._trial(best, tokens, seconds)]
+        if self.lost < self.PROBING * self.first_rate * self.elapsed + self.FIRST_LOSS * plain:
             # The best number of drafts costs least, and shows most if the text has changed.
-            probe = best_depth(self.rates.estimate, [math.inf, *others])
-            return self._trial(best, seconds) or [Plan(probe), *[PLAIN_PLAN] * self.PLAIN_AFTER_PROBE]
+            probe = best_depth(tokens, [math.inf, *others])
+            n_plain = 0 if self.n_sequences == 1 else self.PLAIN_AFTER_PROBE
+            return self._trial(best, tokens, seconds) or [Plan(probe), *[PLAIN_PLAN] * n_plain]
         return [PLAIN_PLAN]
+
+    def _free(self, offers: Sequence[Offer], speed: float, is_safe: bool = False) -> Plan | None:
+        """The plan with drafts of other sources alone, if it is faster than ``speed``, in tokens per second."""
+        others: list[Offer] = [{name: a for name, a in offer.items() if name != HEAD} for offer in offers]
+        longest = max((len(a) for offer in others for a in offer.values()), default=0)
+        tokens, best = joint_tokens(others, longest), None
+        for k in (k for k in SOURCE_DEPTHS if k <= longest):
+            if tokens[k] / self.times.free[k] > speed:
+                speed, best = tokens[k] / self.times.free[k], k
+        if best is None:
+            return None
+        k = min(best, self.times.most_free)
+        gain = tokens[k] / self.times.free[k] * self.times.estimate[0]
+        return Plan(k, FREE) if is_safe or self._is_safe(gain) else PLAIN_PLAN
 
     def _is_safe(self, gain: float) -> bool:
         """Whether drafting can be chosen without measuring a plain step first.
@@ -213,23 +237,11 @@ class Depth:
         is_slower = gain >= StepTimes.BEYOND_NOISE and self.times.n_counted.get(PLAIN_PLAN, 0) > 1
         return self.times.is_fresh(PLAIN_PLAN) or is_slower or not self.is_alone
 
-    def _best_source(self, offers: Mapping[str, Sequence[float]], speed: float) -> Plan | None:
-        """The plan of the fastest other source, if it is faster than ``speed``, in tokens per second."""
-        best = None
-        for source, acceptance in offers.items():
-            tokens, seconds = expected_tokens(acceptance), self.times.source_estimate(source)
-            rates = {k: tokens[k] / seconds[k] for k in SOURCE_DEPTHS if k < len(tokens)}
-            k = max(rates, key=rates.__getitem__)
-            if rates[k] > speed:
-                speed, best = rates[k], Plan(min(k, self.times.most_of(source)), source)
-        return best
-
-    def _trial(self, best: int, seconds: Sequence[float]) -> list[Plan]:
+    def _trial(self, best: int, tokens: Sequence[float], seconds: Sequence[float]) -> list[Plan]:
         """Three steps with two drafts, if their time is a guess and two drafts would be best if the second took no time."""
-        if best > 1 or self.most < 2 or self.times.is_fresh(Plan(2)):
+        if best > 1 or len(tokens) < 3 or self.times.is_fresh(Plan(2)):
             return []
-        tokens = expected_tokens(self.rates.estimate)
-        would_pay = tokens[2] / seconds[1] > (1 + self.MARGIN) * tokens[best] / seconds[best]
+        would_pay = tokens[2] / seconds[1] > (1 + self.margin) * tokens[best] / seconds[best]
         # The first step at a depth is not counted. With only one more, a pause could be mistaken for the time of two drafts.
         return [Plan(2)] * 3 if would_pay else []
 
@@ -247,10 +259,8 @@ class Depth:
         if is_alone:
             self.times.observe(plan, seconds)
         self._account(plan, n_accepted, seconds)
-        if not plan.skips_head and plan.k > 0:
-            self.rates.count_window(plan.k, int(n_accepted))
-        elif plan.skips_head and n_accepted == plan.k == self.times.most_of(plan.source):
-            self.times.allow_more(plan.source)
+        if plan.skips_head and n_accepted == plan.k == self.times.most_free:
+            self.times.allow_more()
 
     def _confirm(self, plan: Plan, seconds: float) -> float | None:
         """The time of a step if it counts.
@@ -269,8 +279,8 @@ class Depth:
             self.planned, self.unconfirmed = self._first_steps(), set()
             return seconds
         self.doubted.add(plan)
-        if self.only is None and not plan.skips_head:  # another source may have no drafts next time
-            self.planned.insert(0, plan)  # once more
+        if not plan.skips_head:  # another source may have no drafts next time
+            self.planned = [plan, *(self.planned or [])]  # once more
         return None
 
     def _account(self, plan: Plan, n_accepted: float, seconds: float | None) -> None:

@@ -1,11 +1,16 @@
-"""The time of a step on this machine, by the number and the source of its drafts."""
+"""The time of a step on this machine, by the number of sequences, and by the number and the source of their drafts."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
+from ..layers.drafting import Settings
+from ..models.mixin import MTPModel
+
+MAX_DRAFT_TOKENS = 8
 GUESSED_SLOPE = 0.5  # plain steps per draft, until two depths are measured
 HEAD = "head"  # the source whose drafts cost passes of the head; others are in ``sources.py``
+FREE = "free"  # in the plan of a window: drafts of other sources alone
 
 
 class Plan(NamedTuple):
@@ -45,21 +50,18 @@ class StepTimes:
     Attributes:
         guessed (set[Plan]): The plans whose time is a guess.
         estimate (list[float]): t(k) for the head's drafts, k from 0, [n + 1].
+        free (list[float]): t(k) for drafts of other sources, k from 0, [MOST_FREE + 1].
+        most_free (int): The most drafts of other sources to try next.
     """
 
     BEYOND_NOISE = 1.4  # the ratio of two times below which the difference may be noise
     FOLLOWS = 0.08  # the weight of a new time in a running time; half of it at the other depths
-    FIRST_OF_SOURCE, MOST_OF_SOURCE = 4, 16  # the most drafts of a source other than the head, at first and in all
+    FIRST_FREE, MOST_FREE = 4, 16  # the most drafts of other sources than the head, at first and in all
     STALE = 100  # steps with drafts after which a time is no longer fresh
 
     def __init__(self, n: int, seconds: Mapping[int, float] | None = None, is_guess: bool = False):
-        self.n = n
-        self._most_of: dict[str, int] = {}
+        self.n, self.most_free = n, self.FIRST_FREE
         self.forget(seconds, is_guess)
-
-    def copy_from(self, other: "StepTimes") -> None:
-        """Copy the times of another object, such as rank 0's, in place: generations keep this object."""
-        vars(self).update(vars(other))
 
     def forget(self, seconds: Mapping[int, float] | None = None, is_guess: bool = False) -> None:
         """Replace all times, after a change of the context or of the machine's state."""
@@ -100,7 +102,7 @@ class StepTimes:
         return {plan.k: t for plan, t in self.seconds.items() if not plan.skips_head}
 
     def of(self, plan: Plan) -> float:
-        return (self.source_estimate(plan.source) if plan.skips_head else self.estimate)[plan.k]
+        return (self.free if plan.skips_head else self.estimate)[plan.k]
 
     def without_pause(self, plan: Plan, seconds: float) -> float:
         """At most ``BEYOND_NOISE`` times the expected time of a step."""
@@ -137,24 +139,61 @@ class StepTimes:
 
     def _update(self) -> None:
         known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN_PLAN or self.is_fresh(plan)}
-        head = {plan.k: t for plan, t in known.items() if not plan.skips_head}
-        self.estimate = _estimates(head, self.n)
-        self._known, self._source_estimates = known, dict[str, list[float]]()  # the others once they are needed
+        head, free = ({p.k: t for p, t in known.items() if p.skips_head is is_free} for is_free in (False, True))
+        self.estimate, self.free = _estimates(head, self.n), _estimates(head | free, self.MOST_FREE)
 
-    def source_estimate(self, source: str) -> list[float]:
-        """t(k) for the drafts of a source other than the head, [MOST_OF_SOURCE + 1]"""
-        if source not in self._source_estimates:
-            known = {plan.k: t for plan, t in self._known.items() if plan.source in (HEAD, source)}
-            known |= {plan.k: t for plan, t in self._known.items() if plan.source == source}
-            self._source_estimates[source] = _estimates(known, self.MOST_OF_SOURCE)
-        return self._source_estimates[source]
+    def allow_more(self) -> None:
+        self.most_free = min(2 * self.most_free, self.MOST_FREE)
 
-    def most_of(self, source: str) -> int:
-        """The most drafts of such a source to try next."""
-        return self._most_of.get(source, self.FIRST_OF_SOURCE)
 
-    def allow_more(self, source: str) -> None:
-        self._most_of[source] = min(2 * self.most_of(source), self.MOST_OF_SOURCE)
+class Timing:
+    """The times of a model's steps by the number of sequences, which are kept from one generation to the next.
+
+    A new number of sequences begins with times interpolated from the nearest ones.
+
+    Args:
+        of_one (StepTimes): The times of one sequence.
+
+    Attributes:
+        turn (object): Identifies the generation that last submitted work to the device.
+    """
+
+    def __init__(self, of_one: StepTimes):
+        self.by_size, self.turn = {1: of_one}, cast(Any, None)
+
+    def of(self, n_sequences: int) -> StepTimes:
+        if n_sequences not in self.by_size:
+            guess = self._guess(n_sequences)
+            self.by_size[n_sequences] = StepTimes(MAX_DRAFT_TOKENS, guess, is_guess=len(guess) > 1)
+        return self.by_size[n_sequences]
+
+    def copy_from(self, by_size: Mapping[int, StepTimes]) -> None:
+        """Copy the times of rank 0, in place: generations keep these objects."""
+        self.by_size = {n: self.by_size.get(n, times) for n, times in by_size.items()}
+        for n, times in by_size.items():
+            vars(self.by_size[n]).update(vars(times))
+
+    def _guess(self, n_sequences: int) -> dict[int, float]:
+        """Guess the times of a new size from the line through the two nearest sizes, at the depths of both."""
+        known = {n: times for n, times in self.by_size.items() if len(times.seconds) > 1}
+        if not known:
+            return {}
+        near = sorted(known, key=lambda n: abs(n - n_sequences))[:2]
+        nearest = known[near[0]]
+        if len(near) == 1:
+            return nearest.by_depth()
+        part = (n_sequences - near[0]) / (near[1] - near[0])
+        lines = zip(nearest.estimate, known[near[1]].estimate)
+        guess = {k: a + part * (b - a) for k, (a, b) in enumerate(lines) if k in nearest.by_depth()}
+        return guess if min(guess.values()) > 0 else nearest.by_depth()
+
+
+def timing_of(model: MTPModel) -> Timing:
+    """The timing of a model, made on the first call with the times of its tuned settings, and kept in ``model.drafting``."""
+    drafting = model.drafting
+    if drafting.timing is None:
+        drafting.timing = Timing(StepTimes(MAX_DRAFT_TOKENS, (drafting.tuned or Settings()).seconds))
+    return cast(Timing, drafting.timing)
 
 
 def _estimates(known: Mapping[int, float], n: int) -> list[float]:

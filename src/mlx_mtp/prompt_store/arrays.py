@@ -16,7 +16,7 @@ from mlx_lm.models import cache as stock
 from numpy.typing import NDArray
 
 from ..caches.prompt_cache import PromptCache, has_head, make_prompt_cache
-from ..caches.single import KVOptions
+from ..caches.rows import KVOptions
 
 Arrays = dict[str, mx.array]
 Tokens = NDArray[np.int64]  # token ids, and negative numbers for the tokens of images

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache
-from ..caches.single import KVOptions
+from ..caches.rows import KVOptions
 from ..memory import Account, check_device
 from . import arrays
 from .arrays import Format, Tokens

@@ -10,7 +10,7 @@ from jinja2 import TemplateSyntaxError
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..caches.single import KVOptions
+from ..caches.rows import KVOptions
 from ..checkpoint.load import DEMO
 from ..cli.flags import (
     LOADING,

@@ -75,6 +75,8 @@ class Grammar:
 
     keeps_state = False
 
+    needs_tokens = True  # the host must know a token before it can allow the next
+
     def __init__(self, matcher: Any, beginning: Beginning | None = None):
         self.matcher, self.beginning = matcher, beginning
         self.taken: list[int] = []  # the tokens that the matcher has consumed
@@ -90,6 +92,10 @@ class Grammar:
         masked = mx.where(self._allowed(logits.shape[-1]), logits, -mx.inf)
         # The draft vocabulary may have none of the allowed tokens. Then all of it is allowed, and the draft will be rejected.
         return mx.where(masked.max(axis=-1, keepdims=True) == -mx.inf, logits, masked)
+
+    def draft_source(self) -> "ForcedTokens":
+        """The source of drafts of the next text."""
+        return ForcedTokens(self)
 
     def copy(self) -> "Grammar":
         """Another grammar, for another text, without compiling it again."""

@@ -1,0 +1,114 @@
+"""Prefill: passes of the model and its head over a prompt, which fill the caches of one sequence."""
+
+from collections.abc import Callable, Sized
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.utils import does_model_support_input_embeddings
+
+from ..caches.prompt_cache import PromptCache, has_head
+from ..caches.recurrent import restore, snapshot
+from ..caches.rows import KVOptions
+from ..layers.mtp import run_head
+from ..models.mixin import MTPModel
+from .sequence import Sequence
+
+
+def prefill_prompt(
+    model: MTPModel, s: Sequence, prompt: mx.array, chunk: int, progress: Callable[[int, int], Any], kv: KVOptions
+) -> tuple[mx.array, mx.array]:
+    """Prefill a sequence's prompt, its last token in a pass of its own, as mlx-lm does.
+
+    Args:
+        prompt (mx.array): [T]
+        chunk (int): The most tokens of a pass.
+        progress (Callable[[int, int], Any]): Called with the number of tokens processed, and of all.
+
+    Returns:
+        Tuple[mx.array, mx.array]: Logits [1, 1, V] and hidden state [1, 1, H] of the last token.
+    """
+    s.cache.claim(s.generation)
+    embeddings = s.embeddings
+    tokens: Any = prompt.tolist()
+    n = len(prompt) if embeddings is None else len(embeddings)
+    if len(prompt) == 0:
+        s.skip(n)
+    progress(0, n)
+    for begin in [*range(0, n - 1, chunk), n - 1]:
+        end = n if begin == n - 1 else min(begin + chunk, n - 1)
+        s.tokens += tokens[begin:end]
+        own = None if embeddings is None else embeddings[begin:end]
+        out = prefill_chunk(model, s.cache, prompt[begin:end], own, kv)
+        progress(end, n)
+    s.prompt_end = s.cache.n_tokens
+    return out
+
+
+def prefill_chunk(
+    model: MTPModel, cache: PromptCache, tokens: mx.array, embeddings: mx.array | None, kv: KVOptions
+) -> tuple[mx.array, mx.array]:
+    """Run the model and its head over tokens [T], or embeddings [T, H] in their place, to fill a prompt cache.
+
+    After an error or an interrupt, the caches have none of these tokens.
+
+    Returns:
+        Tuple[mx.array, mx.array]: Logits [1, 1, V], not computed yet, and hidden state [1, 1, H] of the last token.
+    """
+    options: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+    positions, before = cache.head_positions, snapshot(cache.entries)  # before the pass, which changes them
+    try:
+        logits, hidden = model(tokens[None], cache=cache.entries, return_hidden=True, **options)  # [1, T, H]
+        # The head pairs a token with the hidden state before it. The first token's is from an earlier call, if any.
+        hidden_before, last = hidden[:, :-1], cache.last_hidden
+        if last is not None:
+            hidden_before = mx.concatenate([last, hidden_before], axis=1)
+        if has_head(model) and (t := hidden_before.shape[1]) > 0:
+            own = None if embeddings is None else embeddings[None, -t:]
+            run_head(model, hidden_before, tokens[None, -t:], cache.head, own, positions)
+        cache.last_hidden = mx.contiguous(hidden[:, -1:])
+        quantized = cache.backbone
+        maybe_quantize_kv_cache(quantized, **vars(kv))
+        mx.eval([c.state for c in quantized], [c.state for c in cache.entries[-2:]])
+        cache.entries[: len(quantized)] = quantized
+    except BaseException:
+        restore(cache.entries, before)
+        raise
+    mx.clear_cache()
+    return logits[:, -1:], cache.last_hidden
+
+
+def check_arguments(
+    prompt: mx.array,
+    model: nn.Module,
+    prefill_step_size: int,
+    max_kv_size: int | None,
+    input_embeddings: mx.array | None,
+) -> None:
+    """
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    if prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
+    if max_kv_size is not None:
+        raise ValueError("max_kv_size is not supported: the caches of this model do not rotate.")
+    if input_embeddings is not None:
+        check_embeddings(model, len(prompt), input_embeddings)
+    elif len(prompt) == 0:
+        raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
+
+
+def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:
+    """
+    Raises:
+        ValueError: The model does not take embeddings, or their number is not that of the prompt's tokens.
+    """
+    if not does_model_support_input_embeddings(model):
+        raise ValueError("Model does not support input embeddings.")
+    if n_prompt not in (0, len(input_embeddings)):
+        raise ValueError(
+            f"When providing input_embeddings, their sequence length ({len(input_embeddings)}) must match the sequence "
+            f"length of the prompt ({n_prompt}), or the prompt must be empty."
+        )
