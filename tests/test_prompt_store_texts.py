@@ -8,6 +8,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import PromptStore, make_sampler, stream_generate
+from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.prompt_store import arrays
 from mlx_mtp.prompt_store import store as store_module
 from mlx_mtp.prompt_store.store import OPENING, choose_cuts
@@ -75,6 +76,22 @@ def test_what_is_stopped_is_kept(trained, monkeypatch):
         answer(model, tokenizer, prompt, store, max_tokens=5, prompt_progress_callback=interrupt, prefill_step_size=4)
     assert store.fetch(prompt[:-1])[1] == 9
     assert answer(model, tokenizer, prompt, store, max_tokens=5) == answer(model, tokenizer, prompt, None, max_tokens=5)
+
+
+def test_nothing_of_a_failed_pass_is_kept(trained, monkeypatch):
+    """The GPU's error may come after steps that have computed nothing."""
+    model, tokenizer = trained
+    store, prompt, n_steps = PromptStore(model, 1 << 30), tokenizer.encode("import os\n" * 9), 0
+
+    def fail(*_):
+        raise RuntimeError(f"[METAL] {FAILED_PASS}")
+
+    with pytest.raises(RuntimeError, match=FAILED_PASS):
+        for _ in stream_generate(model, tokenizer, prompt, prompt_store=store, max_tokens=40):
+            n_steps += 1
+            monkeypatch.setattr(mx, "async_eval", fail)
+    assert n_steps > 0
+    assert store.fetch([*prompt, 1])[1] < len(prompt)  # up to the last cut
 
 
 class Counting:
