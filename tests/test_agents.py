@@ -143,10 +143,6 @@ def test_a_last_message_of_the_assistant_is_continued(server, claude):
     prompt = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nThe answer is"
     _, plain = server.request("/v1/completions", {"prompt": prompt, "max_tokens": 1})
     assert counted == plain["usage"]["prompt_tokens"]
-    schema = {"type": "json_schema", "schema": {"type": "object"}}
-    status, content = server.request("/v1/messages", {**options, "output_format": schema})
-    assert (status, content["error"]["type"]) == (400, "invalid_request_error")
-    assert "output_format cannot be combined with a last message of the assistant" in content["error"]["message"]
 
 
 def test_message_usage_tells_what_was_cached(claude):

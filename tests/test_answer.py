@@ -45,8 +45,8 @@ def test_stop_words_end_the_content():
     assert read(text, stop_words=["!", "add"]) == ("A!B", "One\ntwo", 'add{"a": 1}', "tool_calls")
     assert read("</think>abcabd", stop_words=["abd", "xyz"]) == ("", "abc", "", "stop")
     assert read("</think>abcab", stop_words=["abd"], reason="length") == ("", "abcab", "", "length")
-    for n in (1, 1000):  # nothing follows one, though it was written in the same step
-        assert read(f"A!B</think>\nOne! two\n{CALL}", stop_words=["!"], n=n) == ("A!B", "One", "", "stop")
+    for n in (1, 1000):  # nothing follows the first, though it was written in the same step
+        assert read(f"A!B</think>\nOne! two?\n{CALL}", stop_words=["?", "!"], n=n) == ("A!B", "One", "", "stop")
 
 
 def test_tools_are_refused_where_the_model_writes_calls_as_others_do():

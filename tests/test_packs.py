@@ -13,7 +13,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_mtp
-from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.catalog import originals_like, published
 from mlx_mtp.checkpoint.config import skeleton
@@ -22,10 +21,9 @@ from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.fit import fit
 from mlx_mtp.models.shard import check_shard
-from tests.support.batches import run
 from tests.support.checkpoints import config_of, configure, converted, drop, edit, parameters, tensors, write_tiny
 from tests.support.commands import run_command
-from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.decoding import PROMPT
 from tests.support.models import DATA, PACK, WIDE, arrays_equal, tiny_config
 from tests.support.published import ARCHITECTURES
 
@@ -60,12 +58,6 @@ def models(grafted):
     return ours, mlx_lm.load(str(grafted))[0]
 
 
-@pytest.fixture(scope="module")
-def text(models):
-    """What mlx-lm says."""
-    return plain(PROMPT, models[1], max_tokens=5)
-
-
 @pytest.fixture
 def pack(hub, original, bare, tmp_path, monkeypatch):
     """The pack, whose card names its base model. The model is random."""
@@ -87,18 +79,6 @@ def test_logits_have_mlx_lms_bits(models):
         seen.append([model(tokens[None], cache=cache) for tokens in (PROMPT, *mx.split(PROMPT[:3], 3))])
     assert seen[0][0].dtype == mx.float16
     assert arrays_equal(*seen)
-
-
-@pytest.mark.parametrize("depth", [0, 3, "auto"])
-def test_text_is_mlx_lms(models, text, depth):
-    assert mtp(PROMPT, models[0], max_tokens=5, num_draft_tokens=depth) == text
-
-
-def test_rows_are_mlx_lms(models, text):
-    generator = BatchGenerator(models[0], num_draft_tokens=1, max_tokens=5)
-    generator.insert([PROMPT.tolist(), [7]])
-    first, second = run(generator).values()
-    assert (first.tokens, second.tokens) == (text, plain([7], models[1], max_tokens=5))
 
 
 def test_all_but_states_and_signs_is_in_float16(models):

@@ -1,6 +1,5 @@
 """The server as its clients see it, against plain mlx-lm on the same prompts."""
 
-import http.client
 import json
 import logging
 import re
@@ -280,16 +279,6 @@ def assert_answers_at_once(server, n):
             assert c.recv(12) == b"HTTP/1.1 200"
 
 
-def test_a_connection_takes_several_requests(server):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    for path in ("/health", "/v1/models", "/nowhere"):
-        connection.request("GET", path)
-        socket_before = connection.sock
-        assert connection.getresponse().read()
-        assert connection.sock is socket_before
-    connection.close()
-
-
 # Flags and models
 
 
@@ -351,19 +340,6 @@ def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
         status, content = s.request("/v1/completions", {"model": "/nowhere", "prompt": PROMPT})
         assert (status, content["error"]["code"]) == (404, "model_not_found")
         assert text_from(s) == text_from(s, model="dense") == alone(PROMPT, 24)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mtp", [["--no-mtp"], ["--mtp"]], ids=str)
-def test_quantized_caches_are_served_one_at_a_time(tmp_path, trained, text_of, mtp):
-    model, tokenizer = trained
-    options = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=10)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    with serve_here(tmp_path / "log", "--model", TRAINED, *mtp, *flags) as s, ThreadPoolExecutor(2) as pool:
-        texts = list(pool.map(lambda prompt: text_from(s, prompt=prompt), PROMPTS[:2]))
-        assert not any("mode_switches_total{" in name for name in s.metrics())
-    for prompt, text in zip(PROMPTS, texts):
-        assert text == text_of(plain(tokenizer.encode(prompt), model, max_tokens=24, **options))
 
 
 def test_without_mtp_equals_mlx_lm(without_mtp, alone):

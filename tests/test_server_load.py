@@ -30,32 +30,9 @@ from tests.support.prompt_store import TEXT, read
 from tests.support.scripted_server import fail
 
 TEXT_PATH = "/v1/completions"
-TEMPLATE = (
-    "{% for m in messages %}<|endoftext|>{{ m.role }}\n{{ m.content }}{% endfor %}<|endoftext|>"
-    "{% if add_generation_prompt %}assistant\n{% endif %}"
-)
-AGENTS = ["You write Python.", "You review code, line by line.", "You answer in one word.", "You name files."]
-TURNS = ["Read a file.", "Now a list of files.", "And a dictionary of them, by name."]
 
 
 # Prompt caches
-
-
-def test_agents_in_turn_read_only_what_is_new():
-    """Ten places, which mlx-lm has, are too few for four agents."""
-    flags = "--mtp", "--num-draft-tokens", "0", "--model", TRAINED, "--chat-template", TEMPLATE
-    with Engine(*flags) as engine:
-        texts = [[{"role": "system", "content": agent}] for agent in AGENTS]
-        seen = [0] * len(AGENTS)  # the length of each one's last prompt
-        for turn in TURNS:
-            for agent, messages in enumerate(texts):
-                messages.append({"role": "user", "content": turn})
-                answer = engine.ask(messages, max_tokens=2)
-                content = engine.frontend.models.tokenizer.decode(answer.tokens)
-                messages.append({"role": "assistant", "content": content})
-                # The last token of a prompt is not in its cache: generation begins with it.
-                assert answer.n_cached >= seen[agent] - 1
-                seen[agent] = len(answer.prompt)
 
 
 KEY = ("a model", None)
@@ -109,19 +86,6 @@ def test_no_more_than_max_queue_wait():
     error = dict(message=message, type="rate_limit_error", param=None, code="rate_limit_exceeded")
     assert answer.json()["error"] == error
     assert client.post(TEXT_PATH, json=body).status_code == 200
-
-
-def test_a_prompt_that_does_not_fit_is_refused_before_it_is_read():
-    with Engine("--mtp", "--model", TRAINED) as engine:
-        account = engine.engine.admission.account
-        account.limit = account.held + 1000
-        with pytest.raises(ApiError, match=FITS_NOT) as e:
-            engine.ask([{"role": "user", "content": "import os"}])
-        assert (e.value.status, e.value.code) == (507, "insufficient_memory")
-        assert engine.metrics()["mlx_mtp_prompt_tokens_total"] == 0
-
-
-FITS_NOT = r"^The prompt of \d+ tokens needs [\d.]+ MB, and .* of the server's .* are free: "
 
 
 def admission_with(model, *flags):

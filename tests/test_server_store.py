@@ -21,7 +21,7 @@ from mlx_mtp.server.engine.models import Stores
 from mlx_mtp.server.request import ApiError, Prompt
 from tests.support.engine import Engine
 from tests.support.models import tiny_model
-from tests.support.prompt_store import TEXT, n_snapshots, read
+from tests.support.prompt_store import TEXT, read
 from tests.support.tool_texts import MARKS, make_model, render
 
 KEY = ("a model", None, None)
@@ -257,10 +257,3 @@ def test_a_text_goes_on_from_where_all_ranks_can(rank):
     assert [mine for mine, _ in sent] == [theirs for _, theirs in sent]
     assert n == PromptCache(cache, len(stores.store.model.layers)).n_tokens == prompt.handle().length == 4
     assert [len(s) for s in prompt.segments] == [200 - LINE - 4, 108 + LINE, 1]
-
-
-def test_number_of_snapshots():
-    stores = stores_with(tiny_model("qwen3_5"), "--prompt-cache-size", "1")
-    for n in (4, 8):
-        stores.insert(Prompt([*TEXT]), TEXT[:n], read(stores.store.model, TEXT[:n]))
-    assert n_snapshots(stores.store) == 1

@@ -84,21 +84,6 @@ def test_line_breaks_of_the_template_are_not_content(server):
     assert say(server, "\n\n  Yes. </think> <think>\n")["message"]["content"] == "\n\n  Yes. </think> <think>\n"
 
 
-def test_what_is_no_call_is_content(server):
-    blocks = "<tool_call>\nnothing\n</tool_call>", '<tool_call>\n{"name": "add", "arguments": {1}}\n</tool_call>'
-    for text in (*blocks, "A <tool_call> in prose, and more.", "A <tool"):
-        message = {"role": "assistant", "content": text}
-        assert say(server, text) == {"index": 0, "finish_reason": "stop", "message": message}
-
-
-def test_cut_call_keeps_what_was_written(server):
-    choice = say(server, render("write", {"path": "a", "content": "import os\n" * 10}), max_tokens=40)
-    (call,) = choice["message"]["tool_calls"]
-    assert call["function"]["name"] == "write"
-    assert call["function"]["arguments"].startswith('{"path": "a", "content": "import os\\nimport')
-    assert choice["finish_reason"] == "length"
-
-
 def test_arguments_come_token_by_token(server):
     body = body_of(render("write", {"content": "import os\n" * 20}), tools=TOOLS)
     deltas = [chunk["choices"][0]["delta"] for chunk in server.stream(CHAT, body)]

@@ -2,7 +2,6 @@
 
 - ``chat_template_kwargs: {"say": TEXT}``: that text, token by token.
 - A temperature of 1.25: nothing, it fails as mlx-lm's compiled samplers can.
-- A temperature of 1.125: on each rank a token of its own.
 - A temperature of 1.0625: nothing, a pass fails on the GPU.
 """
 
@@ -46,12 +45,7 @@ def choose(self, request, make_sampler=make_sampler):
     args, tokenizer = request.args, self.models.tokenizer
     if "say" in (args.chat_template_kwargs or {}):
         return Say(tokenizer.encode(args.chat_template_kwargs["say"], add_special_tokens=False), tokenizer.eos_token_id)
-    samplers = {
-        1.25: fail,
-        1.0625: fail_on_device,
-        1.125: lambda logprobs: mx.array([1 + mx.distributed.init().rank()]),
-    }
-    return samplers.get(args.sampling.temperature) or make_sampler(self, request)
+    return {1.25: fail, 1.0625: fail_on_device}.get(args.sampling.temperature) or make_sampler(self, request)
 
 
 def install(put: Callable[[Any, str, Any], None] = setattr) -> None:

@@ -322,13 +322,20 @@ def stored_steps(
         if cut > n:
             prefill(**part(cut), num_draft_tokens=0, copy_drafts="auto", **shared)  # its text is kept for copies
             n = cut
-            handle = store.insert(key[:n], cache, kv, handle)
+            with mx.stream(stream):
+                handle = store.insert(key[:n], cache, kv, handle)
+    is_sound = True
     try:
         with closing(mtp_generate_step(**part(len(tokens)), all_tokens=tokens[:n], **options)) as steps:
             for step in steps:
                 key.append(step[0])
                 yield step
+    except RuntimeError:  # of the device: the last steps may have computed nothing
+        is_sound = False
+        raise
     finally:
-        # Fewer tokens after Ctrl-C before the first one; unknown ones after a failure of the device.
-        if (n_read := PromptCache(cache, len(model.layers)).n_recorded) >= 0:
-            store.insert(key[:n_read], cache, kv, handle)
+        # Fewer tokens after Ctrl-C before the first one; unknown ones after a failure in the end of the steps.
+        n_read = PromptCache(cache, len(model.layers)).n_recorded
+        if is_sound and n_read >= 0:
+            with mx.stream(stream):
+                store.insert(key[:n_read], cache, kv, handle)
