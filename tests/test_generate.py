@@ -373,7 +373,7 @@ def test_an_interrupt_has_no_traceback(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["async_eval", "synchronize"])
-def test_a_failure_of_the_gpu_is_one_line_and_nothing_is_kept(monkeypatch, capsys, tmp_path, name):
+def test_a_failure_of_the_gpu_is_one_line_and_nothing_of_it_is_kept(monkeypatch, capsys, tmp_path, name):
     """Of a step, and where MLX reports it only after the last one."""
     error = f"[METAL] {FAILED_PASS}: Caused GPU Timeout Error."
 
@@ -385,7 +385,8 @@ def test_a_failure_of_the_gpu_is_one_line_and_nothing_is_kept(monkeypatch, capsy
     status, _, err = run(capsys, "--prompt", PROMPT, *flags)
     assert (status, err.count("\n")) == (1, 1)
     assert err.startswith(f"mlx_mtp generate: error: {error} A pass has failed on the GPU")
-    assert not [*tmp_path.glob("*.safetensors")]
+    # The prompt was computed before the first step.
+    assert (len([*tmp_path.glob("*.safetensors")]) > 0) == (name == "async_eval")
 
 
 def test_a_folder_keeps_what_was_read(capsys, tmp_path):

@@ -275,7 +275,7 @@ def test_generations_share_the_times_of_steps(equal_steps):
 
     def n_drafting(number):
         assert mtp(PROMPT, scripted, max_tokens=40, num_draft_tokens=number) == truth[:40]
-        return [times.n_drafting for times in (model.drafting.timing.of_one, own.times)]
+        return [times.n_drafting for times in (model.drafting.timing.of(1), own.times)]
 
     (first, unused), (second, _), (after, used) = n_drafting("auto"), n_drafting("auto"), n_drafting(own)
     assert second > first > 2

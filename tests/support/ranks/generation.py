@@ -130,15 +130,15 @@ def counts_collectives(name, model):
     n, passes = [0], [0]
     for collective in ("all_sum", "all_gather", "send", "recv_like"):
         count(mx.distributed, collective, n)
-    count(Decoder, "verify", passes)
+    count(Decoder, "verify", passes)  # the prompt's last token is a pass more
     plain(PROMPT, model, max_tokens=1)  # a pass for the prompt, one for its last token, one ahead
     of_a_pass = n[0] // 3
     mx.synchronize(generation_stream)
     n[0], counts, n_tokens = 0, DraftCounts(), 40 if how_much == "all" else 24
     mtp(PROMPT, model, max_tokens=n_tokens, counts=counts, num_draft_tokens="auto", copy_drafts="off")
     of_the_head = 3 * sum(counts.drafted) + 2 * 3  # sums and logits; the prompt's rows, twice, and the last ones
-    to_begin, prompt = 3, 2 * of_a_pass  # a chunk, and its last token
-    most = passes[0] * (of_a_pass + 1) + of_the_head + to_begin + prompt
+    to_begin, prompt = 3, of_a_pass
+    most = (passes[0] + 1) * (of_a_pass + 1) + of_the_head + to_begin + prompt
     report(f"{name}, collectives", [n[0] <= most, passes[0] > 10, of_a_pass > 1, n[0], most])
 
 
