@@ -8,8 +8,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+from PIL import Image
 
 import mlx_mtp
+from mlx_mtp import DEMO
 from mlx_mtp.__main__ import COMMANDS
 from mlx_mtp.cli.display import table
 from mlx_mtp.server import command_line
@@ -132,6 +134,23 @@ def test_mtp_takes_a_head_of_its_own(name, monkeypatch, capsys):
         assert "enough" in refusal(module.main, capsys, "--mtp")
         assert "enough" in refusal(module.main, capsys, "--mtp", "org/head")
         assert given == ["auto", "org/head"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"), [("generate", ["--image", "a.png", "--prompt", "What?"]), ("chat", ["--images"])]
+)
+def test_images_load_the_vision_encoder_of_the_base_model(name, flags, monkeypatch, capsys, tmp_path):
+    given, module = [], resolve_name(f"mlx_mtp.{name}.__main__")
+
+    def load(*args, **options):
+        given.append(options["vision"])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(module, "load", load)
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (32, 32)).save("a.png")
+    assert "enough" in refusal(module.main, capsys, "--model", str(DEMO), *flags)
+    assert given == ["auto"]
 
 
 def test_a_head_of_its_own_is_of_one_model():
