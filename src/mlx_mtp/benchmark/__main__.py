@@ -24,7 +24,7 @@ from ..files import check_target, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
 from . import tune
 from .measure import AUTO, NO_COPIES, NO_DRAFTS, Report, check_sizes, measure
-from .report import check_plot, gain, plot, show, show_growth
+from .report import check_plot, gain, plot, show
 
 # Built-in sets of prompts, by the value of --prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -77,8 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[0],
         metavar="N",
-        help="Lengthen each prompt to about N tokens (default: as it is). With several lengths, measure each and print how "
-        "times grow.",
+        help="Lengthen each prompt to about N tokens (default: as it is), and measure each of several lengths.",
     )
     add_flags(parser, (*LOADING, "--pipeline"))
     add("--model", help=MODEL_HELP)
@@ -123,8 +122,6 @@ def run(args: argparse.Namespace) -> None:
         tokens = encode_prompts(args, tokenizer, n)
         reports.append(measure(model, tokens, runs, stop=tokenizer.eos_token_ids, name=name, **sizes))
         print(show(reports[-1]), end="\n\n" if several else "\n")
-    if several:
-        print(show_growth(reports, len(model.layers)))
     if mx.distributed.init().rank() == 0:
         if args.json:
             write_json(args.json, [asdict(r) for r in reports] if several else asdict(reports[0]))

@@ -1,6 +1,6 @@
 """The benchmark's report as text, and the head's speed by depth as a picture."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,7 @@ DETAILS: list[tuple[str, Callable[[Result], str]]] = [
     ("first token, s", lambda r: f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}"),
     ("peak GB", lambda r: f"{r.plain_peak_memory:.2f} {r.mtp_peak_memory:.2f}"),
     ("copies accepted", lambda r: f"{sum(r.copies_accepted)}/{sum(r.copied)}"),
-]
-GROWTH: list[tuple[str, Callable[[Result], str]]] = [
-    ("drafts", lambda r: str(r.run)),
-    ("ms a token", lambda r: f"{1e3 / r.plain_tps:.2f} {1e3 / r.mtp_tps:.2f}"),
-    ("ratio", lambda r: f"{r.ratio:.2f}"),
-    ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}"),
-    ("step/plain", lambda r: f"{r.tokens_per_step / r.ratio:.2f}"),
-    DETAILS[0],
+    ("step/plain", lambda r: f"{r.tokens_per_step / r.ratio:.2f}"),  # which does not depend on the acceptance rate
 ]
 NAMES: dict[Run, str] = {NO_COPIES: "head, auto", AUTO: "head and copies, auto"}
 BLUE, GREY = "#2563a8", "#6b7280"
@@ -92,23 +85,6 @@ def gain(report: Report, name: str = "auto") -> str:
     return (
         f"{name}: {auto.ratio:.2f} times as fast as plain mlx-lm ({auto.ratio_low:.2f} to {auto.ratio_high:.2f} by round): "
         f"compiled passes {compiled:.2f}, drafts {auto.ratio / compiled:.2f}"
-    )
-
-
-def show_growth(reports: Sequence[Report], n_layers: int) -> str:
-    """The growth of the times of a token, of a step and to the first token with the context, as lines of text."""
-    n_prompts = len({r.prompt for r in reports[0].results}) - 1
-    rows = [["tokens", *(title for title, _ in GROWTH)]]
-    for by_length in zip(*(r.of(OVERALL) for r in reports)):
-        rows += [[str(r.prompt_tokens // n_prompts), *(column(r) for _, column in GROWTH)] for r in by_length]
-    return "\n".join(
-        [
-            "By length, all prompts together (tokens: the mean of a prompt); of two figures the first is plain mlx-lm's.",
-            "The time of a token depends on the acceptance rate, and so on the text; that of a step (step/plain) does not.",
-            f"The head adds one layer to {n_layers}: a prompt should take no more than {1 + 1 / n_layers:.3f} of plain.",
-            "",
-            *table(rows),
-        ]
     )
 
 
