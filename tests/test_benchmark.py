@@ -25,7 +25,6 @@ from mlx_mtp.benchmark.measure import (
     measure,
     repeated_share,
 )
-from mlx_mtp.benchmark.report import gain, percent, show
 from tests.support.checkpoints import parameters
 from tests.support.commands import run_command
 from tests.support.models import DATA, ROPE, TRAINED
@@ -103,7 +102,7 @@ def test_figures_agree(report):
         n_tokens = 2 * (7 if r.prompt != OVERALL else 14)
         assert n_tokens / r.tokens_per_step + sum(r.accepted) == pytest.approx(n_tokens)
         assert r.origins == {HEAD: sum(r.accepted), COPY: 0, TARGET: n_tokens - sum(r.accepted)}
-        assert sum(percent(r)) == 100
+        assert sum(benchmark.percent(r)) == 100
         assert all(0 <= a <= d for a, d in zip(r.accepted, r.drafted))
         assert r.plain_first_token > 0
         assert r.mtp_peak_memory > 0
@@ -183,9 +182,9 @@ def test_warns_of_texts_that_repeat_themselves():
     model = made_up(text=[13, 420, 315, 210, 105, 0, *(i % 7 for i in range(6, 200))])
     report = measure(model, TWO, (NO_COPIES, AUTO), max_tokens=40, repeat=1)
     warning = "Warning: texts that repeat themselves, and how much of each: a 62%, b 68%."
-    assert show(report).splitlines()[-1].startswith(warning)
+    assert benchmark.show(report).splitlines()[-1].startswith(warning)
     report.repeated = {"a": 1 / 3, "b": 0.2}
-    assert "Warning" not in show(report)
+    assert "Warning" not in benchmark.show(report)
 
 
 def test_reports_a_different_token(monkeypatch):
@@ -260,7 +259,7 @@ def test_the_gain_is_that_of_compiled_passes_and_that_of_drafts(report):
     names = ("ratio_low", "ratio", "ratio_high")
     results = [replace(r, **dict(zip(names, ratios.get(r.run, (9, 9, 9))))) for r in report.of(OVERALL)]
     line = "times as fast as plain mlx-lm (1.40 to 1.60 by round): compiled passes 1.20, drafts 1.25"
-    assert gain(replace(report, results=results), "all") == f"all: 1.50 {line}"
+    assert benchmark.gain(replace(report, results=results), "all") == f"all: 1.50 {line}"
 
 
 @pytest.mark.slow
