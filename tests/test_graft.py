@@ -186,13 +186,6 @@ def test_a_fitted_head_leaves_the_tower(blind, tmp_path):
     assert_is(tmp_path / "out", full, images=True)
 
 
-def test_downloads_only_the_towers_bytes(blind, tmp_path, hub):
-    original, full, without, _ = blind
-    hub.publish("org/seeing", original)
-    assert_is(graft_vision("org/seeing", without, tmp_path / "out"), full, images=True)
-    assert hub.served[WEIGHTS] <= HEADER_BYTES + 8
-
-
 def vision(**changes):
     return configured(vision_config=VISION_CONFIG | {"out_hidden_size": 192} | changes)
 
