@@ -318,8 +318,9 @@ def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited, engine, mo
 
     monkeypatch.setattr(admission, "lack", short_once)
 
+    texts = (HELLO, [{"role": "user", "content": "import re"}])
+
     async def both():
-        texts = (HELLO, [{"role": "user", "content": "import re"}])
         asked = [engine.answer(messages, max_tokens=80) for messages in texts]
         return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -327,6 +328,7 @@ def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited, engine, mo
     assert len(ends) == 1
     (error,) = (a for a in answers if isinstance(a, ApiError))
     assert_507(error, r"The answer was stopped after \d+ tokens: the server has reached its memory limit of ")
+    assert ends[0].messages[0]["content"] == texts[answers.index(error)][0]["content"]
     if answers[1] is error:
         assert answers[0].tokens == alone
     assert engine.ask(HELLO, max_tokens=80).tokens == alone
