@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import from_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -158,7 +158,7 @@ class Endpoints:
 
     async def metrics(self, http: HTTPRequest) -> Response:
         self._authorize(http)
-        return Response(self.frontend.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self.frontend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, http: HTTPRequest) -> Response:
         """List the served models and, with ``--allow-any-model``, the downloaded models."""
@@ -261,7 +261,7 @@ class Counting:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
-                self.frontend.metrics.requests.labels(message["status"]).inc()
+                self.frontend.metrics["requests"].labels(message["status"]).inc()
                 if scope["path"] == "/" or scope["path"].startswith("/page/"):
                     MutableHeaders(scope=message).update(PAGE_HEADERS)
             await send(message)

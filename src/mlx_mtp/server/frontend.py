@@ -129,20 +129,19 @@ class Frontend:
     async def _next(self, items: asyncio.Queue[Any]) -> Any:
         """The next item. Progress is an item every few seconds only."""
         progress, due = Waiting(0, 0), time.monotonic() + KEEP_ALIVE
-        while True:
+        while (left := due - time.monotonic()) > 0:
             is_alive = self.engine.is_alive
             try:
-                async with asyncio.timeout(max(min(POLL, due - time.monotonic()), 0)):
+                async with asyncio.timeout(min(POLL, left)):
                     item = await items.get()
             except TimeoutError:
                 if not is_alive:
                     raise ApiError(503, "The server is stopping.") from None
-                item = progress
+                continue
             if not isinstance(item, Waiting):
                 return item
             progress = item
-            if time.monotonic() >= due:
-                return progress
+        return progress
 
 
 STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]  # the headers of a stream
