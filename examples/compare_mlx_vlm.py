@@ -23,8 +23,7 @@ from tqdm import tqdm
 
 import mlx_mtp
 from mlx_mtp import prompts
-from mlx_mtp.benchmark.measure import repeated_share
-from mlx_mtp.benchmark.report import loop_warning
+from mlx_mtp.benchmark.measure import loop_warning, repeated_share
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.decoding.loop import plain_generate_step
 

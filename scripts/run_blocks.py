@@ -130,7 +130,9 @@ class Runner:
         if block.language == "sh" and SERVER.search(block.code):
             return self.start(block.code)
         command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
-        code = block.code if block.language == "python" else SHORT + block.code
+        code = (
+            SHORT + block.code if block.language == "sh" else re.sub(r"max_tokens=\d{3,}", "max_tokens=40", block.code)
+        )
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with subprocess.Popen([*command, code], text=True, **pipes, **self.options()) as process:
             try:

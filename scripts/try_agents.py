@@ -19,8 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_mtp.server.client_settings import CLIENTS as CLIENT_SETTINGS
-from mlx_mtp.server.client_settings import ServerAddress
+from mlx_mtp.server.command_line import CLIENTS as CLIENT_SETTINGS
+from mlx_mtp.server.command_line import ServerAddress
 from scripts.shared import script_parser
 from tests.support.server_process import serve
 from tests.support.tool_texts import make_model

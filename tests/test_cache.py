@@ -102,7 +102,7 @@ def test_mlx_lm_saves_and_loads_a_prompt_cache(family, tmp_path):
     model, file = deep_model(family), str(tmp_path / "cache.safetensors")
     cache = make_prompt_cache(model)
     _, hidden = model(PROMPT[None], cache=cache, return_hidden=True)
-    model.mtp_forward(hidden[:, :-1], PROMPT[None, 1:], cache[-2])
+    model.mtp(model.model.embed_tokens(PROMPT[None, 1:]), hidden[:, :-1], cache[-2])
     cache[-1][0], cache[-1][1] = hidden[:, -1:], mx.array(len(PROMPT))
     save_prompt_cache(file, cache)
     loaded = load_prompt_cache(file)

@@ -5,7 +5,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from mlx_lm.chat import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from prompt_toolkit.application import create_app_session
@@ -65,17 +64,6 @@ def said_by(conversation, question) -> str:
     return "".join(pieces)
 
 
-def test_every_flag_is_mlx_lms():
-    theirs, ours = ({a.dest: a for a in p._actions} for p in (setup_arg_parser(), make_parser()))
-    assert theirs.keys() <= ours.keys()
-    for name, a in theirs.items():
-        assert (a.option_strings, a.nargs, a.type) == (ours[name].option_strings, ours[name].nargs, ours[name].type)
-        if name not in ("model", "seed"):
-            assert ours[name].default in (a.default, None)  # of the model, where None
-            assert ours[name].help.startswith(a.help.removesuffix("."))
-    assert ours["seed"].default is None, "with a seed, sampled drafts are coupled"
-
-
 def test_turns_share_a_cache_until_it_is_reset(capsys, trained, tmp_path):
     """Their texts are plain mlx-lm's, over one cache."""
     cache, answers = make_prompt_cache(trained[0]), []
@@ -107,12 +95,6 @@ def test_a_folder_keeps_the_turns_for_the_next_chat(demo, tmp_path):
     with PromptStore(demo[0], folder=tmp_path) as store:
         assert store.fetch([*conversation.text, 1])[1] == len(conversation.text)
         assert store.disk.bytes_read > 0
-
-
-def test_the_end_of_the_input_ends_the_chat(capsys):
-    status, out, err = run(capsys)
-    assert (status, err) == (0, "")
-    assert out.endswith(">> \n")
 
 
 def test_copies_have_figures_of_their_own(capsys):
@@ -220,12 +202,6 @@ def test_thinking_is_switched(typed, prompts, capsys):
     typed("a", "/think", "b", "/think", "c", flags=("--thinking", "on"))
     assert prompts == ["<user>a\n<think>", "<user>b\n", "<user>c\n<think>"]
     assert re.findall("Thinking is (on|off)", capsys.readouterr().out) == ["off", "on"]
-
-
-def test_thinking_without_a_switch_is_one_line(trained, typed, prompts, capsys):
-    conversation = typed("/think", to=started(trained))
-    assert (prompts, conversation.thinking) == ([], False)
-    assert "has no switch for thinking" in capsys.readouterr().out
 
 
 def test_any_word_can_be_said_to_the_model(typed, prompts):

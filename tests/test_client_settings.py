@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mlx_mtp.server.__main__ import main
-from mlx_mtp.server.client_settings import CLIENTS
+from mlx_mtp.server.command_line import CLIENTS
 from tests.support.models import TRAINED
 
 KEYED = ["--api-key", "it's", "--host", "0.0.0.0", "--port", "9", "--served-model-name", "qwen", "--max-tokens", "500"]

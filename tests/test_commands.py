@@ -8,8 +8,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+from PIL import Image
 
 import mlx_mtp
+from mlx_mtp import DEMO
 from mlx_mtp.__main__ import COMMANDS
 from mlx_mtp.cli.display import table
 from mlx_mtp.server import command_line
@@ -90,13 +92,17 @@ def test_help_has_groups_and_defaults(name, monkeypatch):
         assert is_switch or not action.default or "efault" in action.help, action.dest
 
 
-def test_our_own_flags_are_the_first_of_the_drafts():
-    for name in ("generate", "server", "chat"):
-        (drafts,) = (g for g in PARSERS[name]._action_groups if g.title == "drafts")
-        names = [action.dest for action in drafts._group_actions]
-        theirs = [n for n in ("num_draft_tokens", "draft_model") if n in names]
-        assert names[0] == "mtp"
-        assert names[-len(theirs) :] == theirs
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_every_flag_is_mlx_lms(name):
+    parsers = resolve_name(f"mlx_lm.{name}:setup_arg_parser")(), PARSERS[name]
+    theirs, ours = ({a.dest: a for a in parser._actions} for parser in parsers)
+    assert theirs.keys() <= ours.keys()
+    for dest, a in theirs.items():
+        assert (a.option_strings, a.nargs) == (ours[dest].option_strings, ours[dest].nargs)
+        if dest not in ("model", "num_draft_tokens", "seed"):  # a seed couples drafts, so it has no default
+            assert a.type == ours[dest].type
+            assert ours[dest].default == a.default or (name, ours[dest].default) == ("chat", None)  # the model's
+            assert ours[dest].help.startswith(a.help.removesuffix("."))
 
 
 def test_a_flag_of_several_commands_means_one_thing():
@@ -104,12 +110,8 @@ def test_a_flag_of_several_commands_means_one_thing():
         actions = [p._option_string_actions.get(flag) for name, p in PARSERS.items() if name != "convert"]
         kinds = {(a.nargs, a.const, str(a.choices), type(a)) for a in actions if a is not None}
         assert len(kinds) == 1, flag
-
-
-def test_a_flag_of_generate_and_chat_has_one_help():
     for flag in ("--model", "--seed", "--max-kv-size", "--mtp", "--num-draft-tokens", "--copy-drafts", "--pipeline"):
-        ours, others = (PARSERS[name]._option_string_actions[flag] for name in ("generate", "chat"))
-        assert ours.help == others.help
+        assert len({PARSERS[name]._option_string_actions[flag].help for name in ("generate", "chat")}) == 1
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "benchmark", "server"])
@@ -132,6 +134,23 @@ def test_mtp_takes_a_head_of_its_own(name, monkeypatch, capsys):
         assert "enough" in refusal(module.main, capsys, "--mtp")
         assert "enough" in refusal(module.main, capsys, "--mtp", "org/head")
         assert given == ["auto", "org/head"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"), [("generate", ["--image", "a.png", "--prompt", "What?"]), ("chat", ["--images"])]
+)
+def test_images_load_the_vision_encoder_of_the_base_model(name, flags, monkeypatch, capsys, tmp_path):
+    given, module = [], resolve_name(f"mlx_mtp.{name}.__main__")
+
+    def load(*args, **options):
+        given.append(options["vision"])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(module, "load", load)
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (32, 32)).save("a.png")
+    assert "enough" in refusal(module.main, capsys, "--model", str(DEMO), *flags)
+    assert given == ["auto"]
 
 
 def test_a_head_of_its_own_is_of_one_model():

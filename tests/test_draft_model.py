@@ -112,7 +112,7 @@ def test_head_rows_come_from_verified_hidden_states(family, depth):
     n, rows = draft.n_verified, mlx_mtp.make_prompt_cache(model)[-2]
     assert len(PROMPT) < n < text.size
     _, hidden = model(text[:, :n], cache=model.make_cache(), return_hidden=True)
-    model.mtp_forward(hidden, text[:, 1 : n + 1], rows)
+    model.mtp(model.model.embed_tokens(text[:, 1 : n + 1]), hidden, rows)
     for a, b in zip(draft.kv.state[:2], rows.state[:2]):
         assert mx.allclose(a[..., :n, :], b[..., :n, :], atol=1e-4)
     # And the target's cache is that of the tokens yielded but the last.

@@ -1,6 +1,5 @@
 """The notebook does what it shows, and what the examples have trained fits the demo."""
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -8,9 +7,6 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-
-from tests.support.checkpoints import tensors
-from tests.support.models import DATA
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "src" / "mlx_mtp" / "demo"
@@ -64,22 +60,3 @@ def test_readme_names_every_example():
     readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     for file in (ROOT / "examples").iterdir():
         assert file.name in readme or file.name in ("README.md", "__pycache__"), file.name
-
-
-def test_captions_take_the_place_of_tensors_of_the_demo():
-    demo, trained = tensors(DEMO), tensors(DATA / "captions")
-    replaced = {name: w for name, w in trained.items() if not name.startswith("model.visual.")}
-    assert {name for name in demo if name.startswith("mtp.")} < replaced.keys() <= demo.keys()
-    assert all(w.shape == demo[name].shape and w.dtype == demo[name].dtype for name, w in replaced.items())
-
-
-def test_special_tokens_of_captions_take_the_place_of_bytes_that_no_text_has():
-    config = json.loads((DATA / "captions" / "config.json").read_text())
-    files = (folder / "tokenizer.json" for folder in (DEMO, DATA / "captions"))
-    before, after = (json.loads(file.read_text(encoding="utf-8"))["model"] for file in files)
-    new = {token: i for token, i in after["vocab"].items() if token not in before["vocab"]}
-    ids = [config[f"{name}_id"] for name in ("video_token", "vision_start_token", "vision_end_token", "image_token")]
-    assert new == dict(zip(["<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"], ids))
-    bytes_ = {char for char, i in before["vocab"].items() if i in ids}
-    assert bytes_ == set("\xfc\xfd\xfe\xff")
-    assert not any(bytes_ & set("".join(pair)) for pair in after["merges"])

@@ -354,15 +354,6 @@ def test_progress_is_a_line_now_and_then_in_a_log_and_a_bar_in_a_terminal(monkey
 # Measuring
 
 
-def test_measured_counts_are_those_of_the_loop(loaded):
-    prompts = [[30, 31, 32], [40, 41]]
-    measured = measure(*loaded, prompts, 3, 24)
-    for i, prompt in enumerate(prompts):
-        mtp(prompt, loaded[0], max_tokens=24, num_draft_tokens=3, counts=(counts := DraftCounts()))
-        assert measured.drafted[i].tolist() == counts.drafted
-        assert measured.accepted[i].tolist() == counts.accepted
-
-
 def test_better_means_by_more_than_the_uncertainty():
     rng = np.random.default_rng(0)
     drafted, before = np.full((40, 1), 50), rng.binomial(50, 0.6, (40, 1))

@@ -136,12 +136,6 @@ def test_requests_without_sampling_have_the_models(tmp_path, used, caplog):
     assert lines == [str(sampled), "temperature 0.6, min_p 0.01"]  # at each load
 
 
-def test_a_server_is_greedy_with_temp_0(tmp_path, used):
-    with Engine("--model", advising(tmp_path / "model", QWEN), "--temp", "0") as engine:
-        engine.ask(ASKED, max_tokens=1)
-    assert used == [Sampling(0.0, 0.95, 20)]
-
-
 def test_a_damaged_file_ends_the_start(tmp_path):
     with pytest.raises(ValueError, match="temperature must be"):
         Engine("--model", advising(tmp_path / "model", {"temperature": -1}))

@@ -27,7 +27,6 @@ from tests.support.checkpoints import (
     differing,
     edit,
     no_head,
-    parameters,
     tensors,
 )
 from tests.support.decoding import mtp
@@ -186,13 +185,6 @@ def test_a_fitted_head_leaves_the_tower(blind, tmp_path):
     assert_is(tmp_path / "out", full, images=True)
 
 
-def test_downloads_only_the_towers_bytes(blind, tmp_path, hub):
-    original, full, without, _ = blind
-    hub.publish("org/seeing", original)
-    assert_is(graft_vision("org/seeing", without, tmp_path / "out"), full, images=True)
-    assert hub.served[WEIGHTS] <= HEADER_BYTES + 8
-
-
 def vision(**changes):
     return configured(vision_config=VISION_CONFIG | {"out_hidden_size": 192} | changes)
 
@@ -219,19 +211,6 @@ def test_rejects_a_tower_that_does_not_fit(spoil, message, blind, tmp_path):
 def test_rejects_a_second_tower(blind, tmp_path):
     with pytest.raises(ValueError, match="with has a vision encoder already"):
         graft_vision(blind[0], blind[1], tmp_path / "out")
-
-
-def test_fixes_a_head_of_few_bits(tmp_path, caplog):
-    """The head is inside the conversion's own files, which are not changed."""
-    options = {"mtp_bits": 4, "mtp_group_size": 32, "skip_check": True, **FOUR_BITS}
-    few = converted(DATA / "moe35", tmp_path / "few", **options)
-    mlx_mtp.load(str(few))
-    assert len(caplog.records) == 1
-    out = graft(DATA / "moe35", few, tmp_path / "out")
-    caplog.clear()
-    fixed, original = (parameters(mlx_mtp.load(str(folder))[0].mtp) for folder in (out, DATA / "moe35"))
-    assert caplog.records == []
-    assert not differing(fixed, original)
 
 
 # Other models' heads

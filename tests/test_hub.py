@@ -110,9 +110,6 @@ def test_gguf_is_refused_by_name(hub, tmp_path, name, kind):
         mlx_mtp.load(asked)
     assert ("--model qwen3.6-27b" in str(e.value)) == ("27B" in name)
     assert sum(hub.served.values()) == hub.served["api"]
-
-
-def test_a_missing_gguf_file_is_no_repository():
     with pytest.raises(ValueError, match="GGUF is not supported"):
         mlx_mtp.load("no-such-model.gguf")
 

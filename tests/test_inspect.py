@@ -57,16 +57,6 @@ def test_tells_the_bytes_of_the_tower(tmp_path, hub):
         assert (lines["Vision"], lines["--mtp"]) == (size_of(split_tower(tensors(folder))[1]), "ready")
 
 
-def test_lists_tensors_and_groups_experts():
-    text = inspect(str(DATA / "moe35"))
-    for name, w in tensors(DATA / "moe35").items():
-        if name.startswith("mtp.") and ".experts." not in name:
-            line = rf"^ *{re.escape(name)} .* {size(w.nbytes)} .* {re.escape(str(list(w.shape)))}$"
-            assert re.search(line, text, re.M), name
-    assert text.count("experts.*.") == 3
-    assert "[64, 32] x 8" in text
-
-
 def test_describes_converted_checkpoints(tmp_path):
     options = {"quantize": True, "q_group_size": 32}
     lines = report(inspect(str(converted(DATA / "moe35", tmp_path / "q", **options))))

@@ -23,6 +23,7 @@ from mlx_mtp.server.request import ApiError
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.models import TRAINED, tiny_model
+from tests.support.published import model_of
 
 SMALL = {
     **COMMON, "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
@@ -76,12 +77,6 @@ def test_bytes_of_a_text(kind, kv_bits):
     assert sum(c.nbytes for c in cache[:-1]) == sizes_of(model).caches(256, **options)
 
 
-DENSE_27B = {
-    "model_type": "qwen3_5", "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64,
-    "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "vocab_size": 248320, "tie_word_embeddings": False,
-}  # fmt: skip
 SCORES = 24 * 2 + 1  # bytes for each pair of tokens: 24 heads in 16 bits, and the mask
 
 
@@ -106,7 +101,9 @@ def test_scores_of_a_chunk(monkeypatch, architecture, macos, head_dim, kv_bits, 
     monkeypatch.setattr(mx.metal, "is_available", lambda: architecture is not None)
     monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
     monkeypatch.setattr("platform.mac_ver", lambda: (macos, ("", "", ""), "arm64"))
-    sizes = sizes_of(skeleton({**DENSE_27B, "head_dim": head_dim}, "27B"), 2)
+    config = model_of("27B")[1]
+    config["text_config"]["head_dim"] = head_dim
+    sizes = sizes_of(skeleton(config, "27B"), 2)
     without = replace(sizes, score_bytes=0)
     chunk = [each.chunk(2048, 100_000, kv_bits=kv_bits) for each in (sizes, without)]
     assert chunk[0] - chunk[1] == n_scored * 100_000 * SCORES
@@ -321,8 +318,9 @@ def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited, engine, mo
 
     monkeypatch.setattr(admission, "lack", short_once)
 
+    texts = (HELLO, [{"role": "user", "content": "import re"}])
+
     async def both():
-        texts = (HELLO, [{"role": "user", "content": "import re"}])
         asked = [engine.answer(messages, max_tokens=80) for messages in texts]
         return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -330,6 +328,7 @@ def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited, engine, mo
     assert len(ends) == 1
     (error,) = (a for a in answers if isinstance(a, ApiError))
     assert_507(error, r"The answer was stopped after \d+ tokens: the server has reached its memory limit of ")
+    assert ends[0].messages[0]["content"] == texts[answers.index(error)][0]["content"]
     if answers[1] is error:
         assert answers[0].tokens == alone
     assert engine.ask(HELLO, max_tokens=80).tokens == alone

@@ -1,10 +1,8 @@
 """A conversion without a head drafts with that of its base model, which is found, fetched once and tried."""
 
 import base64
-import io
 import re
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -17,13 +15,11 @@ import pytest
 from mlx_lm.models import qwen3_5
 
 import mlx_mtp
-from mlx_mtp.__main__ import main
 from mlx_mtp.checkpoint import catalog, fetched, originals
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.fetched import FLOOR, fetch_missing_head, fetched_heads, head_to_fetch, remove
 from mlx_mtp.checkpoint.originals import MAX_STEPS
 from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
-from mlx_mtp.images.vision import PLACEHOLDER
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.models import ModelProvider
 from mlx_mtp.server.request import ApiError
@@ -118,14 +114,6 @@ def test_the_head_is_that_of_the_original(family, hub, tmp_path):
     assert [c.accepted for c in counts] == 2 * [counts[0].accepted]
 
 
-def test_the_second_start_asks_for_nothing(hub, folder, go_offline):
-    hub.publish("org/conversion", folder)
-    load("org/conversion")
-    go_offline()
-    assert load("org/conversion").fetched_head.is_new is False
-    assert hub.requests == []
-
-
 def test_conversions_share_a_head(hub, folder, tmp_path):
     head = load(folder).fetched_head.folder
     hub.reset_counts()
@@ -150,6 +138,7 @@ def test_a_head_fetched_before_is_used_without_asking(hub, folder, go_offline, m
     """With ``mtp="cached"``, as commands load by default; once the model has refused it, it is used no more."""
     assert mlx_mtp.load(str(folder))[0].fetched_head.is_new
     go_offline()
+    assert load(folder).fetched_head.is_new is False
     assert mlx_mtp.load(str(folder), mtp="cached")[0].fetched_head.source == BASE_MODEL
     monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: 0.1)
     tune(folder)
@@ -215,12 +204,13 @@ def chain(hub, folder, n):
     return card(folder, names[0])
 
 
-def test_four_steps_are_followed(hub, folder):
-    assert load(chain(hub, folder, MAX_STEPS)).fetched_head.source == BASE_MODEL
-
-
-def test_five_steps_are_not(hub, folder):
-    assert "base model was not found" in error_of(chain(hub, folder, MAX_STEPS + 1))
+@pytest.mark.parametrize("n", [MAX_STEPS, MAX_STEPS + 1])
+def test_four_steps_are_followed_and_no_more(hub, folder, n):
+    folder = chain(hub, folder, n)
+    if n == MAX_STEPS:
+        assert load(folder).fetched_head.source == BASE_MODEL
+    else:
+        assert "base model was not found" in error_of(folder)
 
 
 def test_cards_that_name_each_other(hub, tmp_path):
@@ -393,50 +383,12 @@ def test_an_original_without_a_tower(folder):
         load(folder, vision="auto")
 
 
-@pytest.fixture
-def blind(hub, tmp_path):
-    """A conversion that has lost the head and the tower, and a picture."""
+def test_a_server_shows_a_picture_to_a_conversion(hub, tmp_path):
+    """That has lost the head and the tower."""
     hub.publish(BASE_MODEL, DATA / "images")
     folder = card(converted(DATA / "images", tmp_path / "bare", mtp=False, vision=False), BASE_MODEL)
     configure(folder, mlx_mtp=None)
-    picture().save(tmp_path / "picture.png")
-    return folder, tmp_path / "picture.png"
-
-
-def test_generate_shows_a_picture_to_a_conversion(blind, capsys, monkeypatch):
-    """In one command, with drafts or without, the same text."""
-    folder, file = blind
-    prompt, texts = PLACEHOLDER + "What is this?", []
-    command = f"mlx_mtp generate --model {folder} --image {file} -m 6 --verbose False --ignore-chat-template".split()
-    for flags in (["--mtp"], []):
-        monkeypatch.setattr(sys, "argv", [*command, "--prompt", prompt, *flags])
-        main()
-        texts.append(capsys.readouterr().out)
-    model, tokenizer = mlx_mtp.load(str(folder), mtp="auto", vision="auto")
-    want = mlx_mtp.generate(model, tokenizer, prompt, max_tokens=6, images=[str(file)])
-    assert want
-    assert all(text.endswith(want + "\n") for text in texts)
-
-
-def test_a_chat_shows_a_picture_to_a_conversion(blind, capsys, monkeypatch):
-    """With drafts or without, the same text as a checkpoint that has kept its tower; also in the turn after."""
-    folder, file = blind
-
-    def said(*flags, text="What is this?\nAnd then?"):
-        monkeypatch.setattr(sys, "argv", ["mlx_mtp", "chat", "-m", "6", "--temp", "0", *flags])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(f"/image {file}\n{text}"))
-        main()
-        return [text.partition("\n[")[0] for text in capsys.readouterr().out.split(">> ")[1:]]
-
-    want = said("--mtp", "--model", str(DATA / "images"))[1:3]
-    assert all(want)
-    for flags in (["--mtp"], []):
-        assert said(*flags, "--images", "--model", str(folder))[1:3] == want
-        assert "--images" in said(*flags, "--model", str(folder), text="")[0], "what to do"
-
-
-def test_a_server_shows_a_picture_to_a_conversion(blind):
-    folder, file = blind
+    picture().save(file := tmp_path / "picture.png")
     url = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
     messages, template = [{"role": "user", "content": content}], "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -62,6 +62,7 @@ def test_the_deepest_snapshot_of_the_common_prefix_is_found():
     read(model, TEXT, (4, 8), store)
     for asked, n in ((TEXT, 16), (TEXT[:15], 8), (TEXT[:8], 8), (TEXT[:7], 4), ([*TEXT[:6], 0], 4), ([0], 0), ([], 0)):
         assert store.fetch(asked)[1] == n
+    assert store.n_common([*TEXT[:6], 0]) == 6
     for _ in range(3):
         more = mtp([7, 7], model, max_tokens=9, prompt_cache=store.fetch(TEXT)[0], num_draft_tokens=3)
         assert more == plain([*TEXT, 7, 7], model, max_tokens=9)

@@ -318,6 +318,17 @@ def test_damaged_files(seeds, is_open, tmp_path, caplog):
         assert n_found(path) == len(TEXT)  # it was written again
 
 
+def test_a_piece_whose_text_was_dropped_is_written_with_it(tmp_path):
+    """As where another store of the folder needed the space."""
+    with stored(tmp_path) as store:
+        read(store.model, SIXTY, store=store)
+        wait_until(lambda: all_written(store))
+        for name in [*store.disk.folder.files]:
+            store.disk.folder._remove(name)
+        read(store.model, [*SIXTY, 30, 31], store=store)
+    assert n_found(tmp_path, [*SIXTY, 30, 31]) == 62
+
+
 def test_what_is_given_up_while_it_is_written_is_written(tmp_path, caplog, monkeypatch):
     write = Folder.write
     with stored(tmp_path) as store:

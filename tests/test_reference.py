@@ -42,13 +42,14 @@ def test_backbone_head_and_draft_chain(case):
     for j in prompts:
         hidden, next_tokens = hidden_and_next_tokens(model, values, j)
         head_cache = make_prompt_cache(model)[len(model.layers)]
-        logits, out = model.mtp_forward(hidden, next_tokens, head_cache)
-        assert difference(logits[0], values[f"mtp_logits_{j}"]) <= TOLERANCE
-        logits, out = logits[:, -1:], out[:, -1:]
+        out = model.mtp(model.model.embed_tokens(next_tokens), hidden, head_cache)
+        assert difference(model.logits(out)[0], values[f"mtp_logits_{j}"]) <= TOLERANCE
+        out = out[:, -1:]
         for i, draft in enumerate(values[f"draft_tokens_{j}"].tolist()):
-            assert difference(logits[0, 0], values[f"draft_logits_{j}"][i]) <= TOLERANCE
-            assert mx.argmax(logits[0, 0]).item() == draft
-            logits, out = model.mtp_forward(out, mx.array([[draft]]), head_cache)
+            logits = model.logits(out)[0, 0]
+            assert difference(logits, values[f"draft_logits_{j}"][i]) <= TOLERANCE
+            assert mx.argmax(logits).item() == draft
+            out = model.mtp(model.model.embed_tokens(mx.array([[draft]])), out, head_cache)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,9 @@ def test_fail_all_ends_what_is_open():
 def client_of(generate, *flags):
     """A client of a server whose generator does this."""
     models, options = SimpleNamespace(drafts=False), options_of(*flags)
-    generator = SimpleNamespace(is_healthy=True, metrics=Metrics(), options=options, models=models, generate=generate)
+    generator = SimpleNamespace(
+        engine=SimpleNamespace(is_alive=True), metrics=Metrics(), options=options, models=models, generate=generate
+    )
     generator.generate_all = partial(Frontend.generate_all, generator)
     return TestClient(make_app(generator), base_url="http://localhost")
 

@@ -1,11 +1,9 @@
 """Settings that --tune wrote: used only for the checkpoint, device and versions that they name, overridden by arguments."""
 
-import json
 import logging
 import shutil
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from unittest import mock
 
 import mlx.core as mx
@@ -220,14 +218,3 @@ def test_checks_the_folder_before_measuring(monkeypatch, capsys, tmp_path):
         run(benchmark, "--tune", tmp_path / "file" / "s.json")
     assert e.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_failure_keeps_the_old_file(tmp_path, monkeypatch):
-    file = tmp_path / "s.json"
-    settings.write(file, {}, "demo", TUNED)
-    before = file.read_text()
-    monkeypatch.setattr(json, "dumps", lambda *args, **kwargs: "\ud800")  # cannot be encoded as UTF-8
-    with pytest.raises(UnicodeEncodeError):
-        settings.write(file, {}, "demo", replace(TUNED, mtp_bits=2))
-    assert file.read_text() == before
-    assert [f.name for f in tmp_path.iterdir()] == ["s.json"]

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from prometheus_client import generate_latest
+
 from mlx_mtp.server.api import completions
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.admission import Admission
@@ -75,5 +77,5 @@ class Engine:
         return Answered(request.encoded.tokens, request.n_cached, tokens, logprobs)
 
     def metrics(self) -> dict[str, float]:
-        lines = self.engine.metrics.text().decode().splitlines()
+        lines = generate_latest(self.engine.metrics.registry).decode().splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}

@@ -41,6 +41,7 @@ Run = int | str  # a fixed depth, or one of these
 # of the target: the token of a plain step, or the token after the accepted drafts.
 HEAD, COPY, TARGET = "head", "copy", "target"
 OVERALL = "overall"
+LOOPS = 1 / 3  # a larger share of repeated tokens is reported
 T = TypeVar("T")
 
 
@@ -293,6 +294,17 @@ def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:
 
 def _n_grams(tokens: Sequence[int]) -> list[tuple[int, ...]]:
     return list(zip(*(tokens[i:] for i in range(N_GRAM + 1))))
+
+
+def loop_warning(shares: Mapping[str, float]) -> str | None:
+    """A warning that names repetitive texts, if any, by their repeated shares: drafts are nearly always right in a loop."""
+    loops = [f"{name} {share:.0%}" for name, share in shares.items() if share > LOOPS]
+    if not loops:
+        return None
+    return (
+        f"Warning: texts that repeat themselves, and how much of each: {', '.join(loops)}. Their figures hold for loops: "
+        "use other prompts."
+    )
 
 
 def check_sizes(max_tokens: int, repeat: int) -> None:

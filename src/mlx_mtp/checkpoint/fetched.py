@@ -18,24 +18,11 @@ from ..images.vision import CONFIG_FILES, Vision, settings_of
 from ..layers.mtp import split_head
 from ..memory import GB
 from ..prompts import PYTHON
+from . import originals
 from .config import Config, head_file_of, read_config, read_json, skeleton, text_config_of
 from .head_formats import DRAFTER, check_head, check_shapes
 from .hub import fetch
-from .originals import (
-    CONFIG,
-    HEADS,
-    TOWERS,
-    WEIGHTS,
-    Tensors,
-    check_sizes,
-    copy_tensors,
-    fetch_from_original,
-    find_original,
-    folder_of,
-    published_base,
-    read_own,
-    update_own,
-)
+from .originals import Tensors
 from .reader import CheckpointReader, n_bytes, weight_map
 
 ACCEPTANCE = "acceptance.json"
@@ -57,7 +44,7 @@ class FetchedHead:
     @property
     def record(self) -> Config:
         """Its source, as recorded in the config.json of conversions."""
-        record: Config = read_json(self.folder / CONFIG)["mlx_mtp"]
+        record: Config = read_json(self.folder / originals.CONFIG)["mlx_mtp"]
         return record
 
     @property
@@ -71,15 +58,15 @@ class FetchedHead:
 
     @property
     def nbytes(self) -> int:
-        return (self.folder / WEIGHTS).stat().st_size
+        return (self.folder / originals.WEIGHTS).stat().st_size
 
     def acceptance(self, fingerprint: bytes) -> float | None:
         """The stored acceptance rate of a model; ``None`` if it has not been measured."""
-        return read_own(self.folder / ACCEPTANCE).get(fingerprint.hex())
+        return originals.read_own(self.folder / ACCEPTANCE).get(fingerprint.hex())
 
     def remember(self, fingerprint: bytes, acceptance: float) -> None:
         """Store the acceptance rate of a model."""
-        update_own(self.folder / ACCEPTANCE, fingerprint.hex(), acceptance)
+        originals.update_own(self.folder / ACCEPTANCE, fingerprint.hex(), acceptance)
 
 
 def fetch_missing_head(
@@ -94,7 +81,9 @@ def fetch_missing_head(
         "NEW`, or generate without a head (--no-mtp, in Python mtp=False)."
     )
     describe = partial(fitting_head, config=config, name=name)
-    return FetchedHead(*fetch_from_original(HEADS, name, folder, config, describe, _write_head, advice))
+    return FetchedHead(
+        *originals.fetch_from_original(originals.HEADS, name, folder, config, describe, _write_head, advice)
+    )
 
 
 def has_own_head(name: str, folder: Path, config: Config, needed: Collection[str] | None = None) -> bool:
@@ -111,14 +100,14 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
     """
     folder = fetch(path_or_hf_repo, revision, weights=())
     config = read_config(folder, path_or_hf_repo)
-    if (known := published_base(path_or_hf_repo, folder, config)) is not None:
+    if (known := originals.published_base(path_or_hf_repo, folder, config)) is not None:
         return known.original, int(known.head_gb * GB)
     found: list[tuple[str, int]] = []
 
     def ask() -> None:
         with suppress(OSError, ValueError):
             describe = partial(fitting_head, config=config, name=path_or_hf_repo)
-            original, tensors = find_original(HEADS, path_or_hf_repo, folder, config, describe)
+            original, tensors = originals.find_original(originals.HEADS, path_or_hf_repo, folder, config, describe)
             found.append((original.name, sum(map(n_bytes, tensors.values()))))
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -130,7 +119,7 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
 def fitting_head(original: CheckpointReader, config: Config, name: str) -> Tensors:
     """Describe the tensors of a base model's head, for the model of this config and name. A ValueError tells if there is none,
     it does not fit, or it is quantized."""
-    own, tensors = check_sizes(original, config, name), original.head()
+    own, tensors = originals.check_sizes(original, config, name), original.head()
     if not tensors:
         raise ValueError(f"{original.name} has no MTP head: the base model of {name} has.")
     check_head(original.name, own, original.weight_map)
@@ -145,7 +134,7 @@ def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> C
     own = original.config or {}
     prefix = "mtp." if original.has_raw_head(tensors) else ""  # the names of a drafter's tensors imply its layout
     names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
-    copy_tensors(original, tensors, target / WEIGHTS, names)
+    originals.copy_tensors(original, tensors, target / originals.WEIGHTS, names)
     record = own.get("mlx_mtp") or {"source": original.name, "revision": original.revision}
     return {"model_type": DRAFTER, "text_config": text_config_of(own), "mlx_mtp": record}
 
@@ -162,7 +151,7 @@ def measure_acceptance(model: nn.Module, tokenizer: TokenizerWrapper, max_tokens
 
 def fetched_heads() -> Iterator[FetchedHead]:
     """All completely fetched heads."""
-    for file in sorted(folder_of(HEADS).glob(f"*/*/{CONFIG}")):
+    for file in sorted(originals.folder_of(originals.HEADS).glob(f"*/*/{originals.CONFIG}")):
         yield FetchedHead(file.parent)
 
 
@@ -176,13 +165,13 @@ def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
     """Fetch the vision encoder of a checkpoint's original, see ``fetch_from_original``."""
     advice = f"Add one with `mlx_mtp convert --graft-vision-from BASE_MODEL --model {name} --mlx-path NEW`."
     describe = partial(fitting_tower, config=config, name=name)
-    tower, _ = fetch_from_original(TOWERS, name, folder, config, describe, _write_tower, advice)
-    return Vision(tower, config | settings_of(read_json(tower / CONFIG)), [WEIGHTS])
+    tower, _ = originals.fetch_from_original(originals.TOWERS, name, folder, config, describe, _write_tower, advice)
+    return Vision(tower, config | settings_of(read_json(tower / originals.CONFIG)), [originals.WEIGHTS])
 
 
 def fitting_tower(original: CheckpointReader, config: Config, name: str) -> Tensors:
     """Describe the tensors of a base model's tower. A ValueError tells if there is none, or the sizes of the models differ."""
-    own, tensors = check_sizes(original, config, name), original.tower()
+    own, tensors = originals.check_sizes(original, config, name), original.tower()
     if not tensors or not isinstance(own.get("vision_config"), dict):
         raise ValueError(f"{original.name} has no vision encoder: the base model of {name} has.")
     return tensors
@@ -194,6 +183,6 @@ def _write_tower(original: CheckpointReader, tensors: Tensors, target: Path) -> 
     for file in CONFIG_FILES:
         if file in original.files:
             (target / file).write_bytes(original.read(file))
-    copy_tensors(original, tensors, target / WEIGHTS)
+    originals.copy_tensors(original, tensors, target / originals.WEIGHTS)
     record = {"source": original.name, "revision": original.revision}
     return {"text_config": text_config_of(own), **settings_of(own), "mlx_mtp": record}

@@ -20,18 +20,9 @@ from ..memory import CONTEXT, Account, limit_restored_on_error
 from ..models import MODEL_TYPES, model_module
 from ..models.mixin import MTPModel
 from ..models.shard import check_shard
+from . import head_formats
 from .config import Config, head_file_of, loading_errors, read_config, runs_in_mlx_lm_only
 from .fetched import FLOOR, FetchedHead, fetch_missing_head, fetch_tower, has_own_head, measure_acceptance
-from .head_formats import (
-    FEW_BITS,
-    SeparateHead,
-    check_head,
-    few_bits_warning,
-    head_bits,
-    load_drafter,
-    load_head_file,
-    quantization_beside,
-)
 from .hub import fetch
 from .memory_check import check_before_download, check_memory, check_plain
 from .originals import HEADS, fetched_before, forget
@@ -157,9 +148,9 @@ def load(
             check_memory(headers_of(path), config, name, account, context, bool(mtp), head, vision == "auto")
         is_lazy = lazy or ranks is not None
         model, config = _load_model(path, name, config, head, model_config, is_lazy, trust_remote_code, stage)
-        bits = head_bits(model.mtp) if mtp else None
-        if bits is not None and bits <= FEW_BITS:
-            log.warning("[WARNING] " + few_bits_warning(mtp if isinstance(mtp, str) else name, bits, name))
+        bits = head_formats.head_bits(model.mtp) if mtp else None
+        if bits is not None and bits <= head_formats.FEW_BITS:
+            log.warning("[WARNING] " + head_formats.few_bits_warning(mtp if isinstance(mtp, str) else name, bits, name))
         model = model if adapter_path is None else _with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(path, name, tokenizer_config, config)
         _warn_of_split(path, name, tokenizer)
@@ -210,17 +201,17 @@ def _check_no_drafting(drafting: tuple[Any, ...], settings: bool | str | Path) -
 
 def _find_head(
     path: Path, name: str, revision: str | None, config: Config, mtp: bool | str, files: list[str] | None
-) -> tuple[Path, SeparateHead | None]:
+) -> tuple[Path, head_formats.SeparateHead | None]:
     """Load a head that is not among the model's tensors, if it is elsewhere, and check that there is one -> the checkpoint's
     folder, which then has the head's file, and the head."""
     if isinstance(mtp, str):
         weight_map(path, needed=files)
-        return path, load_drafter(mtp, name, config)
+        return path, head_formats.load_drafter(mtp, name, config)
     file = head_file_of(name, config)
     if file is not None and not (path / file).exists():
         path = fetch(name, revision, file, weights=files)
-    check_head(name, config, weight_map(path, file, needed=files))
-    return path, None if file is None else load_head_file(path / file)
+    head_formats.check_head(name, config, weight_map(path, file, needed=files))
+    return path, None if file is None else head_formats.load_head_file(path / file)
 
 
 def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedHead, path: Path, name: str) -> None:
@@ -248,7 +239,7 @@ def _load_model(
     path: Path,
     name: str,
     config: Config,
-    head: SeparateHead | None,
+    head: head_formats.SeparateHead | None,
     changes: Config,
     lazy: bool,
     trust_remote_code: bool,
@@ -257,7 +248,7 @@ def _load_model(
     module = model_module(config["model_type"])
     model_class = _class_of(module.Model, head, stage, name, config)
     if head is not None:
-        changes = changes | quantization_beside(config, head.weights)
+        changes = changes | head_formats.quantization_beside(config, head.weights)
     with loading_errors(name):
         model, config = load_model(
             path,
@@ -273,7 +264,7 @@ def _load_model(
     return model, config
 
 
-def _class_of(base: Any, head: SeparateHead | None, stage: Stage | None, name: str, config: Config) -> Any:
+def _class_of(base: Any, head: head_formats.SeparateHead | None, stage: Stage | None, name: str, config: Config) -> Any:
     """A model class that loads a separate head, or only the tensors of a stage, and has the names of those that it loaded."""
     if head is None and stage is None:
         return base

@@ -13,7 +13,7 @@ HF_HOME/mlx_mtp/heads/Qwen--Qwen3.6-27B/<commit>/config.json
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def check_sizes(original: CheckpointReader, config: Config, name: str) -> Config
 def _candidates(name: str, folder: Path, config: Config) -> Iterator[str]:
     """Repositories and folders that may be the original, the nearest first, without repetition."""
     seen = {name, str(folder)}
-    bases = [*base_models(folder / CARD)]
+    bases = _own_bases(folder)
     for _ in range(MAX_STEPS):
         found: list[str] = []
         for base in bases:
@@ -98,25 +98,26 @@ def _named(name: str, config: Config) -> list[str]:
 def published_base(name: str, folder: Path, config: Config) -> Published | None:
     """The published model that a checkpoint's own card, config or name says it was made from, without the hub."""
     by_original = {m.original: m for m in published().values() if m.has_sizes_of(config)}
-    likely = [*base_models(folder / CARD), *_named(name, config)]
+    likely = [*_own_bases(folder), *_named(name, config)]
     return next((by_original[original] for original in likely if original in by_original), None)
+
+
+def _own_bases(folder: Path) -> list[str]:
+    return base_models((folder / CARD).read_bytes()) if (folder / CARD).exists() else []
 
 
 def _bases_of(name: str) -> list[str]:
     """The ``base_model`` of a checkpoint that may not be readable."""
     try:
         reader = CheckpointReader(name)
-        return [*_parse(reader.read(CARD).decode("utf-8"))] if CARD in reader.files else []
+        return base_models(reader.read(CARD)) if CARD in reader.files else []
     except (FileNotFoundError, ValueError):
         return []  # its error is reported when its head is tried
 
 
-def base_models(card: Path) -> Iterable[str]:
+def base_models(text: bytes) -> list[str]:
     """The ``base_model`` of a model card: the checkpoints that its model was made from."""
-    return _parse(card.read_text(encoding="utf-8", errors="replace")) if card.exists() else []
-
-
-def _parse(card: str) -> list[str]:
+    card = text.decode("utf-8", errors="replace")
     if not card.lstrip().startswith("---"):
         return []  # no metadata: huggingface_hub would warn
     try:

@@ -12,14 +12,8 @@ from .._version import __version__
 
 # Flags whose text may be empty.
 TEXTS = (
-    "prompt",
-    "system_prompt",
-    "prefill_response",
-    "chat_template",
-    "chat_template_config",
-    "allowed_origins",
-    "api_key",
-)
+    "prompt", "system_prompt", "prefill_response", "chat_template", "chat_template_config", "allowed_origins", "api_key",
+)  # fmt: skip
 # The groups of --help and their flags, in this order.
 SHARED_GROUPS: dict[str, Sequence[str]] = {
     "model": (

@@ -37,59 +37,39 @@ def make_parser() -> argparse.ArgumentParser:
     """Add the flags of the head to mlx-lm's."""
     description = "Convert a Hugging Face model to MLX format, with its MTP head."
     parser = extend(configure_parser(), "mlx_mtp convert", description)
-    _add_quantization(parser)
-    parser.add_argument(
+    add = parser.add_argument
+    # mlx-lm's flags, whose defaults depend on the mode
+    add("--q-bits", type=int, metavar="BITS", help="Bits per weight for quantization (default: 4, and 8 for mxfp8).")
+    group_size = "Group size for quantization (default: 64 for affine, 16 for nvfp4, 32 for others)."
+    add("--q-group-size", type=int, metavar="N", help=group_size)
+    add(
         "--recipe",
         metavar="NAME|FILE",
         help="The name of a recipe, or a TOML file with these flags; flags on the command line take precedence.",
     )
-    parser.add_argument("--adapter-path", help="Fuse the trained adapter weights in this folder into the model.")
-    parser.add_argument("--revision", help="Branch, tag or commit of the Hugging Face repo.")
-    parser.add_argument("--no-mtp", dest="mtp", action="store_false", help="Convert without the MTP head.")
-    parser.add_argument(
+    add("--adapter-path", help="Fuse the trained adapter weights in this folder into the model.")
+    add("--revision", help="Branch, tag or commit of the Hugging Face repo.")
+    add("--no-mtp", dest="mtp", action="store_false", help="Convert without the MTP head.")
+    add(
         "--mtp-bits",
         type=int,
         metavar="BITS",
         help="Quantize the head's decoder layer to this many bits and print the effect on acceptance (default: not quantized).",
     )
-    parser.add_argument(
-        "--mtp-group-size",
-        type=int,
-        default=MTP_GROUP_SIZE,
-        help=f"Group size for --mtp-bits (default: {MTP_GROUP_SIZE}).",
-    )
-    parser.add_argument(
-        "--graft-mtp-from", help="Add the MTP head of this original to --model, a conversion without one."
-    )
-    parser.add_argument(
-        "--graft-vision-from", help="Add the vision encoder of this original to --model, a conversion without one."
-    )
-    parser.add_argument("--graft-revision", help="Branch, tag or commit of the base model's Hugging Face repo.")
-    parser.add_argument("--no-vision", dest="vision", action="store_false", help="Convert without the vision encoder.")
-    parser.add_argument(
-        "--skip-check",
-        action="store_true",
-        help="Do not run the model to check the grafted head, or to measure --mtp-bits.",
-    )
-    parser.add_argument(
+    group_size = f"Group size for --mtp-bits (default: {MTP_GROUP_SIZE})."
+    add("--mtp-group-size", type=int, default=MTP_GROUP_SIZE, help=group_size)
+    add("--graft-mtp-from", help="Add the MTP head of this original to --model, a conversion without one.")
+    add("--graft-vision-from", help="Add the vision encoder of this original to --model, a conversion without one.")
+    add("--graft-revision", help="Branch, tag or commit of the base model's Hugging Face repo.")
+    add("--no-vision", dest="vision", action="store_false", help="Convert without the vision encoder.")
+    skip_check = "Do not run the model to check the grafted head, or to measure --mtp-bits."
+    add("--skip-check", action="store_true", help=skip_check)
+    add(
         "--inspect",
         metavar="MODEL",
         help="Describe a model and whether --mtp can use its head, without converting it or downloading weights.",
     )
     return finish(parser, GROUPS)
-
-
-def _add_quantization(parser: argparse.ArgumentParser) -> None:
-    """mlx-lm's flags, whose defaults depend on the mode."""
-    parser.add_argument(
-        "--q-bits", type=int, metavar="BITS", help="Bits per weight for quantization (default: 4, and 8 for mxfp8)."
-    )
-    parser.add_argument(
-        "--q-group-size",
-        type=int,
-        metavar="N",
-        help="Group size for quantization (default: 64 for affine, 16 for nvfp4, 32 for others).",
-    )
 
 
 def main() -> None:

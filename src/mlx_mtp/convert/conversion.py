@@ -17,24 +17,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, get_total_parameters, make_shards, quantize_model, save_config
 from tqdm import tqdm
 
+from ..checkpoint import output
 from ..checkpoint.config import EXTRA_TENSORS, Config, read_json
 from ..checkpoint.fetched import measure_acceptance
 from ..checkpoint.head_formats import head_bits, is_head
 from ..checkpoint.hub import HEAD_FILE, WEIGHTS, commit_of, fetch, first_line
 from ..checkpoint.load import find_vision, load
-from ..checkpoint.output import (
-    IMAGES,
-    USAGE,
-    atomic_directory,
-    check_new,
-    check_written,
-    describe_head,
-    describe_no_head,
-    dtype_name,
-    save,
-    write_card,
-    write_index,
-)
 from ..files import check_folder
 from ..images.vision import CONFIG_FILES
 from ..models import BASES
@@ -96,7 +84,7 @@ def convert(
           each other.
     """
     target = Path(mlx_path)
-    check_new(target)
+    output.check_new(target)
     how = Quantization(quantize, dequantize, q_group_size, q_bits, q_mode, quant_predicate, mtp_bits, mtp_group_size)
     originals = {
         "--graft-mtp-from adds a head": graft_mtp_from,
@@ -129,14 +117,14 @@ def convert(
         model, config = how.apply(model, config)
         images = find_vision(source, config) if vision else None
         _record_head(config, model if mtp else None, hf_path, commit)
-        usage = (USAGE + IMAGES * (images is not None)).format(name=upload_repo or target) if mtp else ""
-        with atomic_directory(target) as folder:
+        usage = (output.USAGE + output.IMAGES * (images is not None)).format(name=upload_repo or target) if mtp else ""
+        with output.atomic_directory(target) as folder:
             write_model(
                 folder, model, config, shard_gb(source), {} if images is None else named_tower(images.lazy_tower())
             )
             _write_files(folder, source, tokenizer, () if images is None else CONFIG_FILES)
             base_model = None if Path(hf_path).exists() else hf_path
-            write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)
+            output.write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)
         if head is not None and mtp_bits is not None and not skip_check:
             print_cost(target, head, mtp_bits)
     if upload_repo is not None:
@@ -161,11 +149,11 @@ def fuse(model: nn.Module) -> None:
 
 def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: str | None) -> None:
     if model is None:
-        describe_no_head(config)
+        output.describe_no_head(config)
         return
     separate = config.get(EXTRA_TENSORS) is not None or config["model_type"] == "qwen3_next"
     origin = config.get("mlx_mtp") or {"source": hf_path, "revision": commit}
-    describe_head(config, origin, model.mtp.norm.weight.dtype, head_bits(model.mtp), separate)
+    output.describe_head(config, origin, model.mtp.norm.weight.dtype, head_bits(model.mtp), separate)
 
 
 def _write_files(folder: Path, source: Path, tokenizer: TokenizerWrapper, others: Iterable[str]) -> None:
@@ -190,7 +178,7 @@ def print_cost(target: Path, head: nn.Module, bits: int) -> None:
     except RuntimeError as e:
         print(f"[INFO] It cannot be measured here: {e}")
         return
-    dtype = dtype_name(head.fc.weight.dtype)
+    dtype = output.dtype_name(head.fc.weight.dtype)
     print(f"[INFO] Drafts accepted: {quantized:.0%} with the head at {bits} bits, {before:.0%} with it in {dtype}")
 
 
@@ -223,11 +211,11 @@ def write_model(
 
     weight_map = _write_shards(folder, shards)
     if separate:
-        save(folder / HEAD_FILE, head)
+        output.save(folder / HEAD_FILE, head)
         weight_map.update(dict.fromkeys(head, HEAD_FILE))
-    write_index(folder, weight_map, metadata)
+    output.write_index(folder, weight_map, metadata)
     save_config(config, folder / "config.json", keep_vision_config=bool(tower))
-    check_written(folder, head | tower, weight_map)
+    output.check_written(folder, head | tower, weight_map)
 
 
 def _write_shards(folder: Path, shards: list[dict[str, mx.array]]) -> dict[str, str]:
@@ -236,7 +224,7 @@ def _write_shards(folder: Path, shards: list[dict[str, mx.array]]) -> dict[str, 
     for i in tqdm(range(len(shards)), desc="Writing", unit="shard", disable=None):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         shard, shards[i] = shards[i], {}
-        save(folder / name, shard)
+        output.save(folder / name, shard)
         weight_map.update(dict.fromkeys(shard, name))
         del shard
         mx.clear_cache()

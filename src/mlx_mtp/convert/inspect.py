@@ -1,16 +1,14 @@
 """``mlx_mtp convert --inspect``: describe a checkpoint and whether its head can be used, from config and headers."""
 
-import re
 from collections.abc import Iterable
 
 from huggingface_hub.utils import TensorInfo
 
-from ..checkpoint.config import Config, check_config, skeleton, text_config_of
+from ..checkpoint.config import Config, check_config, skeleton
 from ..checkpoint.head_formats import FEW_BITS, check_head, check_shapes, few_bits_warning
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, n_bytes
-from ..cli.display import table
 from ..layers.mtp import split_head
-from ..memory import size
+from ..memory import size, sizes_of
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
@@ -35,10 +33,10 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         "--mtp": verdict,
     }
     if verdict.startswith("ready"):
-        own = f"for its own keys and values {_bytes_per_token(config):,} bytes per token of context"
+        n_values = sizes_of(skeleton(config, checkpoint.name), 2).head_values
+        own = f"for its own keys and values {2 * n_values:,} bytes per token of context"
         lines["Memory"] = f"{_size_of(head.values())} for the head, and {own}"
-    text = [f"{key + ':':<12}{value}" for key, value in lines.items()]
-    return "\n".join([*text, *(["", *table(_rows(head))] if head else [])])
+    return "\n".join(f"{key + ':':<12}{value}" for key, value in lines.items())
 
 
 def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:
@@ -63,18 +61,6 @@ def _verdict(checkpoint: CheckpointReader) -> str:
     return "ready" if bits is None or bits > FEW_BITS else "ready, but " + few_bits_warning(name, bits, name)
 
 
-def _rows(head: dict[str, TensorInfo]) -> list[list[str]]:
-    """A row for each tensor, and one for all experts of a kind."""
-    kinds: dict[tuple[str, str, tuple[int, ...]], list[TensorInfo]] = {}
-    for name, t in head.items():
-        kind = (re.sub(r"\.experts\.\d+\.", ".experts.*.", name), t.dtype, tuple(t.shape))
-        kinds.setdefault(kind, []).append(t)
-    return [
-        [name, dtype, _size_of(tensors), f"{list(shape)}" + f" x {len(tensors)}" * (len(tensors) > 1)]
-        for (name, dtype, shape), tensors in kinds.items()
-    ]
-
-
 def _quantization(config: Config, embedding: TensorInfo | None) -> str:
     quantization = config.get("quantization") or config.get("quantization_config")
     if not quantization:
@@ -97,12 +83,6 @@ def _total_size(checkpoint: CheckpointReader) -> int:
             return total
     files = set(checkpoint.weight_map.values())
     return sum(n_bytes(t) for file in files for t in checkpoint.header(file).tensors.values())
-
-
-def _bytes_per_token(config: Config) -> int:
-    """The bytes of keys and values of the head's layer, in 16 bits."""
-    text_config = text_config_of(config)
-    return int(2 * 2 * text_config["num_key_value_heads"] * text_config["head_dim"])
 
 
 def _size_of(tensors: Iterable[TensorInfo]) -> str:

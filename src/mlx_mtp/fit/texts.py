@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,7 +144,9 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, data: Data, l
         valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", data)
         parts = Split(train, valid, parts.test)
     length = data.max_seq_length
-    train = within(parts.train, limit - sum(min(len(text.tokens), length) for text in parts.valid), length)
+    limit -= sum(min(len(text.tokens), length) for text in parts.valid)
+    n_recorded = accumulate(min(len(text.tokens), length) for text in parts.train)
+    train = [text for text, n in zip(parts.train, n_recorded) if n <= limit] or parts.train[:1]
     n_tokens = [sum(len(text.tokens) for text in part) for part in (train, parts.valid, parts.test)]
     say(
         f"{n_tokens[0]:,} tokens to train on, {n_tokens[1]:,} to choose the best head by, and {n_tokens[2]:,} to "
@@ -152,17 +155,6 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, data: Data, l
     if len(train) < len(parts.train):
         say(f"--cache-gb {data.cache_gb:g} leaves out {len(parts.train) - len(train):,} texts")
     return Split(train, parts.valid, parts.test)
-
-
-def within(texts: Sequence[Text], n_tokens: int, length: int) -> list[Text]:
-    """The first texts, at least one, with at most this many recorded tokens in total."""
-    chosen: list[Text] = []
-    for text in texts:
-        n_tokens -= min(len(text.tokens), length)
-        if n_tokens < 0 and chosen:
-            break
-        chosen.append(text)
-    return chosen
 
 
 def describe(data: Data, parts: Split, drafts: int, iters: int) -> dict[str, Any]:

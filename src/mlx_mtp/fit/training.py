@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -192,7 +192,8 @@ def train_head(
     is_shown = sys.stdout.isatty()  # by mlx-lm
     try:
         if n_left > 0:
-            with plain_output(), bar("Training", "iteration", n_left, disable=is_shown) as iterations:
+            out = redirect_stdout(sys.stdout if is_shown else _Plain(sys.stdout))
+            with out, bar("Training", "iteration", n_left, disable=is_shown) as iterations:
                 batches = partial(iterate_batches, first=first, shuffle_seed=how.seed, on_next=iterations.update)
                 functions: Any = {"loss": loss, "iterate_batches": batches, "training_callback": progress}
                 train(mtp, optimizer, train_files, valid_files, args, **functions)
@@ -206,7 +207,7 @@ def train_head(
 
 
 class _Plain(io.TextIOBase):
-    """Writes text to a stream without the codes of terminal colors."""
+    """Writes text to a stream without the codes of terminal colors, which mlx-lm's trainer writes to files as well."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -215,19 +216,6 @@ class _Plain(io.TextIOBase):
         self.stream.write(COLOURS.sub("", text))
         self.stream.flush()
         return len(text)
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-
-@contextmanager
-def plain_output() -> Iterator[None]:
-    """A context that prints without colors unless to a terminal: mlx-lm's trainer writes them to files as well."""
-    if sys.stdout.isatty():
-        yield
-    else:
-        with redirect_stdout(_Plain(sys.stdout)):
-            yield
 
 
 def iterate_batches(

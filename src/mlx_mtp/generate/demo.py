@@ -65,9 +65,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"{DEMO_NOTE}.\n")
     print(paint(prompt, "prompt"), end="" if is_demo else "\n\n")
     print("".join(paint(r.text, r.source) for r in drafted))
-    print(
-        f"\n{legend(drafted)}\n\n{figures(plain, drafted)}\n\n{next_step(args.model, is_demo, ratio(plain, drafted))}"
-    )
+    ratio = speed(drafted) / speed(plain)
+    print(f"\n{legend(drafted)}\n\n{figures(plain, drafted, ratio)}\n\n{next_step(args.model, is_demo, ratio)}")
 
 
 def compare(
@@ -97,10 +96,6 @@ def speed(responses: list[GenerationResponse]) -> float:
     return responses[-1].generation_tps
 
 
-def ratio(plain: list[GenerationResponse], drafted: list[GenerationResponse]) -> float:
-    return speed(drafted) / speed(plain)
-
-
 def legend(responses: list[GenerationResponse]) -> str:
     """The colors, with the number of tokens from each source and the share of its drafts that were accepted."""
     last, counts = responses[-1], Counter(r.source for r in responses)
@@ -113,13 +108,13 @@ def legend(responses: list[GenerationResponse]) -> str:
     return "\n".join(lines)
 
 
-def figures(plain: list[GenerationResponse], drafted: list[GenerationResponse]) -> str:
+def figures(plain: list[GenerationResponse], drafted: list[GenerationResponse], ratio: float) -> str:
     """Both speeds, and whether the texts are equal."""
     rows = [["", "tokens/s", "passes of the model"]]
     for name, responses in (("plain mlx-lm", plain), ("with drafts", drafted)):
         rows.append([name, f"{speed(responses):.1f}", str(sum(not r.from_draft for r in responses))])
     same = comparison([r.token for r in plain], [r.token for r in drafted])
-    return "\n".join([*table(rows), "", f"{ratio(plain, drafted):.2f} times as fast. {same}"])
+    return "\n".join([*table(rows), "", f"{ratio:.2f} times as fast. {same}"])
 
 
 def comparison(plain: list[int], drafted: list[int]) -> str:
@@ -130,9 +125,9 @@ def comparison(plain: list[int], drafted: list[int]) -> str:
     return f"The texts differ from token {n + 1} on: `mlx_mtp generate --mtp --check` shows whether that is rounding."
 
 
-def next_step(model: str, is_demo: bool, speed: float) -> str:
+def next_step(model: str, is_demo: bool, ratio: float) -> str:
     if is_demo:
         return "Next: `mlx_mtp models` lists real models, then `mlx_mtp demo --model NAME`."
-    if speed < 1:
+    if ratio < 1:
         return f"Next: `mlx_mtp benchmark --tune --model {model}` looks for faster settings."
     return f"Next: `mlx_mtp chat --mtp --model {model}`"

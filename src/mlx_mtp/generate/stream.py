@@ -27,6 +27,7 @@ from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
 from ..sampling.sampler import SeededSampler, TextSampler, for_one_text
 
+COUNTED = ("drafted", "accepted", "copied", "copies_accepted", "forced", "forced_accepted")
 KV_NAMES = [field.name for field in fields(KVOptions)]
 
 
@@ -188,14 +189,9 @@ def _stream_mtp(
             generation_tps=counts.tokens_per_second or n / (time.perf_counter() - tic),
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=finish_reason,
-            drafted=tuple(counts.drafted),
-            accepted=tuple(counts.accepted),
-            copied=tuple(counts.copied),
-            copies_accepted=tuple(counts.copies_accepted),
-            forced=tuple(counts.forced),
-            forced_accepted=tuple(counts.forced_accepted),
             tokens_per_step=counts.tokens_per_step,
             source=counts.source if from_draft else "model",
+            **{name: tuple(getattr(counts, name)) for name in COUNTED},
         )
 
     with wired_limit(model, [stream]):

@@ -72,7 +72,9 @@ def _open(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str
         name = name or str(source)[:200]
         source = _read(Path(source), name)
     elif isinstance(source, np.ndarray):
-        source = from_array(source)
+        if source.ndim != 3 or source.shape[-1] != 3 or 0 in source.shape or source.dtype != np.uint8:
+            raise ValueError(f"An image must be uint8 [height, width, 3], not {source.dtype} {list(source.shape)}.")
+        source = image_module.fromarray(source)
     name = name or "The image"
     if not isinstance(source, bytes | image_module.Image):
         raise ValueError(f"{name} must be a file, bytes or an image of Pillow, not {type(source).__name__}.")
@@ -88,13 +90,6 @@ def _open(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str
         raise _unreadable(name, e) from e
     check_size(image.width, image.height, name)
     return image, name
-
-
-def from_array(pixels: "np.ndarray[Any, Any]") -> "Image":
-    """uint8 values [height, width, 3] in RGB as an image of Pillow."""
-    if pixels.ndim != 3 or pixels.shape[-1] != 3 or 0 in pixels.shape or pixels.dtype != np.uint8:
-        raise ValueError(f"An image must be uint8 [height, width, 3], not {pixels.dtype} {list(pixels.shape)}.")
-    return pillow().fromarray(pixels)
 
 
 def _read(file: Path, name: str) -> bytes:

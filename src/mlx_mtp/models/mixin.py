@@ -161,20 +161,6 @@ class MTPModel:
         """The output layer of drafts: the head's hidden states [B, T, H] -> logits of ``lm_head.ids``, or of all [B, T, n]."""
         return self.logits(hidden) if self.drafting.lm_head is None else self.drafting.lm_head(hidden)
 
-    def mtp_forward(self, hidden: mx.array, next_tokens: mx.array, cache: Any = None) -> tuple[mx.array, mx.array]:
-        """One pass of the head.
-
-        Args:
-            hidden (mx.array): The backbone's output after its final norm or, for a further draft, the head's output, [B, T, H].
-            next_tokens (mx.array): The token after each of these positions, [B, T].
-            cache (KVCache, optional): The head's keys and values, to which T positions are appended.
-
-        Returns:
-            Tuple[mx.array, mx.array]: Logits of the token after ``next_tokens``, [B, T, V], and hidden states, [B, T, H].
-        """
-        out = self.mtp(self.model.embed_tokens(next_tokens), hidden, cache)
-        return self.logits(out), out
-
 
 def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> None:
     """Replace a model's layers by layers that can roll back, and add the head if its arguments have one.

@@ -40,24 +40,14 @@ class Acceptance(Protocol):
     """Draws drafts from the head's distribution, and accepts them by the target's."""
 
     def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, Any]:
-        """
-        Args:
-            logprobs (mx.array): The head's log probabilities, [1, V].
-            position (int): The position of the draft, counted from the first generated token.
+        """The head's log probabilities [1, V] -> a draft [1] and its record for ``accept``.
 
-        Returns:
-            Tuple[mx.array, Any]: A draft [1], and its record for ``accept``.
+        Positions are counted from the first generated token.
         """
         ...
 
     def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[Any], position: int) -> Verdict:
-        """
-        Args:
-            logprobs (List[mx.array]): The target's log probabilities, k + 1 times [1, V].
-            drafts (mx.array): [k]
-            records (Sequence[Any]): The record that ``draft`` returned with each draft; ``None`` for a copy.
-            position (int): The position of the first, counted from the first generated token.
-        """
+        """The target's log probabilities, k + 1 times [1, V], drafts [k], and their records, ``None`` for a copy."""
         ...
 
 

@@ -1,13 +1,7 @@
 """The HTTP application: its routes, the bodies of requests, the API key, errors, the chat page, other web pages.
 
-The chat page's HTML, CSS and JavaScript modules in ``page/`` are served without a build step; ``main.js`` connects them:
-
-- ``api.js`` sends requests and reads streams; ``answer.js`` collects an answer, its figures and the messages of a request.
-- ``turns.js`` shows questions and answers; ``markdown.js`` renders text.
-- ``composer.js`` is the field for a question; ``settings.js`` has the other fields of a request.
-- ``chats.js`` lists the chats; ``store.js`` keeps them in the browser.
-
-A browser sends the requests of any page, even to servers on its own machine: those of other pages are refused.
+The chat page in ``page/`` is served without a build step; ``main.js`` connects its modules. A browser sends the requests of any
+page, even to servers on its own machine: those of other pages are refused.
 """
 
 import asyncio
@@ -25,7 +19,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import from_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -50,14 +44,10 @@ from .request import ApiError, Request
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # headers of errors, by status; in seconds
 
 MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
-# Parsing takes microseconds for an object and less for other values, and blocks all threads. Brackets, braces and commas in
-# strings count as well; a million tokens rarely have as many.
+# Parsing and validation take microseconds for an object and less for other values, and block all threads. Brackets, braces and
+# commas in strings count as well; a million tokens rarely have as many.
 MAX_OBJECTS = 100_000  # brackets and braces
 MAX_VALUES = 300_000  # commas: a prompt may be 262,144 numbers of tokens
-MAX_PARTS = (
-    10_000  # messages, tools and their parts: validation takes 10 microseconds for each, and blocks all threads as well
-)
-LISTS = "messages", "input", "system", "tools", "content", "tool_calls", "summary", "output"  # of parts
 LARGE_BODY = 1 << 16  # bytes; a larger body is parsed in a thread of its own
 BODY_TIMEOUT = 300.0  # seconds that a client may take to send a body
 
@@ -93,11 +83,15 @@ def make_app(frontend: Frontend) -> FastAPI:
     options = frontend.options
     app = FastAPI(title="mlx_mtp", version=__version__, docs_url=None, redoc_url=None)  # these pages load from a CDN
     endpoints = Endpoints(frontend)
-    for path, api in APIS.items():
-        _add_post(app, path, endpoints.generate(api), api)
-    _add_post(app, "/v1/messages/count_tokens", endpoints.count(MessagesBody, {}), MessagesBody)
+    posts = [(path, api, endpoints.generate(api)) for path, api in APIS.items()]
+    posts.append(("/v1/messages/count_tokens", MessagesBody, endpoints.count(MessagesBody, {})))
     counted = {"object": "response.input_tokens"}
-    _add_post(app, "/v1/responses/input_tokens", endpoints.count(ResponsesBody, counted), ResponsesBody)
+    posts.append(("/v1/responses/input_tokens", ResponsesBody, endpoints.count(ResponsesBody, counted)))
+    for path, api, post in posts:  # it reads the body itself, to limit its size before its JSON is parsed
+        schema = api.model_json_schema(ref_template="#/components/schemas/{model}")
+        described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+        name = path.strip("/").replace("/", "_")
+        app.add_api_route(path, post, methods=["POST"], openapi_extra=described, operation_id=name)
     for path, get in (
         ("/", endpoints.root),
         ("/health", endpoints.health),
@@ -105,11 +99,8 @@ def make_app(frontend: Frontend) -> FastAPI:
         ("/v1/models", endpoints.models),
         ("/v1/models/{name:path}", endpoints.model),
     ):
-        for method in ("GET", "HEAD"):
-            is_listed = method == "GET"  # an operation's name is unique in the OpenAPI schema
-            app.add_api_route(
-                path, get, methods=[method], response_model=None, operation_id=get.__name__, include_in_schema=is_listed
-            )
+        app.add_api_route(path, get, methods=["GET"], operation_id=get.__name__)
+        app.add_api_route(path, get, methods=["HEAD"], include_in_schema=False)
     if not options.no_ui:
         app.mount("/page", StaticFiles(directory=FOLDER))
     for kind in (ApiError, HTTPException, Exception):
@@ -118,16 +109,6 @@ def make_app(frontend: Frontend) -> FastAPI:
     app.add_middleware(Browsers, names=hosts, origins=options.allowed_origins)
     app.add_middleware(Counting, frontend=frontend)
     return app
-
-
-def _add_post(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Response]], api: type[Body]) -> None:
-    """Add a route. Its endpoint reads the body itself, to limit its size before its JSON is parsed."""
-    schema = api.model_json_schema(ref_template="#/components/schemas/{model}")
-    described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-    name = path.strip("/").replace("/", "_")
-    app.add_api_route(
-        path, endpoint, methods=["POST"], response_model=None, openapi_extra=described, operation_id=name, name=name
-    )
 
 
 class Endpoints:
@@ -152,7 +133,7 @@ class Endpoints:
         async def endpoint(http: HTTPRequest) -> Response:
             _, request = await self._read(http, api)
             async with watched([request], http.receive):
-                return JSONResponse({**kind, "input_tokens": await self.frontend.count_tokens(request)})
+                return JSONResponse({**kind, "input_tokens": len((await self.frontend.encode_request(request)).tokens)})
 
         return endpoint
 
@@ -172,12 +153,12 @@ class Endpoints:
         return FileResponse(FOLDER / "page.html")
 
     async def health(self) -> Response:
-        is_healthy = self.frontend.is_healthy
+        is_healthy = self.frontend.engine.is_alive
         return JSONResponse({"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503)
 
     async def metrics(self, http: HTTPRequest) -> Response:
         self._authorize(http)
-        return Response(self.frontend.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self.frontend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, http: HTTPRequest) -> Response:
         """List the served models and, with ``--allow-any-model``, the downloaded models."""
@@ -259,29 +240,12 @@ def parse_json(raw: bytes | bytearray) -> Json:
         raise ApiError(400, f"Invalid JSON in request body: {e}") from e
     if not isinstance(body, dict):
         raise ApiError(400, "Request should be a JSON dictionary")
-    _check_parts(body)
-    _check_numbers(body)
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _check_parts(body: Json) -> None:
-    n, parts = 0, [body]
-    while parts:
-        part = parts.pop()
-        for found in (part[name] for name in LISTS if isinstance(part.get(name), list)):
-            n += len(found)
-            if n > MAX_PARTS:
-                raise ApiError(413, f"The body has more than {MAX_PARTS:,} messages, tools and parts: make it smaller.")
-            parts += [x for x in found if isinstance(x, dict)]
-
-
-def _check_numbers(body: Json) -> None:
-    """Refuse numbers too large for a float, which are parsed as infinity."""
     for name, field in body.items():
         try:
             json.dumps(field, allow_nan=False)
-        except ValueError as e:
+        except ValueError as e:  # numbers too large for a float are parsed as infinity
             raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100]) from e
+    return {name: value for name, value in body.items() if value is not None}
 
 
 class Counting:
@@ -297,7 +261,7 @@ class Counting:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
-                self.frontend.metrics.requests.labels(message["status"]).inc()
+                self.frontend.metrics["requests"].labels(message["status"]).inc()
                 if scope["path"] == "/" or scope["path"].startswith("/page/"):
                     MutableHeaders(scope=message).update(PAGE_HEADERS)
             await send(message)

@@ -48,13 +48,9 @@ class Frontend:
         self.models, self.caches = engine.admission.models, engine.admission.caches
         self.created = int(time.time())
 
-    @property
-    def is_healthy(self) -> bool:
-        return self.engine.is_alive
-
     async def generate(self, request: Request) -> AsyncIterator[str | Waiting | Delta]:
         """Yield the start and the tokens of a request and, every few seconds before, the progress of its prefill."""
-        prompt = await self._encode_request(request)
+        prompt = await self.encode_request(request)
         if self.options.prompt_cache_dir is not None and prompt.pictured is None:
             # With images, the generation thread reads the files: their keys depend on the tower, which only that thread runs.
             await in_thread(self.caches.load, request.key, prompt.tokens)
@@ -100,11 +96,8 @@ class Frontend:
             for task in tasks:
                 task.cancel()
 
-    async def count_tokens(self, request: Request) -> int:
-        """The number of tokens of a request's prompt."""
-        return len((await self._encode_request(request)).tokens)
-
-    async def _encode_request(self, request: Request) -> Prompt:
+    async def encode_request(self, request: Request) -> Prompt:
+        """Encode the prompt of a request, which may load its model first."""
         request.key = self.models.resolve(request.args.model)
         if request.key not in self.models.tokenizers:  # go through the queue once to load the model
             async for _ in self._submit(request):
@@ -136,20 +129,19 @@ class Frontend:
     async def _next(self, items: asyncio.Queue[Any]) -> Any:
         """The next item. Progress is an item every few seconds only."""
         progress, due = Waiting(0, 0), time.monotonic() + KEEP_ALIVE
-        while True:
+        while (left := due - time.monotonic()) > 0:
             is_alive = self.engine.is_alive
             try:
-                async with asyncio.timeout(max(min(POLL, due - time.monotonic()), 0)):
+                async with asyncio.timeout(min(POLL, left)):
                     item = await items.get()
             except TimeoutError:
                 if not is_alive:
                     raise ApiError(503, "The server is stopping.") from None
-                item = progress
+                continue
             if not isinstance(item, Waiting):
                 return item
             progress = item
-            if time.monotonic() >= due:
-                return progress
+        return progress
 
 
 STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]  # the headers of a stream

@@ -10,7 +10,7 @@ from itertools import count, pairwise
 from typing import Any, Literal
 
 from mlx_lm.server import GenerationArguments
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ..decoding.counts import DraftCounts
 from ..drafts.options import CopyDrafts
@@ -27,9 +27,6 @@ VARIABLE = "reasoning_effort"  # the variable of chat templates that support eff
 NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the rest of the context
 STARTED = "started"  # a request's item when prefill of the tokens that are not cached begins
 NO_MEMORY = "insufficient_memory"  # the code of an error 507
-NAMESPACE = "mlx_mtp"  # every metric's name begins with it
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
 ModelKey = tuple[str, str | None]  # paths or repos of a model and of its adapters
 Options = Namespace  # the flags of ``mlx_mtp server`` by their names, as ``command_line.check`` returns them
 
@@ -211,42 +208,47 @@ class Request:
         return vars(self) | unsent | {"send": drop}
 
 
-class Metrics:
-    """For Prometheus."""
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
+METRICS: list[tuple[Any, ...]] = [  # kind, name, help and label
+    (Counter, "requests", "Requests answered, by HTTP status.", "status"),
+    (Gauge, "requests_in_flight", "Requests being generated."),
+    (Gauge, "queue_length", "Requests waiting."),
+    (Counter, "prompt_tokens", "Prompt tokens."),
+    (Counter, "cached_prompt_tokens", "Prompt tokens found in the prompt cache."),
+    (Counter, "prompt_cache_hits", "Prompts with tokens found in the prompt cache."),
+    (Counter, "generated_tokens", "Tokens generated."),
+    (Counter, "drafted_tokens", "Drafts of the head, by position in the window.", "position"),
+    (Counter, "accepted_tokens", "Accepted drafts, by position.", "position"),
+    (Counter, "copied_tokens", "Drafts copied from the text."),
+    (Counter, "accepted_copied_tokens", "Accepted drafts copied from the text."),
+    (Counter, "forced_tokens", "Drafts forced by a grammar."),
+    (Counter, "accepted_forced_tokens", "Accepted drafts forced by a grammar."),
+    (Gauge, "depth", "Drafts in the latest step, by the number of requests at once.", "requests"),
+    (Counter, "batch_drafted_tokens", "Drafts, by the number of requests at once.", "requests"),
+    (Counter, "batch_accepted_tokens", "Accepted drafts, by the number of requests at once.", "requests"),
+    (Counter, "mode_switches", "Switches of a sequence between running alone and in a batch.", "to"),
+    (
+        partial(Histogram, buckets=SECONDS),
+        "time_to_first_token_seconds",
+        "From a request's arrival to its first token.",
+    ),
+    (partial(Histogram, buckets=RATES), "tokens_per_second", "Speed of a request, without steps that compile."),
+    (Gauge, "memory_limit_bytes", "Memory limit of the server."),
+    (Gauge, "memory_held_bytes", "Memory used by the server."),
+    (Gauge, "memory_active_bytes", "Memory of MLX's arrays."),
+    (Gauge, "memory_buffers_bytes", "Memory kept by MLX for new arrays."),
+]
+
+
+class Metrics(dict[str, Any]):
+    """The metrics for Prometheus, by their names."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()  # one for each server, not for the process
-        counter = partial(Counter, namespace=NAMESPACE, registry=registry)
-        gauge = partial(Gauge, namespace=NAMESPACE, registry=registry)
-        histogram = partial(Histogram, namespace=NAMESPACE, registry=registry)
-        self.requests = counter("requests", "Requests answered, by HTTP status.", ["status"])
-        self.in_flight = gauge("requests_in_flight", "Requests being generated.")
-        self.queue_length = gauge("queue_length", "Requests waiting.")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
-        self.cached_prompt_tokens = counter("cached_prompt_tokens", "Prompt tokens found in the prompt cache.")
-        self.cache_hits = counter("prompt_cache_hits", "Prompts with tokens found in the prompt cache.")
-        self.generated_tokens = counter("generated_tokens", "Tokens generated.")
-        self.drafted_tokens = counter("drafted_tokens", "Drafts of the head, by position in the window.", ["position"])
-        self.accepted_tokens = counter("accepted_tokens", "Accepted drafts, by position.", ["position"])
-        self.copied_tokens = counter("copied_tokens", "Drafts copied from the text.")
-        self.accepted_copied_tokens = counter("accepted_copied_tokens", "Accepted drafts copied from the text.")
-        self.forced_tokens = counter("forced_tokens", "Drafts forced by a grammar.")
-        self.accepted_forced_tokens = counter("accepted_forced_tokens", "Accepted drafts forced by a grammar.")
-        self.depth = gauge("depth", "Drafts in the latest step, by the number of requests at once.", ["requests"])
-        self.drafted_by_size = counter(
-            "batch_drafted_tokens", "Drafts, by the number of requests at once.", ["requests"]
-        )
-        self.accepted_by_size = counter(
-            "batch_accepted_tokens", "Accepted drafts, by the number of requests at once.", ["requests"]
-        )
-        self.mode_switches = counter(
-            "mode_switches", "Switches of a sequence between running alone and in a batch.", ["to"]
-        )
-        self.first_token = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=SECONDS
-        )
+        self.registry = CollectorRegistry()  # one for each server, not for the process
+        for kind, name, text, *labels in METRICS:
+            self[name] = kind(name, text, labels, namespace="mlx_mtp", registry=self.registry)
         self.n_generating = 0  # in the latest step
-        self.rate = histogram("tokens_per_second", "Speed of a request, without steps that compile.", buckets=RATES)
 
     @contextmanager
     def step(self, counts: Sequence[DraftCounts]) -> Iterator[None]:
@@ -254,50 +256,41 @@ class Metrics:
         drafted, accepted = _totals(counts)
         yield
         size, (drafted_now, accepted_now) = len(counts), _totals(counts)
-        self.depth.labels(size).set(max(c.depth for c in counts))
-        self.drafted_by_size.labels(size).inc(drafted_now - drafted)
-        self.accepted_by_size.labels(size).inc(accepted_now - accepted)
+        self["depth"].labels(size).set(max(c.depth for c in counts))
+        self["batch_drafted_tokens"].labels(size).inc(drafted_now - drafted)
+        self["batch_accepted_tokens"].labels(size).inc(accepted_now - accepted)
 
     def count_switches(self, n_generating: int) -> None:
         """Count switches between one sequence and several, by the number of sequences in a step."""
         if n_generating > 1 >= self.n_generating:
-            self.mode_switches.labels("batch").inc()
+            self["mode_switches"].labels("batch").inc()
         elif n_generating == 1 < self.n_generating:
-            self.mode_switches.labels("mtp").inc()
+            self["mode_switches"].labels("mtp").inc()
         self.n_generating = n_generating
 
     def begin(self, n_prompt: int, n_cached: int, n_running: int) -> None:
         """Count a request that begins: its prompt's tokens, the cached tokens, and the running requests."""
-        self.prompt_tokens.inc(n_prompt)
-        self.cached_prompt_tokens.inc(n_cached)
-        self.cache_hits.inc(n_cached > 0)
-        self.in_flight.set(n_running)
+        self["prompt_tokens"].inc(n_prompt)
+        self["cached_prompt_tokens"].inc(n_cached)
+        self["prompt_cache_hits"].inc(n_cached > 0)
+        self["requests_in_flight"].set(n_running)
 
     def finish(self, counts: DraftCounts, n_running: int) -> None:
         """Count a request that ends: its drafts, its speed if known, and the requests that still run."""
-        self.in_flight.set(n_running)
+        self["requests_in_flight"].set(n_running)
         if (speed := counts.tokens_per_second) is not None:
-            self.rate.observe(speed)
+            self["tokens_per_second"].observe(speed)
         for position, (drafted, accepted) in enumerate(zip(counts.drafted, counts.accepted), 1):
-            self.drafted_tokens.labels(position).inc(drafted)
-            self.accepted_tokens.labels(position).inc(accepted)
-        self.copied_tokens.inc(sum(counts.copied))
-        self.accepted_copied_tokens.inc(sum(counts.copies_accepted))
-        self.forced_tokens.inc(sum(counts.forced))
-        self.accepted_forced_tokens.inc(sum(counts.forced_accepted))
+            self["drafted_tokens"].labels(position).inc(drafted)
+            self["accepted_tokens"].labels(position).inc(accepted)
+        self["copied_tokens"].inc(sum(counts.copied))
+        self["accepted_copied_tokens"].inc(sum(counts.copies_accepted))
+        self["forced_tokens"].inc(sum(counts.forced))
+        self["accepted_forced_tokens"].inc(sum(counts.forced_accepted))
 
     def watch_memory(self, account: Account) -> None:
-        for name, text, value in (
-            ("limit", "Memory limit of the server.", lambda: account.limit),
-            ("held", "Memory used by the server.", lambda: account.held),
-            ("active", "Memory of MLX's arrays.", lambda: account.active),
-            ("buffers", "Memory kept by MLX for new arrays.", lambda: account.buffers),
-        ):
-            gauge = Gauge(f"memory_{name}_bytes", text, namespace=NAMESPACE, registry=self.registry)
-            gauge.set_function(value)
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+        for name in ("limit", "held", "active", "buffers"):
+            self[f"memory_{name}_bytes"].set_function(partial(getattr, account, name))
 
 
 def _totals(counts: Sequence[DraftCounts]) -> tuple[int, int]:

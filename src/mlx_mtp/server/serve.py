@@ -24,8 +24,7 @@ from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
 from ..memory import Account, size
 from .app import make_app
-from .client_settings import CLIENTS, connection_to
-from .command_line import check, check_model, make_parser
+from .command_line import CLIENTS, check, check_model, connection_to, make_parser
 from .engine.admission import Admission
 from .engine.engine import Clients, Engine, SharedClients
 from .engine.models import ModelProvider, Stores

@@ -56,7 +56,7 @@ class Engine:
         self.stops_at: float | None = None  # when to stop waiting for the thread
         self.error: BaseException | None = None  # the error that ended the thread
         self.n_failures = 0  # of the GPU since the last answer
-        metrics.queue_length.set_function(lambda: clients.arriving.qsize() + len(self.waiting))
+        metrics["queue_length"].set_function(lambda: clients.arriving.qsize() + len(self.waiting))
         self.thread = Thread(target=self._run)
         self.thread.start()
 
@@ -202,8 +202,8 @@ class Engine:
             return
         if request.first_token is None:
             request.first_token = time.perf_counter()
-            metrics.first_token.observe(request.first_token - request.arrived)
-        metrics.generated_tokens.inc()
+            metrics["time_to_first_token_seconds"].observe(request.first_token - request.arrived)
+        metrics["generated_tokens"].inc()
         delta = make_delta(request, response, response.finish_reason or finish_reason)
         request.send(delta)
         if delta.finish_reason is not None:
@@ -224,7 +224,7 @@ class Engine:
     def _fail(self, uid: int, error: ApiError) -> None:
         """End a request with an error, after its sequence has left the batch generator."""
         self.running.pop(uid).send(error)
-        self.metrics.in_flight.set(len(self.running))
+        self.metrics["requests_in_flight"].set(len(self.running))
 
     def _end(self) -> None:
         """End all requests. Running requests get one last token."""
