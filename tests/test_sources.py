@@ -63,7 +63,7 @@ def counts_of(oracles, way, **options):
 @pytest.mark.parametrize("number", [0, "auto"])
 def test_sequences_draft_from_it(oracles, way, number):
     counts, proposed = counts_of(oracles, way, num_draft_tokens=number)
-    assert sum(proposed) == sum(counts.others) == sum(counts.others_accepted) > 0
+    assert sum(proposed) == sum(counts.of("oracle")[0]) == sum(counts.of("oracle")[1]) > 0
 
 
 @alone_and_beside_others
@@ -72,8 +72,8 @@ def test_may_give_fewer_than_it_offers(oracles, way, most, monkeypatch):
     monkeypatch.setattr(Oracle, "fixed", 4)
     monkeypatch.setattr(Oracle, "most", most)
     counts, proposed = counts_of(oracles, way, num_draft_tokens=0)
-    assert sum(proposed) == sum(counts.others) == sum(counts.others_accepted)
-    assert len(counts.others) == most
+    assert sum(proposed) == sum(counts.of("oracle")[0]) == sum(counts.of("oracle")[1])
+    assert len(counts.of("oracle")[0]) == most
 
 
 @alone_and_beside_others
@@ -81,4 +81,4 @@ def test_takes_its_turn_with_the_others(oracles, way, monkeypatch):
     monkeypatch.setattr(sources, "SOURCES", [*SOURCES, *sources.SOURCES])
     counts, proposed = counts_of(oracles, way, num_draft_tokens=2)
     assert sum(proposed) > 0
-    assert counts.others_accepted == counts.others
+    assert counts.of("oracle")[1] == counts.of("oracle")[0]

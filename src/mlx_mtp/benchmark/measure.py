@@ -274,9 +274,12 @@ def in_turn(runs: Sequence[T], i: int) -> list[T]:
 
 def sum_counts(counts: Sequence[DraftCounts]) -> DraftCounts:
     """The drafts of several texts, by position."""
-    rows = [(c.drafted, c.accepted, c.copied, c.copies_accepted) for c in counts]
-    drafted, accepted, copied, copies_accepted = ([sum(x) for x in zip_longest(*of, fillvalue=0)] for of in zip(*rows))
-    return DraftCounts(drafted, accepted, copied, copies_accepted)
+
+    def summed(rows: Iterable[list[int]]) -> list[int]:
+        return [sum(x) for x in zip_longest(*rows, fillvalue=0)]
+
+    sources = {source for c in counts for source in c.by_source}
+    return DraftCounts({s: (summed(c.of(s)[0] for c in counts), summed(c.of(s)[1] for c in counts)) for s in sources})
 
 
 def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:

@@ -1,8 +1,8 @@
 """Sources of drafts other than the head, which need no pass of a model: the text's own repetitions, and a grammar.
 
 To add a source, write a class like ``Source`` and a function that makes it for a text, and add the function to ``SOURCES``.
-``depth.Depth`` chooses the source and the number of drafts, by the acceptance rates of each source and by the times of its
-steps.
+``depth.Depth`` chooses the source and the number of drafts, by the acceptance rates of each source and by the times of steps.
+A logits processor may have a source as well (``draft_source``), such as the tokens that a grammar forces.
 
 Copy drafts are prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023,
 arXiv:2304.04487): if the text's last tokens occurred before, the tokens that followed them are drafted. A draft costs no pass
