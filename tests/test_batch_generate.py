@@ -17,6 +17,8 @@ from mlx_lm.sample_utils import make_sampler as stock_sampler
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, make_sampler
 from mlx_mtp.batch.generator import BatchGenerator
+from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.caches.rows import KVOptions
 from mlx_mtp.decoding.decoder import Decoder
 from mlx_mtp.layers.drafting import DraftLMHead
 from mlx_mtp.sampling.sampler import Sampler
@@ -223,6 +225,37 @@ def test_sampler_that_raises_leaves_the_random_state_to_the_others(k, return_pro
     assert all("top_k" in str(text.last.error) for text in texts[1:3])
     assert texts[4].tokens == plain([4, 2], model_of("qwen3_5"), max_tokens=12)
     mx.eval(mx.random.uniform())
+
+
+@pytest.mark.parametrize(("k", "start"), [(0, 0), (3, 0), (0, 20)])
+def test_quantized_rows_have_the_texts_of_single_runs(k, start):
+    """From the first pass on, or from a token on that all reach together."""
+    model, kv = model_of("qwen3_5"), dict(kv_bits=8, kv_group_size=32, quantized_kv_start=start)
+    prompts = [PROMPTS[0] * 2, PROMPTS[2][:10], PROMPTS[2][-10:], [7] * (10 if start else 300)]
+    generator = BatchGenerator(model, num_draft_tokens=k, kv=KVOptions(**kv), **AT_ONCE)
+    generator.insert(prompts, max_tokens=[24] * 4)
+    for prompt, text in zip(prompts, run(generator).values()):
+        assert text.tokens == plain(prompt, model, max_tokens=24, **kv)
+        own = next(c for c in text.last.prompt_cache if not isinstance(c, ArraysCache))
+        assert own.bits == 8
+        assert mtp([7], model, max_tokens=4, prompt_cache=text.last.prompt_cache, **kv) == after(
+            prompt, text, model, kv
+        )
+
+
+def after(prompt, text, model, kv):
+    """What follows in mlx-lm's own cache of a text."""
+    cache = stock_prompt_cache(model)
+    plain(prompt, model, max_tokens=len(text.tokens), prompt_cache=cache, **kv)
+    return plain([7], model, max_tokens=4, prompt_cache=cache, **kv)
+
+
+def test_drafts_of_unsure_rows_are_dropped():
+    model = model_of("qwen3_5")
+    generator = BatchGenerator(model, num_draft_tokens=3, copy_drafts="off", draft_p_min=1.0)
+    generator.insert(PROMPTS[:2], max_tokens=[24] * 2)
+    for prompt, text in zip(PROMPTS, run(generator).values()):
+        assert (text.tokens, text.last.counts.drafted) == (plain(prompt, model, max_tokens=24), [])
 
 
 def test_quantized_prompt_cache_is_refused():

@@ -45,7 +45,7 @@ class BatchGenerator:
         sampler (Sampler, optional): The sampler of sequences without their own. Default: ``None``, the most likely token.
         logits_processors (List[LogitsProcessor], optional): The processors of sequences without their own. Objects with state
           must not be shared by sequences.
-        num_draft_tokens, copy_drafts (optional): Of sequences without their own; a number is the limit of all. See
+        num_draft_tokens, copy_drafts, draft_p_min (optional): Of sequences without their own; a number is the limit of all. See
           ``mlx_mtp.TextOptions``.
         completion_batch_size (int): The maximum number of sequences that generate at once. Default: ``32``.
         prefill_step_size (int): The maximum number of prompt tokens to prefill between two steps. Default: ``2048``.
@@ -74,6 +74,7 @@ class BatchGenerator:
         logits_processors: list[LogitsProcessor] | None = None,
         num_draft_tokens: NumDraftTokens | None = None,
         copy_drafts: CopyDrafts | None = None,
+        draft_p_min: float | None = None,
         completion_batch_size: int = 32,
         prefill_step_size: int = 2048,
         max_token_gap: float = MAX_TOKEN_GAP,
@@ -92,6 +93,7 @@ class BatchGenerator:
             StopSequences(stop_tokens or None),
             num_draft_tokens,
             copy_drafts,
+            draft_p_min,
         )
         self.model: Any = check_model(model, self.options)
         self.completion_batch_size = check_count("completion_batch_size", completion_batch_size)

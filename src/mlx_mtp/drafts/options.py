@@ -42,7 +42,7 @@ class TextOptions:
           fit in the window of the other drafts. A model without a head can only draft copies. Default: ``None``, ``"auto"``
           unless ``num_draft_tokens`` is given as a number.
         draft_p_min (float, optional): Stop drafting when the head's best token has a lower probability. Costs one more
-          synchronization per step; not for several texts at once. Default: ``None``, the tuned settings, or ``0.0``.
+          synchronization per step. Default: ``None``, the tuned settings, or ``0.0``.
     """
 
     max_tokens: int | None = None
