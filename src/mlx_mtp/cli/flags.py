@@ -104,7 +104,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--prompt-cache-dir": {
         "metavar": "DIR",
-        "help": "Folder for prompt caches, which several commands can share. A cached beginning of a prompt is not prefilled "
+        "help": "Folder for prompt caches, which one process uses at a time. A cached beginning of a prompt is not prefilled "
         "again, even after a restart. The folder contains the texts.",
     },
     "--pipeline": {
