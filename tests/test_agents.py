@@ -446,7 +446,7 @@ def test_responses_refuses_by_name(server):
 
 def test_a_longer_conversation_begins_with_a_shorter_ones_messages():
     system, user = {"role": "system", "content": "A"}, {"role": "user", "content": "B"}
-    late = {"role": "developer", "content": [{"type": "text", "text": "C"}]}
+    late = {"role": "developer", "content": "C"}
     folded = fold_roles([{"role": "developer", "content": "0"}, system, user, late, user])
     assert folded[0] == {"role": "system", "content": "0\n\nA"}
     assert folded[2] == {"role": "user", "content": "<system>\nC\n</system>"}
