@@ -145,17 +145,6 @@ def test_a_last_message_of_the_assistant_is_continued(server, claude):
     assert counted == plain["usage"]["prompt_tokens"]
 
 
-def test_message_usage_tells_what_was_cached(claude):
-    system = "You write Python. " * 20
-    counted = claude.messages.count_tokens(model="default_model", system=system, messages=ASK).input_tokens
-    first, second = (
-        claude.messages.create(model="default_model", max_tokens=2, system=system, messages=ASK).usage for _ in range(2)
-    )
-    assert first.input_tokens + first.cache_read_input_tokens == counted
-    assert second.input_tokens + second.cache_read_input_tokens == counted
-    assert second.cache_read_input_tokens > first.cache_read_input_tokens
-
-
 def text(text: str, **more) -> dict:
     return {"type": "text", "text": text, **more}
 
@@ -446,17 +435,9 @@ def test_responses_refuses_by_name(server):
 
 def test_a_longer_conversation_begins_with_a_shorter_ones_messages():
     system, user = {"role": "system", "content": "A"}, {"role": "user", "content": "B"}
-    late = {"role": "developer", "content": [{"type": "text", "text": "C"}]}
+    late = {"role": "developer", "content": "C"}
     folded = fold_roles([{"role": "developer", "content": "0"}, system, user, late, user])
     assert folded[0] == {"role": "system", "content": "0\n\nA"}
     assert folded[2] == {"role": "user", "content": "<system>\nC\n</system>"}
     for n in range(3, 6):
         assert fold_roles([{"role": "developer", "content": "0"}, system, user, late, user][:n]) == folded[: n - 1]
-
-
-def test_chat_completions_take_these_roles_anywhere(client):
-    options = dict(model="default_model", max_tokens=9, extra_body=said("Yes.", enable_thinking=False))
-    for role in ("developer", "system"):
-        first, last = {"role": role, "content": "Be short."}, {"role": role, "content": "In English."}
-        answer = client.chat.completions.create(messages=[first, *ASK, last], **options)
-        assert answer.choices[0].message.content == "Yes."

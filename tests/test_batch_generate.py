@@ -62,6 +62,15 @@ def test_prompt_cache_in_and_out():
     assert all(mx.array_equal(x, y) for a, b in zip(before, after) for x, y in zip(a, b))
 
 
+def test_a_prompt_of_one_token_joins_those_that_run():
+    """Its recurrent layers have no state yet."""
+    model, generator = model_of("qwen3_5"), BatchGenerator(model_of("qwen3_5"), num_draft_tokens=2)
+    generator.insert([PROMPTS[0]], max_tokens=[20])
+    texts = run(generator, n_steps=4)
+    generator.insert([[9]], max_tokens=[6])
+    assert run(generator, texts)[1].tokens == plain([9], model, max_tokens=6)
+
+
 def test_segments():
     """``next`` stops at the end of a segment."""
     generator, shown = BatchGenerator(model_of("qwen3_5"), prefill_step_size=4), []

@@ -23,7 +23,7 @@ from mlx_mtp.fit import fitting
 from mlx_mtp.fit import loss as losses
 from mlx_mtp.fit.comparison import TextCounts, compare, measure
 from mlx_mtp.fit.loss import DraftKVCache, DraftLoss
-from mlx_mtp.fit.texts import Data, Text, answer_all, read_corpus, split
+from mlx_mtp.fit.texts import Data, Split, Text, answer_all, prepare, read_corpus, split
 from mlx_mtp.fit.training import Lora, Schedule, iterate_batches, make_trainable, read_states, record, train_head
 from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import config_of, differing, make_adapter, parameters, tensors, write
@@ -384,6 +384,14 @@ def test_no_two_parts_share_a_file(tmp_path, loaded):
     assert split(texts, 32, seed=1) != parts
     twice = split([*texts, *(Text(f"copy of {text.source}", text.tokens) for text in texts)], 32, seed=0)
     assert not {tuple(t.tokens) for t in twice.train} & {tuple(t.tokens) for t in twice.test}
+
+
+@pytest.mark.parametrize(("limit", "n"), [(30, 3), (29, 2), (13, 1), (0, 1)])
+def test_no_more_is_recorded_than_fits(tmp_path, limit, n):
+    """Of each text at most its last 8 tokens; those to choose the best head by come first."""
+    train, valid = [Text("a", [1] * 8), Text("b", [1] * 20), Text("c", [1] * 8)], [Text("d", [1] * 6)]
+    data = Data(["x"], None, max_seq_length=8, answers=1, max_tokens=8, temp=0.0, cache_gb=1.0, seed=0)
+    assert prepare(None, None, Split(train, valid, valid), data, limit, tmp_path).train == train[:n]
 
 
 def test_lines_of_text(tmp_path, loaded):

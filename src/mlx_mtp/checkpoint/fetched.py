@@ -123,7 +123,7 @@ def fitting_head(original: CheckpointReader, config: Config, name: str) -> Tenso
     if not tensors:
         raise ValueError(f"{original.name} has no MTP head: the base model of {name} has.")
     check_head(original.name, own, original.weight_map)
-    if any(tensor.endswith(".scales") or t.dtype not in DTYPES for tensor, t in tensors.items()):
+    if any(t.dtype not in DTYPES for t in tensors.values()):
         raise ValueError(f"The MTP head of {original.name} is quantized: the base model's is in bfloat16.")
     check_shapes(skeleton(config, name), split_head(tensors)[1])
     return tensors

@@ -165,12 +165,13 @@ def _head_copies(model: Any) -> int:
 
     MLX writes to an array in place if nothing else holds it, and Metal may hold it until the pass before has completed.
     """
-    (layer,), H = model.mtp.layers, model.mtp.norm.weight.size
-    dtype, heads = model.mtp.norm.weight.dtype, layer.self_attn
-    cache, empty = KVCache(), mx.zeros((1, heads.num_key_value_heads, HEAD_TOKENS, heads.head_dim), dtype)
+    norm, cache, token = model.mtp.norm.weight, KVCache(), mx.zeros((1, 1), mx.uint32)
+    hidden = run_head(model, mx.zeros((1, 1, norm.size), norm.dtype), token, cache)
+    B, H, _, D = cache.keys.shape
+    empty = mx.zeros((B, H, HEAD_TOKENS, D), cache.keys.dtype)
     cache.update_and_fetch(empty, empty)
-    hidden, token = mx.zeros((1, 1, H), dtype), mx.zeros((1, 1), mx.uint32)
-    mx.eval(cache.keys, cache.values, hidden, token)
+    del empty
+    mx.eval(cache.keys, cache.values, hidden)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(N_DRAFTS):

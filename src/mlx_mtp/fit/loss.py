@@ -39,12 +39,6 @@ class DraftKVCache(ConcatenateKVCache):
         return mx.concatenate([verified] + [own] * self.offset, axis=1)
 
 
-def weights_of(n_drafts: int) -> list[float]:
-    """The weight of each draft's loss; they sum to 1."""
-    weights = [DECAY**d for d in range(n_drafts)]
-    return [w / sum(weights) for w in weights]
-
-
 class DraftLoss:
     """The loss of a head on a batch, as ``mlx_lm.tuner.trainer.train`` takes it, with the embedding and the output layer of the
     backbone (its ``lm_head``, or the embedding where they are tied) and ``n_drafts`` drafts at each position."""
@@ -52,7 +46,7 @@ class DraftLoss:
     def __init__(self, embedding: nn.Module, output_layer: nn.Module, n_drafts: int):
         self.embedding, self.n_drafts = embedding, n_drafts
         self.output_layer = output_layer
-        self.weights = weights_of(n_drafts)
+        self.weights = [DECAY**d / sum(DECAY**i for i in range(n_drafts)) for d in range(n_drafts)]  # they sum to 1
 
     def __call__(
         self,

@@ -1,6 +1,7 @@
 """The configuration of a pass for its layers: a context variable, since mlx-lm's forward pass has no argument for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,14 +90,11 @@ def current_pass() -> Pass:
     return _pass.get() or _OUTSIDE
 
 
-class in_pass:
+@contextmanager
+def in_pass(this: Pass) -> Iterator[None]:
     """A context in which layers run with the configuration of a pass."""
-
-    def __init__(self, this: Pass):
-        self.this = this
-
-    def __enter__(self) -> None:
-        self.token = _pass.set(self.this)
-
-    def __exit__(self, *_: object) -> None:
-        _pass.reset(self.token)
+    token = _pass.set(this)
+    try:
+        yield
+    finally:
+        _pass.reset(token)

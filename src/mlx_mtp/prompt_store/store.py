@@ -211,7 +211,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         One that is on disk alone is not read for it. If it is equal, both have the same file.
         """
         for child in node.next(text):
-            new = arrays.keys_and_values(cache, format, child.begin, child.length)
+            new = arrays.keys_and_values(cache, format, node.length, child.length)
             if child.span.arrays is not None and arrays.are_equal(child.span.arrays, new):
                 return child
         return None

@@ -76,10 +76,6 @@ class Node:
             self.length += parent.length
             parent.children.append(self)
 
-    @property
-    def begin(self) -> int:
-        return self.length - len(self.tokens)
-
     def path(self) -> "list[Node]":
         """The nodes from the root to this one, both included."""
         nodes, node = [self], self.parent

@@ -21,12 +21,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     StringConstraints,
     ValidationError,
     field_validator,
 )
-from pydantic_core import CoreSchema
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -104,12 +102,14 @@ def at_most(n: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]  # pydantic otherwise makes an error for each element
 Short = Annotated[str, StringConstraints(max_length=1000)]
 Positive = Annotated[int, Ge(1), Le(2**31)]
 Natural = Annotated[int, Ge(0), Le(2**31)]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
-Stop = Short | Annotated[list[Short], Field(max_length=64)]
+Stop = Short | Annotated[Many[Short], Field(max_length=64)]
 Token = Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$"), AfterValidator(int)]
 TemplateVariable = Annotated[str, StringConstraints(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 TemplateValue = (
@@ -120,16 +120,6 @@ TemplateValue = (
 RESERVED = {"self", "messages"}.union(
     *(inspect.signature(f).parameters for f in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template))
 )
-
-
-def _fail_fast(schema: Any) -> None:
-    if isinstance(schema, dict):
-        if schema.get("type") == "list":
-            schema["fail_fast"] = True
-        schema = list(schema.values())
-    if isinstance(schema, list | tuple):
-        for part in schema:
-            _fail_fast(part)
 
 
 def error_content(error: ApiError) -> Json:
@@ -143,20 +133,13 @@ class Part(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Stop at the first error in a list: pydantic otherwise makes one for each element."""
-        schema = handler(source)
-        _fail_fast(schema)
-        return schema
-
 
 class Item(Part):
     """A part of a conversation, or of its content. Its fields depend on its type and on the API."""
 
     type: str | None = None
     role: str | None = None
-    content: "str | list[Item] | None" = None
+    content: "str | Many[Item] | None" = None
     text: str | None = None
     image_url: Json | str | None = None
     id: str | None = None
@@ -168,12 +151,12 @@ class Item(Part):
     is_error: bool | None = None
     source: Json | None = None  # of an image
     # Responses
-    summary: "list[Item] | None" = None
+    summary: "Many[Item] | None" = None
     encrypted_content: str | None = None
     call_id: str | None = None
     namespace: str | None = None
     arguments: str | None = None
-    output: "str | list[Item] | None" = None
+    output: "str | Many[Item] | None" = None
 
 
 class Tool(Part):
@@ -185,7 +168,7 @@ class Tool(Part):
     input_schema: Json | None = None
     parameters: Json | None = None
     strict: bool | None = None
-    tools: "list[Tool] | None" = None  # the tools of a namespace
+    tools: "Many[Tool] | None" = None  # the tools of a namespace
 
 
 class Settings(Part):
@@ -227,7 +210,7 @@ class Body(Part):
     logit_bias: Annotated[dict[Token, Penalty], at_most(MAX_BIASES)] | None = None
     min_tokens: Natural = 0  # vLLM's
     ignore_eos: bool = False
-    stop_token_ids: Annotated[list[Natural], Field(max_length=64)] = []
+    stop_token_ids: Annotated[Many[Natural], Field(max_length=64)] = []
     seed: Annotated[int, Ge(-(2**63)), Le(2**64 - 1)] | None = None
     continue_final_message: bool = False
     enable_thinking: bool | None = None
@@ -387,10 +370,10 @@ def fold_roles(messages: list[Json]) -> list[Json]:
     System and developer messages at the beginning become one system message; later ones become marked user messages.
     """
     n = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM), len(messages))
-    texts = [text for m in messages[:n] if (text := text_of(m.get("content")))]
+    texts = [text for m in messages[:n] if (text := m.get("content"))]
     folded = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
     for m in messages[n:]:
-        text = f"<system>\n{text_of(m.get('content'))}\n</system>"
+        text = f"<system>\n{m.get('content') or ''}\n</system>"
         folded.append({"role": "user", "content": text} if m["role"] in SYSTEM else m)
     return folded
 
@@ -398,13 +381,6 @@ def fold_roles(messages: list[Json]) -> list[Json]:
 def unsupported(kind: str | None, where: str, param: str, fix: str) -> ApiError:
     """The error for an unsupported part of a conversation."""
     return ApiError(400, f"{where}: {(kind or 'no type')[:50]} is not supported: {fix}.", param=param)
-
-
-def text_of(content: Any) -> str:
-    """The text of a message's content, which is a text or a list of parts."""
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content or ""
 
 
 def arguments_of(value: Any) -> Json:

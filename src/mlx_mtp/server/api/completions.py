@@ -22,7 +22,7 @@ from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import NO_LIMIT, ApiError, Delta, Effort, Likely, Request, StructuredOutput
 from ..structured_output import from_response_format, only_one
 from . import common
-from .common import Body, Item, Natural, Part, Positive, Settings, Short, Usage, Writer, event
+from .common import Body, Item, Many, Natural, Part, Positive, Settings, Short, Usage, Writer, event
 
 DONE = b"data: [DONE]\n\n"
 MAX_CHOICES = 8  # answers to a prompt
@@ -36,8 +36,8 @@ GUIDED = {  # fields for structured output, and the arguments of make_grammar
 }
 TopLogprobs = Annotated[int, Ge(0), Le(20)]
 Prompt = Annotated[str, StringConstraints(min_length=1)]
-Tokens = Annotated[list[Natural], Field(min_length=1)]
-Prompts = Annotated[list[Prompt] | list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+Tokens = Annotated[Many[Natural], Field(min_length=1)]
+Prompts = Annotated[Many[Prompt] | Many[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 fingerprint = cache(get_system_fingerprint)
 
@@ -287,15 +287,15 @@ class ChatMessage(Part):
     model_config = Part.model_config | {"extra": "allow"}
 
     role: str
-    content: str | list[Item] | None = None
-    tool_calls: list[Call] | None = None
+    content: str | Many[Item] | None = None
+    tool_calls: Many[Call] | None = None
 
 
 class ChatBody(OpenAIBody):
     NEEDED: ClassVar = "messages"
     writer: ClassVar = ChatWriter
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[Call] | None = None
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
+    tools: Many[Call] | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
     reasoning_effort: Effort | None = None

@@ -16,7 +16,7 @@ from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import ApiError, Delta, StructuredOutput, Thinking
 from ..structured_output import from_response_format
 from . import common
-from .common import Body, Item, Positive, Settings, Short, Tool, Usage, Writer, event
+from .common import Body, Item, Many, Positive, Settings, Short, Tool, Usage, Writer, event
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
@@ -130,14 +130,14 @@ class MessagesBody(Body):
     REFUSED: ClassVar = common.MESSAGES
     LIMITS: ClassVar = ("max_tokens",)
     max_tokens: Positive | None = None
-    system: str | list[Item] | None = None
-    messages: Annotated[list[Item], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    system: str | Many[Item] | None = None
+    messages: Annotated[Many[Item], Field(min_length=1)]
+    tools: Many[Tool] | None = None
     tool_choice: Json = Field(default_factory=lambda: {"type": "auto"})
     thinking: Settings | None = None
     output_config: Settings = Settings()
     output_format: Any = None
-    stop_sequences: Annotated[list[Short], Field(max_length=64)] | None = None
+    stop_sequences: Annotated[Many[Short], Field(max_length=64)] | None = None
 
     @property
     def thinking_wanted(self) -> Thinking:

@@ -21,7 +21,7 @@ from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import ApiError, Delta, Effort, StructuredOutput
 from ..structured_output import from_response_format
 from . import common
-from .common import Body, Item, Positive, Settings, Short, Tool, Usage, Writer, event, new_id
+from .common import Body, Item, Many, Positive, Settings, Short, Tool, Usage, Writer, event, new_id
 from .completions import TopLogprobs, logprob_of
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -179,13 +179,13 @@ class ResponsesBody(Body):
     writer: ClassVar = ResponsesWriter
     REFUSED: ClassVar = common.RESPONSES
     LIMITS: ClassVar = ("max_output_tokens",)
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     reasoning: Settings = Settings()
     text: Json | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     top_logprobs: TopLogprobs | None = None
     metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
 

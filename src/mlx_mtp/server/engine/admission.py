@@ -124,7 +124,13 @@ class Admission:
 
     def begin(self, request: Request, prompt: Prompt) -> int:
         """Insert a request into the batch generator and return its uid. An ApiError if the prompt does not fit in memory."""
-        self._check_fits(request)
+        need, free = self.need(request), self._free()
+        if self.ranks is None and len(self.batch) == 0 and need > free:
+            message = (
+                f"The prompt of {request.n_prompt} tokens needs {size(need)}, and {size(max(free, 0))} of the server's "
+                f"{size(self.account.limit)} are free: shorten it, or start the server with a larger --max-memory."
+            )
+            raise ApiError(507, message, param=request.param, code=NO_MEMORY)
         args, tokenizer, pictured = request.args, self.models.tokenizer, prompt.pictured
         cache, n_cached = self.caches.fetch(prompt)
         request.n_cached = n_cached
@@ -140,11 +146,14 @@ class Admission:
             is_chat=request.request_type == "chat",
             one_call=request.one_call,
         )
+        stops = self.stop_sequences
+        if request.stop_token_ids:
+            stops = StopSequences([(token,) for token in (*tokenizer.eos_token_ids, *request.stop_token_ids)])
         options = TextOptions(
             max_tokens=args.max_tokens,
             sampler=self.make_sampler(request),
             logits_processors=_make_processors(tokenizer, request, prompt),
-            stop_sequences=self._stop_sequences(request),
+            stop_sequences=stops,
             num_draft_tokens=args.num_draft_tokens if self.models.has_head else 0,
             copy_drafts=request.copy_drafts if self.models.drafts else "off",
         )
@@ -158,20 +167,6 @@ class Admission:
             images=[() if pictured is None else pictured.images],
         )
         return int(uid)
-
-    def _stop_sequences(self, request: Request) -> StopSequences:
-        if not request.stop_token_ids:
-            return self.stop_sequences
-        return StopSequences([(token,) for token in (*self.models.tokenizer.eos_token_ids, *request.stop_token_ids)])
-
-    def _check_fits(self, request: Request) -> None:
-        need, free = self.need(request), self._free()
-        if self.ranks is None and len(self.batch) == 0 and need > free:
-            message = (
-                f"The prompt of {request.n_prompt} tokens needs {size(need)}, and {size(max(free, 0))} of the server's "
-                f"{size(self.account.limit)} are free: shorten it, or start the server with a larger --max-memory."
-            )
-            raise ApiError(507, message, param=request.param, code=NO_MEMORY)
 
     def make_sampler(self, request: Request) -> Sampler:
         """Make the sampler of a request. With a seed, drafts are coupled, whatever ``--acceptance`` says."""
@@ -221,11 +216,7 @@ def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -
 def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool, budget: int) -> LogitsProcessor:
     """A logits processor that ends reasoning after ``budget`` tokens, as in the chat template. It closes a code block first.
 
-    It has no state, so it may be called for any position of a window.
-
-    Args:
-        n_prompt (int): The prompt's number of tokens.
-        in_reasoning (bool): Whether the prompt ends within the reasoning.
+    It has no state, so it may be called for any position of a window. ``in_reasoning``: whether the prompt ends within it.
     """
 
     @lru_cache(maxsize=1)  # consecutive positions have the same reasoning

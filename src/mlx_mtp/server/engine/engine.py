@@ -149,7 +149,12 @@ class Engine:
 
     def _begin(self, request: Request) -> None:
         try:
-            _open(self.admission, request)
+            try:
+                self.admission.open(request.key)
+            except Exception as e:
+                logging.exception("A model could not be loaded.")
+                message = f"The model could not be loaded: {e}"
+                raise ApiError(404, message, param="model", code="model_not_found") from e
             if request.encoded is None:  # it waited for the model's tokenizer
                 request.send(None)
                 return
@@ -247,39 +252,23 @@ def _failure(message: str, error: Exception) -> ApiError:
     return ApiError(507, message, code=NO_MEMORY) if is_out_of_memory(error) else ApiError(500, message)
 
 
-def _open(admission: Admission, request: Request) -> None:
-    """Raise an ApiError if the request's model cannot be loaded."""
-    try:
-        admission.open(request.key)
-    except Exception as e:
-        logging.exception("A model could not be loaded.")
-        message = f"The model could not be loaded: {e}"
-        raise ApiError(404, message, param="model", code="model_not_found") from e
-
-
 def make_delta(request: Request, response: Response, finish_reason: str | None) -> Delta:
     """Add a token to the request's answer; ``finish_reason`` is "stop" or "length" for the last token."""
     token, logprobs = response.token, response.logprobs
     assert logprobs is not None
     request.n_tokens += 1
     request.n_accepted += response.from_draft
-    text = _text_of(request.detokenizer, token, finish_reason)
-    events, finish_reason = request.answer.step(text, finish_reason)
+    if finish_reason != "stop":  # the token that ends the text has no text
+        request.detokenizer.add_token(token)
+    if finish_reason is not None:
+        request.detokenizer.finalize()
+    events, finish_reason = request.answer.step(request.detokenizer.last_segment, finish_reason)
     source = response.counts.source if response.from_draft else "model"
     delta = Delta(events, token, finish_reason, request.answer.stop.found, source)
     if request.pieces is None:
         return delta
     likely, top = _likely(logprobs, token, max(request.args.top_logprobs, 0), request.pieces)
     return replace(delta, likely=likely, top=top)
-
-
-def _text_of(detokenizer: Any, token: int, finish_reason: str | None) -> str:
-    if finish_reason != "stop":  # the token that ends the text has no text
-        detokenizer.add_token(token)
-    if finish_reason is not None:
-        detokenizer.finalize()
-    text: str = detokenizer.last_segment
-    return text
 
 
 def _likely(logprobs: mx.array, token: int, n: int, pieces: Pieces) -> tuple[Likely, list[Likely]]:
