@@ -11,8 +11,9 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.caches.recurrent import ArraysCache, open_windows, rollback
+from mlx_mtp.caches.rows import KVOptions, Rows
 from tests.support.decoding import PROMPT, WINDOW, filled, mtp
-from tests.support.models import FAMILIES, arrays_equal, deep_model
+from tests.support.models import FAMILIES, arrays_equal, deep_model, model_of
 from tests.support.profiles import LONG
 
 
@@ -148,3 +149,26 @@ def test_rejects_the_cache_of_another_model():
     ]:
         with pytest.raises(ValueError, match=message):
             open_prompt_cache(model, cache)
+
+
+def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
+    model = model_of("qwen3_5")
+    cache = open_prompt_cache(model, None)
+    for c, layer in zip(cache.backbone, model.layers):
+        if not layer.is_linear:
+            shape = (1, layer.self_attn.num_key_value_heads, 8192 + 256, layer.self_attn.head_dim)
+            c.keys, c.values, c.offset = mx.ones(shape), mx.ones(shape), 8192
+            mx.eval(c.keys, c.values)
+    rows = Rows(model, KVOptions())
+    rows.join([cache])
+    cache.release()
+    del c
+    size, before = rows.nbytes, mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(3):
+        rows.start_pass()
+        mx.eval(model(mx.array([[7]]), cache=rows.entries))
+        rows.end_pass(1)
+        rows.commit([1])
+    assert mx.get_peak_memory() - before < size / 4
+    assert rows.extract(0)[-1].offset == 8192 + 3
