@@ -265,11 +265,7 @@ class Body(Part):
 
     @classmethod
     def read_request(cls, content: Json, flags: Any) -> tuple[Self, Request]:
-        """Validate the fields of a body, and make its request.
-
-        Raises:
-            ApiError: A field is wrong, or fields cannot be combined.
-        """
+        """Make a request of the fields of a body; an ApiError if a field is wrong, or fields cannot be combined."""
         body = _validate(cls, content)
         request = body.to_request(content)
         body.set_arguments(request, flags)
@@ -365,10 +361,7 @@ def add_image(images: list[str], url: str) -> str:
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:
-    """Convert messages to the roles of templates.
-
-    System and developer messages at the beginning become one system message; later ones become marked user messages.
-    """
+    """Make one system message of system and developer messages at the beginning, and marked user messages of later ones."""
     n = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM), len(messages))
     texts = [text for m in messages[:n] if (text := m.get("content"))]
     folded = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
