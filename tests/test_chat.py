@@ -19,7 +19,7 @@ from mlx_mtp.chat import __main__ as command
 from mlx_mtp.chat import conversation as conversation_module
 from mlx_mtp.chat import terminal
 from mlx_mtp.chat.__main__ import main, make_parser
-from mlx_mtp.chat.conversation import Conversation, Message, load_messages, save_messages
+from mlx_mtp.chat.conversation import Conversation, Message
 from mlx_mtp.generate import GenerationResponse
 from mlx_mtp.memory import FAILED_PASS
 from tests.support.commands import refusal, run_command
@@ -275,18 +275,6 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(typed, prompts, tmp
     assert prompts[2:] == [f"{BRIEF}<user>a\n<assistant>\n<user>b\n", "<user>c\n"]
     assert second.transcript[:3] == first.transcript
     assert "Loaded 2 messages from" in capsys.readouterr().out
-
-
-def test_a_loaded_conversation_has_the_text_of_one_prompt(trained, tmp_path):
-    """Its answers are those of plain mlx-lm to all messages together."""
-    model, tokenizer = trained
-    first = started(trained, "--mtp")
-    said = said_by(first, TURNS[0])
-    save_messages(tmp_path / "chat.json", first.transcript)
-    second = started(trained, "--mtp")
-    second.restore(load_messages(tmp_path / "chat.json"))
-    prompt = tokenizer.encode(f"{TURNS[0]}\n{said}\n{TURNS[1]}\n")
-    assert said_by(second, TURNS[1]) == tokenizer.decode(plain(prompt, model, max_tokens=12))
 
 
 def test_a_file_that_cannot_be_loaded_changes_nothing(typed, prompts, tmp_path, capsys):

@@ -12,7 +12,7 @@ from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.caches.rows import RecurrentRows
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
-from tests.support.commands import refusal, run_command
+from tests.support.commands import run_command
 from tests.support.decoding import plain
 from tests.support.models import FAMILIES, TRAINED, arrays_equal, model_of, round_otherwise
 
@@ -136,14 +136,3 @@ def test_command_exits_0_for_rounding(monkeypatch, capsys):
     status, out, _ = run(capsys, "--num-draft-tokens", 4)
     assert status == 0
     assert "The difference is within rounding.\n" in out
-
-
-def test_refuses_flags_that_do_not_go_together(capsys):
-    for flags, message in (
-        ("--check --no-mtp", "--check requires an MTP head"),
-        ("--exact", "--exact was removed: for the bits of plain decoding, decode plainly with --no-mtp."),
-        ("--mtp --check --temp 0.7", "cannot be combined with --temp"),
-        ("--mtp --check -m 0", "--max-tokens must be"),
-        ("--mtp --check --num-draft-tokens 9", "auto or from 0 to 8"),
-    ):
-        assert message in refusal(main, capsys, *flags.split())

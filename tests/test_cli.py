@@ -154,16 +154,10 @@ def test_a_temporary_folder_is_not_named_in_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("command", "mtp", "shown", "more"),
     [
-        (
-            "generate",
-            "def add(a, b):",
-            "def add(a, b):",
-            " nor the name of a repository. Pass the prompt with --prompt.",
-        ),
-        ("generate", "Hello", "Hello", ""),
+        ("generate", "def add(a):", "def add(a):", " nor the name of a repository. Pass the prompt with --prompt."),
         ("generate", "Why? " * 1000, f"{'Why? ' * 12}...", ""),
         ("chat", "./no/head", "./no/head", " nor the name of a repo"),
-        ("benchmark", "./no/head", "./no/head", ""),
+        ("benchmark", "Hello", "Hello", ""),
     ],
 )
 def test_a_wrong_value_is_told_before_anything_is_loaded(monkeypatch, capsys, command, mtp, shown, more):
@@ -214,6 +208,7 @@ def test_an_empty_name_is_refused_by_its_flag(capsys, command, flag):
         ("server", "--port 0 --chat-template {%", "--chat-template cannot be rendered"),
         ("server", "--port 0 --api-key-file GONE", "--api-key-file: there is no file GONE"),
         ("server", "--port 0 --host host.invalid", "The server cannot listen at --host host.invalid, --port 0: "),
+        ("demo", "--max-tokens 1", "--max-tokens must be 2 or more, not 1: times start at the first token."),
         ("benchmark", "--repeat 0", "repeat must be 1 or more, not 0"),
         ("benchmark", "--max-tokens 0", "max_tokens must be 2 or more, not 0"),
         ("benchmark", "--prompts GONE", "there is no file GONE"),

@@ -5,7 +5,7 @@ from functools import partial
 import mlx_mtp
 from mlx_mtp.cli import display
 from mlx_mtp.generate import demo as command
-from tests.support.commands import refusal, run_command
+from tests.support.commands import run_command
 from tests.support.decoding import plain
 from tests.support.models import TRAINED
 
@@ -63,11 +63,6 @@ def test_the_last_line_is_the_next_command():
         ("org/model", False, 0.9, "mlx_mtp benchmark --tune --model org/model"),
     ):
         assert f"`{next_command}`" in command.next_step(model, is_demo, ratio)
-
-
-def test_an_error_is_one_line_and_status_2(capsys):
-    message = "mlx_mtp demo: error: --max-tokens must be 2 or more, not 1: times start at the first token.\n"
-    assert refusal(command.main, capsys, "-m", 1) == message
 
 
 # The chat template

@@ -167,10 +167,17 @@ with one_line_errors("mlx_mtp test"):
 """
 
 
+KILLED, FAILED = ("is killed", "exited with code -9"), ("fails", "mlx_mtp test: error: of this rank")
+
+
 @pytest.mark.parametrize(
-    ("deed", "reason"), [("is killed", "exited with code -9"), ("fails", "mlx_mtp test: error: of this rank")]
+    ("rank", "deed", "reason"),
+    [
+        (0, *KILLED),
+        (1, *FAILED),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, *KILLED), (0, *FAILED))),
+    ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_ends_ends_the_others(rank, deed, reason):
     """``mlx.launch`` ends them, or MLX's ring raises an error; a test that they do not end runs into its timeout."""
     result = run(2, sys.executable, "-c", ENDS, str(rank), deed, timeout=60)

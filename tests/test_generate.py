@@ -392,6 +392,8 @@ SPOILT = {
         ("--mtp --prompt=", "The prompt is empty"),
         ("--mtp --prompt -", "The prompt is empty"),
         ("--mtp --prompt caf\udce9", "is not text in UTF-8"),
+        ("--check --no-mtp", "--check requires an MTP head"),
+        ("--mtp --check --temp 0.7", "cannot be combined with --temp"),
         ("--mtp --check --settings off", "cannot be combined with --settings"),
         ("--mtp --chat-template-config []", "must be a JSON object, not []"),
         ("--mtp --chat-template-config {", "is not JSON"),

@@ -15,7 +15,7 @@ from tests.support.decoding import mtp, plain
 from tests.support.grammars import grammar_of
 from tests.support.models import model_of
 from tests.support.profiles import examples
-from tests.support.ways import alone_and_beside_others, every_way, generate
+from tests.support.ways import every_way, generate
 
 TOKENS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz", "ab", "abc", "the", "ing", "qu"]  # 32
 LARKS = [
@@ -42,7 +42,7 @@ def follows(lark, tokens):
     return grammar_of(TOKENS, lark).matcher.try_consume_tokens(text) == len(text)
 
 
-@alone_and_beside_others
+@every_way
 @examples(7)
 @given(
     lark=st.sampled_from(LARKS),
@@ -218,7 +218,7 @@ def test_rejects_what_is_no_grammar(trained, options, message):
         make_grammar(trained[1], **options)
 
 
-@alone_and_beside_others
+@every_way
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_grammar_that_is_given_up_ends_its_text_alone(way, depth):
     """llguidance compiles it, and gives it up behind the beginning: more than 2,000 rules go on there."""

@@ -21,7 +21,7 @@ from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
 from tests.support.models import DATA, FAMILIES, load_reference, model_of, tiny_model
 from tests.support.profiles import LONG, examples
 from tests.support.scripted import Scripted
-from tests.support.ways import alone_and_beside_others, every_way, generate
+from tests.support.ways import every_way, generate
 
 DENSE = "qwen3_5"
 
@@ -112,7 +112,7 @@ def test_acceptance_on_a_trained_checkpoint(longest, floors):
 # Samplers and processors
 
 
-@alone_and_beside_others
+@every_way
 def test_calls_samplers_and_processors_as_mlx_lm(way):
     model, shapes = model_of(DENSE), set()
 

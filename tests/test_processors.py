@@ -14,7 +14,7 @@ from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import model_of
 from tests.support.scripted import script_copies
-from tests.support.ways import alone_and_beside_others, company_of, every_way, generate
+from tests.support.ways import company_of, every_way, generate
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -66,7 +66,7 @@ def test_drafts_pass_the_same_processors():
     assert sum(counts.accepted) > 0.3 * sum(counts.drafted)
 
 
-@alone_and_beside_others
+@every_way
 def test_stateful_sampler_is_called_once_a_token(way):
     class Cycling:
         calls = 0
@@ -141,7 +141,7 @@ def failing(tokens, logits):
     return logits
 
 
-@alone_and_beside_others
+@every_way
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("k", [0, 2, 4, 8])
 def test_what_a_function_allows_before_it_raises_is_yielded(way, k, right):
@@ -150,7 +150,7 @@ def test_what_a_function_allows_before_it_raises_is_yielded(way, k, right):
     assert len(assert_fails_as(way, truth_of_plain(), k, **options).tokens) == 5
 
 
-@alone_and_beside_others
+@every_way
 def test_sampler_that_raises(way):
     for n_calls in range(1, N) if way == "alone" else (1, 4, 9):
         text = assert_fails_as(way, truth_of_plain(), 3, sampler=failing_sampler(n_calls))

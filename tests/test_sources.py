@@ -6,7 +6,7 @@ import pytest
 from mlx_mtp.drafts import sources
 from tests.support.decoding import plain
 from tests.support.models import model_of
-from tests.support.ways import alone_and_beside_others, company_of, every_way, generate
+from tests.support.ways import company_of, every_way, generate
 
 PROMPT = [3, 1, 4, 1, 5]
 N = 24
@@ -66,7 +66,7 @@ def test_sequences_draft_from_it(oracles, way, number):
     assert sum(proposed) == sum(counts.of("oracle")[0]) == sum(counts.of("oracle")[1]) > 0
 
 
-@alone_and_beside_others
+@every_way
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_may_give_fewer_than_it_offers(oracles, way, most, monkeypatch):
     monkeypatch.setattr(Oracle, "fixed", 4)
@@ -76,7 +76,7 @@ def test_may_give_fewer_than_it_offers(oracles, way, most, monkeypatch):
     assert len(counts.of("oracle")[0]) == most
 
 
-@alone_and_beside_others
+@every_way
 def test_takes_its_turn_with_the_others(oracles, way, monkeypatch):
     monkeypatch.setattr(sources, "SOURCES", [*SOURCES, *sources.SOURCES])
     counts, proposed = counts_of(oracles, way, num_draft_tokens=2)

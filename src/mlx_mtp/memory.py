@@ -22,11 +22,7 @@ CACHE_SHARE = 0.5  # of the memory left by the model; the rest is for activation
 GROWTH = 50_000_000  # bytes that Python, threads and traces took while 30 requests ran, see scripts/serve_limited.py
 EVERY = 0.05  # seconds between two queries of the system, which are slower than MLX's
 WORKING_SET = "max_recommended_working_set_size", "total_memory", "memory_size"  # on Metal, on CUDA, on either
-SHORT = (
-    "Unable to allocate",
-    "Insufficient Memory",
-    "out of memory",
-)  # in the errors of MLX's allocators on Metal and CUDA
+SHORT = "Unable to allocate", "Insufficient Memory", "out of memory"  # in MLX's errors on Metal and CUDA
 FAILED_PASS = "Command buffer execution failed"  # in Metal's errors, such as those of memory and of time
 CONTEXT = 2048  # the shortest text that a model must have room for, in tokens
 CHUNK = 2048  # tokens of a prompt that one pass prefills, by default

@@ -1,4 +1,4 @@
-"""One text, generated alone, a token at a time, or in a batch, by itself or between two others."""
+"""One text, generated alone, a token at a time, or in a batch between two others."""
 
 import math
 from typing import Any
@@ -15,9 +15,7 @@ from .batches import Text, faulty, run
 from .decoding import assert_cache_of, plain
 from .scripted import Scripted
 
-WAYS = ["alone", "batch of one", "batch of three"]
-every_way = pytest.mark.parametrize("way", WAYS)
-alone_and_beside_others = pytest.mark.parametrize("way", ["alone", "batch of three"])
+every_way = pytest.mark.parametrize("way", ["alone", "batch of three"])
 
 # Those beside the text: one ends soon, the other has a seed, a penalty and a processor.
 PROCESSORS = [*make_logits_processors(repetition_penalty=1.3), faulty(math.inf)]
@@ -45,21 +43,20 @@ def generate(way: str, prompt, model, *, text=None, right=None, fails=(), **opti
     """The text, with its prompt cache and counts in ``last``. Those beside it are asserted to be those of plain decoding.
 
     Args:
-        way (str): One of ``WAYS``.
+        way (str): One of those of ``every_way``.
         text (List[int], optional): The text, prompt included, of a head that is right where ``right(i)``, as in ``Scripted``.
         fails (Type[Exception]): What the text may end with; it is then in ``last.error``.
         options: Those of ``mtp_generate_step``, ``max_tokens`` among them; in a batch also ``stop_sequences``.
     """
     prompt = mx.array(prompt).tolist()
-    uid, others = (1, company_of(model)) if way == "batch of three" else (0, [])
+    uid, others = (0, []) if way == "alone" else (1, company_of(model))
     if right is not None:
         texts = {uid: text, **{2 * i: t for i, t in enumerate(others)}}
         model = Scripted(model, texts, lambda u, i: right(i) if u == uid else i % 3 > 0)
     if way == "alone":
         return _alone(prompt, model, fails, options)
-    asked = dict(prompt=prompt, **options)
-    texts = _batch([COMPANY[0], asked, COMPANY[1]] if others else [asked], model, options)
-    for beside, truth, text in zip(COMPANY, others, (texts[0], texts[len(texts) - 1])):
+    texts = _batch([COMPANY[0], dict(prompt=prompt, **options), COMPANY[1]], model, options)
+    for beside, truth, text in zip(COMPANY, others, (texts[0], texts[2])):
         n = len(beside["prompt"]) + beside["max_tokens"]
         assert text.last.all_tokens == truth[:n]
         assert_cache_of(model, text.last.prompt_cache, n)

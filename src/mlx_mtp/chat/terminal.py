@@ -22,10 +22,7 @@ def history_file() -> Path:
 
 
 def make_reader(arguments: Mapping[str, str]) -> Callable[[], str]:
-    """Make a function that reads the next input. It raises ``EOFError`` at the end, and ``KeyboardInterrupt`` for Ctrl-C.
-
-    ``arguments`` are the commands, each with the name of its argument, such as ``"FILE"``.
-    """
+    """Make a function that reads the next input. ``arguments`` are the commands, each with the name of its argument."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return lambda: input(PROMPT)
     session: PromptSession[str] = PromptSession(

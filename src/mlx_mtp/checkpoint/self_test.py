@@ -27,11 +27,8 @@ from ..layers.passes import MOST_TOKENS
 from .originals import read_own, update_own
 
 COMPARED = (1, 2, 5, MOST_TOKENS)  # tokens of passes whose bits are compared
-ROUNDING = {
-    mx.float32: 0.01,
-    mx.float16: 0.03,
-    mx.bfloat16: 0.1,
-}  # a share of the largest logit; wrong kernels miss by more
+# A share of the largest logit; wrong kernels miss by more.
+ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
 HEAD_TOKENS = 8192 - 64  # before drafts that may copy the keys and values of the head; MLX adds space for 256 at a time
 N_DRAFTS = 4
 

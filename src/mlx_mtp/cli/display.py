@@ -84,10 +84,7 @@ def prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def bar(desc: str, unit: str, total: int, disable: bool = False) -> "tqdm[Any]":
-    """A progress bar on stderr, shown from the start, with the estimated time left. In a log, a line from time to time.
-
-    The unit is in the singular.
-    """
+    """A progress bar on stderr, shown from the start, with the estimated time left. In a log, a line from time to time."""
     how: dict[str, Any] = {}
     if not sys.stderr.isatty():
         how = {"file": _Lines(sys.stderr), "bar_format": LINE, "mininterval": SECONDS, "miniters": 1}

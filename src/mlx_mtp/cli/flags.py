@@ -237,10 +237,7 @@ def missing_head_note(name: str) -> str | None:
 
 
 def settle_drafts(args: argparse.Namespace, model: Any) -> None:
-    """Set ``mtp`` to whether the loaded model has a head, and print notes: the demo, its head, and tuned settings.
-
-    Raise a ValueError if there is no head, and a flag requires it.
-    """
+    """Set ``mtp`` to whether the loaded model has a head, or raise a ValueError if a flag requires one. Print notes."""
     has_none = not has_head(model)
     if has_none:
         check_without_head(args, f"{args.model} has none here: --mtp downloads one, or takes one with --mtp HEAD.")

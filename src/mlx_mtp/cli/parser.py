@@ -80,10 +80,7 @@ def extend(parser: argparse.ArgumentParser, program: str, description: str) -> a
 def finish(
     parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]] = SHARED_GROUPS
 ) -> argparse.ArgumentParser:
-    """Sort the flags of a parser into groups, show their defaults, and add ``--version``. Return the parser.
-
-    A flag belongs to the first group with it.
-    """
+    """Sort the flags of a parser into groups, show their defaults, and add ``--version``. Return the parser."""
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     ungrouped, flags = parser._optionals._group_actions, {a.dest: a for a in parser._actions}
     for title, names in groups.items():

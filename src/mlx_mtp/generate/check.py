@@ -15,7 +15,7 @@ import copy
 from collections.abc import Collection, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,8 +25,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.loop import mtp_generate_step
 from ..drafts.options import TextOptions
 from ..layers.compiled import Compiler
-
-T = TypeVar("T")
 
 
 @dataclass

@@ -77,14 +77,9 @@ class Sampler:
         return mx.random.uniform(shape=(n, 1)) if self.xtc_probability > 0 else mx.zeros((n, 1))
 
     def distribution(self, logprobs: mx.array, uniforms: mx.array) -> mx.array:
-        """The distribution of a token. Draws no random number.
+        """The distribution of a token, with a uniform number for each token to draw, [B, 1]. Draws no random number.
 
-        Args:
-            logprobs (mx.array): Log probabilities, [B, V].
-            uniforms (mx.array): A uniform number for each token to draw, [B, 1].
-
-        Returns:
-            mx.array: Log probabilities after all filters and the temperature, float32, [B, V]; -inf where filtered out.
+        Log probabilities [B, V] -> those after all filters and the temperature, float32, [B, V]; -inf where filtered out.
         """
         x = logprobs
         if 0 < self.top_p < 1:
@@ -106,30 +101,19 @@ class SeededSampler(Sampler):
     """A sampler whose token at a position depends only on the seed, the position and the distribution there.
 
     It draws argmax(log p + g), where g is the Gumbel noise of the position. MLX's random state is neither read nor written.
-
-    Args:
-        seed (int): From 0 to 2**64 - 1.
-        args: The arguments of ``Sampler``.
     """
 
-    seed: int
+    seed: int  # from 0 to 2**64 - 1
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """
-        Raises:
-            ValueError: Always, since a call has no position.
-        """
+        """Raise a ValueError, since a call has no position."""
         raise ValueError(
             "A sampler with a seed draws by position, which mlx-lm's functions do not tell: give them sampler.at(0), a new one "
             "for each text."
         )
 
     def at(self, position: int) -> "TextSampler":
-        """A sampler for one text, for mlx-lm's functions or to continue a text.
-
-        Args:
-            position (int): The position of the first token to draw, counted from the first generated token.
-        """
+        """A sampler for one text from this position on, for mlx-lm's functions or to continue a text."""
         return TextSampler(self, position)
 
     def draw(self, logprobs: mx.array, position: int) -> mx.array:
@@ -149,11 +133,7 @@ class TextSampler:
         self.sampler, self.start, self.n_drawn = sampler, start, 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Log probabilities [1, V] -> the next token, [1].
-
-        Raises:
-            ValueError: The log probabilities are of several texts.
-        """
+        """Log probabilities [1, V] -> the next token, [1]. A ValueError for those of several texts."""
         if len(logprobs) != 1:
             raise ValueError(
                 f"sampler.at({self.start}) is for one text, not for {len(logprobs)}: give each its own, as `samplers` of "

@@ -205,10 +205,7 @@ class Endpoints:
 
 
 async def read_body(http: HTTPRequest) -> bytearray:
-    """
-    Raises:
-        ApiError: The body is too large, slow or incomplete.
-    """
+    """Read a body; an ApiError if it is too large, slow or incomplete."""
     raw, n = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT):
@@ -226,11 +223,7 @@ async def read_body(http: HTTPRequest) -> bytearray:
 
 
 def parse_json(raw: bytes | bytearray) -> Json:
-    """The fields of a body that are not null.
-
-    Raises:
-        ApiError: The bytes are not a JSON object, or it has too many values.
-    """
+    """The fields of a body that are not null; an ApiError if it is no JSON object, or has too many values."""
     if raw.count(b"[") + raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
         allowed = f"{MAX_OBJECTS:,} opening brackets and braces, or {MAX_VALUES:,} commas"
         raise ApiError(413, f"The body has more than {allowed}: make it smaller.")

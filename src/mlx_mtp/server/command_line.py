@@ -238,14 +238,10 @@ def _json(text: str) -> Any:
 
 
 def check(args: argparse.Namespace) -> Options:
-    """Check the flags before the model is loaded, and read the API key.
+    """Check the flags before the model is loaded, and read the API key; a ValueError if a flag is wrong.
 
-    Returns:
-        Options: The flags, and ``load``, the arguments of ``mlx_mtp.load``; ``sampling``, the given sampling flags by the names
-          of ``Sampling``; and ``kv``, the quantization of keys and values. Without ``--max-tokens``, it is ``NO_LIMIT``.
-
-    Raises:
-        ValueError: A flag is invalid or cannot be combined with another.
+    The options are the flags, and ``load``, the arguments of ``mlx_mtp.load``; ``sampling``, the given flags by the names of
+    ``Sampling``; and ``kv``, the quantization of keys and values. Without ``--max-tokens``, it is ``NO_LIMIT``.
     """
     if args.draft_model is not None:
         raise ValueError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")

@@ -32,13 +32,8 @@ Options = Namespace  # the flags of ``mlx_mtp server`` by their names, as ``comm
 
 
 class ApiError(Exception):
-    """An answer in the error format of the client's API.
-
-    Args:
-        status (int): The HTTP status.
-        message (str): The error, in a sentence.
-        param (str, optional): The wrong field of the request.
-        code (str, optional): OpenAI's name for the error.
+    """An answer in the error format of the client's API: the HTTP status, a sentence, the wrong field (``param``) and OpenAI's
+    name for the error (``code``).
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):

@@ -154,11 +154,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Make a listening socket.
-
-    Raises:
-        OSError: The port is in use, or the host is not an address of this machine.
-    """
+    """Make a listening socket; an OSError if the port is in use, or the host is not an address of this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)

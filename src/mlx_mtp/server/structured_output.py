@@ -58,11 +58,7 @@ def only_one(*asked: StructuredOutput | None) -> StructuredOutput | None:
 
 
 def from_tool_choice(choice: Any, tools: list[Json]) -> StructuredOutput | None:
-    """The structured output of a ``tool_choice`` of any API: ``auto``, ``none``, ``required`` (``any``), or the name of a tool.
-
-    Args:
-        tools (List[Dict[str, Any]]): The tools, in OpenAI's format.
-    """
+    """The structured output of any API's ``tool_choice``: ``auto``, ``none``, ``required``, ``any``, or the name of a tool."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind in ("auto", "none"):
         return None
@@ -89,10 +85,7 @@ def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reason
     """The logits processor of a request's structured output, if any. It begins after the reasoning, or with the first call.
 
     Compilation may take seconds, so the first call runs in the thread that tokenizes the prompt. The request keeps the grammar,
-    and each call returns a copy.
-
-    Raises:
-        ApiError: The grammar cannot be read, or the model's calls cannot be forced.
+    and each call returns a copy. An ApiError if it cannot be read, or the model's calls cannot be forced.
     """
     output = request.structured_output
     if output is None:
@@ -118,15 +111,10 @@ def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning
 
 
 class CallGrammar:
-    """The grammar of one or more calls of these functions.
+    """The grammar of one or more calls of these functions, given in OpenAI's format.
 
-    Args:
-        tools (List[Dict[str, Any]]): The functions, in OpenAI's format.
-        is_required (bool): Whether the answer consists of calls only, whose arguments follow their schemas. Otherwise only the
-          arguments of ``strict`` functions follow them. Default: ``True``.
-
-    Raises:
-        ValueError: The model has another format of calls, or a schema is none, or is strict and cannot be enforced.
+    If it is required, the answer consists of calls only, whose arguments follow their schemas. Otherwise only the arguments of
+    ``strict`` functions do. A ValueError if the model has another format of calls, or a schema is none or cannot be enforced.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, tools: list[Json], is_required: bool = True):

@@ -15,16 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from annotated_types import Ge, Le
 from mlx_lm import server as stock
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -104,22 +95,26 @@ def at_most(n: int) -> BeforeValidator:
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # pydantic otherwise makes an error for each element
-Short = Annotated[str, StringConstraints(max_length=1000)]
+Short = Annotated[str, Field(max_length=1000)]
 Positive = Annotated[int, Ge(1), Le(2**31)]
 Natural = Annotated[int, Ge(0), Le(2**31)]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
 Stop = Short | Annotated[Many[Short], Field(max_length=64)]
-Token = Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$"), AfterValidator(int)]
-TemplateVariable = Annotated[str, StringConstraints(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
-TemplateValue = (
-    bool | Annotated[float, Ge(-(2**31)), Le(2**31)] | Annotated[int, Ge(-(2**31)), Le(2**31)] | Short | None
-)
+Token = Annotated[str, Field(pattern="^[0-9]{1,9}$"), AfterValidator(int)]
+Value = bool | Annotated[float, Ge(-(2**31)), Le(2**31)] | Annotated[int, Ge(-(2**31)), Le(2**31)] | Short | None
+Variables = dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")], Value]
 
 # Arguments of apply_chat_template and the renderer: a request may set the template's own variables only.
 RESERVED = {"self", "messages"}.union(
     *(inspect.signature(f).parameters for f in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template))
 )
+
+
+def _check_variables(value: dict[str, Any]) -> dict[str, Any]:
+    if reserved := RESERVED & value.keys():
+        raise ValueError(f"{min(reserved)} is not a variable of the chat template")
+    return value
 
 
 def error_content(error: ApiError) -> Json:
@@ -215,20 +210,13 @@ class Body(Part):
     continue_final_message: bool = False
     enable_thinking: bool | None = None
     thinking_budget: Natural | None = None
-    chat_template_kwargs: Annotated[dict[TemplateVariable, TemplateValue], at_most(32)] | None = None
+    chat_template_kwargs: Annotated[Variables, at_most(32), AfterValidator(_check_variables)] | None = None
     adapters: str | None = None
     draft_model: str = "default_model"
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     num_draft_tokens: Literal["auto"] | Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
     copy_drafts: Literal["auto", "off"] | Annotated[int, Ge(1), Le(MAX_COPY_TOKENS)] | None = None
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _names_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if reserved := RESERVED & value.keys():
-            raise ValueError(f"{min(reserved)} is not a variable of the chat template")
-        return value
 
     @property
     def thinking_wanted(self) -> Thinking:
@@ -265,11 +253,7 @@ class Body(Part):
 
     @classmethod
     def read_request(cls, content: Json, flags: Any) -> tuple[Self, Request]:
-        """Validate the fields of a body, and make its request.
-
-        Raises:
-            ApiError: A field is wrong, or fields cannot be combined.
-        """
+        """Make a request of the fields of a body; an ApiError if a field is wrong, or fields cannot be combined."""
         body = _validate(cls, content)
         request = body.to_request(content)
         body.set_arguments(request, flags)
@@ -365,10 +349,7 @@ def add_image(images: list[str], url: str) -> str:
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:
-    """Convert messages to the roles of templates.
-
-    System and developer messages at the beginning become one system message; later ones become marked user messages.
-    """
+    """Make one system message of system and developer messages at the beginning, and marked user messages of later ones."""
     n = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM), len(messages))
     texts = [text for m in messages[:n] if (text := m.get("content"))]
     folded = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []

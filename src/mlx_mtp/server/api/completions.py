@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field
 
 from ...text.answer import Reasoning
 from ...text.schema import Json
@@ -35,7 +35,7 @@ GUIDED = {  # fields for structured output, and the arguments of make_grammar
     "guided_grammar": "lark",
 }
 TopLogprobs = Annotated[int, Ge(0), Le(20)]
-Prompt = Annotated[str, StringConstraints(min_length=1)]
+Prompt = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[Many[Natural], Field(min_length=1)]
 Prompts = Annotated[Many[Prompt] | Many[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
 

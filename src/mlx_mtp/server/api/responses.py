@@ -61,14 +61,8 @@ class ResponsesWriter(Writer):
     def call(self, call: CallBegins) -> Json:
         tool, space = self.tools.get(call.name, (Tool(type="function", name=call.name), None))
         kind = "custom_tool_call" if tool.type == "custom" else "function_call"
-        item = {
-            "type": kind,
-            "id": new_id("fc" if kind == "function_call" else "ctc"),
-            "call_id": new_id("call"),
-            "name": tool.name,
-            "arguments": "",
-            "status": "in_progress",
-        }
+        item: Json = {"type": kind, "id": new_id("fc" if kind == "function_call" else "ctc"), "call_id": new_id("call")}
+        item |= {"name": tool.name, "arguments": "", "status": "in_progress"}
         return item if space is None else {**item, "namespace": space}
 
     def arguments(self, piece: CallArguments) -> bytes:

@@ -84,12 +84,8 @@ class BoundedTokenizer:
                 raise ApiError(400, f"{_context(most)}, but the prompt has more.", code="context_length_exceeded")
 
     def complete(self, n_prompt: int, args: GenerationArguments, default_max_tokens: int, param: str) -> None:
-        """Fill in the model's sampling parameters where the request sets none, and reduce a default limit of tokens to fit the
-        context. An ApiError if the request does not fit the model.
-
-        Args:
-            default_max_tokens (int): The server's limit of tokens, for a request without one.
-            param (str): The field with the prompt.
+        """Fill in the model's sampling parameters where the request sets none, and reduce the server's limit of tokens to the
+        context. An ApiError if the request does not fit the model; ``param`` is the field with the prompt.
         """
         for field, value in asdict(self.sampling).items():
             if getattr(args.sampling, field) is None:
@@ -115,11 +111,7 @@ def _context(most: int) -> str:
 
 
 def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, account: Account) -> Prompt:
-    """Encode the prompt of a request. Templates, tokenization and the download of images may take seconds.
-
-    Raises:
-        ApiError: The prompt, or a field that depends on the model, does not fit the model.
-    """
+    """Encode the prompt of a request, which may take seconds; an ApiError if the request does not fit the model."""
     try:
         tokens, in_reasoning = _tokenize(tokenizer, request, options.chat_template_args)
         pictured = _read_images(tokenizer, request, tokens, options, account) if request.images else None
@@ -175,12 +167,7 @@ def _read_images(
 
 
 def fetch_all(request: Request, flags: Options) -> list[bytes]:
-    """Fetch the images of a request, and drop their URLs.
-
-    Raises:
-        ApiError: The client has disconnected.
-        ValueError: An image is invalid or not allowed, or the images are too large.
-    """
+    """Fetch the images of a request, and drop their URLs; a ValueError if they are not allowed, invalid or too large."""
     images: list[bytes] = []
     for i, url in enumerate(request.images, 1):
         check_client(request)
@@ -199,11 +186,7 @@ def check_client(request: Request) -> None:
 
 
 def fetch(url: str, name: str, flags: Options) -> bytes:
-    """The bytes of an image, at most one more than ``open_image`` accepts; ``name`` is its name in errors.
-
-    Raises:
-        ValueError: The image is invalid or not allowed.
-    """
+    """The bytes of an image, at most one more than ``open_image`` accepts; ``name`` is its name in ValueErrors."""
     scheme = url.partition(":")[0].lower()
     if scheme == "data":
         return decode_url(url, name)

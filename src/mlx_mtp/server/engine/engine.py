@@ -222,9 +222,9 @@ class Engine:
             prompt_cache, tokens = last.prompt_cache, last.all_tokens
         request = self.running.pop(uid)
         request.send(None)
+        self.metrics.finish(request.counts, len(self.running))
         self.admission.keep(request, prompt_cache, tokens)
         self.n_failures = 0
-        self.metrics.finish(request.counts, len(self.running))
 
     def _fail(self, uid: int, error: ApiError) -> None:
         """End a request with an error, after its sequence has left the batch generator."""
@@ -310,11 +310,8 @@ class Clients:
     # The generation thread
 
     def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
-        """The changes since the last step; ``None`` when the server stops.
-
-        Args:
-            known (Iterable[Request]): The waiting and the running requests.
-            is_idle (bool): Whether no request runs. Then it waits briefly for one to arrive.
+        """The changes since the last step; ``None`` when the server stops. ``known`` are the waiting and running requests; if
+        none runs (``is_idle``), it waits briefly for one to arrive.
         """
         return None if self.is_stopping else self.look(known, wait=is_idle)
 

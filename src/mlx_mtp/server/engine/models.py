@@ -119,10 +119,7 @@ class Stores:
     """A prompt store for each model, kept while other models are loaded. Only the GPU's errors fail requests.
 
     Each rank has its own part of the caches, its own eviction and its own folder in ``--prompt-cache-dir``: a prompt resumes at
-    the longest prefix that all ranks have, and rank 0 chooses its cuts.
-
-    Raises:
-        OSError: ``--prompt-cache-dir`` cannot be used.
+    the longest prefix that all ranks have, and rank 0 chooses its cuts. An OSError if ``--prompt-cache-dir`` cannot be used.
     """
 
     def __init__(self, options: Options, ranks: Ranks | None = None):
