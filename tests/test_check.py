@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import DEMO, TextOptions, make_prompt_cache, mtp_generate_step
+from mlx_mtp.caches import rows
 from mlx_mtp.caches.recurrent import ArraysCache
-from mlx_mtp.caches.rows import RecurrentRows
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
 from tests.support.commands import run_command
@@ -22,7 +22,13 @@ PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 def skip_rollback(monkeypatch):
     """A fault: after a rejected draft the recurrent state remains that of the whole window."""
 
-    monkeypatch.setattr(RecurrentRows, "rewound", lambda self, kept: self.cache)
+    states_of = rows.rewound
+
+    def rewound(windows, kept):
+        whole = [windows[0].n_tokens] * len(kept)
+        return states_of(windows, whole)
+
+    monkeypatch.setattr(rows, "rewound", rewound)
 
 
 def rounded_model(monkeypatch):

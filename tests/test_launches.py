@@ -9,7 +9,19 @@ from mlx_mtp.layers import layer as layer_module
 from tests.support.models import model_of
 
 # These change shapes and strides, and move no data.
-VIEWS = {"Depends", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"}
+VIEWS = {
+    "Broadcast",
+    "BroadcastAxes",
+    "Depends",
+    "ExpandDims",
+    "Flatten",
+    "Reshape",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "Transpose",
+    "Unflatten",
+}
 
 
 def one_operation(inputs, state, mask=None):
@@ -43,5 +55,7 @@ def test_gates_are_computed_once_and_a_rollback_is_two_operations(monkeypatch, t
 
     conv_input, confirmed, *inputs = window[3:]
     mx.eval(conv_input, confirmed, inputs)
-    rewound = recurrent.rewind(2, 1, delta.conv_kernel_size - 1, conv_input, confirmed, inputs)
+    ends = 2 + mx.arange(delta.conv_kernel_size - 1)[None, :, None]  # once for all layers
+    mx.eval(ends)
+    rewound = recurrent.rewind(1, conv_input, confirmed, inputs, ends, None)
     assert operations(tmp_path, *rewound) == 2

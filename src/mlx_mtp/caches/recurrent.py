@@ -37,25 +37,25 @@ class Window:
     inputs: tuple[mx.array, ...] = ()  # q, k, v, g, beta of the other tokens, each [B, n_tokens - n_confirmed, ...]
 
 
-def rewound(window: Window, kept: Sequence[int]) -> tuple[mx.array, mx.array]:
-    """The arrays of a layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence.
+def rewound(windows: Sequence[Window], kept: Sequence[int]) -> list[tuple[mx.array, mx.array]]:
+    """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence.
 
     Args:
+        windows (Sequence[Window]): The window of each recurrent layer.
         kept (Sequence[int]): From the number of confirmed tokens to the number of all tokens, [B].
     """
-    assert window.conv_input is not None
-    assert window.state is not None
-    counts = mx.array([*kept])[:, None]  # [B, 1]
-    n_conv, m = window.conv_input.shape[1] - window.n_tokens, max(kept) - window.n_confirmed
+    first, counts = windows[0], mx.array([*kept])[:, None]  # [B, 1]
+    assert first.conv_input is not None
+    n_conv, m = first.conv_input.shape[1] - first.n_tokens, max(kept) - first.n_confirmed
     ends = (counts + mx.arange(n_conv))[..., None]  # the last inputs of the convolution, [B, K - 1, 1]
-    mask = None if len(set(kept)) == 1 else mx.arange(m) < counts - window.n_confirmed  # [B, m]
-    return _rewound(m, window.conv_input, window.state, window.inputs if m > 0 else (), ends, mask)
+    mask = None if len(set(kept)) == 1 else mx.arange(m) < counts - first.n_confirmed  # [B, m]
+    return [_rewound(m, w.conv_input, w.state, w.inputs if m > 0 else (), ends, mask) for w in windows]
 
 
 def rewind(
     m: int, conv_input: mx.array, state: mx.array, inputs: Any, ends: mx.array, mask: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    """``rewound``, by a replay over m tokens. It has a trace for each shape of the window and each m."""
+    """``rewound`` for one layer. It has a trace for each shape of the window and each number m of tokens to replay."""
     if m > 0:
         state = recur([x[:, :m] for x in inputs], state, mask)[1]
     return mx.take_along_axis(conv_input, ends, axis=1), state  # [B, K - 1, C]
@@ -113,7 +113,7 @@ class ArraysCache(stock.ArraysCache):
                 f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
             )
         if n < window.n_tokens:
-            self.cache = [*rewound(window, [n])]
+            self.cache = [*rewound([window], [n])[0]]
         self.window = None
 
 

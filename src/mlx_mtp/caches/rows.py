@@ -227,16 +227,6 @@ def _size(n: int) -> int:
     return (n // KVRows.step + 1) * KVRows.step
 
 
-class RecurrentRows(ArraysCache):
-    """The states of a recurrent layer, after the pass in flight if there is one, and the record of its window."""
-
-    def rewound(self, kept: Sequence[int]) -> list[mx.array | None]:
-        """The arrays after the first ``kept[b]`` tokens of the pass in row b, from 1 on."""
-        if self.window is None or min(kept) == self.window.n_tokens:
-            return self.cache
-        return [*rewound(self.window, kept)]
-
-
 @dataclass(frozen=True)
 class RowsState:
     """The rows without a pass in flight.
@@ -268,7 +258,7 @@ class Rows:
 
     def __init__(self, model: Any, kv: KVOptions):
         self.kv, self.in_flight = kv, 0
-        entries = [RecurrentRows(size=2) if l.is_linear else KVRows() for l in model.layers]
+        entries = [ArraysCache(size=2) if l.is_linear else KVRows() for l in model.layers]
         self.state = RowsState(Ends(), [], entries)
 
     @property
@@ -276,8 +266,8 @@ class Rows:
         return self.state.entries
 
     @property
-    def recurrent(self) -> list[RecurrentRows]:
-        return [c for c in self.entries if isinstance(c, RecurrentRows)]
+    def recurrent(self) -> list[ArraysCache]:
+        return [c for c in self.entries if isinstance(c, ArraysCache)]
 
     @property
     def n_tokens(self) -> tuple[int, ...]:
@@ -301,7 +291,7 @@ class Rows:
         """Call before the model runs over the next tokens of each row."""
         self.in_flight, states = 0, iter(self.state.recurrent)
         for c in self.entries:
-            if isinstance(c, RecurrentRows):
+            if isinstance(c, ArraysCache):
                 c.cache, c.window = [*next(states)], None
             else:
                 c.ends = self.state.ends
@@ -314,7 +304,10 @@ class Rows:
         """End the pass in flight: keep its first ``kept[b]`` tokens in row b, from 1 on. May be interrupted at any line."""
         if self.in_flight == 0:
             return
-        recurrent, ends = [c.rewound(kept) for c in self.recurrent], self.state.ends.plus(kept)
+        ends, recurrent = self.state.ends.plus(kept), self.states
+        windows = [c.window for c in self.recurrent if c.window is not None]  # of all recurrent layers, or of none
+        if windows and min(kept) < self.in_flight:
+            recurrent = [[*arrays] for arrays in rewound(windows, kept)]
         mx.async_eval(recurrent)  # now: the device would otherwise idle while the host builds the next pass
         self.state, self.in_flight = RowsState(ends, recurrent, self._quantized(self.entries, ends)), 0
 
@@ -330,7 +323,7 @@ class Rows:
         held, states = self.state, iter(self.state.recurrent)
         recurrent, entries = [], list[Any]()
         for entry, *new in zip(held.entries, *(c.backbone for c in caches)):
-            if isinstance(entry, RecurrentRows):
+            if isinstance(entry, ArraysCache):
                 parts = [(next(states), len(held.ends.lengths))] if held.recurrent else []
                 parts += [(c.cache, 1) for c in new]
                 recurrent.append([_stacked([(arrays[j], B) for arrays, B in parts]) for j in range(2)])
@@ -354,7 +347,7 @@ class Rows:
         """Row b's caches, one for each layer; with a pass in flight, after its first token."""
         n, states, caches = self.n_tokens[b] + min(self.in_flight, 1), iter(self.state.recurrent), list[Any]()
         for c in self.entries:
-            if isinstance(c, RecurrentRows):
+            if isinstance(c, ArraysCache):
                 own, before = ArraysCache(size=2), next(states)
                 arrays = after_first(c) if self.in_flight > 0 else before
                 own.cache = [None if x is None else mx.contiguous(x[b : b + 1]) for x in arrays]
