@@ -296,6 +296,6 @@ def test_the_server_bounds_pixels_and_memory_and_looks_for_its_client(engine, mo
         read(one, 1)
     account.left, one.is_gone = 1000, False
     monkeypatch.setattr(encoding, "fetch_all", lambda request, flags: [png(1)])
-    with pytest.raises(ApiError, match=r"needs [\d.]+ MB of memory, and 0\.0 MB are left") as refused:
+    with pytest.raises(ApiError, match=r"needs [\d.]+ kB of memory, and 1\.0 kB are left") as refused:
         read(one, 1)
     assert (refused.value.status, refused.value.code) == (507, "insufficient_memory")
