@@ -58,7 +58,7 @@ def test_notebook_was_run_in_order_and_shows_what_it_says():
     assert "mlx-mtp[plot]" in extras[extra]
 
 
-@pytest.mark.parametrize("file", (ROOT / "examples").glob("*.py"), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda file: file.name)
 def test_an_example_imports_names_that_exist(file):
     """Also one that runs beside software that the tests do not install."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
