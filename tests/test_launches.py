@@ -9,7 +9,18 @@ from mlx_mtp.layers import layer as layer_module
 from tests.support.models import model_of
 
 # These change shapes and strides, and move no data.
-VIEWS = {"Depends", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"}
+VIEWS = {
+    "Broadcast",
+    "Depends",
+    "ExpandDims",
+    "Flatten",
+    "Reshape",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "Transpose",
+    "Unflatten",
+}
 
 
 def one_operation(inputs, state, mask=None):
@@ -37,11 +48,12 @@ def test_gates_are_computed_once_and_a_rollback_is_two_operations(monkeypatch, t
 
     monkeypatch.setattr(layer_module, "recur", one_operation)
     monkeypatch.setattr(recurrent, "recur", one_operation)
+    monkeypatch.setattr(recurrent, "_rewound", recurrent.rewind)
     plain = layer_module.recurrent_layer(layer, one, *states, n_confirmed=0)
     window = layer_module.recurrent_layer(layer, four, *states, n_confirmed=1)
     assert operations(tmp_path, *window) == operations(tmp_path, *plain) + 2
 
     conv_input, confirmed, *inputs = window[3:]
     mx.eval(conv_input, confirmed, inputs)
-    rewound = recurrent.rewind(2, 1, delta.conv_kernel_size - 1, conv_input, confirmed, inputs)
+    rewound = recurrent.rewound(recurrent.Window(1, 4, conv_input, confirmed, tuple(inputs)), [2])
     assert operations(tmp_path, *rewound) == 2

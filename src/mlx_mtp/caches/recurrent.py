@@ -45,10 +45,11 @@ def rewound(window: Window, kept: Sequence[int]) -> tuple[mx.array, mx.array]:
     """
     assert window.conv_input is not None
     assert window.state is not None
-    counts = mx.array([*kept])[:, None]  # [B, 1]
-    n_conv, m = window.conv_input.shape[1] - window.n_tokens, max(kept) - window.n_confirmed
-    ends = (counts + mx.arange(n_conv))[..., None]  # the last inputs of the convolution, [B, K - 1, 1]
-    mask = None if len(set(kept)) == 1 else mx.arange(m) < counts - window.n_confirmed  # [B, m]
+    n_conv, n_drafts = window.conv_input.shape[1] - window.n_tokens, [n - window.n_confirmed for n in kept]
+    m = max(n_drafts)
+    # Lists, since the device would compute ranges for each layer.
+    ends = mx.array([[n + i for i in range(n_conv)] for n in kept])[..., None]  # of the convolution, [B, K - 1, 1]
+    mask = None if len(set(kept)) == 1 else mx.array([[i < n for i in range(m)] for n in n_drafts])  # [B, m]
     return _rewound(m, window.conv_input, window.state, window.inputs if m > 0 else (), ends, mask)
 
 
