@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from tempfile import TemporaryDirectory
 
 import mlx.core as mx
+from mlx_lm.generate import generate_step
 from mlx_vlm.generate.ar import generate_step as vlm_generate_step
 from mlx_vlm.speculative.drafters import load_drafter
 from mlx_vlm.split_mtp import split_mtp
@@ -25,7 +26,6 @@ import mlx_mtp
 from mlx_mtp import prompts
 from mlx_mtp.benchmark.measure import loop_warning, repeated_share
 from mlx_mtp.checkpoint.hub import fetch
-from mlx_mtp.decoding.loop import plain_generate_step
 
 PLAIN, VLM_PLAIN = "mlx-lm, plain", "mlx-vlm, plain"
 NO_COPIES, AUTO = "mlx_mtp, auto, no copies", "mlx_mtp, auto"
@@ -64,7 +64,7 @@ def main() -> None:
 
     n = args.max_tokens
     runs = {
-        PLAIN: lambda p: plain_generate_step(p, model, max_tokens=n),
+        PLAIN: lambda p: generate_step(p, model, max_tokens=n),
         NO_COPIES: lambda p: mlx_mtp.mtp_generate_step(
             p, model, max_tokens=n, num_draft_tokens=depths[NO_COPIES], copy_drafts="off"
         ),

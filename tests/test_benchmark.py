@@ -1,7 +1,6 @@
 """The benchmark: its prompts, its arithmetic, what it prints; and models of random weights."""
 
 import json
-import sys
 from dataclasses import replace
 
 import mlx.core as mx
@@ -296,10 +295,3 @@ def test_an_error_is_one_line_and_status_2(capsys, flags, message):
     status, out, err = run_command(benchmark.main, capsys, *flags.split())
     assert (status, out) == (2, "")
     assert message in err.splitlines()[-1]
-
-
-def test_a_plot_without_matplotlib(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert (
-        "pip install 'mlx-mtp[plot]'" in run_command(benchmark.main, capsys, "--plot", "x.png", "--compare-depths")[2]
-    )

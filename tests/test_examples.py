@@ -1,8 +1,10 @@
 """The notebook does what it shows, and what the examples have trained fits the demo."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
+from pkgutil import resolve_name
 
 import nbformat
 import pytest
@@ -54,6 +56,15 @@ def test_notebook_was_run_in_order_and_shows_what_it_says():
     (extra,) = re.findall(r"pip install -e '\.\[(\w+)\]'", committed.cells[0].source)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "mlx-mtp[plot]" in extras[extra]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda file: file.name)
+def test_an_example_imports_names_that_exist(file):
+    """Also one that runs beside software that the tests do not install."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("mlx_mtp"):
+            for name in node.names:
+                resolve_name(f"{node.module}.{name.name}")
 
 
 def test_readme_names_every_example():

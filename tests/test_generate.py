@@ -170,12 +170,6 @@ def test_copies_in_the_summary(capsys):
         assert re.fullmatch(f"Drafts: {drafts}", out.strip().split("\n")[-1])
 
 
-def test_reads_the_prompt_from_stdin(capsys):
-    flags = ("--mtp", "-m", 12, "--verbose", "F")
-    _, piped, _ = run(capsys, *flags, "--prompt", "-", stdin=PROMPT)
-    assert piped == run(capsys, *flags, "--prompt", PROMPT)[1] != "\n"
-
-
 SAMPLED = ("--prompt", PROMPT, "-m", 10, "--temp", 0.9, "--top-p", 0.95, "--verbose", "F")
 
 

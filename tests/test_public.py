@@ -179,6 +179,12 @@ def test_without_extras():
         ("chat",): "mlx_mtp chat requires prompt_toolkit: {chat}",
         ("generate", "--json-schema", "{}"): "mlx_mtp generate: error: --json-schema requires fastapi",
         ("--print-completion", "bash"): "mlx_mtp: error: --print-completion requires shtab: {completion}",
+        (
+            "benchmark",
+            "--compare-depths",
+            "--plot",
+            "x.png",
+        ): "mlx_mtp benchmark: error: A plot requires matplotlib: {plot}",
         ("generate", "-m", "5", "--prompt", "def f(x):"): None,
         ("models",): None,
     }

@@ -44,11 +44,15 @@ def rewound(windows: Sequence[Window], kept: Sequence[int]) -> list[tuple[mx.arr
         windows (Sequence[Window]): The window of each recurrent layer.
         kept (Sequence[int]): From the number of confirmed tokens to the number of all tokens, [B].
     """
-    first, counts = windows[0], mx.array([*kept])[:, None]  # [B, 1]
+    # Lists, which the host makes once for all layers: a range of the device would be more operations.
+    first = windows[0]
     assert first.conv_input is not None
-    n_conv, m = first.conv_input.shape[1] - first.n_tokens, max(kept) - first.n_confirmed
-    ends = (counts + mx.arange(n_conv))[..., None]  # the last inputs of the convolution, [B, K - 1, 1]
-    mask = None if len(set(kept)) == 1 else mx.arange(m) < counts - first.n_confirmed  # [B, m]
+    n_conv, n_drafts = first.conv_input.shape[1] - first.n_tokens, [n - first.n_confirmed for n in kept]
+    m = max(n_drafts)
+    ends = mx.array(
+        [[[n + i] for i in range(n_conv)] for n in kept]
+    )  # the last inputs of the convolution, [B, K - 1, 1]
+    mask = None if len(set(kept)) == 1 else mx.array([[i < n for i in range(m)] for n in n_drafts])  # [B, m]
     return [_rewound(m, w.conv_input, w.state, w.inputs if m > 0 else (), ends, mask) for w in windows]
 
 

@@ -72,8 +72,7 @@ class FetchedHead:
 def fetch_missing_head(
     name: str, folder: Path, config: Config, needed: Collection[str] | None = None
 ) -> FetchedHead | None:
-    """Fetch the head of a checkpoint's original, see ``fetch_from_original``. ``None`` if the checkpoint has its own head.
-    ``needed`` is as in ``weight_map``."""
+    """Fetch the head of a checkpoint's original, see ``fetch_from_original``. ``None`` if the checkpoint has its own head."""
     if has_own_head(name, folder, config, needed):
         return None
     advice = (

@@ -31,12 +31,9 @@ TOWER_FILE = "model-vision.safetensors"  # of a grafted tower; other programs re
 
 
 def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequence[str] | None = None) -> Path:
-    """Return the folder of a checkpoint, downloading it if it is a repository.
+    """Return the folder of a checkpoint, which is downloaded if it is a repository or the name of a published model.
 
-    Args:
-        path_or_hf_repo (str): A folder, a repository, or the name of a published model.
-        files (str): Files to download besides those that mlx-lm downloads.
-        weights (Sequence[str], optional): Download only these of the model's weights. Default: ``None``, all.
+    ``files`` are downloaded besides those that mlx-lm downloads; of the model's weights only ``weights``, or all.
 
     Raises:
         FileNotFoundError: It is missing or cannot be downloaded; the message has the reason in one line.
@@ -119,9 +116,8 @@ def check_download(name: str, commit: str, files: Collection[str]) -> None:
 def _tree(name: str, commit: str) -> list[RepoFile]:
     """The files of a commit, with their sizes."""
     with hub_errors(name, commit):
-        entries = [
-            e for e in hf.HfApi().list_repo_tree(name, recursive=True, revision=commit) if isinstance(e, RepoFile)
-        ]
+        tree = hf.HfApi().list_repo_tree(name, recursive=True, revision=commit)
+        entries = [entry for entry in tree if isinstance(entry, RepoFile)]
         if not all(isinstance(entry.size, int) for entry in entries):
             raise ValueError("the size of a file is not a number")
         return entries

@@ -149,9 +149,7 @@ def fetch_from_original(
     Later calls do not use the hub. An interrupted download resumes.
 
     Args:
-        kind (str): One of ``PARTS``.
-        describe (Callable): Returns the tensors of the part in an original. Raises a ValueError if there are none, or they do
-          not fit.
+        describe (Callable): Returns the tensors of the part in an original, or raises a ValueError: none, or none that fit.
         write (Callable): Writes them to a folder and returns its config.json, which is written last: a folder without one is
           incomplete, and another call resumes there.
         advice (str): The advice in the FileNotFoundError if there is no original.

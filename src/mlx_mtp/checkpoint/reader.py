@@ -36,11 +36,8 @@ class Header(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads only the requested parts of a checkpoint, a folder or a repository. A FileNotFoundError tells if it cannot be read.
-
-    Args:
-        needs_head (bool): Whether a head file named in the config must exist. Default: ``True``.
-    """
+    """Reads only the requested parts of a checkpoint, a folder or a repository. A FileNotFoundError tells if it cannot be read,
+    or with ``needs_head`` if the head's file that the config names is missing."""
 
     def __init__(self, path_or_hf_repo: str, revision: str | None = None, needs_head: bool = True):
         self.name, self._needs_head = resolve(path_or_hf_repo), needs_head
@@ -92,12 +89,7 @@ class CheckpointReader:
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
-        """The file of every tensor, on the hub from the index or, without an index, from the headers.
-
-        Raises:
-            FileNotFoundError: There are no weights, or a file that the index or the config names is missing.
-            ValueError: A file is damaged.
-        """
+        """The file of every tensor, as ``weight_map``; on the hub from the index or, without an index, from the headers."""
         head_file = self.head_file
         if head_file is not None and not self._needs_head and not self._has(head_file):
             head_file = None
@@ -178,9 +170,7 @@ def read_header(file: Path, name: str | None = None) -> Header:
 def weight_map(folder: Path, head_file: str | None = None, needed: Collection[str] | None = None) -> dict[str, str]:
     """The file of every tensor of a checkpoint in a folder.
 
-    Args:
-        head_file (str, optional): A file with the head, which may be missing in the index.
-        needed (Collection[str], optional): The required files of the index. Default: ``None``, all.
+    The index may lack ``head_file``; of its files only ``needed`` are required, or all.
 
     Raises:
         FileNotFoundError: There are no weights, or a file that the index or the config names is missing.

@@ -110,12 +110,8 @@ def named_recipes() -> dict[str, Recipe]:
 
 
 def read_recipe(recipe: str | Path) -> Recipe:
-    """Read a recipe, a TOML file or the name of one, and check its keys and types.
-
-    Returns:
-        Dict[str, Dict[str, Any]]: Under ``convert`` the flags of ``mlx_mtp convert`` without their dashes; under ``needs``
-        the size of the weights to be written, in GB of 10^9 bytes, and the memory of the smallest Mac to run them, in GB.
-    """
+    """Read a recipe, a TOML file or the name of one, and check its keys and types: ``convert`` has flags without their dashes,
+    ``needs`` the GB of the weights to be written and of the smallest Mac to run them."""
     file = Path(recipe)
     if not file.is_file():
         recipes = named_recipes()

@@ -36,11 +36,7 @@ def graft(
     """Add the MTP head, the vision encoder or both of an original to one of its conversions; see ``convert``.
 
     The conversion's weights are hard-linked or, if that is not possible, copied. Only the tensors to add and the headers of
-    their files are downloaded from the hub. Nothing is written if one does not fit.
-
-    Args:
-        dtype (str, optional): Cast the head to it. Default: ``None``, the base model's.
-        name (str, optional): The new checkpoint's name in its model card. Default: ``None``, its folder.
+    their files are downloaded from the hub. Nothing is written if one does not fit. ``name`` is the result's in its card.
     """
     receiver = CheckpointReader(str(fetch(model, revision)), None, False)
     config, origin = check_config(receiver.config, model), Config()
