@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from ipaddress import ip_address
@@ -28,7 +29,7 @@ from .command_line import CLIENTS, check, check_model, connection_to, make_parse
 from .engine.admission import Admission
 from .engine.engine import Clients, Engine, SharedClients
 from .engine.models import ModelProvider, Stores
-from .frontend import Frontend, in_thread
+from .frontend import POLL, Frontend, in_thread
 from .request import NO_LIMIT, Metrics, Options
 
 OPEN_FILES = 4096
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
                 serve(options, engine, s)
             else:
                 with suppress(KeyboardInterrupt):  # then it ends the other ranks as well
-                    engine.thread.join()
+                    while engine.is_alive:  # Python 3.11 takes a thread for ended if its join is interrupted
+                        time.sleep(POLL)
         finally:
             if not engine.stop_and_join():
                 logging.warning(
