@@ -9,9 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import matplotlib as mpl
-from matplotlib.figure import Figure
+from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
 COLORS = ("#3b82f6", "#d97706", "#16a34a", "#a855f7")  # on white and on black
@@ -39,7 +37,10 @@ class Chart:
     series: Sequence[Series]  # at most four
     one: bool = False  # whether the line at 1 stands out
 
-    def draw(self) -> Figure:
+    def draw(self) -> Any:
+        """A figure of matplotlib, which takes a second to import."""
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         axes = figure.subplots()
         for i, (s, color) in enumerate(zip(self.series, COLORS)):
@@ -58,10 +59,12 @@ class Chart:
         return figure
 
 
-def save(figure: Figure, file: Path, description: str = "") -> None:
+def save(figure: Any, file: Path, description: str = "") -> None:
     """Write a picture for light and dark pages, the same bytes each time."""
+    from matplotlib import rc_context
+
     text = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": file.stem, "svg.fonttype": "none"}):
+    with rc_context({"svg.hashsalt": file.stem, "svg.fonttype": "none"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Description": description or None})
     file.write_text(text.getvalue().replace("<defs>", f"{DARK}\n <defs>", 1), encoding="utf-8")
 

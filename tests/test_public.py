@@ -128,34 +128,21 @@ def test_public_names():
     assert all(callable(getattr(mlx_mtp, name)) for name in mlx_mtp.__all__[2:] if name != "__version__")
 
 
-def test_generate_is_a_function_in_any_order_of_imports():
-    """As in mlx-lm, ``generate`` is the function, and its module can still be imported from."""
-    ways = ("import mlx_mtp", "from mlx_mtp import generate", "from mlx_mtp.generate import stream_generate")
-    use = (
-        "import mlx_mtp; from mlx_mtp import convert, generate; from mlx_mtp.generate import stream_generate\n"
-        "assert mlx_mtp.generate is generate and mlx_mtp.stream_generate is stream_generate\n"
-        "assert mlx_mtp.convert is convert and callable(generate) and callable(convert)\n"
-        "try: mlx_mtp.generate(None, None, [1], max_tokens=0)\n"
-        "except ValueError as e: print(e)"
-    )
-    orders = ["\n".join([*order, use]) for order in permutations(ways, 2)]
-    program = f"""
-import sys
-import mlx_lm
-for order in {orders!r}:
-    for name in [name for name in sys.modules if name.startswith("mlx_mtp")]:
-        del sys.modules[name]
-    exec(order, {{}})
+USE = """
+import mlx_mtp; from mlx_mtp import convert, generate; from mlx_mtp.generate import stream_generate
+assert mlx_mtp.generate is generate and mlx_mtp.stream_generate is stream_generate
+assert mlx_mtp.convert is convert and callable(generate) and callable(convert)
+try: mlx_mtp.generate(None, None, [1], max_tokens=0)
+except ValueError as e: print(e)
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
-    assert done.stderr == ""
-    assert done.stdout.count("must be non-zero") == len(orders)
-
-
 WITHOUT_EXTRAS = """
 import sys
 names = {names!r}
 sys.modules |= dict.fromkeys(names)  # importing them fails
+for order in {orders!r}:
+    for name in [name for name in sys.modules if name.startswith("mlx_mtp")]:
+        del sys.modules[name]
+    exec(order, {{}})
 import mlx_mtp
 from mlx_mtp import __main__
 for argv in {calls!r}:
@@ -172,8 +159,10 @@ assert not any(sys.modules.get(name) for name in names)
 """
 
 
-def test_without_extras():
-    """Nothing else needs them, and what does says how to install them."""
+def test_without_extras_and_in_any_order_of_imports():
+    """What needs an extra says how to install it. As in mlx-lm, ``generate`` is the function, and a module to import from."""
+    ways = ("import mlx_mtp", "from mlx_mtp import generate", "from mlx_mtp.generate import stream_generate")
+    orders = ["\n".join([*order, USE]) for order in permutations(ways, 2)]
     calls = {
         ("server",): "mlx_mtp server requires fastapi, uvicorn, pydantic, prometheus_client, llguidance: {server}",
         ("chat",): "mlx_mtp chat requires prompt_toolkit: {chat}",
@@ -188,9 +177,10 @@ def test_without_extras():
         ("generate", "-m", "5", "--prompt", "def f(x):"): None,
         ("models",): None,
     }
-    program = WITHOUT_EXTRAS.format(names=sum(EXTRAS.values(), ()), calls=[*calls])
+    program = WITHOUT_EXTRAS.format(names=sum(EXTRAS.values(), ()), orders=orders, calls=[*calls])
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("must be non-zero") == len(orders)
     lines = done.stderr.splitlines()
     for message in filter(None, calls.values()):
         message = re.sub(r"{(\w+)}", r"pip install 'mlx-mtp[\1]'", message)
