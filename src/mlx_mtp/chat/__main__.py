@@ -113,10 +113,8 @@ def respond(line: str, conversation: Conversation) -> None:
             print()
             if response is not None:
                 print(f"[{figures(response)}]", flush=True)
-    except (ValueError, OSError) as e:
-        print(sentence(e))
-    except RuntimeError as e:
-        if not is_device_error(e):
+    except (ValueError, OSError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not is_device_error(e):
             raise
         print(sentence(e))
 
