@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import yaml
 from jinja2 import TemplateSyntaxError
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -46,7 +47,7 @@ KEY_VARIABLE = "MLX_MTP_API_KEY"  # the variable that Codex and Zed read
 MAX_ANSWER = 32000  # tokens that opencode reserves for an answer without --max-tokens
 ZED_CONTEXT = 32768  # tokens of context for Zed, which requires a number, if it is not known
 NAME = "mlx-mtp"  # the provider or profile in the client
-_quoted = json.dumps  # a string in JSON, which is also one in TOML and YAML
+_quoted = json.dumps  # a string in JSON, which is also one in TOML
 LIMITS: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
     "decode_concurrency": (1, 1 << 16),
@@ -406,12 +407,14 @@ def aider(to: ServerAddress) -> ClientSettings:
 
 
 def continue_(to: ServerAddress) -> ClientSettings:
-    lines = ["models:", "  - name: Qwen", "    provider: openai", f"    model: {_quoted(to.model)}"]
-    lines += [f"    apiBase: {_quoted(to.url + '/v1')}", f"    apiKey: {_quoted(to.key or NO_KEY)}"]
+    model: dict[str, Any] = {"name": "Qwen", "provider": "openai", "model": to.model, "apiBase": f"{to.url}/v1"}
+    model["apiKey"] = to.key or NO_KEY
     if to.context is not None:
-        lines += ["    defaultCompletionOptions:", f"      contextLength: {to.context}"]
-    text = "\n".join(["name: mlx_mtp", "version: 1.0.0", "schema: v1", *lines]) + "\n"
-    return ClientSettings("Continue in your editor", {}, ".continue/config.yaml", text)
+        model["defaultCompletionOptions"] = {"contextLength": to.context}
+    config = {"name": "mlx_mtp", "version": "1.0.0", "schema": "v1", "models": [model]}
+    return ClientSettings(
+        "Continue in your editor", {}, ".continue/config.yaml", yaml.safe_dump(config, sort_keys=False)
+    )
 
 
 def zed(to: ServerAddress) -> ClientSettings:

@@ -58,9 +58,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
                         time.sleep(POLL)
         finally:
             if not engine.stop_and_join():
-                logging.warning(
-                    "The last step, or the disk of --prompt-cache-dir, takes too long: the server ends without it."
-                )
+                logging.warning("The last step, or the disk of --prompt-cache-dir, takes too long: the server ends.")
                 os._exit(1)
     if engine.error is not None:
         raise engine.error
