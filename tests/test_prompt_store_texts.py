@@ -1,4 +1,4 @@
-"""Texts with a prompt store: a restored prefix goes on as the same prefix does that was read afresh, bit for bit."""
+"""Texts with a prompt store are those without one; where prompts are cut, and what is kept of those that are stopped."""
 
 from contextlib import closing
 
