@@ -30,6 +30,14 @@ from tests.support.published import ARCHITECTURES
 VOCAB = {"vocab_size": 512}  # of the tokenizer
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _uncompiled():
+    """The CPU backend would compile 45 kernels in float16, which no other test has: those are in ``test_compiled.py``."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     """A dense checkpoint in bfloat16."""
@@ -52,10 +60,8 @@ def grafted(original, bare, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(grafted):
-    """(ours, mlx-lm's). Passes are not compiled, which takes 40 kernels in float16: those are in ``test_compiled.py``."""
-    ours = mlx_mtp.load(str(grafted))[0]
-    ours.drafting.compiled = False
-    return ours, mlx_lm.load(str(grafted))[0]
+    """(ours, mlx-lm's)"""
+    return mlx_mtp.load(str(grafted))[0], mlx_lm.load(str(grafted))[0]
 
 
 @pytest.fixture
@@ -139,11 +145,7 @@ def test_fit(pack, tmp_path, capsys):
     edit(pack, lambda w: w.update({n: x.astype(mx.float32) for n, x in w.items() if x.dtype == mx.float16}))
     (tmp_path / "prompts").write_text("\n---\n".join(f"prompt {i}" for i in range(10)))
     options = dict(drafts=1, answers=1, max_tokens=3, temp=0.0, iters=6, steps_per_eval=6, learning_rate=1e-2)
-    mx.disable_compile()  # or the CPU backend runs a C++ compiler for each kernel
-    try:
-        fit(str(pack), str(tmp_path / "out"), prompts=tmp_path / "prompts", **options)
-    finally:
-        mx.enable_compile()
+    fit(str(pack), str(tmp_path / "out"), prompts=tmp_path / "prompts", **options)
     first, lowest = map(float, re.search(r"validation loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out).groups())
     assert lowest < first - 0.1
 
