@@ -144,10 +144,9 @@ class Planner:
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         depth, plan, several = drafts.depth, drafts.plan, len(step.sequences) > 1
         for s, own, n in zip(step.sequences, drafts.planned, step.n_accepted):
+            # Drafts dropped by ``p_min`` count as rejected: the head has computed them.
             if own.k > 0 and not own.skips_head:
-                s.rates.count_window(
-                    own.k, n
-                )  # drafts dropped by ``p_min`` count as rejected: the head has computed them
+                s.rates.count_window(own.k, n)
         if depth is None:
             self.clock.interrupt()
             return
@@ -182,7 +181,7 @@ class Planner:
 def _is_clear(windows: list[Drafts], is_plain: bool) -> bool:
     """Whether the time between the ends of two steps was spent only on the second, judged by the latest windows."""
     last = windows[-1]
-    if any(d.sequences != last.sequences or len(d) > d.plan.k for d in windows):
+    if any(d.sequences != last.sequences for d in windows):
         return False
     if is_plain:  # where plain and drafting steps alternate, the device may have run more or less than this pass
         return all(d.plan == PLAIN_PLAN for d in windows)
