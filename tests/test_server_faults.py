@@ -333,6 +333,25 @@ def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(monkeypatch)
         assert e.value.status == 413
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        dict(messages=[{"role": "user", "content": "a"}] * 10_002),
+        dict(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 2_500}] * 4),
+        dict(messages=[{"role": "user", "content": [{"type": "tool_result", "content": [{}] * 9_999}]}]),
+        dict(input=[{}] * 5_000, tools=[{"type": "namespace", "tools": [{}] * 5_000}]),
+    ],
+    ids=["messages", "parts", "nested parts", "items and tools"],
+)
+def test_a_body_with_too_many_messages_and_parts_is_refused_before_they_are_validated(body):
+    with pytest.raises(ApiError, match=r"^The body has more than 10,000 messages, tools and parts") as e:
+        parse_json(json.dumps(body).encode())
+    assert e.value.status == 413
+    fewer = {name: parts[: len(parts) // 2] for name, parts in body.items()}
+    fewer = json.dumps(fewer).replace(", {}", "", 5_000).encode()
+    assert parse_json(fewer) == json.loads(fewer)
+
+
 def test_a_number_beyond_floats_is_refused_wherever_it_stands():
     for number in ("1e999", "-1e999", '[{"a": [1e999]}]', "1" * 400 + ".0"):
         with pytest.raises(ApiError) as e:

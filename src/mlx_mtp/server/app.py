@@ -48,6 +48,9 @@ MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
 # commas in strings count as well; a million tokens rarely have as many.
 MAX_OBJECTS = 100_000  # brackets and braces
 MAX_VALUES = 300_000  # commas: a prompt may be 262,144 numbers of tokens
+# Messages, tools and their parts: validation takes 10 microseconds for each, and blocks all threads as well.
+MAX_PARTS = 10_000
+LISTS = "messages", "input", "system", "tools", "content", "tool_calls", "summary", "output"  # of parts
 LARGE_BODY = 1 << 16  # bytes; a larger body is parsed in a thread of its own
 BODY_TIMEOUT = 300.0  # seconds that a client may take to send a body
 
@@ -233,12 +236,24 @@ def parse_json(raw: bytes | bytearray) -> Json:
         raise ApiError(400, f"Invalid JSON in request body: {e}") from e
     if not isinstance(body, dict):
         raise ApiError(400, "Request should be a JSON dictionary")
+    _check_parts(body)
     for name, field in body.items():
         try:
             json.dumps(field, allow_nan=False)
         except ValueError as e:  # numbers too large for a float are parsed as infinity
             raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100]) from e
     return {name: value for name, value in body.items() if value is not None}
+
+
+def _check_parts(body: Json) -> None:
+    n, parts = 0, [body]
+    while parts:
+        part = parts.pop()
+        for found in (part[name] for name in LISTS if isinstance(part.get(name), list)):
+            n += len(found)
+            if n > MAX_PARTS:
+                raise ApiError(413, f"The body has more than {MAX_PARTS:,} messages, tools and parts: make it smaller.")
+            parts += [x for x in found if isinstance(x, dict)]
 
 
 class Counting:
