@@ -19,8 +19,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from benchmarks.synthetic import COMMON, model_of
-from mlx_mtp.caches import recurrent as caches
 from mlx_mtp.caches.prompt_cache import PromptCache, make_prompt_cache
+from mlx_mtp.caches.rows import KVOptions, Rows
 from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.layers.mtp import run_head
 from mlx_mtp.traces import n_traces
@@ -64,20 +64,24 @@ class Passes:
         logits, self.hidden = model(self.ids, cache=entries, return_hidden=True)
         run_head(model, self.hidden[:, :-1], self.ids[:, 1:], entries[len(model.layers)])
         mx.eval(logits, self.hidden, [c.state for c in entries])
-        self.cache, self.n = PromptCache(entries, len(model.layers)), PROMPT
+        self.cache, self.rows = PromptCache(entries, len(model.layers)), Rows(model, KVOptions())
+        self.rows.join([self.cache])
 
     def step(self) -> dict[str, tuple[float, float]]:
         """(building, evaluating) of each of ``PARTS``."""
-        model, backbone, head = self.model, self.cache.backbone, self.cache.head
-        times = {"plain": self._time(lambda: model(self.ids[:, :1], cache=backbone, compiler=self.compiler))}
-        self.n += 1
-        options = {"return_hidden": True, "n_confirmed": 1, "compiler": self.compiler}
-        times["verify"] = self._time(lambda: model(self.ids[:, :WINDOW], cache=backbone, **options))
-        times["rollback"] = self._time(lambda: caches.rollback(backbone, self.n, KEPT))
-        self.n += KEPT
+        times = {"plain": self._time(lambda: self._pass(1))}
+        self.rows.commit([1])
+        times["verify"] = self._time(lambda: self._pass(WINDOW, return_hidden=True, n_confirmed=1))
+        times["rollback"] = self._time(lambda: self.rows.commit([KEPT]))
         times["drafts"] = self._time(self._draft)
-        head.trim(DRAFTS)
+        self.cache.head.trim(DRAFTS)
         return times
+
+    def _pass(self, n: int, **options: Any) -> Any:
+        self.rows.start_pass()
+        out = self.model(self.ids[:, :n], cache=self.rows.entries, compiler=self.compiler, **options)
+        self.rows.end_pass(n)
+        return out
 
     def _draft(self) -> mx.array:
         out, token, tokens = self.hidden[:, -1:], self.ids[:, :1], []
@@ -92,7 +96,7 @@ class Passes:
         out = build()
         built = time.thread_time() - start
         start = time.process_time()
-        mx.eval(out, caches.recurrent_states(self.cache.backbone))
+        mx.eval([] if out is None else out, self.rows.states, self.rows.state.recurrent)
         return built, time.process_time() - start
 
 
@@ -113,8 +117,8 @@ def measure(model: Any, repeat: int) -> tuple[dict[tuple[str, bool], list[tuple[
 
 
 def main() -> None:
-    one_kernel = (False, "Replace the recurrence by as few operations as on Metal.")
-    args = script_parser(__doc__, repeat=(20, "Steps that are timed."), one_kernel=one_kernel).parse_args()
+    flag = (False, "Replace the recurrence by as few operations as on Metal.")
+    args = script_parser(__doc__, repeat=(20, "Steps that are timed."), one_kernel=flag).parse_args()
     if args.one_kernel:
         for module in ("layers.layer", "caches.recurrent"):
             patch(f"mlx_mtp.{module}.recur", one_kernel).start()
