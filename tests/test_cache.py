@@ -9,7 +9,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache
-from mlx_mtp.caches.prompt_cache import open_prompt_cache
+from mlx_mtp.caches.prompt_cache import open_prompt_cache, release
 from mlx_mtp.caches.recurrent import ArraysCache, open_windows, rollback
 from mlx_mtp.caches.rows import KVOptions, Rows
 from tests.support.decoding import PROMPT, WINDOW, filled, mtp
@@ -161,7 +161,7 @@ def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
             mx.eval(c.keys, c.values)
     rows = Rows(model, KVOptions())
     rows.join([cache])
-    cache.release()
+    release(cache)
     del c
     size, before = rows.nbytes, mx.get_active_memory()
     mx.reset_peak_memory()

@@ -4,7 +4,7 @@ A prompt cache is mlx-lm's list with two more entries: one cache for each layer 
 an ``ArraysCache`` with
 
     the hidden state of the last token, which the head needs once the next token is known
-    the number of tokens in the backbone's caches when it was written; -1 while a generation is open
+    the number of tokens n in the backbone's caches when it was written; -1 - n while a generation is open
     these tokens, for copy drafts
     the rank that has this part of the caches and the number of ranks, where several run the model
     the fingerprint of the model
@@ -26,7 +26,6 @@ from .recurrent import ArraysCache
 from .validation import SIZE, check_backbone, check_keys, check_last, misfit
 
 N_LAST = 6  # arrays of the last entry
-UNFINISHED = -1  # the number of tokens while a generation is open, or if it could not be finalized
 
 
 class PromptCache:
@@ -63,13 +62,14 @@ class PromptCache:
     @property
     def n_tokens(self) -> int:
         """The number of tokens in the backbone's caches."""
-        if not any(hasattr(c, "offset") for c in self.backbone):
-            return self.n_recorded  # a pipeline stage without attention, whose states do not have their length
-        return n_tokens(self.backbone)
+        if any(hasattr(c, "offset") for c in self.backbone):
+            return n_tokens(self.backbone)
+        n = self.n_recorded  # a pipeline stage without attention, whose states do not have their length
+        return n if n >= 0 else -1 - n
 
     @property
     def n_recorded(self) -> int:
-        """The number of tokens in the backbone's caches when ``record`` was last called."""
+        """The number of tokens in the backbone's caches when ``record`` was last called; negative since ``begin``."""
         count = self._last[1]
         return 0 if count is None else count.item()
 
@@ -86,7 +86,11 @@ class PromptCache:
             generation (weakref.ref[Generator]): The generator that uses it.
         """
         self._last.generation = generation
-        self._last[1] = mx.array(UNFINISHED)
+        self.begin(self.n_tokens)
+
+    def begin(self, n_tokens: int) -> None:
+        """Mark the cache as incomplete, until ``record``, with so many tokens in the backbone's caches."""
+        self._last[1] = mx.array(-1 - n_tokens)
 
     def record(self, n_tokens: int, text: Sequence[int] = ()) -> None:
         """Mark the cache as complete, with the head's keys and values for the same tokens.
@@ -101,11 +105,6 @@ class PromptCache:
         self._last.generation = None
 
     @property
-    def fingerprint(self) -> bytes:
-        """The fingerprint of the model that filled the caches; empty if unknown."""
-        return b"" if self._last[4] is None else bytes(self._last[4].tolist())
-
-    @property
     def images(self) -> list[ImageSpan]:
         """The spans of the images in the caches and, during prefill, of the images that follow in the prompt."""
         return _images_of(self._last)
@@ -113,14 +112,6 @@ class PromptCache:
     @images.setter
     def images(self, images: Sequence[ImageSpan]) -> None:
         self._last[5] = mx.array([*images], mx.int32) if images else None  # [n, 3]
-
-    def release(self) -> None:
-        """Empty the caches, whose arrays a generation has taken: MLX writes in place only if nobody else holds an array."""
-        for c in self.entries[:-1]:
-            if isinstance(c, stock.ArraysCache):
-                c.cache = [None] * len(c.cache)
-            else:
-                c.keys, c.values, c.offset = None, None, 0
 
     @property
     def first_position(self) -> int:
@@ -131,6 +122,20 @@ class PromptCache:
     def head_positions(self) -> Positions | None:
         """The positions of the head's pairs, which are those of their hidden states; ``None`` without images."""
         return Positions(tuple(self.images), self.first_position) if self.images else None
+
+
+def release(cache: PromptCache) -> None:
+    """Empty the caches, whose arrays a generation has taken: MLX writes in place only if nobody else holds an array."""
+    for c in cache.entries[:-1]:
+        if isinstance(c, stock.ArraysCache):
+            c.cache = [None] * len(c.cache)
+        else:
+            c.keys, c.values, c.offset = None, None, 0
+
+
+def _fingerprint_of(last: Any) -> bytes:
+    """The fingerprint of the model that filled the caches; empty if unknown."""
+    return b"" if last[4] is None else bytes(last[4].tolist())
 
 
 def _images_of(last: Any) -> list[ImageSpan]:
@@ -205,7 +210,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     images = cache.images
     if cache.n_recorded < cache.n_tokens:
         entries[n_layers:] = make_head_cache(model)
-    elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
+    elif _fingerprint_of(cache.entries[-1])[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
         entries[n_layers] = stock.KVCache()
     else:
         _check_head(model, cache)
@@ -267,7 +272,7 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
             "The content of this prompt cache is unknown: it was copied or saved during a generation, or a generation was "
             "interrupted while it ended. Make a new one with mlx_mtp.make_prompt_cache(model)."
         )
-    if cache.fingerprint and cache.fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
+    if (fingerprint := _fingerprint_of(last)) and fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
         raise ValueError(
             "The prompt cache belongs to another model, or to other weights, settings or adapters of this model. Make a new "
             "one with mlx_mtp.make_prompt_cache(model)."

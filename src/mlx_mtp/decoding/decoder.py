@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.prompt_cache import PromptCache, has_head
+from ..caches.prompt_cache import PromptCache, has_head, release
 from ..caches.rows import KVOptions, Rows, RowsState
 from ..layers.compiled import Compiler
 from ..models.mixin import MTPModel
@@ -236,7 +236,7 @@ class Decoder:
         self.sequences = [*self.sequences, *sequences]
         for s in sequences:
             s.last_hidden = s.cache.last_hidden
-            s.cache.release()
+            release(s.cache)
             s.start()
             self.drafter.observe(s.tokens)
 
@@ -257,7 +257,7 @@ class Decoder:
         self.drafter.forget(token for s in self.sequences for token in s.tokens)
 
     def extract(self, sequence: Sequence, cache: PromptCache) -> int:
-        """Put a sequence's tokens into a prompt cache; with a window in flight, up to its first token.
+        """Put a sequence's tokens into a prompt cache; with a window in flight, up to its first token. ``record`` completes it.
 
         Returns:
             int: The number of tokens.
@@ -265,6 +265,7 @@ class Decoder:
         b, in_flight = self.sequences.index(sequence), self.cache.in_flight > 0
         n = self.cache.n_tokens[b] + in_flight
         cache.entries[:-1] = [*self.cache.extract(b), self.head.extract(b, n)]
+        cache.begin(n)
         cache.images, cache.last_hidden = sequence.images, sequence.last_hidden
         if in_flight and self.window is not None:
             cache.last_hidden = mx.contiguous(self.window.hidden[b : b + 1, :1])

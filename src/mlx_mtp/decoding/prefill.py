@@ -57,7 +57,8 @@ def prefill_chunk(
         Tuple[mx.array, mx.array]: Logits [1, 1, V], not computed yet, and hidden state [1, 1, H] of the last token.
     """
     options: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-    positions, before = cache.head_positions, snapshot(cache.entries)  # before the pass, which changes them
+    # Before the pass, which changes them.
+    positions, before, n = cache.head_positions, snapshot(cache.entries), cache.n_tokens
     try:
         logits, hidden = model(tokens[None], cache=cache.entries, return_hidden=True, **options)  # [1, T, H]
         # The head pairs a token with the hidden state before it. The first token's is from an earlier call, if any.
@@ -72,6 +73,7 @@ def prefill_chunk(
         maybe_quantize_kv_cache(quantized, **vars(kv))
         mx.eval([c.state for c in quantized], [c.state for c in cache.entries[-2:]])
         cache.entries[: len(quantized)] = quantized
+        cache.begin(n + hidden.shape[1])
     except BaseException:
         restore(cache.entries, before)
         raise

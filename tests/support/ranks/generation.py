@@ -157,8 +157,9 @@ for i, (how, folder) in enumerate(argument.split(":") for argument in models):
     model, whole = load(folder)
     depths = (0, 1, 2, 3, 4, "auto") if how_much == "all" else (0, 3, "auto") if i == 0 else (2,)
     tokens_are_the_same(name, model, whole, depths)
-    if how_much == "all" or "qwen3_5/" in folder + "/":
+    if how_much == "all" or "qwen3_5/" in folder + "/" or how == "pipeline":  # its stage may have no attention
         caches_last(name, model, whole)
+    if how_much == "all" or "qwen3_5/" in folder + "/":
         rows_are_the_same(name, model, whole)
     if how_much == "all" or i == 0:
         options_work(name, model, whole)
