@@ -49,9 +49,8 @@ def rewound(windows: Sequence[Window], kept: Sequence[int]) -> list[tuple[mx.arr
     assert first.conv_input is not None
     n_conv, n_drafts = first.conv_input.shape[1] - first.n_tokens, [n - first.n_confirmed for n in kept]
     m = max(n_drafts)
-    ends = mx.array(
-        [[[n + i] for i in range(n_conv)] for n in kept]
-    )  # the last inputs of the convolution, [B, K - 1, 1]
+    # The last inputs of the convolution, [B, K - 1, 1]
+    ends = mx.array([[[n + i] for i in range(n_conv)] for n in kept])
     mask = None if len(set(kept)) == 1 else mx.array([[i < n for i in range(m)] for n in n_drafts])  # [B, m]
     return [_rewound(m, w.conv_input, w.state, w.inputs if m > 0 else (), ends, mask) for w in windows]
 

@@ -253,21 +253,19 @@ class Rows:
 
     Attributes:
         state (RowsState): The rows without the pass in flight.
+        recurrent (List[ArraysCache]): The entries of the recurrent layers.
         in_flight (int): The number of tokens of each row in the pass in flight.
     """
 
     def __init__(self, model: Any, kv: KVOptions):
         self.kv, self.in_flight = kv, 0
         entries = [ArraysCache(size=2) if l.is_linear else KVRows() for l in model.layers]
+        self.recurrent = [c for c in entries if isinstance(c, ArraysCache)]
         self.state = RowsState(Ends(), [], entries)
 
     @property
     def entries(self) -> list[Any]:
         return self.state.entries
-
-    @property
-    def recurrent(self) -> list[ArraysCache]:
-        return [c for c in self.entries if isinstance(c, ArraysCache)]
 
     @property
     def n_tokens(self) -> tuple[int, ...]:
@@ -308,7 +306,7 @@ class Rows:
         windows = [c.window for c in self.recurrent if c.window is not None]  # of all recurrent layers, or of none
         if windows and min(kept) < self.in_flight:
             recurrent = [[*arrays] for arrays in rewound(windows, kept)]
-        mx.async_eval(recurrent)  # now: the device would otherwise idle while the host builds the next pass
+            mx.async_eval(recurrent)  # now: the device would otherwise idle while the host builds the next pass
         self.state, self.in_flight = RowsState(ends, recurrent, self._quantized(self.entries, ends)), 0
 
     def _quantized(self, entries: list[Any], ends: Ends) -> list[Any]:

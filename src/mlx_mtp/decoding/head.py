@@ -18,7 +18,7 @@ for later. After a step with drafts each sequence has as many pairs as tokens th
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -52,12 +52,15 @@ class HeadState:
         pending (List): Hidden states [B, T, H] and tokens [B, T], of which the first t columns are pairs of at least one
           sequence. They are not cut to t here: a slice is lazy, and another thread that closes the generator could not
           evaluate it.
+        in_image (Positions, optional): Of a prompt that ends with an image: the next pair is at a position in three axes, which
+          rows do not have.
     """
 
     ends: Ends = field(default_factory=Ends)
     firsts: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
     pending: Pending = field(default_factory=list)
+    in_image: Positions | None = None
 
     @property
     def is_ragged(self) -> bool:
@@ -101,8 +104,6 @@ class HeadCache:
     def __init__(self, model: MTPModel, compiler: Compiler):
         self.model, self.compiler = model, compiler
         self.cache, self.state = KVRows(), HeadState()
-        # Of a prompt that ends with an image: its next pair is at a position in three axes, which rows do not have.
-        self.in_image: Positions | None = None
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +116,7 @@ class HeadCache:
             mx.async_eval(self.cache.keys, self.cache.values)
         held = self.state
         pending = [*held.pending, (hidden, tokens, max(counts))]
-        self.state = HeadState(held.ends, held.firsts, tuple(map(sum, zip(held.counts, counts))), pending)
+        self.state = replace(held, counts=tuple(map(sum, zip(held.counts, counts))), pending=pending)
 
     def can_draft(self, b: int) -> bool:
         """Whether sequence b has a pair to draft from, which the first token of a text lacks."""
@@ -144,11 +145,10 @@ class HeadCache:
                 pairs = self._append(hidden, tokens)
                 self.cache.ends = held.ends.plus(before)
                 out = self.model.mtp.decode(_of_each(pairs, before), self.cache)
-        elif self.in_image is not None:
+        elif held.in_image is not None:
             cache = self.cache.extract(0, held.ends.longest)
-            out = run_head(self.model, hidden, tokens, cache, positions=self.in_image)
+            out = run_head(self.model, hidden, tokens, cache, positions=held.in_image)
             self.cache.join([cache], Ends())
-            self.in_image = None
         else:
             out = self.run(hidden, tokens, held.ends)
         self.state = HeadState(held.ends.plus(held.counts), held.firsts, (0,) * len(held.counts))
@@ -184,7 +184,7 @@ class HeadCache:
         """
         self._keep_last_pair()
         held, firsts, counts, pending = self.state, [c.first_position for c in caches], [0] * len(caches), Pending()
-        positions = [c.head_positions for c in caches]
+        positions, in_image = [c.head_positions for c in caches], None
         if tokens is not None:
             counts = [int(self._waits(c, token)) for c, token in zip(caches, tokens)]
             none = mx.zeros_like(self.model.model.embed_tokens(tokens[:1]))  # [1, 1, H]
@@ -193,10 +193,11 @@ class HeadCache:
                 hidden, tokens = mx.concatenate([held_hidden, hidden]), mx.concatenate([held_tokens, tokens])
             pending = [(hidden, tokens, max([*held.counts, *counts]))]
         elif positions[0] is not None and not positions[0].are_plain(caches[0].head.offset):
-            self.in_image = positions[0]
+            in_image = positions[0]
         new = Ends(tuple(c.head.offset for c in caches), tuple(0 if p is None else p.shift for p in positions))
         self.cache.join([c.head for c in caches], held.ends)
-        self.state = HeadState(held.ends.joined(new), (*held.firsts, *firsts), (*held.counts, *counts), pending)
+        ends = held.ends.joined(new)
+        self.state = HeadState(ends, (*held.firsts, *firsts), (*held.counts, *counts), pending, in_image)
 
     def _waits(self, cache: PromptCache, token: mx.array) -> bool:
         """Whether a sequence has a pair for its next token [1] that rows can take. Run the head over others at once."""

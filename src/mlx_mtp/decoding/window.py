@@ -26,11 +26,14 @@ class Drafts:
     Args:
         sequences (List[Sequence]): The sequences of the window.
         plans (List[Plan]): The plan of each. ``Decoder.draft`` reduces it where a source or the head gives fewer drafts.
-        plan (Plan): The plan that was chosen: of one sequence its own, of several the number of drafts that they share.
+        plan (Plan): The most drafts of any sequence as planned, and whether they need the head.
         depth (Depth, optional): The depth that has chosen it, which observes the step; ``None`` for a given number.
         tokens (mx.array): [B, k]; ``NO_DRAFTS`` if there are none.
         records (List[List[Any]]): The record that ``Acceptance.draft`` returned with each draft, until it is accepted or
           rejected; ``None`` for a draft that has no distribution.
+
+    Attributes:
+        planned (List[Plan]): The plan of each before it is reduced.
     """
 
     sequences: list[Sequence]
@@ -41,7 +44,7 @@ class Drafts:
     records: Records = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.planned = self.plans  # before they are reduced
+        self.planned = self.plans
 
     def __len__(self) -> int:
         """The most drafts of any sequence."""
