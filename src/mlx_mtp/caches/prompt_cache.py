@@ -133,9 +133,10 @@ def release(cache: PromptCache) -> None:
             c.keys, c.values, c.offset = None, None, 0
 
 
-def _fingerprint_of(last: Any) -> bytes:
+def fingerprint_of(cache: PromptCache) -> bytes:
     """The fingerprint of the model that filled the caches; empty if unknown."""
-    return b"" if last[4] is None else bytes(last[4].tolist())
+    fingerprint = cache.entries[-1][4]
+    return b"" if fingerprint is None else bytes(fingerprint.tolist())
 
 
 def _images_of(last: Any) -> list[ImageSpan]:
@@ -210,7 +211,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     images = cache.images
     if cache.n_recorded < cache.n_tokens:
         entries[n_layers:] = make_head_cache(model)
-    elif _fingerprint_of(cache.entries[-1])[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
+    elif fingerprint_of(cache)[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
         entries[n_layers] = stock.KVCache()
     else:
         _check_head(model, cache)
@@ -272,7 +273,7 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
             "The content of this prompt cache is unknown: it was copied or saved during a generation, or a generation was "
             "interrupted while it ended. Make a new one with mlx_mtp.make_prompt_cache(model)."
         )
-    if (fingerprint := _fingerprint_of(last)) and fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
+    if (fingerprint := fingerprint_of(cache)) and fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
         raise ValueError(
             "The prompt cache belongs to another model, or to other weights, settings or adapters of this model. Make a new "
             "one with mlx_mtp.make_prompt_cache(model)."
