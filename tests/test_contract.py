@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm import chat, processors, sample_utils, server, utils
+from mlx_lm import chat, sample_utils, server, utils
 from mlx_lm.models import base, cache, gated_delta, prism_hadamard_qwen35, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
@@ -66,7 +66,6 @@ SIGNATURES = [
     (gated_delta.gated_delta_kernel, "q k v g beta state mask"),
     (gated_delta.gated_delta_ops, "q k v g beta state mask"),
     (gated_delta.normalize_qk, "q k inv_scale eps"),
-    (processors.load_processor, "model config"),
     (trainer.train, "model optimizer train_dataset val_dataset args loss iterate_batches training_callback"),
     (callbacks.TrainingCallback.on_val_loss_report, "self val_info"),
     (datasets.create_dataset, "data tokenizer config"),

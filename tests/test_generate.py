@@ -124,9 +124,8 @@ def test_without_mtp_it_is_plain_mlx_lm(trained, plain_summary):
 
 def test_refuses_arguments_that_do_not_go_together(trained):
     for options, message in (
-        ({"draft_model": trained[0]}, "requires mtp=False"),
+        ({"mtp": False, "draft_model": trained[0]}, "requires mlx_lm.stream_generate"),
         ({"mtp": False, "draft_p_min": 0.5}, "requires mtp=True"),
-        ({"mtp": False, "draft_model": trained[0], "copy_drafts": 4}, "omit copy_drafts"),
         ({"max_tokens": 0}, "non-zero"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -240,19 +239,6 @@ def test_resumes_a_prompt_cache_file(capsys, trained, tmp_path):
     save_prompt_cache(str(file), cache, metadata)
     for flags in (["--check"], []):
         assert "has the token 4000000, and the vocabulary ends at 4095" in refused(capsys, *args, *flags)
-
-
-def test_default_number_of_draft_tokens_of_a_draft_model(monkeypatch, capsys):
-    given = []
-
-    def print_text(*_, options, **__):
-        given.append(options.num_draft_tokens)
-        raise ValueError("enough")
-
-    monkeypatch.setattr(command, "print_text", print_text)
-    for flags in ([], ["--num-draft-tokens", 5]):
-        run(capsys, "--draft-model", TRAINED, *flags)
-    assert given == [3, 5]
 
 
 def test_a_head_that_could_be_downloaded_is_named(monkeypatch, capsys, tmp_path):
@@ -373,7 +359,7 @@ SPOILT = {
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mtp --draft-model x", "cannot be combined"),
+        ("--draft-model x", "mlx_lm.generate --draft-model x"),
         ("--mtp --num-draft-tokens 9", "must be auto or from 0 to 8"),
         ("--mtp --num-draft-tokens -1", "must be auto or from 0 to 8"),
         ("--mtp --max-kv-size 100", "do not rotate"),
@@ -395,8 +381,6 @@ SPOILT = {
         ("--mtp --settings FOLDER", "There is no settings file"),
         ("--mtp --prompt-cache-dir FOLDER --check", "--prompt-cache-dir and --check cannot be combined"),
         ("--no-mtp --acceptance rejection", "--acceptance requires an MTP head: remove --no-mtp"),
-        ("--acceptance coupled --draft-model x", "--acceptance coupled and --draft-model cannot be combined"),
-        ("--draft-model x --copy-drafts 5", "--copy-drafts and --draft-model cannot be combined"),
         ("--mtp --model HEADLESS", "has no MTP head, and its base model was not found. "),
         ("--num-draft-tokens 2 --model HEADLESS", "--num-draft-tokens requires an MTP head: "),
         ("--max-kv-size 9 --copy-drafts auto", "--copy-drafts cannot be combined with --max-kv-size"),

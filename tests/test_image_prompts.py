@@ -104,14 +104,11 @@ def test_a_prompt_store_knows_an_image_by_its_content(model, tokenizer):
 def test_what_does_not_go(model, tokenizer):
     tokens = with_placeholders(0)
     plain = tiny_model("qwen3_5", vocab_size=300)
-    held = read_images(model.vision, tokens, pictures(0)).cache(model, None)
     cases = [
         (model, tokens, pictures(0)[:1], {}, "2 placeholders .* for 1 images"),
         (model, [1, 2], pictures(0)[:1], {}, "0 placeholders .* for 1 images"),
         (model, [*tokens, VIDEO_TOKEN], pictures(0), {}, "videos are not supported"),
         (plain, tokens, pictures(0), {}, "has no vision encoder"),
-        (model, tokens, pictures(0), dict(draft_model=plain, mtp=False), "omit draft_model"),
-        (model, [1], [], dict(draft_model=plain, mtp=False, prompt_cache=held), "omit draft_model"),
         (model, tokens, ["no.png", "no.png"], {}, "no image no.png"),
         (model, tokens, [b"", b""], {}, "Image 1 "),
         (model, tokens, [np.zeros((4, 4), np.uint8)] * 2, {}, r"uint8 \[height, width, 3\]"),

@@ -212,8 +212,6 @@ def test_one_sampler_gives_one_text_at_every_use(model, tokenizer):
     for use in ways.values():
         with pytest.raises(ValueError, match=r"sampler\.at\(3\) is for one text, and has drawn 1 of its tokens"):
             use(begun)
-    with pytest.raises(ValueError, match="A draft model samples by match"):
-        mlx_mtp.generate(model, tokenizer, "a", mtp=False, draft_model=model, sampler=sampler)
 
 
 def test_mlx_lms_functions_take_a_sampler_for_each_text(model, tokenizer):

@@ -272,8 +272,7 @@ def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, fl
 def check_generation_flags(args: argparse.Namespace) -> None:
     """Raise a ValueError if a flag of sampling, sizes or drafts is out of range or cannot be combined with another.
 
-    ``--draft-model`` and ``--max-kv-size`` turn off the head, and an absent ``num_draft_tokens`` of a draft model becomes
-    mlx-lm's default.
+    ``--max-kv-size`` turns off the head.
     """
     check_limits(vars(args), LIMITS)
     if args.max_tokens < 1 and args.max_tokens != -1:
@@ -284,21 +283,12 @@ def check_generation_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag_of(name)} must be one of {', '.join(map(str, values))}, not {value}.")
     make_sampler(**_sampling(args), seed=getattr(args, "seed", None))
     check_head(args)
-    draft_model, max_kv_size = getattr(args, "draft_model", None), getattr(args, "max_kv_size", None)
-    copies = asks_for_copies(args.copy_drafts)
-    if args.mtp is None and (draft_model is not None or max_kv_size is not None):
+    text_options(args).check()
+    copies, max_kv_size = asks_for_copies(args.copy_drafts), getattr(args, "max_kv_size", None)
+    if args.mtp is None and max_kv_size is not None:
         args.mtp = False
-    if draft_model is None:
-        text_options(args).check()
-    else:
-        others = {"--mtp": args.mtp, "--copy-drafts": copies, "--acceptance coupled": args.acceptance == "coupled"}
-        for flag in (flag for flag, is_given in others.items() if is_given):
-            raise ValueError(f"{flag} and --draft-model cannot be combined.")
-        args.num_draft_tokens = 3 if args.num_draft_tokens is None else args.num_draft_tokens  # mlx-lm's default
-        if args.num_draft_tokens == "auto" or args.num_draft_tokens < 1:
-            raise ValueError(f"--num-draft-tokens must be 1 or more, not {args.num_draft_tokens}.")
     if args.mtp is False:
-        check_without_head(args, "remove --no-mtp, --draft-model or --max-kv-size.")
+        check_without_head(args, "remove --no-mtp or --max-kv-size.")
     if max_kv_size is not None and (args.mtp is not False or copies or getattr(args, "images", False)):
         flag = "--mtp" if args.mtp else "--copy-drafts" if copies else "--images"
         raise ValueError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
@@ -307,7 +297,7 @@ def check_generation_flags(args: argparse.Namespace) -> None:
 def check_without_head(args: argparse.Namespace, advice: str) -> None:
     """Raise a ValueError with this advice if a flag requires a head."""
     needs = [name for name in ("check", "draft_p_min") if getattr(args, name, None)]
-    if getattr(args, "draft_model", None) is None and args.num_draft_tokens is not None:
+    if args.num_draft_tokens is not None:
         needs.append("num_draft_tokens")
     if args.acceptance == "rejection":
         needs.append("acceptance")

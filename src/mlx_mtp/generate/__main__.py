@@ -4,22 +4,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
-import numpy as np
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_caches
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import open_prompt_cache
-from ..checkpoint.config import read_json
-from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, check_family, load
 from ..checkpoint.self_test import compiled_differences, report_differences
 from ..cli.display import one_line_errors, prompt_progress
@@ -43,14 +38,13 @@ from ..files import check_source
 from ..images.open import size_of
 from ..images.prompt import read_images, vision_of
 from ..images.vision import IMAGE_TOKEN, PLACEHOLDER
-from ..models import MODEL_TYPES
 from ..models.mixin import MTPModel
 from ..text.grammar import Grammar, make_grammar
 from .check import check
 from .stream import print_text
 
 # Flags for one process only. A prompt cache file is for a whole model.
-ALONE = ("prompt_cache_file", "prompt_cache_dir", "draft_model", "adapter_path", "image", "quantize_activations")
+ALONE = ("prompt_cache_file", "prompt_cache_dir", "adapter_path", "image", "quantize_activations")
 SIZES = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 
 
@@ -73,11 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=0.0,
         help="Sampling temperature (default: 0.0, the most likely token, whatever the model's generation_config.json says)",
     )
-    parser.add_argument(
-        "--draft-model",
-        type=str,
-        help="A model to be used for speculative decoding by mlx-lm, without the head; --num-draft-tokens then defaults to 3.",
-    )
+    parser.add_argument("--draft-model", help="Not supported: use mlx_lm.generate.")
     parser.add_argument(
         "--check",
         action="store_true",
@@ -100,20 +90,17 @@ def run(args: argparse.Namespace) -> None:
     saved = None
     if args.prompt_cache_file is not None:
         saved = load_prompt_cache(args.prompt_cache_file, args.model, args.kv_bits, args.kv_group_size)
-    if args.draft_model is not None:
-        fetch(args.draft_model, None)
-    model, tokenizer, config = load_model(args, saved)
+    model, tokenizer = load_model(args, saved)
     if saved is not None and isinstance(model, MTPModel):
         open_prompt_cache(model, saved.caches)  # --check passes it to mlx-lm first, which does not check it
-    prompt, input_embeddings = from_rank_0(
-        getattr(model, "ranks", None), lambda: encode_prompt(args, model, tokenizer, config, saved is not None)
+    prompt = from_rank_0(
+        getattr(model, "ranks", None), lambda: encode_prompt(args, model, tokenizer, saved is not None)
     )
     options: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
-    options |= {"prompt_cache": None if saved is None else saved.caches, "input_embeddings": input_embeddings}
-    images = args.image if args.image and isinstance(model, MTPModel) else ()
+    options["prompt_cache"] = None if saved is None else saved.caches
     if args.check:
-        if images:
-            pictured = read_images(vision_of(model), prompt, images)
+        if args.image:
+            pictured = read_images(vision_of(model), prompt, args.image)
             prompt, options["input_embeddings"] = pictured.tokens, pictured.embed(model)
             options["prompt_cache"] = pictured.cache(model, options["prompt_cache"])
         result = check(model, mx.array(prompt), text_options(args), stop_tokens=tokenizer.eos_token_ids, **options)
@@ -121,8 +108,6 @@ def run(args: argparse.Namespace) -> None:
         print(report_differences(compiled_differences(model, mx.array(prompt))))
         sys.exit(0 if result.passed else 1)
     with open_prompt_store(args, model) as store, prompt_progress() as progress:
-        if args.draft_model is None:  # mlx-lm's speculative decoding has no callback
-            options["prompt_progress_callback"] = progress
         text, last = print_text(
             model,
             tokenizer,
@@ -134,9 +119,9 @@ def run(args: argparse.Namespace) -> None:
             options=text_options(args),
             sampler=sampler_of(args, tokenizer),
             max_kv_size=args.max_kv_size,
-            draft_model=load_draft_model(args, tokenizer),
             prompt_store=store,
-            images=images,
+            images=args.image or (),
+            prompt_progress_callback=progress,
             **options,
         )
         if not args.verbose:
@@ -147,6 +132,10 @@ def run(args: argparse.Namespace) -> None:
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raise a ValueError if a flag is out of range or cannot be combined with another."""
+    if args.draft_model is not None:
+        raise ValueError(
+            f"--draft-model runs in mlx-lm's own command: mlx_lm.generate --draft-model {args.draft_model}."
+        )
     check_generation_flags(args)
     check_prompt_cache_dir(args, "prompt_cache_file", "check")
     check_alone(args, *ALONE)
@@ -168,20 +157,15 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError("--check ignores tuned settings and cannot be combined with --settings.")
 
 
-def load_model(
-    args: argparse.Namespace, saved: PromptCacheFile | None
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """Load the model, its tokenizer and its config, seed MLX's random state, and check the flags against the model."""
+def load_model(args: argparse.Namespace, saved: PromptCacheFile | None) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load the model and its tokenizer, seed MLX's random state, and check the flags against the model."""
     tokenizer_config = {} if saved is None else saved.tokenizer_config
     if args.model is None:
         args.model = str(DEMO) if saved is None else saved.model
     options = load_options(args)
     if args.check:
         options["settings"] = False
-    # This package reads the images of its families of models, and mlx-lm those of others.
-    config_file = fetch(args.model, None) / "config.json" if args.image else Path()
-    sees = config_file.is_file() and read_json(config_file).get("model_type") in MODEL_TYPES
-    if sees:
+    if args.image:
         options["vision"] = "auto"
     if args.mtp is True:
         check_family(args.model)
@@ -189,7 +173,7 @@ def load_model(
         mx.random.seed(args.seed)
     model, tokenizer, config = load(
         args.model,
-        copy_drafts=asks_for_copies(args.copy_drafts) or sees or args.prompt_cache_dir is not None,
+        copy_drafts=asks_for_copies(args.copy_drafts) or args.image is not None or args.prompt_cache_dir is not None,
         adapter_path=args.adapter_path,
         tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
         model_config={"quantize_activations": args.quantize_activations},
@@ -200,7 +184,7 @@ def load_model(
     check_model_flags(args, config)
     add_eos_tokens(tokenizer, args.extra_eos_token)
     settle_drafts(args, model)
-    return model, tokenizer, config
+    return model, tokenizer
 
 
 # The prompt
@@ -242,9 +226,9 @@ def template_options(text: str | None) -> dict[str, Any]:
 
 
 def encode_prompt(
-    args: argparse.Namespace, model: nn.Module, tokenizer: TokenizerWrapper, config: dict[str, Any], is_suffix: bool
-) -> tuple[list[int], mx.array | None]:
-    """The prompt's token ids, and the embeddings [T, H] of a prompt with images of another family of models.
+    args: argparse.Namespace, model: nn.Module, tokenizer: TokenizerWrapper, is_suffix: bool
+) -> list[int]:
+    """The prompt's token ids.
 
     ``is_suffix``: a prompt cache has the beginning of the conversation. Raise a ValueError if the prompt is empty or no text,
     or the model takes no images.
@@ -255,25 +239,17 @@ def encode_prompt(
         text.encode()
     except UnicodeEncodeError as e:
         raise ValueError("The prompt is not text in UTF-8.") from e
-    is_ours = isinstance(model, MTPModel)
-    if args.image and is_ours:
+    if args.image:
         vision_of(model)  # or an error
         if IMAGE_TOKEN not in text:
             text = PLACEHOLDER * len(args.image) + text
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
         text = _apply_chat_template(args, tokenizer, text, is_suffix)
-    pixel_values = None
-    if args.image and not is_ours:
-        text, pixel_values = _process_images(args.image, model, config, text)
-    tokens = tokenizer.encode(text, add_special_tokens=not use_chat_template)
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=not use_chat_template)
     if not tokens:
         raise ValueError("The prompt is empty: give --prompt some text.")
-    if pixel_values is None:
-        return tokens, None
-    embeddings = model.embed_inputs(mx.array(tokens), pixel_values=pixel_values)
-    mx.eval(embeddings)  # prefill runs on another stream
-    return tokens, embeddings
+    return tokens
 
 
 def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, text: str, is_suffix: bool) -> str:
@@ -297,23 +273,6 @@ def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, 
         messages[-1]["content"] = "<query>"
         text = text[render().index("<query>") :]
     return text
-
-
-def _process_images(files: Sequence[str], model: nn.Module, config: dict[str, Any], text: str) -> tuple[str, Any]:
-    """The prompt with its image placeholders expanded, and the pixels."""
-    from mlx_lm.processors import load_processor
-
-    processor = load_processor(model, config)
-    if processor is None:
-        raise ValueError(
-            f"--image: mlx-lm {version('mlx-lm')} has no image processor for model type {config.get('model_type')}. "
-            "For a Qwen3.5, add --mtp."
-        )
-    require("image", "--image")
-    from PIL import Image
-
-    text, pixel_values = processor(text, images=[np.asarray(Image.open(f).convert("RGB")) for f in files])
-    return text, pixel_values
 
 
 # Others
@@ -354,16 +313,6 @@ def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: lis
 def is_json(schema: str) -> bool:
     """Whether the value of ``--json-schema`` is a schema and not a file."""
     return schema.lstrip().startswith("{")
-
-
-def load_draft_model(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> nn.Module | None:
-    if args.draft_model is None:
-        return None
-    model: nn.Module
-    model, draft_tokenizer = mlx_lm.load(args.draft_model)
-    if draft_tokenizer.vocab_size != tokenizer.vocab_size:
-        raise ValueError("Draft model tokenizer does not match model tokenizer.")
-    return model
 
 
 if __name__ == "__main__":

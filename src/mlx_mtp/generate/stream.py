@@ -14,7 +14,7 @@ from mlx_lm.generate import StopSequences, generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import PromptCache, has_head, n_tokens, positions_of
+from ..caches.prompt_cache import PromptCache, has_head, n_tokens
 from ..caches.rows import KVOptions
 from ..cli.display import paint
 from ..decoding.counts import DraftCounts
@@ -25,7 +25,7 @@ from ..drafts.options import TextOptions, asks_for_copies
 from ..images.prompt import ImagePrompt, read_images, vision_of
 from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
-from ..sampling.sampler import SeededSampler, TextSampler, for_one_text
+from ..sampling.sampler import for_one_text
 
 COUNTED = ("drafted", "accepted", "copied", "copies_accepted", "forced", "forced_accepted")
 KV_NAMES = [field.name for field in fields(KVOptions)]
@@ -64,7 +64,6 @@ def stream_generate(
     tokenizer: TokenizerWrapper,
     prompt: str | mx.array | list[int],
     max_tokens: int = 256,
-    draft_model: nn.Module | None = None,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
     mtp: bool | None = None,
@@ -80,7 +79,6 @@ def stream_generate(
         tokenizer (PreTrainedTokenizer): The tokenizer.
         prompt (Union[str, mx.array, List[int]]): The input prompt string or integer tokens.
         max_tokens (int): The maximum number of tokens to generate. Default: ``256``.
-        draft_model (Optional[nn.Module]): A draft model for mlx-lm's speculative decoding; requires ``mtp=False``.
         mtp (bool, optional): Draft with the MTP head; ``False`` is plain mlx-lm, unless ``copy_drafts`` is given. Default:
           ``None``, ``True`` if the model has a head.
         options (TextOptions, optional): Options of the text in one object; each may be given as an argument instead, such as
@@ -100,8 +98,8 @@ def stream_generate(
         kwargs = {**given, **kwargs}
     mtp = has_head(model) if mtp is None else mtp
     drafts = mtp or asks_for_copies(kwargs.get("copy_drafts"))
-    if draft_model is not None:
-        _check_draft_model(model, mtp, images, kwargs)
+    if kwargs.pop("draft_model", None) is not None:
+        raise ValueError("A draft model requires mlx_lm.stream_generate.")
     if not mtp and kwargs.get("draft_p_min"):
         raise ValueError("draft_p_min requires mtp=True.")
     if not drafts and prompt_store is not None:
@@ -126,29 +124,12 @@ def stream_generate(
         steps = mtp_generate_step if prompt_store is None else partial(stored_steps, prompt_store, tokenizer, pictured)
         yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, steps, **kwargs)
         return
-    for name in ("copy_drafts", "draft_p_min", *(["num_draft_tokens"] if draft_model is None else [])):
+    for name in ("copy_drafts", "draft_p_min", "num_draft_tokens"):
         kwargs.pop(name, None)
     kwargs["sampler"] = for_one_text(kwargs.get("sampler"))
     with same_random_state(getattr(model, "ranks", None), stream):
-        for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs):
+        for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, stream=stream, **kwargs):
             yield GenerationResponse(**vars(r))
-
-
-def _check_draft_model(model: nn.Module, mtp: bool, images: Sequence[Any], options: dict[str, Any]) -> None:
-    """Raise a ValueError if a draft model cannot be combined with the other options."""
-    if mtp:
-        raise ValueError("A draft model requires mtp=False: it cannot draft together with the MTP head.")
-    if getattr(model, "ranks", None) is not None:
-        raise ValueError("A draft model runs in one process, not on several machines: omit draft_model.")
-    if asks_for_copies(options.get("copy_drafts")):
-        raise ValueError("A draft model cannot draft together with copies: omit copy_drafts.")
-    if isinstance(options.get("sampler"), (SeededSampler, TextSampler)):
-        raise ValueError(
-            'A draft model samples by match: use make_sampler(..., acceptance="match") and mx.random.seed.'
-        )
-    # mlx-lm's speculative loop passes only the caches of layers, which do not have the positions of images.
-    if images or positions_of(options.get("prompt_cache"), len(model.layers)) is not None:
-        raise ValueError("A draft model takes no images: omit draft_model.")
 
 
 def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
