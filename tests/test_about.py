@@ -1,7 +1,6 @@
 """One command for all, names for models, and the commands that tell about models, caches and this machine."""
 
 import re
-import subprocess
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
@@ -37,42 +36,14 @@ def test_help_lists_the_commands(capsys):
     assert run_command(main, capsys, "--version") == (0, f"mlx_mtp {mlx_mtp.__version__}\n", "")
 
 
-def test_an_unknown_command_or_shell_is_one_line(capsys):
+def test_an_unknown_command_is_one_line(capsys):
     for argv, message in (
         (["genrate"], "There is no command genrate: did you mean generate?"),
         (["xyz"], "There is no command xyz: choose from demo, generate,"),
         (["--model", "x", "generate"], "The command comes first: mlx_mtp generate --model ..."),
-        (["--print-completion", "cmd"], "--print-completion takes a shell: bash, "),
+        (["--print-completion", "bash"], "--print-completion was removed: "),
     ):
         assert refusal(main, capsys, *argv).startswith(f"mlx_mtp: error: {message}")
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_has_every_command_and_flag(shell, capsys):
-    status, out, err = run_command(main, capsys, "--print-completion", shell)
-    assert (status, err) == (0, "")
-    for name, (module, _) in COMMANDS.items():
-        assert name in out
-        for action in resolve_name(module).make_parser()._actions:
-            assert all(flag in out for flag in action.option_strings if flag.startswith("--"))
-
-
-def test_bash_completes_commands_flags_and_folders(capsys, tmp_path):
-    script = run_command(main, capsys, "--print-completion", "bash")[1]
-    (tmp_path / "a_model").mkdir()
-    (tmp_path / "a_file").touch()
-
-    def completed(*words: str) -> list[str]:
-        """What bash offers for the last word."""
-        call = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_mlx_mtp"
-        program = f"{script}\n{call}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-        done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=tmp_path)
-        return done.stdout.split()
-
-    assert completed("mlx_mtp", "ge") == ["generate"]
-    assert completed("mlx_mtp", "convert", "--graft-m") == ["--graft-mtp-from"]
-    assert completed("mlx_mtp", "chat", "--thinking", "o") == ["on", "off"]
-    assert completed("mlx_mtp", "chat", "--model", "a_") == ["a_model"]
 
 
 # Names of models

@@ -167,7 +167,6 @@ def test_without_extras_and_in_any_order_of_imports():
         ("server",): "mlx_mtp server requires fastapi, uvicorn, pydantic, prometheus_client, llguidance: {server}",
         ("chat",): "mlx_mtp chat requires prompt_toolkit: {chat}",
         ("generate", "--json-schema", "{}"): "mlx_mtp generate: error: --json-schema requires fastapi",
-        ("--print-completion", "bash"): "mlx_mtp: error: --print-completion requires shtab: {completion}",
         (
             "benchmark",
             "--compare-depths",

@@ -1,6 +1,5 @@
 """The command ``mlx_mtp``: ``mlx_mtp generate ...`` runs ``mlx_mtp.generate ...``."""
 
-import argparse
 import sys
 from difflib import get_close_matches
 from pkgutil import resolve_name
@@ -8,7 +7,6 @@ from typing import NoReturn
 
 from ._version import __version__
 from .cli.parser import REMOVED
-from .extras import MissingExtra, require
 
 COMMANDS = {
     "demo": ("mlx_mtp.generate.demo", "compare generation with and without drafts"),
@@ -22,8 +20,6 @@ COMMANDS = {
     "doctor": ("mlx_mtp.about:doctor", "check this machine and a model"),
     "cache": ("mlx_mtp.about:cache", "list and remove downloaded heads"),
 }
-SHELLS = ("bash", "zsh", "fish")
-FOLDERS = ("model", "adapter_path", "mlx_path", "hf_path")  # flags that take a folder, without a metavar that shows it
 HELP = "\n".join(
     [
         "usage: mlx_mtp COMMAND [flags]",
@@ -31,7 +27,6 @@ HELP = "\n".join(
         *(f"  {name:<13}{use}" for name, (_, use) in COMMANDS.items()),
         "",
         "`mlx_mtp COMMAND --help` lists the flags of a command.",
-        f"`mlx_mtp --print-completion SHELL` prints the completion script of {', '.join(SHELLS)}.",
     ]
 )
 
@@ -44,8 +39,6 @@ def main() -> None:
         print(HELP)
     elif command == "--version":
         print(f"mlx_mtp {__version__}")
-    elif command == "--print-completion":
-        print_completion(sys.argv[1] if len(sys.argv) > 1 else "")
     elif command in COMMANDS:
         resolve_name(COMMANDS[command][0]).main()
     elif command in REMOVED:
@@ -57,33 +50,6 @@ def main() -> None:
         near = get_close_matches(command, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}."
         fail(f"There is no command {command}: {hint}")
-
-
-def print_completion(shell: str) -> None:
-    """Print a script for shell completion of commands, flags and file names."""
-    if shell not in SHELLS:
-        fail(f"--print-completion takes a shell: {', '.join(SHELLS)}.")
-    try:
-        require("completion", "--print-completion")
-    except MissingExtra as e:
-        fail(str(e))
-    import shtab
-
-    parser = argparse.ArgumentParser("mlx_mtp")
-    parser.add_argument("--version", action="store_true")
-    commands = parser.add_subparsers()
-    for name, (module, use) in COMMANDS.items():
-        try:
-            parents = [resolve_name(module).make_parser()]
-        except MissingExtra:  # its flags are unknown
-            parents = []
-        own = commands.add_parser(name, help=use, parents=parents, add_help=False, conflict_handler="resolve")
-        for action in own._actions:
-            if action.dest in FOLDERS or action.metavar in ("DIR", "FOLDER"):
-                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]  # shtab reads it
-            elif isinstance(action.metavar, str) and "FILE" in action.metavar:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
-    print(shtab.complete(parser, shell))
 
 
 def fail(message: str) -> NoReturn:

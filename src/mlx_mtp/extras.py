@@ -7,7 +7,6 @@ EXTRAS = {  # the modules of each that are imported
     "chat": ("prompt_toolkit",),
     "image": ("PIL",),
     "plot": ("matplotlib",),
-    "completion": ("shtab",),
 }
 
 
