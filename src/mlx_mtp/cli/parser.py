@@ -50,6 +50,7 @@ REMOVED = {
     "--print-completion": "the flags of a command are in its --help.",
     "draft_vocab": "--draft-vocab N drafts from the first N token ids, the special tokens and the tokens of the text.",
     "--no-figures": "the line below each answer is always printed.",
+    "--lora-rank": "mlx_mtp fit writes the whole head, beside links to the model's files.",
     "--report": "--json FILE writes the machine and the figures.",
     "--assume-acceptance": "python -m benchmarks.synthetic --acceptance RATE in a checkout.",
     "--synthetic": "time random weights with `python -m benchmarks.synthetic` in a checkout.",

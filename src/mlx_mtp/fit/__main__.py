@@ -11,7 +11,7 @@ from .fitting import fit
 GROUPS = {
     "model": ("model", "mlx_path", "adapter_path"),
     "texts": ("corpus", "prompts", "answers", "max_tokens", "temp", "max_seq_length"),
-    "training": ("drafts", "lora_rank", "iters", "batch_size", "learning_rate", "steps_per_eval", "seed"),
+    "training": ("drafts", "iters", "batch_size", "learning_rate", "steps_per_eval", "seed"),
     "caches": ("cache_path", "cache_gb"),
 }
 
@@ -25,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="The path to the local model directory or Hugging Face repo.")
-    add("--mlx-path", required=True, help="Path to save the model with the fitted head, or its adapter.")
+    add("--mlx-path", required=True, help="Path to save the model with the fitted head.")
     add(
         "--corpus",
         nargs="+",
@@ -40,7 +40,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--adapter-path", help="Path to the trained adapter weights and config of the backbone.")
     add("--drafts", type=int, default=4, help="Number of drafts to train at each position.")
-    add("--lora-rank", type=int, metavar="R", help="Write an adapter of this rank in place of a model.")
     add("--iters", type=int, default=500, help="Iterations to train for.")
     add("--batch-size", type=int, default=4, help="Minibatch size.")
     add("--learning-rate", type=float, default=1e-4, help="AdamW learning rate.")
@@ -61,16 +60,10 @@ def main() -> None:
         args = vars(parse(parser))
         comparison = fit(**args)
     if comparison.is_better:
-        print(f"[INFO] Next: `{next_command(**args)}`")
+        print(f"[INFO] Next: `mlx_mtp chat --mtp --model {quote(args['mlx_path'])}`")
     else:
         print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)
         sys.exit(1)
-
-
-def next_command(model: str, mlx_path: str, lora_rank: int | None = None, **_: object) -> str:
-    """A command that uses the written model or adapter."""
-    target = quote(mlx_path)
-    return f"mlx_mtp chat --mtp --model {target if lora_rank is None else f'{quote(model)} --adapter-path {target}'}"
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
 """The acceptance of drafts in the decoding loop on held-out texts, with standard errors."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint.config import read_json
-from ..cli.display import bar, say
+from ..cli.display import bar
 from ..decoding.counts import DraftCounts
-from ..files import write_atomic
 from .texts import continue_text
 
 RESAMPLES = 2000  # resamplings of the texts, for the standard errors
@@ -47,18 +43,6 @@ def measure(
             accepted[i, : len(counts.accepted)] = counts.accepted
             progress.update()
     return TextCounts(drafted, accepted)
-
-
-def measure_once(
-    model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[list[int]], n_drafts: int, max_tokens: int, file: Path
-) -> TextCounts:
-    """``measure``, or the result of an earlier run in a file."""
-    if file.exists():
-        say("It was measured by the run before")
-        return TextCounts(**{name: np.array(counts) for name, counts in read_json(file).items()})
-    measured = measure(model, tokenizer, prompts, n_drafts, max_tokens)
-    write_atomic(file, json.dumps({name: counts.tolist() for name, counts in vars(measured).items()}))
-    return measured
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,23 @@ from mlx.utils import tree_flatten, tree_map
 
 from ..checkpoint.config import Config, check_config, read_config, read_json
 from ..checkpoint.fetched import fetch_missing_head
-from ..checkpoint.head_formats import head_bits, load_tensors
+from ..checkpoint.head_formats import head_bits
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
-from ..checkpoint.output import atomic_directory, check_new, save, write_config, write_weights
+from ..checkpoint.output import atomic_directory, check_new, write_config, write_weights
 from ..checkpoint.reader import CheckpointReader
 from ..cli.display import say
 from ..cli.flags import check_limits
 from ..cli.parser import flag_of
 from ..files import check_folder, check_source, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
-from .comparison import Comparison, compare, measure, measure_once
+from .comparison import Comparison, compare, measure
 from .loss import DraftLoss
 from .texts import SHORTEST, Data, Split, describe, prepare, split
-from .training import Lora, Schedule, bytes_per_token, make_trainable, record, train_head
+from .training import Schedule, bytes_per_token, make_trainable, record, train_head
 
 LIMITS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("iters", "batch_size", "steps_per_eval", "answers", "max_tokens", "lora_rank"), (1, math.inf)),
+    **dict.fromkeys(("iters", "batch_size", "steps_per_eval", "answers", "max_tokens"), (1, math.inf)),
     **dict.fromkeys(("temp", "seed"), (0, math.inf)),
     "max_seq_length": (SHORTEST, math.inf),
     "drafts": (1, MAX_DRAFT_TOKENS),
@@ -63,7 +62,6 @@ def fit(
     *,
     adapter_path: str | None = None,
     drafts: int = 4,
-    lora_rank: int | None = None,
     iters: int = 500,
     batch_size: int = 4,
     learning_rate: float = 1e-4,
@@ -78,19 +76,19 @@ def fit(
 ) -> Comparison:
     """Train only a model's MTP head, to predict the model's text, and write it if more drafts are accepted.
 
-    The head does not change the model's text. The same call resumes an interrupted one.
+    The head does not change the model's text. After an interruption, the same call uses the answers and recorded states so
+    far.
 
     Args:
         model (str): The path or the Hugging Face repository of a checkpoint. If it has no head, the head of its base model is
           fetched and fitted.
-        mlx_path (str): The folder to write: a checkpoint, or an adapter with ``lora_rank``.
+        mlx_path (str): The folder of the checkpoint to write.
         corpus (Sequence[Union[str, Path]], optional): Files of text like the model's future output, or ``.jsonl`` files
           of ``mlx_lm.lora``. Default: ``None``, prompts.
         prompts (Union[str, Path], optional): A file of prompts, separated by lines of three dashes, which the model answers
           first. Default: ``None``, built-in ones.
         adapter_path (str, optional): A trained adapter of ``mlx_lm.lora`` for the backbone. Default: ``None``.
         drafts (int): The number of drafts to train and measure at each position. Default: ``4``.
-        lora_rank (int, optional): Write a low-rank adapter of the head of this rank instead. Default: ``None``.
         iters (int): Iterations to train for. Default: ``500``.
         batch_size (int): Texts in an iteration. Default: ``4``.
         learning_rate (float): AdamW's highest learning rate. Default: ``1e-4``.
@@ -115,8 +113,7 @@ def fit(
     check_new(target)
     data = Data(corpus, prompts, max_seq_length, answers, max_tokens, temp, cache_gb, seed)
     how = Schedule(iters, batch_size, learning_rate, steps_per_eval, seed)
-    lora = None if lora_rank is None else Lora(lora_rank, adapter_path)
-    check_arguments(data, how, drafts, lora)
+    check_arguments(data, how, drafts)
     if adapter_path is not None:
         check_folder(Path(adapter_path), "--adapter-path")
     if work.exists():
@@ -134,48 +131,36 @@ def fit(
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
     say(f"Measuring the original head on {len(starts)} held-out texts")
-    before = measure_once(loaded, tokenizer, starts, drafts, max_tokens, work / f"measured-{drafts}.json")
-    best_iters = train_on(loaded, parts, max_seq_length, drafts, how, lora, work)
+    before = measure(loaded, tokenizer, starts, drafts, max_tokens)
+    best_iters = train_on(loaded, parts, max_seq_length, drafts, how, work)
     say("Measuring the fitted head on the same texts")
     comparison = compare(before, measure(loaded, tokenizer, starts, drafts, max_tokens))
     print(comparison.table())
 
     if comparison.is_better:
         record = describe(data, parts, drafts, best_iters)
-        if lora is None:
-            write_checkpoint(target, source, loaded, model, adapter_path, record, comparison.table())
-        else:
-            write_adapter(target, loaded, lora, record)
+        write_checkpoint(target, source, loaded, model, adapter_path, record, comparison.table())
         say(f"Wrote {target}")
     if cache_path is None:
         shutil.rmtree(work)
     return comparison
 
 
-def train_on(model: Any, parts: Split, length: int, drafts: int, how: Schedule, lora: Lora | None, work: Path) -> int:
+def train_on(model: Any, parts: Split, length: int, drafts: int, how: Schedule, work: Path) -> int:
     """Record the texts, and train the head of a model, which keeps its dtype. Return the iterations of the best head."""
-    times = [time.perf_counter()]
     train, valid = (
         record(model, texts, work / "states", name, how.batch_size, length)
         for name, texts in (("train", parts.train), ("valid", parts.valid))
     )
-    times.append(time.perf_counter())
     dtypes = tree_map(lambda p: p.dtype, model.mtp.parameters())
     model.freeze()
-    make_trainable(model.mtp, lora, how.seed)
+    make_trainable(model.mtp)
     loss = DraftLoss(model.model.embed_tokens, model.output_layer, drafts)
-    state = work / f"training-{digest([drafts, lora, how])}.safetensors"
-    progress = train_head(model.mtp, loss, train, valid, how, state)
-    times.append(time.perf_counter())
-    if lora is None:
-        model.mtp.update(tree_map(lambda p, dtype: p.astype(dtype), model.mtp.parameters(), dtypes))
-    first, lowest = progress.losses
-    say(f"Best at iteration {progress.best_iters}: validation loss {first:.3f} -> {lowest:.3f}")
-    say(
-        f"Recorded in {times[1] - times[0]:.0f} s, trained in {times[2] - times[1]:.0f} s, "
-        f"peak memory {mx.get_peak_memory() / 1e9:.2f} GB"
-    )
-    return progress.best_iters
+    best = train_head(model.mtp, loss, train, valid, how)
+    model.mtp.update(tree_map(lambda p, dtype: p.astype(dtype), model.mtp.parameters(), dtypes))
+    losses = f"{best.losses[0]:.3f} -> {min(best.losses):.3f}" if best.losses else "unknown"
+    say(f"Best at iteration {best.iters}: validation loss {losses}, peak memory {mx.get_peak_memory() / 1e9:.2f} GB")
+    return best.iters
 
 
 def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
@@ -189,11 +174,11 @@ def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
         )
 
 
-def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -> None:
+def check_arguments(data: Data, how: Schedule, drafts: int) -> None:
     """Raise a ValueError if an argument is out of range, or two contradict each other."""
     if data.corpus is not None and data.prompts is not None:
         raise ValueError("Choose either --corpus or --prompts, not both.")
-    given = {**vars(data), **vars(how), "drafts": drafts, "lora_rank": None if lora is None else lora.rank}
+    given = {**vars(data), **vars(how), "drafts": drafts}
     check_limits(given, LIMITS)
     for name in ("learning_rate", "cache_gb"):
         if given[name] <= 0:
@@ -206,17 +191,13 @@ def check_arguments(data: Data, how: Schedule, drafts: int, lora: Lora | None) -
 
 def open_work(work: Path, source: Any) -> None:
     """Make the folder of recorded states, or raise a ValueError if an existing one is for other texts or another model."""
-    file, wanted = work / "fit.json", {"digest": digest(source)}
+    file, wanted = work / "fit.json", {"digest": hashlib.sha256(repr(source).encode()).hexdigest()}
     if file.exists():
         if read_json(file) != wanted:
             raise ValueError(f"{work} was recorded with other arguments or texts: repeat them, or delete it.")
         return
     work.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(wanted))
-
-
-def digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 # What a fit writes
@@ -244,16 +225,3 @@ def write_checkpoint(
         write_config(folder, config, head, origin)
         with (folder / "README.md").open("a", encoding="utf-8") as card:
             card.write(USAGE.format(model=name, name=target, original=original, table=table, adapter=adapter, **record))
-
-
-def write_adapter(target: Path, model: Any, lora: Lora, record: dict[str, Any]) -> None:
-    """Write the adapter of a fitted head in mlx-lm's layout; ``record`` describes the fit."""
-    weights: Any = {} if lora.beside is None else load_tensors(Path(lora.beside) / "adapters.safetensors")
-    trained: Any = tree_flatten(model.mtp.trainable_parameters())
-    weights.update({model.head_prefix + name: w for name, w in trained})
-    parameters = lora.parameters({name.rpartition(".")[0] for name in weights})
-    # The keys are whole paths, so mlx-lm need not count layers.
-    config = {"fine_tune_type": "lora", "num_layers": 0, "lora_parameters": parameters, "mlx_mtp_fit": record}
-    with atomic_directory(target) as folder:
-        save(folder / "adapters.safetensors", weights)
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")

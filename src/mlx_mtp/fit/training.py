@@ -4,30 +4,29 @@ The backbone's hidden states and predictions are recorded on disk first, so that
 """
 
 import io
-import json
 import math
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
+from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, TextIO
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_lm.models.switch_layers import SwitchLinear
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.callbacks import TrainingCallback
 from mlx_lm.tuner.trainer import TrainingArgs, train
-from mlx_lm.tuner.utils import build_schedule, linear_to_lora_layers
+from mlx_lm.tuner.utils import build_schedule
+from tqdm import tqdm
 
-from ..checkpoint.config import read_json
 from ..checkpoint.head_formats import load_tensors
-from ..cli.display import bar, say
+from ..cli.display import bar
 from ..files import save_atomic
 from ..layers.drafting import ROUTERS
 from ..models.mixin import MTPModel
@@ -37,9 +36,7 @@ from .texts import Text
 TOP_K = 32  # the likeliest tokens of the backbone's distribution; the others have hardly any mass
 ROWS = 1 << 25  # logits that are computed at once
 PAD_TO = 32  # as in mlx-lm: fewer lengths need fewer compiled graphs
-COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 BETAS = (0.9, 0.95)
-SCALE = 20.0  # of adapters, as in mlx-lm
 
 
 def bytes_per_token(model: MTPModel) -> int:
@@ -121,132 +118,82 @@ class Schedule:
         return optim.AdamW(learning_rate=schedule, betas=list(BETAS), bias_correction=True)
 
 
-class Progress(TrainingCallback):
-    """Keeps the head with the lowest validation loss and, in one file, the state to resume from.
+class Best(TrainingCallback):
+    """Keeps the head with the lowest validation loss, its ``weights`` after ``iters`` iterations, and all ``losses``."""
 
-    ``start`` is the iterations of earlier runs, ``losses`` the validation loss of the original head and the lowest one.
-    """
-
-    def __init__(self, mtp: nn.Module, optimizer: optim.Optimizer, file: Path):
-        self.mtp, self.optimizer, self.file = mtp, optimizer, file
-        self.start = self.best_iters = 0
-        self.best = self._weights()
-        self.losses = (math.inf, math.inf)
-        if file.exists():
-            self._resume()
+    def __init__(self, mtp: nn.Module):
+        self.mtp, self.out = mtp, sys.stdout
+        self.iters, self.weights, self.losses = 0, _trained(mtp), list[float]()
 
     def on_val_loss_report(self, val_info: dict[str, Any]) -> None:
         """Called by mlx-lm before the first iteration and every ``steps_per_eval`` iterations."""
-        iters, loss = self.start + val_info["iteration"], val_info["val_loss"]
-        first, lowest = self.losses
-        if loss < lowest:
-            self.best, self.best_iters, lowest = self._weights(), iters, loss
-        self.losses = (loss if math.isinf(first) else first, lowest)
-        self._save(iters)
+        iters, loss = val_info["iteration"], val_info["val_loss"]
+        if loss < min(self.losses, default=math.inf):
+            self.weights, self.iters = _trained(self.mtp), iters
+        self.losses.append(loss)
+        tqdm.write(f"[INFO] Iteration {iters}: validation loss {loss:.3f}", self.out)
 
-    def _weights(self) -> dict[str, mx.array]:
-        return dict(tree_flatten(self.mtp.trainable_parameters()))
 
-    def _save(self, iters: int) -> None:
-        parts = {"head": self._weights(), "best": self.best, "optimizer": dict(tree_flatten(self.optimizer.state))}
-        arrays = {f"{part}.{name}": w for part, weights in parts.items() for name, w in weights.items()}
-        numbers = json.dumps({"iters": iters, "best_iters": self.best_iters, "losses": self.losses})
-        save_atomic(self.file, arrays, {"progress": numbers})
-
-    def _resume(self) -> None:
-        loaded: Any = mx.load(str(self.file), return_metadata=True)
-        arrays, metadata = loaded
-        mx.eval(arrays)  # the file is replaced later
-
-        def part(name: str) -> list[tuple[str, mx.array]]:
-            return [(path.removeprefix(f"{name}."), w) for path, w in arrays.items() if path.startswith(f"{name}.")]
-
-        self.mtp.load_weights(part("head"), strict=False)
-        self.optimizer.state = tree_unflatten(part("optimizer"))
-        self.best = dict(part("best"))
-        numbers = json.loads(metadata["progress"])
-        self.start, self.best_iters, self.losses = numbers["iters"], numbers["best_iters"], tuple(numbers["losses"])
-        say(f"Resuming at iteration {self.start}")
+def _trained(mtp: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(mtp.trainable_parameters()))
 
 
 def train_head(
-    mtp: nn.Module, loss: DraftLoss, train_files: Sequence[Path], valid_files: Sequence[Path], how: Schedule, file: Path
-) -> Progress:
+    mtp: nn.Module, loss: DraftLoss, train_files: Sequence[Path], valid_files: Sequence[Path], how: Schedule
+) -> Best:
     """Train the unfrozen weights of a head on files of ``record``, and leave it with the lowest validation loss.
 
-    Ctrl-C ends the training, not the program. A later run resumes from the state in ``file``.
+    Ctrl-C ends the training, not the program.
     """
-    optimizer = how.optimizer()
-    progress = Progress(mtp, optimizer, file)
-    n_left = how.iters - progress.start
-    args = TrainingArgs(
-        batch_size=how.batch_size,
-        iters=n_left,
-        val_batches=-1,
-        steps_per_eval=how.steps_per_eval,
-        steps_per_report=how.steps_per_eval,
-        steps_per_save=n_left + 1,  # `progress` saves
-        adapter_file=file.with_name("last.safetensors"),
-    )
-    first = progress.start * how.batch_size
-    is_shown = sys.stdout.isatty()  # by mlx-lm
-    try:
-        if n_left > 0:
-            out = redirect_stdout(sys.stdout if is_shown else _Plain(sys.stdout))
-            with out, bar("Training", "iteration", n_left, disable=is_shown) as iterations:
-                batches = partial(iterate_batches, first=first, shuffle_seed=how.seed, on_next=iterations.update)
-                functions: Any = {"loss": loss, "iterate_batches": batches, "training_callback": progress}
-                train(mtp, optimizer, train_files, valid_files, args, **functions)
-                iterations.update()  # the last batch, after which no other is requested
-    except KeyboardInterrupt:
-        print("\nInterrupted: the best head so far is measured. Interrupt again to end without one.")
-    args.adapter_file.unlink(missing_ok=True)  # keep the best head, not the last
+    best = Best(mtp)
+    with (
+        TemporaryDirectory() as folder,
+        bar("Training", "iteration", how.iters) as iterations,
+        redirect_stdout(io.StringIO()),  # mlx-lm writes lines with the codes of colors, to files as well
+    ):
+        args = TrainingArgs(
+            batch_size=how.batch_size,
+            iters=how.iters,
+            val_batches=-1,
+            steps_per_eval=how.steps_per_eval,
+            steps_per_report=how.steps_per_eval,
+            adapter_file=f"{folder}/last.safetensors",  # not used
+            steps_per_save=how.iters + 1,
+        )
+        batches = partial(iterate_batches, seed=how.seed, on_next=iterations.update)
+        functions: Any = {"loss": loss, "iterate_batches": batches, "training_callback": best}
+        try:
+            train(mtp, how.optimizer(), train_files, valid_files, args, **functions)
+            iterations.update()  # the last batch, after which no other is requested
+        except KeyboardInterrupt:
+            tqdm.write("Interrupted: the best head so far is measured. Interrupt again to end without one.", best.out)
     mtp.eval()
-    mtp.load_weights(list(progress.best.items()), strict=False)
-    return progress
-
-
-class _Plain(io.TextIOBase):
-    """Writes text to a stream without the codes of terminal colors, which mlx-lm's trainer writes to files as well."""
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        self.stream.write(COLOURS.sub("", text))
-        self.stream.flush()
-        return len(text)
+    mtp.load_weights(list(best.weights.items()), strict=False)
+    return best
 
 
 def iterate_batches(
     dataset: Sequence[Path],
     batch_size: int,
     loop: bool = False,
-    first: int = 0,
-    shuffle_seed: int = 0,
+    seed: int = 0,
     on_next: Callable[[], object] = lambda: None,
     **_: Any,
 ) -> Iterator[tuple[mx.array, ...]]:
     """The batches of recorded texts, as arguments of ``DraftLoss`` after the head: once in order, or with ``loop`` endlessly,
     in a new random order each time.
 
-    With ``loop``, the first ``first`` texts are skipped, which an earlier run has used, and ``on_next`` is called before each
-    batch but the first.
+    With ``loop``, ``on_next`` is called before each batch but the first.
     """
     if not loop:
         for i in range(0, len(dataset), batch_size):
             yield _batch([read_states(file) for file in dataset[i : i + batch_size]])
         return
-    n = first
+    rng = np.random.default_rng(seed)
+    order = chain.from_iterable(rng.permutation(len(dataset)) for _ in count())
     while True:
-        chosen = []
-        for i in range(n, n + batch_size):
-            epoch, place = divmod(i, len(dataset))
-            order = np.random.default_rng((shuffle_seed, epoch)).permutation(len(dataset))
-            chosen.append(dataset[order[place]])
-        yield _batch([read_states(file) for file in chosen])
+        yield _batch([read_states(dataset[i]) for i in islice(order, batch_size)])
         on_next()
-        n += batch_size
 
 
 def _batch(texts: Sequence[dict[str, mx.array]]) -> tuple[mx.array, ...]:
@@ -261,47 +208,10 @@ def _batch(texts: Sequence[dict[str, mx.array]]) -> tuple[mx.array, ...]:
     return stacked("tokens"), stacked("hidden"), stacked("ids"), stacked("probabilities"), spans
 
 
-# What is trained
-
-
-@dataclass(frozen=True)
-class Lora:
-    """An adapter of the head, of this rank, and the folder of the backbone's adapter that is written with it."""
-
-    rank: int
-    beside: str | None
-
-    @cached_property
-    def scale(self) -> float:
-        """The scale of both, which share a file. A ValueError tells if the backbone's is not LoRA, or has another rank."""
-        if self.beside is None:
-            return SCALE
-        config = read_json(Path(self.beside) / "adapter_config.json")
-        if config.get("fine_tune_type", "lora") != "lora":
-            raise ValueError(f"--lora-rank writes the adapter {self.beside} too, which is not LoRA: omit --lora-rank.")
-        parameters = config["lora_parameters"]
-        if parameters["rank"] != self.rank:
-            raise ValueError(
-                f"--lora-rank must be that of {self.beside}, {parameters['rank']}, not {self.rank}: both are written in one."
-            )
-        return float(parameters["scale"])
-
-    def parameters(self, keys: Iterable[str]) -> dict[str, Any]:
-        """mlx-lm's ``lora_parameters`` for these modules."""
-        return {"rank": self.rank, "scale": self.scale, "dropout": 0.0, "keys": sorted(keys)}
-
-
-def make_trainable(mtp: nn.Module, lora: Lora | None, seed: int) -> None:
-    """Unfreeze a head except its routers, or add adapters to its other linear layers, in float32: 16 bits would lose small
-    updates."""
-    if lora is None:
-        mtp.unfreeze()
-        for name, module in mtp.named_modules():
-            if name.endswith(ROUTERS):
-                module.freeze()
-    else:
-        mx.random.seed(seed)
-        mtp.freeze()
-        linear = [name for name, module in mtp.named_modules() if isinstance(module, nn.Linear | SwitchLinear)]
-        linear_to_lora_layers(mtp, 0, lora.parameters(name for name in linear if not name.endswith(ROUTERS)))
+def make_trainable(mtp: nn.Module) -> None:
+    """Unfreeze a head except its routers, in float32: 16 bits would lose small updates."""
+    mtp.unfreeze()
+    for name, module in mtp.named_modules():
+        if name.endswith(ROUTERS):
+            module.freeze()
     mtp.update(tree_map(lambda p: p.astype(mx.float32), mtp.trainable_parameters()))
