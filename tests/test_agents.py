@@ -6,17 +6,15 @@ from types import SimpleNamespace
 import openai
 import pytest
 
-from mlx_mtp.server.api import messages, responses
+from mlx_mtp.server.api import messages
 from mlx_mtp.server.api.common import fold_roles
 from mlx_mtp.server.app import APIS
-from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.encode import BoundedTokenizer
+from tests.support.requests import ASK, MESSAGES, RESPONSES, options_of, read
 from tests.support.scripted_server import serve_scripted
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
 ADD = render("add", {"a": 1, "b": 2})
-FLAGS = SimpleNamespace(max_tokens=5, num_draft_tokens=None, copy_drafts=None)
-ASK = [{"role": "user", "content": "a"}]
 MESSAGES_TOOLS = [{"name": name, "input_schema": {"type": "object", **schema}} for name, schema in SCHEMAS.items()]
 RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
 
@@ -126,9 +124,7 @@ def test_a_streamed_thinking_block_is_signed(claude):
     assert kinds[kinds.index("signature_delta") + 1 :][:2] == ["signature", "content_block_stop"]
     assert kinds.count("signature_delta") == 1
     content = [thinking.model_dump(), text.model_dump(include={"type", "text"})]
-    _, request = messages.MessagesBody.read_request(
-        {"messages": [*ASK, {"role": "assistant", "content": content}, *ASK]}, FLAGS
-    )
+    request = read(MESSAGES, messages=[*ASK, {"role": "assistant", "content": content}, *ASK])
     assert request.messages[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
 
 
@@ -153,7 +149,7 @@ def test_messages_become_those_of_a_chat_template():
     thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
     use = {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "x"}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [text("no file")], "is_error": True}
-    read = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}, "cache_control": {}}
+    tool = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}, "cache_control": {}}
     body = dict(
         system=[
             text("x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=00000;"),
@@ -166,13 +162,13 @@ def test_messages_become_those_of_a_chat_template():
             {"role": "assistant", "content": [thought, text("I read."), use]},
             {"role": "user", "content": [result, text("Well?")]},
         ],
-        tools=[read, {"type": "web_search_20250305", "name": "web_search"}],
+        tools=[tool, {"type": "web_search_20250305", "name": "web_search"}],
         metadata={"user_id": "1"},
         context_management={"edits": []},
         output_config={"effort": "high"},
         thinking={"type": "adaptive"},
     )
-    _, request = messages.MessagesBody.read_request(body, FLAGS)
+    request = read(MESSAGES, **body)
     call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "x"}}}
     assert request.messages == [
         {"role": "system", "content": "You are a coder.\n\nBe kind."},
@@ -185,29 +181,6 @@ def test_messages_become_those_of_a_chat_template():
     function = {"name": "read", "description": "Reads.", "parameters": {"type": "object"}}
     assert request.tools == [{"type": "function", "function": function}]
     assert request.args.chat_template_kwargs == {"enable_thinking": True, "reasoning_effort": "high"}
-
-
-def test_messages_refuses_in_anthropics_form(server):
-    person = {"type": "json_schema", "schema": {"type": "person"}}
-    for param, value in (
-        ("messages", []),
-        ("messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}]),
-        ("messages", [{"role": "robot", "content": "a"}]),
-        ("max_tokens", 0),
-        ("temperature", -1),
-        ("temperature", 9),
-        ("tool_choice", {"type": "any"}),
-        ("output_config", {"format": {"type": "json_schema"}}),
-        ("output_format", person),
-        ("mcp_servers", [{"url": "x"}]),
-        ("structured_outputs", {"choice": ["a"]}),
-        ("thinking", {"type": "deep"}),
-        ("n", 2),
-    ):
-        status, content = server.request("/v1/messages", {"messages": ASK, "max_tokens": 5, param: value})
-        error = status, content["type"], content["error"]["type"]
-        assert error == (400, "error", "invalid_request_error"), (param, value)
-        assert (param if param != "n" else "n: 2") in content["error"]["message"]
 
 
 def test_errors_are_those_that_the_clients_know(claude, client):
@@ -315,7 +288,7 @@ def test_an_answer_without_a_limit_goes_on():
     """To the end of the context, in each API, unless the operator has set a limit."""
     tokenizer = BoundedTokenizer(SimpleNamespace(get_vocab=lambda: {"a": 0}), context_length=1000)
     flags = [], ["--max-tokens", "-1"], ["--max-tokens", "5"]
-    free, same, limited = (check(make_parser().parse_args(given)) for given in flags)
+    free, same, limited = (options_of(*given) for given in flags)
     for path, body, limit in (
         ("/v1/responses", {"input": "a"}, "max_output_tokens"),
         ("/v1/messages", {"messages": ASK}, "max_tokens"),
@@ -371,7 +344,7 @@ def test_reasoning_comes_back_as_it_was(client):
     options = dict(thinking=True, include=["reasoning.encrypted_content"], store=False)
     reasoning, text = response(client, "Hm.\n</think>\n\nYes.", **options)["output"]
     back = {"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}
-    _, request = responses.ResponsesBody.read_request({"input": [back, text]}, FLAGS)
+    request = read(RESPONSES, input=[back, text])
     assert request.messages == [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]
 
 
@@ -393,7 +366,7 @@ def test_items_become_messages_of_a_chat_template():
         prompt_cache_key="k",
         reasoning={"effort": "none", "summary": "auto"},
     )
-    _, request = responses.ResponsesBody.read_request(body, FLAGS)
+    request = read(RESPONSES, **body)
     calls = [("1", "fs__read", {"path": "x"}), ("2", "patch", {"input": "+a"})]
     calls = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls]
     assert request.messages == [
@@ -405,29 +378,6 @@ def test_items_become_messages_of_a_chat_template():
         {"role": "user", "content": "<system>\nGo on.\n</system>"},
     ]
     assert request.args.chat_template_kwargs == {"enable_thinking": False}
-
-
-def test_responses_refuses_by_name(server):
-    image = {"type": "input_image", "image_url": "x"}
-    for param, value in (
-        ("previous_response_id", "resp_1"),
-        ("conversation", "c"),
-        ("background", True),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "name": "rm"}),
-        ("text.format", {"format": {"type": "json_schema"}}),
-        ("input", [{"role": "user", "content": [image]}]),
-        ("input", [{"type": "item_reference", "id": "1"}]),
-        ("input", []),
-        ("guided_choice", ["a"]),
-        ("response_format", {"type": "json_object"}),
-        ("modalities", ["audio"]),
-        ("top_logprobs", 21),
-    ):
-        tools = {"tools": RESPONSES_TOOLS} if isinstance(value, dict) else {}
-        body = {"input": "a", **tools, param.partition(".")[0]: value}
-        status, content = server.request("/v1/responses", body)
-        assert (status, content["error"]["param"]) == (400, param), (param, value)
 
 
 # Roles

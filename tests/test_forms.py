@@ -12,12 +12,12 @@ from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
 from mlx_mtp.server import structured_output
-from mlx_mtp.server.api import completions, messages, responses
 from mlx_mtp.server.request import ApiError, Request, StructuredOutput
 from mlx_mtp.server.structured_output import CallGrammar
 from mlx_mtp.text import grammar
 from tests.support.decoding import mtp, plain
 from tests.support.engine import Engine
+from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, read
 from tests.support.server_process import serve_here
 from tests.support.tool_texts import SCHEMAS, THINKING, make_model, render
 
@@ -29,13 +29,11 @@ PERSON = {
 }
 COLOR, DIGIT = {"type": "string", "enum": ["red", "green"]}, {"type": "integer", "maximum": 9, "minimum": 0}
 PICK = {"type": "object", "properties": {"color": COLOR, "n": DIGIT}, "required": ["color", "n"]}
-ASK = [{"role": "user", "content": "a"}]
-FLAGS = SimpleNamespace(max_tokens=5, num_draft_tokens=None, copy_drafts=None)
 TOOLS = [*({"name": n, "parameters": schema} for n, schema in SCHEMAS.items()), {"name": "pick", "parameters": PICK}]
 AT_ONCE = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
-def functions(tools: list[dict]) -> list[dict]:
+def functions(*tools: dict) -> list[dict]:
     return [{"type": "function", "function": tool} for tool in tools]
 
 
@@ -43,7 +41,7 @@ def json_schema(schema: dict) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
-PICKS = functions(TOOLS[-1:])
+PICKS = functions(TOOLS[-1])
 
 
 @pytest.fixture(scope="module")
@@ -92,30 +90,17 @@ def test_responses_and_messages(client, claude):
     assert is_person(claude.messages.create(model="m", max_tokens=80, messages=ASK, extra_body=body).content[0].text)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_required_calls(client, claude, stream):
+def test_required_calls(client, claude):
     for choice in ("required", {"type": "function", "function": {"name": "pick"}}):
         body = {"tools": PICKS, "tool_choice": choice, "parallel_tool_calls": False, **AT_ONCE}
-        options = dict(model="m", messages=ASK, extra_body=body)
-        if stream:
-            with client.chat.completions.stream(**options) as events:
-                answer = events.get_final_completion()
-        else:
-            answer = client.chat.completions.create(**options)
-        (call,) = answer.choices[0].message.tool_calls
-        assert call.function.name == "pick"
+        (answer,) = client.chat.completions.create(model="m", messages=ASK, extra_body=body).choices
+        (call,) = answer.message.tool_calls
+        assert (call.function.name, answer.finish_reason) == ("pick", "tool_calls")
         assert is_pick(json.loads(call.function.arguments))
-        assert answer.choices[0].finish_reason == "tool_calls"
     for choice in ({"type": "any"}, {"type": "tool", "name": "pick"}):
-        tools = dict(tools=[{"name": "pick", "input_schema": PICK}])
-        tools["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
-        options = dict(model="m", max_tokens=80, messages=ASK, extra_body=AT_ONCE, **tools)
-        if stream:
-            with claude.messages.stream(**options) as events:
-                answer = events.get_final_message()
-        else:
-            answer = claude.messages.create(**options)
-        assert is_pick(answer.content[0].input)
+        options = dict(tools=[{"name": "pick", "input_schema": PICK}], extra_body=AT_ONCE, max_tokens=80)
+        options["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
+        assert is_pick(claude.messages.create(model="m", messages=ASK, **options).content[0].input)
 
 
 def test_reasoning_comes_first(client):
@@ -129,42 +114,39 @@ def test_reasoning_comes_first(client):
 # Read
 
 
-def read(**body) -> Request:
-    return completions.ChatBody.read_request({"messages": ASK, **body}, FLAGS)[1]
-
-
 def test_each_api_reads_its_own():
-    flat = {"type": "json_schema", "name": "a", "schema": PERSON}
-    _, completion = completions.CompletionBody.read_request(
-        {"prompt": "a", "response_format": json_schema(PERSON)}, FLAGS
-    )
-    _, response = responses.ResponsesBody.read_request({"input": "a", "text": {"format": flat}}, FLAGS)
-    _, message = messages.MessagesBody.read_request({"messages": ASK, "output_format": flat}, FLAGS)
-    for request in (completion, response, message, read(response_format=json_schema(PERSON))):
+    flat, form = {"type": "json_schema", "name": "a", "schema": PERSON}, json_schema(PERSON)
+    for request in (
+        read(CHAT, messages=ASK, response_format=form),
+        read(TEXT, prompt="a", response_format=form),
+        read(RESPONSES, input="a", text={"format": flat}),
+        read(MESSAGES, messages=ASK, output_format=flat),
+    ):
         assert request.structured_output.grammar == {"json_schema": PERSON}
     any_object = StructuredOutput("response_format", {"json_schema": {"type": "object"}})
-    assert read(response_format={"type": "json_object"}).structured_output == any_object
+    assert read(CHAT, messages=ASK, response_format={"type": "json_object"}).structured_output == any_object
     for body in ({"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {}):
-        assert read(**body).structured_output is None
+        assert read(CHAT, messages=ASK, **body).structured_output is None
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
+def test_refuses_by_name():
+    none = "must be auto, none, required or a tool by its name"
+    for body, message in (
         (dict(response_format="json"), "response_format must be text, json_object or json_schema with a schema"),
         (dict(response_format={"type": "json_object"}, guided_regex="a"), "response_format cannot be combined with"),
-        (dict(tool_choice="required", tools=PICKS, guided_regex="a"), "tool_choice cannot be combined with guided_regex"),
+        (dict(tool_choice="required", tools=PICKS, guided_regex="a"), "tool_choice cannot be combined with guided_re"),
         (dict(tool_choice="required"), "requires a call, but the request has no tools"),
         (dict(tool_choice={"type": "function", "function": {"name": "rm"}}, tools=PICKS), "there is no tool 'rm'"),
-        (dict(tool_choice={"type": "allowed_tools"}, tools=PICKS), "must be auto, none, required or a tool"),
-    ],
-    ids=lambda x: str(x)[:40],
-)  # fmt: skip
-def test_refuses_by_name(body, message):
-    with pytest.raises(ApiError, match=message) as e:
-        read(**body)
-    assert e.value.status == 400
-    assert e.value.param in body
+        (dict(tool_choice={"type": "allowed_tools"}, tools=PICKS), none),
+        *(
+            (dict(tool_choice={"type": "function", "function": f}, tools=PICKS), none)
+            for f in ("f", 5, {"name": []}, {})
+        ),
+    ):
+        with pytest.raises(ApiError, match=message) as e:
+            read(CHAT, messages=ASK, **body)
+        assert e.value.status == 400
+        assert e.value.param in body
 
 
 # Shapes of schemas, through the app
@@ -172,55 +154,15 @@ def test_refuses_by_name(body, message):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_schemas_of_a_wrong_shape_are_refused(server, strict):  # more in test_schema.py
-    def ask(parameters):
-        tools = functions([{"name": "f", "strict": strict, "parameters": parameters}])
-        body = {"messages": ASK, "tools": tools, "tool_choice": "auto" if strict else "required", "max_tokens": 1}
-        return server.request("/v1/chat/completions", body)
-
-    for broken in (5, {"type": "array"}, *[{"properties": {"x": {"enum": 5}}}] * strict):
-        status, answer = ask(broken)
-        assert status == 400, broken
-        assert "f.parameters" in answer["error"]["message"]
-        assert answer["error"]["param"] == ("strict" if strict else "tool_choice")
-    for fine in ({"properties": {"x": {"enum": None}}}, None):
-        assert ask(fine)[0] == 200, fine
-
-
-def test_schemas_of_answers_are_refused(server):
-    for message, schema in (
-        ("llguidance cannot read the grammar: properties must be an object", {"properties": 5}),
-        (
-            'llguidance cannot read the grammar: Unimplemented keys: ["uniqueItems"]',
-            {"type": "array", "uniqueItems": True},
-        ),
-        ("x-guidance is an object, not 5", {"x-guidance": 5}),
-        ("multipleOf: the least common multiple", {"multipleOf": 10**9 + 7, "type": "integer"}),
-    ):
-        body = {"messages": ASK, "response_format": json_schema(schema)}
-        status, answer = server.request("/v1/chat/completions", body)
-        assert status == 400, schema
-        assert answer["error"]["message"].startswith(f"response_format: {message}")
-
-
-@pytest.mark.parametrize("where", ["parameter", "top", "answer"])
-def test_many_ways_to_the_same_schema_are_one(server, where):
-    """4 ** 14 of them."""
-    definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 4} for i in range(14)}
-    definitions["d14"] = COLOR if where == "parameter" else PICK
-    schema = {"$ref": "#/$defs/d0"}
-    if where == "parameter":
-        schema = {"type": "object", "properties": {"color": schema}, "required": ["color"]}
-    schema["$defs"] = definitions
-    if where == "answer":
-        form = {"response_format": json_schema(schema)}
-    else:
-        form = {"tools": functions([{"name": "pick", "parameters": schema}]), "tool_choice": "required"}
-    body = {"messages": ASK, "max_tokens": 80, "parallel_tool_calls": False, **form, **AT_ONCE}
-    status, answer = server.request("/v1/chat/completions", body)
-    assert status == 200, answer
-    message = answer["choices"][0]["message"]
-    text = message["content"] if where == "answer" else message["tool_calls"][0]["function"]["arguments"]
-    assert json.loads(text).get("color", "red" if where == "top" else "") in ("red", "green")  # there, the names alone
+    choice = {"tool_choice": "auto" if strict else "required", "max_tokens": 1}
+    for parameters in (5, {"type": "array"}, {"properties": {"x": {"enum": None}}}, None):
+        tools = functions({"name": "f", "strict": strict, "parameters": parameters})
+        status, answer = server.request(CHAT, {"messages": ASK, "tools": tools, **choice})
+        if parameters in (5, {"type": "array"}):
+            assert (status, answer["error"]["param"]) == (400, "strict" if strict else "tool_choice")
+            assert "f.parameters" in answer["error"]["message"]
+        else:
+            assert status == 200, parameters
 
 
 @pytest.fixture(scope="module")
@@ -308,24 +250,22 @@ NO_CALLS = [
 ]  # fmt: skip
 
 
-def in_json(name: str, arguments) -> str:
-    """A call as Qwen3-Next writes it."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 def test_the_grammar_of_calls(monkeypatch, tokenizer):
     """As Qwen3.5 writes them, and as Qwen3-Next does."""
     assert [text for text in CALLS if not allows(tokenizer, text)] == []
     assert [text for text in NO_CALLS if allows(tokenizer, text)] == []
     monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
-    for name, arguments, is_allowed in (
-        ("pick", {"color": "red", "n": 3}, True),
-        ("now", {}, True),
-        ("write", {"path": "a", "content": '"\n</b>'}, True),
-        ("pick", {"color": "blue", "n": 3}, False),
-        ("remove", {}, False),
+    for name, arguments, is_allowed, where_strict in (
+        ("pick", {"color": "red", "n": 3}, True, True),
+        ("write", {"path": "a", "content": '"\n</b>'}, True, True),
+        ("pick", {"color": "blue", "n": 3}, False, False),
+        ("add", {"a": "x"}, False, True),  # strict of one tool alone
+        ("add", 1, False, False),
+        ("remove", {}, False, False),
     ):
-        assert allows(tokenizer, in_json(name, arguments)) == is_allowed, (name, arguments)
+        text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+        assert allows(tokenizer, text) == is_allowed, (name, arguments)
+        assert is_left(tokenizer, strict_grammar(tokenizer), f"Yes.\n{text}") == where_strict, (name, arguments)
 
 
 def test_calls_of_other_models_cannot_be_required(tokenizer):
@@ -333,23 +273,6 @@ def test_calls_of_other_models_cannot_be_required(tokenizer):
     other = SimpleNamespace(tool_parser=lambda text, tools: None)
     with pytest.raises(ApiError, match="tool_choice: no grammar describes the calls of this model"):
         structured_output.make_output_grammar(other, request, False)
-
-
-def test_values_follow_their_schemas(tokenizer):
-    """More in test_schema.py: there the tags are tokens."""
-    size = {"$ref": "#/$defs/Size"}
-    for schema, texts, others in (
-        (size, ["S", "L"], ["XL", '"S"']),
-        ({"anyOf": [size, {"type": "null"}]}, ["S", "null"], ["XL", "0"]),
-        ({"enum": ["a", 1, None]}, ["a", "1", "null"], ["b", "2"]),
-        ({"type": "array", "items": size}, ['["S", "L"]'], ['["XL"]', "S"]),
-        ({"type": ["string", "null"]}, ["null", "any text"], []),
-    ):
-        definitions = {"Size": {"type": "string", "enum": ["S", "L"]}}
-        parameters = {"properties": {"x": schema}, "required": ["x"], "$defs": definitions}
-        for text in (*texts, *others):
-            is_allowed = allows(tokenizer, render("f", {"x": text}), [{"name": "f", "parameters": parameters}])
-            assert is_allowed == (text in texts), (schema, text)
 
 
 # Strict tools, where the model may call
@@ -361,7 +284,7 @@ FENCED = f"So:\n```\n{BLUE}\n```\n"
 
 
 def strict_grammar(tokenizer, in_reasoning: bool = False):
-    request = SimpleNamespace(structured_output=structured_output.from_strict_tools(functions(STRICT)), grammar=None)
+    request = SimpleNamespace(structured_output=structured_output.from_strict_tools(functions(*STRICT)), grammar=None)
     (grammar,) = structured_output.make_output_grammar(tokenizer, request, in_reasoning)
     return grammar
 
@@ -379,13 +302,8 @@ LEFT = [
     f"Yes.\n\n{RED}\n{render('add', {'a': 'x', 'z': [1]})}\n",
 ]  # fmt: skip
 REFUSED = [
-    BLUE,
-    f"Yes.\n\n{RED}\n{BLUE}",
-    f"{FENCED}\n{BLUE}",
-    RED[:-20],
-    render("remove", {}),
-    "Yes.\n<tool_call>\nis a tag.",
-]
+    BLUE, f"Yes.\n\n{RED}\n{BLUE}", f"{FENCED}\n{BLUE}", RED[:-20], render("remove", {}), "Yes.\n<tool_call>\nis a tag.",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("thought", ["", f"Hm.\n{BLUE}\n```\n</think>\n```\n</think>\n\n"], ids=["", "thinking"])
@@ -394,18 +312,6 @@ def test_strict_calls(tokenizer, thought):
     for text in (*LEFT, *REFUSED):
         grammar = strict_grammar(tokenizer, in_reasoning=thought != "")
         assert is_left(tokenizer, grammar, thought + text) == (text in LEFT), text
-
-
-def test_strict_calls_in_json(monkeypatch, tokenizer):
-    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
-    for name, arguments, is_allowed in (
-        ("pick", {"color": "red", "n": 3}, True),
-        ("pick", {"color": "blue", "n": 3}, False),
-        ("add", {"a": "x"}, True),
-        ("add", 1, False),
-    ):
-        text = f"Yes.\n{in_json(name, arguments)}"
-        assert is_left(tokenizer, strict_grammar(tokenizer), text) == is_allowed, (name, arguments)
 
 
 def test_drafts_change_nothing_of_strict_calls(tagged):
@@ -430,18 +336,21 @@ def test_drafts_change_nothing_of_strict_calls(tagged):
 def test_tools_reach_the_template_as_they_were_sent():
     """With their keys in the client's order: the prompt is that of any server that renders the same template."""
     tools = [{"type": "function", "function": {"strict": None, "parameters": PICK, "name": "pick"}, "z": 1, "a": None}]
-    assert json.dumps(read(tools=tools).tools) == json.dumps(tools)
+    assert json.dumps(read(CHAT, messages=ASK, tools=tools).tools) == json.dumps(tools)
 
 
 def test_each_api_reads_strict_tools():
     flat = {"name": "pick", "strict": True}
     tool = {**flat, "parameters": PICK}
-    _, response = responses.ResponsesBody.read_request({"input": "a", "tools": [{"type": "function", **tool}]}, FLAGS)
-    _, message = messages.MessagesBody.read_request({"messages": ASK, "tools": [{**flat, "input_schema": PICK}]}, FLAGS)
-    for request in (response, message, read(tools=functions([tool]))):
+    body = {"messages": ASK, "tools": functions(tool)}
+    for request in (
+        read(RESPONSES, input="a", tools=[{"type": "function", **tool}]),
+        read(MESSAGES, messages=ASK, tools=[{**flat, "input_schema": PICK}]),
+        read(CHAT, **body),
+    ):
         assert not request.structured_output.is_required
         (call,) = request.structured_output.calls
         assert {name: call[name] for name in tool} == tool
     for others in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
-        assert read(tools=functions([tool]), **others).structured_output.is_required
-    assert read(tools=functions([tool]), tool_choice="none").structured_output is None
+        assert read(CHAT, **body, **others).structured_output.is_required
+    assert read(CHAT, **body, tool_choice="none").structured_output is None

@@ -6,25 +6,18 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import load, mtp_generate_step
-from mlx_mtp.server.api.completions import ChatBody
-from mlx_mtp.server.api.messages import MessagesBody
-from mlx_mtp.server.api.responses import ResponsesBody
 from mlx_mtp.server.engine.admission import make_budget
-from mlx_mtp.server.request import Thinking
 from mlx_mtp.text.answer import QwenReader, Reasoning
 from mlx_mtp.text.reasoning import end_of_reasoning
 from mlx_mtp.text.tool_calls import Text
 from tests.support.decoding import plain
+from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, read
 from tests.support.tool_texts import make_model
-
-FLAGS = SimpleNamespace(max_tokens=5, num_draft_tokens=None, copy_drafts=None)
-ASK = [{"role": "user", "content": "a"}]
-
 
 # What ends it
 
 
-def read(text: str, size: int, cut: bool = False) -> tuple[str, str]:
+def parts_of(text: str, size: int, cut: bool = False) -> tuple[str, str]:
     """(reasoning, answer) of a text in pieces of this size."""
     reader = QwenReader(("<think>", "</think>"), True, {})
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
@@ -46,7 +39,7 @@ THOUGHTS = [
 def test_a_quoted_tag_does_not_end_reasoning_and_a_grammar_begins_where_it_ends(thought, answer):
     text, end = f"{thought}</think>{answer}", len(thought) + len("</think>")
     for size in (1, 2, 3, 7, 1000):
-        assert read(text, size) == (thought, answer), size
+        assert parts_of(text, size) == (thought, answer), size
     found = [end_of_reasoning(text[:n], "</think>") for n in range(len(text) + 1)]
     n = end + thought.endswith("`")  # then the next character tells
     assert found == [None] * n + [end] * (len(text) + 1 - n)
@@ -55,9 +48,9 @@ def test_a_quoted_tag_does_not_end_reasoning_and_a_grammar_begins_where_it_ends(
 def test_a_tag_in_a_code_block_that_nothing_closes_was_the_end():
     thought = "So:\n```c\nint x;\n</think>"
     for size in (1, 3, 1000):
-        assert read(f"{thought}\n\nYes.", size) == (f"{thought}\n\nYes.", "\n\nYes.")
-        assert read(f"{thought}\n\nYes.", size, cut=True) == (f"{thought}\n\nYes.", "")
-        assert read("So:\n```c\nint x = </think>;", size)[1] == ""
+        assert parts_of(f"{thought}\n\nYes.", size) == (f"{thought}\n\nYes.", "\n\nYes.")
+        assert parts_of(f"{thought}\n\nYes.", size, cut=True) == (f"{thought}\n\nYes.", "")
+        assert parts_of("So:\n```c\nint x = </think>;", size)[1] == ""
 
 
 # What a request asks for
@@ -68,37 +61,32 @@ LOW, MEDIUM, MAX = ({"enable_thinking": True, "reasoning_effort": effort} for ef
 
 
 @pytest.mark.parametrize(
-    ("read_request", "fields", "variables", "budget"),
+    ("path", "fields", "variables", "budget"),
     [
-        (ChatBody.read_request, {}, {}, None),
-        (ChatBody.read_request, OFF, OFF, None),
-        (ChatBody.read_request, {"reasoning_effort": "none"}, OFF, None),
-        (ChatBody.read_request, {"reasoning_effort": "minimal"}, OFF, None),
-        (ChatBody.read_request, {"reasoning_effort": "low"}, LOW, 1024),
-        (ChatBody.read_request, {"reasoning_effort": "max"}, MAX, None),
-        (ChatBody.read_request, {"thinking_budget": 7}, {"enable_thinking": True}, 7),
-        (ChatBody.read_request, {"thinking_budget": 0}, OFF, 0),
-        (ChatBody.read_request, {"reasoning_effort": "max", "chat_template_kwargs": OFF}, MAX | OFF, None),
-        (MessagesBody.read_request, {"thinking": {"type": "disabled"}}, OFF, None),
-        (MessagesBody.read_request, {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}, 9),
-        (MessagesBody.read_request, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}}, MEDIUM, 8192),
-        (ResponsesBody.read_request, {"reasoning": {"effort": "none"}}, OFF, None),
-        (ResponsesBody.read_request, {"reasoning": {"effort": "low", "summary": "auto"}}, LOW, 1024),
+        (CHAT, {}, {}, None),
+        (CHAT, OFF, OFF, None),
+        (CHAT, {"reasoning_effort": "none"}, OFF, None),
+        (CHAT, {"reasoning_effort": "minimal"}, OFF, None),
+        (CHAT, {"reasoning_effort": "low"}, LOW, 1024),
+        (CHAT, {"reasoning_effort": "max"}, MAX, None),
+        (CHAT, {"thinking_budget": 7}, {"enable_thinking": True}, 7),
+        (CHAT, {"thinking_budget": 0}, OFF, 0),
+        (CHAT, {"reasoning_effort": "max", "chat_template_kwargs": OFF}, MAX | OFF, None),
+        (MESSAGES, {"thinking": {"type": "disabled"}}, OFF, None),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}, 9),
+        (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"}}, MEDIUM, 8192),
+        (RESPONSES, {"reasoning": {"effort": "none"}}, OFF, None),
+        (RESPONSES, {"reasoning": {"effort": "low", "summary": "auto"}}, LOW, 1024),
     ],
-    ids=lambda x: x.__module__ if callable(x) else str(x),
+    ids=str,
 )  # fmt: skip
-def test_what_each_api_asks_for(read_request, fields, variables, budget):
-    name = "input" if read_request == ResponsesBody.read_request else "messages"
-    _, request = read_request({name: ASK, **fields}, FLAGS)
+def test_what_each_api_asks_for(path, fields, variables, budget):
+    request = read(path, **{"input" if path == RESPONSES else "messages": ASK, **fields})
     assert request.args.chat_template_kwargs == variables
     tokenizer = SimpleNamespace(chat_template="{{ enable_thinking }}", has_thinking=True)
     assert request.thinking.limit(tokenizer) == budget
-
-
-def test_a_template_that_knows_of_efforts_needs_no_budget_for_them():
-    tokenizer = SimpleNamespace(chat_template="{{ reasoning_effort }}", has_thinking=True)
-    assert Thinking(effort="low").limit(tokenizer) is None
-    assert Thinking(effort="low", budget=5).limit(tokenizer) == 5
+    tokenizer.chat_template = "{{ reasoning_effort }}"  # one that knows of efforts needs no budget for them
+    assert request.thinking.limit(tokenizer) == (None if {"low", "medium"} & {*variables.values()} else budget)
 
 
 # The budget
@@ -133,7 +121,7 @@ def test_what_ends_reasoning(loaded):
         ("Hm.\n</think>\n\nYes", ""),
     ):
         assert forced(tokenizer, thought) == end, thought
-        assert not end or read(f"{thought}{end}Yes.", 1)[1].strip() == "Yes.", thought
+        assert not end or parts_of(f"{thought}{end}Yes.", 1)[1].strip() == "Yes.", thought
     # A model that does not think is let alone.
     assert forced(tokenizer, "Yes, and", in_reasoning=False) == ""
     assert forced(tokenizer, "<think>\nHm", in_reasoning=False) == "\n</think>\n\n"
