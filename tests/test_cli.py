@@ -65,7 +65,7 @@ def test_a_pipe_to_head_shows_no_error():
         ("generate", "--copy-drafts few", "must be auto, off or a number, not 'few'"),
         ("server", "--chat-template-args {", "must be JSON, not '{'"),
         ("server", "--prompt-cache-bytes much", "must be a size such as 10GB, not 'much'"),
-        ("server", "--prompt-cache-bytes muchGB", "must be a size such as 10GB, not 'muchGB'"),
+        ("server", "--prompt-cache-bytes -1", "must be a size such as 10GB, not '-1'"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named(capsys, command, flags, message):

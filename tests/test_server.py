@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -28,11 +29,13 @@ from mlx_mtp.checkpoint import hub
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.memory import Account
 from mlx_mtp.server import serve as command
-from mlx_mtp.server.command_line import check, make_parser
+from mlx_mtp.server.command_line import make_parser
 from tests.support import decoding
 from tests.support.checkpoints import configure
+from tests.support.commands import run_command
 from tests.support.decoding import plain
 from tests.support.models import DATA, TRAINED
+from tests.support.requests import TEXT, options_of
 from tests.support.server_process import ROOT, Server, serve, serve_here
 
 # A text that goes on.
@@ -61,7 +64,10 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def without_mtp(tmp_path_factory):
-    with serve_here(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED, "--no-mtp") as s:
+    """One that drafts copies alone."""
+    with serve_here(
+        tmp_path_factory.mktemp("server") / "log", "--model", TRAINED, "--no-mtp", "--copy-drafts", "6"
+    ) as s:
         yield s
 
 
@@ -85,25 +91,25 @@ def alone(trained, text_of):
     return text
 
 
-def complete(client, prompt=PROMPT, max_tokens=24, **kwargs):
-    return client.completions.create(model="default_model", prompt=prompt, max_tokens=max_tokens, **kwargs)
+def complete(client, max_tokens=24, **kwargs):
+    return client.completions.create(model="default_model", prompt=PROMPT, max_tokens=max_tokens, **kwargs)
 
 
-def chat(client, messages, max_tokens=24, **kwargs):
-    return client.chat.completions.create(model="default_model", messages=messages, max_tokens=max_tokens, **kwargs)
+def answer_of(server: Server, **body) -> dict:
+    status, content = server.request(TEXT, {"prompt": PROMPT, "max_tokens": 24, **body})
+    assert status == 200, content
+    return content
 
 
 def text_from(server: Server, **body) -> str:
-    status, content = server.request("/v1/completions", {"prompt": PROMPT, "max_tokens": 24, **body})
-    assert status == 200, content
-    return content["choices"][0]["text"]
+    return answer_of(server, **body)["choices"][0]["text"]
 
 
 # Answers
 
 
-def test_answers_equal_mlx_lm(client, alone):
-    """Completions and chats, whole and streamed."""
+def test_answers_equal_mlx_lm(client, alone, trained, text_of):
+    """Completions and chats, whole and streamed, and with penalties."""
     whole = complete(client)
     chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
     assert whole.choices[0].text == "".join(c.choices[0].text for c in chunks if c.choices) == alone(PROMPT, 24)
@@ -112,28 +118,24 @@ def test_answers_equal_mlx_lm(client, alone):
         assert (usage.completion_tokens, usage.total_tokens) == (24, 24 + usage.prompt_tokens)
         assert 0 < usage.completion_tokens_details.accepted_prediction_tokens < 24
         assert usage.completion_tokens_details.rejected_prediction_tokens >= 0
-    ask = [{"role": "user", "content": "Sort a list."}]
-    whole, chunks = chat(client, ask), list(chat(client, ask, stream=True))
+    ask = dict(model="m", messages=[{"role": "user", "content": "Sort a list."}], max_tokens=24)
+    whole, chunks = client.chat.completions.create(**ask), list(client.chat.completions.create(**ask, stream=True))
     streamed = "".join(c.choices[0].delta.content or "" for c in chunks)
     assert whole.choices[0].message.content == streamed == alone("Sort a list.", 24, chat=True)
-
-
-@pytest.mark.parametrize("word", ['    """R', "lename of", "no such word"])
-def test_stop_word_ends_text_however_it_is_tokenized(client, alone, word):
-    text, _, rest = alone(PROMPT, 32).partition(word)
-    chunks, whole = (complete(client, max_tokens=32, stop=[word], stream=stream) for stream in (True, False))
-    chunks = list(chunks)
-    assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text == text
-    assert (whole.usage.completion_tokens < 32) == bool(rest)
-    assert [r.choices[0].finish_reason for r in (chunks[-1], whole)] == ["stop" if rest else "length"] * 2
-
-
-def test_penalties_equal_mlx_lm(client, trained, text_of):
-    model, tokenizer = trained
     processors = make_logits_processors({5: 2.0}, 1.3, 20)
-    want = plain(tokenizer.encode(PROMPT), model, max_tokens=24, logits_processors=processors)
+    want = plain(trained[1].encode(PROMPT), trained[0], max_tokens=24, logits_processors=processors)
     body = {"logit_bias": {"5": 2.0}, "extra_body": {"repetition_penalty": 1.3}}
     assert complete(client, **body).choices[0].text == text_of(want)
+
+
+def test_stop_word_ends_text_however_it_is_tokenized(client, alone):
+    for word in ('    """R', "lename of", "no such word"):
+        text, _, rest = alone(PROMPT, 32).partition(word)
+        chunks, whole = (complete(client, max_tokens=32, stop=[word], stream=stream) for stream in (True, False))
+        chunks = list(chunks)
+        assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text == text
+        assert (whole.usage.completion_tokens < 32) == bool(rest)
+        assert [r.choices[0].finish_reason for r in (chunks[-1], whole)] == ["stop" if rest else "length"] * 2
 
 
 def test_examples_of_the_pages(server, alone, capsys):
@@ -195,15 +197,13 @@ def begin(server: Server, **body) -> socket.socket:
 REPEATS = (PROMPT + "read(self):\n        self.assertEqual(1, 1)\n\n\n") * 3
 
 
-def test_copies_equal_mlx_lm(server, trained, text_of):
-    """Also in the next turn, whose prompt is in the cache."""
-    model, tokenizer = trained
+def test_copies_equal_mlx_lm(server, without_mtp, alone):
+    """Also in the next turn, whose prompt is in the cache, and without a head."""
     before, prompt = server.metrics(), REPEATS
     for _ in range(2):
-        _, answer = server.request("/v1/completions", {"prompt": prompt, "max_tokens": 24, "copy_drafts": 6})
+        answer = answer_of(server, prompt=prompt, copy_drafts=6)
         text, usage = answer["choices"][0]["text"], answer["usage"]
-        tokens = tokenizer.encode(prompt)
-        assert text == text_of(plain(tokens, model, max_tokens=24), tokens)
+        assert text == alone(prompt, 24)
         details = usage["completion_tokens_details"]
         assert 0 < details["accepted_copied_tokens"] <= details["copied_tokens"]
         assert details["accepted_copied_tokens"] <= details["accepted_prediction_tokens"]
@@ -212,14 +212,12 @@ def test_copies_equal_mlx_lm(server, trained, text_of):
     after = server.metrics()
     for name in ("mlx_mtp_copied_tokens_total", "mlx_mtp_accepted_copied_tokens_total"):
         assert after[name] > before[name]
-    _, answer = server.request("/v1/completions", {"prompt": REPEATS, "max_tokens": 24})
-    assert answer["usage"]["completion_tokens_details"]["copied_tokens"] == 0  # --num-draft-tokens 3 means just these
-
-
-def test_copies_without_a_head(tmp_path, alone):
-    with serve_here(tmp_path / "log", "--model", TRAINED, "--copy-drafts", "6") as s:
-        for copies in ({}, {"copy_drafts": "off"}):
-            assert text_from(s, prompt=REPEATS, max_tokens=16, **copies) == alone(REPEATS, 16), copies
+    details = answer_of(server, prompt=REPEATS)["usage"]["completion_tokens_details"]
+    assert details["copied_tokens"] == 0  # --num-draft-tokens 3 means just these
+    for copies in ({}, {"copy_drafts": "off"}):
+        answer = answer_of(without_mtp, prompt=REPEATS, **copies)
+        assert answer["choices"][0]["text"] == alone(REPEATS, 24)
+        assert (answer["usage"]["completion_tokens_details"]["copied_tokens"] > 0) == (not copies)
 
 
 def test_hang_up_stops_generation(server):
@@ -243,8 +241,8 @@ def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
         assert_answers_at_once(s, 500)
         with ThreadPoolExecutor(3) as pool:
             slow = pool.submit(s.request, "/v1/chat/completions", {"messages": [{"role": "user", "content": "slow"}]})
-            bodies = [{"prompt": PROMPT, "max_tokens": 8000, "stream": stream} for stream in streams]
-            answers = [pool.submit(s.request, "/v1/completions", body) for body in bodies]
+            bodies = [{"prompt": PROMPT, "max_tokens": 2000, "stream": stream} for stream in streams]
+            answers = [pool.submit(s.request, TEXT, body) for body in bodies]
             while s.metrics()["mlx_mtp_time_to_first_token_seconds_count"] < len(bodies):
                 time.sleep(0.02)
             assert not slow.done()
@@ -316,7 +314,7 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
             assert [m.id for m in client.models.list()] == ["dense", OTHER]
         for key in ("", "sesam", "sesame2", "sésame"):
             for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
-                status, content = s.request("/v1/completions", {"prompt": "a"}, headers)
+                status, content = s.request(TEXT, {"prompt": "a"}, headers)
                 assert (status, content["error"]["type"]) == (401, "authentication_error")
         with OpenAI(base_url=s.url, api_key="none") as other, pytest.raises(openai.AuthenticationError) as e:
             other.models.list()
@@ -327,7 +325,7 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
         headers = {"Authorization": "bearer sesame"}  # the scheme's case does not matter
         for name, status in (("default_model", 200), (OTHER, 200), (str(DATA / "moe36"), 404)):  # it exists
             body = {"model": name, "prompt": PROMPT, "max_tokens": 5}
-            assert s.request("/v1/completions", body, headers)[0] == status
+            assert s.request(TEXT, body, headers)[0] == status
 
 
 @log_of_its_own()
@@ -337,17 +335,15 @@ def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
     with serve_here(tmp_path / "log", "--model", TRAINED, "--mtp", "--allow-any-model") as s:
         assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == ["dense"]
         text_from(s, model=OTHER, max_tokens=5)
-        status, content = s.request("/v1/completions", {"model": "/nowhere", "prompt": PROMPT})
+        status, content = s.request(TEXT, {"model": "/nowhere", "prompt": PROMPT})
         assert (status, content["error"]["code"]) == (404, "model_not_found")
         assert text_from(s) == text_from(s, model="dense") == alone(PROMPT, 24)
 
 
 def test_without_mtp_equals_mlx_lm(without_mtp, alone):
     with ThreadPoolExecutor(3) as pool:
-        texts = list(pool.map(lambda prompt: text_from(without_mtp, prompt=prompt, max_tokens=16), PROMPTS[:3]))
-    assert texts == [alone(p, 16) for p in PROMPTS[:3]]
-    usage = without_mtp.request("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})[1]["usage"]
-    assert "completion_tokens_details" not in usage
+        texts = list(pool.map(lambda prompt: text_from(without_mtp, prompt=prompt, max_tokens=16), PROMPTS))
+    assert texts == [alone(p, 16) for p in PROMPTS]
 
 
 # The error names the flag or the argument of the library, or says this.
@@ -371,21 +367,14 @@ def test_rejects_invalid_flags(case):
     flags, message = case if isinstance(case, tuple) else (case, case.partition(" ")[0])
     argument = message.removeprefix("--").replace("-", "_")  # in errors of the library
     with pytest.raises((ValueError, OSError), match=f"{re.escape(message)}|{re.escape(argument)} must be"):
-        check(make_parser().parse_args(flags.split(" ")))
-
-
-def test_rejects_invalid_sizes(capsys):
-    for size in ("-1", "x", "1XB", ""):
-        with pytest.raises(SystemExit):
-            make_parser().parse_args(["--prompt-cache-bytes", size])
-        assert "--prompt-cache-bytes" in capsys.readouterr().err
+        options_of(*flags.split(" "))
 
 
 def test_each_request_is_one_line_of_the_log(server):
     """Its tokens, times and drafts, and no other line; a path cannot begin a line of its own."""
     before = len(server.log.read_text())
     for _ in range(2):
-        server.request("/v1/completions", {"prompt": "import a_module_of_the_log", "max_tokens": 13})
+        server.request(TEXT, {"prompt": "import a_module_of_the_log", "max_tokens": 13})
     server.request("/nowhere%0Ax")
     while '%0Ax" 404\n' not in (log := server.log.read_text()[before:]):  # it is written when the response is sent
         time.sleep(0.01)
@@ -409,28 +398,26 @@ def test_how_a_server_drafts_and_what_to_open_in_words():
         ("--mtp org/head --copy-drafts off", "with drafts of the MTP head org/head"),
         ("--copy-drafts auto", "with drafts of copies"),
     ):
-        options = check(make_parser().parse_args(flags.split()))
+        options = options_of(*flags.split())
         assert command.drafting(options, bool(options.mtp)) == words
     names = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "localhost", "::": "localhost", "::1": "[::1]", "box": "box"}
     for host, name in names.items():
         assert command.url(host, 80) == f"http://{name}:80"
 
 
-@pytest.mark.parametrize("key", [(), ("--api-key", "a")], ids=["", "key"])
-@pytest.mark.parametrize(
-    ("address", "is_open"),
-    [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True), ("192.168.1.7", True), ("::", True)],
-)
-def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address, is_open, key):
+def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog):
     monkeypatch.setattr(command, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
-    options = check(make_parser().parse_args(["--host", address, *key]))
     tokenizers = {"a": SimpleNamespace(context_length=None)}
     models = SimpleNamespace(name="a", default="a", has_head=True, tokenizers=tokenizers)
     engine = SimpleNamespace(admission=SimpleNamespace(models=models, account=Account()))
-    command.serve(options, engine, SimpleNamespace(getsockname=lambda: (address, 80)))
-    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(warnings) == (is_open and not key)
-    assert all("--api-key-file" in w for w in warnings)
+    addresses = {"127.0.0.1": False, "::1": False, "0.0.0.0": True, "192.168.1.7": True, "::": True}
+    for (address, is_open), key in product(addresses.items(), [(), ("--api-key", "a")]):
+        caplog.clear()
+        options = options_of("--host", address, *key)
+        command.serve(options, engine, SimpleNamespace(getsockname=lambda address=address: (address, 80)))
+        warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert len(warnings) == (is_open and not key), (address, key)
+        assert all("--api-key-file" in w for w in warnings)
 
 
 @pytest.mark.parametrize(
@@ -438,25 +425,19 @@ def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog, address
     [
         (["--mtp", "--model", "/nowhere"], "/nowhere"),
         (["--mtp", "--top-k", "4096"], "--top-k"),
-        (["--mtp", "--chat-template", "{% if"], "--chat-template"),
         (["--mtp", "--port", "TAKEN", "--model", "/nowhere"], "in use"),  # before the model is looked for
-        (["--mtp", "--model", "LLAMA"], "mlx_lm.server"),
+        (["--mtp", "--model", "LLAMA"], "llama"),
         (["--model", "LLAMA"], "mlx_lm.server"),
     ],
     ids=lambda x: str(x)[:40],
 )
 @log_of_its_own()
-def test_start_fails_in_one_line(server, tmp_path, monkeypatch, capsys, flags, message):
+def test_start_fails_in_one_line(server, tmp_path, capsys, flags, message):
     shutil.copy(Path(TRAINED) / "config.json", tmp_path)
     (tmp_path / "model.safetensors").symlink_to(Path(TRAINED) / "model.safetensors")
     configure(tmp_path, model_type="llama")
     flags = [{"TAKEN": str(server.port), "LLAMA": str(tmp_path)}.get(flag, flag) for flag in flags]
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.server", "--port", "0", "--model", TRAINED, *flags])
-    with pytest.raises(SystemExit) as end:
-        command.main()
-    assert end.value.code == 2
-    err = capsys.readouterr().err
-    (line,) = [line for line in err.splitlines() if line.startswith("mlx_mtp server: error: ")]
+    status, _, err = run_command(command.main, capsys, "--port", "0", "--model", TRAINED, *flags)
+    assert (status, "Traceback" in err) == (2, False)
+    (line,) = [line for line in err.splitlines() if ": error: " in line]
     assert message in line
-    assert str(tmp_path) not in flags or "llama" in line
-    assert "Traceback" not in err
