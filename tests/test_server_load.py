@@ -17,29 +17,23 @@ from mlx_mtp import make_sampler
 from mlx_mtp.memory import sizes_of
 from mlx_mtp.server import frontend
 from mlx_mtp.server.app import make_app
-from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine import engine as generation
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.engine.engine import Clients
 from mlx_mtp.server.engine.models import Stores
 from mlx_mtp.server.frontend import Frontend, in_thread
 from mlx_mtp.server.request import STARTED, ApiError, Delta, Metrics, Prompt, Request, Waiting
+from tests.support import requests
 from tests.support.engine import Engine
 from tests.support.models import TRAINED, tiny_model
 from tests.support.prompt_store import TEXT, read
+from tests.support.requests import options_of
 from tests.support.scripted_server import fail
-
-TEXT_PATH = "/v1/completions"
-
 
 # Prompt caches
 
 
 KEY = ("a model", None)
-
-
-def options_of(*flags):
-    return check(make_parser().parse_args(flags))
 
 
 def test_bytes_of_running_requests_count():
@@ -75,9 +69,9 @@ def test_no_more_than_max_queue_wait():
 
     client, body = client_of(generate, "--max-queue", "1"), {"prompt": "a"}
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.post, TEXT_PATH, json=body)
+        waiting = pool.submit(client.post, requests.TEXT, json=body)
         assert arrived.wait(30)
-        answer = client.post(TEXT_PATH, json=body)
+        answer = client.post(requests.TEXT, json=body)
         begin.set()
         assert waiting.result().status_code == 200
     assert answer.status_code == 429
@@ -85,7 +79,7 @@ def test_no_more_than_max_queue_wait():
     message = "1 requests are waiting: try again later."
     error = dict(message=message, type="rate_limit_error", param=None, code="rate_limit_exceeded")
     assert answer.json()["error"] == error
-    assert client.post(TEXT_PATH, json=body).status_code == 200
+    assert client.post(requests.TEXT, json=body).status_code == 200
 
 
 def admission_with(model, *flags):
@@ -170,15 +164,11 @@ def test_the_end_of_the_server_has_a_limit(monkeypatch):
         assert engine.engine.stop_and_join()
 
 
-async def first_of(answers):
-    return await anext(answers)
-
-
 def test_a_generation_thread_that_has_ended_ends_the_waiting(monkeypatch):
     monkeypatch.setattr(frontend, "POLL", 0.001)
     f = frontend_of(is_alive=False)
     with pytest.raises(ApiError) as e:
-        asyncio.run(first_of(f._submit(request_of())))
+        asyncio.run(anext(f._submit(request_of())))
     assert e.value.status == 503
     assert not f.clients.open
 
@@ -187,7 +177,7 @@ def test_fail_all_ends_what_is_open():
     f = frontend_of()
 
     async def run():
-        waiting = [asyncio.create_task(first_of(f._submit(request_of()))) for _ in range(3)]
+        waiting = [asyncio.ensure_future(anext(f._submit(request_of()))) for _ in range(3)]
         while len(f.clients.open) < 3:
             await asyncio.sleep(0)
         await in_thread(f.clients.fail_all, ApiError(503, "Rank 1 has died."))
@@ -216,7 +206,7 @@ async def wait_and_fail(request):
 def test_each_api_says_that_it_waits_and_fails():
     """A stream begins before it is known whether there will be an answer: an error is then one of its events."""
     client = client_of(wait_and_fail)
-    answer = client.post(TEXT_PATH, json={"prompt": "a", "stream": True})
+    answer = client.post(requests.TEXT, json={"prompt": "a", "stream": True})
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream")
     comments, event, done = re.fullmatch(r"((?:: .*\n\n)+)data: (.*)\n\ndata: (.*)\n\n", answer.text).groups()
     assert (comments, done) == (": keepalive 0/9\n\n: keepalive 4/9\n\n", "[DONE]")
@@ -230,7 +220,7 @@ def test_each_api_says_that_it_waits_and_fails():
         *_, last = answer.text.strip().split("\n\n")
         assert last.startswith(f"event: {event}\n"), path
         assert "Rank 1 has died." in last, path
-    answer = client.post(TEXT_PATH, json={"prompt": "a"})  # no byte before the status of one that is no stream
+    answer = client.post(requests.TEXT, json={"prompt": "a"})  # no byte before the status of one that is no stream
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "Rank 1 has died.")
 
 

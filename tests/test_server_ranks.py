@@ -20,11 +20,11 @@ import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.distributed.ranks import LOST
-from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.engine import SharedClients
 from mlx_mtp.server.request import Request, drop
 from tests.support import checkpoints
 from tests.support.decoding import plain, text_of
+from tests.support.requests import options_of
 from tests.support.server_process import Server, serve
 
 PROMPTS = [f"class Tree{i}:\n" for i in range(5)]
@@ -141,7 +141,7 @@ def test_two_ranks_answer_as_one_process(tmp_path, checkpoint, alone, flags):
             a_failing_request_fails_alone,
         ):
             check_that(s, alone)
-        with beginning(s, 5000) as unfinished:
+        with beginning(s, 1500) as unfinished:
             s.process.send_signal(signal.SIGTERM)
             answer = rest_of(unfinished)
         body, end = b"data: [DONE]\n\n\r\n", b"0\r\n\r\n"  # the last chunk, and the end of a chunked answer
@@ -235,7 +235,7 @@ def test_names_the_rank_that_differs(rank_1):
 def test_refuses_what_ranks_cannot_serve(monkeypatch, flags):
     monkeypatch.setattr(mx.distributed, "init", lambda: SimpleNamespace(size=lambda: 2, rank=lambda: 0))
     with pytest.raises(ValueError, match=flags.split()[0]):
-        check(make_parser().parse_args(flags.split()))
+        options_of(*flags.split())
 
 
 @pytest.mark.slow

@@ -15,13 +15,13 @@ from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.prompt_store import PromptStore
 from mlx_mtp.prompt_store.disk import Folder
 from mlx_mtp.prompt_store.store import LINE
-from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine import models as caches
 from mlx_mtp.server.engine.models import Stores
 from mlx_mtp.server.request import ApiError, Prompt
 from tests.support.engine import Engine
 from tests.support.models import tiny_model
 from tests.support.prompt_store import TEXT, read
+from tests.support.requests import options_of
 from tests.support.tool_texts import MARKS, make_model, render
 
 KEY = ("a model", None, None)
@@ -62,14 +62,19 @@ DRAFTS = "--mtp", "--num-draft-tokens", "2"
 @pytest.mark.parametrize(
     "flags", [DRAFTS, (*DRAFTS, "--kv-bits", "8", "--kv-group-size", "32"), ()], ids=["", "8 bits", "without drafts"]
 )
-def test_answers_are_those_of_a_prompt_read_afresh(flags, model, tmp_path):
-    """Bit for bit: from memory, and from disk after a restart."""
+def test_answers_are_those_of_a_prompt_read_afresh(flags, model, tmp_path, monkeypatch):
+    """Bit for bit: from memory, and from disk after a restart, where the generation thread waits for no file."""
     flags = [*flags, "--model", model, "--prompt-cache-dir", str(tmp_path)]
-    messages = [*MESSAGES, called("I add."), RESULT]
+    messages, threads, read_file = [*MESSAGES, called("I add."), RESULT], set(), Folder.read
 
     def files():
         return {file: file.stat().st_ino for file in tmp_path.glob("*.safetensors")}
 
+    def note(*args):
+        threads.add(threading.current_thread().name)
+        return read_file(*args)
+
+    monkeypatch.setattr(Folder, "read", note)
     with Engine(*flags) as engine:
         first, again = (engine.ask(messages, max_tokens=12) for _ in range(2))
         assert (first.n_cached, first.tokens, first.logprobs) == (0, again.tokens, again.logprobs)
@@ -82,23 +87,6 @@ def test_answers_are_those_of_a_prompt_read_afresh(flags, model, tmp_path):
         assert metrics["mlx_mtp_prompt_cache_read_bytes_total"] > 0
         assert metrics["mlx_mtp_cached_prompt_tokens_total"] == again.n_cached
     assert files() == before
-
-
-def test_the_generation_thread_reads_no_files(model, tmp_path, monkeypatch):
-    """A running answer does not wait for another one's text."""
-    flags = ["--mtp", "--num-draft-tokens", "0", "--model", model, "--prompt-cache-dir", str(tmp_path)]
-    threads, read_file = set(), Folder.read
-
-    def note(*args):
-        threads.add(threading.current_thread().name)
-        return read_file(*args)
-
-    with Engine(*flags) as engine:
-        engine.ask(MESSAGES, max_tokens=2)
-    monkeypatch.setattr(Folder, "read", note)
-    with Engine(*flags) as engine:
-        assert engine.ask([*MESSAGES, called("I add."), RESULT], max_tokens=2).n_cached > 0
-        assert engine.ask(MESSAGES, max_tokens=2).n_cached > 0  # as before the restart
     assert threads == {"prompt-store-reader"}
 
 
@@ -192,13 +180,9 @@ def test_a_folder_that_cannot_be_used_is_known_at_the_start(model, tmp_path, mon
     assert ended  # threads of streams that were left would abort the process, with another exit status
 
 
-def options_of(*flags):
-    return check(make_parser().parse_args(["--mtp", *flags]))
-
-
 def stores_with(model, *flags, ranks=None):
     """Stores that have loaded a model."""
-    stores = Stores(options_of(*flags), ranks)
+    stores = Stores(options_of("--mtp", *flags), ranks)
     use(stores, KEY, model)
     return stores
 
@@ -209,7 +193,7 @@ def use(stores, key, model):
 
 def test_models_share_the_space_and_find_their_texts_again():
     models = [tiny_model("qwen3_5", seed) for seed in (0, 1)]
-    stores, keys = Stores(options_of()), [(f"model {i}", None, None) for i in range(2)]
+    stores, keys = Stores(options_of("--mtp")), [(f"model {i}", None, None) for i in range(2)]
     for key, model in zip(keys, models):
         use(stores, key, model)
         assert stores.fetch(Prompt([*TEXT]))[1] == 0
