@@ -10,7 +10,7 @@ from mlx_mtp.server.api import messages
 from mlx_mtp.server.api.common import fold_roles
 from mlx_mtp.server.app import APIS
 from mlx_mtp.server.engine.encode import BoundedTokenizer
-from tests.support.requests import ASK, MESSAGES, RESPONSES, options_of, read
+from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, options_of, read
 from tests.support.scripted_server import serve_scripted
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
@@ -67,8 +67,8 @@ def test_message_has_text_thinking_and_calls(claude):
         {"type": "text", "text": "I add."},
         {"type": "tool_use", "name": "add", "input": {"a": 1, "b": 2}},
     ]
-    assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
-    assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "default_model")
+    found = [answer[name] for name in ("stop_reason", "stop_sequence", "type", "role", "model")]
+    assert found == ["tool_use", None, "message", "assistant", "default_model"]
 
 
 def test_message_says_why_it_ends(claude):
@@ -128,7 +128,7 @@ def test_a_streamed_thinking_block_is_signed(claude):
     assert request.messages[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
 
 
-def test_a_last_message_of_the_assistant_is_continued(server, claude):
+def test_a_last_message_of_the_assistant_is_continued(claude):
     prefilled = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "The answer is"}]}]
     options = {"model": "default_model", "max_tokens": 50, "messages": prefilled}
     with claude.messages.stream(**options, extra_body=said(" 42.", enable_thinking=True)) as stream:
@@ -136,9 +136,6 @@ def test_a_last_message_of_the_assistant_is_continued(server, claude):
     assert [block.text for block in answer.content] == [" 42."]
     counted = claude.messages.count_tokens(model="default_model", messages=prefilled).input_tokens
     assert counted == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
-    prompt = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nThe answer is"
-    _, plain = server.request("/v1/completions", {"prompt": prompt, "max_tokens": 1})
-    assert counted == plain["usage"]["prompt_tokens"]
 
 
 def text(text: str, **more) -> dict:
@@ -207,8 +204,7 @@ def test_any_name_means_the_only_model(server, claude, client):
     answer = client.responses.create(model="org/name", input="a", extra_body=body)
     assert (answer.output_text, answer.model) == ("Yes.", "org/name")
     assert server.log.read_text().count("Prompt caches: up to") == 1  # as where a model is loaded
-    for listed in (claude.models.list(), client.models.list()):
-        assert [model.id for model in listed] == ["tiny"]
+    assert [[model.id for model in of.models.list()] for of in (claude, client)] == [["tiny"]] * 2
     assert claude.models.retrieve("tiny").display_name == client.models.retrieve("tiny").id == "tiny"
 
 
@@ -263,6 +259,11 @@ def test_response_has_reasoning_text_and_calls(client):
     assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "add", {"a": 1, "b": 2})
     assert answer["status"] == "completed"
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    back = dict(thinking=True, include=["reasoning.encrypted_content"], store=False)
+    reasoning, text = response(client, "Hm.\n</think>\n\nYes.", **back)["output"]
+    items = [{"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}, text]
+    assistant = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    assert read(RESPONSES, input=items).messages == [assistant]
 
 
 def test_response_logprobs_are_those_of_its_text(client):
@@ -287,13 +288,12 @@ def test_response_logprobs_are_those_of_its_text(client):
 def test_an_answer_without_a_limit_goes_on():
     """To the end of the context, in each API, unless the operator has set a limit."""
     tokenizer = BoundedTokenizer(SimpleNamespace(get_vocab=lambda: {"a": 0}), context_length=1000)
-    flags = [], ["--max-tokens", "-1"], ["--max-tokens", "5"]
-    free, same, limited = (options_of(*given) for given in flags)
+    free, same, limited = (options_of(*given) for given in ([], ["--max-tokens", "-1"], ["--max-tokens", "5"]))
     for path, body, limit in (
-        ("/v1/responses", {"input": "a"}, "max_output_tokens"),
-        ("/v1/messages", {"messages": ASK}, "max_tokens"),
-        ("/v1/chat/completions", {"messages": ASK}, "max_completion_tokens"),
-        ("/v1/completions", {"prompt": "a"}, "n_predict"),
+        (RESPONSES, {"input": "a"}, "max_output_tokens"),
+        (MESSAGES, {"messages": ASK}, "max_tokens"),
+        (CHAT, {"messages": ASK}, "max_completion_tokens"),
+        (TEXT, {"prompt": "a"}, "n_predict"),
     ):
         own = {limit: 9}
         for flags, asked, want in (
@@ -340,14 +340,6 @@ def test_custom_and_namespaced_tools(client):
     assert (call["namespace"], call["name"], json.loads(call["arguments"])) == ("math", "add", {"a": 1, "b": 2})
 
 
-def test_reasoning_comes_back_as_it_was(client):
-    options = dict(thinking=True, include=["reasoning.encrypted_content"], store=False)
-    reasoning, text = response(client, "Hm.\n</think>\n\nYes.", **options)["output"]
-    back = {"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}
-    request = read(RESPONSES, input=[back, text])
-    assert request.messages == [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]
-
-
 def test_items_become_messages_of_a_chat_template():
     body = dict(
         instructions="You are a coder.",
@@ -384,10 +376,11 @@ def test_items_become_messages_of_a_chat_template():
 
 
 def test_a_longer_conversation_begins_with_a_shorter_ones_messages():
-    system, user = {"role": "system", "content": "A"}, {"role": "user", "content": "B"}
-    late = {"role": "developer", "content": "C"}
-    folded = fold_roles([{"role": "developer", "content": "0"}, system, user, late, user])
+    roles = {"developer": "0", "system": "A", "user": "B"}
+    first, system, user = ({"role": role, "content": content} for role, content in roles.items())
+    messages = [first, system, user, {"role": "developer", "content": "C"}, user]
+    folded = fold_roles(messages)
     assert folded[0] == {"role": "system", "content": "0\n\nA"}
     assert folded[2] == {"role": "user", "content": "<system>\nC\n</system>"}
     for n in range(3, 6):
-        assert fold_roles([{"role": "developer", "content": "0"}, system, user, late, user][:n]) == folded[: n - 1]
+        assert fold_roles(messages[:n]) == folded[: n - 1]

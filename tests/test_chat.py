@@ -97,11 +97,6 @@ def test_a_folder_keeps_the_turns_for_the_next_chat(demo, tmp_path):
         assert store.disk.bytes_read > 0
 
 
-def test_copies_have_figures_of_their_own(capsys):
-    _, out, _ = run(capsys, "--no-mtp", "--copy-drafts", "4", "-m", 20, stdin="x = [1, 2, 3] y = [4, 5, 6] " * 6)
-    assert re.search(r"tokens-per-sec, \d+ of \d+ copies accepted, [\d.]+ tokens-per-step\]\n", out)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -187,27 +182,26 @@ def typed(trained, prompts):
     return type_lines
 
 
-def test_the_system_prompt_comes_once(typed, prompts):
-    typed("a", "b", "/reset", "c", flags=("--system-prompt", "Be brief."))
-    assert prompts == [f"{BRIEF}<user>a\n", "<user>b\n", f"{BRIEF}<user>c\n"]
+WORDS = "h", "r", "t", "q", "help", " /etc/hosts", "a /reset"
 
 
-def test_a_new_system_prompt_comes_before_all_messages(typed, prompts, capsys):
-    typed("a", "/system Be brief.", "b", "c", "/system")
-    assert prompts == ["<user>a\n", f"{BRIEF}<user>a\n<assistant>\n<user>b\n", "<user>c\n"]
-    assert capsys.readouterr().out.endswith("System prompt: Be brief.\n")
-
-
-def test_thinking_is_switched(typed, prompts, capsys):
-    typed("a", "/think", "b", "/think", "c", flags=("--thinking", "on"))
-    assert prompts == ["<user>a\n<think>", "<user>b\n", "<user>c\n<think>"]
-    assert re.findall("Thinking is (on|off)", capsys.readouterr().out) == ["off", "on"]
-
-
-def test_any_word_can_be_said_to_the_model(typed, prompts):
-    words = ("h", "r", "t", "q", "help", " /etc/hosts", "a /reset")
-    typed(*words)
-    assert prompts == [f"<user>{text.strip()}\n" for text in words]
+@pytest.mark.parametrize(
+    ("flags", "lines", "want", "said"),
+    [
+        # The system prompt comes once, and a new one before all messages.
+        (["--system-prompt", "Be brief."], ["a", "b", "/reset", "c"], [f"{BRIEF}<user>a", "<user>b", f"{BRIEF}<user>c"], ""),
+        ([], ["a", "/system Be brief.", "b", "c", "/system"],
+         ["<user>a", f"{BRIEF}<user>a\n<assistant>\n<user>b", "<user>c"], "System prompt: Be brief.\n"),
+        (["--thinking", "on"], ["a", "/think", "b", "/think", "c"], ["<user>a\n<think>", "<user>b", "<user>c\n<think>"],
+         "Thinking is on.\n"),
+        ([], WORDS, [f"<user>{text.strip()}" for text in WORDS], ""),  # any word can be said to the model
+    ],
+    ids=["", "new", "thinking", "words"],
+)  # fmt: skip
+def test_what_is_typed_becomes_prompts(typed, prompts, capsys, flags, lines, want, said):
+    typed(*lines, flags=flags)
+    assert [prompt.removesuffix("\n") for prompt in prompts] == want
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

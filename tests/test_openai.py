@@ -14,16 +14,18 @@ from mlx_mtp.text.answer import Pieces
 from mlx_mtp.text.tool_calls import Text
 from tests.support.models import TRAINED
 from tests.support.profiles import LONG
+from tests.support.requests import ASK
+from tests.support.requests import CHAT as CHAT_PATH
+from tests.support.requests import TEXT as TEXT_PATH
 from tests.support.scripted_server import serve_scripted
 from tests.support.server_process import serve_here
-from tests.support.tool_texts import SCHEMAS, make_model, render
+from tests.support.tool_texts import PARTS, SCHEMAS, make_model, render
 
-PATH = "/v1/chat/completions"
-ASK = [{"role": "user", "content": "a"}]
 CHAT = {"model": "default_model", "messages": ASK}
 TEXT = {"model": "default_model", "prompt": "import os\n", "max_tokens": 12}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 ADD = render("add", {"a": 1, "b": 2})
+SET = render("set", {"value": None, "options": {"x": True}}, json_scalars=True)
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +71,23 @@ def joined(chunks) -> dict[int, dict]:
 # Streams
 
 
-def test_the_stream_helper_gets_usage_and_one_role(client):
+def test_the_stream_helper_gets_usage_and_one_role_of_each_choice(client):
     body = said(f"Hm.\n</think>\n\nI add.\n\n{ADD}", True)
-    options = dict(**CHAT, tools=TOOLS, max_tokens=900, extra_body=body)
+    options = dict(**CHAT, n=2, tools=TOOLS, max_tokens=900, extra_body=body)
     with client.chat.completions.stream(**options, stream_options={"include_usage": True}) as stream:
         chunks = [event.chunk for event in stream if event.type == "chunk"]
         final = stream.get_final_completion()
-    message = final.choices[0].message
-    assert (message.role, message.content, message.reasoning) == ("assistant", "I add.", "Hm.")
-    assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
-    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
-    assert [c.choices[0].delta.role for c in chunks if c.choices] == ["assistant"] + [None] * (len(chunks) - 2)
     whole = client.chat.completions.create(**options)
+    for found in (final.choices, whole.choices):
+        assert [(c.index, c.finish_reason) for c in found] == [(0, "tool_calls"), (1, "tool_calls")]
+        for message in (c.message for c in found):
+            assert (message.role, message.content, message.reasoning) == ("assistant", "I add.", "Hm.")
+            assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
+        assert len({c.message.tool_calls[0].id for c in found}) == 2
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    for i in range(2):
+        roles = [choice.delta.role for chunk in chunks for choice in chunk.choices if choice.index == i]
+        assert roles == ["assistant"] + [None] * (len(roles) - 1)
     assert final.usage.completion_tokens == whole.usage.completion_tokens > 0
     with client.chat.completions.stream(**CHAT, extra_body=said("")) as stream:  # without text, it has a role
         message = stream.get_final_completion().choices[0].message
@@ -195,18 +202,6 @@ def test_several_prompts_as_texts_and_as_tokens(writer, trained):
     assert chunks[-1].usage.completion_tokens == 72
 
 
-def test_the_stream_helper_gets_each_choice(client):
-    options = dict(**CHAT, n=3, tools=TOOLS, max_tokens=900, extra_body=said(f"I add.\n\n{ADD}"))
-    with client.chat.completions.stream(**options) as stream:
-        streamed = stream.get_final_completion().choices
-    for found in (streamed, client.chat.completions.create(**options).choices):
-        assert [c.index for c in found] == [0, 1, 2]
-        for c in found:
-            assert (c.message.role, c.message.content, c.finish_reason) == ("assistant", "I add.", "tool_calls")
-            assert c.message.tool_calls[0].function.arguments == '{"a": 1, "b": 2}'
-        assert len({c.message.tool_calls[0].id for c in found}) == 3
-
-
 def test_choices_come_in_order_first():
     """OpenAI's client takes a chunk of a choice only behind chunks of those before it."""
     body = ChatBody(messages=ASK, n=3, stream=True)
@@ -221,7 +216,7 @@ def test_choices_come_in_order_first():
 
 
 def test_one_answer_that_fails_fails_the_request(drafting):
-    status, content = drafting.request("/v1/completions", {**TEXT, "prompt": [[1, 2], [3, 10**6]], "n": 2})
+    status, content = drafting.request(TEXT_PATH, {**TEXT, "prompt": [[1, 2], [3, 10**6]], "n": 2})
     assert (status, content["error"]["param"]) == (400, "prompt")
     assert "1000000" in content["error"]["message"]
     drafting.until_idle()
@@ -243,7 +238,7 @@ def test_a_last_message_of_the_assistant_is_continued(server, client, writer):
     prompt = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nThe answer is"
     assert whole.usage.prompt_tokens == client.completions.create(**{**TEXT, "prompt": prompt}).usage.prompt_tokens
     body = {"messages": messages, "response_format": {"type": "json_object"}}
-    status, content = server.request("/v1/chat/completions", body)
+    status, content = server.request(CHAT_PATH, body)
     assert (status, content["error"]["param"]) == (400, "response_format")
     assert "a last message of the assistant" in content["error"]["message"]
     # Without a template, the model's text would begin a message of its own.
@@ -291,12 +286,12 @@ def test_llama_cpps_and_vllms_fields(writer, trained):
 def say(server, text: str, thinking: bool = False, **options) -> dict:
     """The choice of an answer, which must be the same in a stream."""
     body = {**said(text, thinking), "messages": ASK, "tools": TOOLS, "max_tokens": 900, **options}
-    status, answer = server.request(PATH, body)
+    status, answer = server.request(CHAT_PATH, body)
     assert status == 200, answer
     choice = answer["choices"][0]
     ids = [call.pop("id") for call in choice["message"].get("tool_calls", [])]
     assert len({*ids}) == len(ids)
-    assert message_of(server.stream(PATH, body)) == choice
+    assert message_of(server.stream(CHAT_PATH, body)) == choice
     return choice
 
 
@@ -318,48 +313,42 @@ def message_of(chunks) -> dict:
     return {"index": 0, "finish_reason": choice["finish_reason"], "message": message}
 
 
-def calls_in(choice: dict) -> list[tuple[str, dict]]:
-    functions = [call["function"] for call in choice["message"].get("tool_calls", [])]
-    return [(f["name"], json.loads(f["arguments"])) for f in functions]
+CALL, IN_THOUGHT = ("add", {"a": 1, "b": 2}), f"I shall add.\n\n{ADD}"
 
 
-def test_calls_arrive_with_their_values(server):
-    text = "\n\n" + ADD + "\n" + render("set", {"value": None, "options": {"x": True}}, json_scalars=True)
-    choice = say(server, text)
-    assert calls_in(choice) == [("add", {"a": 1, "b": 2}), ("set", {"value": None, "options": {"x": True}})]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] is None
-
-
-def test_line_breaks_of_the_template_are_not_content(server):
-    choice = say(server, f"\nHm.\n</think>\n\nI add.\n\nThen?\n\n{ADD}\n{ADD}\nDone.\n", thinking=True)
-    assert choice["message"]["reasoning"] == "Hm."
-    assert choice["message"]["content"] == "I add.\n\nThen?\n\nDone.\n"
-    assert calls_in(choice) == [("add", {"a": 1, "b": 2})] * 2
-    choice = say(server, "<think>\nHm.\n</think>\n\nYes.")  # begun by the model itself
-    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "Yes.")
-    assert say(server, "\n\n  Yes. </think> <think>\n")["message"]["content"] == "\n\n  Yes. </think> <think>\n"
+@pytest.mark.parametrize(
+    ("text", "thinking", "reasoning", "content", "calls"),
+    [
+        (f"\n\n{ADD}\n{SET}", False, None, None, [CALL, ("set", {"value": None, "options": {"x": True}})]),
+        # Line breaks of the template are not the text's.
+        (f"\nHm.\n</think>\n\nI add.\n\n{ADD}\n{ADD}\nDone.\n", True, "Hm.", "I add.\n\nDone.\n", [CALL] * 2),
+        ("<think>\nHm.\n</think>\n\nYes.", False, "Hm.", "Yes.", []),  # begun by the model itself
+        ("\n\n  Yes. </think> <think>\n", False, None, "\n\n  Yes. </think> <think>\n", []),
+        # A call in reasoning is one only if nothing closes that.
+        (IN_THOUGHT, True, IN_THOUGHT, None, [CALL]),
+        (f"I could add:\n{ADD}\nbut no.\n</think>\n\nNo.", True, f"I could add:\n{ADD}\nbut no.", "No.", []),
+    ],
+)
+def test_an_answer_is_taken_apart(server, text, thinking, reasoning, content, calls):
+    choice = say(server, text, thinking)
+    message = choice["message"]
+    assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    assert [(f["name"], json.loads(f["arguments"])) for f in functions] == calls
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
 def test_arguments_come_token_by_token(server):
     body = {
-        **said(render("write", {"content": "import os\n" * 20})),
         "messages": ASK,
         "tools": TOOLS,
         "max_tokens": 900,
+        **said(render("write", {"content": "import os\n" * 20})),
     }
-    deltas = [chunk["choices"][0]["delta"] for chunk in server.stream(PATH, body)]
+    deltas = [chunk["choices"][0]["delta"] for chunk in server.stream(CHAT_PATH, body)]
     pieces = [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta]
     assert len(pieces) > 20
     assert max(map(len, pieces)) < 20
-
-
-def test_call_in_reasoning_that_is_not_closed(server):
-    choice = say(server, f"I shall add.\n\n{ADD}", thinking=True)
-    assert calls_in(choice) == [("add", {"a": 1, "b": 2})]
-    assert choice["message"]["reasoning"] == f"I shall add.\n\n{ADD}"
-    choice = say(server, f"I could add:\n{ADD}\nbut no.\n</think>\n\nNo.", thinking=True)
-    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "No.")
 
 
 def test_history_is_taken_as_clients_send_it(server):
@@ -367,7 +356,7 @@ def test_history_is_taken_as_clients_send_it(server):
 
     def n_tokens(**answer):
         messages = [*ASK, {"role": "assistant", **answer}, {"role": "tool", "content": "b"}]
-        status, content = server.request(PATH, {"messages": messages, "max_tokens": 1})
+        status, content = server.request(CHAT_PATH, {"messages": messages, "max_tokens": 1})
         assert status == 200, content
         return content["usage"]["prompt_tokens"]
 
@@ -384,20 +373,11 @@ def test_history_is_taken_as_clients_send_it(server):
         assert n_tokens(content=None, tool_calls=[call]) == n_tokens(content=text, tool_calls=None), arguments
 
 
-PARTS = [
-    "<tool_call>", "</tool_call>", "<function=add>", "<function=", "</function>", "<parameter=a>", "<parameter=value>",
-    "</parameter>", "\n", "\n\n", " ", "```", "<think>", "</think>",
-    '{"name": "set", "arguments": {"value": "', '"}}', "{1,2}", "1e400", "null", "True",
-    "<tool_call>\n<function=set>\n<parameter=options>\n", "\n</parameter>\n</function>\n</tool_call>",
-    render("add", {"a": 1}), render("set", {"value": "x", "options": {"y": [1]}}), render("write", {"content": "one\ntwo\n"}),
-]  # fmt: skip
-
-
 def test_whatever_a_model_says_arrives(server):
     """Every word, in a stream as without, and calls that are calls."""
-    rng = random.Random(0)
+    rng, tags = random.Random(0), [*PARTS, "<think>", "</think>", ADD, SET]
     for _ in range(500 if LONG else 6):
-        parts = [rng.choice([f"w{i}w", rng.choice(PARTS), rng.choice(PARTS)]) for i in range(rng.randint(1, 12))]
+        parts = [rng.choice([f"w{i}w", rng.choice(tags), rng.choice(tags)]) for i in range(rng.randint(1, 12))]
         text, limit = "".join(parts)[:1000], rng.choice([1000, 1000, rng.randint(1, 60)])
         choice = say(server, text, thinking=rng.random() < 0.5, max_tokens=limit)
         message, reason, calls = choice["message"], choice["finish_reason"], choice["message"].get("tool_calls", [])

@@ -116,7 +116,8 @@ INVALID = {
         messages=[None, [], "hello", {}, [5], [{}], [{"role": 5, "content": "a"}], calls("f"), calls([{"function": 5}])]
         + [user(5), user([{"type": "text"}]), user([{"type": "text", "text": 5}])]
         + [
-            user([{"type": "image_url", "image_url": {"url": f"{url}/x"}}]) for url in ("file://", "http://127.0.0.1:1")
+            user([{"type": "image_url", "image_url": {"url": f"{url}/x"}}])
+            for url in ("file://", "http://127.0.0.1:1", "data:image/png;base64,")
         ],
         tools=["f", [5], [{}], [{"function": "f"}]],
         role_mapping=[[1], {"user": "a" * 10_000}],

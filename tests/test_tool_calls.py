@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_mtp.text.schema import Schema, is_string, to_json
 from mlx_mtp.text.tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
 from tests.support.profiles import examples
-from tests.support.tool_texts import INTEGER, OBJECT, SCHEMAS, STRING, render, rendered
+from tests.support.tool_texts import INTEGER, OBJECT, PARTS, SCHEMAS, STRING, TAGS, render, rendered
 
 
 def pieces_of(text: str, sizes) -> list[str]:
@@ -58,17 +58,6 @@ def calls_of(text: str, sizes=(1,), schemas=SCHEMAS) -> tuple[str, list[tuple[st
 # What the template writes
 
 QUOTE = render("write", {"path": "a", "content": "b\n"}) + "\n" + render("add", {"a": 1})
-TAGS = [
-    "<tool_call>",
-    "</tool_call>",
-    "<function=add>",
-    "</function>",
-    "</parameter>",
-    "\n",
-    " ",
-    "```",
-    '{"name": "add"',
-]
 AMBIGUOUS = re.compile(r"</parameter>\s*(<parameter=|</function>\s*(</tool_call>|<function=))")
 
 words = st.text(max_size=8)
@@ -131,12 +120,6 @@ def test_reads_what_the_template_writes(answer, sizes):
 
 
 # Any text
-
-PARTS = [
-    *TAGS, "<function=", "<parameter=", "<parameter=a>", "<parameter=value>", ">", "true", "12", '"', "}", "{", "[", "]",
-    "<tool_call>\n<function=add>\n<parameter=a>\n", "\n</parameter>\n", "\n</parameter>\n</function>\n</tool_call>",
-    '<tool_call>\n{"name": "set", "arguments": {"value": "', "<tool_call>\n<function=set>\n<parameter=options>\n",
-]  # fmt: skip
 
 
 @st.composite
@@ -258,14 +241,6 @@ def test_cut_call_keeps_its_beginning():
         assert (name, is_complete) == ("write", False)
         written = whole[:n].partition("<parameter=path>\n")[2]
         assert json.loads(f'{arguments}"}}')["path"].startswith(written[:3])
-
-
-def test_strings_come_as_they_are_written():
-    parser = ToolCallParser(SCHEMAS)
-    text = render("set", {"value": "one\ntwo three", "options": {"a": [1]}})
-    events = [event for piece in re.findall(r"\s*\S+", text) for event in parser.add(piece)]
-    arguments = [event.text for event in events if isinstance(event, CallArguments)]
-    assert arguments == ['{"value": ', '"one', "\\ntwo", " three", '", "options": ', '{"a": [1]}}']
 
 
 # Values

@@ -24,6 +24,24 @@ SCHEMAS = {
     "now": {"type": "object", "properties": {}},
 }
 
+# What texts with calls and without are made of.
+TAGS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=add>",
+    "</function>",
+    "</parameter>",
+    "\n",
+    " ",
+    "```",
+    '{"name": "add"',
+]
+PARTS = [
+    *TAGS, "<function=", "<parameter=", "<parameter=a>", "<parameter=value>", ">", "true", "12", '"', "}", "{", "[",
+    "<tool_call>\n<function=add>\n<parameter=a>\n", "\n</parameter>\n", "\n</parameter>\n</function>\n</tool_call>",
+    '<tool_call>\n{"name": "set", "arguments": {"value": "', "<tool_call>\n<function=set>\n<parameter=options>\n",
+]  # fmt: skip
+
 
 def render(name: str, arguments: dict, json_scalars: bool = False) -> str:
     """A call as the template writes it."""
