@@ -3,7 +3,6 @@
 import logging
 import shutil
 import sys
-from contextlib import nullcontext
 from unittest import mock
 
 import mlx.core as mx
@@ -22,7 +21,7 @@ from tests.support.decoding import plain
 from tests.support.models import DATA, TRAINED
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n"  # a text that goes on
-TUNED = Settings("auto", 8, 4, 1024, 0.3, {0: 0.01, 1: 0.012, 3: 0.02})
+TUNED = Settings("auto", 8, 4, 1024, 0.3, {0: 0.01, 1: 0.012, 3: 0.02}, attention_rows=3, compiled=False, pieces=2)
 
 
 @pytest.fixture
@@ -48,10 +47,9 @@ def run(module, *argv) -> None:
 
 
 def test_reads_what_was_written(tmp_path):
-    file, passes = tmp_path / "s.json", Settings(attention_rows=4, compiled=False, pieces=8)
-    for tuned in (Settings(0), Settings(3, draft_vocab=0), passes, TUNED):
-        settings.write(file, {"mlx": "1"}, "demo", tuned)
-        assert settings.read(file) == ({"mlx": "1"}, tuned)
+    for tuned in (Settings(0), Settings(3, draft_vocab=0), TUNED):
+        settings.write(tmp_path / "s.json", {"mlx": "1"}, "demo", tuned)
+        assert settings.read(tmp_path / "s.json") == ({"mlx": "1"}, tuned)
         assert [f.name for f in tmp_path.iterdir()] == ["s.json"]
 
 
@@ -60,7 +58,9 @@ def test_load_finds_settings_and_keeps_the_text(tuned_model):
     assert untuned.drafting.tuned is None
     tuned_model(TUNED)
     model, _ = mlx_mtp.load(TRAINED)
-    assert model.drafting.tuned == TUNED
+    drafting = model.drafting
+    assert drafting.tuned == TUNED
+    assert (drafting.attention_rows, drafting.compiled, drafting.pieces) == (3, False, 2)
     assert timing_of(model).of(1).by_depth() == TUNED.seconds
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {8}
     assert model.drafting.lm_head.ids.size == 1024
@@ -68,12 +68,8 @@ def test_load_finds_settings_and_keeps_the_text(tuned_model):
     prompt = tokenizer.encode(PROMPT)
     tokens = [token for token, _, _ in mlx_mtp.mtp_generate_step(mx.array(prompt), model, max_tokens=16)]
     assert tokens == plain(prompt, untuned, max_tokens=16)
-    for argument in (
-        {"mtp_bits": 4},
-        {"draft_head_bits": 8},
-        {"draft_vocab": 0},
-        {"settings": False},
-    ):  # each overrides
+    # Each overrides.
+    for argument in ({"mtp_bits": 4}, {"draft_head_bits": 8}, {"draft_vocab": 0}, {"settings": False}):
         model, _ = mlx_mtp.load(TRAINED, **argument)
         assert model.drafting.tuned is None, argument
         assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {4} & {argument.get("mtp_bits")}
@@ -87,15 +83,6 @@ def test_settings_of_one_process_are_not_for_several(tuned_model, caplog):
     assert caplog.text == ""
     assert settings.find(file, [DATA / "dense"], n_ranks=2) is None
     assert "are ignored, because device is 2 times" in caplog.text
-
-
-def test_attention_follows_settings(tuned_model):
-    for rows in (3, None):
-        tuned_model(Settings(attention_rows=rows))
-        assert mlx_mtp.load(TRAINED)[0].drafting.attention_rows == rows
-    tuned_model(Settings(compiled=False, pieces=2))
-    drafting = mlx_mtp.load(TRAINED)[0].drafting
-    assert (drafting.compiled, drafting.pieces) == (False, 2)
 
 
 def test_drafts_follow_settings_unless_given(tuned_model):
@@ -159,43 +146,31 @@ WRONG = [
 DAMAGED = ["", "{", "[]", "{}", '{"key": 5, "settings": {}}', *(f'{{"key": {{}}, "settings": {{{w}}}}}' for w in WRONG)]
 
 
-@pytest.mark.parametrize("text", DAMAGED)
-def test_rejects_a_damaged_file(tmp_path, text):
-    (tmp_path / "s.json").write_text(text)
-    with pytest.raises(ValueError, match=r"s\.json is not a settings file: write it again with `mlx_mtp benchmark"):
-        settings.read(tmp_path / "s.json")
-
-
-def test_rejects_a_missing_file_and_a_model_without_its_head(tmp_path):
+def test_rejects_a_file_that_is_damaged_or_missing_and_a_model_without_its_head(tmp_path):
+    for text in DAMAGED:
+        (tmp_path / "s.json").write_text(text)
+        with pytest.raises(ValueError, match=r"s\.json is not a settings file: write it again with `mlx_mtp benchmark"):
+            settings.read(tmp_path / "s.json")
     with pytest.raises(FileNotFoundError, match="There is no settings file"):
-        mlx_mtp.load(TRAINED, settings=tmp_path / "s.json")
+        mlx_mtp.load(TRAINED, settings=tmp_path / "none.json")
     with pytest.raises(ValueError, match="settings require the MTP head"):
         mlx_mtp.load(TRAINED, mtp=False, settings=tmp_path / "s.json")
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([], "off"),
-        (["--num-draft-tokens", 2], "--num-draft-tokens 2"),
-        (["--num-draft-tokens", "auto"], "auto"),
-        (["--num-draft-tokens", 2, "--draft-p-min", 0.1], "--num-draft-tokens 2 --draft-p-min 0.1"),
-        (["--settings", "off"], None),
-        (["--mtp-bits", 8], None),
-        (["--check"], None),
-    ],
-)
-def test_command_prints_the_settings(capsys, tuned_model, flags, said):
+def test_command_prints_the_settings(capsys, tuned_model):
     tuned_model(Settings(0))
-    with pytest.raises(SystemExit, match="0") if flags == ["--check"] else nullcontext():
-        run(generate, "--mtp", "--model", TRAINED, "--prompt", PROMPT, "-m", 8, *flags)
-    out, err = capsys.readouterr()
-    note = "" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n"
-    assert err == note + ("" if flags == ["--check"] else "stopped at 8 tokens (--max-tokens)\n")
-    if said == "off":
-        assert "Drafts: none" in out
-    elif flags != ["--check"]:
-        assert "accepted by position" in out
+    for flags, said in (
+        ("", "off"),
+        ("--num-draft-tokens 2", "--num-draft-tokens 2"),
+        ("--num-draft-tokens 2 --draft-p-min 0.1", "--num-draft-tokens 2 --draft-p-min 0.1"),
+        ("--settings off", None),
+        ("--mtp-bits 8", None),
+    ):
+        run(generate, "--mtp", "--model", TRAINED, "--prompt", PROMPT, "-m", 8, *flags.split())
+        out, err = capsys.readouterr()
+        note = "" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n"
+        assert err == note + "stopped at 8 tokens (--max-tokens)\n"
+        assert ("Drafts: none" if said == "off" else "accepted by position") in out
 
 
 def test_settings_of_a_head_on_the_hub_are_found_from_any_folder(hub, monkeypatch, tmp_path):
