@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +14,6 @@ from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.checkpoint.output import naming
 from mlx_mtp.cli.display import one_line_errors, sentence
 from mlx_mtp.cli.parser import REMOVED
-from mlx_mtp.files import check_target
 from tests.support.commands import refusal, run_command
 from tests.support.models import TRAINED
 
@@ -58,62 +58,35 @@ def test_a_pipe_to_head_shows_no_error():
 
 
 @pytest.mark.parametrize(
-    ("command", "flags", "message"),
+    ("argv", "message"),
     [
-        ("generate", "--num-draft-tokens few", "must be auto or a number, not 'few'"),
-        ("generate", "--copy-drafts few", "must be auto, off or a number, not 'few'"),
-        ("server", "--chat-template-args {", "must be JSON, not '{'"),
-        ("server", "--prompt-cache-bytes much", "must be a size such as 10GB, not 'much'"),
-        ("server", "--prompt-cache-bytes -1", "must be a size such as 10GB, not '-1'"),
+        ("generate --num-draft-tokens few", "argument --num-draft-tokens: must be auto or a number, not 'few'"),
+        ("generate --copy-drafts few", "argument --copy-drafts: must be auto, off or a number, not 'few'"),
+        ("server --chat-template-args {", "argument --chat-template-args: must be JSON, not '{'"),
+        ("server --prompt-cache-bytes much", "argument --prompt-cache-bytes: must be a size such as 10GB, not 'much'"),
+        ("server --prompt-cache-bytes -1", "argument --prompt-cache-bytes: must be a size such as 10GB, not '-1'"),
+        ("generate --mpt", "unrecognized arguments: --mpt: did you mean --mtp?"),
+        ("server --mpt org/head", "unrecognized arguments: --mpt org/head: did you mean --mtp?"),
+        ("convert --mlx-paht=out --inspcet x", "--mlx-paht=out --inspcet x: did you mean --mlx-path --inspect?"),
+        ("benchmark --zzz 3", "unrecognized arguments: --zzz 3"),
+        ("generate --temperature 0.7", "--temperature 0.7: did you mean --temp?"),
+        ("server --max-new-tokens=9 --mpt", "--max-new-tokens=9 --mpt: did you mean --max-tokens --mtp?"),
+        ("fit --model m --mlx-path o --iter=9 --seeds 1", "--seeds 1: did you mean --seed?"),
+        ("generate Why?", "error: 'Why?' is not a flag: give the prompt with --prompt 'Why?'\n"),
+        ("server qwen3.5-4b", "error: 'qwen3.5-4b' is not a flag: give the model with --model qwen3.5-4b\n"),
+        ("server --max-model-len=8192", "error: There is no --max-model-len: a context grows with the text"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_named(capsys, command, flags, message):
-    status, err = run(capsys, command, *flags.split())
-    assert status == 2
-    assert f"error: argument {flags.split()[0]}: {message}" in err
-
-
-@pytest.mark.parametrize(
-    ("command", "flags", "message"),
-    [
-        ("generate", "--mpt", "--mpt: did you mean --mtp?"),
-        ("server", "--mpt org/head", "--mpt org/head: did you mean --mtp?"),
-        ("convert", "--mlx-paht=out --inspcet x", "--mlx-paht=out --inspcet x: did you mean --mlx-path --inspect?"),
-        ("benchmark", "--zzz 3", "--zzz 3"),
-        ("generate", "--temperature 0.7", "--temperature 0.7: did you mean --temp?"),
-        ("server", "--max-new-tokens=9 --mpt", "--max-new-tokens=9 --mpt: did you mean --max-tokens --mtp?"),
-        ("fit", "--model m --mlx-path o --iter=9 --seeds 1", "--seeds 1: did you mean --seed?"),
-    ],
-)
-def test_an_unknown_flag_is_asked_about(capsys, command, flags, message):
-    status, err = run(capsys, command, *flags.split())
-    assert status == 2
-    assert err.endswith(f": error: unrecognized arguments: {message}\n")
-
-
-@pytest.mark.parametrize(
-    ("command", "flags", "message"),
-    [
-        ("generate", ["Why is it so?"], "'Why is it so?' is not a flag: give the prompt with --prompt 'Why is it so?'"),
-        ("server", ["qwen3.5-4b"], "'qwen3.5-4b' is not a flag: give the model with --model qwen3.5-4b"),
-        ("chat", ["--ctx", "8192"], "There is no --ctx: a context grows with the text"),
-        ("server", ["--max-model-len=8192"], "There is no --max-model-len: a context grows with the text"),
-    ],
-)
-def test_a_flag_that_does_not_exist_is_explained(capsys, command, flags, message):
+def test_a_wrong_value_or_an_unknown_flag_is_named(capsys, argv, message):
+    command, *flags = argv.split()
     status, err = run(capsys, command, *flags)
-    assert (status, err.count("\n")) == (2, 1)
-    assert err.startswith(f"mlx_mtp {command}: error: {message}")
+    assert (status, message in err.splitlines()[-1] + "\n") == (2, True), err
 
 
 def test_a_removed_flag_or_command_says_what_to_use_instead(capsys):
     for name, instead in REMOVED.items():
         argv = ["generate", name] if name.startswith("--") else [name]
         assert refusal(main, capsys, *argv).endswith(f": error: {name} was removed: {instead}\n")
-
-
-def no_permission():
-    raise PermissionError(13, "Permission denied", "out")
 
 
 @pytest.mark.parametrize(
@@ -123,10 +96,9 @@ def no_permission():
         (lambda: Path("file").mkdir(), "file exists already."),
         (lambda: Path("file/folder").mkdir(), "file/folder is below a file, which is not a folder."),
         (lambda: Path(".").read_text(), ". is a folder: name a file."),
-        (no_permission, "You have no permission to use out."),
+        (Mock(side_effect=PermissionError(13, "Permission denied", "out")), "You have no permission to use out."),
         (lambda: os.open("x" * 300, os.O_RDONLY), f"{'x' * 300}: File name too long."),
         (lambda: socket.create_server(("192.0.2.1", 0)), "Cannot assign requested address"),
-        (lambda: check_target(Path("no/file")), "There is no folder no to write file to."),  # ours
     ],
 )
 def test_the_systems_errors_are_sentences(monkeypatch, capsys, tmp_path, raises, message):
@@ -155,7 +127,7 @@ def test_a_temporary_folder_is_not_named_in_an_error(tmp_path):
         ("benchmark", "Hello", "Hello", ""),
     ],
 )
-def test_a_wrong_value_is_told_before_anything_is_loaded(monkeypatch, capsys, command, mtp, shown, more):
+def test_a_wrong_head_is_told_before_anything_is_loaded(monkeypatch, capsys, command, mtp, shown, more):
     for name in ("load", "fetch"):  # calling it would raise a TypeError
         monkeypatch.setattr(resolve_name(COMMANDS[command][0]), name, None, raising=False)
     status, err = run(capsys, command, "--mtp", mtp)
@@ -173,25 +145,22 @@ NAMES = {
 REQUIRED = {"convert": ["--hf-path", TRAINED], "fit": ["--mlx-path", "out"]}
 
 
-@pytest.mark.parametrize(("command", "flag"), [(name, flag) for name, flags in NAMES.items() for flag in flags.split()])
-def test_an_empty_name_is_refused_by_its_flag(capsys, command, flag):
-    required = [] if flag == "--recipe" else REQUIRED.get(command, [])
-    message = f"mlx_mtp {command}: error: {flag} is empty: give it a value, or leave it out.\n"
-    assert run(capsys, command, *required, flag, "") == (2, message)
+def test_an_empty_name_is_refused_by_its_flag(capsys):
+    for command, flags in NAMES.items():
+        for flag in flags.split():
+            required = [] if flag == "--recipe" else REQUIRED.get(command, [])
+            message = f"mlx_mtp {command}: error: {flag} is empty: give it a value, or leave it out.\n"
+            assert run(capsys, command, *required, flag, "") == (2, message)
 
 
 @pytest.mark.parametrize(
     ("command", "flags", "message"),
     [
         ("generate", "--prompt a --image GONE", "There is no image GONE"),
-        ("generate", "--prompt a --image FILE", "FILE is not an image of a known format"),
         ("generate", "--prompt a --image FOLDER", "FOLDER is not a file"),
-        ("generate", "--prompt a --prompt-cache-dir FILE", "--prompt-cache-dir: FILE is not a folder"),
         ("generate", "--prompt a --prompt-cache-dir FILE/a", "-dir: the folder FILE/a cannot be written to"),
         ("generate", "--prompt a --settings GONE", "There is no settings file GONE"),
-        ("generate", "--prompt a --settings FILE", "FILE is not a settings file"),
         ("generate", "--prompt a --draft-vocab GONE", "argument --draft-vocab: invalid int value"),
-        ("generate", "--prompt a --mtp-bits 7", "mtp_bits is 7"),
         ("generate", "--prompt a --draft-head-bits 7", "draft_head_bits is 7"),
         ("generate", "--prompt a --adapter-path GONE", "there is no folder GONE"),
         ("chat", "--prompt-cache-dir FILE", "--prompt-cache-dir: FILE is not a folder"),
@@ -199,13 +168,11 @@ def test_an_empty_name_is_refused_by_its_flag(capsys, command, flag):
         ("server", "--port 0 --prompt-cache-dir FILE", "--prompt-cache-dir: FILE is not a folder"),
         ("server", "--port 0 --adapter-path GONE", "--adapter-path: there is no folder GONE"),
         ("server", "--port 0 --allowed-local-media-path GONE", "--allowed-local-media-path: there is no folder GONE"),
-        ("server", "--port 0 --allowed-local-media-path FILE", "--allowed-local-media-path: FILE is not a folder"),
         ("server", "--port 0 --chat-template {%", "--chat-template cannot be rendered"),
         ("server", "--port 0 --api-key-file GONE", "--api-key-file: there is no file GONE"),
         ("server", "--port 0 --host host.invalid", "The server cannot listen at --host host.invalid, --port 0: "),
         ("demo", "--max-tokens 1", "--max-tokens must be 2 or more, not 1: times start at the first token."),
         ("benchmark", "--repeat 0", "repeat must be 1 or more, not 0"),
-        ("benchmark", "--max-tokens 0", "max_tokens must be 2 or more, not 0"),
         ("benchmark", "--prompts GONE", "there is no file GONE"),
         ("benchmark", "--prompts EMPTY", "EMPTY has no prompts"),
         ("benchmark", "--tune FOLDER", "FOLDER is a folder: name a file"),

@@ -6,17 +6,17 @@ import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
 
 import mlx_mtp
-from mlx_mtp import DEMO
 from mlx_mtp.__main__ import COMMANDS
 from mlx_mtp.cli.display import table
-from mlx_mtp.server import command_line
 from mlx_mtp.server.engine import models as engine_models
 from tests.support.commands import refusal
+from tests.support.requests import options_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -71,15 +71,7 @@ def test_a_script_is_the_module_that_has_its_name(name):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_version(name, capsys):
-    with pytest.raises(SystemExit) as e:
-        PARSERS[name].parse_args(["--version"])
-    assert e.value.code == 0
-    assert capsys.readouterr().out == f"mlx_mtp {name} {mlx_mtp.__version__}\n"
-
-
-@pytest.mark.parametrize("name", PARSERS)
-def test_help_has_groups_and_defaults(name, monkeypatch):
+def test_help_has_groups_and_defaults(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     parser = PARSERS[name]
     assert max(map(len, parser.format_help().splitlines())) <= 80
@@ -90,6 +82,9 @@ def test_help_has_groups_and_defaults(name, monkeypatch):
     for action in grouped:
         is_switch = action.nargs == 0 or isinstance(action.default, bool) or action.default in (None, "==SUPPRESS==")
         assert is_switch or not action.default or "efault" in action.help, action.dest
+    with pytest.raises(SystemExit, match="0"):
+        parser.parse_args(["--version"])
+    assert capsys.readouterr().out == f"mlx_mtp {name} {mlx_mtp.__version__}\n"
 
 
 @pytest.mark.parametrize("name", ["generate", "chat"])
@@ -119,49 +114,32 @@ def test_a_flag_of_several_commands_means_one_thing():
         assert len({PARSERS[name]._option_string_actions[flag].help for name in ("generate", "chat")}) == 1
 
 
-@pytest.mark.parametrize("name", ["generate", "chat", "benchmark", "server"])
-def test_mtp_takes_a_head_of_its_own(name, monkeypatch, capsys):
-    given, module = [], engine_models if name == "server" else resolve_name(f"mlx_mtp.{name}.__main__")
-
-    def load(*args, **options):
-        given.append(options["mtp"])
-        raise ValueError("enough")
-
-    monkeypatch.setattr(module, "load", load)
-    if name == "server":
-        models = engine_models.ModelProvider(
-            command_line.check(PARSERS[name].parse_args(["--mtp", "org/head", "--model", "m"]))
-        )
-        with pytest.raises(ValueError, match="enough"):
-            models.load(models.default)
-        assert given == ["org/head"]
-    else:
-        assert "enough" in refusal(module.main, capsys, "--mtp")
-        assert "enough" in refusal(module.main, capsys, "--mtp", "org/head")
-        assert given == ["auto", "org/head"]
-
-
-@pytest.mark.parametrize(
-    ("name", "flags"), [("generate", ["--image", "a.png", "--prompt", "What?"]), ("chat", ["--images"])]
-)
-def test_images_load_the_vision_encoder_of_the_base_model(name, flags, monkeypatch, capsys, tmp_path):
-    given, module = [], resolve_name(f"mlx_mtp.{name}.__main__")
-
-    def load(*args, **options):
-        given.append(options["vision"])
-        raise ValueError("enough")
-
-    monkeypatch.setattr(module, "load", load)
+def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
+    """A head of its own, and for images the vision encoder of the base model."""
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (32, 32)).save("a.png")
-    assert "enough" in refusal(module.main, capsys, "--model", str(DEMO), *flags)
-    assert given == ["auto"]
-
-
-def test_a_head_of_its_own_is_of_one_model():
+    load = Mock(side_effect=ValueError("enough"))
+    for name, flags, option, want in (
+        *(
+            (name, f"--mtp {head}", "mtp", head or "auto")
+            for name in ("generate", "chat", "benchmark")
+            for head in ("", "a/b")
+        ),
+        ("generate", "--image a.png --prompt What?", "vision", "auto"),
+        ("chat", "--images", "vision", "auto"),
+    ):
+        module = resolve_name(f"mlx_mtp.{name}.__main__")
+        monkeypatch.setattr(module, "load", load)
+        assert "enough" in refusal(module.main, capsys, *flags.split())
+        assert load.call_args.kwargs[option] == want, (name, flags)
+    monkeypatch.setattr(engine_models, "load", load)
+    models = engine_models.ModelProvider(options_of("--mtp", "org/head", "--model", "m"))
+    with pytest.raises(ValueError, match="enough"):
+        models.load(models.default)
+    assert load.call_args.kwargs["mtp"] == "org/head"
     for more in (["--serve-model", "other"], ["--allow-any-model"]):
         with pytest.raises(ValueError, match="--mtp HEAD fits one model"):
-            command_line.check(PARSERS["server"].parse_args(["--mtp", "org/head", *more]))
+            options_of("--mtp", "org/head", *more)
 
 
 # Tables
