@@ -20,19 +20,18 @@ from tests.support.models import DATA
 # One command
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_a_module_with_a_parser_and_a_help(name, capsys):
-    assert resolve_name(COMMANDS[name][0]).make_parser().prog.replace(".", " ") == f"mlx_mtp {name}"
-    status, out, err = run_command(main, capsys, name, "--help")
-    assert (status, err) == (0, "")
-    assert out.startswith("usage: ")
-
-
 def test_help_lists_the_commands(capsys):
     _, out, _ = run_command(main, capsys)
-    assert all(f"  {name} " in out for name in COMMANDS)
+    for name, (module, _) in COMMANDS.items():
+        assert f"  {name} " in out
+        assert resolve_name(module).make_parser().prog.replace(".", " ") == f"mlx_mtp {name}"
+        assert run_command(main, capsys, "help", name) == (
+            0,
+            (told := run_command(main, capsys, name, "--help")[1]),
+            "",
+        )
+        assert told.startswith("usage: ")
     assert run_command(main, capsys, "--help") == run_command(main, capsys, "help") == (0, out, "")
-    assert run_command(main, capsys, "help", "demo") == run_command(main, capsys, "demo", "--help")
     assert run_command(main, capsys, "--version") == (0, f"mlx_mtp {mlx_mtp.__version__}\n", "")
 
 
@@ -49,35 +48,27 @@ def test_an_unknown_command_is_one_line(capsys):
 # Names of models
 
 
-def test_a_name_is_that_of_a_conversion():
+def test_a_name_is_that_of_a_conversion(tmp_path, monkeypatch):
+    """Unless a folder has it. It may say the number of bits."""
     for model in published().values():
         names = (model.name, model.base, model.name.upper(), model.conversion)
         assert {resolve(name) for name in names} == {model.conversion}
-
-
-def test_a_name_may_say_the_number_of_bits():
     assert resolve("qwen3.6-27b-8bit") == "mlx-community/Qwen3.6-27B-8bit"
     assert resolve("Qwen3.5-0.8B-bf16") == "mlx-community/Qwen3.5-0.8B-MLX-bf16"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("qwen3.8-27b-bf16", r"Did you mean qwen3\.8-27b or qwen3\.8-27b-4bit or qwen3\.8-27b-8bit\?"),
-        ("qwen3.6-72b", r"^qwen3\.6-72b is .* Did you mean qwen3\.6-27b or .* `mlx_mtp models`"),
-        ("xyz", r"published model\. `mlx_mtp models` lists them\.$"),
-    ],
-)
-def test_an_unknown_name_suggests_the_nearest(name, message):
-    with pytest.raises(FileNotFoundError, match=message):
-        mlx_mtp.load(name)
-
-
-def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
+    assert resolve("org/qwen3.6-27b") == "org/qwen3.6-27b"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3.6-27b").mkdir()
     assert resolve("qwen3.6-27b") == "qwen3.6-27b"
-    assert resolve("org/qwen3.6-27b") == "org/qwen3.6-27b"
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    for name, message in (
+        ("qwen3.8-27b-bf16", r"Did you mean qwen3\.8-27b or qwen3\.8-27b-4bit or qwen3\.8-27b-8bit\?"),
+        ("qwen3.6-72b", r"^qwen3\.6-72b is .* Did you mean qwen3\.6-27b or .* `mlx_mtp models`"),
+        ("xyz", r"published model\. `mlx_mtp models` lists them\.$"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            mlx_mtp.load(name)
 
 
 def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path, capsys, monkeypatch):
@@ -124,18 +115,14 @@ def test_cache_lists_and_removes_heads(hub, capsys):
     assert "There are no downloaded heads." in run_command(cache.main, capsys)[1]
 
 
-def test_doctor_of_the_demo(capsys, monkeypatch):
-    monkeypatch.setattr(about, "measure_acceptance", lambda model, tokenizer: 0.94)
-    status, out, _ = run_command(doctor.main, capsys)
-    assert status == 0
-    assert "Model:      Demo model: completes Python only" in out
-    assert "Accepted:   94% of first drafts on built-in text" in out
-    assert out.splitlines()[-1].startswith("Verdict:    ready; ")
-    monkeypatch.setattr(about, "measure_acceptance", lambda model, tokenizer: 0.1)
-    assert "Verdict:    the model rejects most drafts" in run_command(doctor.main, capsys)[1]
-
-
-def test_doctor_of_a_model_that_does_not_draft(hub, tmp_path, capsys):
+def test_doctor_of_models_that_draft_and_that_do_not(hub, capsys, monkeypatch, tmp_path):
+    for accepted, verdict in ((0.94, "ready; "), (0.1, "the model rejects most drafts")):
+        monkeypatch.setattr(about, "measure_acceptance", lambda model, tokenizer, accepted=accepted: accepted)
+        status, out, _ = run_command(doctor.main, capsys)
+        assert status == 0
+        assert "Model:      Demo model: completes Python only" in out
+        assert f"Accepted:   {accepted:.0%} of first drafts on built-in text" in out
+        assert out.splitlines()[-1].startswith(f"Verdict:    {verdict}")
     no_head(copy := copied(tmp_path))
     configure(copy, _name_or_path=None)
     status, out, _ = run_command(doctor.main, capsys, "--model", str(copy))

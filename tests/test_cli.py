@@ -14,6 +14,7 @@ from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.checkpoint.output import naming
 from mlx_mtp.cli.display import one_line_errors, sentence
 from mlx_mtp.cli.parser import REMOVED
+from mlx_mtp.files import check_target
 from tests.support.commands import refusal, run_command
 from tests.support.models import TRAINED
 
@@ -99,6 +100,7 @@ def test_a_removed_flag_or_command_says_what_to_use_instead(capsys):
         (Mock(side_effect=PermissionError(13, "Permission denied", "out")), "You have no permission to use out."),
         (lambda: os.open("x" * 300, os.O_RDONLY), f"{'x' * 300}: File name too long."),
         (lambda: socket.create_server(("192.0.2.1", 0)), "Cannot assign requested address"),
+        (lambda: check_target(Path("no/file")), "There is no folder no to write file to."),  # ours
     ],
 )
 def test_the_systems_errors_are_sentences(monkeypatch, capsys, tmp_path, raises, message):
@@ -172,6 +174,7 @@ def test_an_empty_name_is_refused_by_its_flag(capsys):
         ("server", "--port 0 --api-key-file GONE", "--api-key-file: there is no file GONE"),
         ("server", "--port 0 --host host.invalid", "The server cannot listen at --host host.invalid, --port 0: "),
         ("demo", "--max-tokens 1", "--max-tokens must be 2 or more, not 1: times start at the first token."),
+        ("benchmark", "--max-tokens 0", "max_tokens must be 2 or more, not 0"),
         ("benchmark", "--repeat 0", "repeat must be 1 or more, not 0"),
         ("benchmark", "--prompts GONE", "there is no file GONE"),
         ("benchmark", "--prompts EMPTY", "EMPTY has no prompts"),

@@ -30,13 +30,6 @@ def printed(monkeypatch, capsys, tmp_path):
     return run
 
 
-def exports(text):
-    """The variables that the lines of a shell set."""
-    words = [shlex.split(line) for line in text.splitlines()]
-    assert all(len(line) == 2 and line[0] == "export" for line in words)
-    return dict(line[1].split("=", 1) for line in words)
-
-
 LOCAL, OTHER = "http://127.0.0.1:8080", "http://localhost:9"
 
 
@@ -47,7 +40,8 @@ def test_lines_for_a_shell(printed):
         ("aider", [], {"OPENAI_API_BASE": f"{LOCAL}/v1", "OPENAI_API_KEY": "none"}),
         ("aider", KEYED, {"OPENAI_API_BASE": f"{OTHER}/v1", "OPENAI_API_KEY": "it's"}),
     ):
-        assert exports(printed(client, *flags).out) == want
+        lines = [shlex.split(line) for line in printed(client, *flags).out.splitlines()]
+        assert lines == [["export", f"{name}={value}"] for name, value in want.items()]
 
 
 def test_codex(printed):
@@ -75,18 +69,15 @@ def test_opencode(printed):
         assert local == {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
 
 
-def test_continue(printed):
+def test_continue_and_zed(printed):
     config = yaml.safe_load(printed("continue", *KEYED).out)
     assert config.keys() == {"name", "version", "schema", "models"}
     own = dict(name="Qwen", provider="openai", model="qwen", apiBase=f"{OTHER}/v1", apiKey="it's")
     assert config["models"] == [{**own, "defaultCompletionOptions": {"contextLength": 8192}}]
-
-
-def test_zed(printed):
     out, err = printed("zed", *KEYED)
     provider = json.loads(out)["language_models"]["openai_compatible"]["mlx-mtp"]
-    assert provider["api_url"] == f"{OTHER}/v1"
-    assert [(m["name"], m["max_tokens"]) for m in provider["available_models"]] == [("qwen", 8192)]
+    (model,) = provider["available_models"]
+    assert (provider["api_url"], model["name"], model["max_tokens"]) == (f"{OTHER}/v1", "qwen", 8192)
     assert f"MLX_MTP_API_KEY={shlex.quote(KEYED[1])}" in err
     assert KEYED[1] not in out
 
@@ -100,29 +91,19 @@ def test_without_the_hub_the_context_is_unknown(printed, monkeypatch, tmp_path, 
         printed("codex", "--model", "qwen3.5-4x")
 
 
-FILES = {
-    "codex": ".codex/mlx-mtp.config.toml",
-    "opencode": ".config/opencode/mlx-mtp.json",
-    "continue": ".continue/config.yaml",
-    "zed": ".config/zed/settings.json",
-}
-
-
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_line_beside_them_says_where_they_belong(printed, client, tmp_path):
+def test_a_line_beside_them_says_where_they_belong(printed, capsys, client, tmp_path):
     """And nothing is said of a context that the model does not say."""
+    files = {"codex": ".codex/mlx-mtp.config.toml", "opencode": ".config/opencode/mlx-mtp.json"}
+    files |= {"continue": ".continue/config.yaml", "zed": ".config/zed/settings.json"}
     err = printed(client).err
     assert err.count("\n") == 1
-    assert (f"put this into ~/{FILES[client]}" if client in FILES else "run this in a shell") in err
+    assert (f"put this into ~/{files[client]}" if client in files else "run this in a shell") in err
     config = json.loads((tmp_path / "config.json").read_text())
     del config["text_config"]["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     out = printed(client).out
     assert not any(word in out for word in ("None", "null", "limit", "contextLength", "context_window"))
-
-
-def test_a_free_port_has_no_settings(printed, capsys):
-    with pytest.raises(SystemExit) as e:
-        printed("codex", "--port", "0")
-    assert e.value.code == 2
+    with pytest.raises(SystemExit, match="2"):
+        printed(client, "--port", "0")
     assert "--print-config requires a fixed port" in capsys.readouterr().err

@@ -13,10 +13,10 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.generate.demo import CODE
 from mlx_mtp.server.app import FOLDER, make_app
-from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.frontend import Frontend
 from mlx_mtp.server.request import Metrics
 from mlx_mtp.server.serve import make_engine
+from tests.support.requests import CHAT, options_of
 
 OWN = sorted(path for path in FOLDER.iterdir() if path.is_file())
 VENDORED = sorted(FOLDER.glob("vendor/*.js"))
@@ -26,7 +26,7 @@ SINKS = r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|srcdoc|
 
 @pytest.fixture(scope="module")
 def client():
-    options = check(make_parser().parse_args(["--mtp"]))
+    options = options_of("--mtp")
     engine = make_engine(options, None)
     engine.loaded.result()
     yield TestClient(make_app(Frontend(options, engine)), base_url="http://localhost")
@@ -126,7 +126,7 @@ def test_vendored_libraries_are_those_of_the_list_and_have_licences():
 
 
 def test_no_page_with_no_ui():
-    generator = SimpleNamespace(options=check(make_parser().parse_args(["--no-ui"])), metrics=Metrics())
+    generator = SimpleNamespace(options=options_of("--no-ui"), metrics=Metrics())
     client = TestClient(make_app(generator), base_url="http://localhost")
     assert client.get("/").json()["name"] == "mlx_mtp"
     assert client.get("/page/main.js").status_code == 404
@@ -140,25 +140,21 @@ def test_what_the_api_says_of_itself_and_of_the_demo(client):
     assert model["takes_images"] is False
 
 
-def stream(client, **body) -> list[dict]:
-    body = {"messages": [{"role": "user", "content": CODE}], "stream": True, "num_draft_tokens": 1, **body}
-    lines = client.post("/v1/chat/completions", json=body).text.splitlines()
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-
-
-@pytest.mark.parametrize(("copies", "sources"), [("off", {"model", "head"}), (4, {"model", "head", "copies"})])
-def test_each_token_has_a_source_where_it_is_asked_for(client, copies, sources):
-    options = {"include_usage": True, "include_sources": True}
-    *chunks, last = stream(client, stream_options=options, copy_drafts=copies, max_tokens=40)
-    told = [source for chunk in chunks for source in chunk["choices"][0]["sources"]]
-    usage = last["usage"]
-    assert len(told) == usage["completion_tokens"]
-    assert set(told) == sources
-    details = usage["completion_tokens_details"]
-    assert len(told) - told.count("model") == details["accepted_prediction_tokens"]
-    if copies == "off":  # a step with a draft has a token of the model
-        assert details["rejected_prediction_tokens"] <= told.count("model") - told.count("head")
-    # A step may go on behind the last token.
-    assert 0 <= details["accepted_copied_tokens"] - told.count("copies") <= 16
-    chunks = stream(client, max_tokens=2)
-    assert not any("sources" in choice for chunk in chunks for choice in chunk["choices"])
+def test_each_token_has_a_source_where_it_is_asked_for(client):
+    ask = {"messages": [{"role": "user", "content": CODE}], "stream": True, "num_draft_tokens": 1, "max_tokens": 40}
+    sources = {"stream_options": {"include_usage": True, "include_sources": True}}
+    for copies, options in (("off", sources), (4, sources), ("off", {})):
+        lines = client.post(CHAT, json={**ask, "copy_drafts": copies, **options}).text.splitlines()
+        *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        if not options:
+            assert not any("sources" in choice for chunk in chunks for choice in chunk["choices"])
+            continue
+        told = [source for chunk in chunks for source in chunk["choices"][0]["sources"]]
+        assert len(told) == last["usage"]["completion_tokens"]
+        assert set(told) == {"model", "head"} | ({"copies"} if copies == 4 else set())
+        details = last["usage"]["completion_tokens_details"]
+        assert len(told) - told.count("model") == details["accepted_prediction_tokens"]
+        if copies == "off":  # a step with a draft has a token of the model
+            assert details["rejected_prediction_tokens"] <= told.count("model") - told.count("head")
+        # A step may go on behind the last token.
+        assert 0 <= details["accepted_copied_tokens"] - told.count("copies") <= 16

@@ -48,12 +48,11 @@ def test_every_page_is_reached_from_the_readme():
     assert {page.resolve() for page in ROOT.glob("docs/**/*.md")} <= seen
 
 
-def n_words(*pages: Path) -> int:
-    words = [word for page in pages for word in page.read_text(encoding="utf-8").split()]
-    return sum(bool(re.search(r"\w", word)) for word in words)
-
-
 def test_pages_for_users_are_short():
+    def n_words(*pages: Path) -> int:
+        words = [word for page in pages for word in page.read_text(encoding="utf-8").split()]
+        return sum(bool(re.search(r"\w", word)) for word in words)
+
     assert n_words(README) <= 600
     assert n_words(README, *ROOT.glob("docs/*.md")) <= 9_500
 
@@ -113,20 +112,7 @@ def test_what_is_written_is_of_the_kept_outputs():
     for file, chart in draw_measurements.charts().items():
         (description,) = ElementTree.parse(file).iter("{http://purl.org/dc/elements/1.1/}description")
         assert description.text == draw_measurements.describe(chart)
-
-
-def test_pictures_are_what_the_scripts_draw():
-    for file in (ROOT / "docs" / "pictures").glob("*.svg"):
-        assert ElementTree.parse(file).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-    drawn = draw_measurements.latency_chart()
-    assert [series.name for series in drawn.series] == ["parts allow", "measured"]
-    assert drawn.places[1:] == sorted(drawn.places[1:], key=float)
-    for chart in (drawn, draw_measurements.fit_chart(), draw_measurements.depth_chart()):
-        for series in chart.series:
-            assert len(series.values) <= len(chart.places)
-            assert all(0 <= low <= value <= high for value, (low, high) in zip(series.values, series.errors))
-        (axes,) = chart.draw().axes
-        assert [text.get_text() for text in axes.get_xticklabels()] == list(chart.places)
+    assert measure.join(["a  b\n1  2", "a  b\n3  4"]) == "a  b\n1  2\n3  4"
 
 
 def test_the_picture_of_tokens_is_that_of_a_run():
@@ -168,40 +154,26 @@ def section_of(commands, **more) -> measure.Section:
     return measure.Section("one", "One", "What it shows.", commands=commands, **more)
 
 
-@pytest.fixture
-def folders(monkeypatch, tmp_path):
+def test_output_is_kept_and_not_measured_again(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(measure, "WORK", tmp_path / "work")
     monkeypatch.setattr(measure, "KEPT", tmp_path / "kept")
-
-
-def test_output_is_kept_and_not_measured_again(folders, monkeypatch, capsys):
     section = section_of(["echo first", "python -c 'print(2)'", "python -c 'print(3)'"])
     assert not section.is_current()
     assert measure.measure_all([section], again=False) == []
     facts, commands, output = measure.read_kept(section.file)
-    assert commands == section.commands
-    assert output == "2\n3\n"
+    assert (commands, output) == (section.commands, "2\n3\n")
     assert set(facts) == {"machine", "date", "commit", "versions", "demo"}
     assert measure.row(section).startswith("| [One](measurements/one.txt): What it shows. | ")
     assert not measure.row(section).endswith("an earlier demo |")
-
     capsys.readouterr()
     measure.measure_all([section], again=False)
     assert capsys.readouterr().out == ""
     assert not section_of(["echo second"]).is_current()
+    # It survives a command that fails.
+    assert measure.measure_all([section_of(["exit 3"])], again=False) == ["one: exit status 3 of `exit 3`."]
+    assert measure.read_kept(section.file)[2] == "2\n3\n"
     monkeypatch.setattr(measure, "demo_digest", lambda: "another")
     assert not section.is_current()
     assert measure.row(section).endswith("an earlier demo |")
     assert section_of(section.commands, demo=False).is_current()
-
-
-def test_kept_output_survives_a_command_that_fails(folders):
-    assert measure.measure_all([section_of(["echo first"])], again=False) == []
-    (error,) = measure.measure_all([section_of(["exit 3"])], again=False)
-    assert error == "one: exit status 3 of `exit 3`."
-    assert measure.read_kept(section_of([]).file)[2] == "first\n"
     assert measure.measure_all([section_of(["echo 1; exit 1"], statuses=[0, 1])], again=True) == []
-
-
-def test_outputs_are_joined_under_one_head():
-    assert measure.join(["a  b\n1  2", "a  b\n3  4"]) == "a  b\n1  2\n3  4"
