@@ -43,20 +43,22 @@ def follows(lark, tokens):
 
 
 @every_way
-@examples(7)
+@examples(8)
 @given(
     lark=st.sampled_from(LARKS),
     family=st.sampled_from(["qwen3_5", "qwen3_next"]),
     prompt=st.lists(st.integers(0, 31), min_size=1, max_size=9),
     depth=st.one_of(st.just("auto"), st.integers(0, 4)),
     copies=st.sampled_from(["off", "auto", 3]),
+    seed=st.sampled_from([None, 0, 1]),
     n=st.integers(1, 20),
 )
-def test_tokens_are_those_of_plain_decoding(way, lark, family, prompt, depth, copies, n):
-    model = model_of(family)
-    options = dict(num_draft_tokens=depth, copy_drafts=copies)
-    expected = until_end(plain(prompt, model, max_tokens=n, logits_processors=[grammar_of(TOKENS, lark)]))
-    text = generate(way, prompt, model, max_tokens=n, logits_processors=[grammar_of(TOKENS, lark)], **options)
+def test_tokens_are_those_of_plain_decoding(way, lark, family, prompt, depth, copies, seed, n):
+    """Also the sampled ones."""
+    model, sampler = model_of(family), make_sampler(0.0 if seed is None else 1.0, seed=seed)
+    options = [dict(max_tokens=n, sampler=sampler, logits_processors=[grammar_of(TOKENS, lark)]) for _ in range(2)]
+    expected = until_end(plain(prompt, model, **options[0]))
+    text = generate(way, prompt, model, num_draft_tokens=depth, copy_drafts=copies, **options[1])
     assert until_end(text.tokens) == expected
     assert follows(lark, expected)
 
@@ -72,15 +74,6 @@ def test_several_sequences_each_follow_their_own(number):
     assert texts[3] == until_end(plain(PROMPT, model, max_tokens=16))
 
 
-@every_way
-def test_seeded_text_is_that_of_plain_decoding(way):
-    for seed, lark in enumerate(LARKS):
-        options = dict(max_tokens=12, sampler=make_sampler(temp=1.0, seed=seed))
-        want = plain(PROMPT, model_of("qwen3_5"), logits_processors=[grammar_of(TOKENS, lark)], **options)
-        options |= dict(num_draft_tokens=3, logits_processors=[grammar_of(TOKENS, lark)])
-        assert until_end(generate(way, PROMPT, model_of("qwen3_5"), **options).tokens) == until_end(want)
-
-
 def test_what_is_forced_is_drafted(monkeypatch):
     """And accepted: one letter at a time is likelier where the model prefers that, so of whole words."""
     monkeypatch.setattr(ForcedTokens, "fixed", 8)
@@ -92,14 +85,6 @@ def test_what_is_forced_is_drafted(monkeypatch):
     assert counts.forced == counts.forced_accepted
     assert sum(counts.forced) >= 8
     assert counts.n_drafted == sum(counts.forced)
-
-
-def test_grammars_of_one_schema_keep_track_of_their_own_texts(trained):
-    """And a copy is at the beginning."""
-    first, second = (make_grammar(trained[1], json_schema=PERSON) for _ in range(2))
-    begin = first.forced([])
-    assert first.forced(begin) != begin
-    assert second.forced([]) == first.copy().forced([]) == begin
 
 
 def test_begins_behind_the_tag():
@@ -133,6 +118,10 @@ def test_json_of_a_schema(trained):
     assert 0 <= person["age"] <= 150
     assert set(person["likes"]) <= {"tea", "coffee"}
     assert json.dumps(person, ensure_ascii=False) == text
+    first, second = (make_grammar(tokenizer, json_schema=PERSON) for _ in range(2))
+    begin = first.forced([])
+    assert first.forced(begin) != begin
+    assert second.forced([]) == first.copy().forced([]) == begin  # a copy is at the beginning
 
 
 def test_a_format_that_llguidance_does_not_know_is_an_annotation(trained):
@@ -204,19 +193,16 @@ def alternatives(n):
     ("options", "message"),
     [
         ({}, "Give one of json_schema, regex and lark"),
-        ({"regex": "a", "lark": "start: /a/"}, "Give one of"),
         ({"regex": "(a"}, "cannot read the grammar"),
         ({"lark": "start: other"}, "cannot read the grammar"),
         ({"json_schema": {"type": "person"}}, "cannot read the grammar"),
         ({"json_schema": "[1]"}, "A JSON schema is an object"),
-        ({"json_schema": "{"}, "Expecting property name"),
         ({"json_schema": {"x-guidance": 5}}, "x-guidance is an object, not 5"),
         ({"regex": "a\\"}, "ends with a backslash"),
         ({"regex": "a" * (1 << 20)}, "The grammar has 1048576 characters, and at most 524288 are supported"),
         ({"json_schema": {"type": "integer", "multipleOf": 1_000_003}}, "multipleOf: .* at most 100000"),
         ({"json_schema": {"allOf": [{"multipleOf": n} for n in (0.7, 1.3, 1.9, 2.3, 2.9)]}}, "multipleOf: .* at most"),
         ({"lark": 'start: %json {"m\\u0075ltipleOf": 1000003}'}, "multipleOf: .* at most 100000"),
-        ({"json_schema": alternatives(6)}, "too large"),
         ({"json_schema": alternatives(14)}, "too large"),
     ],
     ids=lambda x: str(x)[:40],

@@ -94,70 +94,15 @@ def test_grammar_and_types_come_from_the_same_places(monkeypatch, tokenizer, sch
         assert allows(tokenizer, grammar, f"<tool_call>\n{text}\n</tool_call>"), arguments
 
 
-# What a grammar cannot enforce
-
-FREE = [  # a parameter's schema, what is not enforced, a text that it allows, and one that is wrong anyhow
-    ({**INTEGER, "not": {"const": 5}}, "not", "5", "a"),
-    ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", "[1, 1]", "[true]"),
-    ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames", '{"b": 1}', "[]"),
-    ({"type": "array", "contains": INTEGER}, "contains", "[]", "{}"),
-    ({**INTEGER, "if": {"minimum": 5}, "then": {"multipleOf": 5}}, "if", "6", "a"),
-    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired", '{"a": 1}', "1"),
-    ({"oneOf": [{**INTEGER, "minimum": 2}, {**INTEGER, "maximum": 5}]}, "oneOf", "3", "a"),
-    ({"type": "object", "patternProperties": {"a": INTEGER, "b": STRING}}, "patternProperty", '{"ab": 1}', "1"),
-    ({"anyOf": [STRING, {**INTEGER, "maximum": 4}]}, "a string or some values of another type", "5", None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("schema", "reason", "text", "wrong"), FREE, ids=str)
-def test_strict_tools_are_refused_by_name_and_others_are_free(tokenizer, schema, reason, text, wrong):
-    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
-    grammar = grammar_of(tokenizer, parameters)
-    assert allows(tokenizer, grammar, render("f", {"x": text}))
-    assert wrong is None or not allows(tokenizer, grammar, render("f", {"x": wrong}))
-    with pytest.raises(
-        ApiError, match=rf"tool_choice: f\.parameters\.properties\.x cannot be enforced: .*{reason}"
-    ) as e:
-        grammar_of(tokenizer, parameters, strict=True)
-    assert e.value.status == 400
-
-
-A_INTEGER, A_STRING = {"properties": {"a": INTEGER}}, {"properties": {"a": STRING}}
-TOP = [
-    ({"not": {"required": ["a"]}, **A_INTEGER}, r"parameters\.not"),
-    ({"propertyNames": {"pattern": "a"}, **A_INTEGER}, r"parameters\.propertyNames"),
-    ({"additionalProperties": INTEGER}, r"parameters\.additionalProperties"),
-    ({"anyOf": [A_INTEGER, A_STRING]}, r"parameters\.anyOf"),
-    ({**A_INTEGER, "minProperties": 1}, r"parameters\.minProperties"),
-    ({"patternProperties": {"a": INTEGER}}, r"parameters\.patternProperties"),
-    ({"oneOf": [A_INTEGER, {"properties": {"b": INTEGER}}]}, r"parameters\.oneOf"),
-    ({"properties": {"a": {"oneOf": [STRING, {"minLength": 2}]}}}, r"properties\.a cannot be enforced: oneOf"),
-    ({"properties": {"a": {"$ref": "http://example.com"}}}, r"properties\.a cannot .*http://example\.com"),
-    ({"properties": {"a": {"type": "file"}}}, "Invalid type: file"),
-    ({"properties": {"a": {**STRING, "pattern": "(?=a)b"}}}, r"properties\.a cannot be enforced"),
-]
-
-
-@pytest.mark.parametrize(("parameters", "path"), TOP, ids=str)
-def test_strict_tools_also_at_the_top(tokenizer, parameters, path):
-    assert allows(tokenizer, grammar_of(tokenizer, parameters), call({"a": 5}))
-    with pytest.raises(ApiError, match=path):
-        grammar_of(tokenizer, parameters, strict=True)
-
-
 # Shapes that are none
 
 MALFORMED = [
-    5, "object", [], False, {"type": "string"}, {"properties": 5}, {"properties": []}, {"properties": {"x": 5}},
-    {"properties": {"x": [INTEGER]}}, {"properties": {"x": {"required": True}}}, {"required": "x"}, {"required": [1]},
-    {"required": {"x": True}}, {"type": 5}, {"type": []}, {"properties": {"x": {"type": [{}]}}},
-    {"properties": {"x": {"enum": 5}}}, {"properties": {"x": {"anyOf": {}}}},
-    {"properties": {"x": {"anyOf": []}}}, {"properties": {"x": {"allOf": 5}}}, {"properties": {"x": {"oneOf": [5]}}},
-    {"properties": {"x": {"$ref": 5}}}, {"properties": {"x": {"pattern": 5}}}, {"properties": {"x": {"format": {}}}},
-    {"properties": {"x": {"minimum": "a"}}}, {"properties": {"x": {"multipleOf": 0}}},
-    {"properties": {"x": {"maxLength": -1}}}, {"properties": {"x": {"items": 5}}},
-    {"properties": {"x": {"prefixItems": {}}}}, {"additionalProperties": 5}, {"patternProperties": 5},
-    {"minProperties": "a"},
+    5, "object", [], False, {"type": "string"}, {"properties": 5}, {"properties": {"x": 5}}, {"required": "x"},
+    {"required": [1]}, {"type": 5}, {"type": []}, {"additionalProperties": 5}, {"patternProperties": 5}, {"minProperties": "a"},
+    *({"properties": {"x": x}} for x in (
+        [INTEGER], {"required": True}, {"type": [{}]}, {"enum": 5}, {"anyOf": {}}, {"anyOf": []}, {"oneOf": [5]}, {"$ref": 5},
+        {"pattern": 5}, {"format": {}}, {"minimum": "a"}, {"multipleOf": 0}, {"maxLength": -1}, {"items": 5},
+    )),
 ]  # fmt: skip
 
 
@@ -174,9 +119,56 @@ def test_malformed_schemas_are_refused_in_a_sentence(tokenizer, parameters):
     assert Schema(parameters).types_of_property("x") in (ANY, {"string"})
 
 
+A_INTEGER, A_STRING = {"properties": {"a": INTEGER}}, {"properties": {"a": STRING}}
+FREE = [  # a schema of parameters or of one, what is not enforced of it, a text that it allows, and one that is wrong anyhow
+    ({**INTEGER, "not": {"const": 5}}, "not", "5", "a"),
+    ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", "[1, 1]", "[true]"),
+    ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames", '{"b": 1}', "[]"),
+    ({"type": "array", "contains": INTEGER}, "contains", "[]", "{}"),
+    ({**INTEGER, "if": {"minimum": 5}, "then": {"multipleOf": 5}}, "if", "6", "a"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired", '{"a": 1}', "1"),
+    ({"oneOf": [{**INTEGER, "minimum": 2}, {**INTEGER, "maximum": 5}]}, "oneOf", "3", "a"),
+    ({"type": "object", "patternProperties": {"a": INTEGER, "b": STRING}}, "patternProperty", '{"ab": 1}', "1"),
+    ({"anyOf": [STRING, {**INTEGER, "maximum": 4}]}, "a string or some values of another type", "5", None),
+    ({"oneOf": [STRING, {"minLength": 2}]}, "oneOf", "5", None),
+    ({"$ref": "http://example.com"}, r"http://example\.com", "5", None),
+    ({"type": "file"}, "Invalid type: file", "5", None),
+    ({**STRING, "pattern": "(?=a)b"}, "", "5", None),
+    ({"not": {"required": ["a"]}, **A_INTEGER}, r"parameters\.not", None, None),
+    ({"propertyNames": {"pattern": "a"}, **A_INTEGER}, r"parameters\.propertyNames", None, None),
+    ({"additionalProperties": INTEGER}, r"parameters\.additionalProperties", None, None),
+    ({"anyOf": [A_INTEGER, A_STRING]}, r"parameters\.anyOf", None, None),
+    ({**A_INTEGER, "minProperties": 1}, r"parameters\.minProperties", None, None),
+    ({"patternProperties": {"a": INTEGER}}, r"parameters\.patternProperties", None, None),
+    ({"oneOf": [A_INTEGER, {"properties": {"b": INTEGER}}]}, r"parameters\.oneOf", None, None),
+]
+
+
+@pytest.mark.parametrize(("schema", "reason", "text", "wrong"), FREE, ids=str)
+def test_strict_tools_are_refused_by_name_and_others_are_free(tokenizer, schema, reason, text, wrong):
+    is_whole = text is None
+    parameters = schema if is_whole else {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    grammar = grammar_of(tokenizer, parameters)
+    assert allows(tokenizer, grammar, render("f", {"a": "5" if is_whole else text}))
+    assert wrong is None or not allows(tokenizer, grammar, render("f", {"a": wrong}))
+    where = "" if is_whole else r"tool_choice: f\.parameters\.properties\.a cannot be enforced: .*"
+    with pytest.raises(ApiError, match=where + reason) as e:
+        grammar_of(tokenizer, parameters, strict=True)
+    assert e.value.status == 400
+
+
 NULLS = [
-    "properties", "required", "enum", "type", "anyOf", "$ref", "items", "additionalProperties", "pattern", "minimum",
-]  # fmt: skip
+    "properties",
+    "required",
+    "enum",
+    "type",
+    "anyOf",
+    "$ref",
+    "items",
+    "additionalProperties",
+    "pattern",
+    "minimum",
+]
 
 
 def test_null_means_absent(tokenizer):

@@ -152,54 +152,69 @@ def test_loses_nothing(texts, sizes, cut):
 # Cases
 
 
-def test_several_functions_in_one_block():
-    """And blocks on one line, and a call without its last tag."""
-    text = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n<function=now>\n</function>\n"
-    text += "<function=write>\n<parameter=path>\nx\n</parameter>\n</function>\n</tool_call>"
-    assert calls_of(text) == ("", [("add", {"a": 1}), ("now", {}), ("write", {"path": "x"})])
-    text = "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>"
-    assert calls_of(text + text) == ("", [("add", {"a": 1, "b": 2})] * 2)
-    text = render("add", {"a": 1}).removesuffix("\n</tool_call>")
-    assert parse(text) == [["add", '{"a": 1}', True]]
-    assert parse(text, cut=True) == [["add", '{"a": "1\\n</parameter>\\n</function>', False]]
+ADDED = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+ONE_LINE = "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>"
+OPEN = "<parameter=b>\n", "a\n<tool_call>\n<function=write>\n<parameter=path>\nand so on"
+    ("write", {"path": "a", "content": f"a\n<tool_call>\n<function=write>\n{text}"})
+    for text in ("", "<parameter=path>\nb")
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        # Several functions in one block, blocks on one line, and a call without its last tag.
+        (f"<tool_call>\n{ADDED}<function=now>\n</function>\n</tool_call>", [("add", {"a": 1}), ("now", {})]),
+        (ONE_LINE * 2, [("add", {"a": 1, "b": 2})] * 2),
+        (f"<tool_call>\n{ADDED}", [("add", {"a": 1})]),
+        # A quotation that is left open ends with the text, and a key comes once.
+        *((render("write", {"path": "a", "content": text}), [("write", {"path": "a", "content": text})]) for text in OPEN),
+        (render("add", {"a": 1}).replace("\n</function>", "\n<parameter=a>\n2\n</parameter>\n</function>"),
+         [("add", {"a": "1\n</parameter>\n<parameter=a>\n2"})]),
+        # What has no schema is a string.
+        (render("unknown", {"a": 5, "b": True}), [("unknown", {"a": "5", "b": "True"})]),
+        (render("add", {"a": 5, "c": 5}), [("add", {"a": 5, "c": "5"})]),
+    ],
+)  # fmt: skip
+def test_calls_of_other_forms(text, calls):
+    assert calls_of(text) == ("", calls)
 
 
 @pytest.mark.parametrize(
     ("block", "want"),
     [
         ('{"name": "add", "arguments": {"a": 1, "b": 12345678901234567890}}', [("add", {"a": 1, "b": 12345678901234567890})]),
-        ('{"name": "now"}', [("now", {})]),
         ('{"name": "add", "arguments": "{\\"a\\": 1}"}', [("add", {"a": 1})]),
         ('{"name": "write", "arguments": {"path": "</tool_call>\\""}}', [("write", {"path": '</tool_call>"'})]),
         ('{"name": "write", "arguments": {"path": "a\nb"}}', [("write", {"path": "a\nb"})]),
         ("{'name': 'set', 'arguments': {'value': None}}", [("set", {"value": None})]),
         ('[{"name": "now"}, {"name": "add", "parameters": {"a": 1}}]', [("now", {}), ("add", {"a": 1})]),
         ('{"name": "now"}\n{"name": "add", "arguments": {"a": 1e400}}', [("now", {}), ("add", {"a": "1e400"})]),
+        # What is no call is content.
+        *((text, None) for text in (
+            "nothing", '{"name": "add", "arguments": {1}}', '{"name": 5}', '{"name": "add", "arguments": [1]}', '{"a": "b"}',
+            "<function=add>\nno parameter\n</function>",
+        )),
     ],
 )  # fmt: skip
 def test_json_in_a_block(block, want):
-    call = render("now", {})
-    assert calls_of(f"Well.\n<tool_call>\n{block}\n</tool_call>\n{call}") == ("Well.\n\n", [*want, ("now", {})])
+    call, text = render("now", {}), f"<tool_call>\n{block}\n</tool_call>\n"
+    content = "Well.\n\n" if want else f"Well.\n{text}"
+    assert calls_of(f"Well.\n{text}{call}") == (content, [*(want or []), ("now", {})])
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "<tool_call>\nnothing\n</tool_call>",
-        '<tool_call>\n{"name": "add", "arguments": {1}}\n</tool_call>',
-        '<tool_call>\n{"name": 5}\n</tool_call>',
-        '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>',
-        '<tool_call>\n{"a": "b"}\n</tool_call>',
         '<tool_call>\n{"name": "add", "arguments": {"a": "',
-        "<tool_call>\n<function=add>\nno parameter\n</function>\n</tool_call>",
         "<tool_call>\n<function=add>\n",
-        "Write <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call> to call it.",
+        f"Write <tool_call>\n{ADDED}</tool_call> to call it.",
         "The tag <tool_call> begins a call,\n<tool_call> too, and `</tool_call>` ends it.",
         "```xml\n" + render("now", {}) + "\n```",
         "~~~~\n~~~\n" + render("now", {}),
         "    " + render("now", {}),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_call_is_content(text):
     assert calls_of(text) == (text, [])
     # and what follows it is read again
@@ -223,17 +238,6 @@ def test_tags_in_a_value(value):
             assert calls_of(rendered("", calls))[1] == calls
 
 
-def test_a_quotation_left_open_ends_with_the_text():
-    for value in ("<parameter=b>\n", "a\n<tool_call>\n<function=write>\n<parameter=path>\nand so on"):
-        call = "write", {"path": "a", "content": value}
-        assert calls_of(render(*call)) == ("", [call])
-
-
-def test_a_key_comes_once():
-    text = render("add", {"a": 1}).replace("\n</function>", "\n<parameter=a>\n2\n</parameter>\n</function>")
-    assert calls_of(text) == ("", [("add", {"a": "1\n</parameter>\n<parameter=a>\n2"})])
-
-
 def test_cut_call_keeps_its_beginning():
     whole = render("write", {"path": "src", "content": "one two"})
     for n in range(51, 90):
@@ -241,6 +245,8 @@ def test_cut_call_keeps_its_beginning():
         assert (name, is_complete) == ("write", False)
         written = whole[:n].partition("<parameter=path>\n")[2]
         assert json.loads(f'{arguments}"}}')["path"].startswith(written[:3])
+    cut = parse(render("add", {"a": 1}).removesuffix("\n</tool_call>"), cut=True)
+    assert cut == [["add", '{"a": "1\\n</parameter>\\n</function>', False]]
 
 
 # Values
@@ -283,15 +289,10 @@ def test_values_by_schema(schema, text, want):
     assert (got, type(got)) == (want, type(want))
 
 
-def test_parameters_without_a_schema_are_strings():
-    assert calls_of(render("unknown", {"a": 5, "b": True})) == ("", [("unknown", {"a": "5", "b": "True"})])
-    assert calls_of(render("add", {"a": 5, "c": 5})) == ("", [("add", {"a": 5, "c": "5"})])
-    assert Schema({"additionalProperties": INTEGER}).types_of_property("c") == {"integer"}
-
-
 def test_hostile_schemas():
     chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 50} for i in range(200)}
     assert "string" in types({"$ref": "#/$defs/d0"}, chain)
+    assert Schema({"additionalProperties": INTEGER}).types_of_property("c") == {"integer"}
     lists = {"type": [{}]}, {"anyOf": 5}, {"enum": {}}
     deep, far = {"type": "integer"}, {"$ref": "#/$defs/d0"}
     for _ in range(5000):
