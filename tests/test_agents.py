@@ -113,21 +113,6 @@ def test_an_answer_may_have_one_call_only(claude, client):
         assert len(answer.choices[0].message.tool_calls) == 1 + parallel
 
 
-def test_a_streamed_thinking_block_is_signed(claude):
-    """Anthropic's clients drop one without a signature; it comes before the block ends, as their API sends it."""
-    options = {"model": "default_model", "max_tokens": 100, "messages": ASK}
-    with claude.messages.stream(**options, extra_body=said("Hm.</think>Yes.", enable_thinking=True)) as stream:
-        events = list(stream)
-        thinking, text = stream.get_final_message().content
-    assert (thinking.thinking, thinking.signature, text.text) == ("Hm.", messages.SIGNATURE, "Yes.")
-    kinds = [event.delta.type if event.type == "content_block_delta" else event.type for event in events]
-    assert kinds[kinds.index("signature_delta") + 1 :][:2] == ["signature", "content_block_stop"]
-    assert kinds.count("signature_delta") == 1
-    content = [thinking.model_dump(), text.model_dump(include={"type", "text"})]
-    request = read(MESSAGES, messages=[*ASK, {"role": "assistant", "content": content}, *ASK])
-    assert request.messages[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
-
-
 def test_a_last_message_of_the_assistant_is_continued(claude):
     prefilled = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "The answer is"}]}]
     options = {"model": "default_model", "max_tokens": 50, "messages": prefilled}
@@ -183,14 +168,10 @@ def test_messages_become_those_of_a_chat_template():
 def test_errors_are_those_that_the_clients_know(claude, client):
     import anthropic  # its import takes seconds, and other workers do without
 
-    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-        claude.messages.create(model="default_model", max_tokens=0, messages=ASK)
+    error = {"type": "not_found_error", "message": "The model 'other' is not served here."}
     with pytest.raises(anthropic.NotFoundError) as theirs:
         claude.models.retrieve("other")
-    error = {"type": "not_found_error", "message": "The model 'other' is not served here."}
     assert theirs.value.body == {"type": "error", "error": error}
-    with pytest.raises(openai.BadRequestError, match="max_output_tokens"):
-        client.responses.create(model="default_model", input="a", max_output_tokens=0)
     with pytest.raises(openai.NotFoundError) as ours:
         client.models.retrieve("other")
     assert ours.value.body == {**error, "param": "model", "code": "model_not_found"}

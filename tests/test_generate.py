@@ -150,39 +150,14 @@ def test_the_summary(capsys):
     assert run(capsys, *args, "--verbose", "F")[1].strip() == text.strip()
 
 
-SAMPLED = ("--prompt", PROMPT, "-m", 10, "--temp", 0.9, "--top-p", 0.95, "--verbose", "F")
-
-
-@pytest.fixture
-def sampled(capsys):
-    """The text that the command samples with some flags."""
-
-    def text(*flags):
-        status, out, err = run(capsys, *SAMPLED, *flags)
-        assert (status, err) == (0, "stopped at 10 tokens (--max-tokens)\n")
-        return out
-
-    return text
-
-
-def test_a_seed_gives_one_text_at_every_depth_and_without_mtp(sampled):
-    plain = sampled("--seed", 5, "--no-mtp", "--acceptance", "coupled")
-    assert [sampled("--seed", 5, "--num-draft-tokens", k) for k in (0, 4, "auto")] == [plain] * 3
-    assert sampled("--seed", 6, "--mtp") != plain
-
-
 @pytest.mark.slow
-def test_match_gives_the_text_of_mlx_lms_command(sampled, monkeypatch, capsys):
-    argv = ["mlx_lm.generate", "--model", TRAINED, *SAMPLED, "--seed", 5]
-    monkeypatch.setattr(sys, "argv", [*map(str, argv)])
+def test_match_gives_the_text_of_mlx_lms_command(monkeypatch, capsys):
+    sampled = ("--prompt", PROMPT, "-m", 10, "--temp", 0.9, "--top-p", 0.95, "--verbose", "F", "--seed", 5)
+    monkeypatch.setattr(sys, "argv", [*map(str, ["mlx_lm.generate", "--model", TRAINED, *sampled])])
     mlx_lm_main()
     text, _ = capsys.readouterr()
-    for flags in (
-        ["--no-mtp"],
-        ["--no-mtp", "--acceptance", "match"],
-        ["--mtp", "--acceptance", "match", "--num-draft-tokens", 2],
-    ):
-        assert sampled("--seed", 5, *flags) == text
+    for flags in ("--no-mtp", "--no-mtp --acceptance match", "--mtp --acceptance match --num-draft-tokens 2"):
+        assert run(capsys, *sampled, *flags.split()) == (0, text, "stopped at 10 tokens (--max-tokens)\n")
 
 
 def test_sampler_of_flags(trained):

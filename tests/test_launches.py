@@ -9,18 +9,9 @@ from mlx_mtp.layers import layer as layer_module
 from tests.support.models import model_of
 
 # These change shapes and strides, and move no data.
-VIEWS = {
-    "Broadcast",
-    "Depends",
-    "ExpandDims",
-    "Flatten",
-    "Reshape",
-    "Slice",
-    "Split",
-    "Squeeze",
-    "Transpose",
-    "Unflatten",
-}
+VIEWS = set(
+    ["Broadcast", "Depends", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"]
+)
 
 
 def one_operation(inputs, state, mask=None):

@@ -340,12 +340,6 @@ def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
         assert text_from(s) == text_from(s, model="dense") == alone(PROMPT, 24)
 
 
-def test_without_mtp_equals_mlx_lm(without_mtp, alone):
-    with ThreadPoolExecutor(3) as pool:
-        texts = list(pool.map(lambda prompt: text_from(without_mtp, prompt=prompt, max_tokens=16), PROMPTS))
-    assert texts == [alone(p, 16) for p in PROMPTS]
-
-
 # The error names the flag or the argument of the library, or says this.
 INVALID = [
     "--max-tokens 0", "--max-tokens -2", "--kv-bits 7", "--quantized-kv-start -1", "--temp -1", "--temp nan", "--temp inf",

@@ -21,7 +21,6 @@ from tests.support.hostile_requests import attack
 from tests.support.models import TRAINED
 from tests.support.profiles import LONG
 from tests.support.requests import CHAT, MESSAGES, RESPONSES, TEXT, options_of, read
-from tests.support.scripted_server import serve_scripted
 from tests.support.server_process import serve, serve_here
 
 GOOD = {"prompt": "import os\n", "max_tokens": 2}
@@ -231,20 +230,16 @@ def test_tokenizes_little_of_a_long_prompt(demo):
 
 
 def test_failed_generation_affects_no_other(tmp_path):
-    with serve_scripted(tmp_path / "log", "--model", TRAINED, "--mtp", "--max-tokens", str(10**6)) as s:
-        assert_error(s.request(TEXT, {**GOOD, "temperature": 1.25}), 500)
-        for temperature in (1, 0):
-            assert s.request(TEXT, {**GOOD, "temperature": temperature})[0] == 200
+    """Two failures of the GPU without an answer in between end the process, with status 1 and one line."""
+    flags = "--model", TRAINED, "--mtp", "--max-tokens", str(10**6)
+    with serve(tmp_path / "log", *flags, module="tests.support.scripted_server") as s:
+        for temperature, status in ((1.25, 500), (1, 200), (1.0625, 500), (0, 200)):
+            assert s.request(TEXT, {**GOOD, "temperature": temperature})[0] == status
         # The server's own limit on tokens ends with the context; the request did not ask for it.
         assert s.request(TEXT, {"prompt": "import os\n", "stop": "\n"})[0] == 200
         assert_error(s.request(TEXT, {"prompt": "import os\n" * 20000}), 400, "prompt")
-
-
-def test_two_failures_of_the_gpu_without_an_answer_in_between_end_the_process(tmp_path):
-    """With status 1 and one line."""
-    with serve(tmp_path / "log", "--model", TRAINED, "--mtp", module="tests.support.scripted_server") as s:
-        for temperature, status in ((1.0625, 500), (0, 200), (1.0625, 500), (1.0625, 503)):
-            assert s.request(TEXT, {**GOOD, "temperature": temperature})[0] == status
+        for status in (500, 503):
+            assert s.request(TEXT, {**GOOD, "temperature": 1.0625})[0] == status
         assert s.statuses() == [1]
         assert s.log.read_text().splitlines()[-1].startswith("mlx_mtp server: error: [METAL] ")
 

@@ -155,9 +155,6 @@ def test_loses_nothing(texts, sizes, cut):
 ADDED = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
 ONE_LINE = "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>"
 OPEN = "<parameter=b>\n", "a\n<tool_call>\n<function=write>\n<parameter=path>\nand so on"
-    ("write", {"path": "a", "content": f"a\n<tool_call>\n<function=write>\n{text}"})
-    for text in ("", "<parameter=path>\nb")
-]
 
 
 @pytest.mark.parametrize(
