@@ -12,6 +12,7 @@ from mlx_mtp.server.app import APIS
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, options_of, read
 from tests.support.scripted_server import serve_scripted
+from tests.support.server_process import server_of
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
 ADD = render("add", {"a": 1, "b": 2})
@@ -19,14 +20,8 @@ MESSAGES_TOOLS = [{"name": name, "input_schema": {"type": "object", **schema}} f
 RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    model = str(make_model(folder / "model"))
-    flags = "--model", model, "--served-model-name", "tiny"
-    with serve_scripted(folder / "log", *flags) as s:
-        yield s
-        assert "Traceback" not in s.log.read_text()
+TINY = "--served-model-name", "tiny", "--model"
+server = server_of(lambda folder: [*TINY, str(make_model(folder / "model"))], serve_scripted)
 
 
 def said(text: str, **kwargs) -> dict:

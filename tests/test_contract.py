@@ -134,11 +134,17 @@ def test_flags_that_are_read():
     assert not lost, f"mlx-lm's command line no longer has {', '.join(lost)}"
 
 
+def has_all(value, names):
+    for name in names.split():
+        assert hasattr(value, name), f"mlx-lm's {type(value).__name__} has lost {name}"
+
+
 def test_tokenizers(demo):
     _, tokenizer = demo
-    for name in ("add_eos_token", "all_special_ids", "bos_token", "decode", "detokenizer", "encode", "eos_token_ids",
-                 "get_added_vocab", "has_chat_template"):  # fmt: skip
-        assert hasattr(tokenizer, name), f"mlx-lm's TokenizerWrapper has lost {name}"
+    has_all(
+        tokenizer,
+        "add_eos_token all_special_ids bos_token decode encode eos_token_ids get_added_vocab has_chat_template",
+    )
     stops = set(tokenizer.eos_token_ids)
     wrapped = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=list(stops))
     wrapped.add_eos_token("7")
@@ -236,16 +242,12 @@ def test_swapped_and_called_layers(family):
     assert [l.is_linear for l in layers] == [True, False, True, False], (
         "mlx-lm places its full-attention layers otherwise"
     )
-    moved = "mlx-lm's GatedDeltaNet has lost "
-    projections = ("in_proj_qkvz", "in_proj_ba") if family == "qwen3_next" else (
-        "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "sharding_group"
-    )  # fmt: skip
-    for name in ("conv1d", "conv_dim", "conv_kernel_size", "key_dim", "num_k_heads", "num_v_heads", "head_k_dim",
-                 "head_v_dim", "A_log", "dt_bias", "norm", "out_proj", *projections):  # fmt: skip
-        assert hasattr(layers[0].linear_attn, name), moved + name
-    for name in ("num_attention_heads", "num_key_value_heads", "scale", "rope", "q_norm", "k_norm", "q_proj", "k_proj",
-                 "v_proj", "o_proj"):  # fmt: skip
-        assert hasattr(layers[1].self_attn, name), "mlx-lm's attention layer has lost " + name
+    projections = "in_proj_qkvz in_proj_ba" if family == "qwen3_next" else "in_proj_qkv in_proj_z in_proj_a in_proj_b"
+    projections += "" if family == "qwen3_next" else " sharding_group"
+    names = "conv1d conv_dim conv_kernel_size key_dim num_k_heads num_v_heads head_k_dim head_v_dim A_log dt_bias norm out_proj"
+    has_all(layers[0].linear_attn, f"{names} {projections}")
+    names = "num_attention_heads num_key_value_heads scale rope q_norm k_norm q_proj k_proj v_proj o_proj"
+    has_all(layers[1].self_attn, names)
     assert isinstance(model.model.embed_tokens, nn.Embedding), "mlx-lm's models embed otherwise than by .embed_tokens"
     assert model.model.fa_idx == 1, "mlx-lm's models do not tell of their first full-attention layer in .fa_idx"
 

@@ -18,7 +18,7 @@ from mlx_mtp.text import grammar
 from tests.support.decoding import mtp, plain
 from tests.support.engine import Engine
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, read
-from tests.support.server_process import serve_here
+from tests.support.server_process import server_of
 from tests.support.tool_texts import SCHEMAS, THINKING, make_model, render
 
 PERSON = {
@@ -44,13 +44,7 @@ def json_schema(schema: dict) -> dict:
 PICKS = functions(TOOLS[-1])
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    model = str(make_model(folder / "model"))
-    with serve_here(folder / "log", "--model", model, "--mtp", "--max-tokens", "80") as s:
-        yield s
-        assert "Traceback" not in s.log.read_text()
+server = server_of(lambda folder: ["--model", str(make_model(folder / "model")), "--mtp", "--max-tokens", "80"])
 
 
 def is_person(text: str) -> bool:

@@ -18,7 +18,7 @@ from tests.support.requests import ASK
 from tests.support.requests import CHAT as CHAT_PATH
 from tests.support.requests import TEXT as TEXT_PATH
 from tests.support.scripted_server import serve_scripted
-from tests.support.server_process import serve_here
+from tests.support.server_process import server_of
 from tests.support.tool_texts import PARTS, SCHEMAS, make_model, render
 
 CHAT = {"model": "default_model", "messages": ASK}
@@ -28,21 +28,10 @@ ADD = render("add", {"a": 1, "b": 2})
 SET = render("set", {"value": None, "options": {"x": True}}, json_scalars=True)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One that says what it is told to say."""
-    folder = tmp_path_factory.mktemp("server")
-    with serve_scripted(folder / "log", "--model", str(make_model(folder / "model"))) as s:
-        yield s
-        assert "Traceback" not in s.log.read_text()
-
-
-@pytest.fixture(scope="module")
-def drafting(tmp_path_factory):
-    """One that writes Python."""
-    with serve_here(tmp_path_factory.mktemp("server") / "log", "--model", TRAINED, "--mtp") as s:
-        yield s
-        assert "Traceback" not in s.log.read_text()
+server = server_of(
+    lambda folder: ["--model", str(make_model(folder / "model"))], serve_scripted
+)  # says what it is told to
+drafting = server_of(lambda _: ["--model", TRAINED, "--mtp"])  # writes Python
 
 
 @pytest.fixture(scope="module")

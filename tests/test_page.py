@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 from hashlib import sha256
-from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
@@ -13,9 +12,8 @@ from starlette.testclient import TestClient
 from mlx_mtp.generate.demo import CODE
 from mlx_mtp.server.app import FOLDER, make_app
 from mlx_mtp.server.frontend import Frontend
-from mlx_mtp.server.request import Metrics
 from mlx_mtp.server.serve import make_engine
-from tests.support.requests import CHAT, options_of
+from tests.support.requests import CHAT, client_of, options_of
 
 OWN = sorted(path for path in FOLDER.iterdir() if path.is_file())
 VENDORED = sorted(FOLDER.glob("vendor/*.js"))
@@ -104,8 +102,7 @@ def test_vendored_libraries_are_those_of_the_list_and_have_licences():
 
 
 def test_no_page_with_no_ui():
-    generator = SimpleNamespace(options=options_of("--no-ui"), metrics=Metrics())
-    client = TestClient(make_app(generator), base_url="http://localhost")
+    client = client_of(None, "--no-ui")
     assert client.get("/").json()["name"] == "mlx_mtp"
     assert client.get("/page/main.js").status_code == 404
 

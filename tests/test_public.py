@@ -167,12 +167,7 @@ def test_without_extras_and_in_any_order_of_imports():
         ("server",): "mlx_mtp server requires fastapi, uvicorn, pydantic, prometheus_client, llguidance: {server}",
         ("chat",): "mlx_mtp chat requires prompt_toolkit: {chat}",
         ("generate", "--json-schema", "{}"): "mlx_mtp generate: error: --json-schema requires fastapi",
-        (
-            "benchmark",
-            "--compare-depths",
-            "--plot",
-            "x.png",
-        ): "mlx_mtp benchmark: error: A plot requires matplotlib: {plot}",
+        ("benchmark", "--compare-depths", "--plot", "x.png"): "error: A plot requires matplotlib: {plot}",
         ("generate", "-m", "5", "--prompt", "def f(x):"): None,
         ("models",): None,
     }

@@ -36,7 +36,7 @@ from tests.support.commands import run_command
 from tests.support.decoding import plain
 from tests.support.models import DATA, TRAINED
 from tests.support.requests import TEXT, options_of
-from tests.support.server_process import ROOT, Server, serve, serve_here
+from tests.support.server_process import ROOT, Server, serve, serve_here, server_of
 
 # A text that goes on.
 PROMPT = (
@@ -53,22 +53,9 @@ def log_of_its_own():
         yield
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    # At a fixed depth: whether auto drafts in so short a text depends on the machine's load.
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serve_here(log, "--model", TRAINED, "--mtp", "--num-draft-tokens", "3") as s:
-        yield s
-        assert "Traceback" not in s.log.read_text()
-
-
-@pytest.fixture(scope="module")
-def without_mtp(tmp_path_factory):
-    """One that drafts copies alone."""
-    with serve_here(
-        tmp_path_factory.mktemp("server") / "log", "--model", TRAINED, "--no-mtp", "--copy-drafts", "6"
-    ) as s:
-        yield s
+# At a fixed depth: whether auto drafts in so short a text depends on the machine's load.
+server = server_of(lambda _: ["--model", TRAINED, "--mtp", "--num-draft-tokens", "3"])
+without_mtp = server_of(lambda _: ["--model", TRAINED, "--no-mtp", "--copy-drafts", "6"])
 
 
 @pytest.fixture(scope="module")

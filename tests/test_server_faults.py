@@ -5,7 +5,6 @@ import re
 import socket
 import threading
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -13,14 +12,14 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.server import app as application
 from mlx_mtp.server.api.common import MAX_BIASES
-from mlx_mtp.server.app import MAX_BODY, make_app, parse_json
+from mlx_mtp.server.app import MAX_BODY, parse_json
 from mlx_mtp.server.command_line import make_parser
 from mlx_mtp.server.engine.encode import BoundedTokenizer
-from mlx_mtp.server.request import ApiError, Metrics
+from mlx_mtp.server.request import ApiError
 from tests.support.hostile_requests import attack
 from tests.support.models import TRAINED
 from tests.support.profiles import LONG
-from tests.support.requests import CHAT, MESSAGES, RESPONSES, TEXT, options_of, read
+from tests.support.requests import CHAT, MESSAGES, RESPONSES, TEXT, client_of, read
 from tests.support.server_process import serve, serve_here
 
 GOOD = {"prompt": "import os\n", "max_tokens": 2}
@@ -198,9 +197,8 @@ def test_accepts_fields_that_change_nothing():
         assert (request.messages, request.tools) == (ASK["messages"], None), changes
 
 
-@pytest.mark.parametrize("repeat", [20_000, 1_500_000])
-def test_rejects_more_tokens_than_the_context(server, repeat):
-    text = "import os\n" * repeat
+def test_rejects_more_tokens_than_the_context(server):
+    text = "import os\n" * 1_500_000
     for path, param, value in ((TEXT, "prompt", text), (CHAT, "messages", user(text))):
         status, content = server.request(path, {param: value})
         assert_error((status, content), 400, param)
@@ -312,11 +310,9 @@ PART = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r
 
 
 @cache
-def client(origins=None, hosts=()):
-    options = options_of()
-    options.allowed_origins, options.allowed_hosts = origins, hosts
-    generator = SimpleNamespace(engine=SimpleNamespace(is_alive=True), metrics=Metrics(), options=options)
-    return TestClient(make_app(generator), base_url="http://localhost")
+def client(origins="", hosts=""):
+    flags = [f"--allowed-origins={origins}"] * bool(origins) + [f"--allowed-hosts={hosts}"] * bool(hosts)
+    return client_of(None, *flags)
 
 
 def test_a_long_text_is_read():
@@ -431,13 +427,13 @@ def test_a_body_that_never_ends_is_answered(server, monkeypatch):
 def test_a_page_whose_name_is_given_this_address_is_refused():
     own = "localhost", "LOCALHOST:8080", "localhost.", "127.0.0.1:8080", "[::1]:8080", "192.168.1.7", "box"
     for host in own:
-        assert client(hosts=("Box",)).get("/health", headers={"host": host}).status_code == 200, host
+        assert client(hosts="Box").get("/health", headers={"host": host}).status_code == 200, host
     others = "example.com", "localhost.example.com", "127.0.0.1.example.com:8080", "", "[::1", "box", "a@b"
     for host in others:
         answer = client().get("/health", headers={"host": host})
         assert answer.status_code == 403, host
         assert "--allowed-hosts" in answer.json()["error"]["message"]
-        assert client(hosts=("*",)).get("/health", headers={"host": host}).status_code == 200, host
+        assert client(hosts="*").get("/health", headers={"host": host}).status_code == 200, host
     for method, path in (("get", "/"), ("post", CHAT), ("options", CHAT)):
         assert getattr(client(), method)(path, headers={"host": "example.com"}).status_code == 403, (method, path)
     assert client().post("/v1/messages", headers={"host": "a"}).json()["type"] == "error"  # in the form of the API
@@ -446,24 +442,24 @@ def test_a_page_whose_name_is_given_this_address_is_refused():
 @pytest.mark.parametrize(
     ("origins", "origin", "is_allowed"),
     [
-        (None, "http://localhost:3000", True),
-        (None, "http://127.0.0.1", True),
-        (None, "https://[::1]:5173", True),
-        (None, "http://box:8080", True),
-        (None, "http://box:9090", False),
-        (None, "https://example.com", False),
-        (None, "http://localhost.example.com", False),
-        (None, "http://localhost:3000.example.com", False),
-        (None, "null", False),
-        (("https://example.com",), "https://example.com", True),
-        (("https://example.com",), "http://box:8080", True),
-        (("https://example.com",), "http://localhost:3000", False),
-        (("",), "http://localhost:3000", False),
-        (("*",), "https://example.com", True),
+        ("", "http://localhost:3000", True),
+        ("", "http://127.0.0.1", True),
+        ("", "https://[::1]:5173", True),
+        ("", "http://box:8080", True),
+        ("", "http://box:9090", False),
+        ("", "https://example.com", False),
+        ("", "http://localhost.example.com", False),
+        ("", "http://localhost:3000.example.com", False),
+        ("", "null", False),
+        ("https://example.com", "https://example.com", True),
+        ("https://example.com", "http://box:8080", True),
+        ("https://example.com", "http://localhost:3000", False),
+        (",", "http://localhost:3000", False),
+        ("*", "https://example.com", True),
     ],
 )
 def test_origins_of_pages(origins, origin, is_allowed):
-    c, headers = client(origins, ("box",)), {"host": "box:8080", "origin": origin}
+    c, headers = client(origins, "box"), {"host": "box:8080", "origin": origin}
     asks = {**headers, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     preflight, answer = c.options(CHAT, headers=asks), c.get("/health", headers=headers)
     if not is_allowed:  # also what a browser would send without asking first

@@ -22,7 +22,7 @@ from mlx_mtp.server.request import ApiError, Request
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN
 from tests.support.images import picture
-from tests.support.server_process import serve_here
+from tests.support.server_process import server_of
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
 FLAGS = ["--model", str(FOLDER), "--mtp", "--chat-template", TEMPLATE, "--served-model-name", "tiny"]
@@ -65,27 +65,20 @@ def text_of():
     return text_of
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serve_here(tmp_path_factory.mktemp("server") / "log", *FLAGS) as s:
-        yield s
-        assert "Traceback" not in s.log.read_text()
+server = server_of(lambda _: FLAGS)
 
 
-def test_chat_completions(client, text_of):
+def test_each_api_takes_images(client, claude, text_of):
+    """Also in the result of a tool, as an agent's screenshots are."""
     shown = part(png(1))
     messages = [user(text("one "), shown, text(" two "), part(png(2, 16, 32)))]
-    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)
     want = text_of(f"u:one {PLACEHOLDER} two {PLACEHOLDER};a:", png(1), png(2, 16, 32))
-    assert answer.choices[0].message.content == want
-    shown["image_url"] = url_of(png(1))  # as some clients send it
-    again = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)
-    assert again.choices[0].message.content == want
-    assert again.usage.prompt_tokens == answer.usage.prompt_tokens == len("u:one  two ;a:") + 4 + 6 + 8
+    for form in (shown["image_url"], url_of(png(1))):  # the second one as some clients send it
+        shown["image_url"] = form
+        answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)
+        assert answer.choices[0].message.content == want
+        assert answer.usage.prompt_tokens == len("u:one  two ;a:") + 4 + 6 + 8
 
-
-def test_messages(claude, text_of):
-    """Also in the result of a tool, as an agent's screenshots are."""
     result = {"type": "tool_result", "tool_use_id": "1", "content": [text("ok"), block(png(2))]}
     messages = [user(block(png(1)), text("what?")), {"role": "assistant", "content": "see"}, user(result, text("so?"))]
     answer = claude.messages.create(model="tiny", max_tokens=12, messages=messages)
@@ -94,8 +87,6 @@ def test_messages(claude, text_of):
     counted = claude.messages.count_tokens(model="tiny", messages=messages).input_tokens
     assert counted == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
 
-
-def test_responses(client, text_of):
     first, second = ({"type": "input_image", "image_url": url_of(png(i))} for i in (1, 2))
     items = [
         user({"type": "input_text", "text": "a"}, first),

@@ -6,17 +6,14 @@ import re
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from starlette.testclient import TestClient
 
 from mlx_mtp import make_sampler
 from mlx_mtp.memory import sizes_of
 from mlx_mtp.server import frontend
-from mlx_mtp.server.app import make_app
 from mlx_mtp.server.engine import engine as generation
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.engine.engine import Clients
@@ -27,7 +24,7 @@ from tests.support import requests
 from tests.support.engine import Engine
 from tests.support.models import TRAINED, tiny_model
 from tests.support.prompt_store import TEXT, read
-from tests.support.requests import options_of
+from tests.support.requests import client_of, options_of
 from tests.support.scripted_server import fail
 
 # Prompt caches
@@ -169,8 +166,7 @@ def test_a_generation_thread_that_has_ended_ends_the_waiting(monkeypatch):
     f = frontend_of(is_alive=False)
     with pytest.raises(ApiError) as e:
         asyncio.run(anext(f._submit(request_of())))
-    assert e.value.status == 503
-    assert not f.clients.open
+    assert (e.value.status, f.clients.open) == (503, set())
 
 
 def test_fail_all_ends_what_is_open():
@@ -185,16 +181,6 @@ def test_fail_all_ends_what_is_open():
 
     assert [str(e) for e in asyncio.run(run())] == ["Rank 1 has died."] * 3
     assert not f.clients.open
-
-
-def client_of(generate, *flags):
-    """A client of a server whose generator does this."""
-    models, options = SimpleNamespace(drafts=False), options_of(*flags)
-    generator = SimpleNamespace(
-        engine=SimpleNamespace(is_alive=True), metrics=Metrics(), options=options, models=models, generate=generate
-    )
-    generator.generate_all = partial(Frontend.generate_all, generator)
-    return TestClient(make_app(generator), base_url="http://localhost")
 
 
 async def wait_and_fail(request):

@@ -28,56 +28,47 @@ def calls(*functions: dict[str, Any], content: str | None = "") -> dict[str, Any
     return {"role": "assistant", "content": content, "tool_calls": [*functions]}
 
 
+def text(content: str, kind: str = "text") -> list[dict[str, Any]]:
+    return [{"type": kind, "text": content, "cache_control": {"type": "ephemeral"}}]
+
+
 MESSAGES = [
     {"role": "system", "content": "You write Python."},
-    {"role": "user", "content": [{"type": "text", "text": "Sort a list."}]},
+    {"role": "user", "content": text("Sort a list.")},
     calls({"function": {"name": "f", "arguments": "{}"}}, content=None),
     calls({"function": {"name": "f", "arguments": '{"a": [1'}}, TOOL),
-    calls({"function": {"name": "f", "arguments": ""}}),
     {"role": "tool", "content": "1", "tool_calls": None},
     {"role": "user", "content": "Now in C."},
 ]
 THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}
 USE = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1]}}
-RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "1"}], "is_error": True}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": text("1"), "is_error": True}
 BLOCKS = [
-    {"role": "user", "content": [{"type": "text", "text": "Sort.", "cache_control": {"type": "ephemeral"}}]},
+    {"role": "user", "content": text("Sort.")},
     {"role": "system", "content": "Be short."},
     {"role": "assistant", "content": [THOUGHT, USE]},
     {"role": "user", "content": [RESULT]},
 ]
 ITEMS = [
-    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
+    {"type": "message", "role": "developer", "content": text("Be short.", "input_text")},
     {"role": "user", "content": "Sort."},
     {"type": "reasoning", "summary": [], "encrypted_content": "SG0u"},
     {"type": "function_call", "call_id": "1", "name": "f", "namespace": "n", "arguments": '{"a": 1}'},
-    {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "1"}]},
+    {"type": "function_call_output", "call_id": "1", "output": text("1", "input_text")},
     {"type": "custom_tool_call", "call_id": "2", "name": "g", "input": "+a"},
     {"type": "custom_tool_call_output", "call_id": "2", "output": "done"},
 ]
 SPACE = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": {}}]}
 MESSAGES_BODY = dict(
-    messages=BLOCKS,
-    system=[{"type": "text", "text": "a"}],
-    tools=[{"name": "f", "input_schema": {}}, {"type": "web_search_20250305", "name": "web_search"}],
-    tool_choice={"type": "auto", "disable_parallel_tool_use": True},
-    thinking={"type": "enabled", "budget_tokens": 2},
-    output_config={"effort": "low"},
-    stop_sequences=["x"],
-    **OPTIONS,
-)
+    messages=BLOCKS, system=text("a"), tools=[{"name": "f", "input_schema": {}}, {"type": "web_search_20250305", "name": "s"}],
+    tool_choice={"type": "auto", "disable_parallel_tool_use": True}, thinking={"type": "enabled", "budget_tokens": 2},
+    output_config={"effort": "low"}, stop_sequences=["x"], **OPTIONS,
+)  # fmt: skip
 RESPONSES_BODY = dict(
-    input=ITEMS,
-    instructions="a",
-    tools=[{"type": "custom", "name": "g"}, SPACE, {"type": "web_search"}],
-    reasoning={"effort": "low", "summary": "auto"},
-    include=["reasoning.encrypted_content", "message.output_text.logprobs"],
-    parallel_tool_calls=False,
-    text={"format": {"type": "text"}},
-    store=True,
-    max_output_tokens=4,
-    **OPTIONS,
-)
+    input=ITEMS, instructions="a", tools=[{"type": "custom", "name": "g"}, SPACE, {"type": "web_search"}],
+    reasoning={"effort": "low", "summary": "auto"}, include=["reasoning.encrypted_content", "message.output_text.logprobs"],
+    parallel_tool_calls=False, text={"format": {"type": "text"}}, store=True, max_output_tokens=4, **OPTIONS,
+)  # fmt: skip
 THINKING = {"enable_thinking": True, "thinking_budget": 2}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": "def f(x):\n", **TEXT_OPTIONS}),

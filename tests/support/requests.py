@@ -1,11 +1,15 @@
 """Requests as the server reads them: no server is needed."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from mlx_mtp.server.app import APIS
+from starlette.testclient import TestClient
+
+from mlx_mtp.server.app import APIS, make_app
 from mlx_mtp.server.command_line import Options, check, make_parser
-from mlx_mtp.server.request import Request
+from mlx_mtp.server.frontend import Frontend
+from mlx_mtp.server.request import Metrics, Request
 
 ASK = [{"role": "user", "content": "a"}]
 CHAT, TEXT, MESSAGES, RESPONSES = (
@@ -17,6 +21,16 @@ FLAGS = SimpleNamespace(max_tokens=5, num_draft_tokens=None, copy_drafts=None)
 def options_of(*flags: str) -> Options:
     """The options of a server with these flags."""
     return check(make_parser().parse_args(flags))
+
+
+def client_of(generate: Any, *flags: str) -> TestClient:
+    """A client of an app whose frontend answers by ``generate``."""
+    engine, models = SimpleNamespace(is_alive=True), SimpleNamespace(drafts=False)
+    frontend = SimpleNamespace(
+        engine=engine, metrics=Metrics(), options=options_of(*flags), models=models, generate=generate
+    )
+    frontend.generate_all = partial(Frontend.generate_all, frontend)
+    return TestClient(make_app(frontend), base_url="http://localhost")
 
 
 def read(path: str, **body: Any) -> Request:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,3 +181,17 @@ def serve_here(log: Path, *flags: str) -> Iterator[Server]:
         root.setLevel(level)
         root.removeHandler(file)
         file.close()
+
+
+def server_of(flags: Callable[[Path], list[str]], serve: Callable[..., Any] = serve_here) -> Any:
+    """A fixture of a module: a server with the flags that are made in a folder, which logs no traceback."""
+    import pytest  # processes do without
+
+    @pytest.fixture(scope="module")
+    def server(tmp_path_factory: Any) -> Iterator[Server]:
+        folder = tmp_path_factory.mktemp("server")
+        with serve(folder / "log", *flags(folder)) as s:
+            yield s
+            assert "Traceback" not in s.log.read_text()
+
+    return server
