@@ -32,15 +32,9 @@ def read(text: str, reason: str = "stop", tools=TOOLS, stop_words=(), n: int = 1
     return reasoning, content, calls, finish_reason
 
 
-def test_an_answer_is_taken_apart():
+def test_an_answer_is_taken_apart_and_a_stop_word_ends_its_content():
     assert read(f"Hm.\n</think>\n\nWell.\n{CALL}") == ("Hm.", "Well.", 'add{"a": 1}', "tool_calls")
-
-
-def test_without_tools_no_text_is_a_call():
     assert read(f"</think>{CALL}", tools=None) == ("", CALL, "", "stop")
-
-
-def test_stop_words_end_the_content():
     text = f"A!B</think>\nOne\n{CALL}\ntwo! three"
     assert read(text, stop_words=["!", "add"]) == ("A!B", "One\ntwo", 'add{"a": 1}', "tool_calls")
     assert read("</think>abcabd", stop_words=["abd", "xyz"]) == ("", "abc", "", "stop")
@@ -112,13 +106,9 @@ def test_a_text_is_made_of_its_tokens(pieces, options, want):
 def test_pieces_are_bytes(demo):
     _, tokenizer = demo
     text = "def é(x): # 日本\n"
-    tokens = tokenizer.encode(text)
-    assert b"".join(Pieces(tokenizer).of(tokens)) == text.encode()
+    assert b"".join(Pieces(tokenizer).of(tokenizer.encode(text))) == text.encode()
     assert Pieces(tokenizer).of([tokenizer.eos_token_id]) == [tokenizer.eos_token.encode()]
-
-
-def test_pieces_of_sentencepiece():
-    names = {1: "▁Hi", 2: "<0xE2>", 3: "é", 4: "<s>", 5: None}
+    names = {1: "▁Hi", 2: "<0xE2>", 3: "é", 4: "<s>", 5: None}  # of SentencePiece
     names_of = dict(convert_ids_to_tokens=lambda tokens: [names[i] for i in tokens])
     tokenizer = SimpleNamespace(added_tokens_decoder={4: "<s>"}, detokenizer=None, **names_of)
     assert Pieces(tokenizer).of([1, 2, 3, 4, 5]) == [b" Hi", b"\xe2", "é".encode(), b"<s>", b""]

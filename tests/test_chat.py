@@ -3,6 +3,7 @@
 import re
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -97,16 +98,13 @@ def test_a_folder_keeps_the_turns_for_the_next_chat(demo, tmp_path):
         assert store.disk.bytes_read > 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_an_error_is_one_line_and_status_2(capsys):
+    for flags, message in (
         ("--mtp --max-kv-size 9", "--mtp cannot be combined with --max-kv-size"),
         ("--no-mtp --draft-p-min 0.5", "--draft-p-min requires an MTP head"),
         ("--thinking on", "has no switch for thinking"),
-    ],
-)
-def test_an_error_is_one_line_and_status_2(capsys, flags, message):
-    assert message in refusal(main, capsys, "--model", TRAINED, *flags.split())
+    ):
+        assert message in refusal(main, capsys, "--model", TRAINED, *flags.split())
 
 
 # Ctrl-C
@@ -200,24 +198,21 @@ def test_what_is_typed_becomes_prompts(typed, prompts, capsys, flags, lines, wan
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_command_that_cannot_be_done_is_one_line(typed, prompts, capsys, monkeypatch):
+    monkeypatch.setattr(conversation_module, "vision_of", lambda model: None)
+    conversation = typed("a")
+    capsys.readouterr()
+    for line, message in (
         ("/quit", "There is no command /quit: see /help, or put a space before it to send it to the model."),
         ("/etc/hosts what is it?", "There is no command /etc/hosts: "),
         ("/reset now", "/reset takes no argument."),
         ("/image", "/image takes a file: /image FILE."),
         ("/image .", ". is not a file."),
-    ],
-)
-def test_a_command_that_cannot_be_done_is_one_line(typed, prompts, capsys, monkeypatch, line, message):
-    monkeypatch.setattr(conversation_module, "vision_of", lambda model: None)
-    conversation = typed("a")
-    capsys.readouterr()
-    typed(line, to=conversation)
-    out = capsys.readouterr().out
-    assert (out.startswith(message), out.count("\n")) == (True, 1), out
-    assert (prompts, conversation.turn) == (["<user>a\n"], 1)
+    ):
+        typed(line, to=conversation)
+        out = capsys.readouterr().out
+        assert (out.startswith(message), out.count("\n")) == (True, 1), out
+        assert (prompts, conversation.turn) == (["<user>a\n"], 1)
 
 
 def test_an_answer_that_was_cut_is_closed(trained):
@@ -231,11 +226,8 @@ def test_an_answer_that_was_cut_is_closed(trained):
 
 @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError(f"[METAL] {FAILED_PASS}: Impacting Interactivity.")])
 def test_a_failed_question_is_forgotten(typed, prompts, monkeypatch, capsys, error):
-    def fail(*_, **__):
-        raise error
-
     with monkeypatch.context() as m:
-        m.setattr(conversation_module, "stream_generate", fail)
+        m.setattr(conversation_module, "stream_generate", Mock(side_effect=error))
         conversation = typed("a")
     out = capsys.readouterr().out
     assert (out.startswith(str(error)), out.count("\n")) == (True, 1)
@@ -267,14 +259,10 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(typed, prompts, tmp
 
 
 def test_a_file_that_cannot_be_loaded_changes_nothing(typed, prompts, tmp_path, capsys):
-    messages = [
-        '{"role": "tool", "content": "a"}',
-        '{"role": "user", "content": 1}',
-        '{"role": "user", "content": "a", "images": 1}',
-        '{"role": "user", "content": "a", "name": "b"}',
-        '{"role": "user", "content": "a", "images": ["/no/such.png"]}',
-    ]
-    for content in (b"", b"[]", b"\xff", *(f'{{"messages": [{message}]}}'.encode() for message in messages)):
+    user = '"role": "user", "content"'
+    messages = '"role": "tool", "content": "a"', f"{user}: 1", f'{user}: "a", "images": 1', f'{user}: "a", "name": "b"'
+    messages += (f'{user}: "a", "images": ["/no/such.png"]',)
+    for content in (b"", b"[]", b"\xff", *(f'{{"messages": [{{{message}}}]}}'.encode() for message in messages)):
         (file := tmp_path / "chat.json").write_bytes(content)
         typed("a", f"/load {file}", "b")
         assert prompts == ["<user>a\n", "<user>b\n"], content

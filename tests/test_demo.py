@@ -47,22 +47,16 @@ def test_sources_add_up_to_the_text(demo, equal_steps):
     assert counts[1] + counts[2] > 20
 
 
-def test_a_difference_is_not_hidden():
+def test_a_difference_is_not_hidden_and_the_last_line_is_the_next_command():
     for before, after, sentence in (
         ([1, 2], [1, 2], "Both texts are the same 2 tokens."),
         ([1, 2, 3], [1, 4, 3], "The texts differ from token 2 on: "),
         ([1, 2, 3], [1, 2], "The texts differ from token 3 on: "),
     ):
         assert command.comparison(before, after).startswith(sentence)
-
-
-def test_the_last_line_is_the_next_command():
-    for model, is_demo, ratio, next_command in (
-        (str(mlx_mtp.DEMO), True, 2.0, "mlx_mtp models"),
-        ("org/model", False, 1.5, "mlx_mtp chat --mtp --model org/model"),
-        ("org/model", False, 0.9, "mlx_mtp benchmark --tune --model org/model"),
-    ):
-        assert f"`{next_command}`" in command.next_step(model, is_demo, ratio)
+    assert "`mlx_mtp models`" in command.next_step(str(mlx_mtp.DEMO), True, 2.0)
+    assert "`mlx_mtp chat --mtp --model org/model`" in command.next_step("org/model", False, 1.5)
+    assert "`mlx_mtp benchmark --tune --model org/model`" in command.next_step("org/model", False, 0.9)
 
 
 # The chat template
@@ -75,7 +69,7 @@ def rendered(tokenizer, *texts, **options):
 
 
 def test_a_request_to_the_demo_becomes_a_function_that_is_right(demo):
-    """The request of README's examples."""
+    """The request of README's examples. Code goes on as it is."""
     model, tokenizer = demo
     head = rendered(tokenizer, command.REQUEST, add_generation_prompt=True)
     assert head == "def binary_search("
@@ -83,10 +77,6 @@ def test_a_request_to_the_demo_becomes_a_function_that_is_right(demo):
     exec(code, namespace := {})
     items = [1, 3, 4, 8, 9]
     assert [namespace["binary_search"](items, item) for item in (3, 9, 5)] == [1, 4, -1]
-
-
-def test_code_goes_on_as_it_is(demo):
-    tokenizer = demo[1]
     code = "def read(path):\n    with open(path) as f:\n"
     assert rendered(tokenizer, code, add_generation_prompt=True) == code
     turns = ("def f(", "x):\n    return x\n", "Sort a list.")

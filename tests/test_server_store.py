@@ -6,6 +6,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -138,13 +139,10 @@ def test_a_batch_goes_on_from_the_store(model):
 
 
 def test_no_request_fails_for_the_stores_sake(model, monkeypatch, caplog):
-    def fail(*_):
-        raise RuntimeError("[malloc] Unable to allocate")
-
     with Engine("--mtp", "--num-draft-tokens", "0", "--model", model) as engine:
         want = engine.ask(MESSAGES, max_tokens=5)
         for name in ("insert", "fetch"):
-            monkeypatch.setattr(PromptStore, name, fail)
+            monkeypatch.setattr(PromptStore, name, Mock(side_effect=RuntimeError("[malloc] Unable to allocate")))
             assert engine.ask(MESSAGES, max_tokens=5).logprobs == want.logprobs
     for what in ("a text is not cached", "the whole prompt is prefilled"):
         assert what in caplog.text
@@ -153,13 +151,10 @@ def test_no_request_fails_for_the_stores_sake(model, monkeypatch, caplog):
 @pytest.mark.parametrize("name", ["eval", "synchronize"])
 def test_nothing_of_a_failed_pass_is_kept(model, tmp_path, monkeypatch, name):
     """Neither in memory nor on disk, also where MLX reports it late, when a text is stored."""
+    error = RuntimeError(f"[METAL] {FAILED_PASS}: Insufficient Memory")
     with Engine("--mtp", "--num-draft-tokens", "1", "--model", model, "--prompt-cache-dir", str(tmp_path)) as engine:
-
-        def fail(*_):
-            raise RuntimeError(f"[METAL] {FAILED_PASS}: Insufficient Memory")
-
         with monkeypatch.context() as m, pytest.raises(ApiError) as failed:
-            m.setattr(mx, name, fail)
+            m.setattr(mx, name, Mock(side_effect=error))
             engine.ask(MESSAGES, max_tokens=5)
         assert failed.value.status == 507
         assert engine.frontend.caches.nbytes == 0
@@ -168,13 +163,9 @@ def test_nothing_of_a_failed_pass_is_kept(model, tmp_path, monkeypatch, name):
 
 def test_a_folder_that_cannot_be_used_is_known_at_the_start(model, tmp_path, monkeypatch):
     """Also one that could be written to before the model was loaded."""
-
-    def fail(*_, **__):
-        raise OSError("The disk is full.")
-
     ended, clear = [], mx.clear_streams
     monkeypatch.setattr(mx, "clear_streams", lambda: ended.append(clear()))
-    monkeypatch.setattr(caches, "PromptStore", fail)
+    monkeypatch.setattr(caches, "PromptStore", Mock(side_effect=OSError("The disk is full.")))
     with pytest.raises(OSError, match=r"The disk is full\."):
         Engine("--mtp", "--model", model, "--prompt-cache-dir", str(tmp_path))
     assert ended  # threads of streams that were left would abort the process, with another exit status

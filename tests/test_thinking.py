@@ -46,10 +46,10 @@ def test_a_quoted_tag_does_not_end_reasoning_and_a_grammar_begins_where_it_ends(
 
 
 def test_a_tag_in_a_code_block_that_nothing_closes_was_the_end():
-    thought = "So:\n```c\nint x;\n</think>"
+    text = "So:\n```c\nint x;\n</think>\n\nYes."
     for size in (1, 3, 1000):
-        assert parts_of(f"{thought}\n\nYes.", size) == (f"{thought}\n\nYes.", "\n\nYes.")
-        assert parts_of(f"{thought}\n\nYes.", size, cut=True) == (f"{thought}\n\nYes.", "")
+        assert parts_of(text, size) == (text, "\n\nYes.")
+        assert parts_of(text, size, cut=True) == (text, "")
         assert parts_of("So:\n```c\nint x = </think>;", size)[1] == ""
 
 
