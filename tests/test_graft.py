@@ -14,7 +14,7 @@ from mlx_mtp.checkpoint import fetched
 from mlx_mtp.checkpoint.fetched import CHECK_TOKENS, FLOOR
 from mlx_mtp.convert import graft as grafting
 from mlx_mtp.fit.fitting import write_checkpoint
-from mlx_mtp.layers.mtp import split_head
+from mlx_mtp.models.head_weights import split_head
 from mlx_mtp.prompts import PYTHON
 from tests.support.bad_checkpoints import configured, narrow_fc, removed, written
 from tests.support.checkpoints import (

@@ -10,8 +10,8 @@ import mlx_mtp
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.images.tower import split_tower
-from mlx_mtp.layers.mtp import split_head
 from mlx_mtp.memory import size
+from mlx_mtp.models.head_weights import split_head
 from tests.support.bad_checkpoints import BAD
 from tests.support.checkpoints import config_of, configure, converted, copied, tensors
 from tests.support.commands import refusal, run_command

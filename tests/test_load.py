@@ -14,8 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 import mlx_mtp
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.load import check_family
-from mlx_mtp.layers.mtp import EXPERT_PROJECTIONS, is_raw
 from mlx_mtp.models import qwen3_5
+from mlx_mtp.models.head_weights import EXPERT_PROJECTIONS, is_raw
 from tests.support.bad_checkpoints import BAD
 from tests.support.checkpoints import config_of, configure, copied, differing, edit, no_head, parameters, write
 from tests.support.models import DATA, FAMILIES, tiny_config, tiny_model

@@ -67,7 +67,7 @@ def test_the_last_row_alone(case, chunk, quantized):
         for i in range(0, n, chunk):
             rows = slice(i, i + chunk)
             embeddings = model.model.embed_tokens(next_tokens[:, rows])
-            out = model.mtp(embeddings, hidden[:, rows], caches[0], last_only=True)
+            out = model.mtp.last(embeddings, hidden[:, rows], caches[0])
             assert out.shape == (1, 1, hidden.shape[2])
             if quantized:
                 want = model.mtp(embeddings, hidden[:, rows], caches[1])[:, -1:]

@@ -15,8 +15,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
 from ..images.vision import CONFIG_FILES, Vision, settings_of
-from ..layers.mtp import split_head
 from ..memory import GB
+from ..models.head_weights import split_head
 from ..prompts import PYTHON
 from . import originals
 from .config import Config, head_file_of, read_config, read_json, skeleton, text_config_of

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
-from ..layers.mtp import sanitize_head, split_head
+from ..models.head_weights import sanitize_head, split_head
 from ..models.mixin import MTPModel
 from .config import Config, first_difference, read_json, text_config_of
 from .hub import fetch

@@ -15,9 +15,9 @@ from ..distributed.ranks import from_rank_0, raise_on_all
 from ..files import check_folder
 from ..images.tower import split_tower
 from ..images.vision import Vision
-from ..layers.mtp import is_raw
 from ..memory import CONTEXT, Account, limit_restored_on_error
 from ..models import MODEL_TYPES, model_module
+from ..models.head_weights import is_raw
 from ..models.mixin import MTPModel
 from ..models.shard import check_shard
 from . import head_formats

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from huggingface_hub.utils import TensorInfo
 
 from ..images.tower import split_tower
-from ..layers.mtp import split_head
 from ..memory import CHUNK, Account, Needs, Sizes, check_fits, max_array_bytes, size, sizes_of
+from ..models.head_weights import split_head
 from .catalog import published
 from .config import Config, skeleton
 from .head_formats import SeparateHead

@@ -15,7 +15,7 @@ import mlx.core as mx
 from huggingface_hub import ModelCard, ModelCardData
 from yaml import YAMLError
 
-from ..layers.mtp import split_head
+from ..models.head_weights import split_head
 from .config import EXTRA_TENSORS, Config, text_config_of
 from .head_formats import load_tensors, quantization_beside
 from .hub import HEAD_FILE, TOWER_FILE, check_path

@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten
 
 from ..distributed.ranks import Ranks
 from ..images.tower import split_tower
-from ..layers.mtp import split_head
 from ..models import MODEL_TYPES
+from ..models.head_weights import split_head
 from ..models.shard import check_pipeline, check_shard
 from .config import read_config, read_json, skeleton
 from .hub import WEIGHTS, fetch

@@ -18,7 +18,7 @@ from huggingface_hub.utils import TensorInfo, build_hf_headers, hf_raise_for_sta
 from safetensors import SafetensorError, safe_open
 
 from ..images.tower import split_tower
-from ..layers.mtp import split_head
+from ..models.head_weights import split_head
 from .catalog import resolve
 from .config import Config, head_file_of, parse_json, read_json
 from .hub import WEIGHTS, check_path, commit_of, fetch, hub_errors, list_files

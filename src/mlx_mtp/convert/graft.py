@@ -18,7 +18,7 @@ from ..checkpoint.output import IMAGES, USAGE, atomic_directory, naming, write_c
 from ..checkpoint.reader import CheckpointReader
 from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
 from ..images.vision import CONFIG_FILES, Vision, settings_of
-from ..layers.mtp import sanitize_head, split_head
+from ..models.head_weights import sanitize_head, split_head
 
 
 def graft(

@@ -7,8 +7,8 @@ from huggingface_hub.utils import TensorInfo
 from ..checkpoint.config import Config, check_config, skeleton
 from ..checkpoint.head_formats import FEW_BITS, check_head, check_shapes, few_bits_warning
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, n_bytes
-from ..layers.mtp import split_head
 from ..memory import size, sizes_of
+from ..models.head_weights import split_head
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:

@@ -8,22 +8,16 @@ h_i is the backbone's output after its final norm. Names and layouts are those o
 checkpoints; the method is DeepSeek-V3's (arXiv:2412.19437, section 2.2), as in vLLM's qwen3_next_mtp.
 """
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from ..caches.positions import Positions, rope_at
 from .compiled import Compiler
 from .layer import after_attention, keys_and_values_of, queries_of
 from .passes import current_pass, in_pass, pass_of_head
-
-T = TypeVar("T")
-
-EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class MTPModule(nn.Module):
@@ -42,38 +36,31 @@ class MTPModule(nn.Module):
         self.layers = [layer]
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
-    def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any = None, last_only: bool = False) -> mx.array:
+    def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any = None) -> mx.array:
         """
         Args:
             embeddings (mx.array): The embedding of the token after each position, [B, T, H].
             hidden (mx.array): The backbone's hidden state at each position, or the head's own for a further draft, [B, T, H].
             cache (KVCache, optional): The head's keys and values.
-            last_only (bool): Return only the output of the last position, for a draft. The positions before it only add keys
-            and
-              values to the cache. Requires a cache. Default: ``False``.
 
         Returns:
-            mx.array: [B, T, H], after the head's norm; with ``last_only`` [B, 1, H].
+            mx.array: [B, T, H], after the head's norm.
         """
-        if cache is None:
-            return self.decode(self.combine(embeddings, hidden))
+        return self.decode(self.combine(embeddings, hidden), cache)
+
+    def last(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
+        """The output of the last position alone, [B, 1, H], for a draft: those before only add keys and values to the cache."""
         T, this, (layer,) = hidden.shape[1], current_pass(), self.layers
-        n, offset, mask, start = (
-            1 if last_only else T,
-            cache.offset,
-            create_attention_mask(hidden, cache),
-            this.start(cache),
-        )
-        if n < T:
-            mask = None if mask is None or isinstance(mask, str) else mask[..., -1:, :]
-        # The queries' start is computed outside, since the CPU backend compiles a kernel for each number in a trace.
-        starts = [*start, *(s + (T - n) if n < T else s for s in start)]
-        x, queries, keys, values, gate = this.call(_before_attention, self, embeddings, hidden, *starts, n=n)
-        rope, scale = layer.self_attn.rope, layer.self_attn.scale
+        offset, start, mask = cache.offset, this.start(cache), create_attention_mask(hidden, cache)
+        # The query's start is computed outside, since the CPU backend compiles a kernel for each number in a trace.
+        starts = [*start, *(s + (T - 1) if T > 1 else s for s in start)]
+        x, query, keys, values, gate = this.call(_before_attention, self, embeddings, hidden, *starts)
         if not start:
-            queries, keys = rope(queries, offset=offset + T - n), rope(keys, offset=offset)
+            rope = layer.self_attn.rope
+            query, keys = rope(query, offset=offset + T - 1), rope(keys, offset=offset)
         keys, values = cache.update_and_fetch(keys, values)
-        out = scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask)
+        mask = mask[..., -1:, :] if isinstance(mask, mx.array) else None
+        out = scaled_dot_product_attention(query, keys, values, cache, scale=layer.self_attn.scale, mask=mask)
         return this.call(_after_attention, self, x, out, gate)
 
     def combine(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
@@ -93,25 +80,23 @@ def _before_attention(
     embeddings: mx.array,
     hidden: mx.array,
     start: mx.array | None = None,
-    queries_start: mx.array | None = None,
-    *,
-    n: int,
+    query_start: mx.array | None = None,
 ) -> tuple[mx.array, ...]:
-    """The head's part before attention. Only the last n positions have queries. Without starts, rope is left out.
+    """The head's part before attention. Only the last position has a query. Without starts, rope is left out.
 
     Returns:
-        Tuple[mx.array, ...]: The input of the last n positions [B, n, H]; then, as ``layer.before_attention``, their queries,
-          the keys and values of all positions, and the gate of the last n.
+        Tuple[mx.array, ...]: The input of the last position [B, 1, H]; then, as ``layer.before_attention``, its query, the keys
+          and values of all positions, and its gate.
     """
     (layer,) = mtp.layers
     x = mtp.combine(embeddings, hidden)  # [B, T, H]
     normed = layer.input_layernorm(x)
-    queries, gate = queries_of(layer.self_attn, normed[:, -n:])
+    query, gate = queries_of(layer.self_attn, normed[:, -1:])
     keys, values = keys_and_values_of(layer.self_attn, normed)
     if start is not None:
         rope = layer.self_attn.rope
-        queries, keys = rope(queries, offset=queries_start), rope(keys, offset=start)
-    return x[:, -n:], queries, keys, values, gate
+        query, keys = rope(query, offset=query_start), rope(keys, offset=start)
+    return x[:, -1:], query, keys, values, gate
 
 
 def _after_attention(mtp: Any, x: mx.array, out: mx.array, gate: mx.array) -> mx.array:
@@ -153,89 +138,4 @@ def run_head(
         # Not compiled: the CPU backend would compile a kernel for each place of a weight in a word of quantized weights.
         embeddings = model.model.embed_tokens(tokens)
     with in_pass(this), rope_at(positions):
-        return model.mtp(embeddings, hidden, cache, last_only=True)
-
-
-def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """Split a checkpoint's tensors into (backbone, head). The head's names lose the prefix ``mtp.``."""
-    backbone, head = {}, {}
-    for name, w in weights.items():
-        prefix, dot, rest = name.partition("mtp.")
-        if dot and prefix in ("", "model.", "language_model.", "language_model.model.", "model.language_model."):
-            head[rest] = w
-        else:
-            backbone[name] = w
-    return backbone, head
-
-
-def is_raw(weights: Mapping[str, mx.array]) -> bool:
-    """Whether tensors are in the Hugging Face layout, with convolutions [C, 1, K] instead of MLX's [C, K, 1]."""
-    return any("conv1d.weight" in name and w.shape[-1] != 1 for name, w in weights.items())
-
-
-def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
-    """Map a head's tensors to the names and values of ``MTPModule``'s parameters.
-
-    Experts may be stacked, separate, fused, or named as in a dense layer. In a raw checkpoint, 1 is added to every norm.
-
-    Raises:
-        ValueError: Tensors are missing, unknown or of the wrong shape; the message names them.
-    """
-    parameters: Any = tree_flatten(mtp.parameters())
-    expected = {name: p.shape for name, p in parameters}
-    weights = dict(head)
-
-    # The experts' tensors if they are not stacked: {name: shape}
-    experts, mlp = {}, "layers.0.mlp"
-    stacked = {p: f"{mlp}.switch_mlp.{p}.weight" for p in EXPERT_PROJECTIONS}
-    gate_up, down = f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj"
-    if stacked["up_proj"] in expected:
-        n_experts, size, hidden = expected[stacked["up_proj"]]
-        for part in ("weight", "scales", "biases"):
-            for p in EXPERT_PROJECTIONS:  # the layout of heads published in separate files
-                if (name := f"{mlp}.{p}.{part}") in weights:
-                    weights[f"{mlp}.switch_mlp.{p}.{part}"] = weights.pop(name)
-        if gate_up in weights:
-            experts = {gate_up: (n_experts, 2 * size, hidden), down: (n_experts, hidden, size)}
-        elif any(name.startswith(f"{mlp}.experts.") for name in weights):
-            experts = {
-                f"{mlp}.experts.{e}.{p}.weight": expected[name][1:]
-                for p, name in stacked.items()
-                for e in range(n_experts)
-            }
-    if experts:
-        _check({name: shape for name, shape in expected.items() if name not in stacked.values()} | experts, weights)
-    else:
-        _check(expected, weights)
-
-    if gate_up in experts:
-        gate, up = mx.split(weights.pop(gate_up), 2, axis=-2)  # [E, I, H] each
-        weights[stacked["gate_proj"]], weights[stacked["up_proj"]] = gate, up
-        weights[stacked["down_proj"]] = weights.pop(down)
-    elif experts:
-        for p, name in stacked.items():
-            weights[name] = mx.stack([weights.pop(n) for n in experts if n.endswith(f".{p}.weight")])  # [E, I, H]
-    if raw:
-        for name, shape in expected.items():
-            if len(shape) == 1:
-                weights[name] = weights[name] + 1.0
-    return weights
-
-
-def _check(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, mx.array]) -> None:
-    if missing := [name for name in expected if name not in weights]:
-        raise ValueError(f"The MTP head lacks {_listed(missing)}.")
-    # mlx-lm checks the shapes of quantized tensors.
-    quantized = {name.removesuffix("scales") + "weight" for name in weights if name.endswith(".scales")}
-    wrong = [
-        f"mtp.{name} is {list(weights[name].shape)}, not {list(shape)}"
-        for name, shape in expected.items()
-        if name not in quantized and weights[name].shape != shape
-    ]
-    if wrong:
-        raise ValueError(f"The MTP head does not fit this model: {'; '.join(wrong[:4])}.")
-
-
-def _listed(names: list[str], most: int = 4) -> str:
-    shown = ", ".join("mtp." + name for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more tensors"
+        return model.mtp.last(embeddings, hidden, cache)

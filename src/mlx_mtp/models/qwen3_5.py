@@ -8,7 +8,7 @@ from mlx_lm.models import qwen3_5 as stock
 
 from ..layers.layer import Layer
 from ..layers.mtp import MTPModule
-from .mixin import MTPModel, add_head
+from .family import FamilyModel, add_head
 from .shard import shard_layers
 
 
@@ -48,7 +48,7 @@ class TextModel(stock.TextModel):
         add_head(self, args, DecoderLayer)
 
 
-class Model(MTPModel, stock.Model):
+class Model(FamilyModel, stock.Model):
     head_prefix = "language_model.mtp."
 
     def __init__(self, args: ModelArgs):

@@ -8,7 +8,7 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import qwen3_next as stock
 
 from ..layers.layer import Layer
-from .mixin import MTPModel, add_head
+from .family import FamilyModel, add_head
 from .shard import shard_layers, shard_recurrent_layer
 
 
@@ -34,7 +34,7 @@ class DecoderLayer(Layer, stock.Qwen3NextDecoderLayer):
             self.linear_attn = GatedDeltaNet(args)
 
 
-class Model(MTPModel, stock.Model):
+class Model(FamilyModel, stock.Model):
     sharding_group: mx.distributed.Group | None = None
     lm_head: Any
 

@@ -1,0 +1,62 @@
+"""The common part of the family's models: construction, the loading of their weights, and the head as a draft model."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..caches.positions import add_mrope
+from ..layers.mtp import MTPModule
+from .draft_model import DraftModel
+from .head_weights import is_raw, sanitize_head, split_head
+from .mixin import MTPModel
+
+
+class FamilyModel(MTPModel):
+    """A model with its MTP head. List it before mlx-lm's model among the bases."""
+
+    def make_draft_model(self) -> DraftModel:
+        """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``.
+
+        Raises:
+            ValueError: The model has no head.
+        """
+        if getattr(self, "mtp", None) is None:
+            raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+        return DraftModel(self)
+
+    def sanitize(
+        self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
+    ) -> dict[str, mx.array]:
+        """mlx-lm's ``sanitize``, which drops the head, and then the head's.
+
+        Args:
+            weights (Dict[str, mx.array]): The tensors of a checkpoint.
+            head (Dict[str, mx.array], optional): The head's tensors, under names without ``mtp.``, if they are not in
+              ``weights``.
+            raw (bool): Whether ``head`` is in the Hugging Face layout.
+        """
+        weights, inside = split_head(weights)
+        if head is None:
+            head, raw = inside, is_raw(weights)
+        weights = super().sanitize(weights)  # type: ignore[misc]
+        if (mtp := getattr(self, "mtp", None)) is not None:
+            weights.update({self.head_prefix + name: w for name, w in sanitize_head(mtp, head, raw).items()})
+        return weights
+
+
+def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> None:
+    """Replace a model's layers by layers that can roll back, and add the head if its arguments have one.
+
+    Args:
+        args: The text arguments.
+        decoder_layer: Makes a decoder layer of ``args`` and ``layer_idx``, which is recurrent or not by its index.
+    """
+    model.model.layers = [decoder_layer(args, layer_idx=i) for i in range(args.num_hidden_layers)]
+    attention = [layer.self_attn for layer in model.model.layers if not layer.is_linear]
+    if args.mtp_num_hidden_layers > 0:
+        model.mtp = MTPModule(args, decoder_layer(args, layer_idx=args.full_attention_interval - 1))
+        attention.append(model.mtp.layers[0].self_attn)
+    for own in attention:
+        add_mrope(own, getattr(args, "rope_parameters", None))
