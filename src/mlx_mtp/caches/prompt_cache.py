@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from .positions import ImageSpan, MRoPE, Positions, check_images
+from .positions import ImageSpan, Positions, check_images
 from .recurrent import ArraysCache
 from .validation import SIZE, check_backbone, check_keys, check_last, misfit
 
@@ -234,7 +234,7 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
     if not both:
         return
     check_images(both)
-    if not takes_images(model):
+    if not model.takes_images:
         raise ValueError("This model takes no images: its positions have one axis.")
     if model.ranks is not None:
         raise ValueError("Images are processed in one process: omit them on several machines.")
@@ -243,11 +243,6 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
             f"The image at token {both[-1].start} is not prefilled yet: give input_embeddings with its own."
         )
     cache.images = both
-
-
-def takes_images(model: Any) -> bool:
-    """Whether a model's positions have three axes."""
-    return all(isinstance(layer.self_attn.rope, MRoPE) for layer in model.layers if not layer.is_linear)
 
 
 def _check_owner(model: Any, cache: PromptCache) -> None:

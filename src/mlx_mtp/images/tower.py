@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import BaseModelArgs
 
-from ..caches.positions import rotate
+from ..models.rope import rotate
 
 T = TypeVar("T")
 Size = Callable[[], float]  # the multiplications of the next piece

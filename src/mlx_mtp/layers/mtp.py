@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
-from ..caches.positions import Positions, rope_at
+from ..caches.positions import Positions
 from .compiled import Compiler
 from .layer import after_attention, keys_and_values_of, queries_of
 from .passes import current_pass, in_pass, pass_of_head
@@ -133,9 +133,9 @@ def run_head(
     Returns:
         mx.array: The head's output for the last position, [B, 1, H].
     """
-    this = pass_of_head(hidden.shape[1], model.drafting, compiler)
+    this = pass_of_head(hidden.shape[1], model.drafting, compiler, positions)
     if embeddings is None:
         # Not compiled: the CPU backend would compile a kernel for each place of a weight in a word of quantized weights.
         embeddings = model.model.embed_tokens(tokens)
-    with in_pass(this), rope_at(positions):
+    with in_pass(this):
         return model.mtp.last(embeddings, hidden, cache)

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.positions import plain_position
+from ..caches.positions import Positions
 from .compiled import Compiler
 from .drafting import DraftConfig
 
@@ -24,13 +24,16 @@ class Pass:
           many as Metal's fused attention takes.
         pieces (int, optional): The number of attention layers after which the graph built so far is submitted to the device,
           while the host builds the rest. Default: ``None``, the whole graph at once.
+        positions (Positions, optional): The positions of a text with images, into which the offset of ``MRoPE`` is an index.
+          Default: ``None``, indices are positions.
     """
 
     compiler: Compiler | None = None
     attention_rows: int | None = 0
     pieces: int | None = None
+    positions: Positions | None = None
     n_attended: int = 0  # attention layers built so far
-    starts: dict[int, mx.array | None] = field(default_factory=dict)  # results of ``start``, which all layers share
+    arrays: dict[Any, Any] = field(default_factory=dict)  # results of ``start`` and ``ids``, which all layers share
 
     def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
         """``function(module, *inputs, **numbers)``, compiled or not, see ``Compiler.run``."""
@@ -46,11 +49,26 @@ class Pass:
         offset = cache.offset
         if isinstance(offset, mx.array):
             return (offset,)
-        if offset not in self.starts:
-            position = plain_position(offset)
-            self.starts[offset] = None if position is None else mx.array(position)
-        start = self.starts[offset]
-        return () if start is None else (start,)
+        if offset not in self.arrays:
+            position = self.position(offset)
+            self.arrays[offset] = () if position is None else (mx.array(position),)
+        start: tuple[mx.array, ...] = self.arrays[offset]
+        return start
+
+    def position(self, index: int) -> int | None:
+        """The position of the token at an index; ``None`` unless this token and all later tokens have plain positions."""
+        text = self.positions
+        if text is None:
+            return index
+        return index + text.shift if text.are_plain(index) else None
+
+    def ids(self, begin: int, n: int) -> mx.array:
+        """The positions of n tokens from an index on, [3, n]."""
+        if (begin, n) not in self.arrays:
+            assert self.positions is not None
+            self.arrays[begin, n] = mx.array(self.positions.ids(begin, n))
+        ids: mx.array = self.arrays[begin, n]
+        return ids
 
     def count_attention(self, x: mx.array) -> None:
         """Call with the hidden states after each attention layer."""
@@ -63,19 +81,21 @@ def on_metal() -> bool:
     return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
 
 
-def pass_over(T: int, drafting: DraftConfig, n_confirmed: int, compiler: Compiler | None) -> Pass:
+def pass_over(
+    T: int, drafting: DraftConfig, n_confirmed: int, compiler: Compiler | None, positions: Positions | None
+) -> Pass:
     """A pass of the backbone over T tokens of each sequence. Prompts run as in mlx-lm."""
     if n_confirmed == 0 and T > 1:
-        return Pass()
+        return Pass(positions=positions)
     rows = drafting.attention_rows if n_confirmed > 0 else 0
     if rows is None and not on_metal():
         rows = 0
-    return Pass(_compiler(T, drafting, compiler), rows, drafting.pieces)
+    return Pass(_compiler(T, drafting, compiler), rows, drafting.pieces, positions)
 
 
-def pass_of_head(T: int, drafting: DraftConfig, compiler: Compiler | None) -> Pass:
+def pass_of_head(T: int, drafting: DraftConfig, compiler: Compiler | None, positions: Positions | None = None) -> Pass:
     """A pass of the head over T tokens of each sequence."""
-    return Pass(_compiler(T, drafting, compiler))
+    return Pass(_compiler(T, drafting, compiler), positions=positions)
 
 
 def _compiler(T: int, drafting: DraftConfig, compiler: Compiler | None) -> Compiler | None:
@@ -83,11 +103,11 @@ def _compiler(T: int, drafting: DraftConfig, compiler: Compiler | None) -> Compi
 
 
 _pass: ContextVar[Pass | None] = ContextVar("pass", default=None)
-_OUTSIDE = Pass()  # for a layer that is called outside ``in_pass``
 
 
 def current_pass() -> Pass:
-    return _pass.get() or _OUTSIDE
+    """The pass that runs, or the configuration of a layer that is called outside ``in_pass``."""
+    return _pass.get() or Pass()
 
 
 @contextmanager

@@ -6,15 +6,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..caches.positions import add_mrope
 from ..layers.mtp import MTPModule
 from .draft_model import DraftModel
 from .head_weights import is_raw, sanitize_head, split_head
 from .mixin import MTPModel
+from .rope import MRoPE, add_mrope
 
 
 class FamilyModel(MTPModel):
     """A model with its MTP head. List it before mlx-lm's model among the bases."""
+
+    @property
+    def takes_images(self) -> bool:  # type: ignore[override]
+        return all(isinstance(layer.self_attn.rope, MRoPE) for layer in self.layers if not layer.is_linear)
 
     def make_draft_model(self) -> DraftModel:
         """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``.

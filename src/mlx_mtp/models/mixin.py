@@ -7,7 +7,6 @@ import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 from mlx_lm.models.cache import KVCache
 
-from ..caches.positions import rope_at
 from ..caches.prompt_cache import positions_of
 from ..caches.recurrent import ArraysCache, open_windows
 from ..caches.validation import fingerprint
@@ -22,6 +21,7 @@ class MTPModel:
 
     head_prefix = "mtp."  # of the names of the head's parameters
     can_shard = True  # whether ranks can have a part of each layer
+    takes_images: bool  # whether its positions have three axes
     args: Any
     mtp: Any
     model: Any  # the backbone, with ``embed_tokens``
@@ -63,10 +63,8 @@ class MTPModel:
         n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
         if n_confirmed > 0:
             open_windows(cache, n, n_confirmed)
-        with (
-            in_pass(pass_over(inputs.shape[1], self.drafting, n_confirmed, compiler)),
-            rope_at(positions_of(cache, n)),
-        ):
+        this = pass_over(inputs.shape[1], self.drafting, n_confirmed, compiler, positions_of(cache, n))
+        with in_pass(this):
             # Only the layers' caches: in a pipeline, mlx-lm's backbone writes to the last cache.
             hidden = self.model(inputs, None if cache is None else cache[:n], **embeddings)
             logits = self.logits(hidden)

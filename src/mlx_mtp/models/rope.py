@@ -1,0 +1,63 @@
+"""Rotary embeddings of a text with images, whose positions have three axes (``caches/positions.py``)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..layers.passes import current_pass
+
+
+class MRoPE(nn.Module):
+    """Rotary embeddings at positions in three axes. At plain positions it calls the wrapped rope.
+
+    Args:
+        rope (nn.RoPE): The rope of the attention layer.
+        sections (Sequence[int]): The number of frequencies of each axis: time, height, width.
+    """
+
+    def __init__(self, rope: nn.RoPE, sections: Sequence[int]):
+        super().__init__()
+        self.rope = rope
+        axes = np.zeros(rope.dims // 2, np.int32)
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
+        self._axes = bytes(axes.tolist())  # the axis of each frequency; a list would be a parameter
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0, position_ids: mx.array | None = None) -> mx.array:
+        """
+        Args:
+            x (mx.array): [B, H, T, D]
+            offset (Union[int, mx.array]): The first token's index, or its position, [B].
+            position_ids (mx.array, optional): The positions to use in place of the offset, [3, T].
+        """
+        if position_ids is None and isinstance(offset, int):
+            this = current_pass()
+            position = this.position(offset)
+            if position is None:
+                position_ids = this.ids(offset, x.shape[2])
+            else:
+                offset = position
+        return self.rope(x, offset) if position_ids is None else self._rotate(x, position_ids)  # type: ignore[arg-type]
+
+    def _rotate(self, x: mx.array, position_ids: mx.array) -> mx.array:
+        n = self.rope.dims // 2
+        frequencies = self.rope.scale * mx.power(self.rope.base, -mx.arange(n) / n)  # [n]
+        angles = position_ids[mx.array([*self._axes])].T * frequencies  # [T, n]
+        rotated = rotate(x[..., : 2 * n], mx.cos(angles), mx.sin(angles))
+        return mx.concatenate([rotated, x[..., 2 * n :]], axis=-1)
+
+
+def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """The halves of x [..., T, d] as pairs, by angles [T, d / 2]; in float32, rounded once."""
+    a, b = mx.split(x.astype(mx.float32), 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def add_mrope(attention: Any, rope_parameters: dict[str, Any] | None) -> None:
+    """Replace the rope of an attention layer by ``MRoPE``, if its model takes positions in three axes."""
+    sections = (rope_parameters or {}).get("mrope_section")
+    if sections is not None and isinstance(attention.rope, nn.RoPE):
+        attention.rope = MRoPE(attention.rope, sections)
