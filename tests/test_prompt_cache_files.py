@@ -65,8 +65,8 @@ DAMAGES = [
     ({"e1_2": mx.array(300)}, "Entry 1 .* is of 300 tokens, and its keys of 256"),
     ({"e1_2": mx.array(-1)}, "Entry 1 .* is of -1 tokens"),
     ({"e1_2": mx.array(20.0)}, r"Entry 1 .* is of 20\.0 tokens"),
-    ({"e3_2": mx.array(19)}, "Entry 3 .* of other tokens than entry 1: 19 and 20"),
-    ({"e1_2": mx.array(0), "e3_2": mx.array(0)}, "Entry 1 .* of other tokens than entry 0: none and some"),
+    ({"e3_2": mx.array(19)}, "Entry 3 .* of other tokens"),
+    ({"e1_2": mx.array(0), "e3_2": mx.array(0)}, "Entry 0 .* of other tokens"),
     ({"e4_0": lambda x: x.reshape(1, 2, 256, 16)}, r"Entry 4 .* as keys \[1, 2, 256, 16\]"),
     ({"e4_2": mx.array(20)}, "Entry 4 .* is of 20 tokens, and the head has seen 19 at most"),
 ]
@@ -90,11 +90,11 @@ def test_refuses_a_damaged_file(options, tmp_path):
     if options:
         return
     for i, entry, error in [
-        (0, ArraysCache(3), "Entry 0 .* has 3 values in place of a list of two arrays"),
+        (0, ArraysCache(3), "Entry 0 .* has 3 values in place of convolution inputs, state"),
         (0, ArraysCache(2, left_padding=[1]), "Entry 0 .* is that of padded prompts"),
-        (4, ArraysCache(2), "Entry 4 .* is a ArraysCache, not a KVCache"),
-        (5, KVCache(), "Entry 5 .* is not the head's"),
-        (5, ArraysCache(9), "Entry 5 .* is not the head's"),
+        (4, ArraysCache(2), "Entry 4 .* is a ArraysCache, and this model needs a KVCache"),
+        (5, KVCache(), "Entry 5 .* is a KVCache, and this model needs a ArraysCache"),
+        (5, ArraysCache(9), "Entry 5 .* has 9 values in place of hidden state, "),
     ]:
         prompt_cache = make_prompt_cache(model)
         prompt_cache[i] = entry

@@ -23,7 +23,7 @@ from mlx_lm.models import cache as stock
 
 from .positions import ImageSpan, Positions, check_images
 from .recurrent import ArraysCache
-from .validation import SIZE, check_backbone, check_keys, check_last, misfit
+from .validation import FLOATS, SIZE, check_arrays, check_backbone, check_keys, misfit
 
 N_LAST = 6  # arrays of the last entry
 
@@ -38,7 +38,10 @@ class PromptCache:
 
     def __init__(self, entries: list[Any], n_layers: int):
         self.entries, self.n_layers = entries, n_layers
-        self._last = entries[-1]
+
+    @property
+    def _last(self) -> Any:
+        return self.entries[-1]
 
     @property
     def backbone(self) -> list[Any]:
@@ -198,24 +201,29 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
             f"The prompt cache has {len(entries)} entries, and this model needs {n_layers + 2}: make it with "
             "mlx_mtp.make_prompt_cache(model)."
         )
+    cache = PromptCache(entries, n_layers)
     if len(entries) == n_layers:
         entries += make_head_cache(model)
     else:
-        _check_owner(model, PromptCache(entries, n_layers))
-    for i, own in enumerate(model.make_cache()):
-        entries[i] = _adopt(entries[i], own, i)
+        _check_owner(model, cache)
     check_backbone(entries, model.layers)
-    cache = PromptCache(entries, n_layers)
-    if cache.n_recorded > cache.n_tokens:
-        raise misfit(n_layers + 1, f"is of {cache.n_recorded} tokens, and the layers' of {cache.n_tokens}")
-    images = cache.images
-    if cache.n_recorded < cache.n_tokens:
+    for i, c in enumerate(cache.backbone):
+        if type(c) is stock.ArraysCache:
+            entries[i] = ArraysCache.from_state(c.state)
+        elif isinstance(c, ArraysCache):
+            c.draft = None  # it may be from mlx-lm's own speculative loop
+    n, n_tokens, images = cache.n_recorded, cache.n_tokens, cache.images
+    if n > n_tokens:
+        raise misfit(n_layers + 1, f"is of {n} tokens, and the layers' of {n_tokens}")
+    if n < n_tokens:
         entries[n_layers:] = make_head_cache(model)
     elif fingerprint_of(cache)[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
         entries[n_layers] = stock.KVCache()
     else:
-        _check_head(model, cache)
-    cache = PromptCache(entries, n_layers)
+        check_keys(n_layers, cache.head, model.head_attention, may_be_quantized=False)
+        most = 0 if cache.last_hidden is None else n_tokens - 1
+        if cache.head.offset > most:
+            raise misfit(n_layers, f"is of {cache.head.offset} tokens, and the head has seen {most} at most")
     entries[-1][4], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
     return cache
 
@@ -251,7 +259,22 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
     if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
         last.cache += [None] * (N_LAST - len(last.cache))  # an earlier version had fewer
     args = model.text_args
-    check_last(len(cache.entries) - 1, last, N_LAST, args.hidden_size, args.vocab_size)
+    check_arrays(
+        len(cache.entries) - 1,
+        last,
+        ("hidden state", (1, 1, args.hidden_size), FLOATS),
+        ("number of tokens", (), (mx.int32,)),
+        ("tokens", (None,), (mx.uint32,)),
+        ("rank", (2,), (mx.int32,)),
+        ("fingerprint", (2 * SIZE,), (mx.uint8,)),
+        ("images", (None, 3), (mx.int32,)),
+    )
+    if (most := max(cache.text, default=0)) >= args.vocab_size:
+        raise misfit(len(cache.entries) - 1, f"has the token {most}, and the vocabulary ends at {args.vocab_size - 1}")
+    try:
+        check_images(cache.images)
+    except ValueError as e:
+        raise misfit(len(cache.entries) - 1, f"has images that no text has ({e})") from e
     part = [] if last[3] is None else last[3].tolist()
     if part != part_of(model):
         raise ValueError(
@@ -282,33 +305,8 @@ def _is_open(last: Any) -> bool:
     return generation is not None and (generation.gi_running or generation.gi_suspended)
 
 
-def _check_head(model: Any, cache: PromptCache) -> None:
-    """Raise a ValueError if the head's keys and values do not fit the head, or have more tokens than the backbone's."""
-    i, most = cache.n_layers, 0 if cache.last_hidden is None else cache.n_tokens - 1
-    if not isinstance(cache.head, stock.KVCache):
-        raise misfit(i, f"is a {type(cache.head).__name__}, not a KVCache")
-    check_keys(i, cache.head, model.head_attention)
-    if cache.head.offset > most:
-        raise misfit(i, f"is of {cache.head.offset} tokens, and the head has seen {most} at most")
-
-
 def has_head(model: Any) -> bool:
     return getattr(model, "mtp", None) is not None
-
-
-def _adopt(entry: Any, own: Any, i: int) -> Any:
-    """Convert the entry of layer i to a cache that can roll back; ``own`` is an empty cache of this layer."""
-    kind = stock.ArraysCache if isinstance(own, stock.ArraysCache) else stock.KVCache
-    if not isinstance(entry, (kind, stock.QuantizedKVCache) if kind is stock.KVCache else kind):
-        raise ValueError(
-            f"Entry {i} of the prompt cache is a {type(entry).__name__}, and this model needs a {kind.__name__}: make it with "
-            "mlx_mtp.make_prompt_cache(model)."
-        )
-    if type(entry) is stock.ArraysCache:
-        return ArraysCache.from_state(entry.state)
-    if isinstance(entry, ArraysCache):
-        entry.draft = None  # it may be from mlx-lm's own speculative loop
-    return entry
 
 
 def part_of(model: Any) -> list[int]:
