@@ -90,9 +90,9 @@ class _Head:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
-    def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any, *args: Any, **kwargs: Any) -> mx.array:
+    def last(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
         self.cache, self.T = cache, hidden.shape[1]
-        return self._head(embeddings, hidden, cache, *args, **kwargs)
+        return self._head.last(embeddings, hidden, cache)
 
     def decode(self, x: mx.array, cache: Any) -> mx.array:
         self.cache, self.T = cache, x.shape[1]

@@ -1,4 +1,4 @@
-"""The ranks that run one model: rank 0 broadcasts its choices, and all ranks gather numbers, messages and errors.
+"""The ranks that run one model: rank 0 broadcasts its choices, and all ranks gather numbers and errors.
 
 Whatever depends on a clock, a random number, a file or a client is rank 0's choice. The ranks run the same program, so each of
 them makes the same calls in the same order.
@@ -38,25 +38,15 @@ class Ranks:
         mine: Any = mx.depends(mx.array(numbers, mx.float32), after)
         return mx.distributed.all_gather(mine[None], group=self.group)
 
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's value, which must be picklable, on every rank. Waits for all ranks."""
-        data = mx.array(list(pickle.dumps(value)) if self.rank == 0 else [], mx.uint8)
+    def broadcast(self, value: T, root: int = 0) -> T:
+        """Return the value of rank ``root``, which must be picklable, on every rank. Waits for all ranks."""
+        data = mx.array(list(pickle.dumps(value)) if self.rank == root else [], mx.uint8)
         n: Any = mx.distributed.all_sum(mx.array(data.size), group=self.group).item()
-        if self.rank != 0:
+        if self.rank != root:
             data = mx.zeros(n, mx.uint8)
         received: Any = mx.distributed.all_sum(data, group=self.group)
         value = pickle.loads(bytes(received))
         return value
-
-    def gather_messages(self, message: str) -> list[str]:
-        """Gather every rank's message, by rank. Waits for all ranks."""
-        text = message.encode()
-        sizes: Any = mx.distributed.all_gather(mx.array([len(text)]), group=self.group).tolist()
-        if not any(sizes):
-            return [""] * self.size
-        padded = mx.array(list(text.ljust(max(sizes))), mx.uint8)
-        texts: Any = mx.distributed.all_gather(padded[None], group=self.group)  # [R, max(sizes)]
-        return [bytes(each)[:n].decode() for each, n in zip(texts, sizes)]
 
 
 def synchronize(stream: mx.Stream | mx.ThreadLocalStream) -> None:
@@ -110,9 +100,10 @@ def raise_on_all(ranks: Ranks | None) -> Iterator[None]:
         yield
     except (ValueError, OSError) as e:
         error = e
-    messages = ranks.gather_messages("" if error is None else str(error) or type(error).__name__)
+    message = None if error is None else str(error) or type(error).__name__
+    messages = [ranks.broadcast(message, root) for root in range(ranks.size)]
     if error is not None:
         raise error
     for rank, message in enumerate(messages):
-        if message:
+        if message is not None:
             raise ValueError(f"Rank {rank}: {message}")

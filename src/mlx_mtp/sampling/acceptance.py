@@ -15,11 +15,13 @@ the position. The token does not depend on the draft, so the text depends only o
 A copied draft is a proposal with probability one, q(x) = 1: rejection sampling accepts it with probability p(x), and the
 residual is p without x.
 
-This module does not depend on models or caches.
+``draft`` takes the head's log probabilities [1, V], and returns a draft [1] and its record for ``accept``. ``accept`` takes the
+target's log probabilities, k + 1 times [1, V], the drafts [k] and their records, ``None`` for a copy. Positions count from the
+first generated token. This module does not depend on models or caches.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as AnySampler
@@ -34,21 +36,6 @@ class Verdict(NamedTuple):
 
     tokens: mx.array  # [k + 1]: accepted drafts; at the first that is rejected, and after the last, the target's token
     accepted: mx.array  # [k], bool; values after the first False are ignored
-
-
-class Acceptance(Protocol):
-    """Draws drafts from the head's distribution, and accepts them by the target's."""
-
-    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, Any]:
-        """The head's log probabilities [1, V] -> a draft [1] and its record for ``accept``.
-
-        Positions are counted from the first generated token.
-        """
-        ...
-
-    def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[Any], position: int) -> Verdict:
-        """The target's log probabilities, k + 1 times [1, V], drafts [k], and their records, ``None`` for a copy."""
-        ...
 
 
 class TokenMatch:
@@ -116,6 +103,9 @@ class Coupled:
 
     def _coins(self, position: int, n: int) -> mx.array:
         return mx.array([[uniform(self.sampler.seed, self.start + position + t)] for t in range(n)])  # [n, 1]
+
+
+Acceptance = TokenMatch | RejectionSampling | Coupled
 
 
 def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> mx.array:

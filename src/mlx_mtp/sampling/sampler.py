@@ -20,12 +20,6 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sa
 MAX_SEED = 2**64 - 1
 
 
-def check_seed(seed: int) -> None:
-    """Raise a ValueError if the seed is not an integer from 0 to 2**64 - 1."""
-    if type(seed) is not int or not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
-
-
 def gumbel(seed: int, position: int, size: int) -> mx.array:
     """Standard Gumbel noise of a position, float32, [size]. ``argmax(log p + noise)`` is a draw from p."""
     high, low, _ = _words(seed, position)
@@ -116,11 +110,6 @@ class SeededSampler(Sampler):
         """A sampler for one text from this position on, for mlx-lm's functions or to continue a text."""
         return TextSampler(self, position)
 
-    def draw(self, logprobs: mx.array, position: int) -> mx.array:
-        """Log probabilities [1, V] -> the token at a position, [1]."""
-        x = self.distribution(logprobs, mx.array([[uniform(self.seed, position)]]))
-        return mx.argmax(x + gumbel(self.seed, position, x.shape[-1]), axis=-1)
-
 
 class TextSampler:
     """A ``SeededSampler`` for one text: each call draws its next token, the first at position ``start``."""
@@ -139,9 +128,10 @@ class TextSampler:
                 f"sampler.at({self.start}) is for one text, not for {len(logprobs)}: give each its own, as `samplers` of "
                 "BatchGenerator.insert, or use mlx_mtp.batch_generate."
             )
-        token = self.sampler.draw(logprobs, self.start + self.n_drawn)
+        seed, position = self.sampler.seed, self.start + self.n_drawn
+        x = self.sampler.distribution(logprobs, mx.array([[uniform(seed, position)]]))
         self.n_drawn += 1
-        return token
+        return mx.argmax(x + gumbel(seed, position, x.shape[-1]), axis=-1)
 
 
 def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
@@ -208,8 +198,8 @@ def make_sampler(
         raise ValueError(
             f'acceptance="{acceptance}" draws from MLX\'s random state: use mx.random.seed instead of seed.'
         )
-    if seed is not None:
-        check_seed(seed)
+    if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
+        raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
     # Here, since an error of mlx-lm inside a compiled function invalidates the random state.
     limits: dict[str, tuple[float, float]] = {"top_p": (top_p, 1), "min_p": (min_p, 1)}
     limits |= {"xtc_probability": (xtc_probability, 1), "xtc_threshold": (xtc_threshold, 0.5)}
