@@ -17,8 +17,9 @@ from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.decoding.planner import Clock
 from mlx_mtp.layers import compiled
 from mlx_mtp.layers.compiled import Compiler
-from mlx_mtp.layers.drafting import DraftConfig, quantize_head
+from mlx_mtp.layers.drafting import DraftConfig
 from mlx_mtp.layers.mtp import run_head
+from mlx_mtp.models.head_weights import quantize_head
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, WINDOW, mtp, plain
 from tests.support.models import FAMILIES, PACK, TRAINED, arrays_equal, deep_model, tiny_model, trace_anew

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_mtp import generate
 from mlx_mtp.checkpoint.part import fetch_part, names_of
 from mlx_mtp.distributed.ranks import synchronize
-from mlx_mtp.layers.drafting import quantize_head
+from mlx_mtp.models.head_weights import quantize_head
 from mlx_mtp.models.shard import check_pipeline, check_shard
 from tests.support import distribution
 from tests.support.checkpoints import tensors, write

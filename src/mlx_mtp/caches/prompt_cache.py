@@ -110,7 +110,8 @@ class PromptCache:
     @property
     def images(self) -> list[ImageSpan]:
         """The spans of the images in the caches and, during prefill, of the images that follow in the prompt."""
-        return _images_of(self._last)
+        spans = self._last[5]
+        return [] if spans is None else [ImageSpan(*span) for span in spans.tolist()]
 
     @images.setter
     def images(self, images: Sequence[ImageSpan]) -> None:
@@ -142,16 +143,12 @@ def fingerprint_of(cache: PromptCache) -> bytes:
     return b"" if fingerprint is None else bytes(fingerprint.tolist())
 
 
-def _images_of(last: Any) -> list[ImageSpan]:
-    return [] if last[5] is None else [ImageSpan(*image) for image in last[5].tolist()]
-
-
 def positions_of(entries: list[Any] | None, n_layers: int) -> Positions | None:
     """The positions of the text in a model's caches; ``None`` without images."""
-    last = entries[-1] if entries is not None and len(entries) == n_layers + 2 else None
-    if not isinstance(last, stock.ArraysCache) or len(last.cache) < N_LAST or last[5] is None:
+    if entries is None or len(entries) != n_layers + 2:
         return None
-    return Positions(tuple(_images_of(last)))
+    images = PromptCache(entries, n_layers).images
+    return Positions(tuple(images)) if images else None
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
@@ -166,18 +163,13 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
     return model.make_cache() + make_head_cache(model)
 
 
-def make_head_cache(model: Any) -> list[Any]:
-    """The last two entries of an empty prompt cache."""
-    entries = _head_cache(model)
-    entries[-1][4] = mx.array([*model.fingerprint()], mx.uint8)
-    return entries
-
-
-def _head_cache(model: Any) -> list[Any]:
-    """``make_head_cache`` without the fingerprint, which takes some time the first time."""
+def make_head_cache(model: Any, has_fingerprint: bool = True) -> list[Any]:
+    """The last two entries of an empty prompt cache. The fingerprint takes some time the first time."""
     last = stock.ArraysCache(N_LAST)
     if part := part_of(model):
         last[3] = mx.array(part)
+    if has_fingerprint:
+        last[4] = mx.array([*model.fingerprint()], mx.uint8)
     return [stock.KVCache(), last]
 
 
@@ -195,7 +187,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     """
     n_layers = len(model.layers)
     if entries is None:
-        return PromptCache(model.make_cache() + _head_cache(model), n_layers)
+        return PromptCache(model.make_cache() + make_head_cache(model, False), n_layers)
     if len(entries) not in (n_layers, n_layers + 2):
         raise ValueError(
             f"The prompt cache has {len(entries)} entries, and this model needs {n_layers + 2}: make it with "

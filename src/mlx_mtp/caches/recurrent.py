@@ -92,11 +92,6 @@ class ArraysCache(stock.ArraysCache):
             raise ValueError("A cache of padded prompts cannot roll back.")
         self.window = Window(n_confirmed)
 
-    @property
-    def records_inputs(self) -> bool:
-        """Whether the layer's next call must record the inputs of the recurrence for a replay."""
-        return self.window is not None
-
     def rollback(self, n: int) -> None:
         """Close the window: keep its first ``n`` tokens, and free its record.
 

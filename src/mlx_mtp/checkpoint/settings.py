@@ -23,7 +23,8 @@ from platformdirs import user_cache_path
 from .._version import __version__
 from ..distributed.ranks import Ranks, from_rank_0
 from ..files import check_target, write_atomic
-from ..layers.drafting import BITS, DraftLMHead, Settings, quantize_head
+from ..layers.drafting import BITS, DraftLMHead, Settings
+from ..models.head_weights import quantize_head
 from ..models.mixin import MTPModel
 from .config import parse_json, read_json
 from .hub import HEAD_FILE, WEIGHTS, fetch

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from ..checkpoint.head_formats import load_tensors
 from ..cli.display import bar
 from ..files import save_atomic
-from ..layers.drafting import ROUTERS
+from ..models.head_weights import ROUTERS
 from ..models.mixin import MTPModel
 from .loss import DraftLoss
 from .texts import Text

@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 BITS = (2, 3, 4, 5, 6, 8)
-ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 
 
 @dataclass(frozen=True)
@@ -34,17 +33,18 @@ class Settings:
     def __str__(self) -> str:
         n = self.num_draft_tokens
         words = [n if n == "auto" else "off" if n == 0 else f"--num-draft-tokens {n}"]
-        for name in ("mtp_bits", "draft_head_bits", "draft_vocab"):
-            if (value := getattr(self, name)) is not None:
-                words.append(f"--{name.replace('_', '-')} {value}")
-        if self.draft_p_min > 0:
-            words.append(f"--draft-p-min {self.draft_p_min}")
-        if self.attention_rows is not None:
-            words.append(f"attention_rows={self.attention_rows}")
-        if not self.compiled:
-            words.append("compiled=False")
-        if self.pieces is not None:
-            words.append(f"pieces={self.pieces}")
+        for name in (
+            "mtp_bits",
+            "draft_head_bits",
+            "draft_vocab",
+            "draft_p_min",
+            "attention_rows",
+            "compiled",
+            "pieces",
+        ):
+            if (value := getattr(self, name)) != getattr(Settings, name):
+                is_flag = name.startswith(("mtp", "draft"))
+                words.append(f"--{name.replace('_', '-')} {value}" if is_flag else f"{name}={value}")
         return " ".join(words)
 
 
@@ -165,22 +165,9 @@ def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
                 f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
             )
         weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)
-    return QuantizedLinear(weight, layer.get("bias"), _group_size(weight), bits)
+    return QuantizedLinear(weight, layer.get("bias"), quantized_group_size(weight), bits)
 
 
-def quantize_head(mtp: nn.Module, bits: int) -> None:
-    """Quantize the decoder layer of an MTP head in place, without ``fc`` and routers."""
-    if any(hasattr(m, "bits") for _, m in mtp.named_modules()):
-        raise ValueError("The MTP head of this checkpoint is already quantized: mtp_bits requires one in 16 bits.")
-
-    def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if not path.startswith("layers.") or path.endswith(ROUTERS) or not hasattr(module, "to_quantized"):
-            return False
-        return {"group_size": _group_size(module.weight), "bits": bits, "mode": "affine"}
-
-    nn.quantize(mtp, class_predicate=predicate)
-    mtp.eval()  # the new modules are in training
-
-
-def _group_size(weight: mx.array) -> int:
+def quantized_group_size(weight: mx.array) -> int:
+    """The group size to quantize a weight with."""
     return 64 if weight.shape[-1] % 64 == 0 else 32

@@ -38,7 +38,7 @@ class Layer:
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         this = current_pass()
         if cache is not None and self.is_linear:
-            if getattr(cache, "records_inputs", False) or (this.compiler is not None and mask is None):
+            if getattr(cache, "window", None) is not None or (this.compiler is not None and mask is None):
                 return self.recur(x, cache, this)
         elif cache is not None and (this.compiler is not None or this.attention_rows != 0):
             return self.attend(x, mask, cache, this)

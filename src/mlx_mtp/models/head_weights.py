@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..layers.drafting import quantized_group_size
 from ..layers.mtp import MTPModule
 
 T = TypeVar("T")
 
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 
 
 def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
@@ -96,3 +99,17 @@ def _check(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, mx.arr
 def _listed(names: list[str], most: int = 4) -> str:
     shown = ", ".join("mtp." + name for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more tensors"
+
+
+def quantize_head(mtp: nn.Module, bits: int) -> None:
+    """Quantize the decoder layer of an MTP head in place, without ``fc`` and routers."""
+    if any(hasattr(m, "bits") for _, m in mtp.named_modules()):
+        raise ValueError("The MTP head of this checkpoint is already quantized: mtp_bits requires one in 16 bits.")
+
+    def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not path.startswith("layers.") or path.endswith(ROUTERS) or not hasattr(module, "to_quantized"):
+            return False
+        return {"group_size": quantized_group_size(module.weight), "bits": bits, "mode": "affine"}
+
+    nn.quantize(mtp, class_predicate=predicate)
+    mtp.eval()  # the new modules are in training
