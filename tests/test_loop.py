@@ -162,7 +162,7 @@ def test_rejects_a_cache_in_use(depth):
     steps = mtp_generate_step(PROMPT, model, max_tokens=20, num_draft_tokens=depth, prompt_cache=cache)
     assert [next(steps)[0] for _ in range(3)] == truth[:3]
     for other in (cache, copy.deepcopy(cache)):
-        with pytest.raises(ValueError, match="A generation is still open on this prompt cache"):
+        with pytest.raises(ValueError, match="This prompt cache is of a generation that has not ended"):
             mtp([truth[3]], model, max_tokens=2, prompt_cache=other)
     assert next(steps)[0] == truth[3]  # and goes on
     steps.close()

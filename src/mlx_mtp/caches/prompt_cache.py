@@ -13,7 +13,6 @@ an ``ArraysCache`` with
 All entries have the names and states of mlx-lm's own classes, so its ``save_prompt_cache`` and ``load_prompt_cache`` work.
 """
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -82,17 +81,11 @@ class PromptCache:
         tokens = self._last[2]
         return [] if tokens is None else tokens.tolist()
 
-    def claim(self, generation: "weakref.ref[Any] | None") -> None:
-        """Mark the cache as in use: its last tokens may be drafts, so no other generation may use it or a copy of it.
-
-        Args:
-            generation (weakref.ref[Generator]): The generator that uses it.
-        """
-        self._last.generation = generation
-        self.begin(self.n_tokens)
-
     def begin(self, n_tokens: int) -> None:
-        """Mark the cache as incomplete, until ``record``, with so many tokens in the backbone's caches."""
+        """Mark the cache as incomplete, until ``record``, with so many tokens in the backbone's caches.
+
+        Its last tokens may be drafts, so no other generation may use it or a copy of it.
+        """
         self._last[1] = mx.array(-1 - n_tokens)
 
     def record(self, n_tokens: int, text: Sequence[int] = ()) -> None:
@@ -105,7 +98,6 @@ class PromptCache:
         self._last[2] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
         self.images = [image for image in self.images if image.start < n_tokens]  # including an image prefilled in part
         self._last[1] = mx.array(n_tokens)
-        self._last.generation = None
 
     @property
     def images(self) -> list[ImageSpan]:
@@ -273,28 +265,16 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
             f"The prompt cache belongs to {_name(part)} and this is {_name(part_of(model))}: "
             "give each rank its own, on as many ranks as made it."
         )
-    if _is_open(last):
-        raise ValueError(
-            "A generation is still open on this prompt cache: close its generator first, or give each generation its own copy "
-            "(copy.deepcopy), made before it starts."
-        )
     if cache.n_recorded < 0:
         raise ValueError(
-            "The content of this prompt cache is unknown: it was copied or saved during a generation, or a generation was "
-            "interrupted while it ended. Make a new one with mlx_mtp.make_prompt_cache(model)."
+            "This prompt cache is of a generation that has not ended: close its generator first, copy a cache (copy.deepcopy) "
+            "before a generation starts on it, or make a new one with mlx_mtp.make_prompt_cache(model)."
         )
     if (fingerprint := fingerprint_of(cache)) and fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
         raise ValueError(
             "The prompt cache belongs to another model, or to other weights, settings or adapters of this model. Make a new "
             "one with mlx_mtp.make_prompt_cache(model)."
         )
-
-
-def _is_open(last: Any) -> bool:
-    """Whether a generation uses this cache, or the cache that it was copied from."""
-    ref = getattr(last, "generation", None)
-    generation = None if ref is None else ref()
-    return generation is not None and (generation.gi_running or generation.gi_suspended)
 
 
 def has_head(model: Any) -> bool:

@@ -23,7 +23,6 @@ This module is the loop. ``decoder.Decoder`` has its moves, for one sequence or 
 of drafts and their source.
 """
 
-import weakref
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -124,9 +123,7 @@ def mtp_generate_step(
     kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
     decoder = Decoder(mtp_model, kv=kv, exchange=planner.exchange, stream=stream)
     progress = prompt_progress_callback or (lambda *_: None)
-    steps = _generate(decoder, planner, sequence, prompt.astype(mx.uint32), prefill_step_size, progress)
-    sequence.generation = weakref.ref(steps)
-    yield from steps
+    yield from _generate(decoder, planner, sequence, prompt.astype(mx.uint32), prefill_step_size, progress)
 
 
 def _generate(

@@ -29,7 +29,7 @@ def prefill_prompt(
     Returns:
         Tuple[mx.array, mx.array]: Logits [1, 1, V] and hidden state [1, 1, H] of the last token.
     """
-    s.cache.claim(s.generation)
+    s.cache.begin(s.cache.n_tokens)
     embeddings = s.embeddings
     tokens: Any = prompt.tolist()
     n = len(prompt) if embeddings is None else len(embeddings)

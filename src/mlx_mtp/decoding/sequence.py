@@ -1,10 +1,9 @@
 """A sequence: a text that is generated, with its options, its prompt cache and its tokens so far."""
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as AnySampler
@@ -79,7 +78,6 @@ class Sequence:
         self.images = self.cache.images
         # The index of the first known token.
         self.text_start = self.cache.n_tokens - len(self.cached_text) - len(self.tokens)
-        self.generation: weakref.ref[Any] | None = None  # the generator of a sequence that generates alone
         self.last_hidden: mx.array | None = None  # of the prompt's last token but one, [1, 1, H]
         self.prompt_end = 0  # the index after the prompt, of a sequence that generates alone
         self.n_prefilled, self.n_prompt = 0, sum(map(len, self.segments))
