@@ -118,7 +118,7 @@ class DraftLMHead:
         layer = self._whole
         if ids is not None:
             layer = copy.copy(layer)
-            for name in ("weight", "scales", "biases", "bias"):
+            for name in ("weight", "scales", "biases"):
                 if layer.get(name) is not None:
                     layer[name] = layer[name][ids]
         return layer if self._bits is None else _quantized(layer, self._bits)
@@ -133,28 +133,13 @@ def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> m
     return mx.put_along_axis(others, mx.broadcast_to(lm_head.ids, logits.shape), logits, axis=-1)
 
 
-class QuantizedLinear(nn.Module):
-    """A quantized linear layer made from arrays: ``nn.QuantizedLinear`` draws random numbers when it is constructed.
+class QuantizedLinear(nn.QuantizedLinear):
+    """MLX's layer of a weight [n, H], without the random numbers that its own constructor draws."""
 
-    Args:
-        weight (mx.array): [n, H].
-        bias (mx.array, optional): [n].
-        group_size (int): Group size of the quantization.
-        bits (int): Bits of the quantization.
-    """
-
-    def __init__(self, weight: mx.array, bias: mx.array | None, group_size: int, bits: int):
-        super().__init__()
-        self.group_size, self.bits, self.mode = group_size, bits, "affine"
-        self.weight, self.scales, self.biases = mx.quantize(weight, group_size, bits)
-        self.bias = bias
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """[..., H] -> [..., n]"""
-        out = mx.quantized_matmul(
-            x, self.weight, self.scales, self.biases, transpose=True, group_size=self.group_size, bits=self.bits
-        )
-        return out if self.bias is None else out + self.bias
+    def __init__(self, weight: mx.array, bits: int):
+        nn.Module.__init__(self)
+        self.group_size, self.bits, self.mode = quantized_group_size(weight), bits, "affine"
+        self.weight, self.scales, self.biases = mx.quantize(weight, self.group_size, bits)
 
 
 def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
@@ -165,7 +150,7 @@ def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
                 f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
             )
         weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)
-    return QuantizedLinear(weight, layer.get("bias"), quantized_group_size(weight), bits)
+    return QuantizedLinear(weight, bits)
 
 
 def quantized_group_size(weight: mx.array) -> int:

@@ -26,21 +26,20 @@ class MRoPE(nn.Module):
             axes[axis : 3 * sections[axis] : 3] = axis
         self._axes = bytes(axes.tolist())  # the axis of each frequency; a list would be a parameter
 
-    def __call__(self, x: mx.array, offset: int | mx.array = 0, position_ids: mx.array | None = None) -> mx.array:
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """
         Args:
             x (mx.array): [B, H, T, D]
             offset (Union[int, mx.array]): The first token's index, or its position, [B].
-            position_ids (mx.array, optional): The positions to use in place of the offset, [3, T].
         """
-        if position_ids is None and isinstance(offset, int):
+        if isinstance(offset, int):
             this = current_pass()
             position = this.position(offset)
             if position is None:
-                position_ids = this.ids(offset, x.shape[2])
-            else:
-                offset = position
-        return self.rope(x, offset) if position_ids is None else self._rotate(x, position_ids)  # type: ignore[arg-type]
+                return self._rotate(x, this.ids(offset, x.shape[2]))
+            offset = position
+        rotated: mx.array = self.rope(x, offset)  # type: ignore[arg-type]
+        return rotated
 
     def _rotate(self, x: mx.array, position_ids: mx.array) -> mx.array:
         n = self.rope.dims // 2
