@@ -17,7 +17,8 @@ class FamilyModel(MTPModel):
     """A model with its MTP head. List it before mlx-lm's model among the bases."""
 
     @property
-    def takes_images(self) -> bool:  # type: ignore[override]
+    def takes_images(self) -> bool:
+        """Whether its positions have three axes."""
         return all(isinstance(layer.self_attn.rope, MRoPE) for layer in self.layers if not layer.is_linear)
 
     def make_draft_model(self) -> DraftModel:

@@ -21,7 +21,6 @@ class MTPModel:
 
     head_prefix = "mtp."  # of the names of the head's parameters
     can_shard = True  # whether ranks can have a part of each layer
-    takes_images: bool  # whether its positions have three axes
     args: Any
     mtp: Any
     model: Any  # the backbone, with ``embed_tokens``

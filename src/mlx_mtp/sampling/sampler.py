@@ -201,15 +201,14 @@ def make_sampler(
     if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
         raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
     # Here, since an error of mlx-lm inside a compiled function invalidates the random state.
-    limits: dict[str, tuple[float, float]] = {"top_p": (top_p, 1), "min_p": (min_p, 1)}
+    limits: dict[str, tuple[float, float]] = {"temp": (temp, math.inf), "top_k": (top_k, math.inf)}
+    limits |= {"top_p": (top_p, 1), "min_p": (min_p, 1)}
     limits |= {"xtc_probability": (xtc_probability, 1), "xtc_threshold": (xtc_threshold, 0.5)}
     for name, (value, limit) in limits.items():
-        if not 0 <= value <= limit:  # or nan
-            raise ValueError(f"{name} must be from 0 to {limit}, not {value}.")
-    if not 0 <= temp < math.inf:
-        raise ValueError(f"temp must be 0 or more, not {temp}.")
-    if top_k < 0:
-        raise ValueError(f"top_k must be 0 or more, not {top_k}.")
+        if not 0 <= value <= limit or value == math.inf:  # or nan
+            raise ValueError(
+                f"{name} must be {'0 or more' if limit == math.inf else f'from 0 to {limit}'}, not {value}."
+            )
     if min_tokens_to_keep < 1:
         raise ValueError(f"min_tokens_to_keep must be 1 or more, not {min_tokens_to_keep}.")
     if temp == 0:
