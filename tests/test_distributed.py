@@ -10,7 +10,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_mtp import generate
-from mlx_mtp.checkpoint.part import fetch_part, names_of
+from mlx_mtp.checkpoint.hub import fetch
+from mlx_mtp.checkpoint.part import divide, names_of
+from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.distributed.ranks import synchronize
 from mlx_mtp.models.head_weights import quantize_head
 from mlx_mtp.models.shard import check_pipeline, check_shard
@@ -105,7 +107,9 @@ def test_a_stage_downloads_the_files_of_its_layers(hub, tmp_path):
     folder = split(checkpoint(tmp_path, "qwen3_5", **STAGES))
     hub.publish("org/split", folder)
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    path, stage = fetch_part("org/split", None, SimpleNamespace(size=2, group=group), True)
+    reader = CheckpointReader("org/split", folder=fetch("org/split", None, weights=()))
+    stage = divide(reader, SimpleNamespace(size=2, group=group), True)
+    path = fetch("org/split", None, weights=stage.files)
     assert stage.layers == range(2, 4)
     assert stage.files == [f"model-{part}.safetensors" for part in ("2", "3", "mtp", "rest")]
     assert sorted(file.name for file in path.glob("model*.safetensors")) == stage.files

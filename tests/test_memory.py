@@ -14,9 +14,9 @@ import mlx_mtp
 from benchmarks.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
 from mlx_mtp import memory as account_of
-from mlx_mtp.checkpoint.config import read_json, skeleton
-from mlx_mtp.checkpoint.memory_check import check_memory, check_plain
-from mlx_mtp.checkpoint.reader import headers_of
+from mlx_mtp.checkpoint.config import skeleton
+from mlx_mtp.checkpoint.memory_check import check_memory
+from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.memory import Account, needs_of, sizes_of
 from mlx_mtp.server.request import ApiError
@@ -209,7 +209,7 @@ def test_experts_that_are_stored_one_by_one_are_one_array(monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda: {"max_buffer_length": 300})
     experts = {f"layers.0.mlp.experts.{i}.up_proj.weight": TensorInfo("BF16", [8, 10], [0, 160]) for i in range(2)}
     with pytest.raises(ValueError, match=r"experts.up_proj.weight takes 0\.3 kB"):
-        check_plain(experts, "model", Account())
+        check_memory(SimpleNamespace(name="model", model_tensors=lambda: experts), Account(), 0, True, False, False)
 
 
 def test_a_refused_load_restores_the_limit(unlimited):
@@ -241,10 +241,10 @@ def test_a_model_that_the_disk_has_no_room_for_is_not_downloaded(hub, monkeypatc
 
 
 def test_the_longest_context_that_fits_does():
-    account, config = SimpleNamespace(held=0, limit=20_000_000, left=20_000_000), read_json(DEMO / "config.json")
+    account, demo = SimpleNamespace(held=0, limit=20_000_000, left=20_000_000), CheckpointReader(str(DEMO))
 
     def check(n):
-        check_memory(headers_of(DEMO), config, "demo", account, n, True, None, False)
+        check_memory(demo, account, n, False, True, False)
 
     with pytest.raises(ValueError, match="longest") as e:
         check(100_000)

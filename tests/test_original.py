@@ -319,14 +319,14 @@ def test_a_broken_download_resumes(hub, folder, monkeypatch):
     hub.reset_counts()
     head = load(folder).fetched_head
     assert hub.served[WEIGHTS] < HEAD_BYTES["dense"] - 100_000 + 2 * HEADER_BYTES
-    assert fetch_missing_head(str(folder), folder, config_of(folder)).folder == head.folder
+    assert fetch_missing_head(CheckpointReader(str(folder))).folder == head.folder
     assert not [*head.folder.glob("*.part")]
 
 
 def test_two_at_once(hub, folder):
     """In threads, which lock the folder as two processes do."""
     with ThreadPoolExecutor(2) as pool:
-        heads = [*pool.map(lambda _: fetch_missing_head(str(folder), folder, config_of(folder)), range(2))]
+        heads = [*pool.map(lambda _: fetch_missing_head(CheckpointReader(str(folder))), range(2))]
     assert heads[0].folder == heads[1].folder
     assert sorted(head.is_new for head in heads) == [False, True]
     assert hub.served[WEIGHTS] <= HEAD_BYTES["dense"] + 4 * HEADER_BYTES

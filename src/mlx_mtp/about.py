@@ -13,7 +13,6 @@ from huggingface_hub import constants
 from ._version import __version__
 from .caches.prompt_cache import has_head
 from .checkpoint.catalog import published
-from .checkpoint.config import check_config
 from .checkpoint.fetched import FLOOR, fetched_heads, head_to_fetch, measure_acceptance, remove
 from .checkpoint.hub import WEIGHTS, cached_repositories, sizes_to_download
 from .checkpoint.load import DEMO, DEMO_NOTE, load
@@ -157,8 +156,7 @@ def _model(name: str) -> Lines:
 def _remote(name: str, n_bytes: int) -> Lines:
     """A model whose weights would be downloaded."""
     checkpoint, account = CheckpointReader(name), Account()
-    config, tensors = check_config(checkpoint.config, name), checkpoint.tensors(checkpoint.weight_map)
-    needs, _ = checkpoint_needs(tensors, config, name, CONTEXT, True, False)
+    needs, _ = checkpoint_needs(checkpoint, CONTEXT, True, False)
     yield "Needs", f"{needs} with a text of {CONTEXT} tokens"
     yield "Head", "its own" if checkpoint.head() else _to_fetch(name)
     fits = "fits" if needs.total <= account.left else "does not fit"

@@ -12,10 +12,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import prompts
 from ..checkpoint import settings
-from ..checkpoint.config import read_config
 from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
+from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.self_test import compiled_differences, report_differences
 from ..cli.display import one_line_errors, table
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
@@ -182,7 +182,7 @@ def run_tune(args: argparse.Namespace) -> None:
     if isinstance(args.mtp, str):
         heads = [fetch(args.mtp, None)]
     else:
-        head = fetch_missing_head(name, path, read_config(path, name))
+        head = fetch_missing_head(CheckpointReader(name, folder=path))
         heads = [] if head is None else [head.folder]
     key = settings.key_of(path, *heads)  # heads from outside the checkpoint
     file = settings.default_file(key) if args.tune is True else Path(args.tune)

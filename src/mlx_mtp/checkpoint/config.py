@@ -61,10 +61,9 @@ def check_config(config: Config | None, name: str) -> Config:
     return config
 
 
-def runs_in_mlx_lm_only(folder: Path) -> bool:
+def runs_in_mlx_lm_only(config: Config | None) -> bool:
     """Whether a checkpoint's model is of a family that mlx-lm supports, and this package does not."""
-    file = folder / "config.json"
-    model_type = read_json(file).get("model_type") if file.exists() else None
+    model_type = (config or {}).get("model_type")
     return model_type not in MODEL_TYPES and _mlx_lm_has(model_type)
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +19,11 @@ from ..memory import GB
 from ..models.head_weights import split_head
 from ..prompts import PYTHON
 from . import originals
-from .config import Config, head_file_of, read_config, read_json, skeleton, text_config_of
+from .config import Config, check_config, read_json, text_config_of
 from .head_formats import DRAFTER, check_head, check_shapes
 from .hub import fetch
 from .originals import Tensors
-from .reader import CheckpointReader, n_bytes, weight_map
+from .reader import CheckpointReader, n_bytes
 
 ACCEPTANCE = "acceptance.json"
 DTYPES = ("BF16", "F16", "F32")
@@ -69,26 +69,21 @@ class FetchedHead:
         originals.update_own(self.folder / ACCEPTANCE, fingerprint.hex(), acceptance)
 
 
-def fetch_missing_head(
-    name: str, folder: Path, config: Config, needed: Collection[str] | None = None
-) -> FetchedHead | None:
+def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
     """Fetch the head of a checkpoint's original, see ``fetch_from_original``. ``None`` if the checkpoint has its own head."""
-    if has_own_head(name, folder, config, needed):
+    if has_own_head(checkpoint):
         return None
     advice = (
-        f"Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {name} --mlx-path "
-        "NEW`, or generate without a head (--no-mtp, in Python mtp=False)."
+        f"Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {checkpoint.name} "
+        "--mlx-path NEW`, or generate without a head (--no-mtp, in Python mtp=False)."
     )
-    describe = partial(fitting_head, config=config, name=name)
-    return FetchedHead(
-        *originals.fetch_from_original(originals.HEADS, name, folder, config, describe, _write_head, advice)
-    )
+    describe = partial(fitting_head, checkpoint=checkpoint)
+    return FetchedHead(*originals.fetch_from_original(originals.HEADS, checkpoint, describe, _write_head, advice))
 
 
-def has_own_head(name: str, folder: Path, config: Config, needed: Collection[str] | None = None) -> bool:
+def has_own_head(checkpoint: CheckpointReader) -> bool:
     """Whether a checkpoint has its own head, or names a file for it."""
-    head_file = head_file_of(name, config)
-    return head_file is not None or bool(split_head(weight_map(folder, needed=needed))[1])
+    return checkpoint.head_file is not None or bool(split_head(checkpoint.weight_map)[1])
 
 
 def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[str, int] | None:
@@ -98,15 +93,16 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
     network. Nothing of the head is downloaded.
     """
     folder = fetch(path_or_hf_repo, revision, weights=())
-    config = read_config(folder, path_or_hf_repo)
-    if (known := originals.published_base(path_or_hf_repo, folder, config)) is not None:
+    checkpoint = CheckpointReader(path_or_hf_repo, folder=folder)
+    check_config(checkpoint.config, path_or_hf_repo)
+    if (known := originals.published_base(checkpoint)) is not None:
         return known.original, int(known.head_gb * GB)
     found: list[tuple[str, int]] = []
 
     def ask() -> None:
         with suppress(OSError, ValueError):
-            describe = partial(fitting_head, config=config, name=path_or_hf_repo)
-            original, tensors = originals.find_original(originals.HEADS, path_or_hf_repo, folder, config, describe)
+            describe = partial(fitting_head, checkpoint=checkpoint)
+            original, tensors = originals.find_original(originals.HEADS, checkpoint, describe)
             found.append((original.name, sum(map(n_bytes, tensors.values()))))
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -115,16 +111,16 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
     return next(iter(found), None)
 
 
-def fitting_head(original: CheckpointReader, config: Config, name: str) -> Tensors:
-    """Describe the tensors of a base model's head, for the model of this config and name. A ValueError tells if there is none,
-    it does not fit, or it is quantized."""
-    own, tensors = originals.check_sizes(original, config, name), original.head()
-    if not tensors:
-        raise ValueError(f"{original.name} has no MTP head: the base model of {name} has.")
-    check_head(original.name, own, original.weight_map)
+def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
+    """Describe the tensors of a base model's head, for a checkpoint. A ValueError tells if there is none, it does not fit, or
+    it is quantized."""
+    originals.check_sizes(original, checkpoint)
+    if not (tensors := original.head()):
+        raise ValueError(f"{original.name} has no MTP head: the base model of {checkpoint.name} has.")
+    check_head(original)
     if any(t.dtype not in DTYPES for t in tensors.values()):
         raise ValueError(f"The MTP head of {original.name} is quantized: the base model's is in bfloat16.")
-    check_shapes(skeleton(config, name), split_head(tensors)[1])
+    check_shapes(checkpoint, tensors)
     return tensors
 
 
@@ -160,19 +156,19 @@ def remove(head: FetchedHead) -> None:
         head.folder.parent.rmdir()
 
 
-def fetch_tower(name: str, folder: Path, config: Config) -> Vision:
+def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:
     """Fetch the vision encoder of a checkpoint's original, see ``fetch_from_original``."""
-    advice = f"Add one with `mlx_mtp convert --graft-vision-from BASE_MODEL --model {name} --mlx-path NEW`."
-    describe = partial(fitting_tower, config=config, name=name)
-    tower, _ = originals.fetch_from_original(originals.TOWERS, name, folder, config, describe, _write_tower, advice)
+    advice = f"Add one with `mlx_mtp convert --graft-vision-from BASE_MODEL --model {checkpoint.name} --mlx-path NEW`."
+    describe = partial(fitting_tower, checkpoint=checkpoint)
+    tower, _ = originals.fetch_from_original(originals.TOWERS, checkpoint, describe, _write_tower, advice)
     return Vision(tower, config | settings_of(read_json(tower / originals.CONFIG)), [originals.WEIGHTS])
 
 
-def fitting_tower(original: CheckpointReader, config: Config, name: str) -> Tensors:
+def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
     """Describe the tensors of a base model's tower. A ValueError tells if there is none, or the sizes of the models differ."""
-    own, tensors = originals.check_sizes(original, config, name), original.tower()
+    own, tensors = originals.check_sizes(original, checkpoint), original.tower()
     if not tensors or not isinstance(own.get("vision_config"), dict):
-        raise ValueError(f"{original.name} has no vision encoder: the base model of {name} has.")
+        raise ValueError(f"{original.name} has no vision encoder: the base model of {checkpoint.name} has.")
     return tensors
 
 

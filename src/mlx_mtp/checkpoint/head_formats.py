@@ -4,6 +4,7 @@ A head is among the model's tensors, in a separate file named in config.json, or
 Hugging Face layout ("raw") its norms are stored without the 1 that MLX's layout adds.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,14 @@ from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
 from ..models.head_weights import sanitize_head, split_head
-from ..models.mixin import MTPModel
-from .config import Config, first_difference, read_json, text_config_of
+from .config import Config, check_config, first_difference, skeleton, text_config_of
 from .hub import fetch
-from .reader import is_raw_head_file, weight_map
+from .reader import CheckpointReader
 
 DRAFTER = "qwen3_5_mtp"  # the model type of a drafter, as in mlx-vlm
 FEW_BITS = 4
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,25 +31,17 @@ class SeparateHead:
     """A head that is not among the model's tensors."""
 
     weights: dict[str, mx.array]  # under names without "mtp."
-    raw: bool | None  # whether it is in the Hugging Face layout; None: it has the layout of the backbone
-    metadata: Mapping[str, str]  # of the file
-
-    def is_raw(self, name: str, config: Config, raw_backbone: bool) -> bool:
-        """Whether it is in the Hugging Face layout, given the layout of the backbone."""
-        if self.raw is not None:
-            return self.raw
-        return is_raw_head_file(name, config, raw_backbone, self.weights, self.metadata)
+    raw: bool  # whether it is in the Hugging Face layout
 
 
-def check_head(name: str, config: Config, tensors: Iterable[str]) -> None:
-    """Raise a ValueError if a checkpoint has no MTP head among its tensors; the message has the fix."""
-    text_config = text_config_of(config)
+def check_head(checkpoint: CheckpointReader) -> None:
+    """Raise an error if a checkpoint has no MTP head among its tensors; the message has the fix."""
+    name, text_config = checkpoint.name, text_config_of(checkpoint.config or {})
     if text_config.get("mtp_use_dedicated_embeddings"):
         raise ValueError(
             f"The MTP head of {name} has its own embeddings, which is not supported: generate with --no-mtp."
         )
-    _, head = split_head(dict.fromkeys(tensors))
-    if head:
+    if checkpoint.head():
         return
     fix = (
         'load it with mtp="auto", which fetches its base model\'s head, add that head with `mlx_mtp convert --graft-mtp-from '
@@ -58,42 +52,45 @@ def check_head(name: str, config: Config, tensors: Iterable[str]) -> None:
     raise ValueError(f"{name} has no MTP head: {fix}")
 
 
-def check_shapes(model: MTPModel, head: Mapping[str, TensorInfo]) -> int | None:
-    """Raise a ValueError if tensors of a head, named without ``mtp.``, are missing, unknown or of the wrong shape. Return the
-    fewest bits of a quantized one."""
+def check_shapes(checkpoint: CheckpointReader, head: Mapping[str, TensorInfo]) -> int | None:
+    """Raise a ValueError if tensors of a head for a checkpoint are missing, unknown or of the wrong shape. Return the fewest
+    bits of a quantized one."""
+    mtp = skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name).mtp
     # Zeros that are never evaluated take no memory.
-    weights = sanitize_head(model.mtp, {name: mx.zeros(t.shape) for name, t in head.items()}, False)
-    parameters: Any = tree_flatten(model.mtp.parameters())
+    weights = sanitize_head(mtp, {name: mx.zeros(t.shape) for name, t in split_head(head)[1].items()}, False)
+    parameters: Any = tree_flatten(mtp.parameters())
     shapes = {name: p.shape for name, p in parameters}
     quantized = [name for name in shapes if name.removesuffix("weight") + "scales" in weights]
     return min((32 * weights[name].shape[-1] // shapes[name][-1] for name in quantized), default=None)
 
 
-def load_head_file(file: Path) -> SeparateHead:
-    """Load a head from a separate file."""
-    loaded: Any = mx.load(str(file), return_metadata=True)
-    return SeparateHead(split_head(loaded[0])[1], None, loaded[1])
+def load_head_file(checkpoint: CheckpointReader) -> SeparateHead | None:
+    """Load a checkpoint's head from a separate file, if its config names one."""
+    if checkpoint.head_file is None:
+        return None
+    weights = split_head(load_tensors(checkpoint.path / checkpoint.head_file))[1]
+    return SeparateHead(weights, checkpoint.has_raw_head(weights))
 
 
-def load_drafter(drafter: str, name: str, config: Config) -> SeparateHead:
-    """Load the head of a drafter in mlx-vlm's layout, for the model with this name and config.
+def load_drafter(drafter: str, checkpoint: CheckpointReader) -> SeparateHead:
+    """Load the head of a drafter in mlx-vlm's layout, for a checkpoint.
 
     As in mlx-vlm, the names of its tensors imply the layout: ``mtp.norm.weight`` is raw, ``norm.weight`` is converted.
     """
-    path = fetch(drafter, None)
-    own = read_json(path / "config.json") if (path / "config.json").exists() else {}
+    name, reader = checkpoint.name, CheckpointReader(drafter, folder=fetch(drafter, None))
+    own = reader.config or {}
     if own.get("model_type") != DRAFTER:
         raise ValueError(
             f"{drafter} is not a drafter: its model type is {own.get('model_type')}, not {DRAFTER}. To use its head, graft "
             f"it: `mlx_mtp convert --graft-mtp-from {drafter} --model {name} --mlx-path NEW`."
         )
-    if difference := first_difference(own.get("text_config", {}), text_config_of(config)):
+    if difference := first_difference(own.get("text_config", {}), text_config_of(checkpoint.config or {})):
         raise ValueError(f"The drafter {drafter} does not fit {name}: {difference}.")
     weights: dict[str, mx.array] = {}
-    for file in set(weight_map(path).values()):
-        weights.update(load_tensors(path / file))
+    for file in set(reader.weight_map.values()):
+        weights.update(load_tensors(reader.path / file))
     raw = any(tensor.startswith("mtp.") for tensor in weights)
-    return SeparateHead({tensor.removeprefix("mtp."): w for tensor, w in weights.items()}, raw, {})
+    return SeparateHead({tensor.removeprefix("mtp."): w for tensor, w in weights.items()}, raw)
 
 
 def load_tensors(file: Path) -> dict[str, mx.array]:
@@ -119,6 +116,12 @@ def quantization_beside(config: Config, head: Iterable[str]) -> Config:
 def is_head(path: str) -> bool:
     """Whether this parameter or module of a model belongs to its head."""
     return path.startswith(("mtp.", "language_model.mtp."))
+
+
+def warn_of_few_bits(mtp: nn.Module, head_of: str, model: str) -> None:
+    bits = head_bits(mtp)
+    if bits is not None and bits <= FEW_BITS:
+        log.warning("[WARNING] " + few_bits_warning(head_of, bits, model))
 
 
 def head_bits(mtp: nn.Module) -> int | None:

@@ -17,17 +17,16 @@ from ..images.tower import split_tower
 from ..images.vision import Vision
 from ..memory import CONTEXT, Account, limit_restored_on_error
 from ..models import MODEL_TYPES, model_module
-from ..models.head_weights import is_raw
 from ..models.mixin import MTPModel
 from ..models.shard import check_shard
 from . import head_formats
-from .config import Config, head_file_of, loading_errors, read_config, runs_in_mlx_lm_only
+from .config import Config, check_config, loading_errors, read_config, runs_in_mlx_lm_only
 from .fetched import FLOOR, FetchedHead, fetch_missing_head, fetch_tower, has_own_head, measure_acceptance
 from .hub import fetch
-from .memory_check import check_before_download, check_memory, check_plain
+from .memory_check import check_before_download, check_memory
 from .originals import HEADS, fetched_before, forget
-from .part import Stage, check_complete, evaluate, fetch_part, make_ranks
-from .reader import check_weight_files, headers_of, read_header, weight_map
+from .part import Stage, check_complete, divide, evaluate, make_ranks
+from .reader import CheckpointReader
 from .self_test import ensure_tested
 from .settings import cheapen_drafts, check_bits, find
 from .settings import read as read_settings
@@ -95,73 +94,59 @@ def load(
         ValueError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
           original's head, a file is damaged, the model does not fit in the memory, or it cannot be divided among the processes.
     """
-    name, drafting, stage, path = path_or_hf_repo, (draft_vocab, mtp_bits, draft_head_bits), None, Path()
+    name, drafting = path_or_hf_repo, (draft_vocab, mtp_bits, draft_head_bits)
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
-    if not mtp:
-        _check_no_drafting(drafting, settings)
+    account, stage = None if lazy or ranks is not None else Account(max_memory), None
+    _check_drafting(mtp, drafting, settings)
     with raise_on_all(ranks):  # what is wrong for any model, before loading
         check_bits(mtp_bits, draft_head_bits)
         if not isinstance(settings, bool):
             read_settings(Path(settings))
         if adapter_path is not None:
             check_folder(Path(adapter_path), "The adapter")
-        if ranks is None:
-            path = fetch(name, revision, weights=())
-        else:
-            path, stage = fetch_part(name, revision, ranks, pipeline_group is not None)
-        if mtp in ("auto", "cached") and not copy_drafts and runs_in_mlx_lm_only(path):
+        checkpoint = CheckpointReader(name, folder=fetch(name, revision, weights=()))
+        if mtp in ("auto", "cached") and not copy_drafts and runs_in_mlx_lm_only(checkpoint.config):
             mtp = False
-    files = None if stage is None else stage.files
-    is_plain = not mtp and not copy_drafts and ranks is None
-    account = None if lazy or ranks is not None else Account(max_memory)
-    if ranks is None:
-        config = None if is_plain else read_config(path, name)
-        if account is not None:
-            check_before_download(name, revision, config, account, context, mtp, vision == "auto")
-        path = fetch(name, revision)
-    if mtp == "cached":
-        mtp = from_rank_0(ranks, lambda: _cached_head(name, path, files))
         is_plain = not mtp and not copy_drafts and ranks is None
-    if not mtp:
-        _check_no_drafting(drafting, settings)
-        with raise_on_all(ranks):
-            check_weight_files(path)
-    if is_plain:
+        if ranks is not None:
+            stage = divide(checkpoint, ranks, pipeline_group is not None)
+        elif not is_plain:
+            check_config(checkpoint.config, name)
         if account is not None:
-            check_plain(headers_of(path), name, account)
-        with loading_errors(name):
-            loaded = mlx_lm.load(
-                str(path), tokenizer_config, model_config, adapter_path, lazy, return_config,
-                trust_remote_code=trust_remote_code,
-            )  # fmt: skip
-        _warn_of_split(path, name, loaded[1])
-        return loaded
+            check_before_download(name, revision, account, context, is_plain, bool(mtp), vision == "auto")
+        files, others = (
+            None if stage is None else stage.files,
+            [checkpoint.head_file] if mtp and checkpoint.head_file else [],
+        )
+        checkpoint = CheckpointReader(name, folder=fetch(name, revision, *others, weights=files), needed=files)
+    if mtp == "cached":
+        mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
+    _check_drafting(mtp, drafting, settings)
+    if not mtp and not copy_drafts and ranks is None:
+        if account is not None:
+            check_memory(checkpoint, account, context, True, False, False)
+        return _load_in_mlx_lm(
+            checkpoint, trust_remote_code, tokenizer_config, model_config, adapter_path, lazy, return_config
+        )
     with raise_on_all(ranks):
-        config, head, fetched = read_config(path, name), None, None
-        model_config = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
+        fetched = fetch_missing_head(checkpoint) if mtp == "auto" else None
         if mtp == "auto":
-            fetched = fetch_missing_head(name, path, config, files)
             mtp = True if fetched is None else str(fetched.folder)
-        if mtp:
-            path, head = _find_head(path, name, revision, config, mtp, files)
+        head = _separate_head(checkpoint, mtp)
         if account is not None:
-            check_memory(headers_of(path), config, name, account, context, bool(mtp), head, vision == "auto")
-        is_lazy = lazy or ranks is not None
-        model, config = _load_model(path, name, config, head, model_config, is_lazy, trust_remote_code, stage)
-        bits = head_formats.head_bits(model.mtp) if mtp else None
-        if bits is not None and bits <= head_formats.FEW_BITS:
-            log.warning("[WARNING] " + head_formats.few_bits_warning(mtp if isinstance(mtp, str) else name, bits, name))
+            check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", head)
+        changes = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
+        model, config = _load_model(checkpoint, head, changes, lazy or ranks is not None, trust_remote_code, stage)
+        if mtp:
+            head_formats.warn_of_few_bits(model.mtp, mtp if isinstance(mtp, str) else name, name)
         model = model if adapter_path is None else _with_adapter(model, adapter_path)
-        tokenizer = _load_tokenizer(path, name, tokenizer_config, config)
-        _warn_of_split(path, name, tokenizer)
-    model.ranks, model.vision = ranks, find_vision(path, config)
+        tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
+    model.ranks, model.fetched_head, model.vision = ranks, fetched, find_vision(checkpoint, config)
     if model.vision is None and vision == "auto":
-        model.vision = fetch_tower(name, path, config)
+        model.vision = fetch_tower(checkpoint, config)
     if mtp:
         if all(x is None for x in drafting):
-            head_folder = [fetch(mtp, None)] if isinstance(mtp, str) else []
-            folders = [path, *head_folder, *([] if adapter_path is None else [Path(adapter_path)])]
-            drafting = _apply_settings(model, settings, folders)
+            drafting = _apply_settings(model, settings, checkpoint.path, mtp, adapter_path)
         cheapen_drafts(model, tokenizer, *drafting)
     with raise_on_all(ranks), loading_errors(name):
         if tensor_group is not None and ranks is not None:
@@ -171,9 +156,8 @@ def load(
             evaluate(model)
     if not lazy and ranks is None:
         ensure_tested(model, name)
-    model.fetched_head = fetched
     if fetched is not None:
-        _check_accepted(model, tokenizer, fetched, path, name)
+        _check_accepted(model, tokenizer, fetched, checkpoint)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -183,38 +167,44 @@ def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
         read_config(fetch(path_or_hf_repo, revision, weights=()), path_or_hf_repo)
 
 
-def _cached_head(name: str, path: Path, files: list[str] | None) -> bool | str:
-    """``mtp="cached"`` as another value: ``"auto"`` finds a head that was downloaded, without the hub."""
-    config = read_config(path, name)
-    if has_own_head(name, path, config, files):
-        return True
-    return "auto" if fetched_before(HEADS, path, config) is not None else False
-
-
-def _check_no_drafting(drafting: tuple[Any, ...], settings: bool | str | Path) -> None:
-    """Raise a ValueError if an argument requires the head."""
-    if any(x is not None for x in drafting) or not isinstance(settings, bool):
+def _check_drafting(mtp: bool | str, drafting: tuple[Any, ...], settings: bool | str | Path) -> None:
+    """Raise a ValueError if an argument requires the head, and there is none."""
+    if not mtp and (any(x is not None for x in drafting) or not isinstance(settings, bool)):
         raise ValueError(
             "draft_vocab, mtp_bits, draft_head_bits and settings require the MTP head: omit them, or load it."
         )
 
 
-def _find_head(
-    path: Path, name: str, revision: str | None, config: Config, mtp: bool | str, files: list[str] | None
-) -> tuple[Path, head_formats.SeparateHead | None]:
-    """Load a head that is not among the model's tensors, if it is elsewhere, and check that there is one -> the checkpoint's
-    folder, which then has the head's file, and the head."""
+def _cached_head(checkpoint: CheckpointReader) -> bool | str:
+    """``mtp="cached"`` as another value: ``"auto"`` finds a head that was downloaded, without the hub."""
+    check_config(checkpoint.config, checkpoint.name)
+    if has_own_head(checkpoint):
+        return True
+    return "auto" if fetched_before(HEADS, checkpoint) is not None else False
+
+
+def _load_in_mlx_lm(checkpoint: CheckpointReader, trust_remote_code: bool, *args: Any) -> Any:
+    """Load a model of any family, which generates without drafts, with these arguments of ``mlx_lm.load``."""
+    with loading_errors(checkpoint.name):
+        loaded = mlx_lm.load(str(checkpoint.path), *args, trust_remote_code=trust_remote_code)
+    _warn_of_split(checkpoint, loaded[1])
+    return loaded
+
+
+def _separate_head(checkpoint: CheckpointReader, mtp: bool | str) -> head_formats.SeparateHead | None:
+    """Load a head that is not among the model's tensors. An error tells if there is no head, or a file is missing."""
     if isinstance(mtp, str):
-        weight_map(path, needed=files)
-        return path, head_formats.load_drafter(mtp, name, config)
-    file = head_file_of(name, config)
-    if file is not None and not (path / file).exists():
-        path = fetch(name, revision, file, weights=files)
-    head_formats.check_head(name, config, weight_map(path, file, needed=files))
-    return path, None if file is None else head_formats.load_head_file(path / file)
+        _ = checkpoint.weight_map  # checks the index
+        return head_formats.load_drafter(mtp, checkpoint)
+    if not mtp:
+        return None
+    head_formats.check_head(checkpoint)
+    return head_formats.load_head_file(checkpoint)
 
 
-def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedHead, path: Path, name: str) -> None:
+def _check_accepted(
+    model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedHead, checkpoint: CheckpointReader
+) -> None:
     """Measure the acceptance rate of another checkpoint's head once, and store the result.
 
     Raises:
@@ -227,31 +217,30 @@ def _check_accepted(model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedH
             head.remember(model.fingerprint(), acceptance)
     if acceptance < FLOOR:
         with suppress(OSError):  # a read-only folder
-            forget(HEADS, path)  # so that mtp="cached" loads without it
+            forget(HEADS, checkpoint)  # so that mtp="cached" loads without it
         raise ValueError(
-            f"{name} accepts {acceptance:.0%} of the drafts from the head of {head.source} on built-in text, and a matching "
-            f"head reaches {FLOOR:.0%} or more: use another head with --mtp HEAD, fit this one with `mlx_mtp fit "
-            f"--model {name} --mlx-path NEW`, or generate without a head (--no-mtp)."
+            f"{checkpoint.name} accepts {acceptance:.0%} of the drafts from the head of {head.source} on built-in text, and "
+            f"a matching head reaches {FLOOR:.0%} or more: use another head with --mtp HEAD, fit this one with `mlx_mtp fit "
+            f"--model {checkpoint.name} --mlx-path NEW`, or generate without a head (--no-mtp)."
         )
 
 
 def _load_model(
-    path: Path,
-    name: str,
-    config: Config,
+    checkpoint: CheckpointReader,
     head: head_formats.SeparateHead | None,
     changes: Config,
     lazy: bool,
     trust_remote_code: bool,
     stage: Stage | None,
 ) -> tuple[Any, Config]:
+    config = check_config(checkpoint.config, checkpoint.name)
     module = model_module(config["model_type"])
-    model_class = _class_of(module.Model, head, stage, name, config)
+    model_class = _class_of(module.Model, head, stage)
     if head is not None:
         changes = changes | head_formats.quantization_beside(config, head.weights)
-    with loading_errors(name):
+    with loading_errors(checkpoint.name):
         model, config = load_model(
-            path,
+            checkpoint.path,
             lazy=lazy,
             strict=stage is None,
             model_config=changes,
@@ -260,11 +249,11 @@ def _load_model(
         )
     if stage is not None:
         model.model.pipeline(mx.distributed.init())
-        check_complete(model, model.loaded, name)
+        check_complete(model, model.loaded, checkpoint.name)
     return model, config
 
 
-def _class_of(base: Any, head: head_formats.SeparateHead | None, stage: Stage | None, name: str, config: Config) -> Any:
+def _class_of(base: Any, head: head_formats.SeparateHead | None, stage: Stage | None) -> Any:
     """A model class that loads a separate head, or only the tensors of a stage, and has the names of those that it loaded."""
     if head is None and stage is None:
         return base
@@ -273,22 +262,21 @@ def _class_of(base: Any, head: head_formats.SeparateHead | None, stage: Stage | 
         loaded: ClassVar[set[str]] = set()
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            separate = () if head is None else (head.weights, head.is_raw(name, config, is_raw(weights)))
-            sanitized: dict[str, mx.array] = super().sanitize(
-                weights if stage is None else stage.own(weights), *separate
-            )
+            own = weights if stage is None else stage.own(weights)
+            separate = () if head is None else (head.weights, head.raw)
+            sanitized: dict[str, mx.array] = super().sanitize(own, *separate)
             self.loaded.update(sanitized)
             return sanitized
 
     return Model
 
 
-def find_vision(path: Path, config: Config) -> Vision | None:
+def find_vision(checkpoint: CheckpointReader, config: Config) -> Vision | None:
     """The vision of a model with a head, if its checkpoint has a vision encoder. Only names of tensors are read here."""
     if config.get("model_type") not in MODEL_TYPES or not isinstance(config.get("vision_config"), dict):
         return None
-    files = [file.name for file in check_weight_files(path) if split_tower(dict(read_header(file).tensors))[1]]
-    return Vision(path, config, files) if files else None
+    files = [file for file in checkpoint.model_files if split_tower(checkpoint.header(file).tensors)[1]]
+    return Vision(checkpoint.path, config, files) if files else None
 
 
 def _with_adapter(model: Any, adapter_path: str) -> Any:
@@ -301,33 +289,41 @@ def _with_adapter(model: Any, adapter_path: str) -> Any:
         ) from e
 
 
-def _load_tokenizer(path: Path, name: str, tokenizer_config: dict[str, Any] | None, config: Config) -> TokenizerWrapper:
+def _load_tokenizer(
+    checkpoint: CheckpointReader, tokenizer_config: dict[str, Any] | None, config: Config
+) -> TokenizerWrapper:
     try:
-        tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = load_tokenizer(checkpoint.path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
         if not tokenizer.encode("a", add_special_tokens=False):
             raise ValueError("it encodes no text")
     except Exception as e:  # tokenizers has no more specific exception
-        raise ValueError(f"The tokenizer of {name} is missing or damaged ({e}): download its files again.") from e
+        raise ValueError(
+            f"The tokenizer of {checkpoint.name} is missing or damaged ({e}): download its files again."
+        ) from e
+    _warn_of_split(checkpoint, tokenizer)
     return tokenizer
 
 
-def _warn_of_split(path: Path, name: str, tokenizer: TokenizerWrapper) -> None:
+def _warn_of_split(checkpoint: CheckpointReader, tokenizer: TokenizerWrapper) -> None:
     """Warn if the tokenizer splits text otherwise than the checkpoint's tokenizer.json, as in some versions of transformers."""
-    file, backend = path / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
+    file, backend = checkpoint.path / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not file.exists():
         return
     own = type(backend).from_file(str(file))
     if tokenizer.encode(SPLIT, add_special_tokens=False) != own.encode(SPLIT, add_special_tokens=False).ids:
         log.warning(
-            f"[WARNING] transformers {version('transformers')} splits text otherwise than the tokenizer.json of {name}: "
-            "answers may be worse, and fewer drafts accepted. Try another version: `pip install -U transformers`."
+            f"[WARNING] transformers {version('transformers')} splits text otherwise than the tokenizer.json of "
+            f"{checkpoint.name}: answers may be worse, and fewer drafts accepted. Try another version: "
+            "`pip install -U transformers`."
         )
 
 
 def _apply_settings(
-    model: MTPModel, settings: bool | str | Path, folders: list[Path]
+    model: MTPModel, settings: bool | str | Path, path: Path, mtp: bool | str, adapter_path: str | None
 ) -> tuple[int | None, int | None, int | None]:
     """Apply the settings of ``--tune`` to the model, if any. Return their draft_vocab, mtp_bits and draft_head_bits."""
+    folders = [path, *([fetch(mtp, None)] if isinstance(mtp, str) else [])]
+    folders += [] if adapter_path is None else [Path(adapter_path)]
     n_ranks = 1 if model.ranks is None else model.ranks.size
     tuned = from_rank_0(model.ranks, lambda: find(settings, folders, n_ranks))
     if tuned is None:

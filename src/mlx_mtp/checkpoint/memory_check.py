@@ -5,6 +5,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from huggingface_hub.utils import TensorInfo
 
@@ -12,59 +13,40 @@ from ..images.tower import split_tower
 from ..memory import CHUNK, Account, Needs, Sizes, check_fits, max_array_bytes, size, sizes_of
 from ..models.head_weights import split_head
 from .catalog import published
-from .config import Config, skeleton
+from .config import check_config, skeleton
 from .head_formats import SeparateHead
 from .hub import WEIGHTS, sizes_to_download
-from .reader import CheckpointReader
+from .reader import CheckpointReader, n_bytes
 
 NORM = "layers.0.input_layernorm.weight"  # has the dtype of all unquantized weights
 
 
-def check_before_download(
-    name: str,
-    revision: str | None,
-    config: Config | None,
-    account: Account,
-    context: int,
-    mtp: bool | str,
-    has_tower: bool,
-) -> None:
-    """Raise a ValueError if a checkpoint on the hub cannot fit in memory, before its weights are downloaded.
-
-    The headers are read if the files to download take more than half of the memory left. A model without ``config`` will run in
-    plain mlx-lm.
-    """
-    if sum(sizes_to_download(name, revision, [WEIGHTS]).values()) <= account.left / 2:
-        return
-    reader = CheckpointReader(name, revision)
-    tensors = reader.tensors(reader.weight_map)
-    if config is None:
-        check_plain(tensors, name, account)
-    else:
-        check_memory(tensors, config, name, account, context, bool(mtp), None, has_tower)
-
-
-def check_plain(tensors: Mapping[str, TensorInfo], name: str, account: Account) -> None:
-    """Raise a ValueError if a checkpoint of any family does not fit in plain mlx-lm, which drops heads and towers."""
-    backbone = split_head(split_tower(tensors)[0])[0]
-    _check_arrays(backbone, name)
-    check_fits(name, Needs(weights=_nbytes(backbone)), account)
+def check_before_download(name: str, revision: str | None, account: Account, *args: Any) -> None:
+    """Do ``check_memory`` for a checkpoint on the hub, before its weights are downloaded. Its headers are read if the files to
+    download take more than half of the memory left."""
+    if sum(sizes_to_download(name, revision, [WEIGHTS]).values()) > account.left / 2:
+        check_memory(CheckpointReader(name, revision), account, *args)
 
 
 def check_memory(
-    tensors: Mapping[str, TensorInfo],
-    config: Config,
-    name: str,
+    checkpoint: CheckpointReader,
     account: Account,
     context: int,
+    is_plain: bool,
     has_head: bool,
-    separate_head: SeparateHead | None,
     has_tower: bool,
+    separate_head: SeparateHead | None = None,
 ) -> None:
-    """Raise a ValueError if the tensors of a checkpoint's files, and a separate head, do not fit in memory with a text of
-    ``context`` tokens."""
+    """Raise a ValueError if the tensors of a checkpoint, and a separate head, do not fit in memory with a text of ``context``
+    tokens; in plain mlx-lm, which drops heads and towers, without a text."""
+    tensors, name = checkpoint.model_tensors(), checkpoint.name
+    if is_plain:
+        backbone = split_head(split_tower(tensors)[0])[0]
+        _check_arrays(backbone, name)
+        check_fits(name, Needs(weights=_nbytes(backbone)), account)
+        return
     _check_arrays(tensors, name)
-    needs, sizes = needs_of(tensors, config, name, context, has_head, has_tower)
+    needs, sizes = needs_of(checkpoint, context, has_head, has_tower)
     if separate_head is not None:
         needs = needs._replace(head=sum(w.nbytes for w in separate_head.weights.values()))
     check_fits(name, needs, account, _advice(needs, sizes, account, context))
@@ -75,23 +57,22 @@ def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
     most, arrays = max_array_bytes(), Counter[str]()
     for tensor, info in tensors.items():
         arrays[re.sub(r"\.experts\.\d+\.", ".experts.", tensor)] += _nbytes({tensor: info})
-    for tensor, n_bytes in arrays.most_common(1):
-        if most is not None and n_bytes > most:
+    for tensor, largest in arrays.most_common(1):
+        if most is not None and largest > most:
             raise ValueError(
-                f"{name} does not fit: {tensor} takes {size(n_bytes)}, and an array on this GPU at most {size(most)}. "
+                f"{name} does not fit: {tensor} takes {size(largest)}, and an array on this GPU at most {size(most)}. "
                 "Use a conversion with fewer bits."
             )
 
 
-def needs_of(
-    tensors: Mapping[str, TensorInfo], config: Config, name: str, context: int, has_head: bool, has_tower: bool
-) -> tuple[Needs, Sizes]:
+def needs_of(checkpoint: CheckpointReader, context: int, has_head: bool, has_tower: bool) -> tuple[Needs, Sizes]:
     """The memory of a checkpoint with a text, and the sizes of its model."""
-    language, tower = split_tower(tensors)
+    config = check_config(checkpoint.config, checkpoint.name)
+    language, tower = split_tower(checkpoint.model_tensors())
     backbone, head = split_head(language)
     norm = next((t for n, t in backbone.items() if n.endswith(NORM)), None)
     value_bytes = 2 if norm is None else _nbytes({NORM: norm}) // math.prod(norm.shape)
-    sizes = sizes_of(skeleton(config, name, has_head), value_bytes)
+    sizes = sizes_of(skeleton(config, checkpoint.name, has_head), value_bytes)
     needs = Needs(_nbytes(backbone), _nbytes(head) if has_head else 0, _nbytes(tower) if has_tower else 0)
     return _with_text(needs, sizes, context), sizes
 
@@ -114,4 +95,4 @@ def _advice(needs: Needs, sizes: Sizes, account: Account, context: int) -> str:
 
 
 def _nbytes(tensors: Mapping[str, TensorInfo]) -> int:
-    return sum(end - begin for begin, end in (t.data_offsets for t in tensors.values()))
+    return sum(map(n_bytes, tensors.values()))

@@ -14,6 +14,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,86 +39,75 @@ Tensors = dict[str, TensorInfo]
 Describe = Callable[[CheckpointReader], Tensors]
 
 
-def find_original(
-    kind: str, name: str, folder: Path, config: Config, describe: Describe
-) -> tuple[CheckpointReader, Tensors]:
+def find_original(kind: str, checkpoint: CheckpointReader, describe: Describe) -> tuple[CheckpointReader, Tensors]:
     """Find the base model of a checkpoint that lacks a part. Return it, and what ``describe`` says of the part.
 
     This downloads only cards, configs and headers. A FileNotFoundError has the reason for each candidate.
     """
     tried: dict[str, str] = {}
-    for original in _candidates(name, folder, config):
+    for original in _candidates(checkpoint):
         try:
             reader = CheckpointReader(original)
             return reader, describe(reader)
         except (FileNotFoundError, ValueError) as e:
             tried[original] = str(e)
     reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
-    raise FileNotFoundError(f"{name} has no {PARTS[kind]}, and its base model was not found. {reasons}")
+    raise FileNotFoundError(f"{checkpoint.name} has no {PARTS[kind]}, and its base model was not found. {reasons}")
 
 
-def check_sizes(original: CheckpointReader, config: Config, name: str) -> Config:
-    """Return the config of an original, or raise a ValueError if a size differs from a model's."""
-    own = check_config(original.config, original.name)
+def check_sizes(original: CheckpointReader, checkpoint: CheckpointReader) -> Config:
+    """Return the config of an original, or raise a ValueError if a size differs from a checkpoint's."""
+    own, config = (check_config(reader.config, reader.name) for reader in (original, checkpoint))
     ties = [bool(c.get("tie_word_embeddings", text_config_of(c).get("tie_word_embeddings"))) for c in (own, config)]
     difference = first_difference(own, config)
     if not difference and ties[0] != ties[1]:
         difference = f"tie_word_embeddings is {ties[0]}, not {ties[1]}"
     if difference:
-        raise ValueError(f"{original.name} does not fit {name}: {difference}.")
+        raise ValueError(f"{original.name} does not fit {checkpoint.name}: {difference}.")
     return own
 
 
-def _candidates(name: str, folder: Path, config: Config) -> Iterator[str]:
+def _candidates(checkpoint: CheckpointReader) -> Iterator[str]:
     """Repositories and folders that may be the original, the nearest first, without repetition."""
-    seen = {name, str(folder)}
-    bases = _own_bases(folder)
+    seen = {checkpoint.name, str(checkpoint.folder)}
+    bases = base_models(checkpoint)
     for _ in range(MAX_STEPS):
         found: list[str] = []
         for base in bases:
             if base not in seen:
                 seen.add(base)
                 yield base
-                found += _bases_of(base)
+                with suppress(FileNotFoundError, ValueError):  # reported when its part is tried
+                    found += base_models(CheckpointReader(base))
         bases = found
-    for other in _named(name, config):
+    for other in _named(checkpoint):
         if other not in seen:
             seen.add(other)
             yield other
 
 
-def _named(name: str, config: Config) -> list[str]:
+def _named(checkpoint: CheckpointReader) -> list[str]:
     """Repositories and folders in a checkpoint's config, and the originals of published models like its name."""
+    config = checkpoint.config or {}
     own_name = config.get("_name_or_path") or text_config_of(config).get("_name_or_path")
     return [
         *([own_name] if isinstance(own_name, str) and own_name else []),
-        *originals_like(f"{name} {own_name}", config),
+        *originals_like(f"{checkpoint.name} {own_name}", config),
     ]
 
 
-def published_base(name: str, folder: Path, config: Config) -> Published | None:
+def published_base(checkpoint: CheckpointReader) -> Published | None:
     """The published model that a checkpoint's own card, config or name says it was made from, without the hub."""
-    by_original = {m.original: m for m in published().values() if m.has_sizes_of(config)}
-    likely = [*_own_bases(folder), *_named(name, config)]
+    by_original = {m.original: m for m in published().values() if m.has_sizes_of(checkpoint.config or {})}
+    likely = [*base_models(checkpoint), *_named(checkpoint)]
     return next((by_original[original] for original in likely if original in by_original), None)
 
 
-def _own_bases(folder: Path) -> list[str]:
-    return base_models((folder / CARD).read_bytes()) if (folder / CARD).exists() else []
-
-
-def _bases_of(name: str) -> list[str]:
-    """The ``base_model`` of a checkpoint that may not be readable."""
-    try:
-        reader = CheckpointReader(name)
-        return base_models(reader.read(CARD)) if CARD in reader.files else []
-    except (FileNotFoundError, ValueError):
-        return []  # its error is reported when its head is tried
-
-
-def base_models(text: bytes) -> list[str]:
-    """The ``base_model`` of a model card: the checkpoints that its model was made from."""
-    card = text.decode("utf-8", errors="replace")
+def base_models(checkpoint: CheckpointReader) -> list[str]:
+    """The ``base_model`` of a checkpoint's card: the checkpoints that its model was made from."""
+    if CARD not in checkpoint.files:
+        return []
+    card = checkpoint.read(CARD).decode("utf-8", errors="replace")
     if not card.lstrip().startswith("---"):
         return []  # no metadata: huggingface_hub would warn
     try:
@@ -137,9 +127,7 @@ def folder_of(kind: str) -> Path:
 
 def fetch_from_original(
     kind: str,
-    name: str,
-    folder: Path,
-    config: Config,
+    checkpoint: CheckpointReader,
     describe: Describe,
     write: Callable[[CheckpointReader, Tensors, Path], Config],
     advice: str,
@@ -154,10 +142,10 @@ def fetch_from_original(
           incomplete, and another call resumes there.
         advice (str): The advice in the FileNotFoundError if there is no original.
     """
-    if (known := fetched_before(kind, folder, config)) is not None:
+    if (known := fetched_before(kind, checkpoint)) is not None:
         return known, False
     try:
-        original, tensors = find_original(kind, name, folder, config, describe)
+        original, tensors = find_original(kind, checkpoint, describe)
     except FileNotFoundError as e:
         raise FileNotFoundError(f"{e} {advice}") from e
     root = folder_of(kind)
@@ -168,7 +156,7 @@ def fetch_from_original(
             is_new = not (target / CONFIG).exists()
             if is_new:
                 write_atomic(target / CONFIG, json.dumps(write(original, tensors, target), indent=4) + "\n")
-        update_own(root / OF, str(folder.resolve()), str(target.relative_to(root)))
+        update_own(root / OF, _key_of(checkpoint), str(target.relative_to(root)))
     except OSError as e:
         if isinstance(e, FileNotFoundError) and e.errno is None:
             raise  # an error of the hub, which has the reason
@@ -176,26 +164,29 @@ def fetch_from_original(
     return target, is_new
 
 
-def fetched_before(kind: str, folder: Path, config: Config) -> Path | None:
+def fetched_before(kind: str, checkpoint: CheckpointReader) -> Path | None:
     """The part that was fetched for a checkpoint, if it still fits: the folder may have another checkpoint now."""
     root = folder_of(kind)
-    known = read_own(root / OF).get(str(folder.resolve()))
+    known = read_own(root / OF).get(_key_of(checkpoint))
     if known is None or not (root / known / CONFIG).exists():
         return None
     own = read_json(root / known / CONFIG).get("text_config", {})
-    return None if first_difference(own, text_config_of(config)) else root / known
+    return None if first_difference(own, text_config_of(checkpoint.config or {})) else root / known
 
 
-def forget(kind: str, folder: Path) -> None:
+def forget(kind: str, checkpoint: CheckpointReader) -> None:
     """Forget that a part was fetched for a checkpoint. The part stays."""
-    update_own(folder_of(kind) / OF, str(folder.resolve()), None)
+    update_own(folder_of(kind) / OF, _key_of(checkpoint), None)
+
+
+def _key_of(checkpoint: CheckpointReader) -> str:
+    return str(checkpoint.path.resolve())
 
 
 def _revision_of(original: CheckpointReader) -> str:
     """The revision of a folder, which has no commit: its path and the times of its files."""
-    assert original.folder is not None
-    files = sorted(original.folder.glob("*.safetensors"))
-    state = [str(original.folder.resolve()), *((f.name, f.stat().st_mtime_ns) for f in files)]
+    files = sorted(original.path.glob("*.safetensors"))
+    state = [_key_of(original), *((f.name, f.stat().st_mtime_ns) for f in files)]
     return hashlib.sha1(json.dumps(state).encode()).hexdigest()
 
 

@@ -120,7 +120,6 @@ def write_weights(
     folder: Path, receiver: CheckpointReader, head: dict[str, mx.array], tower: dict[str, mx.array] | None = None
 ) -> None:
     """Write a head and a vision encoder beside links to the receiver's files, and an index of all. Either may be empty."""
-    assert receiver.folder is not None
     tower = tower or {}
     linked = split_head(receiver.weight_map)[0] if head else receiver.weight_map
     weight_map = dict(linked)
@@ -128,7 +127,7 @@ def write_weights(
         if tensors:
             save(folder / file, tensors)
             weight_map.update(dict.fromkeys(tensors, file))
-    _link_files(receiver.folder, folder, receiver.head_file if head else None)
+    _link_files(receiver.path, folder, receiver.head_file if head else None)
     metadata = receiver.read_json(INDEX_FILE).get("metadata", {}) if INDEX_FILE in receiver.files else {}
     if "total_size" in metadata:
         metadata["total_size"] = sum(map(n_bytes, receiver.tensors(linked).values()))

@@ -7,7 +7,6 @@ its stage. A stage also downloads only the files with its layers.
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +17,9 @@ from ..images.tower import split_tower
 from ..models import MODEL_TYPES
 from ..models.head_weights import split_head
 from ..models.shard import check_pipeline, check_shard
-from .config import read_config, read_json, skeleton
-from .hub import WEIGHTS, fetch
-from .reader import indexed_files
+from .config import check_config, skeleton
+from .hub import WEIGHTS
+from .reader import CheckpointReader
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -54,28 +53,26 @@ def make_ranks(
     return Ranks(group)
 
 
-def fetch_part(name: str, revision: str | None, ranks: Ranks, is_pipeline: bool) -> tuple[Path, Stage | None]:
-    """Fetch the part of a checkpoint for this rank, see ``fetch``. Raise a ValueError before if the model cannot be divided."""
-    path = fetch(name, revision, weights=())
-    file = path / "config.json"
-    if file.exists() and (model_type := read_json(file).get("model_type")) not in MODEL_TYPES:
+def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> Stage | None:
+    """The stage of a pipeline that is this rank's part of a checkpoint; ``None`` if it has a share of each layer. A ValueError
+    tells if the model cannot be divided."""
+    config = checkpoint.config or {}
+    if "model_type" in config and config["model_type"] not in MODEL_TYPES:
         raise ValueError(
-            f"Model type {model_type} does not run on several machines (supported: {', '.join(MODEL_TYPES)}): "
+            f"Model type {config['model_type']} does not run on several machines (supported: {', '.join(MODEL_TYPES)}): "
             "use `mlx_lm.chat` or `mlx_lm.server`."
         )
-    model: Any = skeleton(read_config(path, name), name)
+    model: Any = skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name)
     if not is_pipeline:
         check_shard(model, ranks.size)
-        return fetch(name, revision), None
+        return None
     check_pipeline(model, ranks.size)
     model.model.pipeline(ranks.group)
-    layers, files = range(model.model.start_idx, model.model.end_idx), [WEIGHTS]
-    if (indexed := indexed_files(path)) is not None:
-        names = names_of(indexed, layers)
-        if not any("conv1d" in name for name in names):
-            names += [name for name in indexed if "conv1d" in name][:1]  # needed to detect the layout
-        files = sorted({indexed[name] for name in names})
-    return fetch(name, revision, weights=files), Stage(layers, files)
+    layers = range(model.model.start_idx, model.model.end_idx)
+    names = names_of(checkpoint.index, layers)
+    if not any("conv1d" in name for name in names):
+        names += [name for name in checkpoint.index if "conv1d" in name][:1]  # needed to detect the layout
+    return Stage(layers, sorted({checkpoint.index[name] for name in names}) or [WEIGHTS])
 
 
 def names_of(names: Collection[str], layers: range) -> list[str]:

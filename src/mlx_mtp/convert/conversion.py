@@ -23,6 +23,7 @@ from ..checkpoint.fetched import measure_acceptance
 from ..checkpoint.head_formats import head_bits, is_head
 from ..checkpoint.hub import HEAD_FILE, WEIGHTS, commit_of, fetch, first_line
 from ..checkpoint.load import find_vision, load
+from ..checkpoint.reader import CheckpointReader
 from ..files import check_folder
 from ..images.vision import CONFIG_FILES
 from ..models import BASES
@@ -115,7 +116,7 @@ def convert(
         cast(model, dtype, config)
         head = copy.deepcopy(model.mtp) if mtp_bits is not None else None
         model, config = how.apply(model, config)
-        images = find_vision(source, config) if vision else None
+        images = find_vision(CheckpointReader(hf_path, folder=source), config) if vision else None
         _record_head(config, model if mtp else None, hf_path, commit)
         usage = (output.USAGE + output.IMAGES * (images is not None)).format(name=upload_repo or target) if mtp else ""
         with output.atomic_directory(target) as folder:

@@ -38,17 +38,16 @@ def graft(
     The conversion's weights are hard-linked or, if that is not possible, copied. Only the tensors to add and the headers of
     their files are downloaded from the hub. Nothing is written if one does not fit. ``name`` is the result's in its card.
     """
-    receiver = CheckpointReader(str(fetch(model, revision)), None, False)
+    receiver = CheckpointReader(model, folder=fetch(model, revision))
     config, origin = check_config(receiver.config, model), Config()
     head, tower = dict[str, mx.array](), dict[str, mx.array]()
     with atomic_directory(target) as folder:
         if vision_from is not None:
             if receiver.tower():
                 raise ValueError(f"{model} has a vision encoder already.")
-            tower = _tower(CheckpointReader(vision_from, original_revision, False), config, model, folder)
+            tower = _tower(CheckpointReader(vision_from, original_revision), receiver, config, folder)
         if mtp_from is not None:
-            donor = CheckpointReader(mtp_from, original_revision)
-            head, origin = _head(donor, receiver, config, model, dtype, folder)
+            head, origin = _head(CheckpointReader(mtp_from, original_revision), receiver, config, dtype, folder)
         write_weights(folder, receiver, head, tower)
         write_config(folder, config, head, origin)
         with (folder / "README.md").open("a") as f:
@@ -58,15 +57,15 @@ def graft(
 
 
 def _head(
-    donor: CheckpointReader, receiver: CheckpointReader, config: Config, model: str, dtype: str | None, folder: Path
+    donor: CheckpointReader, receiver: CheckpointReader, config: Config, dtype: str | None, folder: Path
 ) -> tuple[dict[str, mx.array], Config]:
     """Read a head. Return its tensors as parameters of the model, and the record of its origin."""
-    tensors = fitting_head(donor, config, model)
+    tensors = fitting_head(donor, receiver)
     ours, theirs = (reader.first_tensor("embed_tokens.weight") for reader in (receiver, donor))
     if ours is not None and theirs is not None and ours.shape[0] != theirs.shape[0]:
         difference = f"its vocabulary has {theirs.shape[0]} rows, not {ours.shape[0]}"
-        raise ValueError(f"{donor.name} does not fit {model}: {difference}.")
-    raw, skeleton_model = donor.has_raw_head(tensors), skeleton(config, model)
+        raise ValueError(f"{donor.name} does not fit {receiver.name}: {difference}.")
+    raw, skeleton_model = donor.has_raw_head(tensors), skeleton(config, receiver.name)
     print("[INFO] Reading the head")
     head = sanitize_head(skeleton_model.mtp, split_head(_read(donor, tensors, folder))[1], raw)
     if dtype is not None:
@@ -75,9 +74,9 @@ def _head(
     return {skeleton_model.head_prefix + name: w for name, w in head.items()}, origin
 
 
-def _tower(donor: CheckpointReader, config: Config, model: str, folder: Path) -> dict[str, mx.array]:
+def _tower(donor: CheckpointReader, receiver: CheckpointReader, config: Config, folder: Path) -> dict[str, mx.array]:
     """Read a tower, write its image settings, and update the config. Return its tensors, named as in MLX conversions."""
-    tensors = fitting_tower(donor, config, model)
+    tensors = fitting_tower(donor, receiver)
     config |= settings_of(donor.config or {})
     for file in CONFIG_FILES:
         if file in donor.files:

@@ -8,7 +8,6 @@ from ..checkpoint.config import Config, check_config, skeleton
 from ..checkpoint.head_formats import FEW_BITS, check_head, check_shapes, few_bits_warning
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, n_bytes
 from ..memory import size, sizes_of
-from ..models.head_weights import split_head
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
@@ -52,10 +51,10 @@ def _verdict(checkpoint: CheckpointReader) -> str:
     """The outcome of loading the checkpoint with its head."""
     name, head = checkpoint.name, checkpoint.head()
     try:
-        config = check_config(checkpoint.config, name)
-        check_head(name, config, checkpoint.weight_map)
+        check_config(checkpoint.config, name)
+        check_head(checkpoint)
         checkpoint.has_raw_head(head)
-        bits = check_shapes(skeleton(config, name), split_head(head)[1])
+        bits = check_shapes(checkpoint, head)
     except ValueError as e:
         return str(e)
     return "ready" if bits is None or bits > FEW_BITS else "ready, but " + few_bits_warning(name, bits, name)

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from ..checkpoint.config import Config, check_config, read_config, read_json
+from ..checkpoint.config import Config, check_config, read_json
 from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.head_formats import head_bits
 from ..checkpoint.hub import fetch
@@ -119,7 +119,7 @@ def fit(
     if work.exists():
         check_folder(work, "--cache-path")
     source = fetch(model, None)
-    head = fetch_missing_head(model, source, read_config(source, model))  # not checked: the head may need the fit
+    head = fetch_missing_head(CheckpointReader(model, folder=source))  # not checked: the head may need the fit
     mtp = True if head is None else str(head.folder)
     loaded, tokenizer = load(model, adapter_path=adapter_path, lazy=True, mtp=mtp, draft_vocab=0, settings=False)
     loaded.fetched_head = head
@@ -210,7 +210,7 @@ def write_checkpoint(
 
     ``record`` and ``table`` go into its card: the data of the fit, and the acceptance before and after.
     """
-    reader = CheckpointReader(str(source), None, False)
+    reader = CheckpointReader(name, folder=source)
     config: Config = check_config(reader.config, name)
     fetched = model.fetched_head
     own = {"source": name, "revision": reader.revision}
