@@ -1,18 +1,16 @@
 """The command line of ``mlx_mtp convert``: mlx-lm's flags, those of the head and the vision encoder, and recipes.
 
-A recipe is a model to convert, flags, and the needs of the result. It has a name, or is a file of the user.
+A recipe has the flags that convert a published model to 4 bits.
 """
 
 import argparse
 import sys
-import tomllib
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from mlx_lm.convert import configure_parser
 
-from ..checkpoint.catalog import published
+from ..checkpoint.catalog import Published, published
 from ..cli.display import one_line_errors
 from ..cli.parser import extend, finish, parse
 from ..memory import size
@@ -27,10 +25,6 @@ GROUPS = {
     "images": ("vision", "graft_vision_from"),
     "quantization": ("quantize", "q_bits", "q_group_size", "q_mode", "quant_predicate", "dequantize"),
 }  # fmt: skip
-Recipe = dict[str, dict[str, Any]]
-CONVERT: dict[str, type] = dict.fromkeys(("hf-path", "mlx-path", "q-mode", "quant-predicate", "dtype"), str)
-CONVERT |= {"quantize": bool, "q-bits": int, "q-group-size": int}
-NEEDS = {"disk-gb": float, "memory-gb": int}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -44,8 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--q-group-size", type=int, metavar="N", help=group_size)
     add(
         "--recipe",
-        metavar="NAME|FILE",
-        help="The name of a recipe, or a TOML file with these flags; flags on the command line take precedence.",
+        metavar="NAME",
+        help="Convert the published model of this name to 4 bits; other flags take precedence.",
     )
     add("--adapter-path", help="Fuse the trained adapter weights in this folder into the model.")
     add("--revision", help="Branch, tag or commit of the Hugging Face repo.")
@@ -92,66 +86,19 @@ def main() -> None:
         print(f"[INFO] Next: `mlx_mtp chat {'--mtp ' * args['mtp']}--model {quote(str(target))}`")
 
 
-# Recipes
+def recipes() -> dict[str, Published]:
+    """The published models of 4 bits, by name. Packs are not converted."""
+    return {name: model for name, model in published().items() if name.endswith("-4bit")}
 
 
-def named_recipes() -> dict[str, Recipe]:
-    """A recipe for each published model of 4 bits, in the format of a file. Packs are not converted."""
-    recipes: dict[str, Recipe] = {}
-    for name, model in published().items():
-        if not name.endswith("-4bit"):
-            continue
-        folder = f"{model.original.rpartition('/')[2]}-4bit"
-        recipes[name] = {
-            "convert": {"hf-path": model.original, "mlx-path": folder, "quantize": True, "q-bits": 4},
-            "needs": {"disk-gb": model.disk_gb, "memory-gb": model.memory_gb},
-        }
-    return recipes
-
-
-def read_recipe(recipe: str | Path) -> Recipe:
-    """Read a recipe, a TOML file or the name of one, and check its keys and types: ``convert`` has flags without their dashes,
-    ``needs`` the GB of the weights to be written and of the smallest Mac to run them."""
-    file = Path(recipe)
-    if not file.is_file():
-        recipes = named_recipes()
-        if str(recipe) not in recipes:
-            raise FileNotFoundError(f"There is no recipe {recipe}: give a TOML file, or one of {', '.join(recipes)}.")
-        return recipes[str(recipe)]
-    try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:  # also raised for text that is not UTF-8
-        raise ValueError(f"{file} is not TOML: {e}") from e
-    _check(file, tables)
-    return tables
-
-
-def _check(file: Path, tables: dict[str, Any]) -> None:
-    if tables.keys() != {"convert", "needs"} or not all(isinstance(table, dict) for table in tables.values()):
-        raise ValueError(f"{file} is not a recipe: it must have the tables [convert] and [needs], and nothing else.")
-    for table, key in (("convert", "hf-path"), *(("needs", key) for key in NEEDS)):
-        if key not in tables[table]:
-            raise ValueError(f"{file} lacks {key} in [{table}].")
-    for table, known in (("convert", CONVERT), ("needs", NEEDS)):
-        for key, value in tables[table].items():
-            if key not in known:
-                raise ValueError(f"{file} has an unknown key {key} in [{table}]; known are {', '.join(known)}.")
-            if type(value) is not known[key]:
-                raise ValueError(f"{file} has {value!r} for {key}, which is not of type {known[key].__name__}.")
-
-
-def recipe_flags(recipe: str | Path) -> list[str]:
-    """Turn a recipe into a command line. Prints the needs of the result."""
-    tables = read_recipe(recipe)
-    disk, memory = (tables["needs"][key] for key in NEEDS)
-    print(f"[INFO] {recipe}: the result takes {disk} GB on disk and a machine with {memory} GB of memory")
-    flags = []
-    for key, value in tables["convert"].items():
-        if value is True:
-            flags.append(f"--{key}")
-        elif value is not False:
-            flags.append(f"--{key}={value}")
-    return flags
+def recipe_flags(name: str) -> list[str]:
+    """The flags of a recipe. Prints the needs of the result."""
+    if (model := recipes().get(name)) is None:
+        raise ValueError(f"There is no recipe {name}: give one of {', '.join(recipes())}.")
+    needs = f"{model.disk_gb} GB on disk and a machine with {model.memory_gb} GB of memory"
+    print(f"[INFO] {name}: the result takes {needs}")
+    folder = f"{model.original.rpartition('/')[2]}-4bit"
+    return [f"--hf-path={model.original}", f"--mlx-path={folder}", "--quantize", "--q-bits=4"]
 
 
 if __name__ == "__main__":

@@ -207,15 +207,14 @@ class Disk:
         folder (Folder): The folder, which may be shared by several stores.
         forest (Forest): The texts of the store.
         lock (threading.RLock): Protects the forest.
-        keys (Dict[Format, str]): The model's name in each format of the forest.
 
     Attributes:
         bytes_written (int): Bytes that this store has written.
         bytes_read (int): Bytes that it has read.
     """
 
-    def __init__(self, folder: Folder, forest: Forest, lock: "threading.RLock", keys: dict[Format, str]):
-        self.folder, self.forest, self.keys, self._lock = folder, forest, keys, lock
+    def __init__(self, folder: Folder, forest: Forest, lock: "threading.RLock"):
+        self.folder, self.forest, self._lock = folder, forest, lock
         self.bytes_written = self.bytes_read = 0
         self._touched: set[str] = set()
         self._wake = threading.Event()
@@ -299,7 +298,7 @@ class Disk:
                 return False
             node, stored = found
             is_span, arrays = stored is node.span, stored.arrays
-            key = self.keys[next(format for format, r in self.forest.roots.items() if r is node.path()[0])]
+            key = self.forest.keys[next(format for format, r in self.forest.roots.items() if r is node.path()[0])]
         assert node.parent is not None
         parent = node.parent.span if is_span else node.span
         file = self.folder.write(key, parent.name or "", node.tokens if is_span else None, arrays)

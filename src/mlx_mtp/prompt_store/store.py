@@ -70,12 +70,11 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         self._lock = threading.RLock()  # nothing waits for the disk while holding it
         self._forest = Forest()
         self._fingerprint = model.fingerprint()
-        self._keys: dict[Format, str] = {}  # the model's name on disk, by the formats whose files are in the forest
         self.disk: Disk | None = None  # the threads that write and read the folder
         if isinstance(folder, str | Path):
             folder = open_folder(Path(folder), max_disk_bytes)
         if folder is not None:
-            self.disk = Disk(folder, self._forest, self._lock, self._keys)
+            self.disk = Disk(folder, self._forest, self._lock)
 
     def close(self, seconds: float = FLUSH) -> None:
         """Write the rest to disk, for at most this time and 5 seconds for the last file, and drop all texts."""
@@ -83,7 +82,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             self.disk.close(seconds)
             self.disk = None
         with self._lock:
-            self._forget()
+            self._forest.clear()
 
     def __exit__(self, *_: Any) -> None:
         self.close()
@@ -171,7 +170,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             try:
                 check_device()  # before another thread writes what the device was to compute
             except RuntimeError:
-                self._forget()
+                self._forest.clear()
                 raise
             handle = weakref.ref(node)
             self.trim_to(self.max_bytes, self.max_snapshots)
@@ -193,17 +192,12 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         """Start again if the model's weights have changed, and add the files of these formats to the forest, once."""
         if (fingerprint := self.model.fingerprint()) != self._fingerprint:
             self._fingerprint = fingerprint
-            self._forget()
+            self._forest.clear()
         if self.disk is not None:
-            for format in {Format(quantized, head) for quantized in (None, kv) for head in (True, False)} - {
-                *self._keys
-            }:
-                self._keys[format] = key_of(self.model, format)
-                self._forest.add_files(format, self.disk.folder.of(self._keys[format]))
-
-    def _forget(self) -> None:
-        self._forest.clear()
-        self._keys.clear()
+            for format in (Format(quantized, head) for quantized in {None, kv} for head in (True, False)):
+                if format not in self._forest.keys:
+                    key = self._forest.keys[format] = key_of(self.model, format)
+                    self._forest.add_files(format, self.disk.folder.of(key))
 
     def _same_child(self, node: Node, text: Tokens, cache: Any, format: Format) -> Node | None:
         """The child with the text's next tokens and equal arrays: rounding differs if a text was prefilled in other chunks.

@@ -112,6 +112,7 @@ Handle = weakref.ref[Node]  # the last node of a stored text; it keeps nothing i
 class Forest:
     """
     Attributes:
+        keys (Dict[Format, str]): The model's name on disk, by the formats whose files are in the forest.
         nbytes (int): The size of all arrays in memory.
         now (int): The number of requests so far, which serves as the time.
     """
@@ -121,6 +122,7 @@ class Forest:
 
     def clear(self) -> None:
         self.roots: dict[Format, Node] = {}
+        self.keys: dict[Format, str] = {}
         self.nbytes = self.now = 0
 
     def root(self, format: Format) -> Node:
