@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_mtp
-from mlx_mtp.checkpoint import load, self_test
+from mlx_mtp.checkpoint import load, self_test, settings
 from mlx_mtp.checkpoint.self_test import COMPARED, compiled_differences, report_differences
 from mlx_mtp.layers import layer
 from mlx_mtp.layers.compiled import Compiler
@@ -46,7 +46,7 @@ def test_runs_once_for_a_model_and_a_version(cache_folder, monkeypatch, caplog):
     for _ in range(2):
         model, _ = mlx_mtp.load(str(DATA / "dense"))
     assert (len(ran), model.drafting.compiled, model.drafting.attention_rows) == (1, True, None)
-    monkeypatch.setattr(self_test, "version", lambda package: "9.9")
+    monkeypatch.setattr(settings, "version", lambda package: "9.9")
     mlx_mtp.load(str(DATA / "dense"))
     assert len(ran) == 2
     (cache_folder / "mlx_mtp" / "self-test.json").write_text("{")

@@ -64,10 +64,18 @@ def save_atomic(file: Path, arrays: dict[str, mx.array], metadata: dict[str, str
 
 @contextmanager
 def _replacing(file: Path) -> Iterator[Path]:
+    with writing(file), tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
+        new = Path(folder) / file.name
+        yield new
+        new.replace(file)
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """A context in which the errors of the system and of MLX name the file. Others are raised as they are."""
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
-            new = Path(folder) / file.name
-            yield new
-            new.replace(file)
-    except (OSError, RuntimeError) as e:  # MLX's error is a RuntimeError
+        yield
+    except (OSError, RuntimeError) as e:
+        if isinstance(e, OSError) and e.errno is None:
+            raise
         raise OSError(f"{file} could not be written: {getattr(e, 'strerror', None) or e}") from e

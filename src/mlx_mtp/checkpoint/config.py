@@ -119,11 +119,9 @@ def loading_errors(name: str) -> Iterator[None]:
     """Turn MLX's error for an unreadable file, and mlx-lm's for a bad config, into a ValueError that names the checkpoint."""
     try:
         yield
-    except ValueError as e:
-        if name in str(e):
+    except (ValueError, RuntimeError) as e:
+        if isinstance(e, ValueError) and name in str(e):
             raise
-        raise ValueError(f"{name} could not be loaded: {e}") from e
-    except RuntimeError as e:
         raise ValueError(f"{name} could not be loaded: {e}") from e
     except (AttributeError, KeyError, TypeError) as e:
         raise ValueError(f"{name} could not be loaded ({e!r}): is its config.json as it was published?") from e

@@ -175,9 +175,13 @@ def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> T
 def _write_tower(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
     """Write the tower and its image settings. Return its config."""
     own = original.config or {}
-    for file in CONFIG_FILES:
-        if file in original.files:
-            (target / file).write_bytes(original.read(file))
+    copy_image_settings(original, target)
     originals.copy_tensors(original, tensors, target / originals.WEIGHTS)
     record = {"source": original.name, "revision": original.revision}
     return {"text_config": text_config_of(own), **settings_of(own), "mlx_mtp": record}
+
+
+def copy_image_settings(original: CheckpointReader, target: Path) -> None:
+    for file in CONFIG_FILES:
+        if file in original.files:
+            (target / file).write_bytes(original.read(file))

@@ -8,14 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 import huggingface_hub as hf
-from huggingface_hub import (
-    constants,
-    errors,
-    is_offline_mode,
-    scan_cache_dir,
-    snapshot_download,
-    try_to_load_from_cache,
-)
+from huggingface_hub import constants, errors, is_offline_mode, snapshot_download, try_to_load_from_cache
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import filter_repo_objects
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
@@ -49,20 +42,19 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
         return folder
     patterns = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != WEIGHTS]
     patterns += [HEAD_FILE, "README.md", *files, *([WEIGHTS] if weights is None else weights)]
+    is_cached = False
     try:
         commit, listed = list_files(name, revision)
     except FileNotFoundError:
         pass  # the cache may have the files
     else:
         check_format(name, listed)
-        wanted = [*filter_repo_objects(listed, allow_patterns=patterns)]
-        cached = {file: try_to_load_from_cache(name, file, revision=commit) for file in wanted}
-        if missing := [file for file, path in cached.items() if not isinstance(path, str)]:
+        if missing := _not_cached(name, commit, listed, patterns):
             check_download(name, commit, missing)
-        elif wanted:
-            return Path(str(cached[wanted[0]])).parents[wanted[0].count("/")]
+        else:
+            is_cached, revision = True, commit
     with hub_errors(name, revision):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=is_cached))
 
 
 def sizes_to_download(name: str, revision: str | None, patterns: Sequence[str]) -> dict[str, int]:
@@ -74,9 +66,14 @@ def sizes_to_download(name: str, revision: str | None, patterns: Sequence[str]) 
         commit, listed = list_files(name, revision)
     except FileNotFoundError:
         return {}  # fetch tells why
-    wanted = filter_repo_objects(listed, allow_patterns=[*patterns])
-    missing = [file for file in wanted if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)]
+    missing = _not_cached(name, commit, listed, patterns)
     return {entry.path: entry.size for entry in _tree(name, commit) if entry.path in missing} if missing else {}
+
+
+def _not_cached(name: str, commit: str, files: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The files that fit a pattern and are not in the cache."""
+    wanted = filter_repo_objects(files, allow_patterns=[*patterns])
+    return [file for file in wanted if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)]
 
 
 def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
@@ -181,11 +178,11 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
     except (
         ValueError,
         TypeError,
-        KeyError,
+        LookupError,
         AttributeError,
         AssertionError,
         RecursionError,
-    ) as e:  # of parsing an answer
+    ) as e:  # of an answer's parser
         raise FileNotFoundError(
             f"{name} could not be read: the answer of {constants.ENDPOINT} is not the hub's ({first_line(e)})."
         ) from e
@@ -219,6 +216,6 @@ def commit_of(folder: Path) -> str | None:
 def cached_repositories() -> dict[str, int]:
     """The models in the hub's cache, and their bytes."""
     try:
-        return {repo.repo_id: repo.size_on_disk for repo in scan_cache_dir().repos if repo.repo_type == "model"}
+        return {repo.repo_id: repo.size_on_disk for repo in hf.scan_cache_dir().repos if repo.repo_type == "model"}
     except errors.CacheNotFound:
         return {}

@@ -22,7 +22,7 @@ from ..models.shard import check_shard
 from . import head_formats
 from .config import Config, check_config, loading_errors, read_config, runs_in_mlx_lm_only
 from .fetched import FLOOR, FetchedHead, fetch_missing_head, fetch_tower, has_own_head, measure_acceptance
-from .hub import fetch
+from .hub import HEAD_FILE, fetch
 from .memory_check import check_before_download, check_memory
 from .originals import HEADS, fetched_before, forget
 from .part import Stage, check_complete, divide, evaluate, make_ranks
@@ -96,35 +96,25 @@ def load(
     """
     name, drafting = path_or_hf_repo, (draft_vocab, mtp_bits, draft_head_bits)
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
-    account, stage = None if lazy or ranks is not None else Account(max_memory), None
-    _check_drafting(mtp, drafting, settings)
-    with raise_on_all(ranks):  # what is wrong for any model, before loading
-        check_bits(mtp_bits, draft_head_bits)
-        if not isinstance(settings, bool):
-            read_settings(Path(settings))
-        if adapter_path is not None:
-            check_folder(Path(adapter_path), "The adapter")
+    account = None if lazy or ranks is not None else Account(max_memory)
+    with raise_on_all(ranks):  # before the weights are downloaded
+        _check_arguments(mtp, drafting, settings, adapter_path)
         checkpoint = CheckpointReader(name, folder=fetch(name, revision, weights=()))
         if mtp in ("auto", "cached") and not copy_drafts and runs_in_mlx_lm_only(checkpoint.config):
             mtp = False
+        stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
         is_plain = not mtp and not copy_drafts and ranks is None
-        if ranks is not None:
-            stage = divide(checkpoint, ranks, pipeline_group is not None)
-        elif not is_plain:
+        if not is_plain:
             check_config(checkpoint.config, name)
-        if account is not None:
-            check_before_download(name, revision, account, context, is_plain, bool(mtp), vision == "auto")
-        files, others = (
-            None if stage is None else stage.files,
-            [checkpoint.head_file] if mtp and checkpoint.head_file else [],
-        )
-        checkpoint = CheckpointReader(name, folder=fetch(name, revision, *others, weights=files), needed=files)
+        check_before_download(name, revision, account, context, is_plain, bool(mtp), vision == "auto")
+        head_file, files = checkpoint.head_file if mtp else None, None if stage is None else stage.files
+        folder = fetch(name, revision, head_file or HEAD_FILE, weights=files)
+        checkpoint = CheckpointReader(name, folder=folder, needed=files)
     if mtp == "cached":
         mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
     _check_drafting(mtp, drafting, settings)
     if not mtp and not copy_drafts and ranks is None:
-        if account is not None:
-            check_memory(checkpoint, account, context, True, False, False)
+        check_memory(checkpoint, account, context, True, False, False)
         return _load_in_mlx_lm(
             checkpoint, trust_remote_code, tokenizer_config, model_config, adapter_path, lazy, return_config
         )
@@ -133,8 +123,7 @@ def load(
         if mtp == "auto":
             mtp = True if fetched is None else str(fetched.folder)
         head = _separate_head(checkpoint, mtp)
-        if account is not None:
-            check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", head)
+        check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", head)
         changes = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
         model, config = _load_model(checkpoint, head, changes, lazy or ranks is not None, trust_remote_code, stage)
         if mtp:
@@ -165,6 +154,18 @@ def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
     """Raise a ValueError for ``--mtp`` with a model of a family that only mlx-lm supports. Weights are not downloaded."""
     with suppress(OSError):  # load tells why
         read_config(fetch(path_or_hf_repo, revision, weights=()), path_or_hf_repo)
+
+
+def _check_arguments(
+    mtp: bool | str, drafting: tuple[Any, ...], settings: bool | str | Path, adapter_path: str | None
+) -> None:
+    """Raise an error for arguments that are wrong for any model."""
+    _check_drafting(mtp, drafting, settings)
+    check_bits(*drafting[1:])
+    if not isinstance(settings, bool):
+        read_settings(Path(settings))
+    if adapter_path is not None:
+        check_folder(Path(adapter_path), "The adapter")
 
 
 def _check_drafting(mtp: bool | str, drafting: tuple[Any, ...], settings: bool | str | Path) -> None:

@@ -21,16 +21,16 @@ from .reader import CheckpointReader, n_bytes
 NORM = "layers.0.input_layernorm.weight"  # has the dtype of all unquantized weights
 
 
-def check_before_download(name: str, revision: str | None, account: Account, *args: Any) -> None:
+def check_before_download(name: str, revision: str | None, account: Account | None, *args: Any) -> None:
     """Do ``check_memory`` for a checkpoint on the hub, before its weights are downloaded. Its headers are read if the files to
     download take more than half of the memory left."""
-    if sum(sizes_to_download(name, revision, [WEIGHTS]).values()) > account.left / 2:
+    if account is not None and sum(sizes_to_download(name, revision, [WEIGHTS]).values()) > account.left / 2:
         check_memory(CheckpointReader(name, revision), account, *args)
 
 
 def check_memory(
     checkpoint: CheckpointReader,
-    account: Account,
+    account: Account | None,
     context: int,
     is_plain: bool,
     has_head: bool,
@@ -38,7 +38,9 @@ def check_memory(
     separate_head: SeparateHead | None = None,
 ) -> None:
     """Raise a ValueError if the tensors of a checkpoint, and a separate head, do not fit in memory with a text of ``context``
-    tokens; in plain mlx-lm, which drops heads and towers, without a text."""
+    tokens; in plain mlx-lm, which drops heads and towers, without a text. No ``account``, no check."""
+    if account is None:
+        return
     tensors, name = checkpoint.model_tensors(), checkpoint.name
     if is_plain:
         backbone = split_head(split_tower(tensors)[0])[0]

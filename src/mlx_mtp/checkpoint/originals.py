@@ -23,7 +23,7 @@ from huggingface_hub.utils import TensorInfo, WeakFileLock
 from tqdm import tqdm
 from yaml import YAMLError
 
-from ..files import write_atomic
+from ..files import write_atomic, writing
 from .catalog import Published, originals_like, published
 from .config import Config, check_config, first_difference, parse_json, read_json, text_config_of
 from .reader import CheckpointReader, n_bytes
@@ -150,17 +150,13 @@ def fetch_from_original(
         raise FileNotFoundError(f"{e} {advice}") from e
     root = folder_of(kind)
     target = root / original.name.strip("/").replace("/", "--") / (original.revision or _revision_of(original))
-    try:
+    with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(target / ".lock"):  # another process may fetch it as well
             is_new = not (target / CONFIG).exists()
             if is_new:
                 write_atomic(target / CONFIG, json.dumps(write(original, tensors, target), indent=4) + "\n")
         update_own(root / OF, _key_of(checkpoint), str(target.relative_to(root)))
-    except OSError as e:
-        if isinstance(e, FileNotFoundError) and e.errno is None:
-            raise  # an error of the hub, which has the reason
-        raise OSError(f"{target} cannot be written: {e.strerror or e}") from e
     return target, is_new
 
 
@@ -224,7 +220,7 @@ def copy_tensors(
     head, part = struct.pack("<Q", len(text)) + text, file.with_name(file.name + ".part")
     done = _resume(part, head, n)
     bar = tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None)
-    with part.open("ab") as f, bar:
+    with writing(file), part.open("ab") as f, bar:
         for source, start, stop in _runs(original, order, tensors):
             for begin in range(start + (skipped := min(done, stop - start)), stop, CHUNK_BYTES):
                 f.write(data := original.read(source, begin, min(begin + CHUNK_BYTES, stop)))

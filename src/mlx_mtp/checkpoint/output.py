@@ -15,6 +15,7 @@ import mlx.core as mx
 from huggingface_hub import ModelCard, ModelCardData
 from yaml import YAMLError
 
+from ..files import writing
 from ..models.head_weights import split_head
 from .config import EXTRA_TENSORS, Config, text_config_of
 from .head_formats import load_tensors, quantization_beside
@@ -39,10 +40,8 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     """Fill a temporary folder beside ``target`` and rename it at the end. After a failure nothing of it remains."""
     made = [parent for parent in target.parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with writing(target):
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as e:
-        raise OSError(f"{target} cannot be written: {e.strerror}") from e
     try:
         with naming(folder, str(target)):
             yield folder
@@ -71,10 +70,8 @@ def naming(folder: Path, name: str) -> Iterator[None]:
 
 
 def save(file: Path, weights: dict[str, mx.array]) -> None:
-    try:
+    with writing(file):
         mx.save_safetensors(str(file), weights, metadata={"format": "mlx"})
-    except RuntimeError as e:
-        raise OSError(f"{file.name} could not be written: {e}") from e
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], metadata: Config) -> None:
@@ -190,7 +187,11 @@ def write_card(
 
     mlx-lm's own function requests the base model's card from the hub even if it is in the cache, and fails if there is none.
     """
-    card = _read_card(original) or ModelCard.from_template(ModelCardData(language="en"))
+    card = ModelCard.from_template(ModelCardData(language="en"))
+    try:
+        card = ModelCard.load(original) if original.exists() else card
+    except (ValueError, YAMLError) as e:  # a conversion does not fail because of its card
+        log.warning(f"[WARNING] {original} is ignored, because it cannot be read: {' '.join(str(e).split())}")
     data: Any = card.data
     data.library_name = "mlx"
     data.pipeline_tag = "image-text-to-text" if takes_images else "text-generation"
@@ -200,14 +201,3 @@ def write_card(
         data.base_model = base_model
     card.text = usage
     card.save(folder / "README.md")
-
-
-def _read_card(file: Path) -> ModelCard | None:
-    if not file.exists():
-        return None
-    try:
-        card: ModelCard = ModelCard.load(file)
-    except (ValueError, YAMLError) as e:  # a conversion does not fail because of its card
-        log.warning(f"[WARNING] {file} is ignored, because it cannot be read: {' '.join(str(e).split())}")
-        return None
-    return card

@@ -7,9 +7,8 @@ compared over a short window. ``--check`` and ``--tune`` compare compiled passes
 import copy
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from importlib.metadata import version
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -17,7 +16,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 from platformdirs import user_cache_path
 
-from .._version import __version__
 from ..caches.prompt_cache import has_head
 from ..caches.recurrent import rollback
 from ..layers.compiled import Compiler
@@ -25,6 +23,7 @@ from ..layers.layer import FEW, group_size
 from ..layers.mtp import run_head
 from ..layers.passes import MOST_TOKENS
 from .originals import read_own, update_own
+from .settings import machine
 
 COMPARED = (1, 2, 5, MOST_TOKENS)  # tokens of passes whose bits are compared
 # A share of the largest logit; wrong kernels miss by more.
@@ -46,10 +45,10 @@ class SelfTest(NamedTuple):
 
     @property
     def wrong(self) -> list[str]:
-        return [name for name in ("compiled", "grouped", "rolled_back") if not getattr(self, name) <= self.rounding]
+        return [name for name, n in zip(self._fields[:3], self) if not n <= self.rounding]
 
     def __str__(self) -> str:
-        differences = ", ".join(f"{name} {getattr(self, name):.2%}" for name in ("compiled", "grouped", "rolled_back"))
+        differences = ", ".join(f"{name} {n:.2%}" for name, n in zip(self._fields[:3], self))
         verdict = f"wrong: {', '.join(self.wrong)}" if self.wrong else f"within rounding ({self.rounding:.0%})"
         return f"{verdict}; differences of logits: {differences}; {self.head_copies} copies of the head's cache"
 
@@ -78,20 +77,20 @@ def ensure_tested(model: Any, name: str) -> SelfTest:
 
 
 def _key_of(model: Any) -> str:
-    """The chip, the versions, and a digest of the shapes and types of all weights."""
+    """The machine, and a digest of the shapes and types of all weights."""
     weights: Any = tree_flatten(model.parameters())
     kind = hashlib.sha256(str([(name, w.shape, str(w.dtype)) for name, w in weights]).encode()).hexdigest()[:16]
-    versions = ", ".join(f"{package} {version(package)}" for package in ("mlx", "mlx-lm"))
-    device = f"{mx.device_info().get('device_name')}, {mx.default_device()}"
-    return f"{device}, {versions}, mlx-mtp {__version__}, {model.model_type} {kind}"
+    return f"{', '.join(machine().values())}, {model.model_type} {kind}"
 
 
 def run(model: Any) -> SelfTest:
     """Compare passes after a short prompt."""
     prompt = (mx.arange(12) * 977 + 11) % model.vocab_size
     window = (mx.arange(FEW + 1) * 613 + 7)[None] % model.vocab_size  # [1, 9]: longer than a group
-    caches, kept = _prefilled(model, prompt), 3
-    with _attention_rows(model, 0):
+    caches, kept, rows = _prefilled(model, prompt), 3, model.drafting.attention_rows
+    heads = next(layer.self_attn for layer in model.layers if not layer.is_linear)
+    try:
+        model.drafting.attention_rows = 0
         whole = model(window, cache=copy.deepcopy(caches), n_confirmed=1)
         drafted = copy.deepcopy(caches)
         model(window[:, : kept + 2], cache=drafted, n_confirmed=1)
@@ -99,10 +98,12 @@ def run(model: Any) -> SelfTest:
         after = model(window[:, kept : kept + 1], cache=drafted)
         fresh = model(window[:, kept : kept + 1], cache=_prefilled(model, mx.concatenate([prompt, window[0, :kept]])))
         compiled = max(compiled_differences(model, prompt, (1, kept + 2)).values())
-    heads = next(layer.self_attn for layer in model.layers if not layer.is_linear)
-    size = group_size(window.size, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim)
-    with _attention_rows(model, size):
+        model.drafting.attention_rows = group_size(
+            window.size, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
+        )
         grouped = model(window, cache=caches, n_confirmed=1)
+    finally:
+        model.drafting.attention_rows = rows
     largest = float(mx.abs(whole).max())
     return SelfTest(
         compiled / largest,
@@ -145,16 +146,6 @@ def _prefilled(model: Any, prompt: mx.array) -> list[Any]:
     caches: list[Any] = model.make_cache()
     mx.eval(model(prompt[None], cache=caches), [c.state for c in caches])
     return caches
-
-
-@contextmanager
-def _attention_rows(model: Any, n: int) -> Iterator[None]:
-    before = model.drafting.attention_rows
-    try:
-        model.drafting.attention_rows = n
-        yield
-    finally:
-        model.drafting.attention_rows = before
 
 
 def _head_copies(model: Any) -> int:

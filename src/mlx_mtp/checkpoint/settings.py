@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 
 def key_of(*folders: Path, n_ranks: int = 1) -> dict[str, str]:
-    """The key of settings: the device, the software, and the checkpoint in these folders (with a drafter, an adapter), by path,
-    config and the sizes of its weights. Several machines count as another device."""
+    """The key of settings: the machine, and the checkpoint in these folders (with a drafter, an adapter), by path, config and
+    the sizes of its weights."""
     digest = hashlib.sha256()
     for folder in folders:
         digest.update(str(folder.resolve()).encode())
@@ -50,10 +50,14 @@ def key_of(*folders: Path, n_ranks: int = 1) -> dict[str, str]:
         digest.update(config.read_bytes() if config.exists() else b"")
         files = {f.name: f.stat().st_size for pattern in (WEIGHTS, HEAD_FILE, "adapter*") for f in folder.glob(pattern)}
         digest.update(json.dumps(sorted(files.items())).encode())
+    return {"checkpoint": digest.hexdigest()[:16], **machine(n_ranks)}
+
+
+def machine(n_ranks: int = 1) -> dict[str, str]:
+    """The device, and the versions of the software. Several machines count as another device."""
     device = mx.device_info()
     each = f"{device.get('device_name')}, {device.get('architecture')}, {mx.default_device()}"
     return {
-        "checkpoint": digest.hexdigest()[:16],
         "device": each if n_ranks == 1 else f"{n_ranks} times {each}",
         "mlx": version("mlx"),
         "mlx-lm": version("mlx-lm"),
@@ -107,17 +111,15 @@ def read(file: Path) -> tuple[dict[str, str], Settings]:
 
 
 def _check(settings: Settings) -> None:
-    bits_and_size = [settings.mtp_bits, settings.draft_head_bits, settings.draft_vocab]
-    if not all(n is None or type(n) is int for n in bits_and_size):
-        raise ValueError
-    if not all(t > 0 for t in settings.seconds.values()) or not 0 <= settings.draft_p_min <= 1:
-        raise ValueError
-    for n, least in ((settings.attention_rows, 0), (settings.pieces, 1)):
-        if n is not None and (type(n) is not int or n < least):
-            raise ValueError
-    if type(settings.compiled) is not bool:
-        raise ValueError
-    if settings.num_draft_tokens != "auto" and type(settings.num_draft_tokens) is not int:
+    least = {"mtp_bits": 0, "draft_head_bits": 0, "draft_vocab": 0, "attention_rows": 0, "pieces": 1}
+    given = [(getattr(settings, name), n) for name, n in least.items()]
+    if not (
+        all(value is None or (type(value) is int and value >= n) for value, n in given)
+        and all(t > 0 for t in settings.seconds.values())
+        and 0 <= settings.draft_p_min <= 1
+        and type(settings.compiled) is bool
+        and (settings.num_draft_tokens == "auto" or type(settings.num_draft_tokens) is int)
+    ):
         raise ValueError
 
 

@@ -18,7 +18,7 @@ from mlx_lm.utils import dequantize_model, get_total_parameters, make_shards, qu
 from tqdm import tqdm
 
 from ..checkpoint import output
-from ..checkpoint.config import EXTRA_TENSORS, Config, read_json
+from ..checkpoint.config import EXTRA_TENSORS, Config
 from ..checkpoint.fetched import measure_acceptance
 from ..checkpoint.head_formats import head_bits, is_head
 from ..checkpoint.hub import HEAD_FILE, WEIGHTS, commit_of, fetch, first_line
@@ -105,14 +105,20 @@ def convert(
         print("[INFO] Loading")
         source = fetch(hf_path, revision)
         commit = commit_of(source)
-        check_not_packed(source, hf_path)
         model, tokenizer, config = load(
             hf_path, revision=commit or revision, return_config=True, adapter_path=adapter_path, lazy=True, mtp=mtp,
             tokenizer_config={"trust_remote_code": trust_remote_code}, trust_remote_code=trust_remote_code,
             draft_vocab=0 if mtp else None,
         )  # fmt: skip
+        if config["model_type"] in BASES:
+            raise ValueError(
+                f"{hf_path} is packed, and nothing in a model of type {config['model_type']} can be converted: load it as it "
+                "is, or add its base model's head with --graft-mtp-from or vision encoder with --graft-vision-from."
+            )
         if adapter_path is not None:
-            fuse(model)
+            print("[INFO] Fusing the adapter")
+            fused = [(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]
+            model.update_modules(tree_unflatten(fused))
         cast(model, dtype, config)
         head = copy.deepcopy(model.mtp) if mtp_bits is not None else None
         model, config = how.apply(model, config)
@@ -130,22 +136,6 @@ def convert(
             print_cost(target, head, mtp_bits)
     if upload_repo is not None:
         upload(target, upload_repo)
-
-
-def check_not_packed(source: Path, name: str) -> None:
-    """Raise a ValueError if a checkpoint is a pack, which has a format of its own."""
-    file = source / "config.json"
-    if file.exists() and (model_type := read_json(file).get("model_type")) in BASES:
-        raise ValueError(
-            f"{name} is packed, and nothing in a model of type {model_type} can be converted: load it as it is, or add its "
-            "base model's head with --graft-mtp-from or vision encoder with --graft-vision-from."
-        )
-
-
-def fuse(model: nn.Module) -> None:
-    """Fuse a model's LoRA layers, as ``mlx_lm.fuse``."""
-    print("[INFO] Fusing the adapter")
-    model.update_modules(tree_unflatten([(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]))
 
 
 def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: str | None) -> None:
@@ -317,7 +307,10 @@ class Quantization:
         """Quantize or dequantize a model, and record it in the config. Raises a ValueError if there is nothing to quantize."""
         if self.quantize:
             print("[INFO] Quantizing")
-            predicate = backbone_predicate(model, self._user_predicate(model))
+            user = self.predicate
+            if isinstance(user, str):
+                user = mixed_quant_predicate_builder(user, model, self.group_size or 64)
+            predicate = backbone_predicate(model, user)
             model, config = quantize(model, config, "--q-group-size", self.group_size, self.bits, self.mode, predicate)
         if self.mtp_bits is not None:
             print("[INFO] Quantizing the head")
@@ -330,12 +323,6 @@ class Quantization:
             config.pop("quantization_config", None)
             model = dequantize_model(model)
         return model, config
-
-    def _user_predicate(self, model: nn.Module) -> QuantPredicate | None:
-        if not isinstance(self.predicate, str):
-            return self.predicate
-        built: QuantPredicate = mixed_quant_predicate_builder(self.predicate, model, self.group_size or 64)
-        return built
 
 
 def check_format(size_flag: str, group_size: int | None, bits_flag: str, bits: int | None, mode: str) -> None:

@@ -9,7 +9,14 @@ from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
 from ..checkpoint.config import Config, check_config, skeleton
-from ..checkpoint.fetched import CHECK_TOKENS, FLOOR, fitting_head, fitting_tower, measure_acceptance
+from ..checkpoint.fetched import (
+    CHECK_TOKENS,
+    FLOOR,
+    copy_image_settings,
+    fitting_head,
+    fitting_tower,
+    measure_acceptance,
+)
 from ..checkpoint.head_formats import load_tensors
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
@@ -17,7 +24,7 @@ from ..checkpoint.originals import copy_tensors
 from ..checkpoint.output import IMAGES, USAGE, atomic_directory, naming, write_config, write_weights
 from ..checkpoint.reader import CheckpointReader
 from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
-from ..images.vision import CONFIG_FILES, Vision, settings_of
+from ..images.vision import Vision, settings_of
 from ..models.head_weights import sanitize_head, split_head
 
 
@@ -78,9 +85,7 @@ def _tower(donor: CheckpointReader, receiver: CheckpointReader, config: Config, 
     """Read a tower, write its image settings, and update the config. Return its tensors, named as in MLX conversions."""
     tensors = fitting_tower(donor, receiver)
     config |= settings_of(donor.config or {})
-    for file in CONFIG_FILES:
-        if file in donor.files:
-            (folder / file).write_bytes(donor.read(file))
+    copy_image_settings(donor, folder)
     Vision(folder, config, []).processor  # noqa: B018 (raises where the settings do not fit)
     print("[INFO] Reading the vision encoder")
     weights = split_tower(_read(donor, tensors, folder))[1]
@@ -94,17 +99,11 @@ def named_tower(tower: nn.Module) -> dict[str, mx.array]:
 
 
 def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path) -> dict[str, mx.array]:
-    """Read some tensors. Tensors in a folder are read when they are used."""
-    weights: dict[str, mx.array] = {}
-    if donor.folder is not None:
-        for file in {donor.weight_map[name] for name in tensors}:
-            weights.update(load_tensors(donor.folder / file))
-    else:
-        copy_tensors(donor, tensors, part := folder / "part.safetensors")
-        weights = load_tensors(part)
-        mx.eval(weights)
-        part.unlink()
-    return {name: weights[name] for name in tensors}
+    copy_tensors(donor, tensors, part := folder / "part.safetensors")
+    weights = load_tensors(part)
+    mx.eval(weights)
+    part.unlink()
+    return weights
 
 
 def check_acceptance(folder: Path, mtp_from: str, model: str) -> None:

@@ -76,12 +76,9 @@ def _layout(raw: bool) -> str:
 
 
 def _total_size(checkpoint: CheckpointReader) -> int:
-    if INDEX_FILE in checkpoint.files:
-        total = (checkpoint.read_json(INDEX_FILE).get("metadata") or {}).get("total_size")
-        if isinstance(total, int):
-            return total
-    files = set(checkpoint.weight_map.values())
-    return sum(n_bytes(t) for file in files for t in checkpoint.header(file).tensors.values())
+    index = checkpoint.read_json(INDEX_FILE) if INDEX_FILE in checkpoint.files else {}
+    total = (index.get("metadata") or {}).get("total_size")
+    return total if isinstance(total, int) else sum(map(n_bytes, checkpoint.tensors(checkpoint.weight_map).values()))
 
 
 def _size_of(tensors: Iterable[TensorInfo]) -> str:

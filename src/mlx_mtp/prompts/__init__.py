@@ -14,16 +14,9 @@ from ..files import check_source
 
 FOLDER = Path(__file__).parent
 KINDS = (
-    "python_code",
-    "cpp_code",
-    "explaining",
-    "summarizing",
-    "factual_question",
-    "translation",
-    "creative",
-    "mathematics",
+    "python_code", "cpp_code", "explaining", "summarizing", "factual_question", "translation", "creative", "mathematics",
     "code_review",
-)
+)  # fmt: skip
 COPYING = ("edit_file", "answer_from_page", "translate_json", "continue_log")  # most of the answer is in the prompt
 # Beginnings of Python files for the demo, which is trained only on Python.
 PYTHON = (
@@ -71,20 +64,14 @@ def encode(tokenizer: TokenizerWrapper, text: str, context: int = 0, **template:
     A prompt shorter than ``context`` tokens is extended to about this many by prepending the source of this package.
     """
     if (n := context - len(_encode(tokenizer, text, template))) > 0:
-        source = tokenizer.encode(_source(), add_special_tokens=False, verbose=False)  # cut below
+        package = "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(FOLDER.parent.glob("**/*.py")))
+        source = tokenizer.encode(package, add_special_tokens=False, verbose=False)  # cut below
         text = f"{tokenizer.decode(list(islice(cycle(source), n)))}\n\n{text}"
     return mx.array(_encode(tokenizer, text, template))
 
 
 def _encode(tokenizer: TokenizerWrapper, text: str, template: Mapping[str, Any]) -> list[int]:
-    tokens: list[int]
-    if tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": text}]
-        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **template)
-    else:
-        tokens = tokenizer.encode(text)
-    return tokens
-
-
-def _source() -> str:
-    return "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parents[1].glob("**/*.py")))
+    if not tokenizer.has_chat_template:
+        return list(tokenizer.encode(text))
+    messages = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **template))
