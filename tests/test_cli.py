@@ -86,7 +86,8 @@ def test_a_wrong_value_or_an_unknown_flag_is_named(capsys, argv, message):
 
 def test_a_removed_flag_or_command_says_what_to_use_instead(capsys):
     for name, instead in REMOVED.items():
-        argv = ["generate", name] if name.startswith("--") else [name]
+        command = "convert" if name == "--mtp-bits" else "generate"
+        argv = [command, name] if name.startswith("--") else [name]
         assert refusal(main, capsys, *argv).endswith(f": error: {name} was removed: {instead}\n")
 
 

@@ -11,7 +11,7 @@ from mlx_mtp import make_sampler, mtp_generate_step
 from mlx_mtp.checkpoint.settings import cheapen_drafts
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.layers.drafting import BITS, DraftLMHead
-from tests.support.checkpoints import converted, copied, differing, parameters
+from tests.support.checkpoints import copied, differing, parameters, quantize_head
 from tests.support.commands import refusal, run_command
 from tests.support.decoding import plain
 from tests.support.models import DATA, arrays_equal, tiny_model
@@ -220,7 +220,7 @@ def test_load_rejects_bad_arguments(options, message):
 
 
 def test_load_rejects_mtp_bits_for_a_quantized_head(tmp_path):
-    folder = converted(DATA / "dense", tmp_path / "model", quantize=True, mtp_bits=4, skip_check=True)
+    folder = quantize_head(copied(tmp_path), 4)
     with pytest.raises(ValueError, match="already quantized: mtp_bits requires one in 16 bits"):
         mlx_mtp.load(str(folder), mtp_bits=4)
 

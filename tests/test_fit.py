@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 import sys
 
 import mlx.core as mx
@@ -25,7 +26,7 @@ from mlx_mtp.fit.loss import DraftKVCache, DraftLoss
 from mlx_mtp.fit.texts import Data, Split, Text, answer_all, prepare, read_corpus, split
 from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, read_states, record, train_head
 from mlx_mtp.layers.mtp import run_head
-from tests.support.checkpoints import config_of, differing, make_adapter, parameters, write
+from tests.support.checkpoints import config_of, differing, make_adapter, parameters, quantize_head, write
 from tests.support.commands import refusal
 from tests.support.decoding import mtp, plain
 from tests.support.models import PACK, tiny_config, tiny_model
@@ -408,7 +409,7 @@ def test_errors_are_one_line(folder, tmp_path, monkeypatch, capsys, flags, messa
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     if "quantized" in flags:
-        convert(str(folder / "model"), "quantized", mtp_bits=8, mtp_group_size=32, skip_check=True)
+        quantize_head(shutil.copytree(folder / "model", tmp_path / "quantized"), 8)
     capsys.readouterr()
     argv = ["--model", folder / "model", "--mlx-path", "out", *flags.split()]
     assert message in refusal(command.main, capsys, *argv)

@@ -27,6 +27,7 @@ from tests.support.checkpoints import (
     differing,
     edit,
     no_head,
+    quantize_head,
     tensors,
 )
 from tests.support.decoding import mtp
@@ -269,9 +270,7 @@ def fewer_rows(donor):
 
 
 def quantized_head(donor):
-    converted(DENSE, donor / "q", mtp_bits=8, mtp_group_size=32, skip_check=True)
-    shutil.copytree(donor / "q", donor, dirs_exist_ok=True)
-    shutil.rmtree(donor / "q")
+    quantize_head(donor, 8)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +300,7 @@ def test_rejects_a_head_that_does_not_fit(spoil, message, remote, bare, tmp_path
 
 
 def test_rejects_flags_of_a_conversion(tmp_path):
-    for options in ({"quantize": True}, {"mtp_bits": 8}, {"mtp": False}, {"dequantize": True}, {"vision": False}):
+    for options in ({"quantize": True}, {"mtp": False}, {"dequantize": True}, {"vision": False}):
         for way, adds in (
             (graft, "--graft-mtp-from adds a head"),
             (graft_vision, "--graft-vision-from adds a vision encoder"),

@@ -13,7 +13,7 @@ from mlx_mtp.images.tower import split_tower
 from mlx_mtp.memory import size
 from mlx_mtp.models.head_weights import split_head
 from tests.support.bad_checkpoints import BAD
-from tests.support.checkpoints import config_of, configure, converted, copied, tensors
+from tests.support.checkpoints import config_of, configure, converted, copied, quantize_head, tensors
 from tests.support.commands import refusal, run_command
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.images import add_tower
@@ -63,9 +63,9 @@ def test_describes_converted_checkpoints(tmp_path):
     assert re.fullmatch(r"4 bits in groups of 32 \(affine\).*, converted \(norms shifted\)", lines["Backbone"])
     assert lines["MTP head"].endswith("converted (norms shifted)")
     assert lines["--mtp"] == "ready"
-    options |= {"mtp_bits": 3, "mtp_group_size": 32, "skip_check": True}
-    lines = report(inspect(str(converted(DATA / "next", tmp_path / "few", **options))))
+    lines = report(inspect(str(converted(DATA / "next", tmp_path / "next", **options))))
     assert " tensors in mtp.safetensors, " in lines["MTP head"]
+    lines = report(inspect(str(quantize_head(copied(tmp_path), 3))))
     assert re.match("ready, but the MTP head of.*quantized to 3 bits", lines["--mtp"])
 
 

@@ -130,21 +130,6 @@ def test_usable_memory(monkeypatch):
         assert account_of.usable_memory() == 3
 
 
-@pytest.mark.parametrize(
-    ("process", "expected"),
-    [
-        ({"memory_info": 3}, 3),
-        ({"memory_info": 3, "memory_info_ex": {}}, 3),  # psutil 8 on Linux
-        ({"memory_info": 3, "memory_info_ex": {"phys_footprint": 7}}, 7),
-    ],
-)
-def test_memory_of_the_process(process, expected):
-    process = {
-        name: (lambda v=v: SimpleNamespace(**(v if isinstance(v, dict) else {"rss": v}))) for name, v in process.items()
-    }
-    assert account_of.host_memory(SimpleNamespace(**process)) == expected
-
-
 def test_an_array_is_held_until_it_is_dropped():
     account, n = Account(), 1 << 26
     before, array = account.held, mx.zeros(n, mx.uint8)

@@ -155,7 +155,7 @@ def test_fit(pack, tmp_path, capsys):
 
 def test_nothing_of_a_pack_is_converted(grafted, tmp_path, capsys):
     message = f"{grafted} is packed, and nothing in a model of type {PACK} can be converted"
-    for flags in ("", "-q", "--dequantize", "--dtype bfloat16", "--no-mtp", "--mtp-bits 4"):
+    for flags in ("", "-q", "--dequantize", "--dtype bfloat16", "--no-mtp"):
         command = ("--hf-path", grafted, "--mlx-path", tmp_path / "out", *flags.split())
         status, _, err = run_command(main, capsys, *command)
         assert (status, err.count("\n"), message in err) == (2, 1, True), flags

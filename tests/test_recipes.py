@@ -92,7 +92,7 @@ def test_readme_lists_every_recipe():
 def test_a_recipe_is_a_command_line(capsys):
     args = make_parser().parse_args(recipe_flags("qwen3.5-27b-4bit"))
     assert (args.hf_path, args.mlx_path) == ("Qwen/Qwen3.5-27B", "Qwen3.5-27B-4bit")
-    assert (args.quantize, args.q_bits, args.mtp, args.mtp_bits) == (True, 4, True, None)
+    assert (args.quantize, args.q_bits, args.mtp) == (True, 4, True)
     assert "qwen3.5-27b-4bit: the result takes 16.0 GB on disk" in capsys.readouterr().out
 
 

@@ -96,6 +96,19 @@ def drop(folder, match):
     edit(folder, lambda weights: [weights.pop(name) for name in list(weights) if match(name)])
 
 
+def quantize_head(folder, bits, group_size=32):
+    """Quantize the matrices of the layer of a one-file checkpoint's head, as some conversions do."""
+
+    def change(weights):
+        for name in [n for n, w in weights.items() if "mtp.layers." in n and w.ndim > 1 and "gate.weight" not in n]:
+            parts = mx.quantize(weights.pop(name), group_size, bits)
+            weights.update(zip((name, name.replace("weight", "scales"), name.replace("weight", "biases")), parts))
+
+    edit(folder, change)
+    configure(folder, quantization={"group_size": group_size, "bits": bits})
+    return folder
+
+
 def config_of(folder) -> dict:
     return json.loads((folder / "config.json").read_text())
 

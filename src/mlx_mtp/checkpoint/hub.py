@@ -146,46 +146,40 @@ def check_path(path: str | Path) -> None:
 
 @contextmanager
 def hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """A context that converts errors of the hub to one line with the repository and the reason."""
+    """A context that converts errors of the hub, and of parsing its answers, to one line with the repository and the reason."""
     try:
         yield
-    except errors.GatedRepoError as e:
-        raise FileNotFoundError(
-            f"{name} is gated: ask for access on its page, then log in with `hf auth login` or set HF_TOKEN."
-        ) from e
-    except errors.RevisionNotFoundError as e:
-        raise FileNotFoundError(f"{name} has no revision {revision}.") from e
-    except errors.RepositoryNotFoundError as e:
-        raise FileNotFoundError(
+    except (OSError, errors.EntryNotFoundError, errors.HTTPError) as e:
+        raise FileNotFoundError(_reason(e, name, revision)) from e
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError) as e:
+        reason = f"could not be read: the answer of {constants.ENDPOINT} is not the hub's ({first_line(e)})."
+        if isinstance(e, errors.HFValidationError):
+            reason = "is neither a folder nor the name of a repository."
+        raise FileNotFoundError(f"{name} {reason}") from e
+
+
+def _reason(error: Exception, name: str, revision: str | None) -> str:
+    if isinstance(error, errors.GatedRepoError):
+        return f"{name} is gated: ask for access on its page, then log in with `hf auth login` or set HF_TOKEN."
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name} has no revision {revision}."
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
             f"{name} is not a folder, and the hub has no repository of that name or you may not see it: "
             "correct the name, or log in with `hf auth login`."
-        ) from e
-    except errors.HFValidationError as e:
-        raise FileNotFoundError(f"{name} is neither a folder nor the name of a repository.") from e
-    except errors.IncompleteSnapshotError as e:
-        missing = re.search(r"missing \((.*?)\)", str(e))
-        lacks = f"the cache lacks {missing[1]}" if missing else first_line(e)
+        )
+    if isinstance(error, errors.IncompleteSnapshotError):
+        missing = re.search(r"missing \((.*?)\)", str(error))
+        lacks = f"the cache lacks {missing[1]}" if missing else first_line(error)
         reason = "HF_HUB_OFFLINE is set" if is_offline_mode() else f"there is {NO_CONNECTION}"
-        raise FileNotFoundError(f"{name} is not complete: {lacks}, and {reason}.") from e
-    except (OSError, errors.EntryNotFoundError, errors.HTTPError) as e:
-        if is_offline_mode():
-            reason = f"HF_HUB_OFFLINE is set and the cache does not have it: unset it to download. {cache_contents()}"
-        elif _is_connection_error(e):
-            reason = f"there is {NO_CONNECTION} to download it. {cache_contents()}"
-        else:
-            reason = f"it could not be downloaded: {first_line(e)}"
-        raise FileNotFoundError(f"{name} is not a folder, and {reason}") from e
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        AssertionError,
-        RecursionError,
-    ) as e:  # of an answer's parser
-        raise FileNotFoundError(
-            f"{name} could not be read: the answer of {constants.ENDPOINT} is not the hub's ({first_line(e)})."
-        ) from e
+        return f"{name} is not complete: {lacks}, and {reason}."
+    if is_offline_mode():
+        reason = f"HF_HUB_OFFLINE is set and the cache does not have it: unset it to download. {cache_contents()}"
+    elif _is_connection_error(error):
+        reason = f"there is {NO_CONNECTION} to download it. {cache_contents()}"
+    else:
+        reason = f"it could not be downloaded: {first_line(error)}"
+    return f"{name} is not a folder, and {reason}"
 
 
 def _is_connection_error(error: BaseException | None) -> bool:

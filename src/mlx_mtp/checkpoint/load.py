@@ -206,11 +206,7 @@ def _separate_head(checkpoint: CheckpointReader, mtp: bool | str) -> head_format
 def _check_accepted(
     model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedHead, checkpoint: CheckpointReader
 ) -> None:
-    """Measure the acceptance rate of another checkpoint's head once, and store the result.
-
-    Raises:
-        ValueError: The model rejects nearly all of its drafts.
-    """
+    """Measure the acceptance rate of another checkpoint's head once, and store it. A ValueError tells if it is too low."""
     acceptance = from_rank_0(model.ranks, lambda: head.acceptance(model.fingerprint()))
     if acceptance is None:
         acceptance = measure_acceptance(model, tokenizer)  # type: ignore[arg-type]

@@ -134,13 +134,9 @@ def fetch_from_original(
 ) -> tuple[Path, bool]:
     """Fetch a part of a checkpoint's original, unless it was fetched before. Return its folder, and whether it is new.
 
-    Later calls do not use the hub. An interrupted download resumes.
-
-    Args:
-        describe (Callable): Returns the tensors of the part in an original, or raises a ValueError: none, or none that fit.
-        write (Callable): Writes them to a folder and returns its config.json, which is written last: a folder without one is
-          incomplete, and another call resumes there.
-        advice (str): The advice in the FileNotFoundError if there is no original.
+    ``describe`` returns the tensors of the part in an original, or raises a ValueError. ``write`` writes them to a folder and
+    returns its config.json, which is written last: another call resumes in a folder without one. ``advice`` ends the
+    FileNotFoundError if there is no original.
     """
     if (known := fetched_before(kind, checkpoint)) is not None:
         return known, False

@@ -47,6 +47,7 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
 
 # Flags and commands of earlier versions, and what to use instead, such as "--old": "use --new".
 REMOVED = {
+    "--mtp-bits": "generate, chat, server and benchmark quantize the head in memory with it. convert keeps it in 16 bits.",
     "--print-completion": "the flags of a command are in its --help.",
     "draft_vocab": "--draft-vocab N drafts from the first N token ids, the special tokens and the tokens of the text.",
     "--no-figures": "the line below each answer is always printed.",

@@ -14,14 +14,14 @@ from ..checkpoint.catalog import Published, published
 from ..cli.display import one_line_errors
 from ..cli.parser import extend, finish, parse
 from ..memory import size
-from .conversion import MTP_GROUP_SIZE, convert
+from .conversion import convert
 from .inspect import inspect
 
 GROUPS = {
     "model": (
         "hf_path", "mlx_path", "recipe", "inspect", "revision", "adapter_path", "dtype", "trust_remote_code", "upload_repo",
     ),
-    "head": ("mtp", "mtp_bits", "mtp_group_size", "graft_mtp_from", "graft_revision", "skip_check"),
+    "head": ("mtp", "graft_mtp_from", "graft_revision", "skip_check"),
     "images": ("vision", "graft_vision_from"),
     "quantization": ("quantize", "q_bits", "q_group_size", "q_mode", "quant_predicate", "dequantize"),
 }  # fmt: skip
@@ -44,20 +44,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--adapter-path", help="Fuse the trained adapter weights in this folder into the model.")
     add("--revision", help="Branch, tag or commit of the Hugging Face repo.")
     add("--no-mtp", dest="mtp", action="store_false", help="Convert without the MTP head.")
-    add(
-        "--mtp-bits",
-        type=int,
-        metavar="BITS",
-        help="Quantize the head's decoder layer to this many bits and print the effect on acceptance (default: not quantized).",
-    )
-    group_size = f"Group size for --mtp-bits (default: {MTP_GROUP_SIZE})."
-    add("--mtp-group-size", type=int, default=MTP_GROUP_SIZE, help=group_size)
     add("--graft-mtp-from", help="Add the MTP head of this original to --model, a conversion without one.")
     add("--graft-vision-from", help="Add the vision encoder of this original to --model, a conversion without one.")
     add("--graft-revision", help="Branch, tag or commit of the base model's Hugging Face repo.")
     add("--no-vision", dest="vision", action="store_false", help="Convert without the vision encoder.")
-    skip_check = "Do not run the model to check the grafted head, or to measure --mtp-bits."
-    add("--skip-check", action="store_true", help=skip_check)
+    add("--skip-check", action="store_true", help="Do not run the model to check the grafted head.")
     add(
         "--inspect",
         metavar="MODEL",

@@ -1,6 +1,5 @@
 """``mlx_mtp convert``: mlx-lm's conversion that keeps the MTP head and the vision encoder."""
 
-import copy
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,9 +18,8 @@ from tqdm import tqdm
 
 from ..checkpoint import output
 from ..checkpoint.config import EXTRA_TENSORS, Config
-from ..checkpoint.fetched import measure_acceptance
 from ..checkpoint.head_formats import head_bits, is_head
-from ..checkpoint.hub import HEAD_FILE, WEIGHTS, commit_of, fetch, first_line
+from ..checkpoint.hub import HEAD_FILE, commit_of, fetch, first_line
 from ..checkpoint.load import find_vision, load
 from ..checkpoint.reader import CheckpointReader
 from ..files import check_folder
@@ -32,9 +30,6 @@ from .graft import graft, named_tower
 
 Decision = bool | dict[str, Any]  # whether to quantize a module, or how
 QuantPredicate = Callable[[str, nn.Module], Decision]
-
-MTP_GROUP_SIZE = 64
-COST_TOKENS = 128  # after each prompt, to measure what quantization costs
 
 
 def convert(
@@ -53,8 +48,6 @@ def convert(
     *,
     adapter_path: str | None = None,
     mtp: bool = True,
-    mtp_bits: int | None = None,
-    mtp_group_size: int = MTP_GROUP_SIZE,
     graft_mtp_from: str | None = None,
     graft_vision_from: str | None = None,
     graft_revision: str | None = None,
@@ -68,14 +61,11 @@ def convert(
     Args:
         adapter_path (str, optional): Fuse a trained adapter into the weights, as ``mlx_lm.fuse`` does. Default: ``None``.
         mtp (bool): ``False`` drops the head; with ``True`` the checkpoint must have one. Default: ``True``.
-        mtp_bits (int, optional): Quantize the head's decoder layer, but never ``fc`` or a router, and print the acceptance rate
-          before and after. In a mixture of experts, nearly all drafts are then rejected. Default: ``None``.
-        mtp_group_size (int): The group size for ``mtp_bits``. Default: ``64``.
         graft_mtp_from (str, optional): Instead of a conversion, add the head of this path or repository to ``hf_path``, a
           conversion without a head. Default: ``None``.
         graft_vision_from (str, optional): The same for its vision encoder; both can be added at once. Default: ``None``.
         graft_revision (str, optional): The revision of these repositories. Default: ``None``.
-        skip_check (bool): Do not measure the acceptance rate of a grafted or quantized head. Default: ``False``.
+        skip_check (bool): Do not measure the acceptance rate of a grafted head. Default: ``False``.
         vision (bool): ``False`` drops the vision encoder and the settings of its images. Default: ``True``, keep it if there is
           one.
 
@@ -86,20 +76,20 @@ def convert(
     """
     target = Path(mlx_path)
     output.check_new(target)
-    how = Quantization(quantize, dequantize, q_group_size, q_bits, q_mode, quant_predicate, mtp_bits, mtp_group_size)
+    how = Quantization(quantize, dequantize, q_group_size, q_bits, q_mode, quant_predicate)
     originals = {
         "--graft-mtp-from adds a head": graft_mtp_from,
         "--graft-vision-from adds a vision encoder": graft_vision_from,
     }
     if grafts := [what for what, original in originals.items() if original is not None]:
-        if how.changes_weights or adapter_path is not None or not mtp or not vision:
+        if how.quantize or how.dequantize or how.flags or adapter_path is not None or not mtp or not vision:
             raise ValueError(f"{grafts[-1]} and converts nothing: omit the flags of a conversion.")
         graft(
             hf_path, target, mtp_from=graft_mtp_from, vision_from=graft_vision_from, original_revision=graft_revision,
             revision=revision, dtype=dtype, skip_check=skip_check, name=upload_repo,
         )  # fmt: skip
     else:
-        how.check(mtp)
+        how.check()
         if adapter_path is not None:
             check_folder(Path(adapter_path), "--adapter-path")
         print("[INFO] Loading")
@@ -120,20 +110,15 @@ def convert(
             fused = [(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]
             model.update_modules(tree_unflatten(fused))
         cast(model, dtype, config)
-        head = copy.deepcopy(model.mtp) if mtp_bits is not None else None
         model, config = how.apply(model, config)
         images = find_vision(CheckpointReader(hf_path, folder=source), config) if vision else None
         _record_head(config, model if mtp else None, hf_path, commit)
         usage = (output.USAGE + output.IMAGES * (images is not None)).format(name=upload_repo or target) if mtp else ""
         with output.atomic_directory(target) as folder:
-            write_model(
-                folder, model, config, shard_gb(source), {} if images is None else named_tower(images.lazy_tower())
-            )
+            write_model(folder, model, config, {} if images is None else named_tower(images.lazy_tower()))
             _write_files(folder, source, tokenizer, () if images is None else CONFIG_FILES)
             base_model = None if Path(hf_path).exists() else hf_path
             output.write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)
-        if head is not None and mtp_bits is not None and not skip_check:
-            print_cost(target, head, mtp_bits)
     if upload_repo is not None:
         upload(target, upload_repo)
 
@@ -158,32 +143,10 @@ def _write_files(folder: Path, source: Path, tokenizer: TokenizerWrapper, others
             shutil.copy(file, folder)
 
 
-def print_cost(target: Path, head: nn.Module, bits: int) -> None:
-    """Print the acceptance rate with the quantized and with the original head."""
-    print("[INFO] Measuring the cost of the head's quantization, on built-in text")
-    try:
-        model, tokenizer = load(str(target))
-        quantized = measure_acceptance(model, tokenizer, COST_TOKENS)
-        getattr(model, "language_model", model).mtp = head
-        before = measure_acceptance(model, tokenizer, COST_TOKENS)
-    except RuntimeError as e:
-        print(f"[INFO] It cannot be measured here: {e}")
-        return
-    dtype = output.dtype_name(head.fc.weight.dtype)
-    print(f"[INFO] Drafts accepted: {quantized:.0%} with the head at {bits} bits, {before:.0%} with it in {dtype}")
-
-
 # Writing
 
 
-def shard_gb(source: Path) -> int:
-    """The size of the files to write, in GiB: about that of a checkpoint's largest file, since a few of them fit in memory."""
-    return max(1, round(max(f.stat().st_size for f in source.glob(WEIGHTS)) / (1 << 30)))
-
-
-def write_model(
-    folder: Path, model: nn.Module, config: Config, max_file_size_gb: int, tower: dict[str, mx.array]
-) -> None:
+def write_model(folder: Path, model: nn.Module, config: Config, tower: dict[str, mx.array]) -> None:
     """Write a model's tensors and those of a vision encoder, the index and config.json, and read the head and the encoder back.
 
     The model has no weights afterwards. Raises an OSError if a file could not be written, or differs when read back.
@@ -195,7 +158,7 @@ def write_model(
     # mlx-lm's Qwen3-Next keeps tensors that it does not know when it loads a converted checkpoint, and then fails: its head
     # goes into a separate file.
     separate = config.get(EXTRA_TENSORS) is not None
-    shards = make_shards({n: w for n, w in weights.items() if not (separate and is_head(n))}, max_file_size_gb)
+    shards = make_shards({n: w for n, w in weights.items() if not (separate and is_head(n))})
     # Now only the shards hold the tensors, so each tensor is freed once written.
     weights.clear()
     model.update(tree_map_with_path(lambda *_: mx.array([]), model.parameters()))
@@ -256,7 +219,7 @@ def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The arguments of ``mlx_mtp.convert`` that change weights."""
+    """The arguments of ``mlx_mtp.convert`` that quantize the backbone, or dequantize a checkpoint."""
 
     quantize: bool
     dequantize: bool
@@ -264,14 +227,9 @@ class Quantization:
     bits: int | None
     mode: str
     predicate: QuantPredicate | str | None
-    mtp_bits: int | None
-    mtp_group_size: int
 
     @property
-    def changes_weights(self) -> bool:
-        return bool(self.quantize or self.dequantize or self._of_quantize() or self.mtp_bits is not None)
-
-    def _of_quantize(self) -> list[str]:
+    def flags(self) -> list[str]:
         """The given flags that require quantization."""
         given = {
             "--q-bits": self.bits is not None,
@@ -281,16 +239,12 @@ class Quantization:
         }
         return [flag for flag in given if given[flag]]
 
-    def check(self, mtp: bool) -> None:
+    def check(self) -> None:
         """Raise a ValueError if arguments contradict each other, or MLX does not support the quantization."""
         if self.quantize and self.dequantize:
             raise ValueError("Choose either quantize or dequantize, not both.")
-        if not self.quantize and (flags := self._of_quantize()):
-            raise ValueError(f"{flags[0]} requires --quantize.")
-        if self.mtp_bits is None and self.mtp_group_size != MTP_GROUP_SIZE:
-            raise ValueError("--mtp-group-size requires --mtp-bits.")
-        if self.mtp_bits is not None and not mtp:
-            raise ValueError("Choose either --mtp-bits or --no-mtp, not both.")
+        if not self.quantize and self.flags:
+            raise ValueError(f"{self.flags[0]} requires --quantize.")
         if isinstance(self.predicate, str):
             if self.mode != "affine":
                 raise ValueError("Quant predicates only support 'affine' quantization.")
@@ -299,24 +253,34 @@ class Quantization:
                 raise ValueError(
                     f"--quant-predicate {self.predicate} has {low} bits or more, not --q-bits {self.bits}: omit one."
                 )
-        check_format("--q-group-size", self.group_size, "--q-bits", self.bits, self.mode)
-        if self.mtp_bits is not None:
-            check_format("--mtp-group-size", self.mtp_group_size, "--mtp-bits", self.mtp_bits, "affine")
+        if self.group_size is not None and self.group_size < 1:
+            raise ValueError(f"--q-group-size must be 1 or more, not {self.group_size}.")
+        try:
+            mx.quantize(mx.zeros((1, self.group_size or 128)), self.group_size, self.bits, self.mode)
+        except ValueError as e:
+            sizes = {"--q-group-size": self.group_size, "--q-bits": self.bits}
+            given = " ".join(f"{flag} {n}" for flag, n in sizes.items() if n is not None) or f"--q-mode {self.mode}"
+            raise ValueError(f"MLX cannot quantize with {given}: {e}") from e
 
     def apply(self, model: Any, config: Config) -> tuple[Any, Config]:
-        """Quantize or dequantize a model, and record it in the config. Raises a ValueError if there is nothing to quantize."""
+        """Quantize or dequantize a model, and record it in the config. Raises a ValueError if there is nothing to quantize.
+
+        mlx-lm's ``quantize_model`` skips layers whose width is not a multiple of the group size.
+        """
         if self.quantize:
             print("[INFO] Quantizing")
-            user = self.predicate
+            user, before = self.predicate, _quantized(model)
             if isinstance(user, str):
                 user = mixed_quant_predicate_builder(user, model, self.group_size or 64)
             predicate = backbone_predicate(model, user)
-            model, config = quantize(model, config, "--q-group-size", self.group_size, self.bits, self.mode, predicate)
-        if self.mtp_bits is not None:
-            print("[INFO] Quantizing the head")
-            model, config = quantize(
-                model, config, "--mtp-group-size", self.mtp_group_size, self.mtp_bits, "affine", head_predicate(model)
+            model, config = quantize_model(
+                model, config, self.group_size, self.bits, mode=self.mode, quant_predicate=predicate
             )
+            if len(_quantized(model)) == len(before):
+                reason = f"no layer's width is a multiple of --q-group-size {self.group_size or 'of this mode'}"
+                if any(predicate(path, module) for path, module in before.items()):
+                    reason = "it is quantized already, so give the base model, or --dequantize first"
+                raise ValueError(f"Nothing would be quantized: {reason}.")
         if self.dequantize:
             print("[INFO] Dequantizing")
             config.pop("quantization", None)
@@ -325,64 +289,21 @@ class Quantization:
         return model, config
 
 
-def check_format(size_flag: str, group_size: int | None, bits_flag: str, bits: int | None, mode: str) -> None:
-    """Raise a ValueError if MLX has no such quantization; ``None`` is the default of the mode."""
-    if group_size is not None and group_size < 1:
-        raise ValueError(f"{size_flag} must be 1 or more, not {group_size}.")
-    try:
-        mx.quantize(mx.zeros((1, group_size or 128)), group_size, bits, mode)
-    except ValueError as e:
-        given = " ".join(f"{flag} {n}" for flag, n in ((size_flag, group_size), (bits_flag, bits)) if n is not None)
-        raise ValueError(f"MLX cannot quantize with {given or f'--q-mode {mode}'}: {e}") from e
-
-
-def quantize(
-    model: Any,
-    config: Config,
-    size_flag: str,
-    group_size: int | None,
-    bits: int | None,
-    mode: str,
-    predicate: QuantPredicate,
-) -> tuple[Any, Config]:
-    """Quantize with mlx-lm's ``quantize_model``, which skips layers whose width is not a multiple of the group size. Raises a
-    ValueError if it skips all."""
-    before = _quantized(model)
-    model, config = quantize_model(model, config, group_size, bits, mode=mode, quant_predicate=predicate)
-    if len(_quantized(model)) == len(before):
-        reason = f"no layer's width is a multiple of {size_flag} {group_size or 'of this mode'}"
-        if any(predicate(path, module) for path, module in before.items()):
-            reason = "it is quantized already, so give the base model, or --dequantize first"
-        raise ValueError(f"Nothing would be quantized: {reason}.")
-    return model, config
-
-
 def _quantized(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if hasattr(module, "scales")}
 
 
 def backbone_predicate(model: nn.Module, user: QuantPredicate | None = None) -> QuantPredicate:
     """Combine the user's predicate for the backbone with the model's predicate for its routers. The head is not quantized."""
-    own = _own_predicate(model)
+    own = getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
     def predicate(path: str, module: nn.Module) -> Decision:
         if is_head(path):
             return False
-        by_model = own(path, module)
+        by_model: Decision = own(path, module)
         if user is None:
             return by_model
         by_user = user(path, module)
         return by_model if isinstance(by_model, dict) and by_user else by_user
 
     return predicate
-
-
-def head_predicate(model: nn.Module) -> QuantPredicate:
-    """A predicate for the head's decoder layer without its routers."""
-    own = _own_predicate(model)
-    return lambda path, module: is_head(path) and ".layers." in path and not isinstance(own(path, module), dict)
-
-
-def _own_predicate(model: nn.Module) -> QuantPredicate:
-    """The model's own predicate, which quantizes its routers."""
-    return getattr(model, "quant_predicate", None) or (lambda path, module: True)

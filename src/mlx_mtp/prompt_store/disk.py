@@ -314,10 +314,7 @@ class Disk:
 
     def _find_next(self, is_last: bool) -> tuple[Node, StoredArrays] | None:
         """The next span or snapshot to write: the spans above the most recently used snapshot worth writing, then the snapshot.
-
-        Args:
-            is_last (bool): Whether the store is being closed: then the ends of all texts are written as well.
-        """
+        The ends of all texts are worth it ``is_last``, when the store is being closed."""
         waiting = [node for node in self.forest.nodes() if node.snapshot is not None and node.snapshot.name is None]
         for node in sorted(waiting, key=lambda node: -node.used):
             assert node.snapshot is not None
