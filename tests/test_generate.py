@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm.generate import main as mlx_lm_main
 from mlx_lm.models.cache import save_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from PIL import Image
@@ -148,16 +147,6 @@ def test_the_summary(capsys):
         assert re.fullmatch(lines + told, figures.rstrip()), flags
     (text,) = set(texts.values())
     assert run(capsys, *args, "--verbose", "F")[1].strip() == text.strip()
-
-
-@pytest.mark.slow
-def test_match_gives_the_text_of_mlx_lms_command(monkeypatch, capsys):
-    sampled = ("--prompt", PROMPT, "-m", 10, "--temp", 0.9, "--top-p", 0.95, "--verbose", "F", "--seed", 5)
-    monkeypatch.setattr(sys, "argv", [*map(str, ["mlx_lm.generate", "--model", TRAINED, *sampled])])
-    mlx_lm_main()
-    text, _ = capsys.readouterr()
-    for flags in ("--no-mtp", "--no-mtp --acceptance match", "--mtp --acceptance match --num-draft-tokens 2"):
-        assert run(capsys, *sampled, *flags.split()) == (0, text, "stopped at 10 tokens (--max-tokens)\n")
 
 
 def test_sampler_of_flags(trained):
