@@ -100,7 +100,7 @@ class Account:
         self._process = psutil.Process()
         self._asked = -math.inf
         self._host = self._least_host = self._most_host = 0
-        self._host = self._least_host = self.held - mx.get_active_memory() - self.buffers
+        self._host = self._least_host = self.held - self.active - self.buffers
         self.limit = usable_memory()
         if limit is not None:
             self.restrict(limit)
@@ -117,6 +117,11 @@ class Account:
         self._most_host = self._host + n_bytes
 
     @property
+    def active(self) -> int:
+        """The bytes of arrays."""
+        return mx.get_active_memory()
+
+    @property
     def buffers(self) -> int:
         """The bytes that MLX keeps for the next arrays."""
         return mx.get_cache_memory()
@@ -124,7 +129,7 @@ class Account:
     @property
     def held(self) -> int:
         """All bytes that the process holds."""
-        mlx = mx.get_active_memory() + self.buffers
+        mlx = self.active + self.buffers
         if (now := time.monotonic()) - self._asked > EVERY:
             self._asked = now
             self._host = max(self._process.memory_info().rss - mlx, self._least_host)
