@@ -136,7 +136,9 @@ class Target(nn.Module):
     def __init__(self, model: Any):
         super().__init__()
         self.model = model
-        self._waiting: weakref.ref[DraftCache] | None = None  # made with the latest cache, for the draft model
+        self._waiting: weakref.ref[DraftCache] | None = (
+            None  # made with the latest cache; for ``DraftModel.make_cache``
+        )
 
     @property
     def layers(self) -> Any:
@@ -146,18 +148,6 @@ class Target(nn.Module):
         draft = DraftCache()
         self._waiting = weakref.ref(draft)
         return [ArraysCache(draft) if l.is_linear else stock.KVCache() for l in self.layers]
-
-    def take_draft_cache(self) -> DraftCache:
-        """
-        Raises:
-            ValueError: No cache of the target is waiting for one of the draft model.
-        """
-        draft, self._waiting = None if self._waiting is None else self._waiting(), None
-        if draft is None:
-            raise ValueError(
-                "Make the target's cache first: call target.make_cache() before each draft_model.make_cache()."
-            )
-        return draft
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """Token ids [1, T] -> logits [1, T, V]"""
@@ -186,7 +176,12 @@ class DraftModel:
         Raises:
             ValueError: No cache of the target is waiting for one of the draft model.
         """
-        return [self.target.take_draft_cache()]
+        waiting, self.target._waiting = self.target._waiting, None
+        if waiting is None or (draft := waiting()) is None:
+            raise ValueError(
+                "Make the target's cache first: call target.make_cache() before each draft_model.make_cache()."
+            )
+        return [draft]
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """
