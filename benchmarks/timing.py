@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from tqdm import tqdm
 
-from mlx_mtp.benchmark.measure import in_turn
+from mlx_mtp.cli.display import in_turn
 
 K = TypeVar("K")
 V = TypeVar("V")

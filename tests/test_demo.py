@@ -1,6 +1,7 @@
 """``mlx_mtp demo``, and the bundled model's chat template."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import mlx_mtp
 from mlx_mtp.cli import display
@@ -41,19 +42,18 @@ def test_a_run_before_the_timed_ones_is_repeated_until_it_makes_no_trace(monkeyp
 def test_sources_add_up_to_the_text(demo, equal_steps):
     _, tokenizer = demo
     tokens = tokenizer.encode(command.CODE)
-    responses = command.generate_once(*demo, tokens, 60, True)
+    responses = list(mlx_mtp.stream_generate(*demo, tokens, 60))
     counts = [int(line.split(": ")[1].split()[0]) for line in command.legend(responses).splitlines()]
     assert sum(counts) == len(responses) == 60
     assert counts[1] + counts[2] > 20
 
 
 def test_a_difference_is_not_hidden_and_the_last_line_is_the_next_command():
-    for before, after, sentence in (
-        ([1, 2], [1, 2], "Both texts are the same 2 tokens."),
-        ([1, 2, 3], [1, 4, 3], "The texts differ from token 2 on: "),
-        ([1, 2, 3], [1, 2], "The texts differ from token 3 on: "),
-    ):
-        assert command.comparison(before, after).startswith(sentence)
+    plain, drafted = (
+        [SimpleNamespace(token=t, generation_tps=1.0, from_draft=False) for t in of] for of in ([1, 2], [1, 3])
+    )
+    assert "Both texts are the same 2 tokens." in command.figures(plain, plain, 1.0)
+    assert "The texts differ: " in command.figures(plain, drafted, 1.0)
     assert "`mlx_mtp models`" in command.next_step(str(mlx_mtp.DEMO), True, 2.0)
     assert "`mlx_mtp chat --mtp --model org/model`" in command.next_step("org/model", False, 1.5)
     assert "`mlx_mtp benchmark --tune --model org/model`" in command.next_step("org/model", False, 0.9)

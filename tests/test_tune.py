@@ -12,7 +12,7 @@ from mlx import nn
 import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark import tune
-from mlx_mtp.benchmark.tune import AUTO, FIXED, FIXED_GAIN, OFF, Measured, Way, cheaper, combine, recommend, show
+from mlx_mtp.benchmark.tune import AUTO, FIXED, FIXED_GAIN, OFF, Measured, cheaper, combine, recommend, show
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.layers.drafting import Settings
@@ -90,11 +90,11 @@ def test_attention_is_whole_on_metal_where_that_is_faster(monkeypatch, grouped, 
         return seconds | {(windows[0], every[1]): [1.0, 1.1]}  # one window alone does not decide
 
     monkeypatch.setattr(tune, "time_ways", time_ways)
-    assert tune.fastest_way(model, mx.array([5, 6, 7]), 2) == Way()  # on a CPU
+    assert tune.fastest_way(model, mx.array([5, 6, 7]), 2) == Settings()  # on a CPU
     assert asked == []
     monkeypatch.setattr(tune, "on_metal", lambda: True)
-    assert tune.fastest_way(model, mx.array([5, 6, 7]), 2) == Way(attention_rows=0 if faster else None)
-    assert asked == [(tune.CONTEXT, (6, 17), [Way(), Way(attention_rows=0)], 2)]
+    assert tune.fastest_way(model, mx.array([5, 6, 7]), 2) == Settings(attention_rows=0 if faster else None)
+    assert asked == [(tune.CONTEXT, (6, 17), [Settings(), Settings(attention_rows=0)], 2)]
 
 
 def test_runs_passes_the_way_that_is_faster(monkeypatch):
@@ -102,39 +102,42 @@ def test_runs_passes_the_way_that_is_faster(monkeypatch):
 
     def time_ways(model, prompt, windows, every, repeat):
         if windows == tune.WINDOWS:
-            assert every == [Way(), Way(compiled=False), Way(pieces=4), Way(pieces=8)]
+            assert every == [Settings(), Settings(compiled=False), Settings(pieces=4), Settings(pieces=8)]
         return {(n, way): times.get(way, [9.0, 9.0]) for n in windows for way in every}
 
     monkeypatch.setattr(tune, "time_ways", time_ways)
     for others, best in (
-        ({}, Way()),
-        ({Way(compiled=False): [1.8, 1.9]}, Way(compiled=False)),
-        ({Way(pieces=4): [1.8, 2.05]}, Way()),  # within the spread
-        ({Way(pieces=4): [1.8, 1.9], Way(pieces=8): [1.5, 1.6]}, Way(pieces=8)),
+        ({}, Settings()),
+        ({Settings(compiled=False): [1.8, 1.9]}, Settings(compiled=False)),
+        ({Settings(pieces=4): [1.8, 2.05]}, Settings()),  # within the spread
+        ({Settings(pieces=4): [1.8, 1.9], Settings(pieces=8): [1.5, 1.6]}, Settings(pieces=8)),
     ):
-        times = {Way(): [2.0, 2.1], **others}
+        times = {Settings(): [2.0, 2.1], **others}
         assert tune.fastest_way(model, mx.array([5, 6, 7]), 2) == best
 
 
 def test_times_ways_in_turn(monkeypatch):
     monkeypatch.setattr(tune, "N_CALLS", 1)
-    model, every = tiny_model("qwen3_5"), [Way(), Way(compiled=False), Way(pieces=1), Way(attention_rows=4)]
+    model, every = (
+        tiny_model("qwen3_5"),
+        [Settings(), Settings(compiled=False), Settings(pieces=1), Settings(attention_rows=4)],
+    )
     seconds = tune.time_ways(model, mx.array([5, 6, 7]), (1, 9), every, 2)
     assert {kind: len(s) for kind, s in seconds.items()} == {(n, way): 2 for n in (1, 9) for way in every}
     assert all(t > 0 for s in seconds.values() for t in s)
-    assert (model.drafting.compiled, model.drafting.pieces, model.drafting.attention_rows) == Way()
+    assert (model.drafting.compiled, model.drafting.pieces, model.drafting.attention_rows) == (True, None, None)
 
 
 @pytest.mark.slow
 def test_measures_all_and_leaves_the_model_unchanged(monkeypatch):
-    monkeypatch.setattr(tune, "fastest_way", lambda *_: Way(pieces=1, attention_rows=2))
+    monkeypatch.setattr(tune, "fastest_way", lambda *_: Settings(pieces=1, attention_rows=2))
     folder = DATA / "dense"
     model, tokenizer = mlx_mtp.load(str(folder), draft_vocab=0, settings=False)
     before = dict(model.parameters())
     measured = tune.tune(model, tokenizer, {"a": mx.array([5, 6, 7])}, max_tokens=12, repeat=2)
     assert arrays_equal(model.parameters(), before)
     assert model.drafting.lm_head is None
-    assert (model.drafting.compiled, model.drafting.pieces, model.drafting.attention_rows) == Way()
+    assert (model.drafting.compiled, model.drafting.pieces, model.drafting.attention_rows) == (True, None, None)
     assert {(m.settings.attention_rows, m.settings.compiled, m.settings.pieces) for m in measured} == {(2, True, 1)}
     assert [m.settings.num_draft_tokens for m in measured[:6]] == [0, "auto", 1, 2, 3, 4]
     assert [m.counts.drafted != [] for m in measured[:6]] == [False, True, True, True, True, True]

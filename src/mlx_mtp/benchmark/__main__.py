@@ -33,7 +33,6 @@ from .measure import (
     OVERALL,
     Report,
     Result,
-    Run,
     check_sizes,
     loop_warning,
     measure,
@@ -62,9 +61,6 @@ DETAILS: list[tuple[str, Callable[[Result], str]]] = [
     ("copies accepted", lambda r: f"{sum(r.copies_accepted)}/{sum(r.copied)}"),
     ("step/plain", lambda r: f"{r.tokens_per_step / r.ratio:.2f}"),  # which does not depend on the acceptance rate
 ]
-NAMES: dict[Run, str] = {NO_COPIES: "head, auto", AUTO: "head and copies, auto"}
-BLUE, GREY = "#2563a8", "#6b7280"
-COLORS: dict[Run, str] = {NO_COPIES: BLUE, AUTO: "#2e8b57"}
 GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "tune", "json", "plot"), **SHARED_GROUPS}
 
 
@@ -302,26 +298,17 @@ def plot(report: Report) -> Any:
     from matplotlib.figure import Figure
 
     fixed = [r for r in report.of(OVERALL) if isinstance(r.run, int)]
-    auto = [r for r in report.of(OVERALL) if r.run in NAMES]
     depths, ratios = [int(r.run) for r in fixed], [r.ratio for r in fixed]
     spread = [[r.ratio - r.ratio_low for r in fixed], [r.ratio_high - r.ratio for r in fixed]]
-    figure = Figure(figsize=(6.5, 4.8), layout="constrained")
-    title = f"{Path(report.model).name}: MTP and mlx-lm, {report.max_tokens} tokens a prompt, {report.repeat} rounds"
-    figure.suptitle(title, fontsize=11)
+    figure = Figure(layout="constrained")
     axes = figure.subplots()
-    axes.axhline(1, color=GREY, linewidth=1.5, label="plain mlx-lm")
-    axes.errorbar(depths, ratios, spread, fmt="o-", color=BLUE, capsize=3, label="head, fixed depth")
-    for k, ratio in zip(depths, ratios):
-        axes.annotate(f"{ratio:.2f}", (k, ratio), (5, -13), textcoords="offset points", color=BLUE)
-    for r in auto:
-        axes.axhline(r.ratio, color=COLORS[r.run], linestyle=":", label=f"{NAMES[r.run]}: {r.ratio:.2f}")
-    axes.set_xlim(min(depths) - 0.4, max(depths) + 0.5)
-    axes.set_ylim(0, 1.12 * max(1.0, *(r.ratio_high for r in [*fixed, *auto])))
-    axes.set_xticks(depths)
-    axes.set_xlabel("drafts in a step")
-    axes.set_ylabel("speed, plain mlx-lm = 1")
-    axes.legend(loc="lower right", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.axhline(1, color="gray", label="plain mlx-lm")
+    axes.errorbar(depths, ratios, spread, fmt="o-", capsize=3, label="head, fixed depth")
+    for r, color in zip((r for r in report.of(OVERALL) if r.run in (NO_COPIES, AUTO)), ("C1", "C2")):
+        axes.axhline(r.ratio, color=color, linestyle=":", label=f"{r.run}: {r.ratio:.2f}")
+    axes.set_title(f"{Path(report.model).name}, {report.max_tokens} tokens a prompt, {report.repeat} rounds")
+    axes.set(xticks=depths, xlabel="drafts in a step", ylabel="speed, plain mlx-lm = 1", ylim=(0, None))
+    axes.legend(loc="lower right")
     return figure
 
 

@@ -17,17 +17,15 @@ import statistics
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
-from tqdm import tqdm
 
 from .._version import __version__
-from ..cli.display import prepare
+from ..cli.display import alternate
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
 from ..drafts.sources import N_GRAM
@@ -42,7 +40,6 @@ Run = int | str  # a fixed depth, or one of these
 HEAD, COPY, TARGET = "head", "copy", "target"
 OVERALL = "overall"
 LOOPS = 1 / 3  # a larger share of repeated tokens is reported
-T = TypeVar("T")
 
 
 @dataclass
@@ -144,17 +141,8 @@ def measure(
         return generate(model, prompts[prompt], max_tokens, run, depths.get(run), stop=stop)
 
     by_length = sorted(prompts, key=lambda prompt: prompts[prompt].size)
-    rounds: list[Round] = []
-    with wired_limit(model, [generation_stream]), tqdm(disable=None) as bar:
-        prepare((partial(one, by_length[0], run) for run in turns), model.ranks)
-        bar.reset(total=repeat * len(prompts) * len(turns))
-        for i in range(repeat):
-            rounds.append({})
-            for j, prompt in enumerate(prompts):
-                for run in in_turn(turns, i + j):
-                    bar.set_description(f"{prompt}, {run}")
-                    rounds[i][prompt, run] = one(prompt, run)
-                    bar.update()
+    with wired_limit(model, [generation_stream]):
+        rounds = alternate(turns, by_length, repeat, one, model.ranks)
     texts: dict[str, Any] = {p: (tokens.tolist(), rounds[0][p, PLAIN].tokens) for p, tokens in prompts.items()}
     report = Report(
         model=name,
@@ -234,7 +222,7 @@ def describe_machine() -> dict[str, Any]:
 def summarize(name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], rounds: Sequence[Round]) -> Result:
     """Summarize the rounds of a run over these prompts."""
     plain, mtp = ([[generations[p, r] for p in prompts] for generations in rounds] for r in (PLAIN, run))
-    plain_speeds, mtp_speeds = ([speed(one) for one in of] for of in (plain, mtp))
+    plain_speeds, mtp_speeds = (list(map(speed, of)) for of in (plain, mtp))
     ratios = [b / a for a, b in zip(plain_speeds, mtp_speeds)]
     every = [g for one in mtp for g in one]
     total = sum_counts([g.counts for g in every])
@@ -264,12 +252,6 @@ def summarize(name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], r
 def speed(generations: Sequence[Generation]) -> float:
     """Tokens per second of several generations, whose texts may differ in length after a difference by rounding."""
     return sum(g.n_timed for g in generations) / sum(g.seconds for g in generations)
-
-
-def in_turn(runs: Sequence[T], i: int) -> list[T]:
-    """The runs in the order of turn i: each turn begins with another run."""
-    i %= len(runs)
-    return [*runs[i:], *runs[:i]]
 
 
 def sum_counts(counts: Sequence[DraftCounts]) -> DraftCounts:

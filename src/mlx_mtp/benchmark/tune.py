@@ -5,23 +5,23 @@ decoding alternates with auto and fixed depths, with each cheaper form of the dr
 gained.
 """
 
+import copy
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tqdm import tqdm
 
 from ..caches import recurrent
 from ..caches.prompt_cache import PromptCache, make_prompt_cache
 from ..checkpoint.settings import cheapen_drafts
-from ..cli.display import prepare, table
+from ..cli.display import alternate, table
 from ..decoding.counts import DraftCounts
 from ..decoding.loop import prefill
 from ..layers.compiled import Compiler
@@ -29,7 +29,7 @@ from ..layers.drafting import Settings
 from ..layers.layer import group_size
 from ..layers.passes import MOST_TOKENS, on_metal
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from .measure import NO_COPIES, PLAIN, Generation, check_sizes, generate, in_turn, speed, sum_counts
+from .measure import NO_COPIES, PLAIN, Generation, Run, check_sizes, generate, speed, sum_counts
 
 OFF, AUTO = Settings(0), Settings("auto")
 FIXED = [Settings(k) for k in (1, 2, 3, 4)]
@@ -37,22 +37,14 @@ BITS = (8, 4)
 ROWS = 32768  # size of the draft vocabulary
 P_MIN = (0.3, 0.6)
 FIXED_GAIN = 0.05  # required of a fixed depth over auto, since only auto adapts to other kinds of text
-Round = list[list[Generation]]  # [settings][prompt]
 WINDOWS = (1, 4)  # tokens: a plain step, and one with three drafts
 PIECES = (4, 8)  # attention layers
 CONTEXT = 4096  # tokens before the windows in which attention is timed
 N_CALLS = 4  # a round
 
 
-class Way(NamedTuple):
-    """As in ``DraftConfig``."""
-
-    compiled: bool = True
-    pieces: int | None = None
-    attention_rows: int | None = None
-
-
-Seconds = dict[tuple[int, Way], list[float]]  # of each round, by window and way
+WAY = ("compiled", "pieces", "attention_rows")  # fields of settings about passes
+Seconds = dict[tuple[int, Settings], list[float]]  # of each round, by window and way to run passes
 
 
 @dataclass
@@ -127,14 +119,16 @@ def tune(
     check_sizes(max_tokens, repeat)
     with wired_limit(model, [generation_stream]):
         way = fastest_way(model, max(prompts.values(), key=len), repeat)
-        tuner = Tuner(model, tokenizer, list(prompts.values()), max_tokens, repeat, way)
-        measured = tuner.measure([AUTO, *FIXED])
+        run = partial(measure, model, tokenizer, prompts, max_tokens=max_tokens, repeat=repeat)
+        fields = {name: getattr(way, name) for name in WAY}
+        off, *simple = (replace(settings, **fields) for settings in (OFF, AUTO, *FIXED))
+        measured = run([off, *simple])
         best = recommend(measured)
         base = best if best is not measured[0] else measured[1]
-        if forms := [replace(f, num_draft_tokens=base.settings.num_draft_tokens) for f in cheaper(model)]:
-            measured += tuner.measure(forms)[1:]
+        k = base.settings.num_draft_tokens
+        measured += run([off, *(replace(form, num_draft_tokens=k, **fields) for form in cheaper(model))])[1:]
         if combined := combine(base, measured):
-            measured += tuner.measure(combined)[1:]
+            measured += run([off, *combined])[1:]
     return measured
 
 
@@ -149,97 +143,80 @@ def cheaper(model: Any) -> list[Settings]:
     return forms + [Settings(draft_p_min=p) for p in P_MIN]
 
 
-@dataclass
-class Tuner:
-    """A model, and prompts to measure it on; see ``tune``."""
+def measure(
+    model: Any,
+    tokenizer: TokenizerWrapper,
+    prompts: Mapping[str, mx.array],
+    chosen: Sequence[Settings],
+    *,
+    max_tokens: int,
+    repeat: int,
+) -> list[Measured]:
+    """Measure settings, alternating. The first are those of plain decoding."""
+    every = {str(settings): settings for settings in chosen}
+    # Each auto run begins with the times of the run before, as in normal use.
+    depths = {name: Depth(MAX_DRAFT_TOKENS) for name in every}
 
-    model: Any
-    tokenizer: TokenizerWrapper
-    prompts: Sequence[mx.array]
-    max_tokens: int
-    repeat: int
-    way: Way  # to run passes, with all settings
-
-    def measure(self, others: Sequence[Settings]) -> list[Measured]:
-        """Measure plain decoding and other settings, alternating."""
-        every = [replace(s, **self.way._asdict()) for s in (OFF, *others)]
-        # Each auto run begins with the times of the run before, as in normal use.
-        depths = [Depth(MAX_DRAFT_TOKENS) for _ in every]
-        shortest = min(self.prompts, key=len)
-        prepare(partial(self.generate, settings, depth, [shortest]) for settings, depth in zip(every, depths))
-        with tqdm(total=self.repeat * len(every) * len(self.prompts), disable=None) as bar:
-            rounds: list[Round] = [[[] for _ in every] for _ in range(self.repeat)]
-            for turn, generations in enumerate(rounds):
-                for i in in_turn(range(len(every)), turn):
-                    bar.set_description(str(every[i]))
-                    generations[i] = self.generate(every[i], depths[i], self.prompts)
-                    bar.update(len(self.prompts))
-        base, measured = [speed(r[0]) for r in rounds], []
-        for i, settings in enumerate(every):
-            speeds = [speed(r[i]) for r in rounds]
-            ratios = [s / p for p, s in zip(base, speeds)]
-            counts = sum_counts([g.counts for r in rounds for g in r[i]])
-            settings = replace(settings, seconds=depths[i].times.by_depth())
-            measured.append(Measured(settings, ratios, counts, statistics.median(speeds)))
-        return measured
-
-    def generate(self, settings: Settings, depth: Depth, prompts: Sequence[mx.array]) -> list[Generation]:
+    def one(prompt: str, name: str) -> Generation:
+        settings = every[name]
         k = settings.num_draft_tokens
-        run = NO_COPIES if k == "auto" else k or PLAIN
-        options: dict[str, Any] = {"stop": self.tokenizer.eos_token_ids, "draft_p_min": settings.draft_p_min}
-        with self.applied(settings):
-            return [generate(self.model, prompt, self.max_tokens, run, depth, **options) for prompt in prompts]
+        run: Run = NO_COPIES if k == "auto" else k or PLAIN
+        options: dict[str, Any] = {"stop": tokenizer.eos_token_ids, "draft_p_min": settings.draft_p_min}
+        with applied(model, settings, tokenizer):
+            return generate(model, prompts[prompt], max_tokens, run, depths[name], **options)
 
-    @contextmanager
-    def applied(self, settings: Settings) -> Iterator[None]:
-        """A context that uses these settings for the model's drafts, and restores its own at the end."""
-        model, layers = self.model, self.model.mtp.leaf_modules()
-        forms = (settings.draft_vocab, settings.mtp_bits, settings.draft_head_bits)
-        try:
-            cheapen_drafts(model, self.tokenizer, *forms)
-            lm_head = model.drafting.lm_head
-            mx.eval(model.mtp.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
-            with applied(model, Way(settings.compiled, settings.pieces, settings.attention_rows)):
-                yield
-        finally:
-            model.mtp.update_modules(layers)
-            model.drafting.lm_head = None
+    by_length = sorted(prompts, key=lambda prompt: prompts[prompt].size)
+    rounds = alternate(list(every), by_length, repeat, one)
+    measured = []
+    for name, settings in every.items():
+        of_settings, of_plain = ([[r[p, n] for p in prompts] for r in rounds] for n in (name, str(chosen[0])))
+        speeds = list(map(speed, of_settings))
+        ratios = [s / p for s, p in zip(speeds, map(speed, of_plain))]
+        counts = sum_counts([generation.counts for made in of_settings for generation in made])
+        settings = replace(settings, seconds=depths[name].times.by_depth())
+        measured.append(Measured(settings, ratios, counts, statistics.median(speeds)))
+    return measured
+
+
+@contextmanager
+def applied(model: Any, settings: Settings, tokenizer: Any = None) -> Iterator[None]:
+    """A context in which the model uses these settings, with a tokenizer for a draft vocabulary."""
+    before, layers = copy.copy(model.drafting), model.mtp.leaf_modules()
+    try:
+        cheapen_drafts(model, tokenizer, settings.draft_vocab, settings.mtp_bits, settings.draft_head_bits)
+        lm_head = model.drafting.lm_head
+        mx.eval(model.mtp.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
+        for name in WAY:
+            setattr(model.drafting, name, getattr(settings, name))
+        yield
+    finally:
+        model.mtp.update_modules(layers)
+        for name in ("lm_head", *WAY):
+            setattr(model.drafting, name, getattr(before, name))
 
 
 # Ways to run passes, of which the fastest depends on the device and its host
 
 
-@contextmanager
-def applied(model: Any, way: Way) -> Iterator[None]:
-    """A context in which the model's passes run this way."""
-    drafting = model.drafting
-    before = Way(drafting.compiled, drafting.pieces, drafting.attention_rows)
-    try:
-        drafting.compiled, drafting.pieces, drafting.attention_rows = way
-        yield
-    finally:
-        drafting.compiled, drafting.pieces, drafting.attention_rows = before
-
-
-def fastest_way(model: Any, prompt: mx.array, repeat: int) -> Way:
+def fastest_way(model: Any, prompt: mx.array, repeat: int) -> Settings:
     """The fastest way after a prompt [T].
 
     First the ways are compared over short windows. Then, on Metal, attention in groups of as many tokens as its fused attention
     takes is compared with attention over all tokens of a window, after the prompt repeated up to ``CONTEXT`` tokens.
     """
     n_attention = sum(not layer.is_linear for layer in model.layers)
-    others = [Way(compiled=False), *(Way(pieces=n) for n in PIECES if n < n_attention)]
-    best = _fastest(model, prompt, WINDOWS, [Way(), *others], repeat)
+    others = [Settings(compiled=False), *(Settings(pieces=n) for n in PIECES if n < n_attention)]
+    best = _fastest(model, prompt, WINDOWS, [Settings(), *others], repeat)
     (layer,) = model.mtp.layers
     heads = layer.self_attn
     most = group_size(MOST_TOKENS, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim)
     if not on_metal() or most == MOST_TOKENS:
         return best
     long_prompt = mx.tile(prompt, -(-CONTEXT // prompt.size))[:CONTEXT]
-    return _fastest(model, long_prompt, (most + 1, MOST_TOKENS), [best, best._replace(attention_rows=0)], repeat)
+    return _fastest(model, long_prompt, (most + 1, MOST_TOKENS), [best, replace(best, attention_rows=0)], repeat)
 
 
-def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequence[Way], repeat: int) -> Way:
+def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[Settings], repeat: int) -> Settings:
     """The first way, unless every round of another way was faster than all of its rounds, for all windows."""
     seconds, best = time_ways(model, prompt, windows, ways, repeat), ways[0]
     for way in ways[1:]:
@@ -248,34 +225,28 @@ def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequenc
     return best
 
 
-def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: Sequence[Way], repeat: int) -> Seconds:
-    """Time a verify pass over each window after a prompt [T] in each way, alternating. The first round is not counted."""
+def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[Settings], repeat: int) -> Seconds:
+    """Time a verify pass over each window after a prompt [T] in each way, alternating."""
     entries, compiler = make_prompt_cache(model), Compiler()
     prefill(prompt, model, prompt_cache=entries)
     mx.eval([c.state for c in entries])
     cache = PromptCache(entries, len(model.layers))
     n_tokens = cache.n_tokens
 
-    def verify(n: int) -> float:
+    def verify(_: int, name: str) -> float:
         """The seconds of a pass over n tokens, of which the first is kept."""
         nonlocal n_tokens
+        n, way = kinds[name]
         window = mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]
-        start = time.perf_counter()
-        mx.eval(model(window, cache=cache.backbone, return_hidden=True, n_confirmed=1, compiler=compiler))
-        seconds = time.perf_counter() - start
+        with applied(model, way):
+            start = time.perf_counter()
+            mx.eval(model(window, cache=cache.backbone, return_hidden=True, n_confirmed=1, compiler=compiler))
+            seconds = time.perf_counter() - start
         recurrent.rollback(cache.backbone, n_tokens, 1)
         mx.eval([c.state for c in cache.backbone if isinstance(c, recurrent.ArraysCache)])
         n_tokens += 1
         return seconds
 
-    seconds: Seconds = {(n, way): [] for n in windows for way in ways}
-    for i in tqdm(range(repeat + 1), desc=f"passes over {max(windows)} tokens", disable=None):
-        calls: Seconds = {kind: [] for kind in seconds}
-        for j in range(N_CALLS):
-            for n, way in in_turn(list(seconds), i + j):
-                with applied(model, way):
-                    calls[n, way].append(verify(n))
-        for kind, times in calls.items():
-            if i > 0:
-                seconds[kind].append(statistics.median(times))
-    return seconds
+    calls, kinds = range(N_CALLS), {f"passes over {n} tokens, {way}": (n, way) for n in windows for way in ways}
+    rounds = alternate(list(kinds), calls, repeat, verify)
+    return {kind: [statistics.median(made[i, name] for i in calls) for made in rounds] for name, kind in kinds.items()}

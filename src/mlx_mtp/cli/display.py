@@ -6,8 +6,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from io import TextIOBase
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import mlx.core as mx
 from tqdm import tqdm
@@ -16,6 +17,9 @@ from ..distributed.ranks import LOST, Ranks, is_loss
 from ..memory import is_device_error
 from ..traces import n_traces
 
+P = TypeVar("P")
+R = TypeVar("R")
+T = TypeVar("T")
 # By source: green, yellow and blue. The model's own tokens have the terminal's color, and a prompt is dim.
 COLORS = {"head": 32, "copies": 33, "grammar": 34, "prompt": 2}
 DELAY = 1.0  # seconds that a prompt takes without a bar
@@ -108,6 +112,31 @@ def prepare(runs: Iterable[Callable[[], Any]], ranks: Ranks | None = None) -> No
                 made = n_traces() > n_before
                 if not (made if ranks is None else ranks.broadcast(made)):
                     break
+
+
+def alternate(
+    runs: Sequence[R], prompts: Sequence[P], repeat: int, one: Callable[[P, R], T], ranks: Ranks | None = None
+) -> list[dict[tuple[P, R], T]]:
+    """Make every run on every prompt ``repeat`` times, alternating -> what ``one`` returned, for each round.
+
+    Each turn begins with another run. First, the runs on the first prompt are repeated until they make no trace.
+    """
+    prepare((partial(one, prompts[0], run) for run in runs), ranks)
+    rounds: list[dict[tuple[P, R], T]] = [{} for _ in range(repeat)]
+    with tqdm(total=repeat * len(prompts) * len(runs), disable=None) as progress:
+        for i, made in enumerate(rounds):
+            for j, prompt in enumerate(prompts):
+                for run in in_turn(runs, i + j):
+                    progress.set_description(f"{prompt}, {run}")
+                    made[prompt, run] = one(prompt, run)
+                    progress.update()
+    return rounds
+
+
+def in_turn(runs: Sequence[T], i: int) -> list[T]:
+    """The runs in the order of turn i: each turn begins with another run."""
+    i %= len(runs)
+    return [*runs[i:], *runs[:i]]
 
 
 class _Lines(TextIOBase):

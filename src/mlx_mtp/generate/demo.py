@@ -2,16 +2,13 @@
 
 import argparse
 from collections import Counter
-from contextlib import closing
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tqdm import tqdm
 
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
-from ..cli.display import one_line_errors, paint, prepare, table
+from ..cli.display import alternate, one_line_errors, paint, table
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
 from ..prompts import encode
@@ -31,6 +28,7 @@ class Stack:
 
     def __init__('''
 SOURCES = {"model": "the model's own", "head": "drafted by the MTP head", "copies": "copied from the text"}
+PLAIN, DRAFTED = "plain mlx-lm", "with drafts"
 ROUNDS = 3  # the median is shown
 GROUPS = {"model": ("model",), "prompt": ("prompt", "max_tokens")}
 
@@ -73,23 +71,14 @@ def compare(
     model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int
 ) -> tuple[list[GenerationResponse], list[GenerationResponse]]:
     """Alternate the two runs. Return the responses of the plain run and of the run with drafts that have the median speeds."""
-    prepare(partial(generate_once, model, tokenizer, prompt, max_tokens, mtp) for mtp in (False, True))
-    runs: dict[bool, list[list[GenerationResponse]]] = {False: [], True: []}
-    with tqdm(total=ROUNDS * len(runs), desc="Comparing", unit="run", leave=False, disable=None) as bar:
-        for _ in range(ROUNDS):
-            for mtp, done in runs.items():
-                done.append(generate_once(model, tokenizer, prompt, max_tokens, mtp))
-                bar.update()
-    plain, drafted = (sorted(done, key=speed)[ROUNDS // 2] for done in runs.values())
+    runs = {PLAIN: False, DRAFTED: True}
+
+    def one(_: str, run: str) -> list[GenerationResponse]:
+        return list(stream_generate(model, tokenizer, prompt, max_tokens, mtp=runs[run]))
+
+    rounds = alternate(list(runs), ["comparing"], ROUNDS, one)
+    plain, drafted = (sorted((made["comparing", run] for made in rounds), key=speed)[ROUNDS // 2] for run in runs)
     return plain, drafted
-
-
-def generate_once(
-    model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int, mtp: bool
-) -> list[GenerationResponse]:
-    """All responses of a run. A plain run is mlx-lm's own."""
-    with closing(stream_generate(model, tokenizer, prompt, max_tokens, mtp=mtp)) as responses:
-        return list(responses)
 
 
 def speed(responses: list[GenerationResponse]) -> float:
@@ -111,18 +100,12 @@ def legend(responses: list[GenerationResponse]) -> str:
 def figures(plain: list[GenerationResponse], drafted: list[GenerationResponse], ratio: float) -> str:
     """Both speeds, and whether the texts are equal."""
     rows = [["", "tokens/s", "passes of the model"]]
-    for name, responses in (("plain mlx-lm", plain), ("with drafts", drafted)):
+    for name, responses in ((PLAIN, plain), (DRAFTED, drafted)):
         rows.append([name, f"{speed(responses):.1f}", str(sum(not r.from_draft for r in responses))])
-    same = comparison([r.token for r in plain], [r.token for r in drafted])
+    same = f"Both texts are the same {len(plain)} tokens."
+    if [r.token for r in plain] != [r.token for r in drafted]:
+        same = "The texts differ: `mlx_mtp generate --mtp --check` shows whether that is rounding."
     return "\n".join([*table(rows), "", f"{ratio:.2f} times as fast. {same}"])
-
-
-def comparison(plain: list[int], drafted: list[int]) -> str:
-    """A sentence."""
-    if plain == drafted:
-        return f"Both texts are the same {len(plain)} tokens."
-    n = next((i for i, (a, b) in enumerate(zip(plain, drafted)) if a != b), min(len(plain), len(drafted)))
-    return f"The texts differ from token {n + 1} on: `mlx_mtp generate --mtp --check` shows whether that is rounding."
 
 
 def next_step(model: str, is_demo: bool, ratio: float) -> str:

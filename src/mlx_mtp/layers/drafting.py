@@ -25,7 +25,9 @@ class Settings:
     draft_head_bits: int | None = None
     draft_vocab: int | None = None
     draft_p_min: float = 0.0
-    seconds: Mapping[int, float] = field(default_factory=dict)  # times of steps by depth, with which "auto" begins
+    seconds: Mapping[int, float] = field(
+        default_factory=dict, hash=False
+    )  # of steps by depth, with which "auto" begins
     attention_rows: int | None = None  # this and the following fields as in DraftConfig
     compiled: bool = True
     pieces: int | None = None
