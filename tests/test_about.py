@@ -9,9 +9,8 @@ import pytest
 import mlx_mtp
 from mlx_mtp import about
 from mlx_mtp.__main__ import COMMANDS, main
-from mlx_mtp.about import cache, doctor, models
+from mlx_mtp.about import doctor, models
 from mlx_mtp.checkpoint.catalog import published, resolve
-from mlx_mtp.checkpoint.originals import folder_of
 from tests.support.checkpoints import configure, copied, no_head
 from tests.support.commands import refusal, run_command
 from tests.support.hub_stand_in import HEADER_BYTES
@@ -40,6 +39,7 @@ def test_an_unknown_command_is_one_line(capsys):
         (["genrate"], "There is no command genrate: did you mean generate?"),
         (["xyz"], "There is no command xyz: choose from demo, generate,"),
         (["--model", "x", "generate"], "The command comes first: mlx_mtp generate --model ..."),
+        (["cache", "--remove", "all"], "cache was removed: `mlx_mtp doctor` shows the folder"),
         (["--print-completion", "bash"], "--print-completion was removed: "),
     ):
         assert refusal(main, capsys, *argv).startswith(f"mlx_mtp: error: {message}")
@@ -99,20 +99,6 @@ def test_models_lists_all(capsys, monkeypatch):
     assert max(map(len, table)) <= 80
     assert "65,536 tokens" in out
     assert run_command(models.main, capsys, "--context", "0")[0] == 2
-
-
-def test_cache_lists_and_removes_heads(hub, capsys):
-    head = folder_of("heads") / "org--original" / "0123456789"
-    head.mkdir(parents=True)
-    (head / "model.safetensors").write_bytes(bytes(2_500_000))
-    (head / "config.json").write_text('{"mlx_mtp": {"source": "org/original", "revision": "0123456789"}}')
-    assert "org/original  01234567  2.5 MB" in run_command(cache.main, capsys)[1]
-    none = "mlx_mtp cache: error: There is no downloaded head of org/other: `mlx_mtp cache` lists the heads.\n"
-    assert refusal(cache.main, capsys, "--remove", "org/other") == none
-    _, out, _ = run_command(cache.main, capsys, "--remove", "org/original")
-    assert out == "Removed the head of org/original, 2.5 MB\n"
-    assert not head.parent.exists()
-    assert "There are no downloaded heads." in run_command(cache.main, capsys)[1]
 
 
 def test_doctor_of_models_that_draft_and_that_do_not(hub, capsys, monkeypatch, tmp_path):

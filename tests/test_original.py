@@ -17,7 +17,7 @@ from mlx_lm.models import qwen3_5
 import mlx_mtp
 from mlx_mtp.checkpoint import catalog, fetched, originals
 from mlx_mtp.checkpoint import load as loading
-from mlx_mtp.checkpoint.fetched import FLOOR, fetch_missing_head, fetched_heads, head_to_fetch, remove
+from mlx_mtp.checkpoint.fetched import FLOOR, fetch_missing_head, fetched_heads, head_to_fetch
 from mlx_mtp.checkpoint.originals import MAX_STEPS
 from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
 from mlx_mtp.server.command_line import check, make_parser
@@ -120,7 +120,7 @@ def test_conversions_share_a_head(hub, folder, tmp_path):
     assert load(conversion(tmp_path / "two", BASE_MODEL)).fetched_head.folder == head
     assert hub.served[WEIGHTS] <= 2 * HEADER_BYTES
     assert [head.folder for head in fetched_heads()] == [head]
-    remove(next(fetched_heads()))
+    shutil.rmtree(head)
     assert [*fetched_heads()] == []
     assert load(folder).fetched_head.is_new
 

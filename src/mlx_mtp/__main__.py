@@ -18,7 +18,6 @@ COMMANDS = {
     "fit": ("mlx_mtp.fit.__main__", "train the MTP head of a fine-tune"),
     "models": ("mlx_mtp.about:models", "list published models and their names"),
     "doctor": ("mlx_mtp.about:doctor", "check this machine and a model"),
-    "cache": ("mlx_mtp.about:cache", "list and remove downloaded heads"),
 }
 HELP = "\n".join(
     [

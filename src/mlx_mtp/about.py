@@ -1,4 +1,4 @@
-"""The commands about models and this machine: ``mlx_mtp models``, ``mlx_mtp doctor`` and ``mlx_mtp cache``."""
+"""The commands about models and this machine: ``mlx_mtp models`` and ``mlx_mtp doctor``."""
 
 import argparse
 import platform
@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from ._version import __version__
 from .caches.prompt_cache import has_head
 from .checkpoint.catalog import published
-from .checkpoint.fetched import FLOOR, fetched_heads, head_to_fetch, measure_acceptance, remove
+from .checkpoint.fetched import FLOOR, fetched_heads, head_to_fetch, measure_acceptance
 from .checkpoint.hub import WEIGHTS, cached_repositories, sizes_to_download
 from .checkpoint.load import DEMO, DEMO_NOTE, load
 from .checkpoint.memory_check import needs_of as checkpoint_needs
@@ -75,42 +75,6 @@ def show_models(args: argparse.Namespace) -> None:
     )
 
 
-# The fetched heads
-
-
-def cache_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mlx_mtp cache",
-        description="List the downloaded MTP heads. `hf cache ls` lists the models.",
-    )
-    parser.add_argument(
-        "--remove", metavar="BASE_MODEL", help="Remove the head of this base model; all removes all heads."
-    )
-    return finish(parser, {})
-
-
-def show_cache(args: argparse.Namespace) -> None:
-    heads = [*fetched_heads()]
-    if args.remove is None:
-        rows = [["original", "revision", "size"]]
-        rows += [[head.source, head.revision[:8], f"{head.nbytes / 1e6:.1f} MB"] for head in heads]
-        print("\n".join(table(rows)) if heads else "There are no downloaded heads.")
-        for use, folder in cache_folders().items():
-            print(f"{use} are in {folder}")
-        return
-    chosen = [head for head in heads if args.remove in ("all", head.source)]
-    if not chosen:
-        raise ValueError(f"There is no downloaded head of {args.remove}: `mlx_mtp cache` lists the heads.")
-    for head in chosen:
-        removed = f"Removed the head of {head.source}, {head.nbytes / 1e6:.1f} MB"
-        remove(head)
-        print(removed)
-
-
-def cache_folders() -> dict[str, str]:
-    return {"Models": str(constants.HF_HUB_CACHE), "Heads": str(folder_of(HEADS))}
-
-
 # This machine, and whether a model drafts on it
 
 
@@ -138,9 +102,9 @@ def _machine() -> Lines:
     yield "Memory", f"{size(total_memory())}, of which MLX may use {size(account.limit)}; {held}"
     packages = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "transformers"))
     yield "Versions", f"mlx-mtp {__version__}, {packages}, Python {platform.python_version()}"
-    for name, folder in cache_folders().items():
-        sizes = [*cached_repositories().values()] if name == "Models" else [head.nbytes for head in fetched_heads()]
-        yield name, f"{len(sizes)} in {folder}, {sum(sizes) / GB:.2f} GB"
+    models, heads = [*cached_repositories().values()], [head.nbytes for head in fetched_heads()]
+    yield "Models", f"{len(models)} in {constants.HF_HUB_CACHE}, {sum(models) / GB:.2f} GB"
+    yield "Heads", f"{len(heads)} in {folder_of(HEADS)}, {sum(heads) / GB:.2f} GB"
 
 
 def _model(name: str) -> Lines:
@@ -200,5 +164,4 @@ def _to_fetch(name: str) -> str:
 
 
 models = Command(models_parser, show_models)
-cache = Command(cache_parser, show_cache)
 doctor = Command(doctor_parser, show_doctor)

@@ -1,6 +1,5 @@
 """The MTP head and the vision encoder of a model's base model, and whether the model accepts the head's drafts."""
 
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -148,12 +147,6 @@ def fetched_heads() -> Iterator[FetchedHead]:
     """All completely fetched heads."""
     for file in sorted(originals.folder_of(originals.HEADS).glob(f"*/*/{originals.CONFIG}")):
         yield FetchedHead(file.parent)
-
-
-def remove(head: FetchedHead) -> None:
-    shutil.rmtree(head.folder)
-    with suppress(OSError):  # fails if another revision is cached
-        head.folder.parent.rmdir()
 
 
 def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:

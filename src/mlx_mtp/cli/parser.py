@@ -49,6 +49,7 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
 REMOVED = {
     "--mtp-bits": "generate, chat, server and benchmark quantize the head in memory with it. convert keeps it in 16 bits.",
     "--print-completion": "the flags of a command are in its --help.",
+    "cache": "`mlx_mtp doctor` shows the folder of downloaded heads; delete those that you do not need.",
     "draft_vocab": "--draft-vocab N drafts from the first N token ids, the special tokens and the tokens of the text.",
     "--no-figures": "the line below each answer is always printed.",
     "--lora-rank": "mlx_mtp fit writes the whole head, beside links to the model's files.",
