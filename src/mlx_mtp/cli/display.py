@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
-from io import TextIOBase
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from tqdm import tqdm
@@ -23,9 +22,7 @@ T = TypeVar("T")
 # By source: green, yellow and blue. The model's own tokens have the terminal's color, and a prompt is dim.
 COLORS = {"head": 32, "copies": 33, "grammar": 34, "prompt": 2}
 DELAY = 1.0  # seconds that a prompt takes without a bar
-SECONDS = 30  # between two lines in a log
 MOST_REPEATS = 6  # of a run that is not timed
-LINE = "[INFO] {desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} elapsed, {remaining} left"
 INTERRUPTED = 130  # exit status after Ctrl-C
 OTHERS = 3.0  # seconds in which mlx.launch ends the other ranks
 BROKEN_PIPE = 141  # exit status after SIGPIPE
@@ -87,14 +84,6 @@ def prompt_progress() -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-def bar(desc: str, unit: str, total: int, disable: bool = False) -> "tqdm[Any]":
-    """A progress bar on stderr, shown from the start, with the estimated time left. In a log, a line from time to time."""
-    how: dict[str, Any] = {}
-    if not sys.stderr.isatty():
-        how = {"file": _Lines(sys.stderr), "bar_format": LINE, "mininterval": SECONDS, "miniters": 1}
-    return tqdm(desc=desc, unit=unit, total=total, disable=disable or total == 0, **how)
-
-
 def prepare(runs: Iterable[Callable[[], Any]], ranks: Ranks | None = None) -> None:
     """Repeat each run until it makes no trace, since a first run is slower: traces are made once in a process, and MLX's CPU
     backend compiles kernels once on a machine.
@@ -137,20 +126,6 @@ def in_turn(runs: Sequence[T], i: int) -> list[T]:
     """The runs in the order of turn i: each turn begins with another run."""
     i %= len(runs)
     return [*runs[i:], *runs[:i]]
-
-
-class _Lines(TextIOBase):
-    """A stream that writes each state of a progress bar as a line."""
-
-    def __init__(self, stream: TextIO):
-        self.stream, self.last = stream, ""
-
-    def write(self, text: str) -> int:
-        state = text.strip()
-        if state not in ("", self.last):  # a bar is drawn again when it is closed
-            print(state, file=self.stream, flush=True)
-            self.last = state
-        return len(text)
 
 
 # Errors in one line, and the output of several processes

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tqdm import tqdm
 
-from ..cli.display import bar
+from ..cli.display import table
 from ..decoding.counts import DraftCounts
 from .texts import continue_text
 
@@ -34,14 +35,12 @@ def measure(
 ) -> TextCounts:
     """Continue each prompt greedily with ``n_drafts`` drafts a step, and count drafts."""
     drafted, accepted = (np.zeros((len(prompts), n_drafts), int) for _ in range(2))
-    with bar("Measuring", "text", len(prompts)) as progress:
-        for i, prompt in enumerate(prompts):
-            counts = DraftCounts()
-            how: Any = {"max_tokens": max_tokens, "num_draft_tokens": n_drafts, "draft_p_min": 0.0, "counts": counts}
-            continue_text(model, tokenizer, prompt, **how)
-            drafted[i, : len(counts.drafted)] = counts.drafted
-            accepted[i, : len(counts.accepted)] = counts.accepted
-            progress.update()
+    for i, prompt in enumerate(tqdm(prompts, desc="Measuring", unit="text", disable=None)):
+        counts = DraftCounts()
+        how: Any = {"max_tokens": max_tokens, "num_draft_tokens": n_drafts, "draft_p_min": 0.0, "counts": counts}
+        continue_text(model, tokenizer, prompt, **how)
+        drafted[i, : len(counts.drafted)] = counts.drafted
+        accepted[i, : len(counts.accepted)] = counts.accepted
     return TextCounts(drafted, accepted)
 
 
@@ -63,13 +62,11 @@ class Comparison:
     def table(self) -> str:
         """One row for each draft, and one for the tokens per step."""
         names = [*(f"draft {i}" for i in range(1, len(self.before))), "tokens per step"]
-        lines = [f"{'':17}{'before':>15}{'after':>16}{'gain':>17}"]
-        rows = zip(names, self.before, self.before_error, self.after, self.after_error, self.gain_error)
-        lines += [
-            f"{name:17}{b:7.3f} ± {be:.3f}{a:8.3f} ± {ae:.3f}{a - b:+9.3f} ± {ge:.3f}"
-            for name, b, be, a, ae, ge in rows
+        columns = zip(self.before, self.before_error, self.after, self.after_error, self.gain_error)
+        figures = [
+            [f"{b:.3f} ± {be:.3f}", f"{a:.3f} ± {ae:.3f}", f"{a - b:+.3f} ± {ge:.3f}"] for b, be, a, ae, ge in columns
         ]
-        return "\n".join(lines)
+        return "\n".join(table([["", "before", "after", "gain"], *([name, *row] for name, row in zip(names, figures))]))
 
 
 def compare(before: TextCounts, after: TextCounts, seed: int = 0) -> Comparison:

@@ -15,9 +15,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import create_dataset
+from tqdm import tqdm
 
 from .. import prompts
-from ..cli.display import bar, say
+from ..cli.display import say
 from ..decoding.loop import mtp_generate_step
 from ..files import write_atomic
 from ..sampling.sampler import make_sampler
@@ -177,14 +178,13 @@ def answer_all(model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[Text],
     done = _read(file)
     write_atomic(file, "".join(map(_line, done)))
     todo = tasks[len(done) :]
-    with file.open("a", encoding="utf-8") as f, bar("Answering", "answer", len(todo)) as progress:
-        for prompt, seed in todo:
+    with file.open("a", encoding="utf-8") as f:
+        for prompt, seed in tqdm(todo, desc="Answering", unit="answer", disable=None):
             sampler = make_sampler(temp=data.temp, seed=seed) if data.temp > 0 else None
             tokens = continue_text(model, tokenizer, prompt.tokens, max_tokens=data.max_tokens, sampler=sampler)
             done.append(Text(prompt.source, tokens, len(prompt.tokens)))
             f.write(_line(done[-1]))
             f.flush()
-            progress.update()
     return done
 
 

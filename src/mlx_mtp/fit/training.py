@@ -26,7 +26,6 @@ from mlx_lm.tuner.utils import build_schedule
 from tqdm import tqdm
 
 from ..checkpoint.head_formats import load_tensors
-from ..cli.display import bar
 from ..files import save_atomic
 from ..models.head_weights import ROUTERS
 from ..models.mixin import MTPModel
@@ -54,7 +53,8 @@ def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batc
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}-{i:05d}.safetensors" for i in range(len(texts))]
     missing = sorted((len(text.tokens), file, text) for file, text in zip(files, texts) if not file.exists())
-    with bar(f"Recording {name}", "token", sum(n for n, *_ in missing)) as progress:
+    n_tokens = sum(n for n, *_ in missing)
+    with tqdm(desc=f"Recording {name}", unit=" tokens", total=n_tokens, disable=None) as progress:
         for i in range(0, len(missing), batch_size):
             batch = missing[i : i + batch_size]
             for (n, file, _), arrays in zip(batch, _states(model, [text for *_, text in batch], length)):
@@ -148,7 +148,7 @@ def train_head(
     best = Best(mtp)
     with (
         TemporaryDirectory() as folder,
-        bar("Training", "iteration", how.iters) as iterations,
+        tqdm(desc="Training", total=how.iters, disable=None) as iterations,
         redirect_stdout(io.StringIO()),  # mlx-lm writes lines with the codes of colors, to files as well
     ):
         args = TrainingArgs(
