@@ -122,11 +122,7 @@ def run(capsys, *flags):
 
 
 def test_command_exits_0_for_equal_tokens(capsys):
-    same = (
-        "Identical: plain decoding and MTP generated the same 10 tokens.\n"
-        "Compiled passes over 1, 2, 5, 17 tokens give the same bits as uncompiled ones.\n"
-    )
-    assert run(capsys) == (0, same, "")
+    assert run(capsys) == (0, "Identical: plain decoding and MTP generated the same 10 tokens.\n", "")
 
 
 def test_command_exits_1_for_a_fault(monkeypatch, capsys):

@@ -16,7 +16,6 @@ from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.self_test import compiled_differences, report_differences
 from ..cli.display import one_line_errors, table
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
@@ -187,7 +186,6 @@ def run_tune(args: argparse.Namespace) -> None:
     tokens = encode_prompts(args, tokenizer, args.context[0])
     measured = tune.tune(model, tokenizer, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(tune.show(measured))
-    print(report_differences(compiled_differences(model, min(tokens.values(), key=len))))
     settings.write(file, key, name, tune.recommend(measured).settings)
     users = "`--mtp` and `mlx_mtp.load` use it from now on" if args.tune is True else f"`--settings {file}` uses it"
     print(f"Written to {file}: {users}.")

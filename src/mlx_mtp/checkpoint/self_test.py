@@ -1,13 +1,12 @@
 """A test of a model's passes on this device, which ``load`` runs once for each kind of model, chip and version.
 
 A kernel may be wrong on a chip that its authors do not have. So passes whose logits must be equal, to within rounding, are
-compared over a short window. ``--check`` and ``--tune`` compare compiled passes in the same way, on their prompt.
+compared over a short window.
 """
 
 import copy
 import hashlib
 import logging
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -21,11 +20,9 @@ from ..caches.recurrent import rollback
 from ..layers.compiled import Compiler
 from ..layers.layer import FEW, group_size
 from ..layers.mtp import run_head
-from ..layers.passes import MOST_TOKENS
 from .originals import read_own, update_own
 from .settings import machine
 
-COMPARED = (1, 2, 5, MOST_TOKENS)  # tokens of passes whose bits are compared
 # A share of the largest logit; wrong kernels miss by more.
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
 HEAD_TOKENS = 8192 - 64  # before drafts that may copy the keys and values of the head; MLX adds space for 256 at a time
@@ -97,7 +94,7 @@ def run(model: Any) -> SelfTest:
         rollback(drafted, prompt.size, kept)
         after = model(window[:, kept : kept + 1], cache=drafted)
         fresh = model(window[:, kept : kept + 1], cache=_prefilled(model, mx.concatenate([prompt, window[0, :kept]])))
-        compiled = max(compiled_differences(model, prompt, (1, kept + 2)).values())
+        compiled = max(_compiled_difference(model, prompt, n) for n in (1, kept + 2))
         model.drafting.attention_rows = group_size(
             window.size, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
         )
@@ -114,28 +111,13 @@ def run(model: Any) -> SelfTest:
     )
 
 
-def compiled_differences(model: Any, prompt: mx.array, tokens: Sequence[int] = COMPARED) -> dict[int, float]:
-    """The largest difference in any logit between compiled and other passes over n tokens, after a prompt [T].
-
-    The fused operations of a device may round differently.
-    """
-    caches, compiler = _prefilled(model, prompt), Compiler()
-    differences = {}
-    for n in tokens:
-        window = mx.repeat(prompt[None, -1:], n, axis=1)
-        ours, others = (
-            model(window, cache=copy.deepcopy(caches), n_confirmed=int(n > 1), compiler=c) for c in (compiler, None)
-        )
-        differences[n] = _difference(ours, others)
-    return differences
-
-
-def report_differences(differences: dict[int, float]) -> str:
-    """The result, in one line."""
-    if not any(differences.values()):
-        return f"Compiled passes over {', '.join(map(str, differences))} tokens give the same bits as uncompiled ones."
-    different = ", ".join(f"{n}: {d:.3g}" for n, d in differences.items())
-    return f"Compiled passes round differently here. The largest difference in a logit, by the tokens of a pass: {different}."
+def _compiled_difference(model: Any, prompt: mx.array, n: int) -> float:
+    """The largest difference in any logit between a compiled and another pass over n tokens, after a prompt [T]."""
+    caches, window = _prefilled(model, prompt), mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]
+    passes = [
+        model(window, cache=copy.deepcopy(caches), n_confirmed=int(n > 1), compiler=c) for c in (Compiler(), None)
+    ]
+    return _difference(*passes)
 
 
 def _difference(a: mx.array, b: mx.array) -> float:

@@ -16,7 +16,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import open_prompt_cache
 from ..checkpoint.load import DEMO, check_family, load
-from ..checkpoint.self_test import compiled_differences, report_differences
 from ..cli.display import one_line_errors, prompt_progress
 from ..cli.flags import (
     add_drafting,
@@ -105,7 +104,6 @@ def run(args: argparse.Namespace) -> None:
             options["prompt_cache"] = pictured.cache(model, options["prompt_cache"])
         result = check(model, mx.array(prompt), text_options(args), stop_tokens=tokenizer.eos_token_ids, **options)
         print(result.report(tokenizer))
-        print(report_differences(compiled_differences(model, mx.array(prompt))))
         sys.exit(0 if result.passed else 1)
     with open_prompt_store(args, model) as store, prompt_progress() as progress:
         text, last = print_text(
