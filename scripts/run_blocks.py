@@ -46,8 +46,7 @@ mlx_mtp() {
       [[ "$*" == *--tune* ]] && set -- "$@" --repeat 2 || set -- "$@" --repeat 1
       set -- "$@" --max-tokens 8 ;;
     fit)
-      set -- "$@" --iters 40 --learning-rate 1e-3 --max-seq-length 64 --max-tokens 20 --drafts 1 --steps-per-eval 20
-      set -- "$@" --cache-gb 0.01 ;;
+      set -- "$@" --iters 40 --learning-rate 1e-3 --max-seq-length 64 --max-tokens 20 --drafts 1 --steps-per-eval 20 ;;
     generate | chat) set -- "$@" --max-tokens 20 ;;
     server) set -- "$@" --max-tokens 40 ;;
   esac

@@ -329,12 +329,10 @@ def test_no_two_parts_share_a_file(tmp_path, loaded):
     assert not {tuple(t.tokens) for t in twice.train} & {tuple(t.tokens) for t in twice.test}
 
 
-@pytest.mark.parametrize(("limit", "n"), [(30, 3), (29, 2), (13, 1), (0, 1)])
-def test_no_more_is_recorded_than_fits(tmp_path, limit, n):
-    """Of each text at most its last 8 tokens; those to choose the best head by come first."""
-    train, valid = [Text("a", [1] * 8), Text("b", [1] * 20), Text("c", [1] * 8)], [Text("d", [1] * 6)]
-    data = Data(["x"], None, max_seq_length=8, answers=1, max_tokens=8, temp=0.0, cache_gb=1.0, seed=0)
-    assert prepare(None, None, Split(train, valid, valid), data, limit, tmp_path).train == train[:n]
+def test_no_more_is_recorded_than_is_trained_on(tmp_path):
+    train, valid = [Text(str(i), [1] * 8) for i in range(3)], [Text("d", [1] * 6)]
+    data = Data(["x"], None, max_seq_length=8, answers=1, max_tokens=8, temp=0.0, seed=0)
+    assert prepare(None, None, Split(train, valid, valid), data, 2, tmp_path) == Split(train[:2], valid, valid)
 
 
 def test_lines_of_text(tmp_path, loaded):
@@ -347,7 +345,7 @@ def test_lines_of_text(tmp_path, loaded):
 
 def test_an_answer_that_was_cut_short_is_made_again(tmp_path, loaded):
     prompts = [Text(str(i), [40 + i], 1) for i in range(3)]
-    data = Data(None, None, 64, answers=2, max_tokens=8, temp=1.0, cache_gb=1.0, seed=0)
+    data = Data(None, None, 64, answers=2, max_tokens=8, temp=1.0, seed=0)
     whole = answer_all(*loaded, prompts, tmp_path / "a", data)
     lines = (tmp_path / "a").read_text()
     (tmp_path / "b").write_text(lines[: len(lines) // 2])
@@ -373,7 +371,8 @@ FILES |= {"adapter_config.json": b"{}", "fit.json": b"{}"}
         ("--drafts 9", "--drafts must be from 1 to 8, not 9."),
         ("--iters 0", "--iters must be 1 or more, not 0."),
         ("--steps-per-eval 0", "--steps-per-eval must be 1 or more, not 0."),
-        ("--cache-gb 0", "--cache-gb must be more than 0, not 0.0."),
+        ("--learning-rate 0", "--learning-rate must be more than 0, not 0.0."),
+        ("--cache-gb 1", "--cache-gb was removed: mlx_mtp fit records no more texts than"),
         ("--lora-rank 8", "--lora-rank was removed: mlx_mtp fit writes the whole head"),
         ("--corpus few.txt --prompts few.txt", "Choose either --corpus or --prompts, not both."),
         ("--corpus nope.md", "error: --corpus: there is no file nope.md."),

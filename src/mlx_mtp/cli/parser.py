@@ -52,6 +52,7 @@ REMOVED = {
     "cache": "`mlx_mtp doctor` shows the folder of downloaded heads; delete those that you do not need.",
     "draft_vocab": "--draft-vocab N drafts from the first N token ids, the special tokens and the tokens of the text.",
     "--no-figures": "the line below each answer is always printed.",
+    "--cache-gb": "mlx_mtp fit records no more texts than --iters and --batch-size train on.",
     "--lora-rank": "mlx_mtp fit writes the whole head, beside links to the model's files.",
     "--report": "--json FILE writes the machine and the figures.",
     "--assume-acceptance": "python -m benchmarks.synthetic --acceptance RATE in a checkout.",

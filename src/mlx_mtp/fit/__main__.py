@@ -12,7 +12,7 @@ GROUPS = {
     "model": ("model", "mlx_path", "adapter_path"),
     "texts": ("corpus", "prompts", "answers", "max_tokens", "temp", "max_seq_length"),
     "training": ("drafts", "iters", "batch_size", "learning_rate", "steps_per_eval", "seed"),
-    "caches": ("cache_path", "cache_gb"),
+    "caches": ("cache_path",),
 }
 
 
@@ -49,7 +49,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=256, help="Maximum number of tokens of an answer, and of a measured text.")
     add("--temp", type=float, default=0.7, help="Sampling temperature of the answers.")
     add("--cache-path", metavar="FOLDER", help="Keep the recorded states in this folder for another run.")
-    add("--cache-gb", type=float, default=8.0, metavar="GB", help="Maximum size of the recorded states on disk, in GB.")
     add("--seed", type=int, default=0, help="The PRNG seed")
     return finish(parser, GROUPS)
 

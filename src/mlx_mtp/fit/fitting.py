@@ -20,13 +20,12 @@ from ..checkpoint.output import atomic_directory, check_new, write_config, write
 from ..checkpoint.reader import CheckpointReader
 from ..cli.display import say
 from ..cli.flags import check_limits
-from ..cli.parser import flag_of
 from ..files import check_folder, check_source, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
 from .comparison import Comparison, compare, measure
 from .loss import DraftLoss
 from .texts import SHORTEST, Data, Split, describe, prepare, split
-from .training import Schedule, bytes_per_token, make_trainable, record, train_head
+from .training import Schedule, make_trainable, record, train_head
 
 LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("iters", "batch_size", "steps_per_eval", "answers", "max_tokens"), (1, math.inf)),
@@ -71,7 +70,6 @@ def fit(
     max_tokens: int = 256,
     temp: float = 0.7,
     cache_path: str | Path | None = None,
-    cache_gb: float = 8.0,
     seed: int = 0,
 ) -> Comparison:
     """Train only a model's MTP head, to predict the model's text, and write it if more drafts are accepted.
@@ -99,7 +97,6 @@ def fit(
         temp (float): The temperature of the answers. Default: ``0.7``.
         cache_path (Union[str, Path], optional): The folder for recorded states, which is kept. Default: ``None``, a folder
           next to ``mlx_path``, which is removed at the end.
-        cache_gb (float): The limit of recorded states; the rest of the corpus is not used. Default: ``8``.
         seed (int): The seed for dividing and ordering the texts. Default: ``0``.
 
     Returns:
@@ -111,7 +108,7 @@ def fit(
     """
     target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
     check_new(target)
-    data = Data(corpus, prompts, max_seq_length, answers, max_tokens, temp, cache_gb, seed)
+    data = Data(corpus, prompts, max_seq_length, answers, max_tokens, temp, seed)
     how = Schedule(iters, batch_size, learning_rate, steps_per_eval, seed)
     check_arguments(data, how, drafts)
     if adapter_path is not None:
@@ -126,8 +123,7 @@ def fit(
     check_head_weights(loaded, model, adapter_path)
     texts = data.read(tokenizer)
     open_work(work, [model, adapter_path, data, texts])
-    limit = int(cache_gb * 1e9 / bytes_per_token(loaded))
-    parts = prepare(loaded, tokenizer, split(texts, data.shortest, seed), data, limit, work)
+    parts = prepare(loaded, tokenizer, split(texts, data.shortest, seed), data, iters * batch_size, work)
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
     say(f"Measuring the original head on {len(starts)} held-out texts")
@@ -180,9 +176,8 @@ def check_arguments(data: Data, how: Schedule, drafts: int) -> None:
         raise ValueError("Choose either --corpus or --prompts, not both.")
     given = {**vars(data), **vars(how), "drafts": drafts}
     check_limits(given, LIMITS)
-    for name in ("learning_rate", "cache_gb"):
-        if given[name] <= 0:
-            raise ValueError(f"{flag_of(name)} must be more than 0, not {given[name]}.")
+    if how.learning_rate <= 0:
+        raise ValueError(f"--learning-rate must be more than 0, not {how.learning_rate}.")
     for file in data.corpus or ():
         check_source(Path(file), "--corpus")
     if data.prompts is not None:

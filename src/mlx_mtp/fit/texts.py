@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,7 +123,6 @@ class Data:
     answers: int
     max_tokens: int
     temp: float
-    cache_gb: float
     seed: int
 
     @property
@@ -138,24 +136,19 @@ class Data:
         return read_prompts(None if self.prompts is None else Path(self.prompts), tokenizer)
 
 
-def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, data: Data, limit: int, work: Path) -> Split:
-    """Let the model answer the prompts; at most ``limit`` tokens are recorded."""
+def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, data: Data, most: int, work: Path) -> Split:
+    """Let the model answer the prompts. Keep as many texts as are trained on, ``most``."""
     if data.corpus is None:
         train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", data)
         valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", data)
         parts = Split(train, valid, parts.test)
-    length = data.max_seq_length
-    limit -= sum(min(len(text.tokens), length) for text in parts.valid)
-    n_recorded = accumulate(min(len(text.tokens), length) for text in parts.train)
-    train = [text for text, n in zip(parts.train, n_recorded) if n <= limit] or parts.train[:1]
-    n_tokens = [sum(len(text.tokens) for text in part) for part in (train, parts.valid, parts.test)]
+    parts = Split(parts.train[:most], parts.valid, parts.test)
+    n_tokens = [sum(len(text.tokens) for text in part) for part in (parts.train, parts.valid, parts.test)]
     say(
         f"{n_tokens[0]:,} tokens to train on, {n_tokens[1]:,} to choose the best head by, and {n_tokens[2]:,} to "
         "measure it on"
     )
-    if len(train) < len(parts.train):
-        say(f"--cache-gb {data.cache_gb:g} leaves out {len(parts.train) - len(train):,} texts")
-    return Split(train, parts.valid, parts.test)
+    return parts
 
 
 def describe(data: Data, parts: Split, drafts: int, iters: int) -> dict[str, Any]:

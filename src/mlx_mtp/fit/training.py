@@ -38,12 +38,6 @@ PAD_TO = 32  # as in mlx-lm: fewer lengths need fewer compiled graphs
 BETAS = (0.9, 0.95)
 
 
-def bytes_per_token(model: MTPModel) -> int:
-    """The bytes of a token on disk: its hidden state, and the ids and probabilities of the likeliest next tokens."""
-    embedding = model.model.embed_tokens(mx.array([0]))  # [1, H]
-    return int(embedding.nbytes + TOP_K * (mx.uint32.size + mx.float16.size) + mx.uint32.size)
-
-
 def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batch_size: int, length: int) -> list[Path]:
     """Write a file for each text, see ``read_states``, and keep the files of an earlier run.
 

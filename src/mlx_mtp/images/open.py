@@ -25,14 +25,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 _opening = Lock()
 
 
-def pillow() -> Any:
-    """Pillow's ``Image`` module, or a MissingExtra with the command to install it."""
-    require("image", "An image")
-    from PIL import Image
-
-    return Image
-
-
 def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None = None) -> "Image":
     """Open an image as a viewer shows it: upright, in RGB, its first frame, transparent parts on white.
 
@@ -65,7 +57,9 @@ def size_of(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: s
 
 def _open(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None) -> "tuple[Image, str]":
     """An image whose pixels have not been read, and its name in errors."""
-    image_module = pillow()
+    require("image", "An image")
+    from PIL import Image, UnidentifiedImageError
+
     if isinstance(source, str) and source.startswith("data:"):
         source = decode_url(source, name or "The image")
     elif isinstance(source, str | Path):
@@ -74,17 +68,17 @@ def _open(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str
     elif isinstance(source, np.ndarray):
         if source.ndim != 3 or source.shape[-1] != 3 or 0 in source.shape or source.dtype != np.uint8:
             raise ValueError(f"An image must be uint8 [height, width, 3], not {source.dtype} {list(source.shape)}.")
-        source = image_module.fromarray(source)
+        source = Image.fromarray(source)
     name = name or "The image"
-    if not isinstance(source, bytes | image_module.Image):
+    if not isinstance(source, bytes | Image.Image):
         raise ValueError(f"{name} must be a file, bytes or an image of Pillow, not {type(source).__name__}.")
     if isinstance(source, bytes):
         _check_bytes(len(source), name)
     try:
-        image = image_module.open(BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
-    except image_module.UnidentifiedImageError as e:
+        image = Image.open(BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
+    except UnidentifiedImageError as e:
         raise ValueError(f"{name} is not an image of a known format ({', '.join(FORMATS)}).") from e
-    except image_module.DecompressionBombError as e:
+    except Image.DecompressionBombError as e:
         raise ValueError(f"{name} has more than {MAX_PIXELS:,} pixels: make it smaller.") from e
     except Exception as e:  # its plugins raise nearly anything
         raise _unreadable(name, e) from e

@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
 from ..models.mixin import MTPModel
-from .open import open_image, size_of
+from .open import size_of
 from .vision import PLACEHOLDER, VIDEO_TOKEN, Vision
 
 MARK = f"<|image {secrets.token_hex(16)}|>"  # stands for an image until the text is tokenized; clients cannot guess it
@@ -156,7 +156,7 @@ def read_images(
     try:
         for i, (image, size) in enumerate(zip(images, sizes), 1):
             before_each(vision.processor.nbytes_of(*size))
-            pixel_values.append(vision.processor.patches_of(open_image(image, _name(image, i))))
+            pixel_values.append(vision.processor.preprocess_image(image, _name(image, i)))
     except BaseException:
         pixel_values.clear()  # the traceback would keep them
         mx.clear_cache()

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,11 +19,6 @@ from ..extras import require
 from ..memory import nbytes_of
 from .open import open_image
 from .tower import VisionArgs, VisionTower, make_tower, split_tower
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-Array = np.ndarray[Any, Any]
 
 CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")  # the first is newer
 TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # keys of config.json
@@ -78,21 +73,18 @@ class Processor:
         n = rows * columns * (self.patch_size * self.merge_size) ** 2  # pixels
         return PIXEL_BYTES * (2 * width * height + n) + 3 * n * (2 + 2 * self.temporal_patch_size) * np.float32().nbytes
 
-    def preprocess_image(self, image: "Array | Image") -> mx.array:
+    def preprocess_image(self, image: Any, name: str | None = None) -> mx.array:
         """
         Args:
-            image (Union[np.ndarray, PIL.Image.Image]): An image of Pillow, or uint8 values [height, width, 3] in RGB.
+            image (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): The image and its name, as for ``open_image``.
 
         Returns:
             mx.array: [rows, columns, merge_size**2, P] in float32: the grid of its tokens, and the patches of each.
 
         Raises:
-            ValueError: The image is empty, too large or too long, or an array of another kind.
+            ValueError: The image cannot be opened.
         """
-        return self.patches_of(open_image(image))
-
-    def patches_of(self, rgb: "Image") -> mx.array:
-        """``preprocess_image`` for an image of ``open_image``."""
+        rgb = open_image(image, name)
         rows, columns = self.grid(rgb.width, rgb.height)
         patches = self._theirs(images=[rgb], return_tensors="np")["pixel_values"]  # [N, P]
         return mx.array(patches.reshape(rows, columns, self.merge_size**2, -1))  # evaluated: another thread uses it
