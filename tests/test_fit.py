@@ -23,8 +23,9 @@ from mlx_mtp.fit import loss as losses
 from mlx_mtp.fit import texts as texts_of_a_fit
 from mlx_mtp.fit.comparison import TextCounts, compare
 from mlx_mtp.fit.loss import DraftKVCache, DraftLoss
-from mlx_mtp.fit.texts import Data, Split, Text, answer_all, prepare, read_corpus, split
-from mlx_mtp.fit.training import Schedule, iterate_batches, make_trainable, read_states, record, train_head
+from mlx_mtp.fit.options import FitOptions
+from mlx_mtp.fit.texts import Split, Text, answer_all, prepare, read_corpus, split
+from mlx_mtp.fit.training import iterate_batches, make_trainable, read_states, record, train_head
 from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import config_of, differing, make_adapter, parameters, quantize_head, write
 from tests.support.commands import refusal
@@ -268,7 +269,7 @@ def train(folder, model, iters=12, end=0, error=RuntimeError):
             raise error("ended")
         return loss(*args)
 
-    return train_head(model.mtp, ending, *parts, Schedule(iters, 4, 1e-2, 4, 0))
+    return train_head(model.mtp, ending, *parts, FitOptions(iters=iters, learning_rate=1e-2, steps_per_eval=4))
 
 
 def test_an_interrupt_keeps_the_best(tmp_path, capsys):
@@ -318,21 +319,21 @@ def test_no_two_parts_share_a_file(tmp_path, loaded):
     for i, file in enumerate(files):
         file.write_text(f"value_{i} = {i}\n" * 40)
     texts = read_corpus(files, tokenizer, 64)
-    parts = split(texts, 32, seed=0)
+    parts = split(texts, FitOptions(files))
     train, valid, test = ({text.source for text in part} for part in (parts.train, parts.valid, parts.test))
     assert (len(train), len(valid), len(test)) == (23, 3, 4)
     assert len(train | valid | test) == 30
     assert all(len(text.tokens) <= 64 for text in texts)
     assert sum(len(text.tokens) for text in texts) == sum(len(tokenizer.encode(f.read_text())) for f in files)
-    assert split(texts, 32, seed=1) != parts
-    twice = split([*texts, *(Text(f"copy of {text.source}", text.tokens) for text in texts)], 32, seed=0)
+    assert split(texts, FitOptions(files, seed=1)) != parts
+    twice = split([*texts, *(Text(f"copy of {text.source}", text.tokens) for text in texts)], FitOptions(files))
     assert not {tuple(t.tokens) for t in twice.train} & {tuple(t.tokens) for t in twice.test}
 
 
 def test_no_more_is_recorded_than_is_trained_on(tmp_path):
     train, valid = [Text(str(i), [1] * 8) for i in range(3)], [Text("d", [1] * 6)]
-    data = Data(["x"], None, max_seq_length=8, answers=1, max_tokens=8, temp=0.0, seed=0)
-    assert prepare(None, None, Split(train, valid, valid), data, 2, tmp_path) == Split(train[:2], valid, valid)
+    how = FitOptions(["x"], iters=2, batch_size=1)
+    assert prepare(None, None, Split(train, valid, valid), how, tmp_path) == Split(train[:2], valid, valid)
 
 
 def test_lines_of_text(tmp_path, loaded):
@@ -345,11 +346,11 @@ def test_lines_of_text(tmp_path, loaded):
 
 def test_an_answer_that_was_cut_short_is_made_again(tmp_path, loaded):
     prompts = [Text(str(i), [40 + i], 1) for i in range(3)]
-    data = Data(None, None, 64, answers=2, max_tokens=8, temp=1.0, seed=0)
-    whole = answer_all(*loaded, prompts, tmp_path / "a", data)
+    how = FitOptions(answers=2, max_tokens=8, temp=1.0)
+    whole = answer_all(*loaded, prompts, tmp_path / "a", how)
     lines = (tmp_path / "a").read_text()
     (tmp_path / "b").write_text(lines[: len(lines) // 2])
-    assert answer_all(*loaded, prompts, tmp_path / "b", data) == whole
+    assert answer_all(*loaded, prompts, tmp_path / "b", how) == whole
     assert (tmp_path / "b").read_text() == lines
     assert whole[0].tokens != whole[3].tokens  # another answer to the same prompt
 

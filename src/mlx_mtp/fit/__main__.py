@@ -7,6 +7,7 @@ from shlex import quote
 from ..cli.display import one_line_errors
 from ..cli.parser import finish, parse
 from .fitting import fit
+from .options import FitOptions
 
 GROUPS = {
     "model": ("model", "mlx_path", "adapter_path"),
@@ -21,7 +22,6 @@ def make_parser() -> argparse.ArgumentParser:
         prog="mlx_mtp fit",
         description="Train a model's MTP head to predict the model's own text. The rest of the model and its text do not "
         "change. Exits with status 1 if the head is not better than before.",
-        argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
     add("--model", required=True, help="The path to the local model directory or Hugging Face repo.")
@@ -39,17 +39,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="A file of prompts, separated by lines of three dashes (default: nine built-in prompts).",
     )
     add("--adapter-path", help="Path to the trained adapter weights and config of the backbone.")
-    add("--drafts", type=int, default=4, help="Number of drafts to train at each position.")
-    add("--iters", type=int, default=500, help="Iterations to train for.")
-    add("--batch-size", type=int, default=4, help="Minibatch size.")
-    add("--learning-rate", type=float, default=1e-4, help="AdamW learning rate.")
-    add("--max-seq-length", type=int, default=512, help="Cut texts into pieces of this many tokens.")
-    add("--steps-per-eval", type=int, default=50, help="Number of training steps between validations.")
-    add("--answers", type=int, default=8, help="Number of answers to each prompt.")
-    add("--max-tokens", type=int, default=256, help="Maximum number of tokens of an answer, and of a measured text.")
-    add("--temp", type=float, default=0.7, help="Sampling temperature of the answers.")
+    add("--drafts", type=int, help="Number of drafts to train at each position.")
+    add("--iters", type=int, help="Iterations to train for.")
+    add("--batch-size", type=int, help="Minibatch size.")
+    add("--learning-rate", type=float, help="AdamW learning rate.")
+    add("--max-seq-length", type=int, help="Cut texts into pieces of this many tokens.")
+    add("--steps-per-eval", type=int, help="Number of training steps between validations.")
+    add("--answers", type=int, help="Number of answers to each prompt.")
+    add("--max-tokens", type=int, help="Maximum number of tokens of an answer, and of a measured text.")
+    add("--temp", type=float, help="Sampling temperature of the answers.")
     add("--cache-path", metavar="FOLDER", help="Keep the recorded states in this folder for another run.")
-    add("--seed", type=int, default=0, help="The PRNG seed")
+    add("--seed", type=int, help="The PRNG seed")
+    parser.set_defaults(**vars(FitOptions()))
     return finish(parser, GROUPS)
 
 

@@ -2,14 +2,11 @@
 
 import hashlib
 import json
-import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from ..checkpoint.config import Config, check_config, read_json
 from ..checkpoint.fetched import fetch_missing_head
@@ -19,20 +16,12 @@ from ..checkpoint.load import load
 from ..checkpoint.output import atomic_directory, check_new, write_config, write_weights
 from ..checkpoint.reader import CheckpointReader
 from ..cli.display import say
-from ..cli.flags import check_limits
-from ..files import check_folder, check_source, write_atomic
-from ..pacing.depth import MAX_DRAFT_TOKENS
+from ..files import check_folder, write_atomic
 from .comparison import Comparison, compare, measure
-from .loss import DraftLoss
-from .texts import SHORTEST, Data, Split, describe, prepare, split
-from .training import Schedule, make_trainable, record, train_head
+from .options import FitOptions
+from .texts import describe, prepare, read_texts, split
+from .training import train
 
-LIMITS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("iters", "batch_size", "steps_per_eval", "answers", "max_tokens"), (1, math.inf)),
-    **dict.fromkeys(("temp", "seed"), (0, math.inf)),
-    "max_seq_length": (SHORTEST, math.inf),
-    "drafts": (1, MAX_DRAFT_TOKENS),
-}
 USAGE = """
 ## Fitted MTP head
 
@@ -56,21 +45,10 @@ It was fitted on top of the adapter {adapter}: generate with `--adapter-path {ad
 def fit(
     model: str,
     mlx_path: str,
-    corpus: Sequence[str | Path] | None = None,
-    prompts: str | Path | None = None,
     *,
     adapter_path: str | None = None,
-    drafts: int = 4,
-    iters: int = 500,
-    batch_size: int = 4,
-    learning_rate: float = 1e-4,
-    max_seq_length: int = 512,
-    steps_per_eval: int = 50,
-    answers: int = 8,
-    max_tokens: int = 256,
-    temp: float = 0.7,
     cache_path: str | Path | None = None,
-    seed: int = 0,
+    **options: Any,
 ) -> Comparison:
     """Train only a model's MTP head, to predict the model's text, and write it if more drafts are accepted.
 
@@ -81,23 +59,10 @@ def fit(
         model (str): The path or the Hugging Face repository of a checkpoint. If it has no head, the head of its base model is
           fetched and fitted.
         mlx_path (str): The folder of the checkpoint to write.
-        corpus (Sequence[Union[str, Path]], optional): Files of text like the model's future output, or ``.jsonl`` files
-          of ``mlx_lm.lora``. Default: ``None``, prompts.
-        prompts (Union[str, Path], optional): A file of prompts, separated by lines of three dashes, which the model answers
-          first. Default: ``None``, built-in ones.
         adapter_path (str, optional): A trained adapter of ``mlx_lm.lora`` for the backbone. Default: ``None``.
-        drafts (int): The number of drafts to train and measure at each position. Default: ``4``.
-        iters (int): Iterations to train for. Default: ``500``.
-        batch_size (int): Texts in an iteration. Default: ``4``.
-        learning_rate (float): AdamW's highest learning rate. Default: ``1e-4``.
-        max_seq_length (int): Cut texts into pieces of this many tokens; use the end of longer answers. Default: ``512``.
-        steps_per_eval (int): Iterations between validations; the best head is kept. Default: ``50``.
-        answers (int): Answers to each prompt. Default: ``8``.
-        max_tokens (int): The length of an answer, and of a measured continuation. Default: ``256``.
-        temp (float): The temperature of the answers. Default: ``0.7``.
         cache_path (Union[str, Path], optional): The folder for recorded states, which is kept. Default: ``None``, a folder
           next to ``mlx_path``, which is removed at the end.
-        seed (int): The seed for dividing and ordering the texts. Default: ``0``.
+        options: The texts and the training, see :class:`FitOptions`.
 
     Returns:
         Comparison: The acceptance before and after. Nothing is written unless ``is_better``.
@@ -108,9 +73,8 @@ def fit(
     """
     target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
     check_new(target)
-    data = Data(corpus, prompts, max_seq_length, answers, max_tokens, temp, seed)
-    how = Schedule(iters, batch_size, learning_rate, steps_per_eval, seed)
-    check_arguments(data, how, drafts)
+    how = FitOptions(**options)
+    how.check()
     if adapter_path is not None:
         check_folder(Path(adapter_path), "--adapter-path")
     if work.exists():
@@ -121,42 +85,25 @@ def fit(
     loaded, tokenizer = load(model, adapter_path=adapter_path, lazy=True, mtp=mtp, draft_vocab=0, settings=False)
     loaded.fetched_head = head
     check_head_weights(loaded, model, adapter_path)
-    texts = data.read(tokenizer)
-    open_work(work, [model, adapter_path, data, texts])
-    parts = prepare(loaded, tokenizer, split(texts, data.shortest, seed), data, iters * batch_size, work)
+    texts = read_texts(tokenizer, how)
+    open_work(work, [model, adapter_path, texts, how.max_seq_length, how.answers, how.max_tokens, how.temp, how.seed])
+    parts = prepare(loaded, tokenizer, split(texts, how), how, work)
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
     say(f"Measuring the original head on {len(starts)} held-out texts")
-    before = measure(loaded, tokenizer, starts, drafts, max_tokens)
-    best_iters = train_on(loaded, parts, max_seq_length, drafts, how, work)
+    before = measure(loaded, tokenizer, starts, how.drafts, how.max_tokens)
+    best_iters = train(loaded, parts, how, work)
     say("Measuring the fitted head on the same texts")
-    comparison = compare(before, measure(loaded, tokenizer, starts, drafts, max_tokens))
+    comparison = compare(before, measure(loaded, tokenizer, starts, how.drafts, how.max_tokens))
     print(comparison.table())
 
     if comparison.is_better:
-        record = describe(data, parts, drafts, best_iters)
+        record = describe(parts, how, best_iters)
         write_checkpoint(target, source, loaded, model, adapter_path, record, comparison.table())
         say(f"Wrote {target}")
     if cache_path is None:
         shutil.rmtree(work)
     return comparison
-
-
-def train_on(model: Any, parts: Split, length: int, drafts: int, how: Schedule, work: Path) -> int:
-    """Record the texts, and train the head of a model, which keeps its dtype. Return the iterations of the best head."""
-    train, valid = (
-        record(model, texts, work / "states", name, how.batch_size, length)
-        for name, texts in (("train", parts.train), ("valid", parts.valid))
-    )
-    dtypes = tree_map(lambda p: p.dtype, model.mtp.parameters())
-    model.freeze()
-    make_trainable(model.mtp)
-    loss = DraftLoss(model.model.embed_tokens, model.output_layer, drafts)
-    best = train_head(model.mtp, loss, train, valid, how)
-    model.mtp.update(tree_map(lambda p, dtype: p.astype(dtype), model.mtp.parameters(), dtypes))
-    losses = f"{best.losses[0]:.3f} -> {min(best.losses):.3f}" if best.losses else "unknown"
-    say(f"Best at iteration {best.iters}: validation loss {losses}, peak memory {mx.get_peak_memory() / 1e9:.2f} GB")
-    return best.iters
 
 
 def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
@@ -168,20 +115,6 @@ def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
             f"The MTP head of {name} is quantized: give it the base model's, `mlx_mtp convert --graft-mtp-from BASE_MODEL "
             f"--model {name} --mlx-path NEW`, and fit that."
         )
-
-
-def check_arguments(data: Data, how: Schedule, drafts: int) -> None:
-    """Raise a ValueError if an argument is out of range, or two contradict each other."""
-    if data.corpus is not None and data.prompts is not None:
-        raise ValueError("Choose either --corpus or --prompts, not both.")
-    given = {**vars(data), **vars(how), "drafts": drafts}
-    check_limits(given, LIMITS)
-    if how.learning_rate <= 0:
-        raise ValueError(f"--learning-rate must be more than 0, not {how.learning_rate}.")
-    for file in data.corpus or ():
-        check_source(Path(file), "--corpus")
-    if data.prompts is not None:
-        check_source(Path(data.prompts), "--prompts")
 
 
 def open_work(work: Path, source: Any) -> None:

@@ -21,8 +21,8 @@ from ..cli.display import say
 from ..decoding.loop import mtp_generate_step
 from ..files import write_atomic
 from ..sampling.sampler import make_sampler
+from .options import SHORTEST, FitOptions
 
-SHORTEST = 32  # tokens of a text: half of it is the prompt of a measurement
 HELD_OUT = 0.1  # the share of sources for validation, and for the test
 MIN_TEST = 4  # sources, unless these are more than a third: with fewer, the uncertainty is unknown
 MIN_TEXTS = 3  # to measure on
@@ -45,6 +45,12 @@ class Split:
     train: list[Text]
     valid: list[Text]
     test: list[Text]
+
+
+def read_texts(tokenizer: TokenizerWrapper, how: FitOptions) -> list[Text]:
+    if how.corpus is not None:
+        return read_corpus([Path(file) for file in how.corpus], tokenizer, how.max_seq_length)
+    return read_prompts(None if how.prompts is None else Path(how.prompts), tokenizer)
 
 
 def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int) -> list[Text]:
@@ -89,11 +95,12 @@ def read_prompts(file: Path | None, tokenizer: TokenizerWrapper) -> list[Text]:
     return [Text(name, tokens, len(tokens)) for name, tokens in encoded.items()]
 
 
-def split(texts: Sequence[Text], shortest: int, seed: int) -> Split:
-    """Divide texts of at least ``shortest`` tokens by source, and shuffle each part. A ValueError tells of too few sources."""
+def split(texts: Sequence[Text], how: FitOptions) -> Split:
+    """Divide texts by source, without short ones of a corpus, and shuffle each part. A ValueError tells of too few sources."""
+    shortest = 1 if how.corpus is None else SHORTEST
     texts = list({tuple(text.tokens): text for text in texts if len(text.tokens) >= shortest}.values())  # each once
     sources = sorted({text.source for text in texts})
-    rng = random.Random(seed)
+    rng = random.Random(how.seed)
     rng.shuffle(sources)
     n_valid = max(1, round(HELD_OUT * len(sources)))
     n_test = max(n_valid, min(MIN_TEST, len(sources) // 3))
@@ -113,36 +120,13 @@ def split(texts: Sequence[Text], shortest: int, seed: int) -> Split:
     return parts
 
 
-@dataclass(frozen=True)
-class Data:
-    """The data of a fit; see ``fit``."""
-
-    corpus: Sequence[str | Path] | None
-    prompts: str | Path | None
-    max_seq_length: int
-    answers: int
-    max_tokens: int
-    temp: float
-    seed: int
-
-    @property
-    def shortest(self) -> int:
-        """The fewest tokens of a useful text."""
-        return 1 if self.corpus is None else SHORTEST
-
-    def read(self, tokenizer: TokenizerWrapper) -> list[Text]:
-        if self.corpus is not None:
-            return read_corpus([Path(file) for file in self.corpus], tokenizer, self.max_seq_length)
-        return read_prompts(None if self.prompts is None else Path(self.prompts), tokenizer)
-
-
-def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, data: Data, most: int, work: Path) -> Split:
-    """Let the model answer the prompts. Keep as many texts as are trained on, ``most``."""
-    if data.corpus is None:
-        train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", data)
-        valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", data)
+def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, how: FitOptions, work: Path) -> Split:
+    """Let the model answer the prompts. Keep as many texts as are trained on."""
+    if how.corpus is None:
+        train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", how)
+        valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", how)
         parts = Split(train, valid, parts.test)
-    parts = Split(parts.train[:most], parts.valid, parts.test)
+    parts = Split(parts.train[: how.iters * how.batch_size], parts.valid, parts.test)
     n_tokens = [sum(len(text.tokens) for text in part) for part in (parts.train, parts.valid, parts.test)]
     say(
         f"{n_tokens[0]:,} tokens to train on, {n_tokens[1]:,} to choose the best head by, and {n_tokens[2]:,} to "
@@ -151,30 +135,32 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, data: Data, m
     return parts
 
 
-def describe(data: Data, parts: Split, drafts: int, iters: int) -> dict[str, Any]:
+def describe(parts: Split, how: FitOptions, iters: int) -> dict[str, Any]:
     """The model card's text about a fit."""
     n_tokens, n_sources = sum(len(text.tokens) for text in parts.train), len({text.source for text in parts.train})
-    what = "of the user's files" if data.corpus is not None else "of its own answers"
+    what = "of the user's files" if how.corpus is not None else "of its own answers"
     return {
-        "trained_on": f"{n_tokens:,} tokens {what} ({n_sources:,} sources), {iters} iterations, {drafts} drafts",
-        "measured_on": f"{len(parts.test)} other texts, greedy decoding with {drafts} drafts a step",
+        "trained_on": f"{n_tokens:,} tokens {what} ({n_sources:,} sources), {iters} iterations, {how.drafts} drafts",
+        "measured_on": f"{len(parts.test)} other texts, greedy decoding with {how.drafts} drafts a step",
     }
 
 
-def answer_all(model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[Text], file: Path, data: Data) -> list[Text]:
-    """Answer each prompt ``data.answers`` times with different seeds, and append every answer to a file of JSON lines.
+def answer_all(
+    model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[Text], file: Path, how: FitOptions
+) -> list[Text]:
+    """Answer each prompt ``how.answers`` times with different seeds, and append every answer to a file of JSON lines.
 
     At temperature 0 there is one answer.
     """
-    n_answers = data.answers if data.temp > 0 else 1
-    tasks = [(text, data.seed + i) for i in range(n_answers) for text in prompts]
+    n_answers = how.answers if how.temp > 0 else 1
+    tasks = [(text, how.seed + i) for i in range(n_answers) for text in prompts]
     done = _read(file)
     write_atomic(file, "".join(map(_line, done)))
     todo = tasks[len(done) :]
     with file.open("a", encoding="utf-8") as f:
         for prompt, seed in tqdm(todo, desc="Answering", unit="answer", disable=None):
-            sampler = make_sampler(temp=data.temp, seed=seed) if data.temp > 0 else None
-            tokens = continue_text(model, tokenizer, prompt.tokens, max_tokens=data.max_tokens, sampler=sampler)
+            sampler = make_sampler(temp=how.temp, seed=seed) if how.temp > 0 else None
+            tokens = continue_text(model, tokenizer, prompt.tokens, max_tokens=how.max_tokens, sampler=sampler)
             done.append(Text(prompt.source, tokens, len(prompt.tokens)))
             f.write(_line(done[-1]))
             f.flush()

@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
@@ -20,22 +19,40 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.tuner import trainer
 from mlx_lm.tuner.callbacks import TrainingCallback
-from mlx_lm.tuner.trainer import TrainingArgs, train
 from mlx_lm.tuner.utils import build_schedule
 from tqdm import tqdm
 
 from ..checkpoint.head_formats import load_tensors
+from ..cli.display import say
 from ..files import save_atomic
 from ..models.head_weights import ROUTERS
 from ..models.mixin import MTPModel
 from .loss import DraftLoss
-from .texts import Text
+from .options import FitOptions
+from .texts import Split, Text
 
 TOP_K = 32  # the likeliest tokens of the backbone's distribution; the others have hardly any mass
 ROWS = 1 << 25  # logits that are computed at once
 PAD_TO = 32  # as in mlx-lm: fewer lengths need fewer compiled graphs
 BETAS = (0.9, 0.95)
+
+
+def train(model: Any, parts: Split, how: FitOptions, work: Path) -> int:
+    """Record the texts, and train the head of a model, which keeps its dtype. Return the iterations of the best head."""
+    folder, n, length = work / "states", how.batch_size, how.max_seq_length
+    train_files = record(model, parts.train, folder, "train", n, length)
+    valid_files = record(model, parts.valid, folder, "valid", n, length)
+    dtypes = tree_map(lambda p: p.dtype, model.mtp.parameters())
+    model.freeze()
+    make_trainable(model.mtp)
+    loss = DraftLoss(model.model.embed_tokens, model.output_layer, how.drafts)
+    best = train_head(model.mtp, loss, train_files, valid_files, how)
+    model.mtp.update(tree_map(lambda p, dtype: p.astype(dtype), model.mtp.parameters(), dtypes))
+    losses = f"{best.losses[0]:.3f} -> {min(best.losses):.3f}" if best.losses else "unknown"
+    say(f"Best at iteration {best.iters}: validation loss {losses}, peak memory {mx.get_peak_memory() / 1e9:.2f} GB")
+    return best.iters
 
 
 def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batch_size: int, length: int) -> list[Path]:
@@ -94,22 +111,12 @@ def _top_k(model: Any, hidden: mx.array) -> tuple[mx.array, mx.array]:
     return ids, probabilities
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The length and the learning rate of the training."""
-
-    iters: int
-    batch_size: int
-    learning_rate: float
-    steps_per_eval: int
-    seed: int
-
-    def optimizer(self) -> optim.Optimizer:
-        """AdamW with a warmup of a twentieth of the time, then cosine decay."""
-        warmup = max(self.iters // 20, 1)
-        decay = [self.learning_rate, max(self.iters - warmup, 1), self.learning_rate / 100]
-        schedule = build_schedule({"name": "cosine_decay", "arguments": decay, "warmup": warmup})
-        return optim.AdamW(learning_rate=schedule, betas=list(BETAS), bias_correction=True)
+def make_optimizer(how: FitOptions) -> optim.Optimizer:
+    """AdamW with a warmup of a twentieth of the time, then cosine decay."""
+    warmup = max(how.iters // 20, 1)
+    decay = [how.learning_rate, max(how.iters - warmup, 1), how.learning_rate / 100]
+    schedule = build_schedule({"name": "cosine_decay", "arguments": decay, "warmup": warmup})
+    return optim.AdamW(learning_rate=schedule, betas=list(BETAS), bias_correction=True)
 
 
 class Best(TrainingCallback):
@@ -133,7 +140,7 @@ def _trained(mtp: nn.Module) -> dict[str, mx.array]:
 
 
 def train_head(
-    mtp: nn.Module, loss: DraftLoss, train_files: Sequence[Path], valid_files: Sequence[Path], how: Schedule
+    mtp: nn.Module, loss: DraftLoss, train_files: Sequence[Path], valid_files: Sequence[Path], how: FitOptions
 ) -> Best:
     """Train the unfrozen weights of a head on files of ``record``, and leave it with the lowest validation loss.
 
@@ -145,7 +152,7 @@ def train_head(
         tqdm(desc="Training", total=how.iters, disable=None) as iterations,
         redirect_stdout(io.StringIO()),  # mlx-lm writes lines with the codes of colors, to files as well
     ):
-        args = TrainingArgs(
+        args = trainer.TrainingArgs(
             batch_size=how.batch_size,
             iters=how.iters,
             val_batches=-1,
@@ -157,7 +164,7 @@ def train_head(
         batches = partial(iterate_batches, seed=how.seed, on_next=iterations.update)
         functions: Any = {"loss": loss, "iterate_batches": batches, "training_callback": best}
         try:
-            train(mtp, how.optimizer(), train_files, valid_files, args, **functions)
+            trainer.train(mtp, make_optimizer(how), train_files, valid_files, args, **functions)
             iterations.update()  # the last batch, after which no other is requested
         except KeyboardInterrupt:
             tqdm.write("Interrupted: the best head so far is measured. Interrupt again to end without one.", best.out)

@@ -1,0 +1,64 @@
+"""The options of a fit, their defaults and their limits."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..cli.flags import check_limits
+from ..files import check_source
+from ..pacing.depth import MAX_DRAFT_TOKENS
+
+SHORTEST = 32  # tokens of a text: half of it is the prompt of a measurement
+LIMITS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("iters", "batch_size", "steps_per_eval", "answers", "max_tokens"), (1, math.inf)),
+    **dict.fromkeys(("temp", "seed"), (0, math.inf)),
+    "max_seq_length": (SHORTEST, math.inf),
+    "drafts": (1, MAX_DRAFT_TOKENS),
+}
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """
+    Args:
+        corpus (Sequence[Union[str, Path]], optional): Files of text like the model's future output, or ``.jsonl`` files
+          of ``mlx_lm.lora``. Default: ``None``, prompts.
+        prompts (Union[str, Path], optional): A file of prompts, separated by lines of three dashes, which the model answers
+          first. Default: ``None``, built-in ones.
+        drafts (int): The number of drafts to train and measure at each position. Default: ``4``.
+        iters (int): Iterations to train for. Default: ``500``.
+        batch_size (int): Texts in an iteration. Default: ``4``.
+        learning_rate (float): AdamW's highest learning rate. Default: ``1e-4``.
+        max_seq_length (int): Cut texts into pieces of this many tokens; use the end of longer answers. Default: ``512``.
+        steps_per_eval (int): Iterations between validations; the best head is kept. Default: ``50``.
+        answers (int): Answers to each prompt. Default: ``8``.
+        max_tokens (int): The length of an answer, and of a measured continuation. Default: ``256``.
+        temp (float): The temperature of the answers. Default: ``0.7``.
+        seed (int): The seed for dividing and ordering the texts. Default: ``0``.
+    """
+
+    corpus: Sequence[str | Path] | None = None
+    prompts: str | Path | None = None
+    drafts: int = 4
+    iters: int = 500
+    batch_size: int = 4
+    learning_rate: float = 1e-4
+    max_seq_length: int = 512
+    steps_per_eval: int = 50
+    answers: int = 8
+    max_tokens: int = 256
+    temp: float = 0.7
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise an error if an option is out of range, two contradict each other, or a file is missing."""
+        if self.corpus is not None and self.prompts is not None:
+            raise ValueError("Choose either --corpus or --prompts, not both.")
+        check_limits(vars(self), LIMITS)
+        if self.learning_rate <= 0:
+            raise ValueError(f"--learning-rate must be more than 0, not {self.learning_rate}.")
+        for file in self.corpus or ():
+            check_source(Path(file), "--corpus")
+        if self.prompts is not None:
+            check_source(Path(self.prompts), "--prompts")
