@@ -59,7 +59,7 @@ def test_a_near_tie_is_within_rounding(monkeypatch):
     at = next(i for i in range(32) if want[i] != got[i])
     result = check(model, PROMPT, TextOptions(32, num_draft_tokens=3))
     d = result.difference
-    assert (result.n_tokens, d.position, d.plain, d.mtp) == (at, at, want[at], got[at])
+    assert (result.n_tokens, d.plain, d.mtp) == (at, want[at], got[at])
     logits = model(mx.array([PROMPT.tolist() + want[:at]]))[0, -1]
     assert 0 < d.gap <= 2 * d.rounding < (logits.max() - logits.min()).item() / 2
     assert d.top_gap <= d.gap
@@ -75,7 +75,7 @@ def test_a_fault_is_not_within_rounding(monkeypatch, amount):
         want = plain(PROMPT, model, max_tokens=50)
         result = check(model, PROMPT, TextOptions(50, num_draft_tokens=3))
         d = result.difference
-        assert d.plain == want[d.position] != d.mtp
+        assert d.plain == want[result.n_tokens] != d.mtp
         assert d.gap > 2 * d.rounding
         assert (d.rounding > 0) == (amount > 0)
         assert not result.passed
@@ -90,15 +90,16 @@ def test_a_fault_in_the_first_token_is_not_within_rounding(monkeypatch):
         yield (right + 1) % 32, None, False
 
     monkeypatch.setattr(import_module("mlx_mtp.generate.check"), "mtp_generate_step", wrong)
-    d = check(model, PROMPT).difference
-    assert (d.position, d.plain, d.mtp, d.rounding) == (0, right, (right + 1) % 32, 0)
+    result = check(model, PROMPT)
+    d = result.difference
+    assert (result.n_tokens, d.plain, d.mtp, d.rounding) == (0, right, (right + 1) % 32, 0)
     assert not d.within_rounding
 
 
 def test_the_gap_is_between_the_two_tokens():
     """A token that is not the runner-up is not excused by a runner-up that is near."""
-    assert Check(0, Difference(0, 1, 2, top_gap=0.1, gap=0.2, rounding=0.1)).passed
-    assert not Check(0, Difference(0, 1, 2, top_gap=0.1, gap=0.3, rounding=0.1)).passed
+    assert Check(0, Difference(1, 2, top_gap=0.1, gap=0.2, rounding=0.1)).passed
+    assert not Check(0, Difference(1, 2, top_gap=0.1, gap=0.3, rounding=0.1)).passed
 
 
 def test_a_prompt_cache_is_left_unchanged():

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import prompts
 from ..checkpoint import settings
@@ -146,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
     several = len(args.context) > 1
     reports: list[Report] = []
     for n in args.context:
-        tokens = encode_prompts(args, tokenizer, n)
+        tokens = {prompt: prompts.encode(tokenizer, text, n) for prompt, text in read_texts(args).items()}
         reports.append(measure(model, tokens, runs, stop=tokenizer.eos_token_ids, name=name, **sizes))
         print(show(reports[-1]), end="\n\n" if several else "\n")
     if mx.distributed.init().rank() == 0:
@@ -158,17 +157,10 @@ def run(args: argparse.Namespace) -> None:
     print("", *map(gain, reports, names), sep="\n")
 
 
-def prompt_kind(args: argparse.Namespace) -> str:
-    """The kind of the prompts; a file of prompts is ``own``."""
-    if args.prompts:
-        return args.prompts if args.prompts in KINDS else "own"
-    return "nine" if args.model else "python"
-
-
-def encode_prompts(args: argparse.Namespace, tokenizer: TokenizerWrapper, context: int) -> dict[str, mx.array]:
-    kind = prompt_kind(args)
-    texts = KINDS[kind]() if kind in KINDS else prompts.read_prompts(Path(args.prompts))
-    return {name: prompts.encode(tokenizer, text, context) for name, text in texts.items()}
+def read_texts(args: argparse.Namespace) -> dict[str, str]:
+    """The prompts by name, of a file or a built-in set."""
+    kind = args.prompts or ("nine" if args.model else "python")
+    return KINDS[kind]() if kind in KINDS else prompts.read_prompts(Path(kind))
 
 
 def run_tune(args: argparse.Namespace) -> None:
@@ -183,7 +175,8 @@ def run_tune(args: argparse.Namespace) -> None:
     file = settings.default_file(key) if args.tune is True else Path(args.tune)
     settings.check_writable(file)
     model, tokenizer = load(name, **load_options(args) | {"draft_vocab": 0, "settings": False})
-    tokens = encode_prompts(args, tokenizer, args.context[0])
+    (n,) = args.context
+    tokens = {prompt: prompts.encode(tokenizer, text, n) for prompt, text in read_texts(args).items()}
     measured = tune.tune(model, tokenizer, tokens, max_tokens=args.max_tokens, repeat=args.repeat)
     print(tune.show(measured))
     settings.write(file, key, name, tune.recommend(measured).settings)
@@ -210,8 +203,7 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError("--tune requires --repeat 2 or more: it compares a gain with the spread of the rounds.")
         if args.tune is not True:
             settings.check_writable(Path(args.tune))
-    if prompt_kind(args) not in KINDS:
-        prompts.read_prompts(Path(args.prompts))
+    read_texts(args)
     check_limits(vars(args), {"compare_depths": (1, MAX_DRAFT_TOKENS)})
     if min(args.context) < 0:
         raise ValueError(f"--context must be a number of tokens, not {min(args.context)}.")

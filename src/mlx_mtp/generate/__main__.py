@@ -281,13 +281,9 @@ def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
     mlx-lm would use the unknown token instead.
     """
     vocab = tokenizer.get_vocab()
-    ids = set(vocab.values())
+    ids = set(map(str, vocab.values()))
     for token in tokens:
-        try:
-            is_known = int(token) in ids
-        except ValueError:
-            is_known = token in vocab
-        if not is_known:
+        if token not in vocab and token not in ids:
             raise ValueError(
                 f"--extra-eos-token {token} is not a token of the model: give one of its vocabulary, or its id."
             )
