@@ -98,8 +98,7 @@ def _machine() -> Lines:
     info = mx.device_info()
     yield "Chip", f"{info.get('device_name')} ({info.get('architecture')}), {mx.default_device()}"
     account = Account()
-    held = f"this process holds {size(account.held)}"
-    yield "Memory", f"{size(total_memory())}, of which MLX may use {size(account.limit)}; {held}"
+    yield "Memory", f"{size(total_memory())}, of which MLX may use {size(account.limit)}"
     packages = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "transformers"))
     yield "Versions", f"mlx-mtp {__version__}, {packages}, Python {platform.python_version()}"
     models, heads = [*cached_repositories().values()], [head.nbytes for head in fetched_heads()]

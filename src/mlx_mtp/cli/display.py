@@ -26,13 +26,6 @@ MOST_REPEATS = 6  # of a run that is not timed
 INTERRUPTED = 130  # exit status after Ctrl-C
 OTHERS = 3.0  # seconds in which mlx.launch ends the other ranks
 BROKEN_PIPE = 141  # exit status after SIGPIPE
-SYSTEM_ERRORS: dict[type[OSError], str] = {
-    FileNotFoundError: "There is no file or folder {}.",
-    FileExistsError: "{} exists already.",
-    IsADirectoryError: "{} is a folder: name a file.",
-    NotADirectoryError: "{} is below a file, which is not a folder.",
-    PermissionError: "You have no permission to use {}.",
-}
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -167,12 +160,7 @@ def sentence(error: ValueError | OSError | RuntimeError) -> str:
         return f"{error} A pass has failed on the GPU: start again, with a smaller --prefill-step-size if it happens again."
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
-    if error.filename is None:
-        return f"{error.strerror}."
-    for kind, text in SYSTEM_ERRORS.items():
-        if isinstance(error, kind):
-            return text.format(error.filename)
-    return f"{error.filename}: {error.strerror}."
+    return f"{error.strerror}." if error.filename is None else f"{error.filename}: {error.strerror}."
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, get_args
 
 import mlx.core as mx
@@ -118,7 +119,6 @@ LIMITS: dict[str, tuple[float, float]] = {
     "max_kv_size": (1, math.inf),
     "quantized_kv_start": (0, math.inf),
 }
-LONGEST_NAME = 60  # characters of a wrong name in an error
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
@@ -318,8 +318,9 @@ def check_head(args: argparse.Namespace) -> None:
         is_name = False
     if not is_name:
         prompt = " Pass the prompt with --prompt." if hasattr(args, "prompt") else ""
-        text = args.mtp if len(args.mtp) <= LONGEST_NAME else f"{args.mtp[:LONGEST_NAME]}..."
-        raise ValueError(f"--mtp takes a head, and {text!r} is neither a folder nor the name of a repository.{prompt}")
+        raise ValueError(
+            f"--mtp takes a head, and {shorten(args.mtp, 60)!r} is neither a folder nor the name of a repository.{prompt}"
+        )
 
 
 def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:

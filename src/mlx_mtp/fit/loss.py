@@ -45,7 +45,9 @@ class DraftLoss:
 
     def __init__(self, embedding: nn.Module, output_layer: nn.Module, n_drafts: int):
         self.embedding, self.n_drafts = embedding, n_drafts
-        self.output_layer = output_layer
+        self.output_layer: Any = output_layer
+        dtype = (output_layer.scales if "scales" in output_layer else output_layer.weight).dtype
+        self.dtype = mx.float32 if dtype == mx.float16 else dtype  # in which the gradients of many positions would be 0
         self.weights = [DECAY**d / sum(DECAY**i for i in range(n_drafts)) for d in range(n_drafts)]  # they sum to 1
 
     def __call__(
@@ -94,7 +96,7 @@ class DraftLoss:
 
     def _divergence(self, out: mx.array, ids: mx.array, probabilities: mx.array) -> mx.array:
         """[n, H], [n, k], [n, k] -> [n]"""
-        layer: Any = self.output_layer
+        layer = self.output_layer
         logits = (layer.as_linear if hasattr(layer, "as_linear") else layer)(out.astype(self.dtype))
         logits = logits.astype(mx.float32)  # [n, V]
         logprobs = mx.take_along_axis(logits, mx.stop_gradient(ids), axis=-1) - mx.logsumexp(
@@ -102,9 +104,3 @@ class DraftLoss:
         )
         p = mx.stop_gradient(probabilities).astype(mx.float32)
         return (p * (mx.log(mx.maximum(p, 1e-9)) - logprobs)).sum(-1)
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        layer: Any = self.output_layer
-        dtype: mx.Dtype = (layer.scales if "scales" in layer else layer.weight).dtype
-        return mx.float32 if dtype == mx.float16 else dtype  # in which the gradients of many positions would be 0
