@@ -120,7 +120,7 @@ def test_a_temporary_folder_is_not_named_in_an_error(tmp_path):
     ("command", "mtp", "shown", "more"),
     [
         ("generate", "def add(a):", "def add(a):", " nor the name of a repository. Pass the prompt with --prompt."),
-        ("generate", "Why? " * 1000, f"{'Why? ' * 10}[...]", ""),
+        ("generate", "Why? " * 1000, f"{'Why? ' * 12}...", ""),
         ("chat", "./no/head", "./no/head", " nor the name of a repo"),
         ("benchmark", "Hello", "Hello", ""),
     ],

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, get_args
 
 import mlx.core as mx
@@ -317,10 +316,9 @@ def check_head(args: argparse.Namespace) -> None:
     except HFValidationError:
         is_name = False
     if not is_name:
+        text = args.mtp[:60] + "..." * (len(args.mtp) > 60)
         prompt = " Pass the prompt with --prompt." if hasattr(args, "prompt") else ""
-        raise ValueError(
-            f"--mtp takes a head, and {shorten(args.mtp, 60)!r} is neither a folder nor the name of a repository.{prompt}"
-        )
+        raise ValueError(f"--mtp takes a head, and {text!r} is neither a folder nor the name of a repository.{prompt}")
 
 
 def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
