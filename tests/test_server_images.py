@@ -13,6 +13,7 @@ import pytest
 
 from mlx_mtp import load, stream_generate
 from mlx_mtp.images import prompt
+from mlx_mtp.images import vision as vision_module
 from mlx_mtp.images.open import open_image
 from mlx_mtp.images.vision import PLACEHOLDER, Vision
 from mlx_mtp.server.command_line import make_parser
@@ -229,7 +230,9 @@ def vision():
 
 def test_pixels_are_counted_before_one_image_is_decoded(vision, monkeypatch):
     decoded, most = [], 3 * 24 * 16
-    monkeypatch.setattr(prompt, "open_image", lambda source, name: decoded.append(name) or open_image(source, name))
+    monkeypatch.setattr(
+        vision_module, "open_image", lambda source, name: decoded.append(name) or open_image(source, name)
+    )
     for max_pixels, i in ((most - 1, 3), (1, 1)):
         with pytest.raises(ValueError, match=f"up to number {i} have more than {max_pixels} pixels"):
             prompt.read_images(vision, [IMAGE_TOKEN] * 3, [png(1)] * 3, max_pixels=max_pixels)
