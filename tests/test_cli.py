@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
-from unittest.mock import Mock
 
 import pytest
 

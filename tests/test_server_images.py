@@ -229,7 +229,7 @@ def vision():
 
 
 def test_pixels_are_counted_before_one_image_is_decoded(vision, monkeypatch):
-    decoded, most = [], 3 * 24 * 16
+    decoded, most, _ = [], 3 * 24 * 16, vision.processor
     monkeypatch.setattr(
         vision_module, "open_image", lambda source, name: decoded.append(name) or open_image(source, name)
     )
