@@ -7,7 +7,8 @@ from mlx_lm.tool_parsers import pythonic
 
 from mlx_mtp.server.engine.encode import BoundedTokenizer, encode
 from mlx_mtp.server.request import ApiError, Request
-from mlx_mtp.text.answer import Answer, Pieces, QwenReader, Reasoning, make_answer
+from mlx_mtp.text.answer import Answer, QwenReader, Reasoning, make_answer
+from mlx_mtp.text.grammar import llguidance_tokenizer
 from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
 from tests.support.tool_texts import SCHEMAS, render
 
@@ -106,9 +107,7 @@ def test_a_text_is_made_of_its_tokens(pieces, options, want):
 def test_pieces_are_bytes(demo):
     _, tokenizer = demo
     text = "def é(x): # 日本\n"
-    assert b"".join(Pieces(tokenizer).of(tokenizer.encode(text))) == text.encode()
-    assert Pieces(tokenizer).of([tokenizer.eos_token_id]) == [tokenizer.eos_token.encode()]
-    names = {1: "▁Hi", 2: "<0xE2>", 3: "é", 4: "<s>", 5: None}  # of SentencePiece
-    names_of = dict(convert_ids_to_tokens=lambda tokens: [names[i] for i in tokens])
-    tokenizer = SimpleNamespace(added_tokens_decoder={4: "<s>"}, detokenizer=None, **names_of)
-    assert Pieces(tokenizer).of([1, 2, 3, 4, 5]) == [b" Hi", b"\xe2", "é".encode(), b"<s>", b""]
+    tokens = tokenizer.encode(text)
+    bytes_of = llguidance_tokenizer(tokenizer).decode_bytes
+    assert b"".join(bytes_of([token]) for token in tokens) == text.encode()
+    assert bytes_of([tokenizer.eos_token_id]) == tokenizer.eos_token.encode()

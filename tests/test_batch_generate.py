@@ -22,7 +22,6 @@ from mlx_mtp.caches.rows import KVOptions
 from mlx_mtp.decoding.decoder import Decoder
 from mlx_mtp.layers.drafting import DraftLMHead
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.server.request import Metrics
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.distribution import LEVEL, PROMPT, VOCAB, Case, Counter, p_value
@@ -160,21 +159,6 @@ def test_rows_drawn_together_are_independent():
     np.add.at(observed, (first, second), 1)
     assert observed[expected == 0].sum() == 0
     assert p_value(observed[expected > 0], expected[expected > 0]) > LEVEL
-
-
-# Steps
-
-
-def test_switches_between_one_sequence_and_several_are_counted():
-    metrics, generator = Metrics(), BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0, **AT_ONCE)
-    generator.insert([[1, 5, 2]], max_tokens=[90])
-    for step in range(60):
-        if step in (10, 30):
-            generator.insert([[2, 5, 2]], max_tokens=[8])
-        run(generator, {}, 1)
-        metrics.count_switches(len(generator.decoder))
-    counted = [metrics.registry.get_sample_value("mlx_mtp_mode_switches_total", {"to": to}) for to in ("batch", "mtp")]
-    assert counted == [2, 2]
 
 
 def test_draft_vocabulary_of_a_batch():

@@ -164,7 +164,6 @@ def test_an_empty_name_is_refused_by_its_flag(capsys):
         ("chat", "--adapter-path FILE", "FILE is not a folder"),
         ("server", "--port 0 --prompt-cache-dir FILE", "--prompt-cache-dir: FILE is not a folder"),
         ("server", "--port 0 --adapter-path GONE", "--adapter-path: there is no folder GONE"),
-        ("server", "--port 0 --allowed-local-media-path GONE", "--allowed-local-media-path: there is no folder GONE"),
         ("server", "--port 0 --chat-template {%", "--chat-template cannot be rendered"),
         ("server", "--port 0 --api-key-file GONE", "--api-key-file: there is no file GONE"),
         ("server", "--port 0 --host host.invalid", "The server cannot listen at --host host.invalid, --port 0: "),

@@ -8,7 +8,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 
 from mlx_mtp.server.__main__ import main
 from mlx_mtp.server.command_line import CLIENTS
@@ -69,11 +68,7 @@ def test_opencode(printed):
         assert local == {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
 
 
-def test_continue_and_zed(printed):
-    config = yaml.safe_load(printed("continue", *KEYED).out)
-    assert config.keys() == {"name", "version", "schema", "models"}
-    own = dict(name="Qwen", provider="openai", model="qwen", apiBase=f"{OTHER}/v1", apiKey="it's")
-    assert config["models"] == [{**own, "defaultCompletionOptions": {"contextLength": 8192}}]
+def test_zed(printed):
     out, err = printed("zed", *KEYED)
     provider = json.loads(out)["language_models"]["openai_compatible"]["mlx-mtp"]
     (model,) = provider["available_models"]
@@ -95,7 +90,7 @@ def test_without_the_hub_the_context_is_unknown(printed, monkeypatch, tmp_path, 
 def test_a_line_beside_them_says_where_they_belong(printed, capsys, client, tmp_path):
     """And nothing is said of a context that the model does not say."""
     files = {"codex": ".codex/mlx-mtp.config.toml", "opencode": ".config/opencode/mlx-mtp.json"}
-    files |= {"continue": ".continue/config.yaml", "zed": ".config/zed/settings.json"}
+    files["zed"] = ".config/zed/settings.json"
     err = printed(client).err
     assert err.count("\n") == 1
     assert (f"put this into ~/{files[client]}" if client in files else "run this in a shell") in err

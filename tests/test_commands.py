@@ -135,7 +135,7 @@ def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(engine_models, "load", load)
     models = engine_models.ModelProvider(options_of("--mtp", "org/head", "--model", "m"))
     with pytest.raises(ValueError, match="enough"):
-        models.load(models.default)
+        models.load(models.options.model)
     assert load.call_args.kwargs["mtp"] == "org/head"
     for more in (["--serve-model", "other"], ["--allow-any-model"]):
         with pytest.raises(ValueError, match="--mtp HEAD fits one model"):

@@ -176,7 +176,6 @@ def test_the_config_takes_the_stop_tokens_of_generation_config(tmp_path):
 FIELDS = [
     (generate.GenerationResponse, "text token logprobs from_draft prompt_tokens prompt_tps generation_tokens "
                                   "generation_tps peak_memory finish_reason"),
-    (server.ModelDescription, "model draft adapter"),
     (server.GenerationArguments, "model sampling logits stop_words max_tokens num_draft_tokens logprobs top_logprobs "
                                  "seed chat_template_kwargs"),
     (server.SamplingArguments, "temperature top_p top_k min_p xtc_probability xtc_threshold"),

@@ -159,7 +159,7 @@ def test_a_chat_with_pictures(stored, model, tokenizer, files, monkeypatch):
     chat.attach(str(files[0]))
     monkeypatch.setattr(conversation, "stream_generate", interrupted)
     assert chat.answer("c", print) is None
-    assert (chat.attached, chat.unread, chat.shown, chat.n_rendered) == ([], [], [], 0)
+    assert (chat.attached, chat.shown, chat.n_rendered) == ([], [], 0)
     assert chat.messages[-1] == Message("user", "c", [str(files[0])])  # the next turn processes it again
     with pytest.raises(FileNotFoundError, match=r"^There is no image no\.png\.$"):
         obey("/image no.png", chat)

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_mtp.server.api.completions import ChatBody, ChatWriter
 from mlx_mtp.server.request import Delta
-from mlx_mtp.text.answer import Pieces
+from mlx_mtp.text.grammar import llguidance_tokenizer
 from mlx_mtp.text.tool_calls import Text
 from tests.support.models import TRAINED
 from tests.support.profiles import LONG
@@ -119,7 +119,8 @@ def test_logprobs_are_those_of_the_tokens_that_were_drawn(writer, trained):
     """With a temperature, by the model's own pass over the text."""
     model, tokenizer = trained
     told = writer.completions.create(**TEXT | dict(temperature=2.0, seed=3, logprobs=1)).choices[0].logprobs
-    ids = {piece: i for i, piece in reversed([*enumerate(Pieces(tokenizer).of(range(len(tokenizer))))])}
+    bytes_of = llguidance_tokenizer(tokenizer).decode_bytes
+    ids = {bytes_of([i]): i for i in reversed(range(len(tokenizer)))}
     pieces = [t.encode() if not t.startswith("bytes:") else eval(f"b'{t[6:]}'") for t in told.tokens]
     answer, prompt = [ids[piece] for piece in pieces], tokenizer.encode(TEXT["prompt"])
     logits = model(mx.array([prompt + answer]))[0, len(prompt) - 1 : -1].astype(mx.float32)  # [T, V]

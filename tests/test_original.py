@@ -172,7 +172,7 @@ def test_the_server_says_what_could_be_fetched(hub, folder, caplog):
     ):
         caplog.clear()
         models = ModelProvider(check(make_parser().parse_args(["--model", str(folder), *flags])))
-        models.load(models.default)
+        models.load(models.options.model)
         assert (models.has_head, models.drafts, line in caplog.text) == (has_head, has_head, says), flags
 
 

@@ -149,7 +149,7 @@ def test_concurrent_requests_equal_single_ones(server, alone):
     server.until_idle()
     assert texts == [alone(p, 8 * (i + 1)) for i, p in enumerate(PROMPTS)]
     metrics = server.metrics()
-    assert metrics['mlx_mtp_mode_switches_total{to="batch"}'] > 0
+    assert metrics['mlx_mtp_steps_total{requests="2"}'] > 0
     assert metrics["mlx_mtp_requests_in_flight"] == metrics["mlx_mtp_queue_length"] == 0
 
 
@@ -197,8 +197,9 @@ def test_copies_equal_mlx_lm(server, without_mtp, alone):
         prompt += text
     assert usage["prompt_tokens_details"]["cached_tokens"] > 24
     after = server.metrics()
-    for name in ("mlx_mtp_copied_tokens_total", "mlx_mtp_accepted_copied_tokens_total"):
-        assert after[name] > before[name]
+    for name in ("drafted", "accepted"):
+        name = f'mlx_mtp_{name}_tokens_total{{position="1",source="copies"}}'
+        assert after[name] > before.get(name, 0)
     details = answer_of(server, prompt=REPEATS)["usage"]["completion_tokens_details"]
     assert details["copied_tokens"] == 0  # --num-draft-tokens 3 means just these
     for copies in ({}, {"copy_drafts": "off"}):
@@ -248,9 +249,8 @@ def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
 
 def assert_says_what_it_is(server):
     log, url = server.log.read_text(), f"http://127.0.0.1:{server.port}"
-    assert log.count("Model: dense, with drafts of its MTP head and copies\n") == 1
+    assert log.count("Model: dense, with drafts, context of 8192 tokens\n") == 1
     assert re.search(r"Memory: [\d.]+ [MG]B used of [\d.]+ GB\n", log)
-    assert log.count("Limits: context of 8192 tokens, ") == 1
     assert log.count(f"Open {url} to chat. Clients use {url}/v1 and the model dense\n") == 1
     assert "--api-key-file" not in log  # only this machine reaches it
 
@@ -364,19 +364,7 @@ def test_each_request_is_one_line_of_the_log(server):
     assert log.count("/nowhere") == 1
 
 
-def test_how_a_server_drafts_and_what_to_open_in_words():
-    both = "with drafts of its MTP head and copies"
-    for flags, words in (
-        ("", "without drafts"),
-        ("--mtp", both),
-        ("--mtp --num-draft-tokens auto", both),
-        ("--mtp --num-draft-tokens 2", "with drafts of its MTP head"),
-        ("--mtp --num-draft-tokens 2 --copy-drafts 4", both),
-        ("--mtp org/head --copy-drafts off", "with drafts of the MTP head org/head"),
-        ("--copy-drafts auto", "with drafts of copies"),
-    ):
-        options = options_of(*flags.split())
-        assert command.drafting(options, bool(options.mtp)) == words
+def test_what_to_open_in_words():
     names = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "localhost", "::": "localhost", "::1": "[::1]", "box": "box"}
     for host, name in names.items():
         assert command.url(host, 80) == f"http://{name}:80"
@@ -384,8 +372,8 @@ def test_how_a_server_drafts_and_what_to_open_in_words():
 
 def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog):
     monkeypatch.setattr(command, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
-    tokenizers = {"a": SimpleNamespace(context_length=None)}
-    models = SimpleNamespace(name="a", default="a", has_head=True, tokenizers=tokenizers)
+    tokenizers = {options_of().model: SimpleNamespace(context_length=None)}
+    models = SimpleNamespace(name="a", drafts=True, tokenizers=tokenizers)
     engine = SimpleNamespace(admission=SimpleNamespace(models=models, account=Account()))
     addresses = {"127.0.0.1": False, "::1": False, "0.0.0.0": True, "192.168.1.7": True, "::": True}
     for (address, is_open), key in product(addresses.items(), [(), ("--api-key", "a")]):

@@ -4,8 +4,6 @@ import base64
 import io
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import openai
@@ -16,9 +14,7 @@ from mlx_mtp.images import prompt
 from mlx_mtp.images import vision as vision_module
 from mlx_mtp.images.open import open_image
 from mlx_mtp.images.vision import PLACEHOLDER, Vision
-from mlx_mtp.server.command_line import make_parser
 from mlx_mtp.server.engine import encode as encoding
-from mlx_mtp.server.engine.encode import fetch
 from mlx_mtp.server.request import ApiError, Request
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN
@@ -103,9 +99,8 @@ def test_errors_name_the_image(client, claude):
 
     for content, what in (
         (part(png(1)[:60]), "Image 1 cannot be read"),
-        (part("https://example.com/a.png"), "--allowed-media-domains example.com"),
-        (part("file:///etc/passwd"), "--allowed-local-media-path"),
-        (part("a.png"), "must be a data URL"),
+        (part("https://example.com/a.png"), "is not a data URL"),
+        (part("file:///etc/passwd"), "is not a data URL"),
         ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "video_url is not supported"),
         (part(png(1, 8, 2000)), "one side may be at most 200 times"),
     ):
@@ -157,69 +152,27 @@ def test_at_once_and_cached_by_content(engine):
     assert engine.ask(longer, max_tokens=4).n_cached >= len(first[1].prompt) - 3
 
 
-@pytest.fixture
-def host():
-    """A host that has a picture, and sends elsewhere."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if (is_picture := self.path == "/a.png") else 302)
-            self.send_header("Location", f"http://localhost:{self.server.server_port}/a.png")
-            self.end_headers()
-            self.wfile.write(png(1) if is_picture else b"")
-
-        log_message = lambda *_: None  # noqa: E731
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor(1) as pool:
-        pool.submit(server.serve_forever, 0.01)
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def test_hosts_and_folders(host, tmp_path):
-    def read(url, *flags):
-        return fetch(url, "Image 1", make_parser().parse_args(flags))
-
-    assert read(f"{host}/a.png", "--allowed-media-domains", "127.0.0.1") == png(1)
-    assert read(f"{host}/b.png", "--allowed-media-domains", "127.0.0.1", "localhost") == png(1)
-    with pytest.raises(ValueError, match="is at localhost"):
-        read(f"{host}/b.png", "--allowed-media-domains", "127.0.0.1")
-    with pytest.raises(ValueError, match="cannot be downloaded"):
-        read("http://127.0.0.1:9/a.png", "--allowed-media-domains", "127.0.0.1")
-
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    (folder / "a b.png").write_bytes(png(1))
-    (tmp_path / "secret.png").write_bytes(png(2))
-    (folder / "link.png").symlink_to(tmp_path / "secret.png")
-    flags = "--allowed-local-media-path", str(folder)
-    assert read(f"file://{folder}/a%20b.png", *flags) == png(1)
-    for name in ("../secret.png", "link.png", "none.png", ""):
-        with pytest.raises(ValueError, match="not a file in the folder"):
-            read(f"file://{folder}/{name}", *flags)
-
-
 def request_of(n: int, image: bytes = png(1)) -> Request:
     return Request("chat", "", [], None, None, images=[url_of(image)] * n)
 
 
 def test_images_are_bounded_together_and_read_for_a_client_that_is_there(monkeypatch):
-    flags, request, seen = make_parser().parse_args([]), request_of(2), []
+    request, seen = request_of(2), []
     monkeypatch.setattr(encoding, "MAX_BYTES", 2 * len(png(1)))
-    assert encoding.fetch_all(request, flags) == [png(1)] * 2
+    assert encoding.decode_all(request) == [png(1)] * 2
     assert request.images == []
     with pytest.raises(ValueError, match="up to number 3 have more than"):
-        encoding.fetch_all(request_of(4), flags)
+        encoding.decode_all(request_of(4))
     request = request_of(3)
 
-    def read(url, name, flags):
+    def read(url, name):
         seen.append(name)
         request.is_gone = len(seen) == 2
         return b""
 
-    monkeypatch.setattr(encoding, "fetch", read)
+    monkeypatch.setattr(encoding, "decode_url", read)
     with pytest.raises(ApiError, match="has disconnected"):
-        encoding.fetch_all(request, flags)
+        encoding.decode_all(request)
     assert seen == ["Image 1", "Image 2"]
 
 
@@ -263,16 +216,16 @@ def test_the_server_bounds_pixels_and_memory_and_looks_for_its_client(engine, mo
     account, one = SimpleNamespace(left=1 << 30), request_of(1)
 
     def read(request, n):
-        return encoding._read_images(tokenizer, request, [IMAGE_TOKEN] * n, engine.frontend.options, account)
+        return encoding._read_images(tokenizer, request, [IMAGE_TOKEN] * n, account)
 
     monkeypatch.setattr(encoding, "MAX_PIXELS", 24 * 16)
     with pytest.raises(ValueError, match="up to number 2 have more than 384 pixels"):
         read(request_of(2), 2)
-    monkeypatch.setattr(encoding, "fetch_all", lambda request, flags: setattr(one, "is_gone", True) or [png(1)])
+    monkeypatch.setattr(encoding, "decode_all", lambda request: setattr(one, "is_gone", True) or [png(1)])
     with pytest.raises(ApiError, match="has disconnected"):
         read(one, 1)
     account.left, one.is_gone = 1000, False
-    monkeypatch.setattr(encoding, "fetch_all", lambda request, flags: [png(1)])
+    monkeypatch.setattr(encoding, "decode_all", lambda request: [png(1)])
     with pytest.raises(ApiError, match=r"needs [\d.]+ kB of memory, and 1\.0 kB are left") as refused:
         read(one, 1)
     assert (refused.value.status, refused.value.code) == (507, "insufficient_memory")

@@ -89,7 +89,7 @@ def several_at_once(server, alone):
         assert list(pool.map(answer, range(2))) == [alone(PROMPTS[i], 4 * i + 8, **options[i]) for i in range(2)]
     server.until_idle()
     metrics = server.metrics()
-    assert metrics['mlx_mtp_mode_switches_total{to="batch"}'] > 0
+    assert metrics['mlx_mtp_steps_total{requests="2"}'] > 0
     assert metrics["mlx_mtp_requests_in_flight"] == metrics["mlx_mtp_queue_length"] == 0
 
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.server.command_line import check, check_model, make_parser
+from mlx_mtp.cli.flags import check_model_flags
+from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.serve import Server as HTTPServer
 from mlx_mtp.server.serve import listen, make_engine
 
@@ -165,7 +166,7 @@ def serve_here(log: Path, *flags: str) -> Iterator[Server]:
     engine = make_engine(options, None)
     try:
         engine.loaded.result()
-        check_model(args, engine.admission.models)
+        check_model_flags(args, vars(engine.admission.models.model.args))
         server = HTTPServer(options, engine)
         server.capture_signals = nullcontext  # those are the main thread's
         with listen(args.host, args.port) as s:

@@ -10,39 +10,26 @@ import mlx.core as mx
 from mlx_lm.chat import setup_arg_parser
 
 from ..checkpoint.load import DEMO, check_family, load
+from ..cli import flags
 from ..cli.display import one_line_errors, sentence
-from ..cli.flags import (
-    add_drafting,
-    add_flags,
-    add_sampling,
-    check_alone,
-    check_generation_flags,
-    check_model_flags,
-    check_prompt_cache_dir,
-    load_options,
-    open_prompt_store,
-    set_sampling,
-    settle_drafts,
-)
 from ..cli.parser import extend, finish, parse
-from ..distributed.ranks import Ranks, from_rank_0
+from ..distributed.ranks import Ranks
 from ..drafts.options import asks_for_copies
 from ..extras import require
 from ..generate.stream import GenerationResponse
 from ..memory import is_device_error
-from .conversation import Conversation, load_messages, save_messages
+from .conversation import Conversation
 
 EXIT = "/exit"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """mlx-lm's parser, with the flags of MTP and of thinking added."""
     description = "Chat with a model, with drafts of its own MTP head."
     parser = extend(setup_arg_parser(), "mlx_mtp chat", description)
-    add_drafting(parser)
+    flags.add_drafting(parser)
     parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
-    add_sampling(parser)
-    add_flags(parser, ["--images"])
+    flags.add_sampling(parser)
+    flags.add_flags(parser, ["--images"])
     parser.add_argument(
         "--thinking", choices=("on", "off"), help="Turn thinking on or off (default: on, if the model supports it)."
     )
@@ -56,12 +43,11 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Load the model, and chat until the user ends it."""
     from .terminal import make_reader  # with the libraries of the extra
 
-    check_generation_flags(args)
-    check_prompt_cache_dir(args)
-    check_alone(args, "adapter_path", "prompt_cache_dir", "images")
+    flags.check_generation_flags(args)
+    flags.check_prompt_cache_dir(args)
+    flags.check_alone(args, "adapter_path", "prompt_cache_dir", "images")
     if args.mtp is True:
         check_family(args.model)
     model, tokenizer, config = load(
@@ -72,17 +58,17 @@ def run(args: argparse.Namespace) -> None:
         trust_remote_code=args.trust_remote_code,
         copy_drafts=asks_for_copies(args.copy_drafts) or args.images or args.prompt_cache_dir is not None,
         vision="auto" if args.images else True,
-        **load_options(args),
+        **flags.load_options(args),
     )
-    sampling = set_sampling(args, getattr(model, "ranks", None))  # models of plain mlx-lm have no ranks
-    check_model_flags(args, config)
-    settle_drafts(args, model)
+    sampling = flags.set_sampling(args, getattr(model, "ranks", None))  # models of plain mlx-lm have no ranks
+    flags.check_model_flags(args, config)
+    flags.settle_drafts(args, model)
     if args.seed is not None:
         mx.random.seed(args.seed)
-    with open_prompt_store(args, model) as store:
+    with flags.open_prompt_store(args, model) as store:
         conversation = Conversation(args, model, tokenizer, store)
         print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{help_text()}")
-        read = make_reader({name: command.argument for name, command in COMMANDS.items()})
+        read = make_reader(COMMANDS)
         while (line := ask(read, conversation.ranks)) != EXIT:
             respond(line, conversation)
 
@@ -145,7 +131,6 @@ class Command(NamedTuple):
 
 
 def obey(line: str, conversation: Conversation) -> str:
-    """Run the command in a line and return what it says, or raise a ValueError or OSError."""
     name, _, argument = line.partition(" ")
     argument = argument.strip()
     command = COMMANDS.get(name)
@@ -181,18 +166,6 @@ def _image(conversation: Conversation, file: str) -> str:
     return f"{Path(file).name} will be sent with the next question."
 
 
-def _save(conversation: Conversation, file: str) -> str:
-    path = Path(file).expanduser()
-    from_rank_0(conversation.ranks, lambda: save_messages(path, conversation.transcript))
-    return f"Saved {len(conversation.messages)} messages to {path}."
-
-
-def _load(conversation: Conversation, file: str) -> str:
-    path = Path(file).expanduser()
-    conversation.restore(from_rank_0(conversation.ranks, lambda: load_messages(path)))
-    return f"Loaded {len(conversation.messages)} messages from {path}."
-
-
 COMMANDS = {
     "/help": Command("", "list the commands", lambda *_: help_text()),
     EXIT: Command("", "end the chat (or Ctrl-D)", lambda *_: ""),
@@ -200,8 +173,6 @@ COMMANDS = {
     "/system": Command("[TEXT]", "set or show the system prompt", _system),
     "/image": Command("FILE", "send an image with the next question", _image),
     "/think": Command("", "turn thinking on or off", _think),
-    "/save": Command("FILE", "save the conversation", _save),
-    "/load": Command("FILE", "continue a saved conversation", _load),
 }
 
 

@@ -1,20 +1,18 @@
-"""A conversation: its messages and their file, its prompt cache, and the new tokens of the next turn."""
+"""A conversation: its messages, its prompt cache, and the new tokens of the next turn."""
 
-import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.models import cache as stock
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import make_prompt_cache, n_tokens
+from ..caches.prompt_cache import make_prompt_cache
 from ..cli.display import paint, prompt_progress
 from ..cli.flags import sampler_of, text_options
-from ..files import check_source, write_atomic
 from ..generate.stream import GenerationResponse, stream_generate
 from ..images.open import open_image
 from ..images.prompt import vision_of
@@ -49,7 +47,6 @@ class Conversation:
             self.think(args.thinking == "on")
 
     def reset(self) -> None:
-        """Forget all messages except the system prompt."""
         self.messages: list[Message] = []  # the questions and the answers
         self.attached: list[str] = []  # the files of images for the next question
         self.turn = 0
@@ -68,19 +65,7 @@ class Conversation:
         self.n_rendered = 0  # messages that the cache holds
         self.text: list[int] = []  # the earlier turns, with a store
         self.is_cut = False  # the last answer has no end marker
-        self.unread: list[int] = []  # the rest of a question after Ctrl-C before the answer
         self.shown: list[Image] = []  # in the earlier turns, with a store
-
-    def restore(self, messages: Sequence[Message]) -> None:
-        """Continue from other messages, which the next turn prefills. If an image cannot be read, nothing changes."""
-        files = [file for message in messages for file in message.images]
-        if files:
-            vision_of(self.model)
-        for file in files:
-            open_image(Path(file))
-        self.reset()
-        self.messages = [message for message in messages if message.role != "system"]
-        self.system_prompt = next((message.content for message in messages if message.role == "system"), None)
 
     def instruct(self, system_prompt: str) -> None:
         """Set the system prompt. The next turn prefills all messages again."""
@@ -101,12 +86,6 @@ class Conversation:
             raise ValueError(f"The chat template of {self.args.model} has no switch for thinking.")
         self.thinking = thinking
 
-    @property
-    def transcript(self) -> list[Message]:
-        """The system prompt, if any, and the messages."""
-        system = [] if self.system_prompt is None else [Message("system", self.system_prompt)]
-        return [*system, *self.messages]
-
     def answer(self, query: str, show: Callable[[str], None]) -> GenerationResponse | None:
         """Generate an answer, and show each piece. Ctrl-C stops it; the generated part stays in the conversation.
 
@@ -116,10 +95,10 @@ class Conversation:
         question = Message("user", query, self.attached)
         new = [*self.messages[self.n_rendered :], question]
         images = [open_image(Path(file)) for message in new for file in message.images]
-        prompt = self.unread + self._encode(new)
+        prompt = self._encode(new)
         self.messages.append(question)
-        self.attached, self.unread, self.n_rendered = [], [], len(self.messages)
-        before, response, tokens, pieces = self._n_cached(), None, [], []
+        self.attached, self.n_rendered = [], len(self.messages)
+        response, tokens, pieces = None, [], []
         self.is_cut, text = True, [*self.text, *prompt]
         try:
             with prompt_progress() as progress:
@@ -144,11 +123,9 @@ class Conversation:
         except KeyboardInterrupt:
             if self.ranks is not None:
                 raise  # the other ranks are at another point
-            if response is None and images:
-                self._rewind()  # a prompt cache that ends within an image cannot be continued
-                return None
             if response is None:
-                self.unread = prompt[self._n_cached() - before :]
+                self._rewind()  # the next turn reads the question again
+                return None
         except (ValueError, RuntimeError):
             self.messages.pop()
             self._rewind()
@@ -162,12 +139,7 @@ class Conversation:
         self.turn += 1
         return response
 
-    def _n_cached(self) -> int:
-        """The number of tokens in the prompt cache."""
-        return 0 if self.cache is None else n_tokens(self.cache)
-
     def _encode(self, new: Sequence[Message]) -> list[int]:
-        """Encode the tokens that messages add, with the chat template if there is one."""
         if not self.tokenizer.has_chat_template:
             text = "".join(f"{PLACEHOLDER * len(message.images)}{message.content}\n" for message in new)
             tokens: list[int] = self.tokenizer.encode(text)
@@ -185,27 +157,3 @@ class Conversation:
             messages, add_generation_prompt=True, tokenize=False, enable_thinking=thinking
         )
         return text
-
-
-def save_messages(file: Path, messages: Sequence[Message]) -> None:
-    """Write messages to a file: ``{"messages": [...]}``, as in OpenAI's API."""
-    rows = [{name: value for name, value in asdict(message).items() if value != []} for message in messages]
-    write_atomic(file, json.dumps({"messages": rows}, indent=2, ensure_ascii=False) + "\n")
-
-
-def load_messages(file: Path) -> list[Message]:
-    """Read the messages in a file, or raise an OSError, or a ValueError if it has something else."""
-    check_source(file, "/load")
-    try:
-        return [_checked(row) for row in json.loads(file.read_text(encoding="utf-8"))["messages"]]
-    except (ValueError, LookupError, TypeError) as e:
-        raise ValueError(f"{file} is not a conversation that /save wrote.") from e
-
-
-def _checked(row: dict[str, Any]) -> Message:
-    """Make a message, or raise a TypeError or ValueError."""
-    message = Message(**row)
-    texts = [message.content, *message.images]
-    if message.role not in ("system", "user", "assistant") or not all(isinstance(text, str) for text in texts):
-        raise ValueError(row)
-    return message

@@ -1,13 +1,12 @@
 """The chat's input: line editing, a history across chats, and completion of commands."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
-from prompt_toolkit.document import Document
+from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
@@ -21,8 +20,8 @@ def history_file() -> Path:
     return user_state_path("mlx_mtp", appauthor=False) / "chat_history"
 
 
-def make_reader(arguments: Mapping[str, str]) -> Callable[[], str]:
-    """Make a function that reads the next input. ``arguments`` are the commands, each with the name of its argument."""
+def make_reader(commands: Iterable[str]) -> Callable[[], str]:
+    """Make a function that reads the next input, and completes commands."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return lambda: input(PROMPT)
     session: PromptSession[str] = PromptSession(
@@ -30,7 +29,7 @@ def make_reader(arguments: Mapping[str, str]) -> Callable[[], str]:
         multiline=True,
         prompt_continuation=CONTINUATION,
         history=_open_history(history_file()),
-        completer=CommandCompleter(arguments),
+        completer=WordCompleter([*commands], sentence=True),
         complete_while_typing=False,
         key_bindings=_key_bindings(),
     )
@@ -64,18 +63,3 @@ def _key_bindings() -> KeyBindings:
         event.current_buffer.insert_text("\n")
 
     return bindings
-
-
-class CommandCompleter(Completer):
-    """Completes commands, and file names after commands with a file."""
-
-    def __init__(self, arguments: Mapping[str, str]):
-        self.arguments, self.paths = arguments, PathCompleter(expanduser=True)
-
-    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-        text = document.text_before_cursor
-        command, space, argument = text.partition(" ")
-        if space and self.arguments.get(command) == "FILE":
-            yield from self.paths.get_completions(Document(argument), complete_event)
-        elif text.startswith("/") and not space:
-            yield from (Completion(name, -len(text)) for name in self.arguments if name.startswith(text))

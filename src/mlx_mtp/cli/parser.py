@@ -39,7 +39,7 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
     ),
     "requests": (
         "host", "port", "print_config", "api_key", "api_key_file", "allowed_origins", "allowed_hosts",
-        "allowed_local_media_path", "allowed_media_domains", "no_ui", "log_level", "max_queue", "decode_concurrency",
+        "no_ui", "log_level", "max_queue", "decode_concurrency",
         "prompt_concurrency", "max_token_gap", "min_decode_share",
     ),
     "machines": ("pipeline",),
@@ -51,6 +51,8 @@ REMOVED = {
     "--print-completion": "the flags of a command are in its --help.",
     "cache": "`mlx_mtp doctor` shows the folder of downloaded heads; delete those that you do not need.",
     "draft_vocab": "--draft-vocab N drafts from the first N token ids, the special tokens and the tokens of the text.",
+    "--allowed-media-domains": "the client downloads an image and sends a data URL.",
+    "--allowed-local-media-path": "the client reads an image and sends a data URL.",
     "--no-figures": "the line below each answer is always printed.",
     "--cache-gb": "mlx_mtp fit records no more texts than --iters and --batch-size train on.",
     "--lora-rank": "mlx_mtp fit writes the whole head, beside links to the model's files.",

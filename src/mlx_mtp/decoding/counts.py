@@ -13,14 +13,12 @@ class DraftCounts:
     Args:
         by_source (Dict[str, Tuple[List[int], List[int]]]): Drafts and accepted drafts of each source: ``"head"``, ``"copies"``,
           ``"grammar"``, or the name of another one in ``drafts/sources.py``.
-        depth (int): The latest step's number of drafts.
         source (str): The source of the latest step's drafts.
         n_timed (int): Tokens of the steps that are timed: all but the first, and those that made a trace (``traces.py``).
         seconds (float): The time of these steps.
     """
 
     by_source: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
-    depth: int = 0
     source: str = HEAD
     n_timed: int = 0
     seconds: float = 0.0
@@ -31,7 +29,7 @@ class DraftCounts:
 
     def add(self, n_drafted: int, n_accepted: int, source: str = HEAD) -> None:
         """Count a step."""
-        self.depth, self.source = n_drafted, source
+        self.source = source
         drafted, accepted = self.of(source)
         new = n_drafted - len(drafted)
         drafted += [0] * new

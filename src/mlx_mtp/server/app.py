@@ -82,7 +82,6 @@ APIS: dict[str, type[Body]] = {
 
 
 def make_app(frontend: Frontend) -> FastAPI:
-    """Make the application that answers HTTP requests."""
     options = frontend.options
     app = FastAPI(title="mlx_mtp", version=__version__, docs_url=None, redoc_url=None)  # these pages load from a CDN
     endpoints = Endpoints(frontend)
@@ -115,8 +114,6 @@ def make_app(frontend: Frontend) -> FastAPI:
 
 
 class Endpoints:
-    """The functions behind the routes."""
-
     def __init__(self, frontend: Frontend):
         self.frontend = frontend
         self.waiting: set[int] = set()  # the numbers of requests without a first token
@@ -186,7 +183,8 @@ class Endpoints:
 
     def _describe(self, name: str) -> Json:
         """A model, with the fields of OpenAI, vLLM and Anthropic."""
-        created, (path, tokenizer) = self.frontend.created, self.frontend.models.find(name)
+        created, path = self.frontend.created, self.frontend.models.resolve(name)
+        tokenizer = self.frontend.models.tokenizers.get(path)
         length = None if tokenizer is None else tokenizer.context_length
         theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": length}
         theirs["created_at"] = datetime.fromtimestamp(created, UTC).isoformat()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import yaml
 from jinja2 import TemplateSyntaxError
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -20,26 +19,14 @@ from ..checkpoint.catalog import resolve
 from ..checkpoint.config import context_length_of, read_config
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO
-from ..cli.flags import (
-    LOADING,
-    MODEL_HELP,
-    add_flags,
-    add_sampling,
-    check_alone,
-    check_generation_flags,
-    check_limits,
-    check_model_flags,
-    check_prompt_cache_dir,
-    given_sampling,
-    load_options,
-)
-from ..cli.parser import byte_size, finish, flag_of
+from ..cli import flags
+from ..cli.parser import byte_size, finish
 from ..files import check_folder, check_source
 from ..memory import CONTEXT
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..prompt_store.disk import MAX_DISK_BYTES
 from .api.common import RESERVED
-from .engine.models import DEFAULT, ModelProvider
+from .engine.models import DEFAULT
 from .request import NO_LIMIT, Options
 
 NO_KEY = "none"  # clients require a key
@@ -67,14 +54,16 @@ def make_parser() -> argparse.ArgumentParser:
     _add_http_flags(parser)
     _add_generation_flags(parser)
     _add_cache_flags(parser)
-    add_flags(parser, ("--mtp", "--no-mtp", "--num-draft-tokens", "--copy-drafts", "--acceptance", *LOADING))
-    add_flags(parser, ("--images", "--prompt-cache-dir", "--pipeline"))
+    flags.add_flags(
+        parser, ("--mtp", "--no-mtp", "--num-draft-tokens", "--copy-drafts", "--acceptance", *flags.LOADING)
+    )
+    flags.add_flags(parser, ("--images", "--prompt-cache-dir", "--pipeline"))
     return finish(parser)
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", default=str(DEMO), help=MODEL_HELP)
+    add("--model", default=str(DEMO), help=flags.MODEL_HELP)
     add("--served-model-name", metavar="NAME", help="Name of --model for clients (default: its path).")
     add("--adapter-path", help="Optional path for the trained adapter weights and config.")
     add("--draft-model", help="Not supported: use mlx_lm.server.")
@@ -98,7 +87,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--allow-any-model",
         action="store_true",
-        help="Load any path or Hugging Face repo that a request names as its model or adapters, as mlx_lm.server does.",
+        help="Load any path or Hugging Face repo that a request names as its model, as mlx_lm.server does.",
     )
 
 
@@ -120,18 +109,6 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help="More host names for the server, besides localhost, this machine's name, --host and all IP addresses; * allows "
         "all.",
-    )
-    add(
-        "--allowed-local-media-path",
-        metavar="DIR",
-        help="Allow file: URLs of images in this folder (default: only data: URLs).",
-    )
-    add(
-        "--allowed-media-domains",
-        nargs="+",
-        default=[],
-        metavar="HOST",
-        help="Download images with http: and https: URLs from these hosts (default: none).",
     )
     add(
         "--print-config",
@@ -161,7 +138,7 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_sampling(parser)
+    flags.add_sampling(parser)
     add(
         "--max-tokens",
         type=int,
@@ -181,8 +158,7 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=MAX_TOKEN_GAP,
         metavar="SECONDS",
-        help=f"Maximum time between two tokens of an answer while prompts are prefilled; prompts are cut into smaller chunks "
-        f"if needed. inf sets no limit (default: {MAX_TOKEN_GAP})",
+        help=f"Maximum time between two tokens of an answer while prompts are prefilled (default: {MAX_TOKEN_GAP})",
     )
     add(
         "--min-decode-share",
@@ -246,8 +222,8 @@ def check(args: argparse.Namespace) -> Options:
     """
     if args.draft_model is not None:
         raise ValueError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
-    check_generation_flags(args)
-    check_limits(vars(args), LIMITS)
+    flags.check_generation_flags(args)
+    flags.check_limits(vars(args), LIMITS)
     check_max_token_gap(args.max_token_gap, "--max-token-gap")
     check_min_decode_share(args.min_decode_share, "--min-decode-share")
     template_args = args.chat_template_args
@@ -257,19 +233,18 @@ def check(args: argparse.Namespace) -> Options:
         raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
     if isinstance(args.mtp, str) and (args.serve_model or args.allow_any_model):
         raise ValueError("--mtp HEAD fits one model: remove --serve-model and --allow-any-model.")
-    check_prompt_cache_dir(args)
+    flags.check_prompt_cache_dir(args)
     if args.prompt_cache_disk_bytes is not None and args.prompt_cache_dir is None:
         raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
-    for name in ("adapter_path", "allowed_local_media_path"):
-        if (folder := getattr(args, name)) is not None:
-            check_folder(Path(folder), flag_of(name))
+    if args.adapter_path is not None:
+        check_folder(Path(args.adapter_path), "--adapter-path")
     _check_template(args)
-    check_alone(args, "serve_model", "allow_any_model", "images")
+    flags.check_alone(args, "serve_model", "allow_any_model", "images")
     if args.pipeline and mx.distributed.init().size() == 1:
         raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
     _read_api_key(args)
     kv = KVOptions(kv_bits=args.kv_bits, kv_group_size=args.kv_group_size, quantized_kv_start=args.quantized_kv_start)
-    options = Options(**vars(args), load=_load_arguments(args), sampling=given_sampling(args), kv=kv)
+    options = Options(**vars(args), load=_load_arguments(args), sampling=flags.given_sampling(args), kv=kv)
     options.max_tokens = NO_LIMIT if args.max_tokens == -1 else args.max_tokens
     return options
 
@@ -284,11 +259,10 @@ def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
     own["context"] = min(CONTEXT, args.prefill_step_size)
     if args.images:
         own["vision"] = "auto"
-    return {**own, "tokenizer_config": tokenizer_config, **load_options(args)}
+    return {**own, "tokenizer_config": tokenizer_config, **flags.load_options(args)}
 
 
 def _check_template(args: argparse.Namespace) -> None:
-    """Check a template as far as possible without the model."""
     try:
         if args.chat_template:
             render_jinja_template([[]], chat_template=args.chat_template)
@@ -308,17 +282,6 @@ def _read_api_key(args: argparse.Namespace) -> None:
         raise ValueError("The API key is empty.")
     if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
         raise ValueError("The API key must be printable ASCII, the only characters that all HTTP clients send.")
-
-
-def check_model(args: argparse.Namespace, provider: ModelProvider) -> None:
-    """Raise a ValueError if a flag does not fit the model that was loaded."""
-    check_model_flags(args, vars(provider.model.args))
-    if args.chat_template:
-        messages = [{"role": "user", "content": "a"}]
-        try:
-            provider.tokenizer.apply_chat_template(messages, tokenize=False, **args.chat_template_args)
-        except Exception as e:
-            raise ValueError(f"--chat-template cannot be rendered: {e}") from e
 
 
 # Settings of coding agents, which ``--print-config`` prints
@@ -406,17 +369,6 @@ def aider(to: ServerAddress) -> ClientSettings:
     return ClientSettings(f"aider --model {shlex.quote(f'openai/{to.model}')}", variables)
 
 
-def continue_(to: ServerAddress) -> ClientSettings:
-    model: dict[str, Any] = {"name": "Qwen", "provider": "openai", "model": to.model, "apiBase": f"{to.url}/v1"}
-    model["apiKey"] = to.key or NO_KEY
-    if to.context is not None:
-        model["defaultCompletionOptions"] = {"contextLength": to.context}
-    config = {"name": "mlx_mtp", "version": "1.0.0", "schema": "v1", "models": [model]}
-    return ClientSettings(
-        "Continue in your editor", {}, ".continue/config.yaml", yaml.safe_dump(config, sort_keys=False)
-    )
-
-
 def zed(to: ServerAddress) -> ClientSettings:
     """A provider for the user's settings. Zed reads the key from a variable named after the provider."""
     model = {"name": to.model, "display_name": NAME, "max_tokens": to.context or ZED_CONTEXT}
@@ -431,6 +383,5 @@ CLIENTS: dict[str, Callable[[ServerAddress], ClientSettings]] = {
     "codex": codex,
     "opencode": opencode,
     "aider": aider,
-    "continue": continue_,
     "zed": zed,
 }

@@ -105,11 +105,9 @@ class Frontend:
         return await in_thread(self.encode, self.models.tokenizers[request.key], request)
 
     def encode(self, tokenizer: BoundedTokenizer, request: Request) -> Prompt:
-        """Encode the prompt of a request. Called in a thread of its own."""
         return encode(tokenizer, request, self.options, self.engine.admission.account)
 
     async def _submit(self, request: Request) -> AsyncIterator[str | Waiting | Delta]:
-        """Queue a request, and yield the items of the generation thread."""
         loop, items = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
         def send(item: Any) -> None:
@@ -209,7 +207,6 @@ class GeneratedResponse(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        """The parts of a stream."""
         has_begun = False
         async for i, item in self.frontend.generate_all(self.choices):
             if isinstance(item, Waiting):

@@ -2,8 +2,7 @@
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, pairwise
@@ -17,7 +16,7 @@ from ..drafts.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..memory import Account
 from ..prompt_store.tree import Handle
-from ..text.answer import Answer, Event, Pieces
+from ..text.answer import Answer, Event
 from ..text.grammar import Grammar
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -27,7 +26,7 @@ VARIABLE = "reasoning_effort"  # the variable of chat templates that support eff
 NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the rest of the context
 STARTED = "started"  # a request's item when prefill of the tokens that are not cached begins
 NO_MEMORY = "insufficient_memory"  # the code of an error 507
-ModelKey = tuple[str, str | None]  # paths or repos of a model and of its adapters
+BytesOf = Callable[[list[int]], bytes]
 Options = Namespace  # the flags of ``mlx_mtp server`` by their names, as ``command_line.check`` returns them
 
 
@@ -43,8 +42,6 @@ class ApiError(Exception):
 
 @dataclass
 class Prompt:
-    """A tokenized prompt."""
-
     tokens: list[int]
     in_reasoning: bool = False  # whether the answer begins with reasoning
     cuts: list[int] = field(default_factory=list)  # numbers of tokens after which to keep a snapshot, in order
@@ -75,7 +72,6 @@ class Thinking:
     budget: int | None = None  # reasoning tokens, after which the end is forced
 
     def variables(self) -> dict[str, Any]:
-        """The variables of the chat template."""
         enabled = self.enabled
         if enabled is None and self.effort is not None:
             enabled = self.effort not in NO_THINKING
@@ -119,8 +115,6 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Likely:
-    """A token and its log probability."""
-
     piece: bytes  # the token's text, which may end within a character
     logprob: float  # before the temperature and the sampler's filters
 
@@ -167,7 +161,7 @@ class Request:
 
     # The frontend's
     args: GenerationArguments = field(init=False)  # sampling parameters, limits and the like
-    key: ModelKey = field(init=False)  # the model
+    key: str = field(init=False)  # the path or repo of the model
     encoded: Prompt | None = field(init=False, default=None)
     # Receives its items from the engine: STARTED, Waiting, Delta, ApiError, and None at the end.
     send: Callable[[Any], None] = field(init=False, default_factory=lambda: drop)
@@ -177,7 +171,7 @@ class Request:
     n_cached: int = field(init=False, default=0)
     answer: Answer = field(init=False)
     detokenizer: Any = field(init=False)
-    pieces: Pieces | None = field(init=False, default=None)  # for the bytes of tokens in log probabilities
+    bytes_of: BytesOf | None = field(init=False, default=None)  # the bytes of tokens, for log probabilities
     first_token: float | None = field(init=False, default=None)  # the time of the first token
     n_tokens: int = field(init=False, default=0)
     n_accepted: int = field(init=False, default=0)  # accepted drafts among the tokens
@@ -185,7 +179,6 @@ class Request:
 
     @property
     def n_prompt(self) -> int:
-        """Tokens of the prompt; 0 until it is encoded."""
         return 0 if self.encoded is None else len(self.encoded.tokens)
 
     def choices(self) -> "list[Request]":
@@ -205,24 +198,16 @@ class Request:
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
-METRICS: list[tuple[Any, ...]] = [  # kind, name, help and label
+METRICS: list[tuple[Any, ...]] = [  # kind, name, help and labels
     (Counter, "requests", "Requests answered, by HTTP status.", "status"),
     (Gauge, "requests_in_flight", "Requests being generated."),
     (Gauge, "queue_length", "Requests waiting."),
     (Counter, "prompt_tokens", "Prompt tokens."),
     (Counter, "cached_prompt_tokens", "Prompt tokens found in the prompt cache."),
-    (Counter, "prompt_cache_hits", "Prompts with tokens found in the prompt cache."),
     (Counter, "generated_tokens", "Tokens generated."),
-    (Counter, "drafted_tokens", "Drafts of the head, by position in the window.", "position"),
-    (Counter, "accepted_tokens", "Accepted drafts, by position.", "position"),
-    (Counter, "copied_tokens", "Drafts copied from the text."),
-    (Counter, "accepted_copied_tokens", "Accepted drafts copied from the text."),
-    (Counter, "forced_tokens", "Drafts forced by a grammar."),
-    (Counter, "accepted_forced_tokens", "Accepted drafts forced by a grammar."),
-    (Gauge, "depth", "Drafts in the latest step, by the number of requests at once.", "requests"),
-    (Counter, "batch_drafted_tokens", "Drafts, by the number of requests at once.", "requests"),
-    (Counter, "batch_accepted_tokens", "Accepted drafts, by the number of requests at once.", "requests"),
-    (Counter, "mode_switches", "Switches of a sequence between running alone and in a batch.", "to"),
+    (Counter, "steps", "Steps, by the number of requests at once.", "requests"),
+    (Counter, "drafted_tokens", "Drafts, by source and position in the window.", "source", "position"),
+    (Counter, "accepted_tokens", "Accepted drafts, by source and position.", "source", "position"),
     (
         partial(Histogram, buckets=SECONDS),
         "time_to_first_token_seconds",
@@ -231,63 +216,29 @@ METRICS: list[tuple[Any, ...]] = [  # kind, name, help and label
     (partial(Histogram, buckets=RATES), "tokens_per_second", "Speed of a request, without steps that compile."),
     (Gauge, "memory_limit_bytes", "Memory limit of the server."),
     (Gauge, "memory_held_bytes", "Memory used by the server."),
-    (Gauge, "memory_active_bytes", "Memory of MLX's arrays."),
-    (Gauge, "memory_buffers_bytes", "Memory kept by MLX for new arrays."),
 ]
 
 
 class Metrics(dict[str, Any]):
-    """The metrics for Prometheus, by their names."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()  # one for each server, not for the process
         for kind, name, text, *labels in METRICS:
             self[name] = kind(name, text, labels, namespace="mlx_mtp", registry=self.registry)
-        self.n_generating = 0  # in the latest step
-
-    @contextmanager
-    def step(self, counts: Sequence[DraftCounts]) -> Iterator[None]:
-        """Count the drafts of a step for these requests."""
-        drafted, accepted = _totals(counts)
-        yield
-        size, (drafted_now, accepted_now) = len(counts), _totals(counts)
-        self["depth"].labels(size).set(max(c.depth for c in counts))
-        self["batch_drafted_tokens"].labels(size).inc(drafted_now - drafted)
-        self["batch_accepted_tokens"].labels(size).inc(accepted_now - accepted)
-
-    def count_switches(self, n_generating: int) -> None:
-        """Count switches between one sequence and several, by the number of sequences in a step."""
-        if n_generating > 1 >= self.n_generating:
-            self["mode_switches"].labels("batch").inc()
-        elif n_generating == 1 < self.n_generating:
-            self["mode_switches"].labels("mtp").inc()
-        self.n_generating = n_generating
 
     def begin(self, n_prompt: int, n_cached: int, n_running: int) -> None:
-        """Count a request that begins: its prompt's tokens, the cached tokens, and the running requests."""
         self["prompt_tokens"].inc(n_prompt)
         self["cached_prompt_tokens"].inc(n_cached)
-        self["prompt_cache_hits"].inc(n_cached > 0)
         self["requests_in_flight"].set(n_running)
 
     def finish(self, counts: DraftCounts, n_running: int) -> None:
-        """Count a request that ends: its drafts, its speed if known, and the requests that still run."""
         self["requests_in_flight"].set(n_running)
         if (speed := counts.tokens_per_second) is not None:
             self["tokens_per_second"].observe(speed)
-        for position, (drafted, accepted) in enumerate(zip(counts.drafted, counts.accepted), 1):
-            self["drafted_tokens"].labels(position).inc(drafted)
-            self["accepted_tokens"].labels(position).inc(accepted)
-        self["copied_tokens"].inc(sum(counts.copied))
-        self["accepted_copied_tokens"].inc(sum(counts.copies_accepted))
-        self["forced_tokens"].inc(sum(counts.forced))
-        self["accepted_forced_tokens"].inc(sum(counts.forced_accepted))
+        for source, of_source in counts.by_source.items():
+            for position, (drafted, accepted) in enumerate(zip(*of_source), 1):
+                self["drafted_tokens"].labels(source, position).inc(drafted)
+                self["accepted_tokens"].labels(source, position).inc(accepted)
 
     def watch_memory(self, account: Account) -> None:
-        for name in ("limit", "held", "active", "buffers"):
+        for name in ("limit", "held"):
             self[f"memory_{name}_bytes"].set_function(partial(getattr, account, name))
-
-
-def _totals(counts: Sequence[DraftCounts]) -> tuple[int, int]:
-    """(drafts, accepted drafts)"""
-    return sum(c.n_drafted for c in counts), sum(c.n_accepted for c in counts)

@@ -20,17 +20,17 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..cli.display import INTERRUPTED, one_line_errors
+from ..cli.flags import check_model_flags
 from ..cli.parser import parse
 from ..distributed.ranks import Ranks
-from ..drafts.options import asks_for_copies
 from ..memory import Account, size
 from .app import make_app
-from .command_line import CLIENTS, check, check_model, connection_to, make_parser
+from .command_line import CLIENTS, check, connection_to, make_parser
 from .engine.admission import Admission
 from .engine.engine import Clients, Engine, SharedClients
 from .engine.models import ModelProvider, Stores
 from .frontend import POLL, Frontend, in_thread
-from .request import NO_LIMIT, Metrics, Options
+from .request import Metrics, Options
 
 OPEN_FILES = 4096
 LAST_ANSWERS = 5  # seconds to send the last answers when the server stops
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
         engine = make_engine(options, ranks)
         try:
             engine.loaded.result()
-            check_model(args, engine.admission.models)
+            check_model_flags(args, vars(engine.admission.models.model.args))
             if s is not None:
                 serve(options, engine, s)
             else:
@@ -90,17 +90,11 @@ def serve(options: Options, engine: Engine, s: socket.socket) -> None:
     host, models, account = options.host, engine.admission.models, engine.admission.account
     if options.api_key is None and not ip_address(address).is_loopback:
         logging.warning(f"Anyone who can reach {host} can use the server: require a key with --api-key-file.")
-    limits = [f"context of {models.tokenizers[models.default].context_length or 'unknown'} tokens"]
-    if options.max_tokens != NO_LIMIT:
-        limits.append(f"{options.max_tokens} output tokens by default")
-    limits.append(f"{options.decode_concurrency} requests at once")
-    if options.max_queue is not None:
-        limits.append(f"{options.max_queue} waiting")
-    logging.info(f"Model: {models.name}, {drafting(options, models.has_head)}")
+    context = models.tokenizers[options.model].context_length or "unknown"
+    logging.info(f"Model: {models.name}, {'with' if models.drafts else 'without'} drafts, context of {context} tokens")
     if options.model == str(DEMO):
         logging.info(f"{DEMO_NOTE}.")
     logging.info(f"Memory: {size(account.held)} used of {size(account.limit)}")
-    logging.info(f"Limits: {', '.join(limits)}")
     logging.info(f"Starting httpd at {host} on port {port}...")
     page = "" if options.no_ui else f"Open {url(host, port)} to chat. "
     logging.info(f"{page}Clients use {url(host, port)}/v1 and the model {models.name}")
@@ -169,17 +163,6 @@ def url(host: str, port: int) -> str:
     if host in ("", "0.0.0.0", "::"):
         host = "localhost"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def drafting(options: Options, has_head: bool) -> str:
-    """How the loaded model drafts, in words."""
-    drafters = []
-    if has_head:
-        drafters.append(f"the MTP head {options.mtp}" if isinstance(options.mtp, str) else "its MTP head")
-    is_auto = has_head and options.copy_drafts is None and not isinstance(options.num_draft_tokens, int)
-    if is_auto or asks_for_copies(options.copy_drafts):
-        drafters.append("copies")
-    return f"with drafts of {' and '.join(drafters)}" if drafters else "without drafts"
 
 
 def _allow_open_files() -> None:

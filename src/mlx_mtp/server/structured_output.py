@@ -100,7 +100,6 @@ def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reason
 
 
 def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning: bool) -> Grammar:
-    """Compile the grammar. A ValueError if it is invalid, and a RecursionError if it is too deep."""
     after: Any = tokenizer.think_end if in_reasoning else ""
     if not output.is_required:
         after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
@@ -151,7 +150,6 @@ class CallGrammar:
         return name
 
     def _json_call(self, name: str) -> str:
-        """A call in Qwen3-Next's format."""
         opening = f'\n{{"name": {json.dumps(name)}, "arguments": '
         arguments = self._json({"$ref": Schema.ROOT}, frozenset({"object"}), self.path)
         return f"{_quote(opening)} {arguments} {_quote('}' + chr(10))}"
@@ -163,7 +161,7 @@ class CallGrammar:
         parts = []
         for key in dict.fromkeys((*properties, *sorted(required))):
             path = f"{self.path}.properties.{key}"
-            schemas = properties.get(key) or self.schema.undeclared(key) or [True]
+            schemas = properties.get(key) or others or [True]
             schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
             can_be_written = 0 < len(key) <= LONGEST_KEY and not set(key) & set("\n<>")
             if can_be_written and self.schema.types(schema):
@@ -273,7 +271,6 @@ def _mark(tokenizer: TokenizerWrapper, text: str) -> str:
 
 
 def _parameter(key: str, value: str) -> str:
-    """A parameter in Lark. Its name and its value are Lark, too."""
     return f'("<parameter=" {key} ">\\n" {value})'
 
 

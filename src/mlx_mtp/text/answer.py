@@ -5,28 +5,19 @@ searched in the answer's text, not in its reasoning and calls. For ``logprobs`` 
 with the tokens that it came from: some of them are sent later than their tokens arrive.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
-
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from . import tool_calls
 from .reasoning import ReasoningReader, overlap
 from .schema import Json
 from .tool_calls import START, CallBegins, CallEnds, Text, ToolCallParser
 
-BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in SentencePiece
-BYTES = {char: byte for byte, char in bytes_to_unicode().items()}  # as BPE tokenizers write them
-
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The model's reasoning."""
-
     text: str
 
 
@@ -67,20 +58,19 @@ class Answer:
         return events, "tool_calls" if finish_reason == "stop" and self.n_calls else finish_reason
 
     def _clean(self, found: list[Event]) -> list[Event]:
-        """Remove the template's line breaks, and everything after a stop word."""
         events: list[Event] = []
         for event in found:
             if self.has_ended:
                 break
             if isinstance(event, Text):
                 text = self._text.skip(event.text)
-                self.tokens.find(event.text, len(text))
                 if text:
+                    end = event.start + len(event.text)
+                    self.tokens.add(end - len(text), end)
                     events += self._say(self._text.add(self.stop.add(text)))
                     self.has_ended = self.stop.found is not None
             elif isinstance(event, Reasoning):
                 self._text.skips = True
-                self.tokens.leave()
                 events += [Reasoning(text) for text in [self._reasoning.add(self._reasoning.skip(event.text))] if text]
             else:
                 if isinstance(event, CallBegins):
@@ -88,13 +78,12 @@ class Answer:
                     events += self._say(self._text.add(self.stop.rest()))
                     if not self._text.leave():
                         self.tokens.drop()
-                self.tokens.leave()
                 events.append(event)
                 self.has_ended = self.one_call and isinstance(event, CallEnds)
         return events
 
     def _say(self, text: str) -> list[Event]:
-        return [Text(text, self.tokens.take(len(text)))] if text else []
+        return [Text(text, tokens=self.tokens.take(len(text)))] if text else []
 
 
 class _LineBreaks:
@@ -128,7 +117,6 @@ class _LineBreaks:
         return self._has_text
 
     def rest(self) -> str:
-        """The line breaks at the end of the text."""
         return "" if self.skips else self._breaks
 
 
@@ -149,7 +137,6 @@ class _StopWords:
         return text[:n]
 
     def rest(self) -> str:
-        """The held text, which did not become a stop word."""
         held, self._held = self._held, ""
         return held
 
@@ -161,11 +148,8 @@ class TextTokens:
         self._n_tokens = 0
         self._first_incomplete = 0  # the first of the last tokens whose characters are incomplete
         self._n_reported = 0  # the number of tokens up to the last one that ``take`` returned
-        # The output since the last part of the text or anything else: its characters, and the tokens of each.
-        self._output, self._owners = "", list[range]()
-        self._begin = 0  # the position of the last token in the output
-        self._has_left = False  # whether the output begins with something other than text
-        self._text: list[range] = []  # the tokens of each character of the text that ``take`` has not returned yet
+        self._output: list[range] = []  # the tokens of each character of the output
+        self._text: list[range] = []  # those of the text that ``take`` has not returned yet
 
     def read(self, text: str, is_end: bool) -> None:
         """Add the next token, by the characters that it completes. One that ends the answer is not part of it."""
@@ -173,31 +157,13 @@ class TextTokens:
         self._n_tokens += 1
         if text:
             self._first_incomplete = self._n_tokens
-        self._begin = len(self._output)
-        self._output += text
-        self._owners += [tokens] * len(text)
+        self._output += [tokens] * len(text)
 
-    def find(self, text: str, n: int) -> None:
-        """Find a part of the text in the output: right after the part before, or after something else. Its last n characters
-        belong to the answer.
-        """
-        follows = not self._has_left and self._output.startswith(text)
-        start = 0 if follows else self._output.rfind(text)
-        self._has_left = False
-        owners = self._owners[start : start + len(text)] if start >= 0 else [range(0)] * len(text)
-        self._text += owners[len(text) - n :]
-        self._forget(start + len(text) if start >= 0 else self._begin)
-
-    def leave(self) -> None:
-        """Drop the output before the last token: it is not text."""
-        self._has_left = True
-        self._forget(self._begin)
-
-    def _forget(self, n: int) -> None:
-        self._output, self._owners, self._begin = self._output[n:], self._owners[n:], max(self._begin - n, 0)
+    def add(self, start: int, end: int) -> None:
+        """Add these characters of the output to the text."""
+        self._text += self._output[start:end]
 
     def drop(self) -> None:
-        """Drop the characters that ``take`` has not returned."""
         self._text.clear()
 
     def take(self, n: int) -> list[int]:
@@ -220,13 +186,13 @@ class QwenReader:
         self.begin, self.end = think or ("", "")
         self.schemas = schemas
         self.reasoning = ReasoningReader(self.end)
-        self._calls = None if schemas is None else ToolCallParser(schemas)
+        self._calls: ToolCallParser | None = None  # of the text after the reasoning
         self._read = self._text if think is None else self._thoughts if in_reasoning else self._beginning
         self._rest = ""  # the text that is not parsed yet
+        self._n = 0  # characters so far
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the reasoning has begun and not ended."""
         return self._read == self._thoughts
 
     @property
@@ -236,6 +202,7 @@ class QwenReader:
 
     def add(self, text: str) -> list[Event]:
         self._rest += text
+        self._n += len(text)
         return self._read()
 
     def finish(self, cut: bool) -> list[Event]:
@@ -270,9 +237,12 @@ class QwenReader:
 
     def _text(self) -> list[Event]:
         text, self._rest = self._rest, ""
-        if self._calls is not None:
-            return list(self._calls.add(text))
-        return [Text(text)] if text else []
+        start = self._n - len(text)
+        if self.schemas is None:
+            return [Text(text, start)] if text else []
+        if self._calls is None:
+            self._calls = ToolCallParser(self.schemas, start)
+        return [*self._calls.add(text)]
 
     def _calls_at_end(self) -> list[Event]:
         """The complete calls after the last words of the reasoning."""
@@ -328,23 +298,3 @@ def think_marks(tokenizer: Any) -> tuple[str, str] | None:
 def functions_of(tools: list[Any]) -> list[Json]:
     """The functions of OpenAI's tools, without those that have no name."""
     return [tool["function"] for tool in tools if isinstance(tool["function"].get("name"), str)]
-
-
-class Pieces:
-    """The bytes of a tokenizer's tokens; a token may end within a character."""
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        self.added = {i: str(token).encode() for i, token in tokenizer.added_tokens_decoder.items()}
-        self.is_byte_level = isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer)
-
-    def of(self, tokens: Sequence[int]) -> list[bytes]:
-        names = self.tokenizer.convert_ids_to_tokens(list(tokens))
-        return [self.added[i] if i in self.added else self._bytes(name or "") for i, name in zip(tokens, names)]
-
-    def _bytes(self, name: str) -> bytes:
-        if self.is_byte_level:
-            return b"".join(bytes([BYTES[c]]) if c in BYTES else c.encode() for c in name)
-        if match := BYTE.fullmatch(name):
-            return bytes([int(match[1], 16)])
-        return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()

@@ -94,7 +94,6 @@ class Grammar:
         return mx.where(masked.max(axis=-1, keepdims=True) == -mx.inf, logits, masked)
 
     def draft_source(self) -> "ForcedTokens":
-        """The source of drafts of the next text."""
         return ForcedTokens(self)
 
     def copy(self) -> "Grammar":
@@ -215,11 +214,10 @@ def make_grammar(
     if not after:
         return Grammar(matcher)
     find = functools.partial(end_of_reasoning, end=after) if isinstance(after, str) else after
-    return Grammar(matcher, Beginning(_llguidance_tokenizer(tokenizer), find))
+    return Grammar(matcher, Beginning(llguidance_tokenizer(tokenizer), find))
 
 
 def _in_lark(regex: str) -> str:
-    """A regular expression in Lark, without its slashes."""
     from llguidance import regex_to_lark
 
     _check_size(regex)  # converting a long one blocks all other threads
@@ -247,9 +245,8 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
 
     _check_size(lark)
     _check_multiples(lark)
-    llguidance_tokenizer = _llguidance_tokenizer(tokenizer)
-
-    matcher = in_deep_stack(lambda: LLMatcher(llguidance_tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0))
+    vocabulary = llguidance_tokenizer(tokenizer)
+    matcher = in_deep_stack(lambda: LLMatcher(vocabulary, LLMatcher.grammar_from_lark(lark), log_level=0))
     if matcher.is_error():
         error = reason(matcher.get_error())
         if any(words in error for words in TOO_LARGE):
@@ -259,7 +256,6 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
 
 
 def reason(error: str) -> str:
-    """An error of llguidance, in a line."""
     first, *others = error.splitlines()
     return " ".join(
         [first.rpartition("JSON schema: ")[2], *(x.removeprefix("error: ") for x in others if "error: " in x)]
@@ -267,7 +263,6 @@ def reason(error: str) -> str:
 
 
 def _check_size(text: str) -> None:
-    """Raise a ValueError if it is too large."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"The grammar has {len(text)} characters, and at most {MAX_CHARACTERS} are supported.")
 
@@ -298,7 +293,7 @@ def _check_multiples(lark: str) -> None:
 
 
 @functools.lru_cache(maxsize=4)
-def _llguidance_tokenizer(tokenizer: TokenizerWrapper) -> Any:
+def llguidance_tokenizer(tokenizer: TokenizerWrapper) -> Any:
     """About a second's work for a vocabulary of 250,000 tokens."""
     from llguidance.hf import from_tokenizer
 

@@ -12,8 +12,6 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
-import regex
-
 Json = dict[str, Any]
 
 STRING = frozenset({"string"})
@@ -32,8 +30,6 @@ OF_SCHEMAS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "anyOf", "oneOf", "allOf", "prefixItems"}
 )
 OF_SCHEMA = frozenset({"items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not"})
-MAX_MATCHED = 256  # characters of a name that a pattern is matched against
-PATTERN_SECONDS = 0.02  # a match that takes longer counts as possible
 LONGEST_NUMBER = 400  # characters
 WORDS = {"null": ("null", "none"), "boolean": ("true", "false")}
 
@@ -87,7 +83,6 @@ class Schema:
         return True if found is None else found
 
     def types(self, schema: Any) -> frozenset[str]:
-        """The types of the values that a schema allows."""
         if not isinstance(schema, dict):
             return frozenset() if schema is False else ANY
         if id(schema) not in self._types:
@@ -145,32 +140,19 @@ class Schema:
                 found.setdefault(name, []).append(schema)
         return found
 
-    def declares(self, name: str) -> bool:
-        """Whether the schema has a property of this name."""
-        return name in self.properties()
-
     def required(self) -> list[str]:
-        """The properties that a value must have."""
-        return [
-            name
-            for part in self.parts(is_certain=True)
-            for name in _list(part.get("required"))
-            if isinstance(name, str)
-        ]
+        names = [name for part in self.parts(is_certain=True) for name in _list(part.get("required"))]
+        return [name for name in names if isinstance(name, str)]
 
-    def undeclared(self, name: str | None = None) -> list[Any]:
-        """The schemas of properties that no schema declares: of this name, or of any name."""
-        found: list[Any] = []
-        for part in self.parts():
-            patterns = _dict(part.get("patternProperties"))
-            named = [schema for pattern, schema in patterns.items() if name is None or may_match(pattern, name)]
-            others = [part["additionalProperties"]] if "additionalProperties" in part else []
-            found += named + others if name is None else named or others
+    def undeclared(self) -> list[Any]:
+        """The schemas of properties that no schema declares. Those of ``patternProperties`` may have any value."""
+        found = [part["additionalProperties"] for part in self.parts() if "additionalProperties" in part]
+        found += [True for part in self.parts() if _dict(part.get("patternProperties"))]
         return [schema for schema in found if schema is not False]
 
     def types_of_property(self, name: str) -> frozenset[str]:
         """The types that the property of this name may have. A property without a schema is a string."""
-        schemas = self.properties().get(name) or self.undeclared(name)
+        schemas = self.properties().get(name) or self.undeclared()
         try:
             return frozenset().union(*map(self.types, schemas)) or STRING
         except RecursionError:  # a chain of references
@@ -178,21 +160,11 @@ class Schema:
 
 
 def listed(schema: Json) -> list[Any] | None:
-    """The values that a schema lists."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) else None
 
 
-def may_match(pattern: str, text: str) -> bool:
-    """Whether a pattern matches a text, or the match fails or takes too long."""
-    try:
-        return regex.search(pattern, text[:MAX_MATCHED], timeout=PATTERN_SECONDS) is not None
-    except (regex.error, TimeoutError, RecursionError, OverflowError, MemoryError):
-        return True
-
-
 def type_of(value: Any) -> str:
-    """The name of a JSON value's type."""
     for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array")):
         if isinstance(value, kind):
             return name
@@ -254,26 +226,9 @@ def to_json(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON, or raise a ValueError. Strings may contain line breaks; numbers too large for a float become strings."""
-    values = parse_json_values(text)
-    if len(values) != 1:
-        raise ValueError(f"{len(values)} values instead of one")
-    return values[0]
-
-
-def parse_json_values(text: str) -> list[Any]:
-    """Parse a sequence of JSON values."""
-    values = []
-    while text := text.strip():
-        value, end = DECODER.raw_decode(text)
-        values.append(value)
-        text = text[end:]
-    return values
-
-
 def _finite(text: str) -> float | str:
     return x if math.isfinite(x := float(text)) else text
 
 
-DECODER = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=str)
+# Parses JSON whose strings may contain line breaks; a number too large for a float becomes a string.
+parse_json = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=str).decode

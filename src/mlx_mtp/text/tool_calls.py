@@ -28,7 +28,6 @@ A block may have several functions. Text that is not a valid call remains conten
 - The arguments of an incomplete call end within a string, so that they are never valid JSON.
 """
 
-import ast
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ from typing import Any
 import regex
 
 from .reasoning import fence_after
-from .schema import Schema, is_string, parse_json, parse_json_values, to_json
+from .schema import Schema, is_string, parse_json, to_json
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ class Text:
     """The next piece of the text for the user."""
 
     text: str
+    start: int = field(default=0, compare=False)  # its position in the output of the model
     # The indices of the tokens whose first character is in this piece.
     tokens: Sequence[int] = field(default=(), compare=False)
 
@@ -78,7 +78,7 @@ LONGEST_KEY = 256  # characters of a parameter's name
 _KEY = rf"<parameter=(?P<key>[^\n<>]{{1,{LONGEST_KEY}}})>"
 _FUNCTION = rf"<function=(?P<name>{_NAME})>{_S}(?:{_KEY}|(?P<empty></function>))"
 START, END = "<tool_call>", "</tool_call>"
-BLOCK = regex.compile(rf" {{0,3}}{START}{_S}(?:{_FUNCTION}|(?P<json>(?:\[{_S})?\{{{_S}[\"']))")
+BLOCK = regex.compile(rf" {{0,3}}{START}{_S}(?:{_FUNCTION}|(?P<json>\{{{_S}\"))")
 IN_VALUE = regex.compile(
     rf"(?P<quoted>\n(?P<function><function={_NAME}>\n)?<parameter=[^\n<>]{{1,{LONGEST_KEY}}}>\n)|\n?</parameter>"
 )
@@ -91,8 +91,9 @@ AFTER_FUNCTION = regex.compile(rf"{_S}(?:(?P<end>{END})|{_FUNCTION})")
 class _Buffer:
     """The text that is not parsed yet, the events, and the last line of content outside of blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int) -> None:
         self.rest = ""  # the text that is not parsed yet
+        self.n_taken = start  # the characters of the output before it
         self.is_last = self.is_cut = False  # whether no text will follow, and whether it was cut off there
         self.events: list[Event] = []  # the events that were not returned yet
         self.n_calls = 0
@@ -104,15 +105,16 @@ class _Buffer:
 
     def take(self, n: int) -> str:
         taken, self.rest = self.rest[:n], self.rest[n:]
+        self.n_taken += len(taken)
         return taken
 
     def take_content(self, n: int) -> None:
         """Take the next n characters, up to the end of a line or of the text so far, as content."""
-        text = self.take(n)
+        start, text = self.n_taken, self.take(n)
         if self.events and isinstance(last := self.events[-1], Text):
-            self.events[-1] = Text(last.text + text)
+            self.events[-1] = Text(last.text + text, last.start)
         elif text:
-            self.events.append(Text(text))
+            self.events.append(Text(text, start))
         self.line += text
         if text.endswith("\n"):
             self.fence = fence_after(self.line.rstrip("\n"), self.fence)
@@ -155,10 +157,13 @@ class _Value:
 
 
 class ToolCallParser(_Buffer):
-    """Makes events of a text, with the JSON schemas of the parameters of each tool, by name."""
+    """Makes events of a text, with the JSON schemas of the parameters of each tool, by name.
 
-    def __init__(self, schemas: Mapping[str, Any]):
-        super().__init__()
+    ``start`` is the text's position in the output of the model.
+    """
+
+    def __init__(self, schemas: Mapping[str, Any], start: int = 0):
+        super().__init__(start)
         self.schemas = schemas
         # Parses a part of the rest and returns whether to continue: content, a value, the text after a function, or JSON.
         self._read = self._content
@@ -202,7 +207,6 @@ class ToolCallParser(_Buffer):
     # A block in Qwen's format, with one function or several
 
     def _begin_function(self, m: Any) -> None:
-        """Begin a function, after its tag and the tag of its first parameter or its end."""
         try:
             self.schema = Schema(self.schemas.get(m["name"]))
         except RecursionError:
@@ -215,7 +219,6 @@ class ToolCallParser(_Buffer):
             self._end_function("{}")
 
     def _end_function(self, last: str) -> None:
-        """End a function, with the last characters of its arguments."""
         self.add_arguments(last)
         self.events.append(CallEnds(self.n_calls - 1))
         self._read = self._after_function
@@ -276,9 +279,8 @@ class ToolCallParser(_Buffer):
         return bool(self.n_quoted + self.n_functions and after["end"] and is_at_end)
 
     def _ends(self, after: Any) -> bool:
-        """Whether a closing tag ends the value."""
         if after["name"] is None and after["key"] is not None:
-            is_next = not self.n_functions and (not self.n_quoted or self.schema.declares(after["key"]))
+            is_next = not self.n_functions and (not self.n_quoted or after["key"] in self.schema.properties())
             return is_next and after["key"] not in self.keys
         is_at_end = after["end"] is not None and not self.rest[after.end() :].strip()
         return is_at_end or not self.n_quoted + self.n_functions
@@ -295,7 +297,6 @@ class ToolCallParser(_Buffer):
         return bool(self.rest)
 
     def _follow(self, m: Any) -> None:
-        """Begin the next function, or end the block."""
         if m["end"] is None:
             self._begin_function(m)
         else:
@@ -304,26 +305,26 @@ class ToolCallParser(_Buffer):
     # A block of JSON, up to the first ``</tool_call>`` outside its strings
 
     def _in_json(self) -> bool:
-        calls: list[tuple[str, str]] = []
-        while (end := self.rest.find(END, self.searched)) >= 0 and not calls:
-            calls, is_in_string = _json_calls(self.rest[self.start : end])
-            if not (calls or is_in_string):
-                break
-            self.searched = end + len(END)
-        if end < 0 and not calls:
-            if not self.is_last:
-                self.searched = max(self.searched, len(self.rest) - len(END) + 1)
-                return False
-            self.searched = len(self.rest)
-            calls = [] if self.is_cut else _json_calls(self.rest[self.start :])[0]
+        end = self.rest.find(END, self.searched)
+        if end < 0 and not self.is_last:
+            self.searched = max(self.searched, len(self.rest) - len(END) + 1)
+            return False
+        call = None
+        try:
+            if end >= 0 or not self.is_cut:
+                call = _json_call(self.rest[self.start : end if end >= 0 else None])
+        except Exception as e:  # any error of the parser, or of a value that JSON lacks
+            if end >= 0 and str(e).startswith("Unterminated string"):  # which has the tag
+                self.searched = end + len(END)
+                return True
         self._read = self._content
-        if not calls:
+        if call is None:
             self.take_content(self.start)
             return True
-        self.take(self.searched)
-        for name, arguments in calls:
-            self.begin_call(name)
-            self.events += [CallArguments(self.n_calls - 1, arguments), CallEnds(self.n_calls - 1)]
+        self.take(end + len(END) if end >= 0 else len(self.rest))
+        name, arguments = call
+        self.begin_call(name)
+        self.events += [CallArguments(self.n_calls - 1, arguments), CallEnds(self.n_calls - 1)]
         return bool(self.rest)
 
 
@@ -331,21 +332,9 @@ def _escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _json_calls(text: str) -> tuple[list[tuple[str, str]], bool]:
-    """The calls in a block of JSON, as names and the JSON of their arguments: one, a list of them, or several in sequence; none
-    if the block is not valid. And whether the text ends within a string.
-    """
-    is_in_string = False
-    for read in (parse_json_values, lambda text: [ast.literal_eval(text.strip())]):
-        try:
-            values = read(text)
-            return [_json_call(c) for value in values for c in (value if isinstance(value, list) else [value])], False
-        except Exception as e:  # any error of a parser, or of a value that JSON lacks
-            is_in_string |= str(e).lower().startswith("unterminated string")
-    return [], is_in_string
-
-
-def _json_call(call: Any) -> tuple[str, str]:
+def _json_call(text: str) -> tuple[str, str]:
+    """The name and the JSON of the arguments of a call; an error if the text is none."""
+    call = parse_json(text)
     name, arguments = call["name"], call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str) and arguments.strip():
         arguments = parse_json(arguments)

@@ -25,7 +25,6 @@ from ...pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..engine.encode import goes_on
 from ..request import ApiError, Delta, Effort, Request, StructuredOutput, Thinking
 from ..structured_output import from_strict_tools, from_tool_choice, only_one
 
@@ -33,53 +32,41 @@ MAX_BIASES = 10_000  # entries of logit_bias
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 NEVER = 2**31  # min_tokens of a text that no token of the model ends
 
-# Unsupported fields that would change the answer, by API: the values that change nothing, and the alternative. All other
-# unknown fields are ignored.
-Refused = Mapping[str, tuple[Sequence[Any], str]]
-
 OUTPUTS = "docs/server.md#structured-output lists those that are supported"
-ALL: Refused = {
+THINKING = "docs/server.md#thinking lists the fields of each API"
+# Fields that would change the answer: the values that change nothing, and the alternative. An API refuses those that it does
+# not have. All other unknown fields are ignored.
+REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "modalities": ([["text"]], "answers are texts"),
     "audio": ([], "answers are texts"),
     "web_search_options": ([], "let the client search"),
+    "mcp_servers": ([[]], "let the client call the tools"),
     "structured_outputs": ([{}], OUTPUTS),
     "guided_choice": ([[]], OUTPUTS),
     "grammar": ([""], OUTPUTS),
+    "response_format": ([{"type": "text"}], OUTPUTS),
+    **dict.fromkeys(("json_schema", "guided_json", "guided_regex", "guided_grammar"), ([], OUTPUTS)),
     "allowed_token_ids": ([[]], "send logit_bias"),
     "bad_words": ([[]], "send logit_bias"),
+    "adapters": ([], "start a server with --adapter-path"),
+    "draft_model": (["default_model"], "the draft models of mlx-lm run in mlx_lm.server"),
     "prompt_logprobs": ([], "only the tokens of an answer have log probabilities"),
-}
-# /v1/chat/completions and /v1/completions.
-OPENAI: Refused = {**ALL, "functions": ([[]], "send tools"), "function_call": (["auto", "none"], "send tools")}
-COMPLETIONS: Refused = {
-    **OPENAI,
+    "top_logprobs": ([], "/v1/completions takes logprobs, a number"),
+    "functions": ([[]], "send tools"),
+    "function_call": (["auto", "none"], "send tools"),
     "tool_choice": (["auto", "none"], "send tools to /v1/chat/completions"),
     "echo": ([False], "put the prompt before the text yourself"),
     "continue_final_message": ([False], "a text is continued without it"),
     "suffix": ([""], "write the model's own fill-in-the-middle tokens into the prompt"),
     "best_of": ([1], "send n, and choose"),
-    "top_logprobs": ([], "send logprobs, a number"),
-    **dict.fromkeys(
-        ("enable_thinking", "thinking_budget", "reasoning_effort"),
-        ([], "a text without a chat template has no thinking: leave it out"),
-    ),
-}
-# Fields of OPENAI that the other APIs refuse.
-OF_OPENAI: Refused = {
     "n": ([1], "send one request for each answer"),
-    "response_format": ([{"type": "text"}], OUTPUTS),
-    **dict.fromkeys(("json_schema", "guided_json", "guided_regex", "guided_grammar"), ([], OUTPUTS)),
     "n_predict": ([-1], "send the API's own limit of tokens"),
-}
-RESPONSES: Refused = {
-    **ALL,
-    **OF_OPENAI,
     "previous_response_id": ([], "send the whole conversation as input"),
     "conversation": ([], "send the whole conversation as input"),
-    "prompt": ([], "send instructions and input"),
+    "prompt": ([], "send the conversation itself"),
     "background": ([False], "leave it out"),
+    **dict.fromkeys(("enable_thinking", "thinking_budget", "reasoning_effort"), ([], THINKING)),
 }
-MESSAGES: Refused = {**ALL, **OF_OPENAI, "mcp_servers": ([[]], "let the client call the tools")}
 
 
 def at_most(n: int) -> BeforeValidator:
@@ -183,7 +170,7 @@ class Body(Part):
     """The fields of all APIs, including the fields of mlx-lm and of this package."""
 
     NEEDED: ClassVar[str]  # the required field
-    REFUSED: ClassVar[Refused] = ALL
+    UNUSED: ClassVar[tuple[str, ...]] = ()  # the fields below that this API does not have
     LIMITS: ClassVar[tuple[str, ...]]  # the fields for the maximum number of tokens; the first one that is set counts
     writer: ClassVar[Any]  # the ``Writer`` of answers
     error_content: ClassVar[Callable[[ApiError], Json]] = error_content
@@ -211,8 +198,6 @@ class Body(Part):
     enable_thinking: bool | None = None
     thinking_budget: Natural | None = None
     chat_template_kwargs: Annotated[Variables, at_most(32), AfterValidator(_check_variables)] | None = None
-    adapters: str | None = None
-    draft_model: str = "default_model"
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     num_draft_tokens: Literal["auto"] | Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
@@ -220,12 +205,10 @@ class Body(Part):
 
     @property
     def thinking_wanted(self) -> Thinking:
-        """The request's fields for thinking, those of the API and those of all APIs."""
         return Thinking(self.enable_thinking, self.effort, self.thinking_budget)
 
     @property
     def effort(self) -> Effort | None:
-        """The effort of the reasoning, in the API's own field."""
         return None
 
     @property
@@ -297,7 +280,7 @@ class Body(Part):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise ApiError(400, f"{name} cannot be combined with structured output, which may end before.", param=name)
         request.args = stock.GenerationArguments(
-            model=stock.ModelDescription(self.model, self.draft_model, self.adapters),
+            model=self.model,
             sampling=self._fields_of(stock.SamplingArguments),
             logits=self._fields_of(stock.LogitsProcessorArguments),
             stop_words=self.stop_words,
@@ -310,7 +293,6 @@ class Body(Part):
         )
 
     def _fields_of(self, kind: Any) -> Any:
-        """One of mlx-lm's records of arguments, which have the names of the body's fields."""
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
 
@@ -319,12 +301,9 @@ TYPES = ("str", "int", "float", "bool", "none", "dict", "list")  # pydantic puts
 
 
 def _validate(kind: type[B], body: Json) -> B:
-    """Validate a body, or raise an ApiError that names the wrong field."""
-    if kind.NEEDED not in body:
-        needed = "a prompt" if kind.NEEDED == "prompt" else kind.NEEDED
-        raise ApiError(400, f"Request did not contain {needed}", param=kind.NEEDED)
-    for name, (harmless, fix) in kind.REFUSED.items():
-        if name in body and body[name] not in harmless:
+    for name, (harmless, fix) in REFUSED.items():
+        is_known = name in kind.model_fields and name not in kind.UNUSED
+        if name in body and not is_known and body[name] not in harmless:
             value = json.dumps(body[name])[:100]
             raise ApiError(400, f"{name}: {value} is not supported: {fix}.", param=name)
     try:
@@ -340,12 +319,39 @@ def _validate(kind: type[B], body: Json) -> B:
 
 
 SYSTEM = ("system", "developer")
+TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")  # types of parts
+IMAGES = ("image_url", "input_image", "image")
 
 
-def add_image(images: list[str], url: str) -> str:
-    """Add to the images of a conversation, URLs in order. Return the mark that stands for the image in the text."""
-    images.append(url)
-    return MARK
+def text_of(content: "str | list[Item] | None", where: str, images: list[str] | None = None, between: str = "") -> str:
+    """The text of a message's content, in the format of any API; ``between`` is put between its parts.
+
+    The URLs of its images are added to ``images``, if they are allowed, and a mark stands for each in the text.
+    """
+    if isinstance(content, str):
+        return content
+    return between.join(_part_text(part, where, images) for part in content or [])
+
+
+def _part_text(part: Item, where: str, images: list[str] | None) -> str:
+    if part.type in TEXTS and part.text is not None:
+        return part.text
+    source = part.source or part.image_url or {}
+    source = source if isinstance(source, dict) else {"url": source}
+    url = source.get("url")
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    if part.type in IMAGES and images is not None and isinstance(url, str):
+        images.append(url)
+        return MARK
+    kind = f"image of source {source.get('type')}" if part.type == "image" else part.type
+    raise unsupported(kind, where, "send text" if images is None else "send text, or images as data URLs or base64")
+
+
+def goes_on(messages: list[Any]) -> bool:
+    """Whether the answer continues the last message: the assistant's, with text and without calls."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:
@@ -359,9 +365,10 @@ def fold_roles(messages: list[Json]) -> list[Json]:
     return folded
 
 
-def unsupported(kind: str | None, where: str, param: str, fix: str) -> ApiError:
+def unsupported(kind: str | None, where: str, fix: str) -> ApiError:
     """The error for an unsupported part of a conversation."""
-    return ApiError(400, f"{where}: {(kind or 'no type')[:50]} is not supported: {fix}.", param=param)
+    message = f"{where}: {(kind or 'no type')[:50]} is not supported: {fix}."
+    return ApiError(400, message, param=where.partition("[")[0])
 
 
 def arguments_of(value: Any) -> Json:
@@ -375,16 +382,31 @@ def arguments_of(value: Any) -> Json:
 
 
 def function_tool(tool: Tool, name: str | None, parameters: Json | None) -> Json:
-    """A tool in OpenAI's format, which templates expect."""
     if name is None:
         raise ApiError(400, "tools: a tool has no name.", param="tools")
     function = {"name": name, "description": tool.description or "", "parameters": parameters or {"type": "object"}}
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
-def function_call(id: str, name: str, arguments: Json) -> Json:
-    """A call in an assistant's message."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def assistant(messages: list[Json]) -> Json:
+    """The last message, if it is the assistant's, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def add_reasoning(messages: list[Json], text: str) -> None:
+    message = assistant(messages)
+    message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+
+def add_call(messages: list[Json], id: str | None, name: str, arguments: Json) -> None:
+    call = {"id": id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+    assistant(messages).setdefault("tool_calls", []).append(call)
+
+
+def add_result(messages: list[Json], id: str | None, text: str) -> None:
+    messages.append({"role": "tool", "content": text, "tool_call_id": id})
 
 
 # Answers
@@ -392,8 +414,6 @@ def function_call(id: str, name: str, arguments: Json) -> Json:
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens of a request."""
-
     n_prompt: int  # tokens of the prompts, each counted once
     n_cached: int  # cached tokens among them
     n_generated: int  # tokens of all answers
@@ -425,7 +445,6 @@ class Writer:
         self.is_open = False  # whether the last block is open
 
     def begin(self, usage: Usage) -> bytes:
-        """The beginning of a stream."""
         return b""
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
@@ -456,7 +475,6 @@ class Writer:
         return closed + self.opened(block)
 
     def goes_on(self, kind: str) -> bool:
-        """Whether a block of this type is open."""
         return self.is_open and self.blocks[-1]["type"] == kind
 
     def close(self) -> bytes:

@@ -47,8 +47,6 @@ fingerprint = cache(get_system_fingerprint)
 
 @dataclass
 class Choice:
-    """One of the answers to a request."""
-
     index: int
     whole: Json = field(default_factory=dict)  # its pieces so far, joined
     finish_reason: str | None = None
@@ -200,14 +198,13 @@ def _usage(usage: Usage) -> Json:
         "prompt_tokens_details": {"cached_tokens": usage.n_cached},
     }
     if (drafts := usage.drafts) is not None:
-        content["completion_tokens_details"] = {
+        details = content["completion_tokens_details"] = {
             "accepted_prediction_tokens": usage.n_accepted,
             "rejected_prediction_tokens": sum(d.n_drafted for d in drafts) - usage.n_accepted,
-            "copied_tokens": sum(sum(d.copied) for d in drafts),
-            "accepted_copied_tokens": sum(sum(d.copies_accepted) for d in drafts),
-            "forced_tokens": sum(sum(d.forced) for d in drafts),
-            "accepted_forced_tokens": sum(sum(d.forced_accepted) for d in drafts),
         }
+        for source, name in (("copies", "copied_tokens"), ("grammar", "forced_tokens")):
+            details[name] = sum(sum(d.of(source)[0]) for d in drafts)
+            details[f"accepted_{name}"] = sum(sum(d.of(source)[1]) for d in drafts)
     return content
 
 
@@ -235,7 +232,6 @@ def _name(t: Likely) -> str:
 class OpenAIBody(Body):
     """The fields of chat completions and completions."""
 
-    REFUSED: ClassVar = common.OPENAI
     LIMITS: ClassVar = ("max_completion_tokens", "max_tokens", "n_predict")
     stream_options: Settings = Settings()
     max_tokens: Positive | None = None
@@ -252,7 +248,6 @@ class OpenAIBody(Body):
 
     @property
     def n_choices(self) -> int:
-        """The number of answers."""
         return self.n
 
     @property
@@ -326,22 +321,12 @@ class ChatBody(OpenAIBody):
 def _message(message: ChatMessage, where: str, images: list[str]) -> Json:
     """A message for the chat template: without null fields, and with the arguments of calls as objects."""
     content = {name: value for name, value in message.model_dump(exclude={"content"}).items() if value is not None}
-    parts = message.content
-    content["content"] = "".join(_text(p, where, images) for p in parts) if isinstance(parts, list) else parts
+    content["content"] = message.content and common.text_of(message.content, where, images)
     if isinstance(reasoning := content.pop("reasoning", None), str):  # a name that answers have
         content.setdefault("reasoning_content", reasoning)
     for call in content.get("tool_calls", []):
         call["function"]["arguments"] = common.arguments_of(call["function"].get("arguments"))
     return content
-
-
-def _text(part: Item, where: str, images: list[str]) -> str:
-    if part.type == "text" and part.text is not None:
-        return part.text
-    url = part.image_url.get("url") if isinstance(part.image_url, dict) else part.image_url
-    if part.type == "image_url" and isinstance(url, str):
-        return common.add_image(images, url)
-    raise common.unsupported(part.type, where, "messages", "send text or images")
 
 
 # Texts
@@ -350,7 +335,7 @@ def _text(part: Item, where: str, images: list[str]) -> str:
 class CompletionBody(OpenAIBody):
     NEEDED: ClassVar = "prompt"
     writer: ClassVar = CompletionWriter
-    REFUSED: ClassVar = common.COMPLETIONS
+    UNUSED: ClassVar = ("tool_choice", "continue_final_message", "enable_thinking", "thinking_budget")
     prompt: Prompt | Tokens | Prompts
     logprobs: TopLogprobs | None = None
 

@@ -127,7 +127,6 @@ class MessagesBody(Body):
     NEEDED: ClassVar = "messages"
     writer: ClassVar = MessagesWriter
     error_content: ClassVar = error_content
-    REFUSED: ClassVar = common.MESSAGES
     LIMITS: ClassVar = ("max_tokens",)
     max_tokens: Positive | None = None
     system: str | Many[Item] | None = None
@@ -163,72 +162,43 @@ class MessagesBody(Body):
         return bool(self.tool_choice.get("disable_parallel_tool_use"))
 
     def conversation(self, content: Json, images: list[str]) -> tuple[list[Json], list[Json]]:
-        blocks = [BILLING.sub("", text).strip() for text in _texts(self.system, "system")]
+        parts = [self.system] if isinstance(self.system, str) else [[block] for block in self.system or []]
+        blocks = [BILLING.sub("", common.text_of(part, "system")).strip() for part in parts]
         system = "\n\n".join(block for block in blocks if block)
         messages = [{"role": "system", "content": system}] if system else []
         for i, message in enumerate(self.messages):
             if message.role not in ROLES or message.content is None:
-                message_of = f"{message.role} without content" if message.role in ROLES else message.role
-                raise common.unsupported(
-                    message_of, f"messages[{i}]", "messages", f"send content as {', '.join(ROLES)}"
-                )
-            messages += _messages(message, f"messages[{i}].content", images)
+                kind = f"{message.role} without content" if message.role in ROLES else message.role
+                raise common.unsupported(kind, f"messages[{i}]", f"send content as {', '.join(ROLES)}")
+            _add_messages(messages, message, f"messages[{i}].content", images)
         ours = [tool for tool in self.tools or [] if tool.type in (None, "custom")]
         tools = ours if self.tool_choice.get("type") != "none" else []
         return messages, [common.function_tool(tool, tool.name, tool.input_schema) for tool in tools]
 
 
-def _texts(content: str | list[Item] | None, where: str, images: list[str] | None = None) -> list[str]:
-    """The texts of blocks. Their images are added to ``images``, if they are allowed."""
-    return [_text(block, where, images) for block in _blocks(content)]
-
-
-def _blocks(content: str | list[Item] | None) -> list[Item]:
-    return [Item(type="text", text=content)] if isinstance(content, str) else content or []
-
-
-def _text(block: Item, where: str, images: list[str] | None = None) -> str:
-    if block.type == "text" and block.text is not None:
-        return block.text
-    source = block.source or {}
-    if block.type == "image" and images is not None:
-        if source.get("type") == "base64":
-            return common.add_image(images, f"data:{source.get('media_type')};base64,{source.get('data')}")
-        if source.get("type") == "url":
-            return common.add_image(images, str(source.get("url")))
-    kind = block.type if block.type != "image" else f"image of source {source.get('type')}"
-    fix = "send text" if images is None else "send text, or images as base64"
-    raise common.unsupported(kind, where, where.partition("[")[0], fix)
-
-
-def _messages(message: Item, where: str, images: list[str]) -> list[Json]:
-    """A message's blocks as messages of a chat template: each tool result is a message of its own."""
-    blocks = _blocks(message.content)
+def _add_messages(messages: list[Json], message: Item, where: str, images: list[str]) -> None:
+    """Add a message as those of a chat template: each tool result is a message of its own."""
+    content = message.content
+    blocks = [Item(type="text", text=content)] if isinstance(content, str) else content or []
     if message.role == "assistant":
-        return [_assistant(blocks, where)]
-    messages: list[Json] = []
+        messages.append({"role": "assistant", "content": ""})
+    n = len(messages)
     for block in blocks:
-        if block.type == "tool_result":
-            result = "\n".join(_texts(block.content, where, images))
-            result = f"Error: {result}" if block.is_error else result
-            messages.append({"role": "tool", "content": result, "tool_call_id": block.tool_use_id})
-            continue
-        text = _text(block, where, images)
-        if messages and messages[-1]["role"] == message.role:
-            messages[-1]["content"] += f"\n{text}"
+        if message.role == "assistant":
+            _add_block(messages, block, where)
+        elif block.type == "tool_result":
+            result = common.text_of(block.content, where, images, between="\n")
+            common.add_result(messages, block.tool_use_id, f"Error: {result}" if block.is_error else result)
+        elif len(messages) > n and messages[-1]["role"] == message.role:
+            messages[-1]["content"] += "\n" + common.text_of([block], where, images)
         else:
-            messages.append({"role": message.role, "content": text})
-    return messages
+            messages.append({"role": message.role, "content": common.text_of([block], where, images)})
 
 
-def _assistant(blocks: list[Item], where: str) -> Json:
-    message: Json = {"role": "assistant", "content": ""}
-    for block in blocks:
-        if block.type == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + (block.thinking or "")
-        elif block.type == "tool_use" and block.name is not None:
-            call = common.function_call(block.id or "", block.name, common.arguments_of(block.input))
-            message.setdefault("tool_calls", []).append(call)
-        elif block.type != "redacted_thinking":
-            message["content"] += _text(block, where)
-    return message
+def _add_block(messages: list[Json], block: Item, where: str) -> None:
+    if block.type == "thinking":
+        common.add_reasoning(messages, block.thinking or "")
+    elif block.type == "tool_use" and block.name is not None:
+        common.add_call(messages, block.id, block.name, common.arguments_of(block.input))
+    elif block.type != "redacted_thinking":
+        common.assistant(messages)["content"] += common.text_of([block], where)

@@ -24,7 +24,6 @@ from . import common
 from .common import Body, Item, Many, Positive, Settings, Short, Tool, Usage, Writer, event, new_id
 from .completions import TopLogprobs, logprob_of
 
-TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 # The parameters of a custom tool.
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -171,7 +170,6 @@ def _shown(item: Json) -> Json:
 class ResponsesBody(Body):
     NEEDED: ClassVar = "input"
     writer: ClassVar = ResponsesWriter
-    REFUSED: ClassVar = common.RESPONSES
     LIMITS: ClassVar = ("max_output_tokens",)
     input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
@@ -226,52 +224,25 @@ def _full_name(space: str | None, name: str) -> str:
 def _add_item(messages: list[Json], item: Item, where: str, images: list[str]) -> None:
     """Add an item to the conversation. Consecutive reasoning, text and calls are one message of the assistant."""
     kind = item.type or "message"
-    if kind == "message" and item.role is not None:
-        if item.role != "assistant":
-            messages.append({"role": item.role, "content": _text(item.content, where, images)})
-        else:
-            _assistant(messages)["content"] += _text(item.content, where)
+    if kind == "message" and item.role == "assistant":
+        common.assistant(messages)["content"] += common.text_of(item.content, where)
+    elif kind == "message" and item.role is not None:
+        messages.append({"role": item.role, "content": common.text_of(item.content, where, images)})
     elif kind == "reasoning":
-        message = _assistant(messages)
-        message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item, where)
+        common.add_reasoning(messages, _reasoning(item, where))
     elif kind in ("function_call", "custom_tool_call") and item.name is not None:
         is_custom = kind == "custom_tool_call"
         arguments = {"input": str(item.input or "")} if is_custom else common.arguments_of(item.arguments)
-        call = common.function_call(item.call_id or "", _full_name(item.namespace, item.name), arguments)
-        _assistant(messages).setdefault("tool_calls", []).append(call)
+        common.add_call(messages, item.call_id, _full_name(item.namespace, item.name), arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        text = _text(item.output, where, images)
-        messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+        common.add_result(messages, item.call_id, common.text_of(item.output, where, images))
     elif not kind.endswith(("_call", "_call_output")):  # ignore calls of tools on OpenAI's servers
-        raise common.unsupported(kind, where, "input", "send the item itself")
-
-
-def _assistant(messages: list[Json]) -> Json:
-    """The last message, if it is the assistant's, or a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
-
-
-def _text(content: str | list[Item] | None, where: str, images: list[str] | None = None) -> str:
-    """The text of an item's content. Its images are added to ``images``, if they are allowed."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content or []:
-        if part.type == "input_image" and isinstance(part.image_url, str) and images is not None:
-            texts.append(common.add_image(images, part.image_url))
-        elif part.type in TEXTS and part.text is not None:
-            texts.append(part.text)
-        else:
-            fix = "send text" if images is None else "send text, or an image's image_url"
-            raise common.unsupported(part.type, where, "input", fix)
-    return "".join(texts)
+        raise common.unsupported(kind, where, "send the item itself")
 
 
 def _reasoning(item: Item, where: str) -> str:
     if item.content:
-        return _text(item.content, where)
+        return common.text_of(item.content, where)
     with suppress(ValueError):
         return base64.b64decode(item.encrypted_content or "", validate=True).decode()
     return ""

@@ -18,8 +18,9 @@ from ...drafts.options import TextOptions
 from ...images.prompt import ImageEmbeddings
 from ...memory import STEP, Account, Sizes, size, sizes_of
 from ...sampling import sampler as sampling
-from ...text.answer import Pieces, QwenReader, make_answer
-from ..request import NO_MEMORY, ApiError, ModelKey, Options, Prompt, Request
+from ...text.answer import QwenReader, make_answer
+from ...text.grammar import llguidance_tokenizer
+from ..request import NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar
 from .models import ModelProvider, Stores
 
@@ -38,7 +39,7 @@ class Admission:
         self.sizes: Sizes  # the loaded model's
         self.max_cache_bytes = 0  # the limit of all prompt caches
 
-    def open(self, key: ModelKey) -> None:
+    def open(self, key: str) -> None:
         """Replace the loaded model, its caches and its batch generator."""
         if self.batch is not None and self.models.key == key:
             return
@@ -54,7 +55,6 @@ class Admission:
         self.restart()
 
     def restart(self) -> None:
-        """Make a new batch generator, such as after an error."""
         self.batch = None  # this restores the wired limit
         options, model = self.options, self.models.model
         drafts: dict[str, Any] = {} if has_head(model) else {"num_draft_tokens": 0, "copy_drafts": "auto"}
@@ -137,7 +137,7 @@ class Admission:
         request.detokenizer = tokenizer.detokenizer
         request.detokenizer.add_token(tokenizer.eos_token_id)  # only a space at the beginning of a text is dropped
         request.detokenizer.last_segment  # noqa: B018 (drop the token's own text)
-        request.pieces = Pieces(tokenizer) if args.logprobs else None
+        request.bytes_of = llguidance_tokenizer(tokenizer).decode_bytes if args.logprobs else None
         request.answer = make_answer(
             tokenizer,
             prompt.in_reasoning,
@@ -170,21 +170,16 @@ class Admission:
 
     def make_sampler(self, request: Request) -> Sampler:
         """Make the sampler of a request. With a seed, drafts are coupled, whatever ``--acceptance`` says."""
-        asked, tokenizer, seed = request.args.sampling, self.models.tokenizer, request.args.seed
+        given, tokenizer, seed = {**vars(request.args.sampling)}, self.models.tokenizer, request.args.seed
         return sampling.make_sampler(
-            asked.temperature,
-            asked.top_p,
-            asked.min_p,
-            top_k=asked.top_k,
-            xtc_probability=asked.xtc_probability,
-            xtc_threshold=asked.xtc_threshold,
+            given.pop("temperature"),
+            **given,
             xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
             seed=seed,
             acceptance=self.options.acceptance if seed is None else None,
         )
 
     def keep(self, request: Request, prompt_cache: list[Any], tokens: list[int]) -> None:
-        """Keep a prompt cache of these tokens for later requests."""
         if tokens and request.encoded is not None:
             self.caches.insert(request.encoded, tokens, prompt_cache)
             self.make_room()
@@ -195,7 +190,6 @@ class Admission:
 
 
 def _make_processors(tokenizer: TokenizerWrapper, request: Request, prompt: Prompt) -> list[LogitsProcessor]:
-    """The logits processors of a request: mlx-lm's, the grammar's and the thinking budget's."""
     processors: list[LogitsProcessor] = make_logits_processors(**vars(request.args.logits))
     processors += make_output_grammar(tokenizer, request, prompt.in_reasoning)
     if request.min_tokens > 0:

@@ -2,11 +2,7 @@
 
 import logging
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
-from urllib.request import HTTPRedirectHandler, build_opener
-from urllib.request import Request as URLRequest
 
 from mlx_lm.server import GenerationArguments, convert_chat
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
@@ -16,6 +12,7 @@ from ...images.open import MAX_BYTES, decode_url
 from ...images.prompt import ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
 from ...memory import Account, size
+from ...text.grammar import llguidance_tokenizer
 from ..request import NO_LIMIT, NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar
 
@@ -23,18 +20,11 @@ QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
 CHARS = 4  # per token; longer texts are counted before they are tokenized
 PIECE = 1 << 16  # characters that are counted at a time
 SLACK = 16  # tokens that a cut between two pieces may add
-TIMEOUT = 30.0  # seconds for each read from a host
 MAX_PIXELS = 1 << 28  # of all images of a request; 22 photos of 12 megapixels
 
 
-def goes_on(messages: list[Any]) -> bool:
-    """Whether the answer continues the last message: the assistant's, with text and without calls."""
-    last = messages[-1]
-    return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
-
-
 class BoundedTokenizer:
-    """mlx-lm's tokenizer for prompts: it checks lengths, images and continued messages.
+    """mlx-lm's tokenizer for prompts: it checks lengths, and reads the marks of images.
 
     Args:
         context_length (int, optional): The model's maximum number of tokens, if its config has it.
@@ -64,13 +54,6 @@ class BoundedTokenizer:
         if (most := max(text)) >= self.n_ids:
             raise ApiError(400, f"The prompt has the token {most}, beyond the vocabulary of {self.n_ids}.")
         return text
-
-    def apply_chat_template(self, messages: list[Any], tokenize: bool = True, **kwargs: Any) -> str | list[int]:
-        """As in mlx-lm, but the generation prompt continues a last message of the assistant."""
-        if kwargs.get("add_generation_prompt") and goes_on(messages):
-            kwargs |= {"add_generation_prompt": False, "continue_final_message": True}
-        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
-        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _check_length(self, text: str) -> None:
         """Count a long text's tokens piece by piece until they exceed the context."""
@@ -114,7 +97,7 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
     """Encode the prompt of a request, which may take seconds; an ApiError if the request does not fit the model."""
     try:
         tokens, in_reasoning = _tokenize(tokenizer, request, options.chat_template_args)
-        pictured = _read_images(tokenizer, request, tokens, options, account) if request.images else None
+        pictured = _read_images(tokenizer, request, tokens, account) if request.images else None
     except ApiError as e:
         e.param = e.param or request.param
         raise
@@ -122,7 +105,10 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
         raise ApiError(400, f"The prompt cannot be read: {e}", param=request.param) from e
     tokens = tokens if pictured is None else pictured.tokens
     tokenizer.complete(len(tokens), request.args, options.max_tokens, request.param)
-    make_output_grammar(tokenizer.tokenizer, request, in_reasoning)  # compiled here, not in the generation thread
+    # What takes long is made here, not in the generation thread.
+    make_output_grammar(tokenizer.tokenizer, request, in_reasoning)
+    if request.args.logprobs:
+        llguidance_tokenizer(tokenizer.tokenizer)
     return Prompt(tokens, in_reasoning, pictured=pictured)
 
 
@@ -139,20 +125,20 @@ def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict
         logging.warning("The request has tools, but the model's chat template does not support them.")
     elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
         raise ApiError(400, "The model does not write tool calls in Qwen's formats: use mlx_lm.server.", param="tools")
-    tokens: Any = tokenizer.apply_chat_template(
+    ending = "continue_final_message" if request.goes_on else "add_generation_prompt"
+    text: str = tokenizer.apply_chat_template(
         [{**message, "content": message.get("content") or ""} for message in request.messages],
         tools=request.tools,
-        add_generation_prompt=True,
+        tokenize=False,
+        **{ending: True},
         **{**template_args, **(request.args.chat_template_kwargs or {})},
     )
+    tokens = tokenizer.encode(text, add_special_tokens=False)
     thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
     return tokens, thinks
 
 
-def _read_images(
-    tokenizer: BoundedTokenizer, request: Request, tokens: list[int], options: Options, account: Account
-) -> ImagePrompt:
-    """The prompt with its images; an ApiError or a ValueError if images are refused, invalid or too large."""
+def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int], account: Account) -> ImagePrompt:
     if tokenizer.vision is None:
         raise ApiError(400, "The model takes no images: send text, or start the server with --images.")
 
@@ -162,16 +148,16 @@ def _read_images(
             needs = f"An image needs {size(n_bytes)} of memory, and {size(max(left, 0))} are left"
             raise ApiError(507, f"{needs}: send a smaller one.", code=NO_MEMORY)
 
-    images = fetch_all(request, options)
+    images = decode_all(request)
     return read_images(tokenizer.vision, tokens, images, tokenizer.context_length, MAX_PIXELS, before_each)
 
 
-def fetch_all(request: Request, flags: Options) -> list[bytes]:
-    """Fetch the images of a request, and drop their URLs; a ValueError if they are not allowed, invalid or too large."""
+def decode_all(request: Request) -> list[bytes]:
+    """Decode the images of a request, and drop their URLs; a ValueError if they are no data URLs, invalid or too large."""
     images: list[bytes] = []
     for i, url in enumerate(request.images, 1):
         check_client(request)
-        images.append(fetch(url, f"Image {i}", flags))
+        images.append(decode_url(url, f"Image {i}"))
         if i > 1 and sum(map(len, images)) > MAX_BYTES:
             many = f"The images up to number {i} have more than {MAX_BYTES:,} bytes"
             raise ValueError(f"{many}: send fewer or smaller ones.")
@@ -180,49 +166,5 @@ def fetch_all(request: Request, flags: Options) -> list[bytes]:
 
 
 def check_client(request: Request) -> None:
-    """Raise an ApiError if the client has disconnected."""
     if request.is_gone:
         raise ApiError(400, "The client has disconnected.")
-
-
-def fetch(url: str, name: str, flags: Options) -> bytes:
-    """The bytes of an image, at most one more than ``open_image`` accepts; ``name`` is its name in ValueErrors."""
-    scheme = url.partition(":")[0].lower()
-    if scheme == "data":
-        return decode_url(url, name)
-    if scheme in ("http", "https"):
-        _check_host(url, name, flags.allowed_media_domains)
-        try:
-            opener = build_opener(_Redirects(name, flags.allowed_media_domains))
-            with opener.open(URLRequest(url), timeout=TIMEOUT) as response:
-                data: bytes = response.read(MAX_BYTES + 1)
-                return data
-        except OSError as e:
-            raise ValueError(f"{name} cannot be downloaded: {e}.") from e
-    if scheme != "file":
-        raise ValueError(f"{name} must be a data URL (data:image/png;base64,...), not {url[:20]!r}.")
-    if (folder := flags.allowed_local_media_path) is None:
-        raise ValueError(f"{name} is a file: start the server with --allowed-local-media-path, or send a data URL.")
-    file = Path(unquote(urlsplit(url).path)).resolve()  # first: links may lead out of the folder
-    if not file.is_relative_to(Path(folder).resolve()) or not file.is_file():
-        raise ValueError(f"{name} is not a file in the folder of --allowed-local-media-path.")
-    with file.open("rb") as f:
-        return f.read(MAX_BYTES + 1)
-
-
-class _Redirects(HTTPRedirectHandler):
-    """Follows redirects to allowed hosts only."""
-
-    def __init__(self, name: str, hosts: list[str]):
-        self.name, self.hosts = name, hosts
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):  # type: ignore[no-untyped-def]
-        _check_host(newurl, self.name, self.hosts)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _check_host(url: str, name: str, hosts: list[str]) -> None:
-    host = urlsplit(url).hostname
-    if urlsplit(url).scheme not in ("http", "https") or host not in hosts:
-        fix = f"start the server with --allowed-media-domains {host}, or send a data URL"
-        raise ValueError(f"{name} is at {host}: {fix}.")

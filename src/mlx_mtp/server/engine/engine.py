@@ -27,8 +27,7 @@ import mlx.core as mx
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import LOST, Ranks, differing_ranks, is_loss
 from ...memory import is_device_error, is_out_of_memory, size
-from ...text.answer import Pieces
-from ..request import NO_MEMORY, STARTED, ApiError, Delta, Likely, Metrics, Request, Waiting
+from ..request import NO_MEMORY, STARTED, ApiError, BytesOf, Delta, Likely, Metrics, Request, Waiting
 from .admission import Admission
 
 STOP = 30.0  # seconds for the last step of running requests, and to write the prompt cache
@@ -78,7 +77,7 @@ class Engine:
     def _run(self) -> None:
         try:
             seed_equally(self.ranks)
-            self.admission.open(self.admission.models.default)
+            self.admission.open(self.admission.models.options.model)
         except BaseException as e:
             self.loaded.set_exception(e)
             self.admission.caches.close()
@@ -99,7 +98,6 @@ class Engine:
             _thread.interrupt_main()  # the main thread serves HTTP
 
     def _generate(self) -> None:
-        """Run until the server ends."""
         running = self.running
         while (changes := self.clients.changes([*self.waiting, *running.values()], not running)) is not None:
             arrived, gone = changes
@@ -140,7 +138,6 @@ class Engine:
             self._fail(uid, ApiError(507, message, code=NO_MEMORY))
 
     def _drop(self, gone: set[int]) -> None:
-        """End the requests of disconnected clients."""
         for request in [request for request in self.waiting if request.number in gone]:
             self.waiting.remove(request)
             request.send(ApiError(400, "The client has disconnected."))
@@ -176,9 +173,8 @@ class Engine:
     def _advance(self, finish_reason: str | None = None) -> None:
         """Run a step of the batch generator and send its tokens. A ``finish_reason`` ends each answer with its next token."""
         batch = self.admission.batch
-        with self.metrics.step([request.counts for request in self.running.values()]):
-            prefilled, generated = batch.next()
-        self.metrics.count_switches(len(batch.decoder))
+        prefilled, generated = batch.next()
+        self.metrics["steps"].labels(len(batch.decoder)).inc()
         self.clients.after_step(prefilled, generated)
         for progress in prefilled:
             self._report(progress)
@@ -265,18 +261,18 @@ def make_delta(request: Request, response: Response, finish_reason: str | None) 
     events, finish_reason = request.answer.step(request.detokenizer.last_segment, finish_reason)
     source = response.counts.source if response.from_draft else "model"
     delta = Delta(events, token, finish_reason, request.answer.stop.found, source)
-    if request.pieces is None:
+    if request.bytes_of is None:
         return delta
-    likely, top = _likely(logprobs, token, max(request.args.top_logprobs, 0), request.pieces)
+    likely, top = _likely(logprobs, token, max(request.args.top_logprobs, 0), request.bytes_of)
     return replace(delta, likely=likely, top=top)
 
 
-def _likely(logprobs: mx.array, token: int, n: int, pieces: Pieces) -> tuple[Likely, list[Likely]]:
+def _likely(logprobs: mx.array, token: int, n: int, bytes_of: BytesOf) -> tuple[Likely, list[Likely]]:
     """The token, and the n likeliest tokens at its position that the grammar allows."""
     tokens = mx.argpartition(-logprobs, kth=n - 1)[:n] if n > 0 else mx.zeros(0, mx.int32)
     tokens = mx.concatenate([mx.array([token]), tokens.astype(mx.int32)])  # [1 + n]
-    values: Any = logprobs[tokens].tolist()
-    likely, *top = map(Likely, pieces.of(tokens.tolist()), values)  # type: ignore[arg-type]
+    ids, values = tokens.tolist(), logprobs[tokens].tolist()
+    likely, *top = (Likely(bytes_of([i]), value) for i, value in zip(ids, values))  # type: ignore[arg-type,list-item]
     return likely, sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)
 
 
@@ -294,7 +290,6 @@ class Clients:
     # Any thread
 
     def add(self, request: Request) -> None:
-        """Queue a request whose client waits for the answer."""
         self.open.add(request)
         self.arriving.put(request)
 
@@ -303,7 +298,6 @@ class Clients:
         self.open.discard(request)
 
     def fail_all(self, error: ApiError) -> None:
-        """End all open answers with an error, in any thread."""
         for request in self.open.copy():
             request.send(error)
 
@@ -316,7 +310,6 @@ class Clients:
         return None if self.is_stopping else self.look(known, wait=is_idle)
 
     def look(self, known: Iterable[Request], wait: bool) -> Changes:
-        """The changes among the clients of this process."""
         arrived: list[Request] = []
         with suppress(Empty):
             arrived.append(self.arriving.get(block=wait, timeout=IDLE))
@@ -329,8 +322,6 @@ class Clients:
 
 
 class SharedClients(Clients):
-    """The clients of rank 0, shared with every rank."""
-
     def __init__(self, ranks: Ranks):
         super().__init__()
         self.ranks = ranks

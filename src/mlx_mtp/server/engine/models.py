@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.server import ModelDescription
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ...caches.prompt_cache import has_head
@@ -23,7 +22,7 @@ from ...memory import is_device_error
 from ...prompt_store import PromptStore
 from ...prompt_store.disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT
 from ...prompt_store.store import cuts_of, open_folder
-from ..request import ApiError, ModelKey, Options, Prompt
+from ..request import ApiError, Options, Prompt
 from .encode import BoundedTokenizer
 
 MAX_TOKENIZERS = 8
@@ -38,61 +37,46 @@ class ModelProvider:
 
     def __init__(self, options: Options):
         self.options = options
-        self.default: ModelKey = options.model, options.adapter_path
         folder = Path(options.model)
         self.name = options.served_model_name or (folder.resolve().name if folder.is_dir() else options.model)
         self.served = [self.name, *options.serve_model]
-        self.key: ModelKey | None = None  # the loaded model's
+        self.key: str | None = None  # the path or repo of the loaded model
         self.model: Any = None
         self.has_head = False  # whether the loaded model drafts with a head
         self.tokenizer: Any = None
-        self.tokenizers: dict[ModelKey, BoundedTokenizer] = {}
+        self.tokenizers: dict[str, BoundedTokenizer] = {}
 
-    def resolve(self, asked: ModelDescription) -> ModelKey:
-        """The model of a request, or an ApiError. If only one model is served, any name refers to it."""
-        options, name = self.options, asked.model
-        adapter = None if asked.adapter == DEFAULT else asked.adapter
-        if asked.draft != DEFAULT:
-            message = "draft_model is not supported: the draft models of mlx-lm run in mlx_lm.server."
-            raise ApiError(400, message, param="draft_model")
+    def resolve(self, name: str) -> str:
+        """The path or repo of a request's model, or an ApiError. If only one model is served, any name refers to it."""
+        options = self.options
         if options.allow_any_model:
-            return self.default if name in (DEFAULT, self.name) else (name, adapter)
-        if adapter is not None:
-            raise ApiError(400, "adapters requires a server started with --allow-any-model.", param="adapters")
-        if name in options.serve_model:
-            return name, None
-        if options.serve_model and name not in (DEFAULT, options.model, self.name):
+            return options.model if name in (DEFAULT, self.name) else name
+        if options.serve_model and name not in (DEFAULT, options.model, self.name, *options.serve_model):
             message = f"The model {name!r} is not served here; GET /v1/models lists the served models."
             raise ApiError(404, message, param="model", code="model_not_found")
-        return self.default
-
-    def find(self, name: str) -> tuple[str, BoundedTokenizer | None]:
-        """The path or repo of the model with this name, and its tokenizer if loaded."""
-        key = self.resolve(ModelDescription(name, DEFAULT, None))
-        return key[0], self.tokenizers.get(key)
+        return name if name in options.serve_model else options.model
 
     @property
     def drafts(self) -> bool:
         """Whether the loaded model drafts, with its head or by copies."""
         return self.has_head or asks_for_copies(self.options.copy_drafts)
 
-    def load(self, key: ModelKey) -> None:
-        """Replace the loaded model."""
+    def load(self, key: str) -> None:
         if key == self.key:
             return
         self.reset()
         gc.collect()
         mx.clear_cache()  # returns the old weights to the system
-        path, adapter_path = key
-        self.model, self.tokenizer = load(path, adapter_path=adapter_path, **self.options.load)
+        adapter_path = self.options.adapter_path if key == self.options.model else None
+        self.model, self.tokenizer = load(key, adapter_path=adapter_path, **self.options.load)
         if self.options.use_default_chat_template and self.tokenizer.chat_template is None:
             self.tokenizer.chat_template = self.tokenizer.default_chat_template
         self.key, self.has_head = key, has_head(self.model)
-        if self.options.mtp is None and not self.has_head and (note := missing_head_note(path)) is not None:
+        if self.options.mtp is None and not self.has_head and (note := missing_head_note(key)) is not None:
             logging.info(note)
         context_length = context_length_of(vars(self.model.args))
         vision = self.model.vision if self.model.ranks is None else None
-        sampling = sampling_defaults(path, self.options.sampling, self.model.ranks)
+        sampling = sampling_defaults(key, self.options.sampling, self.model.ranks)
         logging.info(f"Default sampling: {sampling}")
         self.tokenizers.pop(key, None)
         self.tokenizers[key] = BoundedTokenizer(self.tokenizer, context_length, vision, sampling)
@@ -100,7 +84,6 @@ class ModelProvider:
             self.tokenizers.pop(next(iter(self.tokenizers)))
 
     def reset(self) -> None:
-        """Drop the model."""
         self.key = self.model = self.tokenizer = None
 
 
@@ -124,7 +107,7 @@ class Stores:
 
     def __init__(self, options: Options, ranks: Ranks | None = None):
         self.options, self.ranks = options, ranks
-        self.stores: dict[ModelKey, PromptStore] = {}
+        self.stores: dict[str, PromptStore] = {}
         self.store: PromptStore  # the loaded model's
         self.folder = None
         if options.prompt_cache_dir is not None:
@@ -132,8 +115,7 @@ class Stores:
             path = Path(options.prompt_cache_dir) / part
             self.folder = open_folder(path, MAX_DISK_BYTES if limit is None else limit)
 
-    def use(self, key: ModelKey, model: Any, tokenizer: Any, max_bytes: int) -> None:
-        """Switch to the store of the loaded model."""
+    def use(self, key: str, model: Any, tokenizer: Any, max_bytes: int) -> None:
         if key not in self.stores:
             self.stores[key] = PromptStore(model, max_bytes, self.options.prompt_cache_size, folder=self.folder)
         self.store = self.stores[key]
@@ -144,7 +126,7 @@ class Stores:
         """Drop the reference to the model, to free its weights for the next one."""
         self.store.model = None
 
-    def load(self, key: ModelKey, tokens: list[int]) -> None:
+    def load(self, key: str, tokens: list[int]) -> None:
         """Read a prompt's caches from disk, in any thread, before ``fetch`` needs them."""
         if (store := self.stores.get(key)) is not None and store.disk is not None:
             with suppress(Exception):  # such as a change of the loaded model
@@ -176,7 +158,6 @@ class Stores:
         return None, 0, 0
 
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any]) -> None:
-        """Keep the prompt cache of these tokens: the prefilled part of the prompt, and its answer."""
         with _harmless("a text is not cached"):
             key = prompt.key_of(tokens)
             prompt.handle = self.store.insert(key, prompt_cache, self.options.kv, prompt.handle)
