@@ -184,7 +184,7 @@ def test_calls_of_other_forms(text, calls):
         ('{"name": "add", "arguments": "{\\"a\\": 1}"}', [("add", {"a": 1})]),
         ('{"name": "write", "arguments": {"path": "</tool_call>\\""}}', [("write", {"path": '</tool_call>"'})]),
         ('{"name": "write", "arguments": {"path": "a\nb"}}', [("write", {"path": "a\nb"})]),
-        ('{"name": "add", "parameters": {"a": 1e400}}', [("add", {"a": "1e400"})]),
+        ('[{"name": "now"}, {"name": "add", "parameters": {"a": 1e400}}]', [("now", {}), ("add", {"a": "1e400"})]),
         # What is no call is content.
         *((text, None) for text in (
             "nothing", '{"name": "add", "arguments": {1}}', '{"name": 5}', '{"name": "add", "arguments": [1]}', '{"a": "b"}',

@@ -78,7 +78,7 @@ LONGEST_KEY = 256  # characters of a parameter's name
 _KEY = rf"<parameter=(?P<key>[^\n<>]{{1,{LONGEST_KEY}}})>"
 _FUNCTION = rf"<function=(?P<name>{_NAME})>{_S}(?:{_KEY}|(?P<empty></function>))"
 START, END = "<tool_call>", "</tool_call>"
-BLOCK = regex.compile(rf" {{0,3}}{START}{_S}(?:{_FUNCTION}|(?P<json>\{{{_S}\"))")
+BLOCK = regex.compile(rf" {{0,3}}{START}{_S}(?:{_FUNCTION}|(?P<json>(?:\[{_S})?\{{{_S}\"))")
 IN_VALUE = regex.compile(
     rf"(?P<quoted>\n(?P<function><function={_NAME}>\n)?<parameter=[^\n<>]{{1,{LONGEST_KEY}}}>\n)|\n?</parameter>"
 )
@@ -309,22 +309,22 @@ class ToolCallParser(_Buffer):
         if end < 0 and not self.is_last:
             self.searched = max(self.searched, len(self.rest) - len(END) + 1)
             return False
-        call = None
+        calls: list[tuple[str, str]] = []
         try:
             if end >= 0 or not self.is_cut:
-                call = _json_call(self.rest[self.start : end if end >= 0 else None])
+                calls = _json_calls(self.rest[self.start : end if end >= 0 else None])
         except Exception as e:  # any error of the parser, or of a value that JSON lacks
             if end >= 0 and str(e).startswith("Unterminated string"):  # which has the tag
                 self.searched = end + len(END)
                 return True
         self._read = self._content
-        if call is None:
+        if not calls:
             self.take_content(self.start)
             return True
         self.take(end + len(END) if end >= 0 else len(self.rest))
-        name, arguments = call
-        self.begin_call(name)
-        self.events += [CallArguments(self.n_calls - 1, arguments), CallEnds(self.n_calls - 1)]
+        for name, arguments in calls:
+            self.begin_call(name)
+            self.events += [CallArguments(self.n_calls - 1, arguments), CallEnds(self.n_calls - 1)]
         return bool(self.rest)
 
 
@@ -332,9 +332,13 @@ def _escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _json_call(text: str) -> tuple[str, str]:
-    """The name and the JSON of the arguments of a call; an error if the text is none."""
-    call = parse_json(text)
+def _json_calls(text: str) -> list[tuple[str, str]]:
+    """The names of a call or of a list of them, and the JSON of their arguments; an error if the text is none."""
+    value = parse_json(text)
+    return [_json_call(call) for call in (value if isinstance(value, list) else [value])]
+
+
+def _json_call(call: Any) -> tuple[str, str]:
     name, arguments = call["name"], call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str) and arguments.strip():
         arguments = parse_json(arguments)
