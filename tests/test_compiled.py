@@ -243,7 +243,7 @@ LAYERS = {"recurrent_layer", "before_attention", "after_attention"}
 
 def traced() -> set[str]:
     """The functions that have traces."""
-    return {function.__name__ for _, function, *_ in compiled._traces.latest}
+    return {function.__name__ for function in traces._made.of}
 
 
 def one_token(model):
@@ -259,12 +259,12 @@ def test_layers_of_one_kind_share_a_trace(monkeypatch):
 
 
 def test_the_number_of_traces_is_bounded(monkeypatch):
-    trace_anew(monkeypatch)
     monkeypatch.setattr(compiled, "MOST_TRACES", 5)
+    trace_anew(monkeypatch)
     model = deep_model("qwen3_5")
     for _ in range(2):
         assert_equal(model, lengths=(2, 3, 4))
-    assert len(compiled._traces.latest) == 5
+    assert compiled._traces.get.cache_info().currsize == 5
     assert traces.n_traces() > 10
 
 

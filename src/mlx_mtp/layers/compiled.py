@@ -10,8 +10,8 @@ whatever was changed in the modules.
 """
 
 import copy
+import functools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -55,7 +55,15 @@ class _Traces(threading.local):
     """The traces of a thread, since MLX keeps traces by thread and stream."""
 
     def __init__(self) -> None:
-        self.latest: OrderedDict[Hashable, Function] = OrderedDict()
+        self.get = functools.lru_cache(MOST_TRACES)(_make_trace)
+
+
+def _make_trace(kind: Kind, function: Function, shape: tuple[int, ...], **numbers: int) -> Function:
+    @functools.wraps(function)
+    def of_arrays(module: Any, inputs: Any) -> Any:  # mx.compile passes a module as a plain dictionary
+        return function(kind.filled(_arrays_of(module)), *inputs, **numbers)
+
+    return compiled(of_arrays)
 
 
 _traces = _Traces()
@@ -87,22 +95,7 @@ class Compiler:
         _, kind = self.kinds[id(module)]
         if kind is None:
             return function(module, *inputs, **numbers)
-        key, latest = (kind, function, inputs[0].shape, *numbers.values()), _traces.latest
-        trace = latest.get(key)
-        if trace is None:
-            trace = latest[key] = _make_trace(kind, function, numbers)
-            if len(latest) > MOST_TRACES:
-                latest.popitem(last=False)
-        else:
-            latest.move_to_end(key)
-        return trace(module, inputs)
-
-
-def _make_trace(kind: Kind, function: Function, numbers: dict[str, int]) -> Function:
-    def of_arrays(module: Any, inputs: Any) -> Any:  # mx.compile passes a module as a plain dictionary
-        return function(kind.filled(_arrays_of(module)), *inputs, **numbers)
-
-    return compiled(of_arrays)
+        return _traces.get(kind, function, inputs[0].shape, **numbers)(module, inputs)
 
 
 class _UntraceableError(Exception):
