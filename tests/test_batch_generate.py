@@ -1,21 +1,21 @@
-"""Each row of a batch equals its single run, whatever the others do."""
+"""Each row of a batch equals its single run, whatever the others do; and what a batch and each of its prompts may ask for."""
 
 import copy
 import gc
 import itertools
 import math
 import random
+import re
 
 import mlx.core as mx
 import mlx_lm
-import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
 
 import mlx_mtp
-from mlx_mtp import make_prompt_cache, make_sampler
+from mlx_mtp import Depth, batch_generate, make_prompt_cache, make_sampler
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.caches.rows import KVOptions
@@ -24,24 +24,13 @@ from mlx_mtp.layers.drafting import DraftLMHead
 from mlx_mtp.sampling.sampler import Sampler
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
-from tests.support.distribution import LEVEL, PROMPT, VOCAB, Case, Counter, p_value
+from tests.support.distribution import LEVEL, PROMPT, Case, Counter
 from tests.support.models import model_of, tiny_model
 from tests.support.profiles import LONG
-from tests.support.scripted import scripted
+from tests.support.scripted import script_copies
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
 AT_ONCE = dict(max_token_gap=math.inf, min_decode_share=0.0)  # prompts are read whenever there are some
-
-
-def test_rows_accept_by_themselves():
-    """A head that is right for one row and wrong for another speeds up the one."""
-    generator, uids = scripted(model_of("qwen3_5"), [[1, 2], [3, 4]], [40, 40], lambda uid, i: uid == 0, 3)
-    texts = run(generator)
-    fast, slow = (texts[uid].last.counts for uid in uids)
-    assert fast.drafted[:1] < slow.drafted[:1]
-    # Whether the last drafts of a text count depends on how many tokens are left.
-    assert sum(fast.accepted) == sum(fast.drafted)
-    assert sum(slow.accepted) == 0
 
 
 def test_prompt_cache_in_and_out():
@@ -61,30 +50,7 @@ def test_prompt_cache_in_and_out():
     assert all(mx.array_equal(x, y) for a, b in zip(before, after) for x, y in zip(a, b))
 
 
-def test_a_prompt_of_one_token_joins_those_that_run():
-    """Its recurrent layers have no state yet."""
-    model, generator = model_of("qwen3_5"), BatchGenerator(model_of("qwen3_5"), num_draft_tokens=2)
-    generator.insert([PROMPTS[0]], max_tokens=[20])
-    texts = run(generator, n_steps=4)
-    generator.insert([[9]], max_tokens=[6])
-    assert run(generator, texts)[1].tokens == plain([9], model, max_tokens=6)
-
-
-def test_segments():
-    """``next`` stops at the end of a segment."""
-    generator, shown = BatchGenerator(model_of("qwen3_5"), prefill_step_size=4), []
-    generator.insert_segments([[[1, 2, 3, 4, 5, 6], [7, 8], [9]]], max_tokens=[5])
-    while len(generator):
-        shown += [(r.progress, r.end_of_segment, r.end_of_prompt) for r in generator.next()[0]]
-    assert shown == [((4, 9), False, False), ((6, 9), True, False), ((8, 9), True, False), ((9, 9), True, True)]
-
-
-# Chi-square at 1e-4, fixed seed
-
-
 class RowCase(Case):
-    """A case of which a row of each batch is one."""
-
     n_tokens = 2
 
     def sampled(self, runs):
@@ -92,18 +58,13 @@ class RowCase(Case):
         return self.counts
 
 
-XTC = dict(temp=1.5, xtc_probability=0.5, xtc_threshold=0.1)
-
-
-@pytest.mark.parametrize("runs", [pytest.param(50, id="few"), pytest.param(5000, marks=pytest.mark.slow, id="many")])
-def test_distribution_of_each_row(runs):
+def test_distribution_of_each_row():
     """Three kinds of rows, of which one of each is in the batch or soon joins it."""
-    penalties = {"repetition_penalty": 1.5}
+    runs, penalties = 5000 if LONG else 50, {"repetition_penalty": 1.5}
     cases = [RowCase(temp=0.7), RowCase(temp=1.5, top_k=4, penalties=penalties), RowCase(acceptance="match", temp=1.0)]
     mx.random.seed(0)
-    generator = BatchGenerator(
-        cases[0].model(), num_draft_tokens=2, completion_batch_size=3, return_prompt_caches=False
-    )
+    model, options = cases[0].model(), dict(completion_batch_size=3, return_prompt_caches=False)
+    generator = BatchGenerator(model, num_draft_tokens=2, **options)
     kind = {}
     for _ in range(runs):
         samplers = [make_sampler(**c.options, acceptance=c.acceptance) for c in cases]
@@ -117,48 +78,16 @@ def test_distribution_of_each_row(runs):
     assert all(case.p_value(runs) > LEVEL for case in cases)
 
 
-def test_distribution_where_a_second_sequence_arrives():
-    """The second token is drawn where the first sequence is no longer alone."""
-    case, runs = RowCase(temp=1.0), 2000 if LONG else 80
-    case.counts, model = Counter(), case.model()
-    mx.random.seed(0)
-    for _ in range(runs):
-        generator = BatchGenerator(model, num_draft_tokens=3, **AT_ONCE)
-        (uid,) = generator.insert([PROMPT], max_tokens=[2], samplers=[make_sampler(1.0)])
-        texts = run(generator, n_steps=2)
-        generator.insert([[2]], max_tokens=[1], samplers=[make_sampler(1.0)])
-        case.counts[tuple(run(generator, texts)[uid].tokens)] += 1
-    assert case.p_value(runs) > LEVEL
-
-
 def test_rows_of_equal_samplers_are_drawn_together(monkeypatch):
-    """Without drafts, in one call as in mlx-lm, and yet with a coin of XTC each."""
-    sizes, call, case = [], Sampler.__call__, RowCase(**XTC)
+    """Without drafts, in one call as in mlx-lm."""
+    sizes, call = [], Sampler.__call__
     noted = lambda self, logprobs: (sizes.append((self.temp, len(logprobs))), call(self, logprobs))[1]  # noqa: E731
     monkeypatch.setattr(Sampler, "__call__", noted)
-    mx.random.seed(0)
-    generator = BatchGenerator(case.model(), num_draft_tokens=0, completion_batch_size=4, return_prompt_caches=False)
-    samplers = [make_sampler(0.7), *(make_sampler(**case.options) for _ in range(200))]
-    generator.insert([PROMPT] * 201, max_tokens=[40, *[3] * 200], samplers=samplers)
-    texts = run(generator)
-    assert max(n for temp, n in sizes if temp == 1.5) == 4
-    assert {n for temp, n in sizes if temp == 0.7} == {1}
-    case.counts = Counter(tuple(texts[uid].tokens[:2]) for uid in range(1, 201))
-    assert case.p_value(200) > LEVEL
-
-
-def test_rows_drawn_together_are_independent():
-    """XTC's coins, too: the pair's distribution is the product."""
-    case, n = RowCase(**XTC), 4000
-    model = case.model()
-    p, logits = case.next_token(model, PROMPT), model(mx.array([PROMPT]))[:, -1]
-    logprobs = mx.repeat(logits - mx.logsumexp(logits, keepdims=True), 2 * n, axis=0)  # [2 n, V]
-    mx.random.seed(0)
-    first, second = np.array(make_sampler(**case.options)(logprobs)).reshape(2, n)
-    observed, expected = np.zeros((VOCAB, VOCAB)), n * np.outer(p, p)
-    np.add.at(observed, (first, second), 1)
-    assert observed[expected == 0].sum() == 0
-    assert p_value(observed[expected > 0], expected[expected > 0]) > LEVEL
+    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0, **AT_ONCE)
+    samplers = [make_sampler(0.7), *(make_sampler(1.5) for _ in range(3))]
+    generator.insert([PROMPT] * 4, max_tokens=[12] * 4, samplers=samplers)
+    run(generator)
+    assert {(1.5, 3), (0.7, 1)} <= {*sizes}
 
 
 def test_draft_vocabulary_of_a_batch():
@@ -173,10 +102,9 @@ def test_draft_vocabulary_of_a_batch():
     assert [texts[uid].tokens for uid in range(3)] == [plain(p, model, max_tokens=20) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("n", [20, pytest.param(500, marks=pytest.mark.slow)])
-def test_memory_is_flat_over_joins_and_leaves(n):
+def test_memory_is_flat_over_joins_and_leaves():
     generator, coins, used = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=2), random.Random(0), []
-    for i in range(n):
+    for i in range(500 if LONG else 20):
         prompt = [coins.randrange(32) for _ in range(coins.choice([1, 5, 300]))]
         generator.insert([prompt], max_tokens=[coins.randint(1, 9)])
         run(generator, {}, coins.randint(1, 3))
@@ -199,9 +127,6 @@ def test_one_step_waits_once_at_most(monkeypatch):
     run(generator)
     assert order[:6] == ["verify", "wait"] * 3
     assert order.count("verify") == 10
-
-
-# Those that raise
 
 
 @pytest.mark.parametrize("return_prompt_caches", [True, False])
@@ -231,16 +156,10 @@ def test_quantized_rows_have_the_texts_of_single_runs(k, start):
         assert text.tokens == plain(prompt, model, max_tokens=24, **kv)
         own = next(c for c in text.last.prompt_cache if not isinstance(c, ArraysCache))
         assert own.bits == 8
-        assert mtp([7], model, max_tokens=4, prompt_cache=text.last.prompt_cache, **kv) == after(
-            prompt, text, model, kv
-        )
-
-
-def after(prompt, text, model, kv):
-    """What follows in mlx-lm's own cache of a text."""
-    cache = stock_prompt_cache(model)
-    plain(prompt, model, max_tokens=len(text.tokens), prompt_cache=cache, **kv)
-    return plain([7], model, max_tokens=4, prompt_cache=cache, **kv)
+        more = mtp([7], model, max_tokens=4, prompt_cache=text.last.prompt_cache, **kv)
+        theirs = stock_prompt_cache(model)
+        plain(prompt, model, max_tokens=len(text.tokens), prompt_cache=theirs, **kv)
+        assert more == plain([7], model, max_tokens=4, prompt_cache=theirs, **kv)
 
 
 def test_drafts_of_unsure_rows_are_dropped():
@@ -260,9 +179,6 @@ def test_quantized_prompt_cache_is_refused():
     assert len(generator) == 0
 
 
-# The public function
-
-
 def test_batch_generate_is_mlx_lms(trained, capsys):
     model, tokenizer = trained
     prompts = [tokenizer.encode(p) for p in ("def read(path):\n", "import os\n", "class A:\n    def f(self):\n")]
@@ -280,6 +196,20 @@ def test_batch_generate_is_mlx_lms(trained, capsys):
     assert [line.split(":")[0] for line in out] == [line.split(":")[0] for line in stock_out]
 
 
+def test_mlx_lms_batch_and_mtp_resume_each_others_caches(trained):
+    model, tokenizer = trained
+    prompts, more = [tokenizer.encode(p) for p in ("import os\nimport sys\n", "x = 1")], [[5, 9], [7]]
+    options, want = dict(return_token_ids=True), [plain(p, model, max_tokens=n) for p, n in zip(prompts, (8, 5))]
+    first = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=[8, 5], return_prompt_caches=True, **options)
+    assert (first.token_ids, first.texts) == (want, [tokenizer.decode(tokens) for tokens in want])
+    second = mlx_lm.batch_generate(model, tokenizer, more, prompt_caches=first.caches, max_tokens=6, **options)
+    for prompt, tokens, cache, question, answer in zip(prompts, want, first.caches, more, second.token_ids):
+        history = (prompt + tokens)[: cache[3].offset]  # the last token of a batch is not in its caches
+        assert len(history) >= len(prompt + tokens) - 1
+        assert answer == plain(history + question, model, max_tokens=6)
+        assert mtp(question, model, max_tokens=6, prompt_cache=cache) == answer
+
+
 def test_batch_generate_samples_processes_and_fails_by_prompt(trained):
     model, tokenizer = trained
     penalty, sampler = make_logits_processors(repetition_penalty=1.3), make_sampler(0.8, seed=5)
@@ -288,14 +218,135 @@ def test_batch_generate_samples_processes_and_fails_by_prompt(trained):
         raise RuntimeError("no")
 
     prompts = [tokenizer.encode(p) for p in ("def read(path):\n", "import os\n", "import re\n")]
-    options = dict(max_tokens=12, return_token_ids=True)
-    samplers, processors = [sampler, None, None], [[], penalty, [failing]]
-    ours = mlx_mtp.batch_generate(model, tokenizer, prompts, samplers=samplers, logits_processors=processors, **options)
+    own = dict(samplers=[sampler, None, None], logits_processors=[[], penalty, [failing]])
+    ours = mlx_mtp.batch_generate(model, tokenizer, prompts, max_tokens=12, return_token_ids=True, **own)
     first = plain(prompts[0], model, max_tokens=12, sampler=sampler)
-    penalized = [plain(p, model, max_tokens=12, logits_processors=penalty) for p in prompts]
-    assert ours.token_ids == [first, penalized[1], []]
+    penalized = plain(prompts[1], model, max_tokens=12, logits_processors=penalty)
+    assert ours.token_ids == [first, penalized, []]
     assert [str(e) for e in ours.errors] == ["None", "None", "no"]
-    assert ours.texts[2] == ""
-    assert ours.texts[1] == tokenizer.decode(ours.token_ids[1])
-    for_all = mlx_mtp.batch_generate(model, tokenizer, prompts, logits_processors=penalty, **options)
-    assert for_all.token_ids == penalized
+    assert ours.texts[1:] == [tokenizer.decode(penalized), ""]
+    for_all = mlx_mtp.batch_generate(model, tokenizer, prompts[1:], logits_processors=penalty, max_tokens=12)
+    assert for_all.texts[0] == ours.texts[1]
+
+
+TWO = [[3, 1, 4], [1, 5]]
+N_TOKENS = 24
+
+DRAFTS = "num_draft_tokens must be auto or from 0 to 8, not"
+COPIES = "copy_drafts must be auto, off or from 1 to 16, not"
+POSITIVE = "must be an integer of 1 or more, not"
+EACH = "must have an entry for each prompt: 2, not"
+OUT_OF_RANGE = [
+    *(("num_draft_tokens", n, f"{DRAFTS} {n}.") for n in (-1, 9, 99, 2.0, 2.5, "3", "off")),
+    *(("copy_drafts", n, f"{COPIES} {n}.") for n in (-1, 0, 17, 4.0, "4", "on")),
+]
+
+
+def test_refuses_options_out_of_range():
+    """Alone, in a batch, and of one prompt of a batch: all of a call, what runs goes on, and uids are those to come."""
+    model = model_of("qwen3_5")
+    generator = BatchGenerator(model)
+    (first,) = generator.insert([[9]], max_tokens=[8])
+    texts = run(generator, n_steps=2)
+    numbers = ("max_tokens", "completion_batch_size", "prefill_step_size")
+    cases = [
+        *((use, {name: value}, message) for use in ("alone", "batch") for name, value, message in OUT_OF_RANGE),
+        *(("batch", {name: n}, f"{name} {POSITIVE} {n}.") for name in numbers for n in (0, -1, 2.5, None)),
+        *((use, dict(max_kv_size=64), "max_kv_size is not supported: the caches of") for use in ("alone", "batch")),
+        ("batch", dict(num_draft_tokens=Depth(3)), DRAFTS),  # of one sequence
+        *(("insert", {name: [2, value]}, message) for name, value, message in OUT_OF_RANGE),
+        *(("insert", dict(max_tokens=[2, n]), f"max_tokens of prompt 1 {POSITIVE} {n}.") for n in (0, 2.5, None, "3")),
+        ("insert", dict(num_draft_tokens=[Depth(3), None]), DRAFTS),
+        ("insert", dict(num_draft_tokens=0), f"num_draft_tokens {EACH} 0."),
+        *(("insert", dict(copy_drafts=value), f"copy_drafts {EACH} {value}.") for value in (0, "auto")),
+        ("insert", dict(max_tokens=5), f"max_tokens {EACH} 5."),
+        ("insert", dict(samplers=[None]), f"samplers {EACH} 1."),
+    ]
+    uses = dict(
+        alone=lambda **bad: mtp([1], model, **bad),
+        batch=lambda **bad: BatchGenerator(model, **bad),
+        insert=lambda **bad: generator.insert(TWO, **bad),
+    )
+    for use, options, message in cases:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            uses[use](**options)
+        assert len(generator) == 1
+    assert generator.insert([[8]], max_tokens=[2]) == [first + 1]
+    texts = run(generator, texts)
+    assert [text.tokens for text in texts.values()] == [plain([t], model, max_tokens=n) for t, n in ((9, 8), (8, 2))]
+
+
+def test_batch_generate_refuses(demo):
+    for change, message in [
+        (dict(max_tokens=None), f"max_tokens of prompt 0 {POSITIVE} None."),
+        (dict(prompts=[[1], []]), "Prompt 1 is empty."),
+        (dict(max_tokens=[3]), f"max_tokens {EACH} 1."),
+        (dict(num_draft_tokens=9), f"{DRAFTS} 9."),
+        (dict(prompt_caches=[None, [1]]), "The prompt cache has 1 entries, and this model needs 4"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            batch_generate(model_of("qwen3_5"), demo[1], **dict(prompts=TWO, max_tokens=[3, 3]) | change)
+
+
+def test_a_prompt_without_processors_of_its_own_has_none():
+    """As in mlx-lm, ``None`` is not the generator's."""
+    model, even = model_of("qwen3_5"), lambda tokens, logits: mx.where(mx.arange(logits.shape[-1]) % 2, -mx.inf, logits)
+    generator = BatchGenerator(model, logits_processors=[even])
+    generator.insert(TWO, max_tokens=[8, 8], logits_processors=[None, [even]])
+    want = [plain(p, model, max_tokens=8, logits_processors=own) for p, own in zip(TWO, (None, [even]))]
+    assert [text.tokens for text in run(generator).values()] == want
+
+
+GIVEN = [dict(), dict(num_draft_tokens=2), dict(num_draft_tokens=0, copy_drafts="auto")]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_prompts_take_what_the_generator_takes(given):
+    """Every pair of options in one batch."""
+    model, generator = model_of("qwen3_5"), BatchGenerator(model_of("qwen3_5"), **given)
+    pairs = [(n, copies) for n in (None, "auto", 0, 1, 8) for copies in (None, "auto", "off", 1, 16)]
+    numbers, copies = zip(*pairs)
+    generator.insert([[9, 2, 6]] * 25, max_tokens=[N_TOKENS] * 25, num_draft_tokens=numbers, copy_drafts=copies)
+    want = plain([9, 2, 6], model, max_tokens=N_TOKENS)
+    for (n, most), text in zip(pairs, run(generator).values()):
+        assert text.tokens == want
+        counts = text.last.counts
+        assert counts.drafted == [] or 0 not in (n, given.get("num_draft_tokens"))
+        assert counts.copied == [] or not (most == "off" or (most is None and isinstance(n, int)))
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """Where a text can be copied from, it is known: the copies are right."""
+    model = model_of("qwen3_5")
+    truths = [p + plain(p, model, max_tokens=N_TOKENS + 20) for p in TWO]
+    script_copies(monkeypatch, truths, lambda i: True)
+    return model, [t[len(p) : len(p) + N_TOKENS] for p, t in zip(TWO, truths)]
+
+
+def rows_of(copying, given, **options):
+    model, want = copying
+    generator = BatchGenerator(model, **given)
+    generator.insert(TWO, max_tokens=[N_TOKENS, N_TOKENS], **options)
+    texts = run(generator).values()
+    assert [text.tokens for text in texts] == want
+    return [text.last.counts for text in texts]
+
+
+@pytest.mark.parametrize(("k", "n_copies"), [(0, 16), (1, 8), (2, 16), (8, 8), ("auto", 16)])
+def test_a_number_of_copies_is_not_limited_by_the_drafts(copying, k, n_copies):
+    """The other row takes the head's drafts, or none, in the same windows."""
+    for options in ({}, dict(num_draft_tokens=[0, 8])):
+        own, other = rows_of(copying, dict(num_draft_tokens=k), copy_drafts=[n_copies, "off"], **options)
+        assert len(own.copied) == n_copies
+        assert own.copies_accepted == own.copied
+        assert other.copied == []
+        assert len(other.drafted) <= (8 if k == "auto" else k)
+
+
+def test_the_generators_number_of_copies_is_for_all(copying):
+    for counts in rows_of(copying, dict(num_draft_tokens=0, copy_drafts=8)):
+        assert counts.drafted == []
+        assert len(counts.copied) == 8
+        # A window of 8 copies yields 9 tokens. The first step, which nothing was known before, may have none.
+        assert counts.copied[0] <= 4

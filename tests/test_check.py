@@ -7,28 +7,20 @@ from importlib import import_module
 import mlx.core as mx
 import pytest
 
-from mlx_mtp import DEMO, TextOptions, make_prompt_cache, mtp_generate_step
+from mlx_mtp import DEMO, TextOptions, make_prompt_cache
 from mlx_mtp.caches import rows
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
 from tests.support.commands import run_command
-from tests.support.decoding import plain
+from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import FAMILIES, TRAINED, arrays_equal, model_of, round_otherwise
-
-PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 
 
 def skip_rollback(monkeypatch):
     """A fault: after a rejected draft the recurrent state remains that of the whole window."""
-
     states_of = rows.rewound
-
-    def rewound(windows, kept):
-        whole = [windows[0].n_tokens] * len(kept)
-        return states_of(windows, whole)
-
-    monkeypatch.setattr(rows, "rewound", rewound)
+    monkeypatch.setattr(rows, "rewound", lambda windows, kept: states_of(windows, [windows[0].n_tokens] * len(kept)))
 
 
 def rounded_model(monkeypatch):
@@ -37,7 +29,7 @@ def rounded_model(monkeypatch):
     for seed in range(8):
         model = model_of("qwen3_5", seed)
         want = plain(PROMPT, model, max_tokens=32)
-        got = [token for token, _, _ in mtp_generate_step(PROMPT, model, max_tokens=32, num_draft_tokens=3)]
+        got = mtp(PROMPT, model, max_tokens=32, num_draft_tokens=3)
         if got != want:
             return model, want, got
     raise AssertionError("no near-tie: nothing is at stake")
@@ -47,11 +39,6 @@ def rounded_model(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 16}], ids=str)
 def test_equal_tokens_pass(family, options):
     assert check(model_of(family), PROMPT, TextOptions(18, num_draft_tokens=3), **options) == Check(18)
-
-
-def test_stops_at_a_stop_token():
-    want = plain(PROMPT, model := model_of("qwen3_5"), max_tokens=30)
-    assert check(model, PROMPT, stop_tokens={want[9]}) == Check(want.index(want[9]) + 1)
 
 
 def test_a_near_tie_is_within_rounding(monkeypatch):
@@ -64,6 +51,9 @@ def test_a_near_tie_is_within_rounding(monkeypatch):
     assert 0 < d.gap <= 2 * d.rounding < (logits.max() - logits.min()).item() / 2
     assert d.top_gap <= d.gap
     assert result.passed
+    # A token that is not the runner-up is not excused by a runner-up that is near
+    assert Check(0, Difference(1, 2, top_gap=0.1, gap=0.2, rounding=0.1)).passed
+    assert not Check(0, Difference(1, 2, top_gap=0.1, gap=0.3, rounding=0.1)).passed
 
 
 @pytest.mark.parametrize("amount", [0, 1e-4])
@@ -96,16 +86,10 @@ def test_a_fault_in_the_first_token_is_not_within_rounding(monkeypatch):
     assert not d.within_rounding
 
 
-def test_the_gap_is_between_the_two_tokens():
-    """A token that is not the runner-up is not excused by a runner-up that is near."""
-    assert Check(0, Difference(1, 2, top_gap=0.1, gap=0.2, rounding=0.1)).passed
-    assert not Check(0, Difference(1, 2, top_gap=0.1, gap=0.3, rounding=0.1)).passed
-
-
 def test_a_prompt_cache_is_left_unchanged():
     model = model_of("qwen3_5")
     prompt_cache = make_prompt_cache(model)
-    tokens = [t for t, _, _ in mtp_generate_step(PROMPT, model, max_tokens=7, prompt_cache=prompt_cache)]
+    tokens = mtp(PROMPT, model, max_tokens=7, prompt_cache=prompt_cache)
     before = copy.deepcopy(prompt_cache)
     want = plain([*PROMPT.tolist(), *tokens, 7, 2], model, max_tokens=20)
     result = check(model, mx.array([7, 2]), TextOptions(20), prompt_cache=prompt_cache, stop_tokens=want[19:])
@@ -114,19 +98,13 @@ def test_a_prompt_cache_is_left_unchanged():
     assert arrays_equal(*([c.cache for c in cache if isinstance(c, ArraysCache)] for cache in (prompt_cache, before)))
 
 
-# Command line
-
-
 def run(capsys, *flags):
     flags = ("--mtp", "--check", "--model", TRAINED, "--prompt", "-", "-m", 10, *flags)
     return run_command(main, capsys, *flags, stdin="class Queue:\n    def __init__(self, maxsize=0):\n")
 
 
-def test_command_exits_0_for_equal_tokens(capsys):
+def test_command_exits_0_for_equal_tokens_and_1_for_a_fault(monkeypatch, capsys):
     assert run(capsys) == (0, "Identical: plain decoding and MTP generated the same 10 tokens.\n", "")
-
-
-def test_command_exits_1_for_a_fault(monkeypatch, capsys):
     skip_rollback(monkeypatch)
     status, out, _ = run(capsys, "--num-draft-tokens", 4, "--model", DEMO)  # whose drafts are rejected sooner
     assert status == 1

@@ -5,7 +5,7 @@ import copy
 import mlx.core as mx
 import pytest
 from mlx import nn
-from mlx.utils import tree_map, tree_unflatten
+from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -21,18 +21,17 @@ from mlx_mtp.layers.drafting import DraftConfig
 from mlx_mtp.layers.mtp import run_head
 from mlx_mtp.models.head_weights import quantize_head
 from tests.support.batches import run
-from tests.support.decoding import PROMPT, WINDOW, mtp, plain
+from tests.support.decoding import PROMPT, WINDOW, mtp
 from tests.support.models import FAMILIES, PACK, TRAINED, arrays_equal, deep_model, tiny_model, trace_anew
 
-# The CPU backend multiplies gathered matrices in float32 alone, so experts are in float32.
-# Each takes kernels of its own, for each of which the CPU backend runs a C++ compiler once on a machine.
+# The CPU backend multiplies gathered matrices in float32 alone, so experts are in float32. Each form takes kernels of its own.
 SLOW_FORMS = [
     *((family, mx.float32, bits) for family, bits in zip(FAMILIES, (4, None, 4))),
-    *(("qwen3_5", mx.bfloat16, None), ("qwen3_5", mx.float16, None), (PACK, mx.float16, None)),
+    *(("qwen3_5", mx.bfloat16, bits) for bits in (None, 8)),
+    *((family, mx.float16, None) for family in ("qwen3_5", PACK)),
 ]
 FORMS = [
     *((family, mx.float32, bits) for family, bits in zip(FAMILIES, (None, 4, None, None))),
-    ("qwen3_5", mx.bfloat16, 8),
     *(pytest.param(*form, marks=pytest.mark.slow) for form in SLOW_FORMS),
 ]
 
@@ -73,9 +72,10 @@ def test_compiled_passes_have_the_same_bits(family, dtype, bits):
 
 
 def test_texts_are_the_same(trained, monkeypatch):
-    """Alone and in a batch; and windows of quantized keys and of the greatest length."""
+    """Alone and in a batch, in bfloat16; and windows of quantized keys and of the greatest length."""
     assert_equal(tiny_model("qwen3_5"), lengths=(17, 1), kv_bits=8)
     model, tokenizer = trained
+    assert_equal(model)
     prompts = [tokenizer.encode(text) for text in ("def f(x):\n", "class A:\n    def", "import os\n")]
     texts = []
     for is_compiled in (True, False):
@@ -102,10 +102,6 @@ def turn_adapter_down(model) -> None:
             module.scale = 2.0
 
 
-def replace(module, path: str, changed) -> None:
-    module.update_modules(tree_unflatten([(path, changed(dict(module.named_modules())[path]))]))
-
-
 class Doubled(nn.Linear):
     def __call__(self, x):
         return 2 * super().__call__(x)
@@ -121,17 +117,14 @@ def in_8_bits(linear):
 
 CHANGES = {
     "other weights": lambda model: model.update(tree_map(lambda p: p * 0.9, model.parameters())),
-    "of one layer": lambda model: model.layers[1].mlp.up_proj.update({"weight": model.layers[1].mlp.down_proj.weight.T}),
     "an array": lambda model: setattr(model.layers[0].linear_attn, "A_log", model.layers[0].linear_attn.A_log + 1),
     "quantization": lambda model: nn.quantize(model, 32, 8),
     "of one module": lambda model: nn.quantize(model.layers[0].mlp, 32, 4),
     "of the head": lambda model: quantize_head(model.mtp, 4),
     "an adapter": lambda model: with_adapter(model, 2.0),
-    "a new head": lambda model: model.mtp.update(tiny_model("qwen3_5", 9).mtp.parameters()),
     "another class": lambda model: setattr(a := model.layers[1].self_attn, "o_proj", doubled(a.o_proj)),
     "another class in the head": lambda model: setattr(mlp := model.mtp.layers[0].mlp, "up_proj", doubled(mlp.up_proj)),
-    "another class by its layer": lambda model: replace(model.layers[0], "mlp.up_proj", doubled),
-    "other bits by the model": lambda model: replace(model, "language_model.model.layers.0.mlp.up_proj", in_8_bits),
+    "other bits of one": lambda model: setattr(mlp := model.layers[0].mlp, "up_proj", in_8_bits(mlp.up_proj)),
     "a norm's eps": lambda model: setattr(model.layers[0].input_layernorm, "eps", 0.5),
     "the eps of the head's norm": lambda model: setattr(model.mtp.norm, "eps", 0.5),
     "the rope's base": lambda model: setattr(model.layers[1].self_attn.rope, "base", 10.0),
@@ -149,36 +142,25 @@ def test_what_changes_is_seen(change):
     assert arrays_equal(after, passes(model, False, lengths=(1, 3)))
 
 
-def begin_with(prompt, generate=mtp):
-    return lambda model: lambda: generate(prompt, model, max_tokens=8)
+def begin_with(prompt):
+    return lambda model: lambda: mtp(prompt, model, max_tokens=8)
 
 
-def begin_after(cache_of, generate):
-    """Generations that continue a prompt cache with one token."""
-
-    def begin(model):
-        before = cache_of(model)
-        if len(before) > len(model.layers):
-            prefill(PROMPT, model, prompt_cache=before)
-        else:
-            mx.eval(model(PROMPT[None], cache=before), [c.state for c in before])
-        return lambda: generate(WINDOW[:1], model, max_tokens=8, prompt_cache=copy.deepcopy(before))
-
-    return begin
+def begin_after_a_prompt_cache(model):
+    before = make_prompt_cache(model)
+    prefill(PROMPT, model, prompt_cache=before)
+    return lambda: mtp(WINDOW[:1], model, max_tokens=8, prompt_cache=copy.deepcopy(before))
 
 
-def begin_batch(prompts):
-    def begin(model):
-        generator = BatchGenerator(model, num_draft_tokens=2)
+def begin_batch(model):
+    generator = BatchGenerator(model, num_draft_tokens=2)
 
-        def generate():
-            uids = generator.insert(prompts, max_tokens=[8] * len(prompts))
-            texts = run(generator)
-            return [texts[uid].tokens for uid in uids]
+    def generate():
+        uids = generator.insert([PROMPT.tolist(), [1]], max_tokens=[8, 8])
+        texts = run(generator)
+        return [texts[uid].tokens for uid in uids]
 
-        return generate
-
-    return begin
+    return generate
 
 
 def begin_joining(model):
@@ -199,11 +181,8 @@ def begin_joining(model):
 GENERATIONS = {
     "with drafts": begin_with(PROMPT),
     "a prompt of one token": begin_with(PROMPT[:1]),
-    "one token after a prompt cache": begin_after(make_prompt_cache, mtp),
-    "mlx-lm": begin_with(PROMPT[:1], plain),
-    "mlx-lm, one token after a prompt cache": begin_after(lambda model: model.make_cache(), plain),
-    "a batch": begin_batch([PROMPT.tolist(), WINDOW.tolist()]),
-    "a batch of prompts of one token": begin_batch([[3], [1]]),
+    "one token after a prompt cache": begin_after_a_prompt_cache,
+    "a batch": begin_batch,
     "one joins": begin_joining,
 }  # fmt: skip
 
@@ -229,20 +208,10 @@ def test_modules_cannot_be_replaced_within_a_generation():
         list(steps)
 
 
-def test_models_of_one_kind_keep_their_own_weights():
-    a, b = tiny_model("qwen3_5", 0), tiny_model("qwen3_5", 1)
-    assert not arrays_equal(passes(a, True), passes(b, True))
-    assert_equal(b)
-    assert_equal(copy.deepcopy(a))
-
-
-# Traces
-
 LAYERS = {"recurrent_layer", "before_attention", "after_attention"}
 
 
 def traced() -> set[str]:
-    """The functions that have traces."""
     return {function.__name__ for function in traces._made.of}
 
 
@@ -250,15 +219,12 @@ def one_token(model):
     model(WINDOW[None, :1], cache=model.make_cache(), compiler=Compiler())
 
 
-def test_layers_of_one_kind_share_a_trace(monkeypatch):
+def test_layers_of_one_kind_share_a_trace_and_their_number_is_bounded(monkeypatch):
     trace_anew(monkeypatch)
     model = deep_model("qwen3_5")
     for _ in range(2):
         one_token(model)
         assert traces.n_traces() == 3  # a recurrent layer, and an attention layer before and after its cache
-
-
-def test_the_number_of_traces_is_bounded(monkeypatch):
     monkeypatch.setattr(compiled, "MOST_TRACES", 5)
     trace_anew(monkeypatch)
     model = deep_model("qwen3_5")
@@ -311,11 +277,8 @@ def test_every_trace_is_counted(monkeypatch):
             mx.eval(Compiler().run(total, linear, *inputs))
         counted.append(traces.n_traces())
 
-    run_twice(x)
-    run_twice(mx.ones((2, 32)))
-    run_twice(x, x)
-    run_twice(x.astype(mx.float16))
-    run_twice(x, mx.ones((1, 32), mx.float16))
+    for inputs in ((x,), (mx.ones((2, 32)),), (x, x), (x.astype(mx.float16),), (x, mx.ones((1, 32), mx.float16))):
+        run_twice(*inputs)
     with mx.stream(mx.new_stream(mx.default_device())):
         run_twice(x)
     linear.set_dtype(mx.float16)
@@ -362,9 +325,6 @@ def test_a_step_that_makes_a_trace_is_not_in_the_speed(trained, monkeypatch):
         assert 3 < counts.seconds < 24
     *_, only = stream_generate(model, tokenizer, "def f(x):\n", **(options | {"max_tokens": 1}))
     assert only.generation_tps > 3  # of all of the time
-
-
-# In pieces
 
 
 @pytest.mark.parametrize("pieces", [1, 2])

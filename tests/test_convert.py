@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from functools import partial
 from inspect import signature
-from itertools import product
 from pathlib import Path
 from unittest.mock import create_autospec
 
@@ -63,24 +62,15 @@ def is_quantized(weights, part=""):
 FORMATS = {
     "bfloat16": {},
     "4 bit": {"quantize": True, "q_bits": 4, "q_group_size": 32},
-    "8 bit": {"quantize": True, "q_bits": 8, "q_group_size": 32},
     "mxfp4": {"quantize": True, "q_mode": "mxfp4"},
-    "nvfp4": {"quantize": True, "q_mode": "nvfp4"},
-    "mxfp8": {"quantize": True, "q_mode": "mxfp8"},
     "mixed": {"quantize": True, "q_bits": 3, "q_group_size": 32, "quant_predicate": "mixed_3_6"},
 }
-# Each checkpoint and each way to quantize; moe36 is moe35 but for the layout of its experts.
-FEW = {("dense", "bfloat16"), ("dense", "mxfp4"), ("dense", "mixed"), ("moe35", "bfloat16"), ("moe35", "4 bit")}
-FEW |= {("moe36", "bfloat16"), ("next", "4 bit"), ("next", "mixed")}
+# moe36 is moe35 but for the layout of its experts.
+CASES = [("dense", form) for form in FORMATS]
+CASES += [("moe35", "bfloat16"), ("moe35", "4 bit"), ("moe36", "bfloat16"), ("next", "4 bit"), ("next", "mixed")]
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        pytest.param(*case, marks=() if case in FEW else pytest.mark.slow)
-        for case in product(("dense", "moe35", "moe36", "next"), FORMATS)
-    ],
-)
+@pytest.mark.parametrize(("name", "form"), CASES)
 def test_the_head_is_unchanged_and_plain_mlx_lm_generates_the_same(name, form, tmp_path):
     """In float32, the only dtype in which MLX's CPU backend runs experts."""
     out = converted(DATA / name, tmp_path / "out", **FORMATS[form])
@@ -98,6 +88,7 @@ def test_the_head_is_unchanged_and_plain_mlx_lm_generates_the_same(name, form, t
     assert type(stock).__module__.startswith("mlx_lm.")
     for model in (stock, ours):
         model.set_dtype(mx.float32)
+    ours.drafting.compiled = False  # the CPU backend would compile kernels for these sizes
     assert mtp(PROMPT, ours, max_tokens=12, num_draft_tokens=3) == plain(PROMPT, stock, max_tokens=12)
 
 
@@ -131,11 +122,11 @@ def test_converts_without_a_head(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory):
-    """The dense checkpoint with a vision encoder: (as published, converted to 8 bit)."""
+    """The dense checkpoint with a vision encoder: (as published, converted to 4 bit)."""
     folder = tmp_path_factory.mktemp("seeing")
     original = add_tower(copied(folder))
     (original / "video_preprocessor_config.json").write_text("{}")
-    return original, converted(original, folder / "out", **FORMATS["8 bit"])
+    return original, converted(original, folder / "out", **FORMATS["4 bit"])
 
 
 def tower_of(folder):
@@ -189,19 +180,11 @@ def test_a_damaged_tower_leaves_nothing(tmp_path):
     convert(str(folder), str(tmp_path / "out"), vision=False)
 
 
-def test_the_commands_flags_are_the_functions_arguments():
-    args = vars(make_parser().parse_args([]))
-    assert args.keys() - {"recipe", "inspect"} == signature(convert).parameters.keys()
-    assert args["vision"] is True
-    assert make_parser().parse_args(["--no-vision"]).vision is False
-
-
 # Failures
 
 
 @pytest.mark.parametrize("where", ["mkdtemp", "write_text", "save_safetensors"])
 def test_errors_name_the_folder_that_the_user_gave(where, tmp_path, monkeypatch):
-    """It is written under another name at first."""
 
     def fail(path="", *_, prefix="", **__):
         if where == "save_safetensors":
@@ -304,12 +287,10 @@ def test_ignores_an_unreadable_card(tmp_path, caplog):
 
 
 def run(capsys, *args):
-    """In this process: (exit status, stdout, stderr)."""
     return run_command(main, capsys, *args)
 
 
 def refused(capsys, source, target, *flags):
-    """The one line of an error."""
     status, _, err = run(capsys, "--hf-path", source, "--mlx-path", target, *flags)
     assert (status, err.count("\n")) == (2, 1), err
     return err
@@ -321,6 +302,11 @@ def test_the_command_ends_with_the_result_and_the_next_command(capsys, tmp_path)
     wrote, following = out.splitlines()[-2:]
     assert re.fullmatch(rf"\[INFO\] Wrote {tmp_path}/my model, [\d.]+ MB", wrote)
     assert following == f"[INFO] Next: `mlx_mtp chat --mtp --model '{tmp_path}/my model'`"
+    # Its flags are the function's arguments
+    args = vars(make_parser().parse_args([]))
+    assert args.keys() - {"recipe", "inspect"} == signature(convert).parameters.keys()
+    assert args["vision"] is True
+    assert make_parser().parse_args(["--no-vision"]).vision is False
 
 
 NO_FOLDER = (shutil.rmtree, None, "is neither a folder nor the name of a repository", None)
@@ -345,15 +331,9 @@ def test_bad_arguments_are_refused_before_loading(monkeypatch, capsys, tmp_path)
         ("--graft-mtp-from no/such-model", "the hub has no repository of that name"),
         ("-q --q-group-size 48", "with --q-group-size 48: .* The supported group sizes are 32, 64, and 128"),
         ("-q --q-group-size 0", "--q-group-size must be 1 or more, not 0"),
-        ("-q --q-group-size -32", "--q-group-size must be 1 or more, not -32"),
         ("-q --q-bits 7", "with --q-bits 7: .* bits 7 is not supported"),
-        ("-q --q-bits 0", "with --q-bits 0: .* bits 0 is not supported"),
         ("-q --q-mode mxfp4 --q-group-size 64", "with --q-group-size 64: .* requires group size 32 but got 64"),
-        ("-q --q-mode mxfp8 --q-bits 4", "with --q-bits 4: .* requires bits to be 8 but got 4"),
         ("-q --quant-predicate mixed_3_6 --q-bits 4", "mixed_3_6 has 3 bits or more, not --q-bits 4: omit one"),
-        ("--q-bits 4", "--q-bits requires --quantize"),
-        ("--q-group-size 64", "--q-group-size requires --quantize"),
-        ("--q-mode mxfp4", "--q-mode requires --quantize"),
         ("--quant-predicate mixed_3_6", "--quant-predicate requires --quantize"),
     ]:
         assert re.search(message, refused(capsys, DENSE, tmp_path / "out", *flags.split())), flags

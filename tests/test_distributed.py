@@ -34,41 +34,32 @@ def checkpoint(folder, family, **changes):
     # A stage receives hidden states of the dtype of its embeddings, which is float16 in a pack.
     dtype = mx.float16 if family == PACK else mx.float32
     weights = dict(tree_flatten(tiny_model(family, dtype=dtype, **sizes).parameters()))
+    folder.mkdir(exist_ok=True)
     return write(folder / family, tiny_config(family, **sizes), weights)
 
 
-def check(n, how_much, models, timeout=120):
-    """Launch ``n`` ranks with these models, each of them "tensor:FOLDER" or "pipeline:FOLDER"."""
-    facts, *others = launch(n, "generation", how_much, *models, timeout=timeout)
-    assert all(other == facts for other in others)
-    assert len(facts) > 15
-    collectives = [value for name, value in facts.items() if name.endswith("collectives")]
-    assert [value[:3] for value in collectives] == [[True, True, True]], collectives
-    assert [name for name, value in facts.items() if value is False] == []
+def slow(*cases):
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize(
-    ("n", "tensor", "pipeline"),
+    ("n", "how_much", "tensor", "pipeline"),
     [
-        (2, ("qwen3_5",), ("qwen3_next",)),
-        pytest.param(2, (), (PACK,), marks=pytest.mark.slow),
-        *(pytest.param(n, FAMILIES[:3], ("qwen3_5", "qwen3_next"), marks=pytest.mark.slow) for n in (2, 4)),
+        (2, "some", ("qwen3_5",), ("qwen3_next",)),
+        *slow((2, "some", (), (PACK,))),
+        *slow(*((n, "some", FAMILIES[:3], ("qwen3_5", "qwen3_next")) for n in (2, 4))),
+        *slow(*((2, "all", (family,), (family,)) for family in FAMILIES[:3])),
     ],
 )
-def test_ranks_generate_the_tokens_of_one_process(tmp_path, n, tensor, pipeline):
-    halves, stages = tmp_path / "halves", tmp_path / "stages"
-    halves.mkdir()
-    stages.mkdir()
-    models = [f"tensor:{checkpoint(halves, family, **HALVES)}" for family in tensor]
-    models += [f"pipeline:{checkpoint(stages, family, **STAGES)}" for family in pipeline]
-    check(n, "some", models, timeout=500 if n == 2 else 1200)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("how", "sizes"), [("tensor", HALVES), ("pipeline", STAGES)])
-@pytest.mark.parametrize("family", FAMILIES[:3])
-def test_two_ranks_do_everything_with_each_family(tmp_path, how, sizes, family):
-    check(2, "all", [f"{how}:{checkpoint(tmp_path, family, **sizes)}"], timeout=500)
+def test_ranks_generate_the_tokens_of_one_process(tmp_path, n, how_much, tensor, pipeline):
+    models = [f"tensor:{checkpoint(tmp_path / 'halves', family, **HALVES)}" for family in tensor]
+    models += [f"pipeline:{checkpoint(tmp_path / 'stages', family, **STAGES)}" for family in pipeline]
+    facts, *others = launch(n, "generation", how_much, *models, timeout=600 * n)
+    assert all(other == facts for other in others)
+    assert len(facts) > 15
+    collectives = [value for name, value in facts.items() if name.endswith("collectives")]
+    assert {tuple(value[:3]) for value in collectives} == {(True, True, True)}, collectives
+    assert [name for name, value in facts.items() if value is False] == []
 
 
 @pytest.mark.slow
@@ -113,6 +104,11 @@ def test_a_stage_downloads_the_files_of_its_layers(hub, tmp_path):
     assert stage.layers == range(2, 4)
     assert stage.files == [f"model-{part}.safetensors" for part in ("2", "3", "mtp", "rest")]
     assert sorted(file.name for file in path.glob("model*.safetensors")) == stage.files
+    # Neither the layer of the head nor the vision tower are of a stage
+    every = ["model.norm.weight", "lm_head.weight", "mtp.layers.0.mlp.x"]
+    tower = ["vision_tower.blocks.0.norm1.weight", "model.visual.pos_embed.weight"]
+    layers = ["model.layers.0.mlp.x", "model.layers.1.mlp.x"]
+    assert names_of(every + tower + layers, range(1, 2)) == [*every, layers[1]]
 
 
 def split(folder):
@@ -132,19 +128,6 @@ def part_of(name):
         return "mtp"
     layer = re.search(r"layers\.(\d+)\.", name)
     return layer[1] if layer else "rest"
-
-
-def test_neither_the_layer_of_the_head_nor_the_vision_tower_are_of_a_stage():
-    names = [
-        "model.layers.0.mlp.x",
-        "model.layers.1.mlp.x",
-        "mtp.layers.0.mlp.x",
-        "model.norm.weight",
-        "lm_head.weight",
-    ]
-    assert names_of(names, range(1, 2)) == names[1:]
-    names = ["model.norm.weight", "vision_tower.blocks.0.norm1.weight", "model.visual.pos_embed.weight"]
-    assert names_of(names, range(1)) == names[:1]
 
 
 def test_collectives_of_a_gpu_stream_are_waited_for(monkeypatch):
@@ -174,14 +157,7 @@ with one_line_errors("mlx_mtp test"):
 KILLED, FAILED = ("is killed", "exited with code -9"), ("fails", "mlx_mtp test: error: of this rank")
 
 
-@pytest.mark.parametrize(
-    ("rank", "deed", "reason"),
-    [
-        (0, *KILLED),
-        (1, *FAILED),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, *KILLED), (0, *FAILED))),
-    ],
-)
+@pytest.mark.parametrize(("rank", "deed", "reason"), [(1, *FAILED), *slow((0, *FAILED), (0, *KILLED), (1, *KILLED))])
 def test_a_rank_that_ends_ends_the_others(rank, deed, reason):
     """``mlx.launch`` ends them, or MLX's ring raises an error; a test that they do not end runs into its timeout."""
     result = run(2, sys.executable, "-c", ENDS, str(rank), deed, timeout=60)
@@ -198,19 +174,10 @@ def test_rank_0_prints_what_one_process_does(demo):
     one = generate(*demo, "def add(a, b):", max_tokens=20)
     two = run(2, *GENERATE, "--prompt", "def add(a, b):", "--pipeline", "--draft-vocab", "1000")
     assert (two.stdout.strip(), len(one) > 20) == (one.strip(), True), two.stderr
-
-
-@pytest.mark.slow
-def test_rank_0_prints_what_is_wrong():
-    errors = run(2, *GENERATE, "--prompt", "-")
-    lines = [line for line in errors.stderr.splitlines() if "WARN" not in line]
-    assert len(lines) == 1
-    assert "error: --prompt - " in lines[0]
-    assert errors.stderr.count("exited with code 2") == 2
-
-
-@pytest.mark.slow
-def test_rank_0_chats():
+    errors = run(2, *GENERATE, "--prompt", "-").stderr
+    (line,) = (line for line in errors.splitlines() if "WARN" not in line)
+    assert "error: --prompt - " in line
+    assert errors.count("exited with code 2") == 2
     chat = (sys.executable, "-m", "mlx_mtp.chat", "--mtp", "--num-draft-tokens", "2", "--max-tokens", "8")
     done = run(2, *chat, stdin="import os\nimport sys\n/exit\n")
     assert done.stdout.count("tokens-per-step") == 2, done.stdout + done.stderr

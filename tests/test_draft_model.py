@@ -60,9 +60,8 @@ def test_greedy_tokens_match_plain_decoding(family, prompt, depth, prefill, max_
     assert speculative(prompt, model, num_draft_tokens=depth, **options) == plain(prompt, model, **options)
 
 
-@pytest.mark.parametrize("depth", [1, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 4))])
-def test_text_through_mlx_lms_stream_generate(trained, depth):
-    model, tokenizer = trained
+def test_text_through_mlx_lms_stream_generate(trained):
+    (model, tokenizer), depth = trained, 2
     theirs = mlx_lm.stream_generate(model, tokenizer, CODE, 32)
     draft_model = model.make_draft_model()
     options = dict(draft_model=draft_model, num_draft_tokens=depth)
@@ -75,7 +74,7 @@ def test_text_through_mlx_lms_stream_generate(trained, depth):
     assert n_drafts > 8
 
 
-def test_options_of_mlx_lms_loop():
+def test_options_of_mlx_lms_loop_and_failures_come_through():
     model = model_of("qwen3_5")
     # Not penalties: mlx-lm's speculative loop does not show its processors the prompt, so they differ with any draft model.
     for options in (
@@ -85,6 +84,11 @@ def test_options_of_mlx_lms_loop():
     ):
         options["max_tokens"] = 20
         assert speculative(PROMPT, model, num_draft_tokens=3, **options) == plain(PROMPT, model, **options)
+    model = model_of("qwen3_5")
+    for n_calls in range(1, 9):
+        with pytest.raises(Fault):
+            speculative(PROMPT, model, sampler=failing_sampler(n_calls), num_draft_tokens=2)
+    assert speculative(PROMPT, model, max_tokens=9) == plain(PROMPT, model, max_tokens=9)
 
 
 def test_drafts_come_from_the_draft_vocabulary():
@@ -103,11 +107,10 @@ def test_drafts_come_from_the_draft_vocabulary():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_head_rows_come_from_verified_hidden_states(family, depth):
+def test_head_rows_come_from_verified_hidden_states(family):
     model = model_of(family)
     prompt_cache = make_caches(model.make_draft_model())
-    tokens = speculative(PROMPT, model, max_tokens=30, num_draft_tokens=depth, prompt_cache=prompt_cache)
+    tokens = speculative(PROMPT, model, max_tokens=30, num_draft_tokens=3, prompt_cache=prompt_cache)
     draft, text = prompt_cache[-1], mx.array([PROMPT + tokens])
     n, rows = draft.n_verified, mlx_mtp.make_prompt_cache(model)[-2]
     assert len(PROMPT) < n < text.size
@@ -123,9 +126,6 @@ def test_head_rows_come_from_verified_hidden_states(family, depth):
         if isinstance(a, ArraysCache):
             assert a.window is None
             assert all(mx.allclose(x, y, atol=1e-4) for x, y in zip(a.cache, b.cache))
-
-
-# What the caches say of themselves
 
 
 def test_trimming():
@@ -171,10 +171,7 @@ def test_lru_prompt_cache_never_trims_the_result():
         speculative([7], model, prompt_cache=cache)
 
 
-STOPPED = [n if n in (1, 2, 4, 7, 11) else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12)]
-
-
-@pytest.mark.parametrize("n", STOPPED)
+@pytest.mark.parametrize("n", [1, 2, 4, 7, 11])
 def test_resumes_without_the_draft_model(n):
     """In plain generation, and in our own loop, which takes a cache that is still empty."""
     model = model_of("qwen3_5")
@@ -196,16 +193,6 @@ def test_resumes_without_the_draft_model(n):
     empty = make_caches(draft_model)[:-1]
     assert mtp(PROMPT, model, prompt_cache=empty, **options) == plain(PROMPT, model, **options)
 
-
-def test_failures_come_through():
-    model = model_of("qwen3_5")
-    for n_calls in range(1, 9):
-        with pytest.raises(Fault):
-            speculative(PROMPT, model, sampler=failing_sampler(n_calls), num_draft_tokens=2)
-    assert speculative(PROMPT, model, max_tokens=9) == plain(PROMPT, model, max_tokens=9)
-
-
-# Making it
 
 NO_CACHE = r"call target\.make_cache\(\) before each"
 

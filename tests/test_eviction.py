@@ -42,24 +42,17 @@ def test_cuts_of_a_prompt():
         assert choose_cuts([3000, 3200], 3204, n_common) == [3000 - LINE, 3200]
     assert choose_cuts([100, 3200], 3204) == [3200]  # a short one saves little
     assert choose_cuts([], 1) == []
-
-
-def test_cuts_stay_where_they_are_as_a_text_grows():
-    """Else a text that is resumed in the middle would not be read as before."""
+    # The ends of messages, by the tokens that begin one; the text begins with one, too
+    tokens = [1, 5, 6, 1, 7, 1, 1, 8]
+    for opening, message_starts in (([1], [3, 5, 6]), ([1, 7], [3]), ([1, 5], []), ([], [])):
+        assert message_ends(tokens, opening) == message_starts
+    # They stay where they are as a text grows, or one that is resumed in the middle would not be read as before
     ends = [6000, *(6000 + 900 * i for i in range(1, 40))]
     long = choose_cuts(ends, ends[-1] + 4)
     for i in range(2, len(ends)):
         cuts = choose_cuts(ends[:i], ends[i - 1] + 4)
         assert [c for c in long if c < cuts[0]] == []
         assert {c for c in cuts if c not in long} <= {*ends[max(i - LAST, 0) : i]}
-
-
-def test_message_ends():
-    tokens = [1, 5, 6, 1, 7, 1, 1, 8]
-    assert message_ends(tokens, [1]) == [3, 5, 6]
-    assert message_ends(tokens, [1, 7]) == [3]
-    assert message_ends(tokens, [1, 5]) == []  # the text begins with it
-    assert message_ends(tokens, []) == message_ends([], [1]) == []
 
 
 def test_the_snapshot_that_saves_least_goes_first():
@@ -108,13 +101,7 @@ def sized_store(monkeypatch, sizes, max_bytes):
 
 
 class Sessions:
-    """What clients ask for.
-
-    Attributes:
-        n_prompt (int): The tokens of all prompts.
-        n_read (int): Those that the store did not have.
-        n_least (int): Those that none of the texts before had begun with.
-    """
+    """What clients ask for, and the tokens of all prompts, those not in the store, and those that no text before had."""
 
     def __init__(self, store):
         self.store, self.ids = store, count(1)
@@ -123,7 +110,6 @@ class Sessions:
         self.n_beyond: list[int] = []  # by request
 
     def message(self, n_tokens):
-        """Tokens of a message that no other message has."""
         return np.full(n_tokens, next(self.ids), np.uint32)
 
     def ask(self, messages, n_answer=0):
@@ -153,25 +139,14 @@ class Sessions:
 
 
 def tool_loop(sessions, n_turns, system=None):
-    """An agent's turns; yields its messages after each."""
     messages = [sessions.message(SYSTEM) if system is None else system, sessions.message(300)]
     for _ in range(n_turns):
         messages = [*messages, sessions.ask(messages, CALL), sessions.message(RESULT)]
         yield messages
 
 
-def loop(sessions):
-    assert len([*tool_loop(sessions, 20)]) == 20
-
-
 def two_agents(sessions):
     assert len([*zip(tool_loop(sessions, 20), tool_loop(sessions, 20))]) == 20
-
-
-def with_titles(sessions):
-    system = sessions.message(400)
-    for messages in tool_loop(sessions, 20):
-        sessions.ask([system, messages[1]], 20)
 
 
 def edit(sessions):
@@ -182,40 +157,20 @@ def edit(sessions):
         sessions.ask(messages, CALL)
 
 
-def changing_system(sessions, n_rest=5, n_turns=10):
-    """The last line of the system's text is the time."""
-    system, question, rest = sessions.message(SYSTEM), sessions.message(300), sessions.message(n_rest)
-    for i in range(n_turns):
-        sessions.ask([np.concatenate([system, clock(i), rest]), question], CALL)
+def changing_system(sessions):
+    """The time is far above the end of the system's text."""
+    system, rest, question = (sessions.message(n) for n in (SYSTEM, SYSTEM // 3, 300))
+    for i in range(20):
+        hours, minutes = divmod(9 * 60 + 56 + i, 60)
+        clock = np.array([*f"{hours:02}:{minutes:02}".encode()])  # each sign is a token
+        sessions.ask([np.concatenate([system, clock, rest]), question], CALL)
+    # The second request shows where the texts part, four tokens into the time, and reads on from the last cut before.
+    assert sessions.n_beyond[1] == SYSTEM + 4 - EVERY
     assert max(sessions.n_beyond[2:]) <= LINE
 
 
-def changing_line(sessions):
-    """The time is far above the end of the system's text."""
-    changing_system(sessions, SYSTEM // 3, 20)
-    # The second request shows where the texts part, and reads on from the last cut before.
-    assert sessions.n_beyond[1] == SYSTEM + N_SAME - EVERY
-
-
-def changing_end(sessions):
-    changing_system(sessions)
-    assert max(sessions.n_beyond) <= LINE
-
-
-N_SAME = 4  # of the tokens of two times, a minute after the other, unless the hour changes as well
-
-
-def clock(i):
-    """The time, i minutes after 09:56: each sign is a token."""
-    hours, minutes = divmod(9 * 60 + 56 + i, 60)
-    return np.array([*f"{hours:02}:{minutes:02}".encode()])
-
-
-SESSIONS = [loop, two_agents, with_titles, edit, changing_end, changing_line]
-
-
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("session", SESSIONS)
+@pytest.mark.parametrize("session", [two_agents, edit, changing_system])
 def test_sessions_read_little_twice(session, size, monkeypatch):
     """At most 5 % of all tokens more than with a store of everything, with 12 GB."""
     sessions = Sessions(sized_store(monkeypatch, SIZES[size], 12 * GB))

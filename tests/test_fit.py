@@ -165,9 +165,6 @@ def test_convert_fuses_an_adapter_and_keeps_the_head(folder, loaded, adapter):
         convert(str(folder / "model"), str(folder / "x"), adapter_path=adapter, graft_mtp_from=str(folder / "model"))
 
 
-# The loss
-
-
 def drafts(model, tokens, n):
     """(the backbone's hidden states, the head's of n drafts), as in training."""
     cache, outs = DraftKVCache(), [model.model(tokens)]
@@ -247,9 +244,6 @@ def test_what_is_recorded(tmp_path, length):
         assert mx.allclose(kept["probabilities"], expected, atol=1e-3)
 
 
-# Training
-
-
 def frozen_model(family="qwen3_5"):
     model = tiny_model(family)
     model.freeze()
@@ -295,9 +289,6 @@ def test_the_routers_of_a_mixture_of_experts_are_frozen(tmp_path):
     assert "layers.0.mlp.switch_mlp.up_proj.weight" in changed
 
 
-# Measuring
-
-
 def test_better_means_by_more_than_the_uncertainty():
     rng = np.random.default_rng(0)
     drafted, before = np.full((40, 1), 50), rng.binomial(50, 0.6, (40, 1))
@@ -328,20 +319,18 @@ def test_no_two_parts_share_a_file(tmp_path, loaded):
     assert split(texts, FitOptions(files, seed=1)) != parts
     twice = split([*texts, *(Text(f"copy of {text.source}", text.tokens) for text in texts)], FitOptions(files))
     assert not {tuple(t.tokens) for t in twice.train} & {tuple(t.tokens) for t in twice.test}
+    # Lines of text
+    file = tmp_path / "train.jsonl"
+    file.write_text("\n".join(json.dumps({"text": f"some text number {i}"}) for i in range(3)))
+    texts = read_corpus([file], loaded[1], 64)
+    assert [text.source for text in texts] == [f"{file}:{i}" for i in (1, 2, 3)]
+    assert loaded[1].decode(texts[0].tokens).startswith("some text number 0")
 
 
 def test_no_more_is_recorded_than_is_trained_on(tmp_path):
     train, valid = [Text(str(i), [1] * 8) for i in range(3)], [Text("d", [1] * 6)]
     how = FitOptions(["x"], iters=2, batch_size=1)
     assert prepare(None, None, Split(train, valid, valid), how, tmp_path) == Split(train[:2], valid, valid)
-
-
-def test_lines_of_text(tmp_path, loaded):
-    file = tmp_path / "train.jsonl"
-    file.write_text("\n".join(json.dumps({"text": f"some text number {i}"}) for i in range(3)))
-    texts = read_corpus([file], loaded[1], 64)
-    assert [text.source for text in texts] == [f"{file}:{i}" for i in (1, 2, 3)]
-    assert loaded[1].decode(texts[0].tokens).startswith("some text number 0")
 
 
 def test_an_answer_that_was_cut_short_is_made_again(tmp_path, loaded):
@@ -371,13 +360,11 @@ FILES |= {"adapter_config.json": b"{}", "fit.json": b"{}"}
         ("--cache-path .", "was recorded with other arguments"),
         ("--drafts 9", "--drafts must be from 1 to 8, not 9."),
         ("--iters 0", "--iters must be 1 or more, not 0."),
-        ("--steps-per-eval 0", "--steps-per-eval must be 1 or more, not 0."),
         ("--learning-rate 0", "--learning-rate must be more than 0, not 0.0."),
         ("--cache-gb 1", "--cache-gb was removed: mlx_mtp fit records no more texts than"),
         ("--lora-rank 8", "--lora-rank was removed: mlx_mtp fit writes the whole head"),
         ("--corpus few.txt --prompts few.txt", "Choose either --corpus or --prompts, not both."),
         ("--corpus nope.md", "error: --corpus: there is no file nope.md."),
-        ("--prompts nope.md", "error: --prompts: there is no file nope.md."),
         ("--corpus .", "is not a file."),
         ("--mlx-path .", "already exists"),
     ],

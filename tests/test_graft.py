@@ -21,7 +21,6 @@ from tests.support.checkpoints import (
     INDEX,
     WEIGHTS,
     config_of,
-    configure,
     converted,
     copied,
     differing,
@@ -57,7 +56,6 @@ def pair(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """The dense checkpoint converted without its head."""
     return converted(DENSE, tmp_path_factory.mktemp("dense") / "bare", mtp=False)
 
 
@@ -85,7 +83,7 @@ def test_grafts_and_checks_a_head(bare, tmp_path, monkeypatch, capsys):
     assert int(rate[1]) > 100 * FLOOR
 
 
-def test_graft_equals_a_conversion_with_the_head(pair, tmp_path):
+def test_graft_equals_a_conversion_with_the_head(pair, tmp_path, hub):
     source, full, bare = pair
     assert_is(out := graft(source, bare, tmp_path / "out"), full)
     assert_indexed(out)
@@ -95,34 +93,19 @@ def test_graft_equals_a_conversion_with_the_head(pair, tmp_path):
     assert ours == theirs
     mlx_mtp.load(str(out))
     assert_is(converted(out, tmp_path / "again"), full)
-
-
-def test_the_index_does_not_count_a_replaced_head(pair, tmp_path):
-    """The file that has the old head is linked whole."""
-    source, full, _ = pair
-    out = graft(source, full, tmp_path / "out")
-    index = json.loads((out / INDEX).read_text())
-    named = {name: mx.load(str(out / file))[name] for name, file in index["weight_map"].items()}
-    assert index["metadata"]["total_size"] == sum(w.nbytes for w in named.values())
-
-
-def test_downloads_only_the_heads_bytes(pair, tmp_path, hub):
-    source, full, bare = pair
+    # Of the hub, only the head's bytes are downloaded
     commit, shards = hub.publish(name := f"org/{source.name}", source), list(source.glob("*.safetensors"))
-    assert_is(out := graft(name, bare, tmp_path / "out"), full)
+    assert_is(out := graft(name, bare, tmp_path / "of the hub"), full)
     assert config_of(out)["mlx_mtp"].items() >= {"source": name, "revision": commit}.items()
     head = sum(w.nbytes for w in split_head(tensors(source))[1].values())
     assert sum(hub.served[shard.name] for shard in shards) <= head + (HEADER_BYTES + 8) * len(shards)
     others = {"api", "config.json", INDEX}
     assert hub.served.keys() <= others | {shard.name for shard in shards}
-
-
-def test_replaces_a_separate_head(bare, tmp_path):
-    once = graft(DENSE, bare, tmp_path / "once", dtype="float16")
-    twice = graft(DENSE, once, tmp_path / "twice")
-    mlx_mtp.load(str(twice))
-    dtypes = [{w.dtype for w in split_head(tensors(folder))[1].values()} for folder in (once, twice)]
-    assert dtypes == [{mx.float16}, {mx.bfloat16}]
+    # The index does not count a replaced head, whose file is linked whole
+    out = graft(source, full, tmp_path / "replaced")
+    index = json.loads((out / INDEX).read_text())
+    named = {name: mx.load(str(out / file))[name] for name, file in index["weight_map"].items()}
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in named.values())
 
 
 def test_links_or_copies_the_backbone(bare, tmp_path, monkeypatch):
@@ -138,12 +121,12 @@ def test_links_or_copies_the_backbone(bare, tmp_path, monkeypatch):
     copy = graft(DENSE, bare, tmp_path / "copied")
     assert not (copy / WEIGHTS).samefile(bare / WEIGHTS)
     assert all((folder / WEIGHTS).read_bytes() == before for folder in (bare, linked, copy))
-
-
-def test_keeps_the_vision_config(bare, tmp_path):
-    model = shutil.copytree(bare, tmp_path / "bare")
-    configure(model, vision_config={"depth": 3})
-    assert config_of(graft(DENSE, model, tmp_path / "out"))["vision_config"] == {"depth": 3}
+    # A head in a file of its own is replaced
+    once = graft(DENSE, bare, tmp_path / "once", dtype="float16")
+    twice = graft(DENSE, once, tmp_path / "twice")
+    mlx_mtp.load(str(twice))
+    dtypes = [{w.dtype for w in split_head(tensors(folder))[1].values()} for folder in (once, twice)]
+    assert dtypes == [{mx.float16}, {mx.bfloat16}]
 
 
 # The vision encoder
@@ -177,9 +160,7 @@ def test_grafts_a_head_and_a_tower_in_any_order(blind, tmp_path):
         graft_vision(original, bare, tmp_path / "both", graft_mtp_from=str(original), skip_check=True),
     ):
         assert_is(out, full, images=True)
-
-
-def test_a_fitted_head_leaves_the_tower(blind, tmp_path):
+    # A fitted head leaves the tower
     _, full, _, _ = blind
     record = {"trained_on": "texts", "measured_on": "others"}
     write_checkpoint(tmp_path / "out", full, mlx_mtp.load(str(full))[0], str(full), None, record, "table")
@@ -200,18 +181,16 @@ def vision(**changes):
         (vision(hidden_size="a"), "vision_config of .* is not usable"),
         (written("preprocessor_config.json", b"{"), "image settings of .*out are not usable"),
         (configured(text={"hidden_size": 191}), "does not fit .*without: hidden_size is 191, not 192"),
+        (None, "with has a vision encoder already"),
     ],
 )
 def test_rejects_a_tower_that_does_not_fit(spoil, message, blind, tmp_path):
-    spoil(donor := shutil.copytree(blind[0], tmp_path / "donor"))
+    donor = shutil.copytree(blind[0], tmp_path / "donor")
+    if spoil is not None:
+        spoil(donor)
     with pytest.raises(ValueError, match=message):
-        graft_vision(donor, blind[2], tmp_path / "out")
+        graft_vision(donor, blind[1 if spoil is None else 2], tmp_path / "out")
     assert [*tmp_path.iterdir()] == [donor]
-
-
-def test_rejects_a_second_tower(blind, tmp_path):
-    with pytest.raises(ValueError, match="with has a vision encoder already"):
-        graft_vision(blind[0], blind[1], tmp_path / "out")
 
 
 # Other models' heads
@@ -227,18 +206,11 @@ def of_another_run(name, w, size=192):
     return w[order] if name.endswith(("o_proj.weight", "down_proj.weight")) else w[:, order]
 
 
-def random_like(name, w):
-    w32 = w.astype(mx.float32)
-    return (mx.random.normal(w.shape) * w32.var().sqrt() + w32.mean()).astype(w.dtype)
-
-
-@pytest.mark.parametrize("change", [of_another_run, random_like])
-def test_rejects_another_models_head(change, bare, tmp_path, monkeypatch):
-    mx.random.seed(0)
+def test_rejects_another_models_head(bare, tmp_path, monkeypatch):
     monkeypatch.setattr(grafting, "CHECK_TOKENS", 12)
     monkeypatch.setattr(fetched, "PYTHON", PYTHON[:2])
     other = shutil.copytree(DENSE, tmp_path / "other")
-    edit(other, lambda w: w.update({name: change(name, w[name]) for name in w if name.startswith("mtp.")}))
+    edit(other, lambda w: w.update({name: of_another_run(name, w[name]) for name in w if name.startswith("mtp.")}))
     with pytest.raises(ValueError, match=r"accepts [0-9]% of the drafts .* nothing was written") as e:
         graft(other, bare, tmp_path / "out", skip_check=False)
     assert "\n" not in str(e.value)
@@ -276,18 +248,13 @@ def quantized_head(donor):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            configured(text={"vocab_size": 5000, "hidden_size": 256}),
-            r"does not fit .*: vocab_size is 5000, not 4096\.$",
-        ),
+        (configured(text={"vocab_size": 5000, "hidden_size": 256}), r"fit .*: vocab_size is 5000, not 4096\.$"),
         (fewer_rows, r"does not fit .*: its vocabulary has 4095 rows, not 4096\.$"),
         (narrow_fc, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]"),
         (no_head, "donor has no MTP head: the base model of .* has"),
         (configured(model_type="qwen3_5_moe"), r"does not fit .*: model_type is qwen3_5_moe, not qwen3_5\.$"),
         (quantized_head, "is quantized: the base model.s"),
-        (removed("config.json"), "has no config.json"),
         (written(WEIGHTS, b"12345678"), "truncated or damaged"),
-        (removed(WEIGHTS), "No safetensors"),
     ],
 )
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "hub"])
@@ -301,11 +268,8 @@ def test_rejects_a_head_that_does_not_fit(spoil, message, remote, bare, tmp_path
 
 def test_rejects_flags_of_a_conversion(tmp_path):
     for options in ({"quantize": True}, {"mtp": False}, {"dequantize": True}, {"vision": False}):
-        for way, adds in (
-            (graft, "--graft-mtp-from adds a head"),
-            (graft_vision, "--graft-vision-from adds a vision encoder"),
-        ):
-            with pytest.raises(ValueError, match=f"{adds} and .* omit the flags of a conversion"):
+        for way in (graft, graft_vision):
+            with pytest.raises(ValueError, match=r"adds a .* and .* omit the flags of a conversion"):
                 way(DENSE, DENSE, tmp_path / "out", **options)
     with pytest.raises(ValueError, match="already exists"):
         graft(DENSE, DENSE, tmp_path)

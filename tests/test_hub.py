@@ -20,27 +20,22 @@ from tests.support.images import add_tower, picture
 from tests.support.models import DATA
 
 
-def test_loads_a_repository_like_its_folder(hub):
-    commit = hub.publish("org/dense", DATA / "dense")
+def test_loads_a_repository_like_its_folder(hub, tmp_path):
+    """With the tower and the settings of its images."""
+    commit = hub.publish("org/dense", folder := add_tower(copied(tmp_path)))
     remote, _, config = mlx_mtp.load("org/dense", return_config=True)
-    local, _, want = mlx_mtp.load(str(DATA / "dense"), return_config=True)
+    local, _, want = mlx_mtp.load(str(folder), return_config=True)
     assert config == want
     assert (remote.mtp.fc.weight == local.mtp.fc.weight).all()
+    pixels, same = (model.vision.processor.preprocess_image(picture()) for model in (local, remote))
+    assert (pixels == same).all()
+    assert (remote.vision.tower(pixels) == local.vision.tower(pixels)).all()
     assert fetch("org/dense", None).name == commit
     assert hub.served["reference.npz"] == hub.served["tokenizer.model"] == 0
     assert hub.served["model.safetensors"] == (DATA / "dense" / "model.safetensors").stat().st_size
     hub.reset_counts()
     mlx_mtp.load("org/dense", mtp=False)
     assert hub.served["model.safetensors"] == 0
-
-
-def test_fetches_the_tower_and_the_settings_of_its_images(hub, tmp_path):
-    folder = add_tower(copied(tmp_path))
-    hub.publish("org/seeing", folder)
-    remote, local = (mlx_mtp.load(name)[0].vision for name in ("org/seeing", str(folder)))
-    pixels, same = (vision.processor.preprocess_image(picture()) for vision in (local, remote))
-    assert (pixels == same).all()
-    assert (remote.tower(pixels) == local.tower(pixels)).all()
 
 
 def test_fetches_a_revision(hub, tmp_path):
@@ -99,19 +94,16 @@ def test_a_file_that_the_cache_lacks_is_named(hub, monkeypatch):
         assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("name", ["qwen3.6-27B-Q4_K_M.gguf", "some-model"])
-@pytest.mark.parametrize("kind", ["file", "folder", "hub"])
-def test_gguf_is_refused_by_name(hub, tmp_path, name, kind):
-    (folder := tmp_path / name.removesuffix(".gguf")).mkdir()
-    (folder / f"{name.removesuffix('.gguf')}.gguf").write_bytes(b"GGUF")
-    hub.publish(f"org/{name}", folder)
-    asked = {"file": str(next(folder.iterdir())), "folder": str(folder), "hub": f"org/{name}"}[kind]
-    with pytest.raises(ValueError, match=r"GGUF is not supported") as e:
-        mlx_mtp.load(asked)
-    assert ("--model qwen3.6-27b" in str(e.value)) == ("27B" in name)
-    assert sum(hub.served.values()) == hub.served["api"]
-    with pytest.raises(ValueError, match="GGUF is not supported"):
-        mlx_mtp.load("no-such-model.gguf")
+@pytest.mark.parametrize("name", ["qwen3.6-27B-Q4_K_M", "some-model"])
+def test_gguf_is_refused_by_name(hub, tmp_path, name):
+    (folder := tmp_path / name).mkdir()
+    (folder / f"{name}.gguf").write_bytes(b"GGUF")
+    hub.publish(f"org/{name}.gguf", folder)
+    for asked in (f"{folder}/{name}.gguf", str(folder), f"org/{name}.gguf", f"{name}.gguf"):
+        with pytest.raises(ValueError, match=r"GGUF is not supported") as e:
+            mlx_mtp.load(asked)
+        assert ("--model qwen3.6-27b" in str(e.value)) == ("27B" in name)
+        assert sum(hub.served.values()) == hub.served["api"]
 
 
 def test_missing_repository_and_unreachable_hub_are_one_line(hub, monkeypatch):
@@ -143,21 +135,9 @@ def test_reads_single_tensors(hub):
     hub.reset_counts()
     assert remote.read("config.json", 10, 50) == local.read("config.json", 10, 50)
     assert hub.served == {"config.json": 40}
-
-
-def test_retries_a_broken_range_request(hub):
-    hub.publish("org/broken-part", DATA / "moe35")
-    remote, local = CheckpointReader("org/broken-part"), CheckpointReader(str(DATA / "moe35"))
-    hub.break_after = 1000
+    hub.break_after = 1000  # which is tried again
     part = ("model-00001-of-00002.safetensors", 5000, 90000)
     assert remote.read(*part) == local.read(*part)
-
-
-def test_names_a_server_without_range_requests(hub, monkeypatch):
-    hub.publish("org/no-ranges", DATA / "moe35")
-    monkeypatch.setattr(hub, "gives_parts", False)
-    with pytest.raises(FileNotFoundError, match=r"its server does not support range requests\.$"):
-        CheckpointReader("org/no-ranges").read("model-00001-of-00002.safetensors", 0, 8)
 
 
 # Hostile servers, and damaged files
@@ -169,19 +149,14 @@ def tensor(start, stop, shape=(1,), dtype="F32"):
 
 HEADERS = {
     "overlap": {"a": tensor(0, 4), "b": tensor(2, 6), "c": tensor(4, 8)},
-    "the same bytes twice": {"a": tensor(0, 8, (2,)), "b": tensor(0, 8, (2,))},
-    "hole": {"a": tensor(4, 8)},
     "not all bytes": {"a": tensor(0, 4)},
     "beyond the end": {"a": tensor(0, 8, (2,)), "b": tensor(8, 12)},
-    "negative": {"a": tensor(-4, 4, (2,))},
     "reversed": {"a": tensor(8, 0, (2,))},
     "text": {"a": tensor("0", "8", (2,))},
     "three offsets": {"a": {**tensor(0, 8, (2,)), "data_offsets": [0, 4, 8]}},
     "negative shape": {"a": tensor(0, 8, (-2, -1))},
     "huge shape": {"a": tensor(0, 8, (1 << 40, 1 << 40))},
-    "larger shape": {"a": tensor(0, 8, (3,))},
     "unknown dtype": {"a": tensor(0, 8, (2,), "X9")},
-    "no dtype": {"a": {"shape": [2], "data_offsets": [0, 8]}},
     "metadata": {"__metadata__": ["format"], "a": tensor(0, 8, (2,))},
     "a list": [tensor(0, 8, (2,))],
     "deep": b'{"a":' + 50_000 * b"[" + 50_000 * b"]" + b"}",
@@ -195,9 +170,8 @@ HEADERS = {
 def test_a_header_that_lies_is_one_line(header, remote, tmp_path, hub, capsys):
     """Offsets, shapes, types and metadata are checked in one place, before anything is done with them."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    (folder := copied(tmp_path)).joinpath("model.safetensors").write_bytes(
-        struct.pack("<Q", len(text) or 1 << 40) + text + bytes(8)
-    )
+    data = struct.pack("<Q", len(text) or 1 << 40) + text + bytes(8)
+    (folder := copied(tmp_path)).joinpath("model.safetensors").write_bytes(data)
     hub.publish("org/liar", folder)
     name = "org/liar" if remote else str(folder)
     for flags in (["--inspect", name], ["--graft-mtp-from", name, "--hf-path", DATA / "dense", "--skip-check"]):
@@ -214,29 +188,26 @@ def test_another_range_than_asked_is_refused(hub, monkeypatch):
         monkeypatch.setitem(hub.headers, "Content-Range", other)
         with pytest.raises(FileNotFoundError, match=r"org/shifted .* sent other bytes of model-00001-of-00002"):
             remote.read(*part)
+    monkeypatch.setattr(hub, "gives_parts", False)
+    with pytest.raises(FileNotFoundError, match=r"its server does not support range requests\.$"):
+        CheckpointReader("org/shifted").read(*part)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
+def test_an_answer_of_another_server_is_one_line(hub):
+    for answer in (
         b"<html>Log in to the proxy</html>",
-        b"[]",
         b"{}",
         b'{"id": "org/odd", "sha": "a", "siblings": 5}',
-        b'{"id": "org/odd", "sha": "a", "siblings": [5]}',
-        b'{"id": "org/odd", "sha": "a", "siblings": [{}]}',
         b'{"id": "org/odd", "sha": "a", "siblings": [{"rfilename": 5}]}',
         b'{"id": "org/odd", "sha": "a", "siblings": [{"rfilename": "../../model.safetensors"}]}',
         b'{"id": "org/odd", "sha": "../a", "siblings": [{"rfilename": "config.json"}]}',
-    ],
-)
-def test_an_answer_of_another_server_is_one_line(hub, answer):
-    hub.publish("org/odd", DATA / "dense")
-    hub.answers["org/odd"] = answer
-    for read in (partial(fetch, revision=None), CheckpointReader):
-        with pytest.raises(FileNotFoundError, match=r"^org/odd .*: the answer of http.* is not the hub's") as e:
-            read("org/odd")
-        assert "\n" not in str(e.value)
+    ):
+        hub.publish("org/odd", DATA / "dense")
+        hub.answers["org/odd"] = answer
+        for read in (partial(fetch, revision=None), CheckpointReader):
+            with pytest.raises(FileNotFoundError, match=r"^org/odd .*: the answer of http.* is not the hub's") as e:
+                read("org/odd")
+            assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("etag", ['"../../../../evil"', "..", '"a/b"', 'W/"a\\b"', '""'])

@@ -66,9 +66,6 @@ def refused(source, match, **options):
     assert "\n" not in str(e.value)
 
 
-# Opening
-
-
 def test_colors():
     """Transparent parts are white, CMYK is RGB, and 16 bits keep their brightness."""
     image = Image.new("RGBA", (2, 1), (200, 0, 0, 255))
@@ -77,10 +74,8 @@ def test_colors():
     palette = Image.new("P", (2, 1), 0)
     palette.putpalette([0, 0, 0, 200, 0, 0])
     palette.putpixel((1, 0), 1)
-    cyan, gray = (
-        Image.new("CMYK", (16, 16), (255, 0, 0, 0)),
-        Image.fromarray(np.array([[0, 0x7FFF, 0xFFFF]], np.uint16)),
-    )
+    cyan = Image.new("CMYK", (16, 16), (255, 0, 0, 0))
+    gray = Image.fromarray(np.array([[0, 0x7FFF, 0xFFFF]], np.uint16))
     for format in ("GIF", "PNG"):
         assert opened(encoded(palette, format, transparency=0)).tolist() == [[[255] * 3, [200, 0, 0]]]
     for format in ("TIFF", "JPEG"):
@@ -93,17 +88,13 @@ def test_colors():
         refused(encoded(Image.fromarray(np.ones((2, 2), dtype)), "TIFF"), "32-bit numbers, of which black and white")
 
 
-def test_exif_turns_upright():
-    own = Image.open(io.BytesIO(encoded(picture(5, 3), exif=turned(6))))
-    np.testing.assert_array_equal(opened(own), np.rot90(np.asarray(picture(5, 3)), -1))
-    assert own.size == (5, 3)  # the caller's is left as it is
-
-
 def test_files_and_data_urls(tmp_path):
     file, image = tmp_path / "a.png", encoded(picture())
     file.write_bytes(image)
     for source in (file, str(file), image, "data:image/png;base64," + base64.b64encode(image).decode()):
         np.testing.assert_array_equal(opened(source), np.asarray(picture()))
+    own = Image.open(io.BytesIO(encoded(picture(5, 3), exif=turned(6))))
+    assert (opened(own).shape, own.size) == ((5, 3, 3), (5, 3))  # upright, and the caller's is left as it is
     file.write_bytes(b"GIF89a")
     refused(file, rf"^{file} ")
     refused(file, "^the second image ", name="the second image")
@@ -151,25 +142,13 @@ def test_sizes_are_refused_by_the_header():
     refused(encoded(Image.new("RGB", (1, 201))), "1 x 201 pixels: one side")
     for size in ((1, 200), (1, 1)):
         assert open_image(encoded(Image.new("RGB", size))).size == size
-    before, message = (
-        list(warnings.filters),
-        "12000 x 12000 = 144,000,000 pixels, more than 67,108,864: make it smaller",
-    )
+    before = list(warnings.filters)
+    message = "12000 x 12000 = 144,000,000 pixels, more than 67,108,864: make it smaller"
     with warnings.catch_warnings(record=True) as shown:
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(lambda _: refused(png(12_000, 12_000), message), range(20)))
         assert [str(w.message) for w in shown] == []
     assert warnings.filters == before
-
-
-# The processor
-
-
-def test_more_pixels_than_the_largest_are_scaled_down():
-    for size in ((8000, 8000), (30_000, 200)):
-        rows, columns = Processor({}).grid(*size)
-        assert rows * columns * 32**2 <= 16_777_216
-    assert Processor(PUBLISHED | {"max_pixels": 65536}).grid(8000, 8000) == (8, 8)
 
 
 def test_settings_and_arrays_that_cannot_be_used():
@@ -180,6 +159,11 @@ def test_settings_and_arrays_that_cannot_be_used():
     for pixels in (np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8)):
         with pytest.raises(ValueError, match=r"must be uint8 \[height, width, 3\], not (uint8|float64) \["):
             Processor({}).preprocess_image(pixels)
+    # More pixels than the largest are scaled down
+    for size in ((8000, 8000), (30_000, 200)):
+        rows, columns = Processor({}).grid(*size)
+        assert rows * columns * 32**2 <= 16_777_216
+    assert Processor(PUBLISHED | {"max_pixels": 65536}).grid(8000, 8000) == (8, 8)
 
 
 def test_settings_are_the_files(tmp_path):
@@ -218,7 +202,6 @@ WAYS = ("sound", "sound", "cut", "flipped", "spliced", "noise", "header", "text"
 
 
 def random_image(r: random.Random, width: int, height: int) -> bytes:
-    """A file of random pixels, upright or not, with one frame or more."""
     format = r.choice([*MODES])
     mode = r.choice(MODES[format])
     pixels = np.random.default_rng(r.getrandbits(32)).integers(0, 256, (height, width, 4), dtype=np.uint8)
@@ -235,7 +218,6 @@ def random_image(r: random.Random, width: int, height: int) -> bytes:
 
 
 def damaged(r: random.Random, way: str, data: bytes) -> bytes:
-    """Another file in place of a sound one."""
     if way == "cut":
         return data[: r.randrange(len(data))]
     if way == "flipped":

@@ -25,7 +25,6 @@ def report(text) -> dict[str, str]:
 
 
 def size_of(weights):
-    """What is said of some tensors."""
     return f"{len(weights)} tensors, {size(sum(w.nbytes for w in weights.values()))}"
 
 
@@ -50,13 +49,6 @@ def test_describes_a_raw_checkpoint(name, where, hub):
         assert sum(hub.served[file.name] for file in shards) <= HEADER_BYTES * len(shards)
 
 
-def test_tells_the_bytes_of_the_tower(tmp_path, hub):
-    hub.publish("inspected/seeing", folder := add_tower(copied(tmp_path)))
-    for name in (str(folder), "inspected/seeing"):
-        lines = report(inspect(name))
-        assert (lines["Vision"], lines["--mtp"]) == (size_of(split_tower(tensors(folder))[1]), "ready")
-
-
 def test_describes_converted_checkpoints(tmp_path):
     options = {"quantize": True, "q_group_size": 32}
     lines = report(inspect(str(converted(DATA / "moe35", tmp_path / "q", **options))))
@@ -67,9 +59,7 @@ def test_describes_converted_checkpoints(tmp_path):
     assert " tensors in mtp.safetensors, " in lines["MTP head"]
     lines = report(inspect(str(quantize_head(copied(tmp_path), 3))))
     assert re.match("ready, but the MTP head of.*quantized to 3 bits", lines["--mtp"])
-
-
-def test_unknown_layout_of_a_head_file(tmp_path):
+    # The layout of a head file may be unknown
     folder = converted(DATA / "dense", tmp_path / "model", mtp=False)
     head = {n: w for n, w in tensors(DATA / "dense").items() if n.startswith("mtp.")}
     mx.save_safetensors(str(folder / "mtp.safetensors"), head, metadata={"format": "pt"})
@@ -99,3 +89,8 @@ def test_command(capsys, hub, tmp_path):
     assert hub_has_none in refusal(main, capsys, "--inspect", "no/such-model")
     shutil.copy(DATA / "dense" / "config.json", tmp_path)
     assert "No safetensors found" in refusal(main, capsys, "--inspect", tmp_path)
+    # The bytes of the tower are told
+    hub.publish("inspected/seeing", folder := add_tower(copied(tmp_path)))
+    for name in (str(folder), "inspected/seeing"):
+        lines = report(inspect(name))
+        assert (lines["Vision"], lines["--mtp"]) == (size_of(split_tower(tensors(folder))[1]), "ready")

@@ -1,22 +1,27 @@
-"""Ctrl-C at any point of the loop: the prompt cache holds exactly what was handed out."""
+"""Ctrl-C at any point of the loop, or the end in another thread: the prompt cache holds exactly what was handed out."""
 
 import copy
 import functools
 import linecache
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.sample_utils import make_sampler as stock_sampler
 
-from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
 from mlx_mtp.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.caches import recurrent as cache
 from mlx_mtp.caches import rows
 from mlx_mtp.decoding import decoder, head, loop, prefill, sequence
+from mlx_mtp.layers.drafting import DraftLMHead
 from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, head_rows, mtp, plain
-from tests.support.models import deep_model
-from tests.support.scripted import Scripted
+from tests.support.models import deep_model, tiny_model
+from tests.support.profiles import LONG
+from tests.support.scripted import Scripted, script_copies
 
 MODULES = (cache, prompt_cache_module, rows, decoder, head, loop, prefill, sequence)
 FILES = {module.__file__ for module in MODULES}
@@ -81,7 +86,6 @@ def uninterrupted(n):
 
 
 def assert_holds(prompt_cache, n):
-    """It is the cache of the text's first n tokens."""
     model, (want, rows) = model_and_truth()[0], uninterrupted(n)
     if n > 0:
         assert_cache_of(model, prompt_cache, n)
@@ -89,7 +93,7 @@ def assert_holds(prompt_cache, n):
     assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache) == want
 
 
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("depth", (0, 3) if LONG else (3,))
 def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth):
     n, came, seen = 1, True, set()
     while came:
@@ -108,11 +112,8 @@ def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth):
     assert len(seen) > 7
 
 
-@pytest.mark.parametrize(
-    ("n_tokens", "stride"),
-    [*((n, 11) for n in (1, 3, 6)), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in range(1, 12))],
-)
-def test_second_interrupt_at_any_line_of_finalize(n_tokens, stride):
+@pytest.mark.parametrize("n_tokens", range(1, 12) if LONG else (1, 3, 6))
+def test_second_interrupt_at_any_line_of_finalize(n_tokens):
     """It is finished all the same."""
     (model, truth), came, n = model_and_truth(), True, 1
     while came:
@@ -123,7 +124,7 @@ def test_second_interrupt_at_any_line_of_finalize(n_tokens, stride):
             steps.close()
         came = interrupts.came
         assert_holds(prompt_cache, len(PROMPT) + n_tokens)
-        n += stride
+        n += 1 if LONG else 11
     assert n > 50
 
 
@@ -157,3 +158,66 @@ def test_an_end_that_is_interrupted_twice_is_known_as_such(interrupted, monkeypa
         with pytest.raises(KeyboardInterrupt):
             steps.close()
     refused(prompt_cache, earlier, copy.deepcopy(prompt_cache), load_prompt_cache(file))
+
+
+START = PROMPT.tolist()
+OPTIONS = {
+    "rejection": lambda: dict(sampler=make_sampler(temp=1.0, top_p=0.9)),
+    "match": lambda: dict(sampler=stock_sampler(temp=1.0, xtc_probability=0.5)),
+    "quantized": lambda: dict(kv_bits=8, kv_group_size=32, quantized_kv_start=len(START) + 3),
+}
+COPIES, BOTH = dict(num_draft_tokens=0, copy_drafts=16), dict(num_draft_tokens=3, copy_drafts=16)
+
+
+@functools.cache
+def small_model(draft_rows=None):
+    model = tiny_model("qwen3_5", 1)
+    if draft_rows is not None:
+        model.drafting.lm_head = DraftLMHead(model.output_layer, [*range(draft_rows)])
+    return model
+
+
+def elsewhere(function, *args, **kwargs):
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def after(model, tokens, kv):
+    """The next tokens of mlx-lm's generation in a cache of the prompt and its own tokens, or of these."""
+    if not kv:
+        return plain([*tokens, 7, 2], model, max_tokens=4)
+    theirs = stock.make_prompt_cache(model)
+    own = plain(START, model, max_tokens=len(tokens) - len(START), prompt_cache=theirs, **kv)
+    assert own == tokens[len(START) :]
+    return plain([7, 2], model, max_tokens=4, prompt_cache=theirs, **kv)
+
+
+# Others, greedy or with a seed or penalties, are closed in another thread in ``test_single_run.py``.
+CLOSED = [*((kind, BOTH, None) for kind in OPTIONS), ("rejection", COPIES, 6)]
+
+
+@pytest.mark.parametrize(("kind", "drafts", "draft_rows"), CLOSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_closes_in_another_thread(monkeypatch, kind, drafts, draft_rows):
+    stops = range(1, 41) if LONG else (2, 9)
+    model, options = small_model(draft_rows), OPTIONS[kind]()
+    kv = {name: value for name, value in options.items() if name != "sampler"}
+    truth = plain(START, model, max_tokens=max(stops) + 40, **kv)
+    script_copies(monkeypatch, [START + truth], lambda i: i % 7 != 0)
+    for n in stops:
+        prompt_cache = make_prompt_cache(model)
+        asked = dict(max_tokens=-1, prompt_cache=prompt_cache, **drafts, **options)
+        steps = mtp_generate_step(mx.array(START), model, **asked)
+        tokens = START + [next(steps)[0] for _ in range(n)]
+        elsewhere(steps.close)
+        assert_cache_of(model, prompt_cache, len(tokens))
+        want = after(model, tokens, kv)
+        assert mtp([7, 2], model, max_tokens=4, prompt_cache=copy.deepcopy(prompt_cache), **kv) == want
+        assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache, **kv) == want
+
+
+def test_a_turn_goes_on_in_another_thread():
+    for drafts in ({}, COPIES, BOTH, dict(num_draft_tokens=3), dict(num_draft_tokens=0)):
+        model, prompt_cache = small_model(), make_prompt_cache(small_model())
+        tokens = START + elsewhere(mtp, START, model, max_tokens=9, prompt_cache=prompt_cache, **drafts)
+        got = elsewhere(mtp, [7, 2], model, max_tokens=4, prompt_cache=prompt_cache, **drafts)
+        assert got == after(model, tokens, {})

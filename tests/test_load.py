@@ -28,11 +28,7 @@ def loaded(folder, mtp=True, **options):
     return mlx_mtp.load(str(folder), mtp=mtp, **options)[0]
 
 
-# Layouts
-
-
 def unstacked(weights):
-    """One tensor for each expert of the stacked projections."""
     out = {}
     for name, w in weights.items():
         prefix, _, rest = name.partition("switch_mlp.")
@@ -119,24 +115,20 @@ EXPERTS = "mtp.layers.0.mlp.experts"
 EVERY = [f"{EXPERTS}.{e}.{projection}.weight" for e in range(4) for projection in EXPERT_PROJECTIONS]
 
 
-@pytest.mark.parametrize(
-    ("fused", "names", "shape", "message"),
-    [
+def test_names_bad_experts(tmp_path):
+    for fused, names, shape, message in (
         (False, [f"{EXPERTS}.2.up_proj.weight"], [32, 63], f"{EXPERTS}.2.up_proj.weight is [32, 63], not [32, 64]"),
         (True, [f"{EXPERTS}.gate_up_proj"], [4, 63, 64], f"{EXPERTS}.gate_up_proj is [4, 63, 64], not [4, 64, 64]"),
         (True, [f"{EXPERTS}.gate_up_proj"], [4], f"{EXPERTS}.gate_up_proj is [4], not [4, 64, 64]"),
         (False, [f"{EXPERTS}.2.up_proj.weight"], None, f"lacks {EXPERTS}.2.up_proj.weight."),
         (False, EVERY, None, "lacks mtp.layers.0.mlp.switch_mlp"),
-    ],
-    ids=["one expert", "odd", "flat", "one missing", "all missing"],
-)
-def test_names_bad_experts(fused, names, shape, message, tmp_path):
-    weights = published(tiny_model("qwen3_5_moe"), "qwen3_5_moe", fused=fused)
-    assert weights.keys() >= {*names}
-    weights |= {name: mx.zeros(shape or [1]) for name in names}
-    weights = {name: w for name, w in weights.items() if shape or name not in names}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        loaded(write(tmp_path / "model", tiny_config("qwen3_5_moe"), weights))
+    ):
+        weights = published(tiny_model("qwen3_5_moe"), "qwen3_5_moe", fused=fused)
+        assert weights.keys() >= {*names}
+        weights |= {name: mx.zeros(shape or [1]) for name in names}
+        weights = {name: w for name, w in weights.items() if shape or name not in names}
+        with pytest.raises(ValueError, match=re.escape(message)):
+            loaded(write(tmp_path / "model", tiny_config("qwen3_5_moe"), weights))
 
 
 # Errors
@@ -243,7 +235,6 @@ def headless(tmp_path, family):
 
 
 def add_file(folder, head, name="mtp.safetensors", metadata=None, **config):
-    """Put the head beside the weights, in a file of its own."""
     (folder / name).parent.mkdir(exist_ok=True)
     mx.save_safetensors(str(folder / name), head, metadata=metadata)
     configure(folder, mlx_lm_extra_tensors={"mtp_file": name, "mtp_tensor_count": len(head)}, **config)
@@ -359,9 +350,7 @@ def test_rejects_a_bad_head_file(tmp_path):
         configure(folder, mlx_lm_extra_tensors={"mtp_file": name})
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             loaded(folder)
-
-
-def test_rejects_a_drafter_that_does_not_fit(tmp_path):
+    # Nor a drafter that does not fit
     _, folder, _, head = headless(tmp_path, "qwen3_5")
     for config, message in (
         ({"text_config": {"hidden_size": 128}}, "does not fit .*: hidden_size is 128, not 64"),

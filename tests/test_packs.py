@@ -24,7 +24,7 @@ from mlx_mtp.models.shard import check_shard
 from tests.support.checkpoints import config_of, configure, converted, drop, edit, parameters, tensors, write_tiny
 from tests.support.commands import run_command
 from tests.support.decoding import PROMPT
-from tests.support.models import DATA, PACK, WIDE, arrays_equal, tiny_config
+from tests.support.models import PACK, WIDE, arrays_equal, tiny_config
 from tests.support.published import ARCHITECTURES
 
 VOCAB = {"vocab_size": 512}  # of the tokenizer
@@ -40,7 +40,6 @@ def _uncompiled():
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """A dense checkpoint in bfloat16."""
     return write_tiny(tmp_path_factory.mktemp("original") / "Qwen3.8-tiny", "qwen3_5", mx.bfloat16, **WIDE, **VOCAB)
 
 
@@ -54,7 +53,6 @@ def bare(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def grafted(original, bare, tmp_path_factory):
-    """The pack with the head."""
     return converted(bare, tmp_path_factory.mktemp("grafted") / "out", graft_mtp_from=str(original), skip_check=True)
 
 
@@ -74,9 +72,6 @@ def pack(hub, original, bare, tmp_path, monkeypatch):
     return folder
 
 
-# The text
-
-
 def test_logits_have_mlx_lms_bits(models):
     """Those of a prompt, and of single tokens."""
     seen = []
@@ -85,16 +80,11 @@ def test_logits_have_mlx_lms_bits(models):
         seen.append([model(tokens[None], cache=cache) for tokens in (PROMPT, *mx.split(PROMPT[:3], 3))])
     assert seen[0][0].dtype == mx.float16
     assert arrays_equal(*seen)
-
-
-def test_all_but_states_and_signs_is_in_float16(models):
+    # All but states and signs is in float16
     dtypes = {name: p.dtype for name, p in parameters(models[0]).items()}
     assert {dtypes.pop(n) for n in [*dtypes] if n.endswith((".signs", ".A_log"))} == {mx.float32}
     assert {dtypes.pop(n) for n in [*dtypes] if n[:-6] + "scales" in dtypes and n.endswith("weight")} == {mx.uint32}
     assert set(dtypes.values()) == {mx.float16}
-
-
-# The head
 
 
 def test_the_head_is_found_by_the_card(pack, bare, models):
@@ -105,13 +95,10 @@ def test_the_head_is_found_by_the_card(pack, bare, models):
         assert arrays_equal(one.mtp.parameters(), models[0].mtp.parameters())
 
 
-@pytest.mark.parametrize("name", ["prism-ml/Ternary-Bonsai-2-27B-mlx-2bit", "me/bonsai-2-27b", "Bonsai_2_27B-chat"])
-def test_the_head_of_a_published_pack_is_that_of_its_base(name):
-    sizes = {"num_hidden_layers": 64, "hidden_size": 5120}
-    assert originals_like(name, {"text_config": sizes}) == ["Qwen/Qwen3.8-27B"]
-
-
-def test_the_catalog_has_the_size_of_the_pack():
+def test_the_catalog_has_the_base_and_the_size_of_the_published_pack():
+    for name in ("prism-ml/Ternary-Bonsai-2-27B-mlx-2bit", "me/bonsai-2-27b", "Bonsai_2_27B-chat"):
+        sizes = {"num_hidden_layers": 64, "hidden_size": 5120}
+        assert originals_like(name, {"text_config": sizes}) == ["Qwen/Qwen3.8-27B"]
     _, text = ARCHITECTURES["27B"]
     config = tiny_config(PACK, **text)
     assert len(config["modules"]) == 402  # as published
@@ -119,12 +106,6 @@ def test_the_catalog_has_the_size_of_the_pack():
     packed = (".signs", ".scales", ".biases")  # in their own dtype here, and all else in float32
     n_bytes = sum(w.nbytes if w.dtype == mx.uint32 or n.endswith(packed) else 2 * w.size for n, w in weights)
     assert published()["bonsai-2-27b-2bit"].disk_gb == round(n_bytes / 1e9, 1)
-
-
-def test_a_head_of_another_size_does_not_fit(bare, tmp_path):
-    other = write_tiny(tmp_path / "other", "qwen3_5", mx.bfloat16, **WIDE | VOCAB | {"intermediate_size": 256})
-    with pytest.raises(ValueError, match="intermediate_size is 256, not 128"):
-        converted(bare, tmp_path / "out", graft_mtp_from=str(other), skip_check=True)
 
 
 def report(folder) -> dict[str, str]:
@@ -140,7 +121,6 @@ def test_inspect(bare, grafted):
 
 
 def test_fit(pack, tmp_path, capsys):
-    """The head that was fetched learns."""
     # In float32 MLX's CPU backend takes a tenth of the time.
     edit(pack, lambda w: w.update({n: x.astype(mx.float32) for n, x in w.items() if x.dtype == mx.float16}))
     (tmp_path / "prompts").write_text("\n---\n".join(f"prompt {i}" for i in range(10)))
@@ -153,6 +133,16 @@ def test_fit(pack, tmp_path, capsys):
 # What is refused
 
 
+def test_what_needs_other_heads_parts_of_layers_or_fewer_bits(models, bare, grafted, tmp_path):
+    other = write_tiny(tmp_path / "other", "qwen3_5", mx.bfloat16, **WIDE | VOCAB | {"intermediate_size": 256})
+    with pytest.raises(ValueError, match="intermediate_size is 256, not 128"):
+        converted(bare, tmp_path / "out", graft_mtp_from=str(other), skip_check=True)
+    with pytest.raises(ValueError, match=rf"type {PACK} cannot be split among processes.* use .*\(--pipeline\)"):
+        check_shard(models[0], 2)  # a rank can have layers of its own, but no parts of layers
+    with pytest.raises(ValueError, match="draft_head_bits must be less than the 2 bits of the model's lm_head, not 2"):
+        mlx_mtp.load(str(grafted), draft_head_bits=2)
+
+
 def test_nothing_of_a_pack_is_converted(grafted, tmp_path, capsys):
     message = f"{grafted} is packed, and nothing in a model of type {PACK} can be converted"
     for flags in ("", "-q", "--dequantize", "--dtype bfloat16", "--no-mtp"):
@@ -162,54 +152,37 @@ def test_nothing_of_a_pack_is_converted(grafted, tmp_path, capsys):
         assert not (tmp_path / "out").exists()
 
 
-def test_ranks_have_layers_of_their_own_but_no_parts_of_layers(models):
-    message = rf"type {PACK} cannot be split among processes.* use a pipeline \(--pipeline\)"
-    with pytest.raises(ValueError, match=message):
-        check_shard(models[0], 2)
-
-
-def test_fewer_bits_of_the_output_layer_are_refused(grafted):
-    with pytest.raises(ValueError, match="draft_head_bits must be less than the 2 bits of the model's lm_head, not 2"):
-        mlx_mtp.load(str(grafted), draft_head_bits=2)
-
-
 NORM = {"path": "model.norm", "block": 0, "embedding": False, "dtype": "float16"}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_packs_that_mlx_lm_refuses(grafted, tmp_path):
+    for change, message in (
         (lambda config: config | {"schema_version": 3}, "Unsupported Hadamard pack: schema 3"),
         (lambda config: config["modules"].append(NORM) or config, "Unknown or unsupported packed module: model.norm"),
         (lambda config: config["quantization"].update(bits=4) or config, "require 2-bit affine weights"),
         (lambda config: config | {"modules": []}, "missing its packed module manifest"),
-    ],
-)
-def test_packs_that_mlx_lm_refuses(grafted, tmp_path, change, message):
-    folder = shutil.copytree(grafted, tmp_path / "pack")
-    configure(folder, **change(config_of(folder)))
-    with pytest.raises(ValueError, match=f"pack could not be loaded: .*{message}"):
-        mlx_mtp.load(str(folder))
-    assert re.search(message, report(folder)["--mtp"])
+    ):
+        folder = shutil.copytree(grafted, tmp_path / "pack", dirs_exist_ok=True)
+        configure(folder, **change(config_of(folder)))
+        with pytest.raises(ValueError, match=f"pack could not be loaded: .*{message}"):
+            mlx_mtp.load(str(folder))
+        assert re.search(message, report(folder)["--mtp"])
 
 
 SIGNS = "language_model.model.layers.0.mlp.up_proj.signs"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_damaged_packs(grafted, tmp_path):
+    for change, message in (
         (lambda w: w.pop(SIGNS), f"Missing Hadamard sign vector: {SIGNS}"),
         (lambda w: w.update({SIGNS: 2 * w[SIGNS]}), "signs must contain only -1 and \\+1"),
         (lambda w: w.pop(SIGNS.replace("signs", "weight")), "Missing 1 parameters"),
-    ],
-)
-def test_damaged_packs(grafted, tmp_path, change, message):
-    folder = shutil.copytree(grafted, tmp_path / "pack")
-    (folder / "model.safetensors.index.json").unlink()
-    edit(folder, change)
-    with pytest.raises(ValueError, match=message):
-        mlx_mtp.load(str(folder))
+    ):
+        folder = shutil.copytree(grafted, tmp_path / "pack", dirs_exist_ok=True)
+        (folder / "model.safetensors.index.json").unlink()
+        edit(folder, change)
+        with pytest.raises(ValueError, match=message):
+            mlx_mtp.load(str(folder))
 
 
 def test_a_stage_of_a_pipeline_needs_the_signs_of_its_layers_alone(grafted):
@@ -220,17 +193,3 @@ def test_a_stage_of_a_pipeline_needs_the_signs_of_its_layers_alone(grafted):
     del weights[SIGNS.replace("layers.0", "layers.1")]
     with pytest.raises(ValueError, match=r"Missing Hadamard sign vector: .*layers\.1"):
         model.sanitize(weights)
-
-
-# The same architecture under another name
-
-
-@pytest.mark.parametrize(
-    ("name", "data"), [("Ornith-1.5-9B", "dense"), ("Ornith-1.5-35B-A3B", "moe35"), ("MiMo-V2.6-Distill-Qwen", "dense")]
-)
-def test_the_model_type_tells_the_family(name, data, tmp_path):
-    folder = shutil.copytree(DATA / data, tmp_path / name)
-    configure(folder, architectures=[f"{name.partition('-')[0]}ForConditionalGeneration"], _name_or_path=f"org/{name}")
-    model = mlx_mtp.load(str(folder))[0]
-    assert type(model).__module__ == f"mlx_mtp.models.{config_of(folder)['model_type']}"
-    assert report(folder)["--mtp"] == "ready"

@@ -100,6 +100,14 @@ def test_sizes_of_chunks():
         assert budget.sizes[0] == step_size
         assert all(n >= min(16, step_size) for n in budget.sizes)
         assert sum(sizes(budget, CPU, 321, is_running=True)) == 321
+    for kwargs, message in [
+        (dict(max_token_gap=0), "max_token_gap must be more than 0 seconds, not 0"),
+        (dict(max_token_gap=math.nan), "max_token_gap"),
+        (dict(min_decode_share=1), "min_decode_share must be from 0 to below 1, not 1"),
+        (dict(min_decode_share=-0.1), "min_decode_share"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            PrefillBudget(2048, **kwargs)
 
 
 @pytest.mark.parametrize("is_running", [True, False])
@@ -114,7 +122,18 @@ def test_slow_moment_is_forgotten(is_running):
     assert before in sizes(budget, LONG, 4096, is_running)[:4]
 
 
-def test_much_longer_text_begins_with_a_short_chunk():
+def test_rest_of_a_prompt_does_not_count_as_slow():
+    budget = PrefillBudget(2048)
+    read(budget, LAPTOP, 1000, is_running=True)
+    before = budget.seconds_per_token
+    read(budget, LAPTOP, 3, is_running=True)
+    assert budget.seconds_per_token == before
+    # Nothing is owed once no answer runs
+    budget = PrefillBudget(2048)
+    budget.record_chunk(budget.next(0, True), 0, 1.0)
+    assert budget.next(64, True) == 0
+    assert budget.next(64, False) > 0
+    # A much longer text begins with a short chunk
     budget = PrefillBudget(2048)
     slow = Machine(overhead=0.0, token=1e-4, context=1e-8)
     read(budget, slow, 4096, is_running=True)
@@ -122,21 +141,6 @@ def test_much_longer_text_begins_with_a_short_chunk():
     chunks = read(budget, slow, 6000, is_running=True, n_cached=200_000)
     assert chunks[0][0] == 64
     assert max(seconds for _, seconds, _ in chunks) <= 0.5
-
-
-def test_rest_of_a_prompt_does_not_count_as_slow():
-    budget = PrefillBudget(2048)
-    read(budget, LAPTOP, 1000, is_running=True)
-    before = budget.seconds_per_token
-    read(budget, LAPTOP, 3, is_running=True)
-    assert budget.seconds_per_token == before
-
-
-def test_nothing_is_owed_once_no_answer_runs():
-    budget = PrefillBudget(2048)
-    budget.record_chunk(budget.next(0, True), 0, 1.0)
-    assert budget.next(64, True) == 0
-    assert budget.next(64, False) > 0
 
 
 @every_machine
@@ -153,17 +157,6 @@ def test_ranks_read_alike(machine):
     clock = Machine(overhead=1.0, token=0.1, step=machine.step)
     assert sizes(other, clock, 4000, is_running=True) == [n for n, *_ in want]
     assert next(told, None) is None
-
-
-def test_bad_arguments():
-    for kwargs, message in [
-        (dict(max_token_gap=0), "max_token_gap must be more than 0 seconds, not 0"),
-        (dict(max_token_gap=math.nan), "max_token_gap"),
-        (dict(min_decode_share=1), "min_decode_share must be from 0 to below 1, not 1"),
-        (dict(min_decode_share=-0.1), "min_decode_share"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            PrefillBudget(2048, **kwargs)
 
 
 class Told:
@@ -201,26 +194,6 @@ def test_batch_reads_what_the_budget_says():
     assert n_generated[2:] == [1, 1, 1, 1, 1, 2]
     assert budget.n_steps == 6
     assert run(generator, texts)[1].tokens == plain([5] * 12, model, max_tokens=4)
-
-
-@pytest.mark.parametrize("k", ["auto", 0])
-def test_batch_reads_prompts_beside_running_sequences(k):
-    """Alone, then several prompts at once beside one that generates."""
-    model = tiny_model("qwen3_5")
-    generator = BatchGenerator(model, num_draft_tokens=k)
-    generator.prefill_budget = budget = Told(*[3, 3] * 2, *[0, 8] * 20)
-    texts = {}
-    generator.insert([[1] * 5], max_tokens=[30])
-    run(generator, texts, 8)
-    generator.insert([[2] * 5, [3] * 5], max_tokens=[30, 30])
-    run(generator, texts)
-    assert budget.asked[:2] == [(0, False), (3, False)]
-    assert all(is_running for _, is_running in budget.asked[3:])
-    assert sum(n for n, _ in budget.chunks) == 3 * 4  # a prompt's last token is no part of them
-    assert all(n <= 8 for n, _ in budget.chunks)
-    assert budget.n_steps > 0
-    for uid, text in texts.items():
-        assert text.tokens == plain([uid + 1] * 5, model, max_tokens=30)
 
 
 class Pending:
@@ -264,15 +237,3 @@ def test_embeddings_are_computed_between_steps():
     assert len(generator) == 1
     generator.remove([uid])
     assert len(generator) == 0
-
-
-def test_prompts_behind_pending_embeddings_are_read_with_theirs():
-    model, prompts = tiny_model("qwen3_5"), [[3, 1, 2], [4, 5, 6, 7], [8, 9, 10]]
-    embeddings = [embeddings_of(model, prompt) for prompt in prompts[1:]]
-    generator, texts = BatchGenerator(model), {}
-    pending = [Pending(array, n, texts) for array, n in zip(embeddings, (1, 4))]
-    generator.insert(prompts, max_tokens=[6] * 3, input_embeddings=[None, *pending])
-    run(generator, texts)
-    for uid, (prompt, array) in enumerate(zip(prompts, (None, *embeddings))):
-        own = {} if array is None else dict(input_embeddings=array)
-        assert texts[uid].tokens == plain(prompt, model, max_tokens=6, **own)

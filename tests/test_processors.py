@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.sample_utils import categorical_sampling, make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
 
-from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
+from mlx_mtp import make_grammar, make_sampler
 from mlx_mtp.sampling.processors import keeps_state
 from mlx_mtp.server.engine.admission import _allow_no_end, make_budget
 from tests.support.batches import Fault, failing_sampler
@@ -50,15 +50,6 @@ def test_stateful_processor_is_called_once_a_token_in_order(way, depth, penalty,
     assert processor.calls == [truth[: len(PROMPT) + n] for n in range(20)]
 
 
-def test_stateful_processor_sees_only_yielded_tokens():
-    for n in range(1, 12):
-        processor = Alternating()
-        steps = mtp_generate_step(mx.array(PROMPT), model_of("qwen3_5"), logits_processors=[processor])
-        tokens = [next(steps)[0] for _ in range(n)]
-        steps.close()
-        assert processor.calls == [PROMPT + tokens[:i] for i in range(n)]
-
-
 def test_drafts_pass_the_same_processors():
     """A bias that forbids all but two tokens: unbiased drafts would hardly ever stand."""
     bias = make_logits_processors(logit_bias={t: -100.0 for t in range(32) if t not in (7, 9)})
@@ -91,12 +82,7 @@ def test_keeps_state(demo):
     counting.keeps_state = True
     tokenizer = demo[1]
     every = dict(top_p=0.9, min_p=0.1, top_k=5, xtc_probability=0.5)
-    samplers = [
-        make(**dict(temp=t) | more)
-        for make in (stock_sampler, make_sampler)
-        for t in (0.0, 0.7)
-        for more in ({}, every)
-    ]
+    samplers = [make(t, **more) for make in (stock_sampler, make_sampler) for t in (0.0, 0.7) for more in ({}, every)]
     samplers += [make_sampler(0.7, acceptance=name) for name in ("rejection", "coupled", "match")]
     for f in (
         *(function, functools.partial(function), functools.lru_cache(function), mx.compile(function)),
@@ -113,45 +99,16 @@ def test_keeps_state(demo):
         assert keeps_state(f), f
 
 
-# Those that raise end their own text, and no other
-
-N = 12
-
-
-def assert_fails_as(way, truth, k, right=lambda i: i % 3 == 0, **options):
-    """What is right up to where it fails, and its prompt cache goes on."""
-    options |= dict(fails=Fault, text=truth, right=right, num_draft_tokens=k, max_tokens=N)
-    text = generate(way, PROMPT, model_of("qwen3_5"), **options)
-    assert text.finish_reason == "error"
-    assert isinstance(text.last.error, Fault)
-    known = truth[: len(PROMPT) + len(text.tokens)]
-    assert text.last.all_tokens == known
-    assert_goes_on(model_of("qwen3_5"), text.last.prompt_cache, known)
-    return text
-
-
-@functools.cache
-def truth_of_plain():
-    return PROMPT + plain(PROMPT, model_of("qwen3_5"), max_tokens=N + 10)
-
-
-def failing(tokens, logits):
-    if len(tokens) >= len(PROMPT) + 5:
-        raise Fault
-    return logits
-
-
 @every_way
-@pytest.mark.parametrize("right", [True, False])
-@pytest.mark.parametrize("k", [0, 2, 4, 8])
-def test_what_a_function_allows_before_it_raises_is_yielded(way, k, right):
-    """As in plain decoding, whether drafts reach the position where it raises or not."""
-    options = dict(logits_processors=[failing], right=lambda i: right or i % 3 == 0)
-    assert len(assert_fails_as(way, truth_of_plain(), k, **options).tokens) == 5
-
-
-@every_way
-def test_sampler_that_raises(way):
-    for n_calls in range(1, N) if way == "alone" else (1, 4, 9):
-        text = assert_fails_as(way, truth_of_plain(), 3, sampler=failing_sampler(n_calls))
+def test_sampler_that_raises_ends_its_own_text(way):
+    """Behind the tokens that are right, from which its prompt cache goes on. Processors: see ``test_single_run.py``."""
+    model = model_of("qwen3_5")
+    truth = PROMPT + plain(PROMPT, model, max_tokens=22)
+    for n_calls in (1, 4, 9):
+        options = dict(sampler=failing_sampler(n_calls), num_draft_tokens=3, max_tokens=12, fails=Fault)
+        text = generate(way, PROMPT, model, text=truth, right=lambda i: i % 3 == 0, **options)
+        assert text.finish_reason == "error"
+        assert isinstance(text.last.error, Fault)
         assert len(text.tokens) < n_calls
+        assert text.last.all_tokens == truth[: len(PROMPT) + len(text.tokens)]
+        assert_goes_on(model, text.last.prompt_cache, text.last.all_tokens)

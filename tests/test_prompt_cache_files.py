@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
-from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 
-from mlx_mtp import PromptStore, load, make_prompt_cache
+from mlx_mtp import load, make_prompt_cache
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.caches.validation import SIZE
 from mlx_mtp.models import mixin
@@ -24,7 +23,6 @@ from tests.support.checkpoints import copied, make_adapter
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import ROPE, deep_model, tiny_model
 from tests.support.profiles import examples
-from tests.support.prompt_store import read
 
 model_of = functools.cache(deep_model)  # entries: recurrent, attention, recurrent, attention, the head's, the last
 KV = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)
@@ -51,19 +49,14 @@ def rewrite(file: str, **arrays) -> None:
 LATE_TOKEN = {"e5_0_2": lambda x: mx.where(mx.arange(len(x)) == 3, 32, x).astype(mx.uint32)}
 DAMAGES = [
     (LATE_TOKEN, "Entry 5 .*token 32.* ends at 31"),
-    ({"e5_0_2": lambda x: x + 4_000_000}, "Entry 5 .* has the token 40000"),
     ({"e5_0_2": lambda x: x.astype(mx.float32)}, r"Entry 5 .* as tokens \[20\] float32, not \[n\] uint32"),
     ({"e5_0_0": lambda x: x[..., :32]}, r"Entry 5 .* as hidden state \[1, 1, 32\] float32, not \[1, 1, 64\]"),
     ({"e5_0_1": mx.array(21)}, "Entry 5 .* is of 21 tokens, and the layers' of 20"),
-    ({"e5_0_1": mx.array([20])}, r"Entry 5 .* as number of tokens \[1\] int32"),
     ({"e5_0_4": mx.array([1, 2], mx.uint8)}, r"Entry 5 .* as fingerprint \[2\] uint8"),
     ({"e0_0_0": lambda x: x[:, :2]}, r"Entry 0 .* as convolution inputs \[1, 2, 128\] float32, not \[1, 3, 128\]"),
     ({"e2_0_1": lambda x: x.astype(mx.int32)}, r"Entry 2 .* as state \[1, 2, 32, 32\] int32"),
-    ({"e2_0_1": lambda x: mx.repeat(x, 2, axis=0)}, r"Entry 2 .* as state \[2, 2, 32, 32\]"),
-    ({"e1_0": lambda x: x[..., :16]}, r"Entry 1 .* as keys \[1, 1, 256, 16\]"),
     ({"e1_1": lambda x: x[:, :, :64]}, r"Entry 1 .* as values \[1, 1, 64, 32\] float32, not \[1, 1, 256, 32\]"),
     ({"e1_2": mx.array(300)}, "Entry 1 .* is of 300 tokens, and its keys of 256"),
-    ({"e1_2": mx.array(-1)}, "Entry 1 .* is of -1 tokens"),
     ({"e1_2": mx.array(20.0)}, r"Entry 1 .* is of 20\.0 tokens"),
     ({"e3_2": mx.array(19)}, "Entry 3 .* of other tokens"),
     ({"e1_2": mx.array(0), "e3_2": mx.array(0)}, "Entry 0 .* of other tokens"),
@@ -73,7 +66,6 @@ DAMAGES = [
 QUANTIZED_DAMAGES = [
     ({"e1_0_0": lambda x: x[..., :4]}, r"Entry 1 .* as quantized keys \[1, 1, 256, 4\] uint32, not \[1, 1, n, 8\]"),
     ({"e1_1_2": lambda x: x.astype(mx.uint32)}, "Entry 1 .* as biases of the values"),
-    ({"e1_4": mx.array(7)}, "Entry 1 .* is quantized to 7 bits in groups of 32"),
     ({"e1_3": mx.array(64)}, "Entry 1 .* is quantized to 8 bits in groups of 64"),
 ]
 
@@ -118,7 +110,10 @@ def test_refuses_another_models_file(tmp_path):
     assert goes_on(deep_model("qwen3_5"), load_prompt_cache(file), text)  # loaded again
     quantized = deep_model("qwen3_5")
     nn.quantize(quantized, 32, 4)
-    for other in (deep_model("qwen3_5", seed=1), deep_model("qwen3_5", dtype=mx.bfloat16), quantized):
+    ropes = {"rope_theta": 500.0}, {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    changes = [{"rope_parameters": ROPE | rope} for rope in ropes]
+    changes += [{"seed": 1}, {"dtype": mx.bfloat16}, {"rms_norm_eps": 1e-3}]
+    for other in (quantized, *(deep_model("qwen3_5", **change) for change in changes)):
         with pytest.raises(ValueError, match=OTHER):
             mtp([7], other, prompt_cache=load_prompt_cache(file))
 
@@ -137,60 +132,16 @@ def test_drops_the_rows_of_another_head(tmp_path):
     assert rows[-2].offset == 10
 
 
-def test_an_adapter_in_place_is_another_model(tmp_path):
-    """Caches of the weights as they were are refused, and those made since are its own."""
-    model = deep_model("qwen3_5")
-    file, text = saved(tmp_path, model)
-    before = load_prompt_cache(file)
-    assert goes_on(model, copy.deepcopy(before), text)
-    linear_to_lora_layers(model, 4, {"rank": 4, "scale": 20.0, "dropout": 0.0})
-    adapter = [(name, mx.ones_like(w)) for name, w in tree_flatten(model.parameters()) if "lora" in name]
-    model.load_weights(adapter, strict=False)
-    with pytest.raises(ValueError, match=OTHER):
-        mtp([7], model, prompt_cache=copy.deepcopy(before))
-    adapted = make_prompt_cache(model)
-    mtp(PROMPT, model, max_tokens=3, prompt_cache=adapted)
-    remove_lora_layers(model)
-    with pytest.raises(ValueError, match=OTHER):
-        mtp([7], model, prompt_cache=adapted)
-    assert goes_on(model, before, text)
-
-
 def test_an_adapter_of_another_scale_is_another_model(tmp_path):
-    """For a prompt cache file and for a store's folder."""
     folder = copied(tmp_path)
     adapter = make_adapter(folder, tmp_path / "adapter")
     load_adapted = lambda: load(str(folder), adapter_path=str(adapter))[0]  # noqa: E731
-    model = load_adapted()
-    file, text = saved(tmp_path, model)
-    with PromptStore(model, 1 << 30, folder=tmp_path / "store") as store:
-        read(model, text, (4,), store)
-    same = load_adapted()
-    assert goes_on(same, load_prompt_cache(file), text)
-    with PromptStore(same, 1 << 30, folder=tmp_path / "store") as store:
-        assert store.fetch(text)[1] > 0
+    file, text = saved(tmp_path, load_adapted())
+    assert goes_on(load_adapted(), load_prompt_cache(file), text)
     config = adapter / "adapter_config.json"
     config.write_text(config.read_text().replace('"scale": 10.0', '"scale": 5.0'))
-    other = load_adapted()
     with pytest.raises(ValueError, match=OTHER):
-        mtp([7], other, prompt_cache=load_prompt_cache(file))
-    with PromptStore(other, 1 << 30, folder=tmp_path / "store") as store:
-        assert store.fetch(text)[1] == 0
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rms_norm_eps": 1e-3},
-        {"rope_parameters": {**ROPE, "rope_theta": 500.0}},
-        {"rope_parameters": {**ROPE, "type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}},
-    ],
-    ids=["eps", "rope", "yarn"],
-)
-def test_another_config_is_another_model(tmp_path, change):
-    file, _ = saved(tmp_path)
-    with pytest.raises(ValueError, match=OTHER):
-        mtp([7], deep_model("qwen3_5", **change), prompt_cache=load_prompt_cache(file))
+        mtp([7], load_adapted(), prompt_cache=load_prompt_cache(file))
 
 
 def test_resumes_files_without_a_fingerprint(tmp_path):

@@ -1,23 +1,30 @@
-"""The prompt store: what is fetched is bit for bit what was inserted, and each part of a text is held once."""
+"""The prompt store: what is fetched is bit for bit what was inserted, each part of a text is held once, and texts with it are
+those without one."""
 
 import copy
 import gc
 import threading
+from contextlib import closing
 
 import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models import cache as stock
+from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_mtp import make_prompt_cache
+import mlx_mtp
+from mlx_mtp import PromptStore, make_prompt_cache, make_sampler, stream_generate
 from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.caches.rows import KVOptions
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.prompt_store import PromptStore
-from tests.support.decoding import mtp, plain
-from tests.support.models import FAMILIES, arrays_equal, tiny_model
+from mlx_mtp.memory import FAILED_PASS
+from mlx_mtp.prompt_store import arrays
+from mlx_mtp.prompt_store import store as store_module
+from mlx_mtp.prompt_store.store import OPENING, choose_cuts
+from tests.support.decoding import mtp, plain, text_of
+from tests.support.models import FAMILIES, TRAINED, arrays_equal, tiny_model
 from tests.support.profiles import LONG, examples
 from tests.support.prompt_store import (
     KV,
@@ -31,21 +38,6 @@ from tests.support.prompt_store import (
     names,
     read,
 )
-
-
-@pytest.mark.parametrize("kv", [None, KV], ids=["", "quantized"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fetched_is_what_was_inserted(family, kv):
-    model = model_of(family)
-    store, cuts = PromptStore(model, 1 << 30), (1, 2, 5, 6, 7, 8, 15, 16)
-    read(model, TEXT, cuts, store, kv)
-    fresh, options = make_prompt_cache(model), KV_OPTIONS if kv else {}
-    for before, n in zip((0, *cuts), cuts):
-        prefill(mx.array(TEXT[before:n]), model, prompt_cache=fresh, **options)
-        PromptCache(fresh, len(model.layers)).record(n, TEXT[:n])
-        fetched, n_fetched, _ = store.fetch([*TEXT[:n], 31], kv)
-        assert n_fetched == n
-        assert_same(fetched, fresh)
 
 
 def new_store(model=None, max_bytes=1 << 30, **options):
@@ -151,10 +143,7 @@ def test_limits():
     read(model, TEXT, (4, 8, 12), few)
     assert n_snapshots(few) == 2
     PromptStore(model, 0).insert(TEXT, read(model, TEXT))  # no space at all
-
-
-def test_what_is_held_pins_nothing_larger():
-    """MLX's caches grow in steps, and a slice holds all of the array that it is cut from."""
+    # MLX's caches grow in steps, and a slice holds all of the array that it is cut from
     model, text = model_of("qwen3_5"), [*range(32)] * 17
     store, before = new_store(), active_memory()
     store.insert(text, read(model, text))
@@ -207,16 +196,6 @@ def test_what_is_not_quantized_yet_serves_both():
     assert store.fetch(TEXT, KVOptions())[1] == store.fetch(TEXT)[1]
 
 
-def test_other_weights_begin_anew():
-    model = tiny_model("qwen3_5")
-    store = new_store(model)
-    read(model, TEXT, store=store)
-    model.update(tiny_model("qwen3_5", 1).parameters())
-    assert (store.fetch(TEXT)[1], store.nbytes) == (0, 0)
-    read(model, TEXT, store=store)
-    assert store.fetch(TEXT)[1] == len(TEXT)
-
-
 def test_refuses_what_is_not_of_these_tokens_or_this_model():
     model, store = model_of("qwen3_5"), new_store()
     quantized = read(model, TEXT, store=new_store(max_bytes=0), kv=KV)
@@ -228,6 +207,14 @@ def test_refuses_what_is_not_of_these_tokens_or_this_model():
         with pytest.raises(ValueError, match=message):
             store.insert(text, prompt_cache)
     assert store.nbytes == 0
+    # Other weights begin anew
+    model = tiny_model("qwen3_5")
+    store = new_store(model)
+    read(model, TEXT, store=store)
+    model.update(tiny_model("qwen3_5", 1).parameters())
+    assert (store.fetch(TEXT)[1], store.nbytes) == (0, 0)
+    read(model, TEXT, store=store)
+    assert store.fetch(TEXT)[1] == len(TEXT)
 
 
 def test_threads_fetch_what_others_inserted():
@@ -249,3 +236,115 @@ def test_threads_fetch_what_others_inserted():
     for t in threads:
         t.join()
     assert errors == []
+
+
+def answer(model, tokenizer, prompt, store, **options):
+    return [r.token for r in stream_generate(model, tokenizer, prompt, prompt_store=store, **options)]
+
+
+def test_a_session_is_that_of_mlx_lm(trained, monkeypatch):
+    """Turns that go on, without comparing rows, as handles say where a text was read; one that is edited; the first again."""
+    model, tokenizer = trained
+    store, text, prompts, compared = PromptStore(model, 1 << 30), "def read_lines(path):\n", [], []
+    monkeypatch.setattr(arrays, "are_equal", lambda *_: compared.append(_))
+    for turn in ("def write_lines(path):\n", "import os\n", "import re\n"):
+        prompts.append(text)
+        text += text_of(tokenizer, answer(model, tokenizer, text, store, max_tokens=5)) + turn
+    assert store.fetch(tokenizer.encode(prompts[2]))[1] >= len(tokenizer.encode(prompts[1]))
+    assert compared == []
+    monkeypatch.undo()
+    for prompt in [*prompts, prompts[1] + "# another end\n", prompts[0]]:
+        tokens, calls = tokenizer.encode(prompt), []
+        progress = dict(prompt_progress_callback=lambda *progress, calls=calls: calls.append(progress))
+        got = answer(model, tokenizer, prompt, store, max_tokens=5, **progress)
+        assert got == plain(tokens, model, max_tokens=5)[: len(got)]
+        assert {total for _, total in calls} == {len(tokens)}
+        assert sorted(calls) == calls
+        assert calls[-1] == (len(tokens), len(tokens))
+    assert calls[0] == (len(tokens) - 1, len(tokens))  # the first prompt again: its last token begins the generation
+
+
+def test_prompts_are_cut_where_messages_end(trained):
+    model, tokenizer = trained[0], mlx_mtp.load(TRAINED)[1]
+    tokenizer.chat_template, tokenizer.has_chat_template = "x", True
+    messages = [f"{OPENING}user\nimport {name}\n" for name in ("os", "sys", "re")]
+    prompt = "".join(messages) + f"{OPENING}assistant\n"
+    tokens = tokenizer.encode(prompt)
+    ends = [len(tokenizer.encode("".join(messages[: i + 1]))) for i in range(3)]
+    store = PromptStore(model, 1 << 30)
+    answer(model, tokenizer, prompt, store, max_tokens=3)
+    for end in ends[1:]:  # the first is short
+        assert store.fetch([*tokens[:end], 1])[1] == end
+    assert choose_cuts(ends, len(tokens)) == ends[1:]
+    assert n_snapshots(store) == len(ends)
+
+
+def test_what_is_stopped_is_kept(trained, monkeypatch):
+    """An answer, and a prompt as far as it is read: up to a cut and the chunk after it."""
+    model, tokenizer = trained
+    store, line = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n")
+    prompt, other = line * 3, [*tokenizer.encode("import os\n"), *line]
+    with closing(stream_generate(model, tokenizer, other, prompt_store=store, max_tokens=40)) as responses:
+        tokens = [next(responses).token for _ in range(5)]
+    assert store.fetch([*other, *tokens])[1] == len(other) + 5
+    monkeypatch.setattr(store_module, "choose_cuts", lambda *_: [5])
+
+    def interrupt(n_read, _):
+        if n_read == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(model, tokenizer, prompt, store, max_tokens=5, prompt_progress_callback=interrupt, prefill_step_size=4)
+    assert store.fetch(prompt[:-1])[1] == 9
+    assert answer(model, tokenizer, prompt, store, max_tokens=5) == answer(model, tokenizer, prompt, None, max_tokens=5)
+
+
+def test_nothing_of_a_failed_pass_is_kept(trained, monkeypatch):
+    """The GPU's error may come after steps that have computed nothing."""
+    model, tokenizer = trained
+    store, prompt, n_steps = PromptStore(model, 1 << 30), tokenizer.encode("import os\n" * 9), 0
+
+    def fail(*_):
+        raise RuntimeError(f"[METAL] {FAILED_PASS}")
+
+    with pytest.raises(RuntimeError, match=FAILED_PASS):
+        for _ in stream_generate(model, tokenizer, prompt, prompt_store=store, max_tokens=40):
+            n_steps += 1
+            monkeypatch.setattr(mx, "async_eval", fail)
+    assert n_steps > 0
+    assert store.fetch([*prompt, 1])[1] < len(prompt)  # up to the last cut
+
+
+class Counting(list):
+    """A processor that keeps state: the tokens of each call."""
+
+    def __call__(self, tokens, logits):
+        self.append(tokens.tolist())
+        return logits
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_processors_see_the_whole_prompt(sampled, trained):
+    model, tokenizer = trained
+    store, prompt = PromptStore(model, 1 << 30), tokenizer.encode("import os\nimport sys\nimport os\n")
+
+    def text(store):
+        options = dict(max_tokens=5, sampler=make_sampler(temp=1.0, seed=3) if sampled else None)
+        options["logits_processors"] = make_logits_processors(repetition_penalty=1.5)
+        return answer(model, tokenizer, prompt, store, **options)
+
+    assert text(None) == text(store) == text(store)
+    counting = Counting()
+    tokens = answer(model, tokenizer, prompt, store, max_tokens=4, logits_processors=[counting])
+    assert counting == [prompt + tokens[:i] for i in range(4)]
+
+
+def test_what_does_not_go_with_a_store(trained):
+    for of, options, message in [
+        (trained[0], dict(prompt_cache=[]), "prompt_store and prompt_cache"),
+        (trained[0], dict(input_embeddings=mx.zeros((3, 4))), "prompt_store and input_embeddings"),
+        (trained[0], dict(mtp=False), "requires mtp=True or copy_drafts"),
+        (model_of("qwen3_5"), {}, "belongs to another model"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            answer(*trained, [1, 2, 3], PromptStore(of, 0), **options)

@@ -22,20 +22,13 @@ from tests.support.scripted import Scripted
 from tests.support.ways import generate
 
 P = np.array([0.5, 0.25, 0.15, 0.08, 0.02])
-OPTIONS = [
-    pytest.param({"temp": 0.7, "top_p": 0.95, "top_k": 20}, marks=pytest.mark.slow),
-    pytest.param({"temp": 1.0}, marks=pytest.mark.slow),
-    {"temp": 1.5, "top_k": 20, "min_p": 0.1},
-    {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1},
-]
+OPTIONS = [{"temp": 1.5, "top_k": 20, "min_p": 0.1}, {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1}]
+OPTIONS += [{"temp": 0.7, "top_p": 0.95, "top_k": 20}, {"temp": 1.0}] * LONG
 
 
 def drawn(seed: int, positions) -> np.ndarray:
     """The tokens that the noise of positions draws from P."""
     return np.array([int(np.argmax(np.log(P) + np.array(gumbel(seed, i, len(P))))) for i in positions])
-
-
-# Noise
 
 
 def test_noise_draws_from_p_and_is_independent():
@@ -66,21 +59,6 @@ def test_noise_is_exact_in_its_tail(monkeypatch):
     assert np.allclose(np.array(gumbel(0, 0, len(u))), exact, rtol=1e-5, atol=1e-5)
 
 
-# Samplers
-
-
-def test_rejects_invalid_arguments():
-    for options, message in [
-        *((dict(seed=s), r"seed must be an integer from 0 to 2\*\*64 - 1") for s in (-1, MAX_SEED + 1, 1.5, "1", True)),
-        *((dict(seed=1, acceptance=a), r"use mx\.random\.seed instead") for a in ("match", "rejection")),
-        (dict(acceptance="exact"), "must be one of rejection, coupled, match, not 'exact'"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            make_sampler(temp=1.0, **options)
-    with pytest.raises(ValueError, match=r"The position of a token must be 0 or more, not -1\."):
-        make_sampler(1.0, seed=5).at(-1)
-
-
 def test_samplers_are_values():
     """They keep no state, those of equal arguments are equal, and coupled ones without a seed take a random one."""
     sampler = make_sampler(temp=1.0, seed=5, xtc_special_tokens=[1, 2])
@@ -90,9 +68,16 @@ def test_samplers_are_values():
     for name in ("seed", "temp"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(sampler, name, 3)
-
-
-# Through the loop
+    # Of valid arguments
+    for options, message in [
+        *((dict(seed=s), r"seed must be an integer from 0 to 2\*\*64 - 1") for s in (-1, MAX_SEED + 1, 1.5, "1", True)),
+        *((dict(seed=1, acceptance=a), r"use mx\.random\.seed instead") for a in ("match", "rejection")),
+        (dict(acceptance="exact"), "must be one of rejection, coupled, match, not 'exact'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make_sampler(temp=1.0, **options)
+    with pytest.raises(ValueError, match=r"The position of a token must be 0 or more, not -1\."):
+        make_sampler(1.0, seed=5).at(-1)
 
 
 @pytest.fixture(scope="module")
@@ -183,11 +168,6 @@ def uses(model, tokenizer):
         chosen |= dict(return_token_ids=True, **options)
         return mlx_mtp.batch_generate(model, tokenizer, [*prompts], **chosen).token_ids[0]
 
-    def generator(sampler, k):
-        generator = mlx_mtp.BatchGenerator(model, prefill_step_size=64)
-        generator.insert([prompt], max_tokens=[8], samplers=[sampler], num_draft_tokens=[k])
-        return [r.token for responses in iter(generator.next_generated, []) for r in responses]
-
     return {
         "plain": lambda sampler: stream(sampler, mtp=False),
         "MTP": stream,
@@ -195,8 +175,6 @@ def uses(model, tokenizer):
         "loop": lambda sampler: mtp(prompt, model, sampler=sampler, num_draft_tokens=2, **options),
         "batch": batch,
         "batch of one": lambda sampler: batch(sampler, [prompt]),
-        "generator": lambda sampler: generator(sampler, 2),
-        "generator without drafts": lambda sampler: generator(sampler, 0),
     }
 
 

@@ -78,7 +78,6 @@ class Ask:
         return [self.prompt[i : i + n] for i in range(0, len(self.prompt), n)]
 
     def stop(self, text):
-        """What stops it."""
         return [] if self.stop_at is None or self.stop_at > len(text) else text[self.stop_at - 2 : self.stop_at]
 
     def options(self, fails):
@@ -88,7 +87,6 @@ class Ask:
         return sampler, [*make_logits_processors(**(self.penalties or {})), *own]
 
     def single_run(self, model, **options):
-        """mlx-lm's text."""
         sampler, processors = self.options(fails=False)
         options |= dict(max_tokens=self.max_tokens, sampler=sampler, logits_processors=processors)
         return plain(self.prompt, model, **options)
@@ -111,14 +109,12 @@ def close(steps):
 
 
 def close_elsewhere(steps):
-    """In another thread."""
     thread = threading.Thread(target=steps.close)
     thread.start()
     thread.join()
 
 
 def interrupt_twice(steps):
-    """Close, and interrupt that."""
     extract = Decoder.extract
 
     def interrupted(self, *args):
@@ -129,8 +125,6 @@ def interrupt_twice(steps):
     with suppress(Interrupted), mock.patch.object(Decoder, "extract", interrupted):
         steps.close()
 
-
-# The strategy
 
 # Options of ``mtp_generate_step`` that several sequences do not have
 ALONE = dict(draft_p_min=st.sampled_from([0.2, 0.9]), kv_bits=st.just(8))
@@ -177,9 +171,6 @@ WITHIN_A_WINDOW = SimpleNamespace(
 )  # fmt: skip
 
 
-# The proof
-
-
 @contextmanager
 def drafting(scenario, model):
     """Yields a list for the texts that are known so far, each with its prompt: what copies are made of."""
@@ -197,7 +188,6 @@ def drafting(scenario, model):
 
 
 def run_alone(scenario, model, truths):
-    """One sequence after the other, a token at a time."""
     for ask in scenario.asks:
         prompt_cache, counts, tokens, fault = make_prompt_cache(model), DraftCounts(), [], None
         alone, kv = dict(scenario.alone), {}
@@ -209,9 +199,9 @@ def run_alone(scenario, model, truths):
         scripted = Scripted(model, truths[-1], lambda i, right=ask.right: right[i % len(right)])
         sampler, processors = ask.options(fails=True)
         alone |= dict(
-            num_draft_tokens=ask.num_draft_tokens, copy_drafts=ask.copy_drafts, max_tokens=ask.max_tokens, **kv
+            num_draft_tokens=ask.num_draft_tokens, copy_drafts=ask.copy_drafts, prompt_cache=prompt_cache, **kv
         )
-        alone |= dict(sampler=sampler, logits_processors=processors, prompt_cache=prompt_cache, counts=counts)
+        alone |= dict(sampler=sampler, logits_processors=processors, max_tokens=ask.max_tokens, counts=counts)
         steps = mtp_generate_step(mx.array(ask.prompt), scripted, **alone)
         try:
             for token, _, _ in steps:

@@ -34,24 +34,30 @@ def test_recommends_what_nothing_beats(rounds):
         assert min(other.ratios) <= max(best.ratios) * (1 + FIXED_GAIN * fixed)
 
 
-@pytest.mark.parametrize(
-    ("others", "best"),
-    [
+def test_the_settings_are_those_faster_beyond_the_spread():
+    for others, best in (
         ([(AUTO, 0.99, 1.2)], OFF),  # within the spread
         ([(AUTO, 1.01, 1.2)], AUTO),
         ([(AUTO, 1.5, 1.6), (FIXED[1], 1.62, 1.66)], AUTO),  # which follows a text of another kind
         ([(AUTO, 1.5, 1.6), (FIXED[1], 1.7, 1.8)], FIXED[1]),
         ([(AUTO, 0.9, 0.95), (FIXED[0], 0.8, 0.9)], OFF),
         ([(AUTO, 1.5, 1.6), (CHEAPER[0], 1.58, 1.9), (CHEAPER[2], 1.61, 1.7)], CHEAPER[2]),
-    ],
-)
-def test_the_settings_are_those_faster_beyond_the_spread(others, best):
-    measured = [Measured(s, list(ratios)) for s, *ratios in [(OFF, 1, 1), *others]]
-    assert recommend(measured).settings is best
-    assert show(measured).endswith(f": {best}")
+    ):
+        measured = [Measured(s, list(ratios)) for s, *ratios in [(OFF, 1, 1), *others]]
+        assert recommend(measured).settings is best
+        assert show(measured).endswith(f": {best}")
 
 
-def test_combines_forms_that_gained():
+def test_tries_cheaper_forms_and_combines_those_that_gained():
+    model = tiny_model("qwen3_5", vocab_size=64)
+    vocab = Settings(draft_vocab=16)
+    bits = [Settings(mtp_bits=8), Settings(mtp_bits=4)]
+    surer = [Settings(draft_p_min=0.3), Settings(draft_p_min=0.6)]
+    assert cheaper(model) == [*bits, Settings(draft_head_bits=8), Settings(draft_head_bits=4), vocab, *surer]
+    nn.quantize(model, 64, 8, class_predicate=lambda path, m: hasattr(m, "to_quantized") and "mtp." not in path)
+    assert cheaper(model) == [*bits, Settings(draft_head_bits=4), vocab, *surer]
+    nn.quantize(model.mtp, 64, 4)
+    assert cheaper(model) == [Settings(draft_head_bits=4), vocab, *surer]
     base = Measured(FIXED[1], [1.0, 1.1])
 
     def of(gain, **form):
@@ -62,31 +68,15 @@ def test_combines_forms_that_gained():
     assert combine(base, [*one, of(1.15, draft_p_min=0.3)]) == [Settings(2, mtp_bits=4, draft_p_min=0.3)]
 
 
-def test_tries_only_cheaper_forms():
-    model = tiny_model("qwen3_5", vocab_size=64)
-    vocab = Settings(draft_vocab=16)
-    bits = [Settings(mtp_bits=8), Settings(mtp_bits=4)]
-    surer = [Settings(draft_p_min=0.3), Settings(draft_p_min=0.6)]
-    assert cheaper(model) == [*bits, Settings(draft_head_bits=8), Settings(draft_head_bits=4), vocab, *surer]
-    nn.quantize(model, 64, 8, class_predicate=lambda path, m: hasattr(m, "to_quantized") and "mtp." not in path)
-    assert cheaper(model) == [*bits, Settings(draft_head_bits=4), vocab, *surer]
-    nn.quantize(model.mtp, 64, 4)
-    assert cheaper(model) == [Settings(draft_head_bits=4), vocab, *surer]
-
-
-@pytest.mark.parametrize(
-    ("grouped", "whole", "faster"),
-    [([2.0, 2.1], [1.8, 1.9], True), ([2.0, 2.1], [1.8, 2.05], False), ([2.0, 2.1], [2.2, 2.3], False)],
-    ids=["faster", "within the spread", "slower"],
-)
-def test_attention_is_whole_on_metal_where_that_is_faster(monkeypatch, grouped, whole, faster):
+@pytest.mark.parametrize(("whole", "faster"), [([1.8, 1.9], True), ([1.8, 2.05], False), ([2.2, 2.3], False)])
+def test_attention_is_whole_on_metal_where_that_is_faster(monkeypatch, whole, faster):
     model, asked = tiny_model("qwen3_5", num_attention_heads=24, num_key_value_heads=4, head_dim=96), []
 
     def time_ways(model, prompt, windows, every, repeat):
         if windows == tune.WINDOWS:
             return {(n, way): [1.0] for n in windows for way in every}
         asked.append((prompt.size, windows, every, repeat))
-        seconds = {(n, way): t for n in windows for way, t in zip(every, (grouped, whole))}
+        seconds = {(n, way): t for n in windows for way, t in zip(every, ([2.0, 2.1], whole))}
         return seconds | {(windows[0], every[1]): [1.0, 1.1]}  # one window alone does not decide
 
     monkeypatch.setattr(tune, "time_ways", time_ways)

@@ -9,8 +9,6 @@ from mlx_mtp.batch.generator import BatchGenerator, Response
 
 @dataclass
 class Text:
-    """What a generator has yielded of a sequence."""
-
     tokens: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)  # of each token
     finish_reason: str | None = None

@@ -28,12 +28,10 @@ def write(folder, config, weights):
 
 
 def write_tiny(folder, family, dtype=mx.float32, **changes):
-    """A random tiny model's checkpoint."""
     return write(folder, tiny_config(family, **changes), parameters(tiny_model(family, dtype=dtype, **changes)))
 
 
 def converted(source, target, **options):
-    """A conversion, in a new folder."""
     convert(str(source), str(target), **options)
     return target
 
@@ -58,7 +56,6 @@ def parameters(module) -> dict[str, mx.array]:
 
 
 def tensors(folder: Path) -> dict[str, mx.array]:
-    """All of a checkpoint's tensors."""
     return {name: w for file in folder.glob("*.safetensors") for name, w in mx.load(str(file)).items()}
 
 
@@ -92,7 +89,6 @@ def edit(folder, change):
 
 
 def drop(folder, match):
-    """Remove the tensors whose names match."""
     edit(folder, lambda weights: [weights.pop(name) for name in list(weights) if match(name)])
 
 

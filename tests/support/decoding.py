@@ -1,7 +1,6 @@
 """Generation, ours and mlx-lm's, and what it must leave."""
 
 import mlx.core as mx
-import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
@@ -9,11 +8,6 @@ from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.sampling.sampler import for_one_text
 
-# Where a generation is stopped: at every length up to 40 with `-m slow`, at those that differ most by default.
-STOPS = [
-    pytest.param((1, 2, 5, 18), id="some stops"),
-    pytest.param(range(1, 41), marks=pytest.mark.slow, id="all stops"),
-]
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3])
 
@@ -72,7 +66,6 @@ def head_rows(prompt_cache):
 
 
 def assert_head_rows(prompt_cache, want):
-    """They are these, up to rounding."""
     rows = head_rows(prompt_cache)
     assert [x.shape for x in rows] == [x.shape for x in want]
     assert all(mx.allclose(x, y, rtol=1e-3, atol=1e-3) for x, y in zip(rows, want))

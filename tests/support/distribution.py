@@ -56,27 +56,18 @@ class Case:
     n_tokens = 3
 
     def __init__(
-        self,
-        depth=2,
-        head="own",
-        acceptance="rejection",
-        penalties=None,
-        seed=0,
-        p_min=0.0,
-        copies=0,
-        lark="",
-        **options,
+        self, depth=2, head="own", acceptance="rejection", p_min=0.0, copies=0, lark="", penalties=None, **options
     ):
         self.p_min, self.copies, self.lark = p_min, copies, lark
         self.prompt = REPEATS if copies else PROMPT
-        self.depth, self.acceptance, self.head, self.seed = depth, acceptance, head, seed
+        self.depth, self.acceptance, self.head = depth, acceptance, head
         self.penalties, self.options = penalties or {}, options
         settings = [f"{k}={v}" for k, v in {**options, **self.penalties, "p_min": p_min}.items()]
         settings += [f"{copies} copies"] * bool(copies) + [lark] * bool(lark)
         self.name = f"depth {depth}, {head} head, {acceptance}, {', '.join(settings)}"
 
     def model(self):
-        return tiny_model("qwen3_5", self.seed, vocab_size=VOCAB)
+        return tiny_model("qwen3_5", vocab_size=VOCAB)
 
     def processors(self):
         processors = make_logits_processors(**self.penalties)

@@ -19,7 +19,6 @@ IMAGE_TOKEN = json.loads((FOLDER / "config.json").read_text())["image_token_id"]
 
 @cache
 def image_model():
-    """In float32."""
     return load_reference(FOLDER)
 
 

@@ -22,7 +22,6 @@ def manifest(text_model: nn.Module) -> list[dict]:
 
 
 def pack_config(text_config: dict, modules: list[dict]) -> dict:
-    """The config.json of a pack."""
     config = {"model_type": "prism_hadamard_qwen35", "base_model_type": "qwen3_5", "schema_version": 2}
     config |= {"tensor_namespace": "mlx-vlm-qwen3_5", "gdn_activation_layout": "grouped", "modules": modules}
     return config | {"quantization": {"bits": 2, "group_size": GROUP, "mode": "affine"}, "text_config": text_config}

@@ -63,5 +63,4 @@ def assert_same_next(model, a, b, kv=None, tokens=(7, 3)):
 
 
 def n_snapshots(store) -> int:
-    """In memory."""
     return sum(map(in_memory, store._forest.nodes()))

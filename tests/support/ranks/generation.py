@@ -166,9 +166,4 @@ for i, (how, folder) in enumerate(argument.split(":") for argument in models):
         samples_are_the_same(name, model, whole)
         two_at_once(name, model, whole)
         differences_are_found(name, model)
-        if how_much == "all":
-            long = {"max_tokens": 300, "num_draft_tokens": "auto"}
-            want = mtp(PROMPT, whole, **long)
-            for j in range(10):
-                report(f"{name}, long {j}", mtp(PROMPT, model, **long) == want)
         counts_collectives(name, model)
