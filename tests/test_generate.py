@@ -285,7 +285,7 @@ SPOILT = {
         ("--mtp --model FOLDER", "no config.json"),
         ("--mtp --model LLAMA", "give --no-mtp"),
         ("--mtp --model QWEN4", "neither here nor by mlx-lm"),
-        ("--no-mtp --model CUT", "/model.safetensors is truncated or damaged"),
+        ("--no-mtp --model CUT", "model is truncated or damaged"),
         ("--mtp --prompt-cache-file FOLDER/none.safetensors", "There is no prompt cache"),
         ("--mtp --prompt=", "The prompt is empty"),
         ("--mtp --prompt caf\udce9", "is not text in UTF-8"),
