@@ -124,8 +124,8 @@ def test_random_trees(data):
         texts.append(text)
         if draw(st.booleans()):
             store.trim_to(int(store.nbytes * draw(st.floats(0, 1))))
-    parts = [part for node in store._forest.nodes() for part in (node.span, node.snapshot) if part is not None]
-    assert store.nbytes == sum(part.nbytes for part in parts)
+    parts = [part for node in store._forest.nodes() for part in (node.span, node.snapshot)]
+    assert store.nbytes == sum(part.nbytes for part in parts if part.in_memory)
     store.trim_to(0)
     assert store.nbytes == 0
     assert list(store._forest.nodes()) == []

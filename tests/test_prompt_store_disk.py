@@ -24,6 +24,7 @@ from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.prompt_store import PromptStore, disk
 from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.disk import Folder
+from mlx_mtp.prompt_store.tree import StoredArrays
 from tests.support.checkpoints import full_disk
 from tests.support.models import FAMILIES, PACK, tiny_model
 from tests.support.profiles import LONG, examples
@@ -58,7 +59,7 @@ def size(path):
 
 def in_memory(store):
     nodes = [(node.span, node.snapshot) for node in store._forest.nodes()]
-    return sum(part.nbytes for parts in nodes for part in parts if part is not None and part.in_memory)
+    return sum(part.nbytes for parts in nodes for part in parts if part.in_memory)
 
 
 def wait_until(condition, seconds=30):
@@ -188,7 +189,7 @@ def test_nothing_is_left_of_what_cannot_be_loaded(tmp_path, caplog, monkeypatch)
         assert store.nbytes == in_memory(store) == 0
         last = next(node for node in store._forest.nodes() if node.length == len(TEXT))
         for node in last.path()[1:-1]:
-            node.snapshot = None
+            node.snapshot = StoredArrays(None, 0)
         (tmp_path / f"{last.span.name}.safetensors").write_bytes(b"")
         assert store.fetch([*TEXT, 7])[1] == 0
         store.trim_to(0)

@@ -10,7 +10,6 @@ from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.prompt_cache import PromptCache, fingerprint_of
 from mlx_mtp.caches.rows import KVOptions
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.prompt_store.tree import in_memory
 
 from .models import arrays_equal, deep_model
 
@@ -63,4 +62,4 @@ def assert_same_next(model, a, b, kv=None, tokens=(7, 3)):
 
 
 def n_snapshots(store) -> int:
-    return sum(map(in_memory, store._forest.nodes()))
+    return sum(node.snapshot.in_memory for node in store._forest.nodes())

@@ -315,9 +315,8 @@ class Disk:
     def _find_next(self, is_last: bool) -> tuple[Node, StoredArrays] | None:
         """The next span or snapshot to write: the spans above the most recently used snapshot worth writing, then the snapshot.
         The ends of all texts are worth it ``is_last``, when the store is being closed."""
-        waiting = [node for node in self.forest.nodes() if node.snapshot is not None and node.snapshot.name is None]
+        waiting = [node for node in self.forest.nodes() if node.snapshot.in_memory and node.snapshot.name is None]
         for node in sorted(waiting, key=lambda node: -node.used):
-            assert node.snapshot is not None
             if node.snapshot.refused or not (_is_worth_writing(node) or (is_last and not node.children)):
                 continue
             span = next((n for n in node.path()[1:] if n.span.name not in self.folder.files), None)
@@ -334,8 +333,7 @@ def _is_worth_writing(node: Node) -> bool:
     """Whether to write a snapshot: its bytes are at most those of the keys and values since the snapshot on disk above it, so
     that disk use grows with tokens; or texts differ after it or were resumed from it twice, so that others may be as well.
     """
-    assert node.snapshot is not None
-    last = above(node, lambda n: n.snapshot is not None and n.snapshot.name is not None)
+    last = above(node, lambda n: n.snapshot.name is not None)
     n_bytes = (node.length - last.length) * node.span.nbytes / len(node.tokens)
     return n_bytes >= node.snapshot.nbytes or node.uses > 1 or len({c.tokens.tobytes() for c in node.children}) > 1
 

@@ -17,7 +17,7 @@ from ..memory import Account, check_device
 from . import arrays
 from .arrays import Format, Tokens
 from .disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT, Disk, Folder, key_of
-from .tree import Forest, Handle, Node, StoredArrays, in_memory, is_whole
+from .tree import Forest, Handle, Node, StoredArrays, is_whole
 
 # Where a prompt is cut: at positions where later texts are likely to differ, so that they resume there
 LAST = 4  # messages that end in a cut
@@ -164,7 +164,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             if node.length < len(text):
                 new = arrays.keys_and_values(cache, format, node.length, len(text))
                 node = Node(text[node.length :].copy(), node, self._forest.hold(new))
-            if not in_memory(node):
+            if not node.snapshot.in_memory:
                 node.snapshot = self._forest.hold(arrays.states(cache, format))
                 node.used = self._forest.now
             try:
@@ -214,7 +214,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         """The next part to read from disk for a text: the snapshot that ends the longest prefix, and then its spans."""
         with self._lock:
             self._prepare(kv)
-            found = self._forest.deepest(text, kv, lambda node: node.snapshot is not None)
+            found = self._forest.deepest(text, kv, lambda node: node.snapshot.exists)
             if found is None:
                 return None
             found[1].used = self._forest.now  # it stays until it is fetched
@@ -234,7 +234,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
                 elif is_there and stored is node.span:
                     self._forest.remove(node)
                 elif is_there:
-                    node.snapshot = None
+                    stored.name = None
         self.trim_to(self.max_bytes, self.max_snapshots)
 
 
@@ -254,7 +254,6 @@ def open_folder(path: Path, max_bytes: int) -> Folder | None:
 
 def _parts(node: Node) -> list[tuple[Node, StoredArrays]]:
     """The parts of a prompt cache that ends at a node's snapshot: the snapshot, and the spans from the first on."""
-    assert node.snapshot is not None
     return [(node, node.snapshot), *((n, n.span) for n in node.path()[1:])]
 
 

@@ -39,7 +39,7 @@ class File(NamedTuple):
 
 @dataclass(eq=False)
 class StoredArrays:
-    """Arrays in memory, in a file, or in both."""
+    """Arrays in memory, in a file, in both, or in neither."""
 
     arrays: Any  # a dictionary of arrays; None if they are not in memory
     nbytes: int
@@ -49,6 +49,10 @@ class StoredArrays:
     @property
     def in_memory(self) -> bool:
         return self.arrays is not None
+
+    @property
+    def exists(self) -> bool:
+        return self.in_memory or self.name is not None
 
 
 class Node:
@@ -60,7 +64,7 @@ class Node:
         span (StoredArrays): The keys and values of its tokens.
 
     Attributes:
-        snapshot (StoredArrays, optional): The states after its last token.
+        snapshot (StoredArrays): The states after its last token.
         length (int): The number of tokens from the root to its end.
         used (int): The time at which its snapshot was last used, in requests.
         uses (int): The number of times that its snapshot was used.
@@ -68,7 +72,7 @@ class Node:
 
     def __init__(self, tokens: Tokens, parent: "Node | None", span: StoredArrays):
         self.tokens, self.parent, self.span = tokens, parent, span
-        self.snapshot: StoredArrays | None = None
+        self.snapshot = StoredArrays(None, 0)
         self.children: list[Node] = []
         self.used = self.uses = 0
         self.length: int = len(tokens)
@@ -206,16 +210,14 @@ class Forest:
             child.parent = node
         node.children += twin.children
         twin.children = []
-        if node.snapshot is None:
-            node.snapshot, twin.snapshot = twin.snapshot, None
+        if not node.snapshot.exists:
+            node.snapshot, twin.snapshot = twin.snapshot, node.snapshot
         self.remove(twin)
 
     def remove(self, top: Node) -> None:
         """Take a node and all below it out of its tree."""
         for node in top.subtree():
-            self.nbytes -= sum(
-                part.nbytes for part in (node.span, node.snapshot) if part is not None and part.in_memory
-            )
+            self.nbytes -= sum(part.nbytes for part in (node.span, node.snapshot) if part.in_memory)
         assert top.parent is not None
         top.parent.children.remove(top)
         top.parent = None
@@ -232,7 +234,7 @@ class Forest:
         """Evict the snapshots with the lowest scores, until at most ``n_bytes`` and ``n_snapshots`` are in memory."""
         if self.nbytes > n_bytes:
             self.free([node for root in self.roots.values() for node in _needless(root)])
-        held = [node for node in self.nodes() if in_memory(node)]
+        held = [node for node in self.nodes() if node.snapshot.in_memory]
         n_most = len(held) if n_snapshots is None else n_snapshots
         while held and (self.nbytes > n_bytes or len(held) > n_most):
             least = min(held, key=self._score)
@@ -240,20 +242,16 @@ class Forest:
             self._evict(least)
 
     def _score(self, node: Node) -> float:
-        assert node.snapshot is not None
         n_bytes = node.snapshot.nbytes + sum(n.span.nbytes for n in only_for(node))
         on_disk = node.snapshot.name is not None
-        n_tokens = node.length - above(node, lambda n: n.snapshot is not None).length
+        n_tokens = node.length - above(node, lambda n: n.snapshot.exists).length
         return score(n_tokens, n_bytes, self.now - node.used, node.uses, on_disk)
 
     def _evict(self, node: Node) -> None:
         """Free a snapshot, and the spans that no other snapshot needs."""
-        assert node.snapshot is not None
         spare = only_for(node)
         self.nbytes -= node.snapshot.nbytes
         node.snapshot.arrays = None
-        if node.snapshot.name is None:
-            node.snapshot = None
         self.free(spare)
 
 
@@ -269,14 +267,9 @@ def score(n_tokens: int, n_bytes: int, age: int, uses: int = 0, on_disk: bool = 
     return n_tokens * (ON_DISK if on_disk else 1.0) * (1 + uses) / (1 + age) / max(n_bytes, 1)
 
 
-def in_memory(node: Node) -> bool:
-    """Whether a node's snapshot is in memory."""
-    return node.snapshot is not None and node.snapshot.in_memory
-
-
 def is_whole(node: Node) -> bool:
     """Whether a node's snapshot and all spans of its text are in memory."""
-    return in_memory(node) and all(n.span.in_memory for n in node.path())
+    return node.snapshot.in_memory and all(n.span.in_memory for n in node.path())
 
 
 def above(node: Node, matches: Callable[[Node], bool]) -> Node:
@@ -289,7 +282,7 @@ def only_for(node: Node) -> list[Node]:
     found: list[Node] = []
     n: Node | None = node
     while n is not None and n.parent is not None and all(c in found or not c.span.in_memory for c in n.children):
-        if not n.span.in_memory or (n is not node and in_memory(n)):
+        if not n.span.in_memory or (n is not node and n.snapshot.in_memory):
             break
         found.append(n)
         n = n.parent
@@ -298,7 +291,7 @@ def only_for(node: Node) -> list[Node]:
 
 def _needless(root: Node) -> list[Node]:
     """The nodes whose spans no snapshot in memory needs, from the leaves up: it was evicted while they were loaded."""
-    needed = {id(n) for node in root.subtree() if in_memory(node) for n in node.path()}
+    needed = {id(n) for node in root.subtree() if node.snapshot.in_memory for n in node.path()}
     return [n for n in [*root.subtree()][::-1] if n is not root and n.span.in_memory and id(n) not in needed]
 
 
