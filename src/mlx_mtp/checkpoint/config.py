@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from mlx_lm.utils import MODEL_REMAPPING
@@ -71,23 +71,6 @@ def _mlx_lm_has(model_type: Any) -> bool:
     """Whether mlx-lm can load models of this type, without a head."""
     module = MODEL_REMAPPING.get(model_type, model_type) if isinstance(model_type, str) else ""
     return module.isidentifier() and find_spec(f"mlx_lm.models.{module}") is not None
-
-
-def head_file_of(name: str, config: Config) -> str | None:
-    """The separate file that the config names for the head.
-
-    Raises:
-        ValueError: The file is outside the checkpoint's folder.
-    """
-    extra = config.get(EXTRA_TENSORS)
-    file = extra.get("mtp_file") if isinstance(extra, dict) else None
-    if file is None:
-        return None
-    if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-        raise ValueError(
-            f"The config of {name} names {file!r} as the file of its MTP head, which is not in its folder."
-        )
-    return file
 
 
 def text_config_of(config: Config) -> Config:

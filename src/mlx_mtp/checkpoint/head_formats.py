@@ -4,7 +4,6 @@ A head is among the model's tensors, in a separate file named in config.json, or
 Hugging Face layout ("raw") its norms are stored without the 1 that MLX's layout adds.
 """
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ from .reader import CheckpointReader
 
 DRAFTER = "qwen3_5_mtp"  # the model type of a drafter, as in mlx-vlm
 FEW_BITS = 4
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,19 +115,15 @@ def is_head(path: str) -> bool:
     return path.startswith(("mtp.", "language_model.mtp."))
 
 
-def warn_of_few_bits(mtp: nn.Module, head_of: str, model: str) -> None:
-    bits = head_bits(mtp)
-    if bits is not None and bits <= FEW_BITS:
-        log.warning("[WARNING] " + few_bits_warning(head_of, bits, model))
-
-
 def head_bits(mtp: nn.Module) -> int | None:
     """The fewest bits that a layer of the head is quantized to."""
     return min((m.bits for _, m in mtp.named_modules() if hasattr(m, "bits")), default=None)
 
 
-def few_bits_warning(head_of: str, bits: int, model: str) -> str:
-    """A warning about a head of few bits, with the command that fixes it."""
+def few_bits_warning(head_of: str, bits: int | None, model: str) -> str | None:
+    """A warning about a head of few bits, with the command that fixes it. ``None`` for more."""
+    if bits is None or bits > FEW_BITS:
+        return None
     return (
         f"the MTP head of {head_of} is quantized to {bits} bits, so the model may reject most drafts. Add the base model's "
         f"head: `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {model} --mlx-path NEW`."

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import huggingface_hub as hf
 from huggingface_hub import constants, errors, is_offline_mode, snapshot_download, try_to_load_from_cache
@@ -84,9 +85,14 @@ def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
         if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
             raise ValueError(f"the commit is {info.sha!r}")
         for file in files:
-            if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            if not is_inside(file):
                 raise ValueError(f"a file is {file!r}")
         return str(info.sha), files
+
+
+def is_inside(file: Any) -> bool:
+    """Whether this is the name of a file in a checkpoint's folder, relative to it."""
+    return isinstance(file, str) and not PurePosixPath(file).is_absolute() and ".." not in PurePosixPath(file).parts
 
 
 def check_download(name: str, commit: str, files: Collection[str]) -> None:

@@ -126,8 +126,9 @@ def load(
         check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", head)
         changes = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
         model, config = _load_model(checkpoint, head, changes, lazy or ranks is not None, trust_remote_code, stage)
-        if mtp:
-            head_formats.warn_of_few_bits(model.mtp, mtp if isinstance(mtp, str) else name, name)
+        bits = head_formats.head_bits(model.mtp) if mtp else None
+        if warning := head_formats.few_bits_warning(mtp if isinstance(mtp, str) else name, bits, name):
+            log.warning(f"[WARNING] {warning}")
         model = model if adapter_path is None else _with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
     model.ranks, model.fetched_head, model.vision = ranks, fetched, find_vision(checkpoint, config)

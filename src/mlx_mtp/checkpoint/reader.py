@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from ..images.tower import split_tower
 from ..models.head_weights import split_head
 from .catalog import resolve
-from .config import Config, head_file_of, parse_json
-from .hub import WEIGHTS, check_path, commit_of, fetch, hub_errors, list_files
+from .config import EXTRA_TENSORS, Config, parse_json
+from .hub import WEIGHTS, check_path, commit_of, fetch, hub_errors, is_inside, list_files
 
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES = 100_000  # requested at first, enough for most headers
@@ -107,8 +107,14 @@ class CheckpointReader:
 
     @cached_property
     def head_file(self) -> str | None:
-        """The file that the config names for the head. It may be missing."""
-        return head_file_of(self.name, self.config or {})
+        """The file that the config names for the head. It may be missing. A ValueError tells if it is outside the folder."""
+        extra = (self.config or {}).get(EXTRA_TENSORS)
+        file = extra.get("mtp_file") if isinstance(extra, dict) else None
+        if file is not None and not is_inside(file):
+            raise ValueError(
+                f"The config of {self.name} names {file!r} as the file of its MTP head, which is not in its folder."
+            )
+        return file
 
     @property
     def model_files(self) -> list[str]:

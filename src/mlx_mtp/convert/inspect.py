@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from huggingface_hub.utils import TensorInfo
 
 from ..checkpoint.config import Config, check_config, skeleton
-from ..checkpoint.head_formats import FEW_BITS, check_head, check_shapes, few_bits_warning
+from ..checkpoint.head_formats import check_head, check_shapes, few_bits_warning
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, n_bytes
 from ..memory import size, sizes_of
 
@@ -57,7 +57,8 @@ def _verdict(checkpoint: CheckpointReader) -> str:
         bits = check_shapes(checkpoint, head)
     except ValueError as e:
         return str(e)
-    return "ready" if bits is None or bits > FEW_BITS else "ready, but " + few_bits_warning(name, bits, name)
+    warning = few_bits_warning(name, bits, name)
+    return "ready" if warning is None else f"ready, but {warning}"
 
 
 def _quantization(config: Config, embedding: TensorInfo | None) -> str:
