@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from ..decoding.counts import DraftCounts
 from ..drafts.options import CopyDrafts
 from ..images.prompt import ImagePrompt
-from ..memory import Account
 from ..prompt_store.tree import Handle
 from ..text.answer import Answer, Event
 from ..text.grammar import Grammar
@@ -58,7 +57,6 @@ class Prompt:
 
     @property
     def segments(self) -> list[list[int]]:
-        """The tokens that are not cached, split at the cuts."""
         bounds = [self.n_cached, *self.cuts, len(self.tokens)]
         return [self.tokens[i:k] for i, k in pairwise(bounds)]
 
@@ -91,8 +89,6 @@ class Thinking:
 
 @dataclass
 class StructuredOutput:
-    """The structured output of a request: a grammar, or tool calls."""
-
     param: str  # the field of the body that requests it
     grammar: dict[str, Any] = field(default_factory=dict)  # the argument of make_grammar
     calls: list[dict[str, Any]] = field(default_factory=list)  # the functions that the answer calls
@@ -121,8 +117,6 @@ class Likely:
 
 @dataclass(frozen=True)
 class Delta:
-    """The part of an answer that one token adds."""
-
     events: list[Event]  # the token's text, reasoning and calls
     token: int
     finish_reason: str | None  # None unless the answer ends here
@@ -238,7 +232,3 @@ class Metrics(dict[str, Any]):
             for position, (drafted, accepted) in enumerate(zip(*of_source), 1):
                 self["drafted_tokens"].labels(source, position).inc(drafted)
                 self["accepted_tokens"].labels(source, position).inc(accepted)
-
-    def watch_memory(self, account: Account) -> None:
-        for name in ("limit", "held"):
-            self[f"memory_{name}_bytes"].set_function(partial(getattr, account, name))

@@ -78,7 +78,8 @@ def make_engine(options: Options, ranks: Ranks | None) -> Engine:
     """Start the generation thread, which loads the model first."""
     metrics, caches, account = Metrics(), Stores(options, ranks), Account(options.max_memory)
     metrics.registry.register(caches)
-    metrics.watch_memory(account)
+    metrics["memory_limit_bytes"].set_function(lambda: account.limit)
+    metrics["memory_held_bytes"].set_function(lambda: account.held)
     admission = Admission(options, ModelProvider(options), caches, ranks, account)
     return Engine(admission, Clients() if ranks is None else SharedClients(ranks), metrics, ranks)
 
@@ -159,7 +160,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url(host: str, port: int) -> str:
-    """The address for a browser on this machine."""
     if host in ("", "0.0.0.0", "::"):
         host = "localhost"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

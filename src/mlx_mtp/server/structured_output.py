@@ -36,13 +36,11 @@ def from_response_format(value: Any, param: str) -> StructuredOutput | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if value is None or kind == "text":
         return None
+    schema = None
     if kind == "json_object":
         schema = value.get("schema", {"type": "object"})  # as in llama.cpp
-        if not isinstance(schema, dict):
-            raise ApiError(400, f"{param}.schema must be a JSON schema.", param=param)
-        return StructuredOutput(param, {"json_schema": schema})
-    inner = value.get("json_schema", value) if kind == "json_schema" else None
-    schema = inner.get("schema") if isinstance(inner, dict) else None
+    elif kind == "json_schema" and isinstance(inner := value.get("json_schema", value), dict):
+        schema = inner.get("schema")
     if not isinstance(schema, dict):
         raise ApiError(400, f"{param} must be text, json_object or json_schema with a schema.", param=param)
     return StructuredOutput(param, {"json_schema": schema})
@@ -144,7 +142,6 @@ class CallGrammar:
         return "\n".join(self._rules)
 
     def _add(self, name: str, text: str, options: str = "") -> str:
-        """Add a rule. Return its name."""
         name = f"{name}_{len(self._rules)}"
         self._rules.append(f"{name}{options}: {text}")
         return name
@@ -290,5 +287,4 @@ def _search(pattern: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A regular expression in Lark for a text."""
     return "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

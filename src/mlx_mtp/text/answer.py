@@ -95,7 +95,6 @@ class _LineBreaks:
         self._breaks = ""  # the line breaks at the end of the last piece
 
     def skip(self, text: str) -> str:
-        """The next piece, without the template's line breaks at its beginning."""
         if self.skips:
             text = text.lstrip("\n")
             self.skips = not text
@@ -291,7 +290,6 @@ def make_answer(
 
 
 def think_marks(tokenizer: Any) -> tuple[str, str] | None:
-    """The marks around reasoning, if the model has any."""
     return (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
 
 

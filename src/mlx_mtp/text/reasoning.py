@@ -55,7 +55,6 @@ class ReasoningReader:
 
     @property
     def unquoted(self) -> str:
-        """The answer, if the model's turn ends here."""
         answer = "" if self._answer is None else "".join(self._pieces[self._answer :])
         return answer if answer.startswith("\n") else ""
 

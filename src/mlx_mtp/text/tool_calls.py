@@ -23,9 +23,8 @@ A block may have several functions. Text that is not a valid call remains conten
   beginning is ambiguous.
 - A JSON block ends at the first ``</tool_call>`` outside its strings. If it is not JSON, it is content, and the text after its
   first tag is parsed again.
-- Arguments in Qwen's format are streamed: strings piece by piece, other values when they are complete, typed by the tool's
-  schema (see ``schema``). Concatenated, they are the JSON of an object. Those of a JSON block come in one piece.
-- The arguments of an incomplete call end within a string, so that they are never valid JSON.
+- Arguments are streamed (docs/develop/tool-calls.md). Those of an incomplete call end within a string, so that they are never
+  valid JSON.
 """
 
 import json
@@ -57,8 +56,6 @@ class CallBegins:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """The next piece of a call's arguments, which are JSON."""
-
     index: int
     text: str
 
@@ -125,7 +122,6 @@ class _Buffer:
         self.n_calls += 1
 
     def add_arguments(self, text: str) -> None:
-        """Add a piece of the last call's arguments."""
         if self.events and isinstance(last := self.events[-1], CallArguments):
             self.events[-1] = CallArguments(last.index, last.text + text)
         elif text:
@@ -151,7 +147,6 @@ class _Value:
         return '"' + _escape(self.text) if self.is_string else ""
 
     def end(self) -> str:
-        """The last piece of its JSON."""
         written = self.write("")
         return written + ('"' if self.is_string else to_json(self.text, self.types))
 

@@ -87,7 +87,7 @@ Positive = Annotated[int, Ge(1), Le(2**31)]
 Natural = Annotated[int, Ge(0), Le(2**31)]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
-Stop = Short | Annotated[Many[Short], Field(max_length=64)]
+Stop = Annotated[Many[Short], Field(max_length=64), BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
 Token = Annotated[str, Field(pattern="^[0-9]{1,9}$"), AfterValidator(int)]
 Value = bool | Annotated[float, Ge(-(2**31)), Le(2**31)] | Annotated[int, Ge(-(2**31)), Le(2**31)] | Short | None
 Variables = dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")], Value]
@@ -105,7 +105,6 @@ def _check_variables(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_content(error: ApiError) -> Json:
-    """An error in the format of OpenAI's APIs."""
     kind = "server_error" if error.status >= 500 else ERRORS.get(error.status, "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
@@ -198,6 +197,7 @@ class Body(Part):
     enable_thinking: bool | None = None
     thinking_budget: Natural | None = None
     chat_template_kwargs: Annotated[Variables, at_most(32), AfterValidator(_check_variables)] | None = None
+    stop_words: Stop = []
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     num_draft_tokens: Literal["auto"] | Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
@@ -215,10 +215,6 @@ class Body(Part):
     def top(self) -> int | None:
         """The number of likely tokens to report for each token; ``None``: no log probabilities."""
         return None
-
-    @property
-    def stop_words(self) -> list[str]:
-        return []
 
     @property
     def outputs(self) -> list[StructuredOutput | None]:
@@ -366,7 +362,6 @@ def fold_roles(messages: list[Json]) -> list[Json]:
 
 
 def unsupported(kind: str | None, where: str, fix: str) -> ApiError:
-    """The error for an unsupported part of a conversation."""
     message = f"{where}: {(kind or 'no type')[:50]} is not supported: {fix}."
     return ApiError(400, message, param=where.partition("[")[0])
 
@@ -468,7 +463,6 @@ class Writer:
         return self.close()
 
     def open(self, block: Json) -> bytes:
-        """End the open block, and begin a new one."""
         closed = self.close()
         self.blocks.append(block)
         self.is_open = True
@@ -489,7 +483,6 @@ class Writer:
 
 
 def event(data: Json, name: str | None = None) -> bytes:
-    """A server-sent event."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(data)}\n\n".encode()
 

@@ -230,8 +230,6 @@ def _name(t: Likely) -> str:
 
 
 class OpenAIBody(Body):
-    """The fields of chat completions and completions."""
-
     LIMITS: ClassVar = ("max_completion_tokens", "max_tokens", "n_predict")
     stream_options: Settings = Settings()
     max_tokens: Positive | None = None
@@ -239,7 +237,7 @@ class OpenAIBody(Body):
     # llama.cpp's; -1: no limit
     n_predict: Annotated[Literal[-1] | Positive, AfterValidator(lambda n: NO_LIMIT if n == -1 else n)] | None = None
     n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1
-    stop: common.Stop | None = None
+    stop_words: common.Stop = Field([], alias="stop")
     response_format: Any = None
     json_schema: Json | None = None  # llama.cpp's
     guided_json: Json | None = None
@@ -249,10 +247,6 @@ class OpenAIBody(Body):
     @property
     def n_choices(self) -> int:
         return self.n
-
-    @property
-    def stop_words(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def outputs(self) -> list[StructuredOutput | None]:
@@ -269,8 +263,6 @@ class OpenAIBody(Body):
 
 
 class Call(Part):
-    """A tool, or a call of one."""
-
     id: Any = None
     type: Any = "function"
     function: Json

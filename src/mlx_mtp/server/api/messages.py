@@ -16,7 +16,7 @@ from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import ApiError, Delta, StructuredOutput, Thinking
 from ..structured_output import from_response_format
 from . import common
-from .common import Body, Item, Many, Positive, Settings, Short, Tool, Usage, Writer, event
+from .common import Body, Item, Many, Positive, Settings, Stop, Tool, Usage, Writer, event
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
@@ -36,7 +36,6 @@ def _event(kind: str, **data: Any) -> bytes:
 
 
 def error_content(error: ApiError) -> Json:
-    """An error in the format of Anthropic's API."""
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
@@ -136,7 +135,7 @@ class MessagesBody(Body):
     thinking: Settings | None = None
     output_config: Settings = Settings()
     output_format: Any = None
-    stop_sequences: Annotated[Many[Short], Field(max_length=64)] | None = None
+    stop_words: Stop = Field([], alias="stop_sequences")
 
     @property
     def thinking_wanted(self) -> Thinking:
@@ -147,10 +146,6 @@ class MessagesBody(Body):
             raise ApiError(400, "thinking.type: Field required.", param="thinking")
         budget = self.thinking_budget if asked.budget_tokens is None else asked.budget_tokens
         return Thinking(asked.type != "disabled", effort, budget)
-
-    @property
-    def stop_words(self) -> list[str]:
-        return self.stop_sequences or []
 
     @property
     def outputs(self) -> list[StructuredOutput | None]:

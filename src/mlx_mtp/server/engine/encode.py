@@ -17,6 +17,7 @@ from ..request import NO_LIMIT, NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar
 
 QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
+CONTEXT = "This model's maximum context length is {} tokens"
 CHARS = 4  # per token; longer texts are counted before they are tokenized
 PIECE = 1 << 16  # characters that are counted at a time
 SLACK = 16  # tokens that a cut between two pieces may add
@@ -64,7 +65,7 @@ class BoundedTokenizer:
         for i in range(0, len(text), PIECE):
             n += len(self.tokenizer.encode(text[i : i + PIECE], add_special_tokens=False)) - SLACK
             if n > most:
-                raise ApiError(400, f"{_context(most)}, but the prompt has more.", code="context_length_exceeded")
+                raise ApiError(400, f"{CONTEXT.format(most)}, but the prompt has more.", code="context_length_exceeded")
 
     def complete(self, n_prompt: int, args: GenerationArguments, default_max_tokens: int, param: str) -> None:
         """Fill in the model's sampling parameters where the request sets none, and reduce the server's limit of tokens to the
@@ -78,7 +79,7 @@ class BoundedTokenizer:
         most = self.context_length
         if most is not None and n_prompt + args.max_tokens > most:
             if n_prompt >= most or args.max_tokens not in (default_max_tokens, NO_LIMIT):
-                message = f"{_context(most)}, but the request has {n_prompt} in its prompt and asks for {args.max_tokens} more."
+                message = f"{CONTEXT.format(most)}, but the prompt has {n_prompt} and max_tokens is {args.max_tokens}."
                 wrong = "max_tokens" if n_prompt < most else param
                 raise ApiError(400, message, param=wrong, code="context_length_exceeded")
             args.max_tokens = most - n_prompt
@@ -87,10 +88,6 @@ class BoundedTokenizer:
         if any(token >= self.n_ids for token in args.logits.logit_bias or ()):
             message = f"logit_bias names a token beyond the vocabulary of {self.n_ids}."
             raise ApiError(400, message, param="logit_bias")
-
-
-def _context(most: int) -> str:
-    return f"This model's maximum context length is {most} tokens"
 
 
 def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, account: Account) -> Prompt:

@@ -280,8 +280,6 @@ def _likely(logprobs: mx.array, token: int, n: int, bytes_of: BytesOf) -> tuple[
 
 
 class Clients:
-    """The clients of a server in one process."""
-
     def __init__(self) -> None:
         self.arriving: Queue[Request] = Queue()
         self.open: set[Request] = set()  # requests whose clients wait for an answer
@@ -294,7 +292,6 @@ class Clients:
         self.arriving.put(request)
 
     def leave(self, request: Request) -> None:
-        """Call when a client has its answer or has disconnected."""
         self.open.discard(request)
 
     def fail_all(self, error: ApiError) -> None:
