@@ -316,7 +316,7 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
 @log_of_its_own()
 def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
     # The environment names the hub's cache once, when huggingface_hub is imported.
-    monkeypatch.setattr(hub, "scan_cache_dir", partial(hub.scan_cache_dir, tmp_path / "none"))
+    monkeypatch.setattr(hub.hf, "scan_cache_dir", partial(hub.hf.scan_cache_dir, tmp_path / "none"))
     with serve_here(tmp_path / "log", "--model", TRAINED, "--mtp", "--allow-any-model") as s:
         assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == ["dense"]
         text_from(s, model=OTHER, max_tokens=5)
