@@ -7,41 +7,50 @@ from mlx_lm.tool_parsers import pythonic
 
 from mlx_mtp.server.engine.encode import BoundedTokenizer, encode
 from mlx_mtp.server.request import ApiError, Request
-from mlx_mtp.text.answer import Answer, QwenReader, Reasoning, make_answer
+from mlx_mtp.text.answer import Reasoning, make_answer
 from mlx_mtp.text.grammar import llguidance_tokenizer
 from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
 from tests.support.tool_texts import SCHEMAS, render
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 CALL = f'{START}\n{{"name": "add", "arguments": {{"a": 1}}}}\n{END}'
 
 
-def read(text: str, reason: str = "stop", tools=TOOLS, stop_words=(), n: int = 1) -> tuple[str, str, str, str]:
-    """(reasoning, content, calls, finish reason), fed n characters at a time."""
+def told(pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS) -> tuple[tuple, list[str]]:
+    """Pieces of an answer, a token each -> (reasoning, text, calls, finish reason), and the pieces that the text is made of."""
     tokenizer = SimpleNamespace(has_tool_calling=True, has_thinking=True, think_start="<think>", think_end="</think>")
-    reading = make_answer(tokenizer, True, tools, list(stop_words), is_chat=True, one_call=False)
-    reasoning = content = calls = ""
-    for i in range(0, len(text), n):
-        events, finish_reason = reading.step(text[i : i + n], reason if i + n >= len(text) else None)
+    answer = make_answer(tokenizer, in_reasoning, tools, list(stop), is_chat=True, one_call=False)
+    reasoning, text, calls, tokens = "", "", "", []
+    pieces = [*pieces, ""] if reason == "stop" else pieces
+    for i, piece in enumerate(pieces, 1):
+        events, finish_reason = answer.step(piece, reason if i == len(pieces) else None)
         for event in events:
             reasoning += event.text if isinstance(event, Reasoning) else ""
-            content += event.text if isinstance(event, Text) else ""
             calls += event.name if isinstance(event, CallBegins) else ""
             calls += event.text if isinstance(event, CallArguments) else ""
+            if isinstance(event, Text):
+                text += event.text
+                tokens += event.tokens
         if finish_reason is not None:
             break
-    return reasoning, content, calls, finish_reason
+    assert tokens == sorted(set(tokens))
+    return (reasoning, text, calls, finish_reason), [pieces[i] for i in tokens]
+
+
+def read(text, **options):
+    return told(text, in_reasoning=True, **options)[0]
 
 
 def test_an_answer_is_taken_apart_and_a_stop_word_ends_its_content():
     assert read(f"Hm.\n</think>\n\nWell.\n{CALL}") == ("Hm.", "Well.", 'add{"a": 1}', "tool_calls")
     assert read(f"</think>{CALL}", tools=None) == ("", CALL, "", "stop")
     text = f"A!B</think>\nOne\n{CALL}\ntwo! three"
-    assert read(text, stop_words=["!", "add"]) == ("A!B", "One\ntwo", 'add{"a": 1}', "tool_calls")
-    assert read("</think>abcabd", stop_words=["abd", "xyz"]) == ("", "abc", "", "stop")
-    assert read("</think>abcab", stop_words=["abd"], reason="length") == ("", "abcab", "", "length")
-    for n in (1, 1000):  # nothing follows the first, though it was written in the same step
-        assert read(f"A!B</think>\nOne! two?\n{CALL}", stop_words=["?", "!"], n=n) == ("A!B", "One", "", "stop")
+    assert read(text, stop=["!", "add"]) == ("A!B", "One\ntwo", 'add{"a": 1}', "tool_calls")
+    assert read("</think>abcabd", stop=["abd", "xyz"]) == ("", "abc", "", "stop")
+    assert read("</think>abcab", stop=["abd"], reason="length") == ("", "abcab", "", "length")
+    text = f"A!B</think>\nOne! two?\n{CALL}"
+    for pieces in (text, [text]):  # nothing follows the first, though it was written in the same step
+        assert read(pieces, stop=["?", "!"]) == ("A!B", "One", "", "stop")
 
 
 def test_tools_are_refused_where_the_model_writes_calls_as_others_do():
@@ -59,22 +68,6 @@ def test_tools_are_refused_where_the_model_writes_calls_as_others_do():
 
 
 ADD = render("add", {"a": 1, "b": 2})
-
-
-def told(pieces: list[str], in_reasoning: bool = False, stop=(), reason: str = "stop") -> tuple[str, list[str]]:
-    """Pieces of an answer, a token each -> its text, and the pieces that this is said to be made of."""
-    answer, text, tokens = Answer(QwenReader(("<think>", "</think>"), in_reasoning, SCHEMAS), list(stop)), "", []
-    pieces = [*pieces, ""] if reason == "stop" else pieces
-    for i, piece in enumerate(pieces, 1):
-        events, finish_reason = answer.step(piece, reason if i == len(pieces) else None)
-        for event in events:
-            if isinstance(event, Text):
-                text += event.text
-                tokens += event.tokens
-        if finish_reason is not None:
-            break
-    assert tokens == sorted(set(tokens))
-    return text, [pieces[i] for i in tokens]
 
 
 @pytest.mark.parametrize(

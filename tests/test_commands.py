@@ -94,12 +94,7 @@ def test_every_flag_is_mlx_lms(name):
     assert theirs.keys() <= ours.keys()
     for dest, a in theirs.items():
         assert (a.option_strings, a.nargs) == (ours[dest].option_strings, ours[dest].nargs)
-        if dest not in (
-            "model",
-            "num_draft_tokens",
-            "seed",
-            "draft_model",
-        ):  # a seed couples drafts, so it has no default
+        if dest not in ("model", "num_draft_tokens", "seed", "draft_model"):  # a seed couples drafts: it has no default
             assert a.type == ours[dest].type
             assert ours[dest].default == a.default or (name, ours[dest].default) == ("chat", None)  # the model's
             assert ours[dest].help.startswith(a.help.removesuffix("."))
@@ -121,9 +116,9 @@ def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
     load = Mock(side_effect=ValueError("enough"))
     for name, flags, option, want in (
         *(
-            (name, f"--mtp {head}", "mtp", head or "auto")
+            (name, f"--mtp {head}", "mtp", head)
             for name in ("generate", "chat", "benchmark")
-            for head in ("", "a/b")
+            for head in ("auto", "a/b")
         ),
         ("generate", "--image a.png --prompt What?", "vision", "auto"),
         ("chat", "--images", "vision", "auto"),

@@ -157,18 +157,7 @@ def test_strict_tools_are_refused_by_name_and_others_are_free(tokenizer, schema,
     assert e.value.status == 400
 
 
-NULLS = [
-    "properties",
-    "required",
-    "enum",
-    "type",
-    "anyOf",
-    "$ref",
-    "items",
-    "additionalProperties",
-    "pattern",
-    "minimum",
-]
+NULLS = ["properties", "required", "enum", "type", "anyOf", "$ref", "additionalProperties", "pattern", "minimum"]
 
 
 def test_null_means_absent(tokenizer):

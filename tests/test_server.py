@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,7 @@ from tests.support.commands import run_command
 from tests.support.decoding import plain
 from tests.support.models import DATA, TRAINED
 from tests.support.requests import TEXT, options_of
-from tests.support.server_process import ROOT, Server, serve, serve_here, server_of
+from tests.support.server_process import Server, serve, serve_here, server_of
 
 # A text that goes on.
 PROMPT = (
@@ -123,20 +122,6 @@ def test_stop_word_ends_text_however_it_is_tokenized(client, alone):
         assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text == text
         assert (whole.usage.completion_tokens < 32) == bool(rest)
         assert [r.choices[0].finish_reason for r in (chunks[-1], whole)] == ["stop" if rest else "length"] * 2
-
-
-def test_examples_of_the_pages(server, alone, capsys):
-    """README's with curl and the one of OpenAI's client, each with a limit of its own."""
-    pages = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/clients.md"))
-    (_, shell), (_, python) = re.findall(r"<!-- server -->\n```(\w+)\n(.*?)```", pages, re.DOTALL)
-    shell, python = (text.replace(":8080", f":{server.port}") for text in (shell, python))
-    shell = shell.replace("}]}'", '}], "max_tokens": 40}\'')
-    python = python.replace("stream=True", "stream=True, max_tokens=40")
-    r = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
-    want = alone("Write a binary search in Python.", 40, chat=True)
-    assert json.loads(r.stdout)["choices"][0]["message"]["content"] == want
-    exec(python, {})
-    assert capsys.readouterr().out == want
 
 
 # Several requests

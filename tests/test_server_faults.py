@@ -13,7 +13,6 @@ from starlette.testclient import TestClient
 from mlx_mtp.server import app as application
 from mlx_mtp.server.api.common import MAX_BIASES
 from mlx_mtp.server.app import MAX_BODY, parse_json
-from mlx_mtp.server.command_line import make_parser
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from tests.support.hostile_requests import attack
@@ -363,14 +362,10 @@ KEYS = {f"x{i}": "y" for i in range(50_000)}
     [
         (CHAT, dict(messages=BAD)),
         (CHAT, dict(messages=[{"role": "user", "content": BAD}])),
-        (CHAT, dict(messages=[{"role": "user", "tool_calls": BAD}])),
-        (CHAT, dict(messages=USER, tools=BAD)),
         (CHAT, dict(messages=USER, stop=BAD)),
-        (CHAT, dict(messages=USER, role_mapping=KEYS)),
         (CHAT, dict(messages=USER, chat_template_kwargs=KEYS)),
         (TEXT, dict(prompt="a", logit_bias=KEYS)),
         (MESSAGES, dict(max_tokens=1, messages=BAD)),
-        (MESSAGES, dict(max_tokens=1, messages=[{"role": "user", "content": BAD}])),
         (MESSAGES, dict(max_tokens=1, messages=USER, system=BAD, tools=BAD, stop_sequences=BAD)),
         (RESPONSES, dict(input=BAD)),
         (RESPONSES, dict(input=[{"role": "user", "content": BAD}], tools=BAD, include=BAD)),
@@ -451,15 +446,15 @@ def test_a_page_whose_name_is_given_this_address_is_refused():
         ("", "http://localhost.example.com", False),
         ("", "http://localhost:3000.example.com", False),
         ("", "null", False),
-        ("https://example.com", "https://example.com", True),
-        ("https://example.com", "http://box:8080", True),
-        ("https://example.com", "http://localhost:3000", False),
+        ("https://a.com, https://example.com", "https://example.com", True),
+        ("https://a.com", "http://box:8080", True),
+        ("https://a.com", "http://localhost:3000", False),
         (",", "http://localhost:3000", False),
         ("*", "https://example.com", True),
     ],
 )
 def test_origins_of_pages(origins, origin, is_allowed):
-    c, headers = client(origins, "box"), {"host": "box:8080", "origin": origin}
+    c, headers = client(origins, "other,box"), {"host": "box:8080", "origin": origin}
     asks = {**headers, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     preflight, answer = c.options(CHAT, headers=asks), c.get("/health", headers=headers)
     if not is_allowed:  # also what a browser would send without asking first
@@ -472,13 +467,3 @@ def test_origins_of_pages(origins, origin, is_allowed):
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] in (origin, "*")
         assert answer.headers["access-control-allow-origin"] in (origin, "*")
-
-
-def test_flags_of_pages():
-    for flags, origins, hosts in (
-        ([], None, []),
-        (["--allowed-origins", "https://a.com, https://b.com"], ["https://a.com", "https://b.com"], []),
-        (["--allowed-hosts", "box,box.local"], None, ["box", "box.local"]),
-    ):
-        args = make_parser().parse_args(flags)
-        assert (args.allowed_origins, args.allowed_hosts) == (origins, hosts), flags

@@ -184,12 +184,3 @@ def test_settings_of_a_head_on_the_hub_are_found_from_any_folder(hub, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert mlx_mtp.load(TRAINED, mtp="me/head")[0].drafting.tuned == TUNED
     assert mlx_mtp.load(TRAINED)[0].drafting.tuned is None
-
-
-def test_checks_the_folder_before_measuring(monkeypatch, capsys, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(benchmark.tune, "tune", None)
-    with pytest.raises(SystemExit) as e:
-        run(benchmark, "--tune", tmp_path / "file" / "s.json")
-    assert e.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
