@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
 from unittest.mock import Mock
@@ -113,13 +114,9 @@ def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
     """A head of its own, and for images the vision encoder of the base model."""
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (32, 32)).save("a.png")
-    load = Mock(side_effect=ValueError("enough"))
+    load, drafting = Mock(side_effect=ValueError("enough")), ("generate", "chat", "benchmark")
     for name, flags, option, want in (
-        *(
-            (name, f"--mtp {head}", "mtp", head)
-            for name in ("generate", "chat", "benchmark")
-            for head in ("auto", "a/b")
-        ),
+        *((name, f"--mtp {head}", "mtp", head or "auto") for name, head in product(drafting, ("", "a/b"))),
         ("generate", "--image a.png --prompt What?", "vision", "auto"),
         ("chat", "--images", "vision", "auto"),
     ):

@@ -273,34 +273,21 @@ def test_llama_cpps_and_vllms_fields(writer, trained):
 # Tool calls and reasoning, in a stream as without
 
 
-def say(server, text: str, thinking: bool = False, **options) -> dict:
+def say(client, text: str, thinking: bool = False, **options) -> dict:
     """The choice of an answer, which must be the same in a stream."""
-    body = {**said(text, thinking), "messages": ASK, "tools": TOOLS, "max_tokens": 900, **options}
-    status, answer = server.request(CHAT_PATH, body)
-    assert status == 200, answer
-    choice = answer["choices"][0]
-    ids = [call.pop("id") for call in choice["message"].get("tool_calls", [])]
-    assert len({*ids}) == len(ids)
-    assert message_of(server.stream(CHAT_PATH, body)) == choice
-    return choice
-
-
-def message_of(chunks) -> dict:
-    """What a client makes of the chunks."""
-    message = {"role": "assistant", "content": ""}
-    for (choice,) in (chunk["choices"] for chunk in chunks):
-        delta = choice["delta"]
-        for key in {"content", "reasoning", "reasoning_content"} & delta.keys():
-            message[key] = message.get(key, "") + delta[key]
-        for call in delta.get("tool_calls", []):
-            calls = message.setdefault("tool_calls", [])
-            if "id" in call:
-                assert (call["index"], call["function"]["arguments"]) == (len(calls), "")
-                calls.append({key: call[key] for key in ("type", "function")})
-            else:
-                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-    message["content"] = message["content"] or None
-    return {"index": 0, "finish_reason": choice["finish_reason"], "message": message}
+    options = {**CHAT, "tools": TOOLS, "max_tokens": 900, "extra_body": said(text, thinking), **options}
+    with client.chat.completions.stream(**options) as stream:
+        answers = client.chat.completions.create(**options), stream.until_done().current_completion_snapshot
+    whole, streamed = (answer.choices[0].model_dump(exclude_none=True) for answer in answers)
+    for choice in (whole, streamed):
+        calls = choice["message"].get("tool_calls", [])
+        ids = [call.pop("id") for call in calls]
+        assert len({*ids}) == len(ids)
+        choice["message"]["tool_calls"] = [
+            {name: call["function"][name] for name in ("name", "arguments")} for call in calls
+        ]
+    assert whole == streamed
+    return whole
 
 
 CALL, IN_THOUGHT = ("add", {"a": 1, "b": 2}), f"I shall add.\n\n{ADD}"
@@ -319,12 +306,11 @@ CALL, IN_THOUGHT = ("add", {"a": 1, "b": 2}), f"I shall add.\n\n{ADD}"
         (f"I could add:\n{ADD}\nbut no.\n</think>\n\nNo.", True, f"I could add:\n{ADD}\nbut no.", "No.", []),
     ],
 )
-def test_an_answer_is_taken_apart(server, text, thinking, reasoning, content, calls):
-    choice = say(server, text, thinking)
+def test_an_answer_is_taken_apart(client, text, thinking, reasoning, content, calls):
+    choice = say(client, text, thinking)
     message = choice["message"]
-    assert (message.get("reasoning"), message["content"]) == (reasoning, content)
-    functions = [call["function"] for call in message.get("tool_calls", [])]
-    assert [(f["name"], json.loads(f["arguments"])) for f in functions] == calls
+    assert (message.get("reasoning"), message.get("content")) == (reasoning, content)
+    assert [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]] == calls
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
@@ -363,16 +349,16 @@ def test_history_is_taken_as_clients_send_it(server):
         assert n_tokens(content=None, tool_calls=[call]) == n_tokens(content=text, tool_calls=None), arguments
 
 
-def test_whatever_a_model_says_arrives(server):
+def test_whatever_a_model_says_arrives(client):
     """Every word, in a stream as without, and calls that are calls."""
     rng, tags = random.Random(0), [*PARTS, "<think>", "</think>", ADD, SET]
     for _ in range(500 if LONG else 6):
         parts = [rng.choice([f"w{i}w", rng.choice(tags), rng.choice(tags)]) for i in range(rng.randint(1, 12))]
         text, limit = "".join(parts)[:1000], rng.choice([1000, 1000, rng.randint(1, 60)])
-        choice = say(server, text, thinking=rng.random() < 0.5, max_tokens=limit)
-        message, reason, calls = choice["message"], choice["finish_reason"], choice["message"].get("tool_calls", [])
+        choice = say(client, text, thinking=rng.random() < 0.5, max_tokens=limit)
+        message, reason, calls = choice["message"], choice["finish_reason"], choice["message"]["tool_calls"]
         words = [part for part in parts if part[0] == "w" and part in text]
         assert limit < 1000 or [word for word in words if word not in str(message)] == [], text
         assert reason in (("tool_calls", "length") if calls else ("stop", "length")), text
         for call in calls[:-1]:  # the last one may be cut
-            assert isinstance(json.loads(call["function"]["arguments"]), dict), text
+            assert isinstance(json.loads(call["arguments"]), dict), text

@@ -128,7 +128,7 @@ def test_stop_word_ends_text_however_it_is_tokenized(client, alone):
 
 
 def test_concurrent_requests_equal_single_ones(server, alone):
-    with begin(server, max_tokens=5000), ThreadPoolExecutor(3) as pool:  # all beside this one, at least
+    with server.begin(PROMPT), ThreadPoolExecutor(3) as pool:  # all beside this one, at least
         answers = [pool.submit(text_from, server, prompt=p, max_tokens=8 * (i + 1)) for i, p in enumerate(PROMPTS)]
         texts = [answer.result() for answer in answers]
     server.until_idle()
@@ -145,25 +145,13 @@ def test_seed_gives_one_text(server, without_mtp, trained, text_of):
     assert text_from(server, **seeded) == text_from(without_mtp, **seeded) == want
     assert text_from(server, **seeded | {"seed": 8}) != want
     # Beside others, one of which hangs up.
-    other = begin(server, max_tokens=5000)
+    other = server.begin(PROMPT)
     with ThreadPoolExecutor(3) as pool:
         again = [pool.submit(text_from, server, **seeded) for _ in range(2)]
         beside = pool.submit(text_from, server, prompt=PROMPTS[0], temperature=1.0, max_tokens=16)
         other.close()
         assert [answer.result() for answer in again] == [want, want]
         beside.result()
-
-
-def begin(server: Server, **body) -> socket.socket:
-    """Send a request -> the connection, once something is being generated."""
-    connection = socket.create_connection(("127.0.0.1", server.port))
-    raw = json.dumps({"prompt": PROMPT, **body}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw)
-    connection.sendall(head + raw)
-    deadline = time.monotonic() + 60
-    while server.metrics()["mlx_mtp_requests_in_flight"] == 0:
-        assert time.monotonic() < deadline
-    return connection
 
 
 REPEATS = (PROMPT + "read(self):\n        self.assertEqual(1, 1)\n\n\n") * 3
@@ -196,7 +184,7 @@ def test_copies_equal_mlx_lm(server, without_mtp, alone):
 def test_hang_up_stops_generation(server):
     before = server.metrics()["mlx_mtp_generated_tokens_total"]
     for stream in (True, False):
-        begin(server, max_tokens=5000, stream=stream).close()
+        server.begin(PROMPT, stream=stream).close()
         server.until_idle()
     assert server.metrics()["mlx_mtp_generated_tokens_total"] < before + 5000
 

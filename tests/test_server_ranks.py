@@ -7,9 +7,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from shutil import copytree
 from types import SimpleNamespace
 
@@ -60,17 +58,6 @@ def text_from(server: Server, prompt: str, max_tokens: int = 12, **body) -> str:
     return content["choices"][0]["text"]
 
 
-@contextmanager
-def beginning(server: Server, max_tokens: int = 3000) -> Iterator[socket.socket]:
-    """The connection of a stream that has begun, and goes on until it is left."""
-    body = json.dumps({"prompt": PROMPTS[0], "max_tokens": max_tokens, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with socket.create_connection(("127.0.0.1", server.port)) as s:
-        s.sendall(head + body)
-        assert s.recv(4).startswith(b"HTTP")
-        yield s
-
-
 def rest_of(connection: socket.socket) -> bytes:
     answer = b""
     while chunk := connection.recv(65536):
@@ -85,7 +72,7 @@ def several_at_once(server, alone):
     def answer(i: int) -> str:
         return text_from(server, PROMPTS[i], 4 * i + 8, **options[i])
 
-    with beginning(server), ThreadPoolExecutor(2) as pool:  # both beside this one, at least
+    with server.begin(PROMPTS[0]), ThreadPoolExecutor(2) as pool:  # both beside this one, at least
         assert list(pool.map(answer, range(2))) == [alone(PROMPTS[i], 4 * i + 8, **options[i]) for i in range(2)]
     server.until_idle()
     metrics = server.metrics()
@@ -110,12 +97,12 @@ def the_next_turn_reuses_the_cache(server, alone):
 
 def a_hang_up_ends_the_request_alone(server, alone):
     before = server.metrics()["mlx_mtp_generated_tokens_total"]
-    with ThreadPoolExecutor(1) as pool, beginning(server) as s:
+    with ThreadPoolExecutor(1) as pool, server.begin(PROMPTS[0]) as s:
         other = pool.submit(text_from, server, PROMPTS[2], 20)
         s.close()
         assert other.result() == alone(PROMPTS[2], 20)
     server.until_idle()
-    assert server.metrics()["mlx_mtp_generated_tokens_total"] < before + 3000
+    assert server.metrics()["mlx_mtp_generated_tokens_total"] < before + 5000
 
 
 def a_failing_request_fails_alone(server, alone):
@@ -141,7 +128,7 @@ def test_two_ranks_answer_as_one_process(tmp_path, checkpoint, alone, flags):
             a_failing_request_fails_alone,
         ):
             check_that(s, alone)
-        with beginning(s, 1500) as unfinished:
+        with s.begin(PROMPTS[0], 1500) as unfinished:
             s.process.send_signal(signal.SIGTERM)
             answer = rest_of(unfinished)
         body, end = b"data: [DONE]\n\n\r\n", b"0\r\n\r\n"  # the last chunk, and the end of a chunked answer
@@ -241,7 +228,8 @@ def test_refuses_what_ranks_cannot_serve(monkeypatch, flags):
 @pytest.mark.slow
 def test_no_answer_looks_whole_where_a_rank_dies(tmp_path, checkpoint):
     with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, ranks=2) as s, ThreadPoolExecutor(1) as pool:
-        with beginning(s, 5000) as unfinished:
+        with s.begin(PROMPTS[0]) as unfinished:
+            assert unfinished.recv(4) == b"HTTP"
             whole = pool.submit(s.request, "/v1/completions", {"prompt": PROMPTS[1], "max_tokens": 5000})
             while s.metrics()["mlx_mtp_requests_in_flight"] < 2:
                 time.sleep(0.02)

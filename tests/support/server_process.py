@@ -74,6 +74,17 @@ class Server:
                     yield json.loads(line[6:])
             raise RuntimeError("The stream breaks off.")
 
+    def begin(self, prompt: str, max_tokens: int = 5000, stream: bool = True) -> socket.socket:
+        """Send a request -> the connection, once something is being generated."""
+        raw = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "stream": stream}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw)
+        connection = socket.create_connection(("127.0.0.1", self.port))
+        connection.sendall(head + raw)
+        deadline = time.monotonic() + 60
+        while self.metrics()["mlx_mtp_requests_in_flight"] == 0:
+            assert time.monotonic() < deadline
+        return connection
+
     def resources(self) -> dict[str, int]:
         """The numbers of /proc/PID/status: VmRSS and the like in KB, Threads."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
