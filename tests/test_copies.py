@@ -166,6 +166,13 @@ def test_a_model_without_a_head(family):
             mtp(REPEATS, model, **options)
 
 
+def test_copies_are_off_where_the_number_of_drafts_is_given():
+    for options, copies in ((dict(num_draft_tokens=2), False), (dict(num_draft_tokens=2, copy_drafts=4), True)):
+        counts = DraftCounts()
+        mtp(REPEATS, model_of("qwen3_5"), max_tokens=20, counts=counts, **options)
+        assert (sum(counts.copied) > 0) == copies
+
+
 # The choice between them: on machines where a draft of the head, and a copy, take so many plain steps
 
 MACHINES = [(0.1, 0.04), (0.25, 0.2), (0.8, 0.7)]
