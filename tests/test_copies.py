@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from mlx_mtp import BatchGenerator, make_prompt_cache
+from mlx_mtp import BatchGenerator, TextOptions, make_prompt_cache
 from mlx_mtp.caches.positions import ImageSpan
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.decoding.sequence import without_images
@@ -167,10 +167,8 @@ def test_a_model_without_a_head(family):
 
 
 def test_copies_are_off_where_the_number_of_drafts_is_given():
-    for options, copies in ((dict(num_draft_tokens=2), False), (dict(num_draft_tokens=2, copy_drafts=4), True)):
-        counts = DraftCounts()
-        mtp(REPEATS, model_of("qwen3_5"), max_tokens=20, counts=counts, **options)
-        assert (sum(counts.copied) > 0) == copies
+    for asked, copies in (({"num_draft_tokens": 2}, "off"), ({"num_draft_tokens": "auto"}, "auto"), ({}, "auto")):
+        assert TextOptions(20, **asked).resolve(model_of("qwen3_5")).copy_drafts == copies
 
 
 # The choice between them: on machines where a draft of the head, and a copy, take so many plain steps
