@@ -136,9 +136,7 @@ class Target(nn.Module):
     def __init__(self, model: Any):
         super().__init__()
         self.model = model
-        self._waiting: weakref.ref[DraftCache] | None = (
-            None  # made with the latest cache; for ``DraftModel.make_cache``
-        )
+        self._waiting: weakref.ref[DraftCache] | None = None  # of the latest cache, for the draft model
 
     @property
     def layers(self) -> Any:
