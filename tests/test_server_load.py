@@ -120,7 +120,7 @@ def frontend_of(is_alive=True):
     """Without a generation thread."""
     engine = generation.Engine.__new__(generation.Engine)
     engine.clients, engine.metrics = Clients(), Metrics()
-    engine.admission = SimpleNamespace(models=SimpleNamespace(drafts=False), caches=None)
+    engine.admission = SimpleNamespace(models=SimpleNamespace(drafts=False), caches=None, account=None)
     engine.thread, engine.error = SimpleNamespace(is_alive=lambda: is_alive), None
     return Frontend(options_of(), engine)
 
@@ -129,7 +129,7 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch):
     monkeypatch.setattr(frontend, "KEEP_ALIVE", 0.005)
     f = frontend_of()
     f.models.resolve, f.models.tokenizers = lambda model: KEY, {KEY: "a tokenizer"}
-    f.encode = lambda *_: Prompt([1])
+    monkeypatch.setattr(frontend, "encode", lambda *_: Prompt([1]))
     start, step = STARTED, Delta([], 1, 0.0, (), "stop")
 
     async def run():

@@ -189,7 +189,7 @@ def test_models_share_the_space_and_find_their_texts_again():
         use(stores, key, model)
         assert stores.fetch(Prompt([*TEXT]))[1] == 0
         stores.insert(Prompt([*TEXT]), TEXT, read(model, TEXT))
-        stores.release()
+        stores.store.model = None
     use(stores, keys[0], models[0])
     assert stores.fetch(Prompt([*TEXT, 7]))[1] == len(TEXT)
     one = stores.store.nbytes

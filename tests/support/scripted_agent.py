@@ -8,8 +8,7 @@ says a title.
 import os
 from typing import Any
 
-from mlx_mtp.server import serve
-from mlx_mtp.server.frontend import Frontend
+from mlx_mtp.server import frontend, serve
 from tests.support import scripted_server
 from tests.support.tool_texts import rendered
 
@@ -17,7 +16,7 @@ COMMAND = "wc -l notes.txt > count.txt"
 PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n one\n-two\n+three\n*** End Patch\n"
 SHELL_PATCH = f"apply_patch <<'EOF'\n{PATCH}EOF"
 BLOCK = "notes.txt\n```\n<<<<<<< SEARCH\ntwo\n=======\nthree\n>>>>>>> REPLACE\n```\nIt is done."
-encode = Frontend.encode
+encode = frontend.encode
 
 
 def steps(tools: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -50,13 +49,13 @@ def next_text(messages: list[Any], tools: list[Any] | None) -> str:
     return f"Step {n_done}.\n</think>\n\n{said}"
 
 
-def encode_scripted(self: Frontend, tokenizer: Any, request: Any) -> Any:
+def encode_scripted(tokenizer: Any, request: Any, *args: Any) -> Any:
     text = next_text(request.messages, request.tools)
     request.args.chat_template_kwargs = {"say": text, "enable_thinking": bool(request.tools)}
-    return encode(self, tokenizer, request)
+    return encode(tokenizer, request, *args)
 
 
 if __name__ == "__main__":
     scripted_server.install()  # a request then says what the model says
-    Frontend.encode = encode_scripted
+    frontend.encode = encode_scripted
     serve.main()

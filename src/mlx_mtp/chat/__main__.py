@@ -110,12 +110,8 @@ def figures(response: GenerationResponse) -> str:
     n = f"{response.generation_tokens} tokens"
     parts = [f"stopped at {n} (--max-tokens)" if response.finish_reason == "length" else n]
     parts.append(f"{response.generation_tps:.1f} tokens-per-sec")
-    for name, drafted, accepted in (
-        ("drafts", response.drafted, response.accepted),
-        ("copies", response.copied, response.copies_accepted),
-    ):
-        if drafted:
-            parts.append(f"{sum(accepted)} of {sum(drafted)} {name} accepted")
+    drafts = {"drafts": (response.drafted, response.accepted), "copies": (response.copied, response.copies_accepted)}
+    parts += [f"{sum(accepted)} of {sum(made)} {name} accepted" for name, (made, accepted) in drafts.items() if made]
     if response.drafted or response.copied:
         parts.append(f"{response.tokens_per_step:.2f} tokens-per-step")
     return ", ".join(parts)

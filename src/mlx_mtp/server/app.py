@@ -278,9 +278,8 @@ class Counting:
             await self.app(scope, receive, count)
         finally:
             client = (scope.get("client") or ("unknown",))[0]
-            line = (
-                f'{client} - "{scope["method"]} {quote(scope["path"])}" {status}'  # quoted: a path may have line breaks
-            )
+            path = quote(scope["path"])  # a path may have line breaks
+            line = f'{client} - "{scope["method"]} {path}" {status}'
             logging.info(": ".join([line, *scope.get(FIGURES, ())]))
 
 

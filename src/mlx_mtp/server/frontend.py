@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from .api.common import Usage, Writer
-from .engine.encode import BoundedTokenizer, encode
+from .engine.encode import encode
 from .engine.engine import Engine
 from .request import ApiError, Delta, Options, Prompt, Request, Waiting
 
@@ -102,10 +102,8 @@ class Frontend:
         if request.key not in self.models.tokenizers:  # go through the queue once to load the model
             async for _ in self._submit(request):
                 pass
-        return await in_thread(self.encode, self.models.tokenizers[request.key], request)
-
-    def encode(self, tokenizer: BoundedTokenizer, request: Request) -> Prompt:
-        return encode(tokenizer, request, self.options, self.engine.admission.account)
+        tokenizer, account = self.models.tokenizers[request.key], self.engine.admission.account
+        return await in_thread(encode, tokenizer, request, self.options, account)
 
     async def _submit(self, request: Request) -> AsyncIterator[str | Waiting | Delta]:
         loop, items = asyncio.get_running_loop(), asyncio.Queue[Any]()

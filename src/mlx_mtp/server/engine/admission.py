@@ -75,7 +75,7 @@ class Admission:
             self.batch.close()
             mx.synchronize()  # other ranks wait for this rank's part of a pass
             self.batch = None
-            self.caches.release()
+            self.caches.store.model = None  # to free its weights for the next one
 
     def unload(self) -> None:
         """Drop the model and end the threads of its streams. Call in the thread that owns the streams."""

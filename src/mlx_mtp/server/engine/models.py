@@ -122,10 +122,6 @@ class Stores:
         self.store.model, self.store.max_bytes = model, max_bytes
         self.tokenizer = tokenizer
 
-    def release(self) -> None:
-        """Drop the reference to the model, to free its weights for the next one."""
-        self.store.model = None
-
     def load(self, key: str, tokens: list[int]) -> None:
         """Read a prompt's caches from disk, in any thread, before ``fetch`` needs them."""
         if (store := self.stores.get(key)) is not None and store.disk is not None:
