@@ -60,7 +60,7 @@ def test_describes_converted_checkpoints(tmp_path):
     lines = report(inspect(str(quantize_head(copied(tmp_path), 3))))
     assert re.match("ready, but the MTP head of.*quantized to 3 bits", lines["--mtp"])
     # The layout of a head file may be unknown
-    folder = converted(DATA / "dense", tmp_path / "model", mtp=False)
+    folder = converted(DATA / "dense", tmp_path / "unknown", mtp=False)
     head = {n: w for n, w in tensors(DATA / "dense").items() if n.startswith("mtp.")}
     mx.save_safetensors(str(folder / "mtp.safetensors"), head, metadata={"format": "pt"})
     configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors"})
