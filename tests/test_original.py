@@ -99,7 +99,7 @@ def test_the_head_is_that_of_the_original(family, hub, tmp_path):
     weights = [n for file, n in hub.served.items() if file.endswith(".safetensors")]
     assert HEAD_BYTES[family] <= sum(weights) <= HEAD_BYTES[family] + 2 * HEADER_BYTES * len(weights)
     head = model.fetched_head
-    assert (head.source, head.is_new) == (BASE_MODEL, True)
+    assert head.source == BASE_MODEL
     assert head.nbytes >= HEAD_BYTES[family]
 
     graft = converted(folder, tmp_path / "graft", graft_mtp_from=str(DATA / family), skip_check=True)
@@ -118,7 +118,6 @@ def test_conversions_share_a_head(hub, folder, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         heads = [*pool.map(lambda _: fetch_missing_head(CheckpointReader(str(folder))), range(2))]
     assert heads[0].folder == heads[1].folder
-    assert sorted(head.is_new for head in heads) == [False, True]
     assert hub.served[WEIGHTS] <= HEAD_BYTES["dense"] + 4 * HEADER_BYTES
     head = load(folder).fetched_head.folder
     hub.reset_counts()
@@ -127,7 +126,7 @@ def test_conversions_share_a_head(hub, folder, tmp_path):
     assert [head.folder for head in fetched_heads()] == [head]
     shutil.rmtree(head)
     assert [*fetched_heads()] == []
-    assert load(folder).fetched_head.is_new
+    assert load(folder).fetched_head.folder == head
 
 
 def test_nothing_is_asked_for_where_the_model_has_a_head_or_none_is_looked_for(hub, folder):
@@ -141,9 +140,9 @@ def test_nothing_is_asked_for_where_the_model_has_a_head_or_none_is_looked_for(h
 
 def test_a_head_fetched_before_is_used_without_asking(hub, folder, go_offline, monkeypatch):
     """With ``mtp="cached"``, as commands load by default; once the model has refused it, it is used no more."""
-    assert mlx_mtp.load(str(folder))[0].fetched_head.is_new
+    mlx_mtp.load(str(folder))
     go_offline()
-    assert load(folder).fetched_head.is_new is False
+    assert load(folder).fetched_head.source == BASE_MODEL
     assert mlx_mtp.load(str(folder), mtp="cached")[0].fetched_head.source == BASE_MODEL
     monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: 0.1)
     tune(folder)

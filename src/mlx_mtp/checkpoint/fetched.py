@@ -38,7 +38,6 @@ class FetchedHead:
     """A head fetched from an original."""
 
     folder: Path  # a drafter for load(..., mtp=str(folder))
-    is_new: bool = False  # whether this call has fetched it
 
     @property
     def record(self) -> Config:
@@ -77,7 +76,7 @@ def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
         "--mlx-path NEW`, or generate without a head (--no-mtp, in Python mtp=False)."
     )
     describe = partial(fitting_head, checkpoint=checkpoint)
-    return FetchedHead(*originals.fetch_from_original(originals.HEADS, checkpoint, describe, _write_head, advice))
+    return FetchedHead(originals.fetch_from_original(originals.HEADS, checkpoint, describe, _write_head, advice))
 
 
 def has_own_head(checkpoint: CheckpointReader) -> bool:
@@ -153,7 +152,7 @@ def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:
     """Fetch the vision encoder of a checkpoint's original, see ``fetch_from_original``."""
     advice = f"Add one with `mlx_mtp convert --graft-vision-from BASE_MODEL --model {checkpoint.name} --mlx-path NEW`."
     describe = partial(fitting_tower, checkpoint=checkpoint)
-    tower, _ = originals.fetch_from_original(originals.TOWERS, checkpoint, describe, _write_tower, advice)
+    tower = originals.fetch_from_original(originals.TOWERS, checkpoint, describe, _write_tower, advice)
     return Vision(tower, config | settings_of(read_json(tower / originals.CONFIG)), [originals.WEIGHTS])
 
 

@@ -131,15 +131,15 @@ def fetch_from_original(
     describe: Describe,
     write: Callable[[CheckpointReader, Tensors, Path], Config],
     advice: str,
-) -> tuple[Path, bool]:
-    """Fetch a part of a checkpoint's original, unless it was fetched before. Return its folder, and whether it is new.
+) -> Path:
+    """Fetch a part of a checkpoint's original, unless it was fetched before. Return its folder.
 
     ``describe`` returns the tensors of the part in an original, or raises a ValueError. ``write`` writes them to a folder and
     returns its config.json, which is written last: another call resumes in a folder without one. ``advice`` ends the
     FileNotFoundError if there is no original.
     """
     if (known := fetched_before(kind, checkpoint)) is not None:
-        return known, False
+        return known
     try:
         original, tensors = find_original(kind, checkpoint, describe)
     except FileNotFoundError as e:
@@ -149,11 +149,10 @@ def fetch_from_original(
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(target / ".lock"):  # another process may fetch it as well
-            is_new = not (target / CONFIG).exists()
-            if is_new:
+            if not (target / CONFIG).exists():
                 write_atomic(target / CONFIG, json.dumps(write(original, tensors, target), indent=4) + "\n")
         update_own(root / OF, _key_of(checkpoint), str(target.relative_to(root)))
-    return target, is_new
+    return target
 
 
 def fetched_before(kind: str, checkpoint: CheckpointReader) -> Path | None:

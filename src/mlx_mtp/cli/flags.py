@@ -246,8 +246,7 @@ def settle_drafts(args: argparse.Namespace, model: Any) -> None:
     if args.model == str(DEMO):
         print(f"{DEMO_NOTE}. `mlx_mtp models` lists real models.", file=sys.stderr)
     if args.mtp and (fetched := model.fetched_head) is not None:
-        when = "fetched to" if fetched.is_new else "fetched before to"
-        print(f"MTP head: of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB, {when} {fetched.folder}", file=sys.stderr)
+        print(f"MTP head: of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB, in {fetched.folder}", file=sys.stderr)
         accepted = fetched.acceptance(model.fingerprint())
         print(f"Drafts accepted on built-in text: {accepted or 0:.0%}", file=sys.stderr)
     if args.mtp and model.drafting.tuned is not None:
