@@ -275,13 +275,7 @@ def test_an_answer_without_a_limit_goes_on():
         (TEXT, {"prompt": "a"}, "n_predict"),
     ):
         own = {limit: 9}
-        for flags, asked, want in (
-            (free, {}, 700),
-            (same, {}, 700),
-            (free, own, 9),
-            (limited, {}, 5),
-            (limited, own, 9),
-        ):
+        for flags, asked, want in ((free, {}, 700), (same, {}, 700), (limited, {}, 5), (limited, own, 9)):
             args = APIS[path].read_request({**body, **asked}, flags)[1].args
             tokenizer.complete(300, args, flags.max_tokens, "input")
             assert args.max_tokens == want, (path, asked)

@@ -28,9 +28,8 @@ ADD = render("add", {"a": 1, "b": 2})
 SET = render("set", {"value": None, "options": {"x": True}}, json_scalars=True)
 
 
-server = server_of(
-    lambda folder: ["--model", str(make_model(folder / "model"))], serve_scripted
-)  # says what it is told to
+# One says what it is told to.
+server = server_of(lambda folder: ["--model", str(make_model(folder / "model"))], serve_scripted)
 drafting = server_of(lambda _: ["--model", TRAINED, "--mtp"])  # writes Python
 
 
@@ -315,12 +314,8 @@ def test_an_answer_is_taken_apart(client, text, thinking, reasoning, content, ca
 
 
 def test_arguments_come_token_by_token(server):
-    body = {
-        "messages": ASK,
-        "tools": TOOLS,
-        "max_tokens": 900,
-        **said(render("write", {"content": "import os\n" * 20})),
-    }
+    text = render("write", {"content": "import os\n" * 20})
+    body = {"messages": ASK, "tools": TOOLS, "max_tokens": 900, **said(text)}
     deltas = [chunk["choices"][0]["delta"] for chunk in server.stream(CHAT_PATH, body)]
     pieces = [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta]
     assert len(pieces) > 20

@@ -82,9 +82,7 @@ def complete(client, max_tokens=24, **kwargs):
 
 
 def answer_of(server: Server, **body) -> dict:
-    status, content = server.request(TEXT, {"prompt": PROMPT, "max_tokens": 24, **body})
-    assert status == 200, content
-    return content
+    return server.complete(**{"prompt": PROMPT, "max_tokens": 24, **body})
 
 
 def text_from(server: Server, **body) -> str:

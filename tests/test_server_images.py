@@ -148,6 +148,7 @@ def test_at_once_and_cached_by_content(engine):
     assert all(a.n_read < 8 for a in again)
     together = engine.ask_all([(chat, None) for chat in [*chats, [user(text("text"))]]], max_tokens=12)
     assert [a.tokens for a in together[:3]] == [a.tokens for a in first]
+    assert all(a.n_read < 8 for a in together[:3])
     longer = [*chats[1], {"role": "assistant", "content": "x"}, user(part(png(7)), part(png(8)))]
     assert engine.ask(longer, max_tokens=4).n_cached >= len(first[1].prompt) - 3
 

@@ -53,9 +53,7 @@ def alone(checkpoint):
 
 
 def text_from(server: Server, prompt: str, max_tokens: int = 12, **body) -> str:
-    status, content = server.request("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens, **body})
-    assert status == 200, content
-    return content["choices"][0]["text"]
+    return server.complete(prompt, max_tokens, **body)["choices"][0]["text"]
 
 
 def rest_of(connection: socket.socket) -> bytes:

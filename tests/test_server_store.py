@@ -126,18 +126,6 @@ def test_a_disk_that_does_not_answer_delays_only_the_texts_on_it(model, tmp_path
             os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
 
 
-def test_a_batch_goes_on_from_the_store(model):
-    with Engine("--mtp", "--num-draft-tokens", "1", "--model", model) as engine:
-        chats = [[MESSAGES[0], {"role": "user", "content": f"Add {i}. " * 9}] for i in range(3)]
-        alone = [engine.ask(chat, max_tokens=9) for chat in chats]
-        together = engine.ask_all([(chat, None) for chat in chats], max_tokens=9)
-        assert [a.tokens for a in together] == [a.tokens for a in alone]
-        assert all(a.n_read < 10 for a in together)
-        longer = [[*chat, {"role": "assistant", "content": "Done."}, MESSAGES[1]] for chat in chats]
-        for answer, before in zip(engine.ask_all([(chat, None) for chat in longer], max_tokens=9), alone):
-            assert answer.n_cached >= before.n_cached
-
-
 def test_no_request_fails_for_the_stores_sake(model, monkeypatch, caplog):
     with Engine("--mtp", "--num-draft-tokens", "0", "--model", model) as engine:
         want = engine.ask(MESSAGES, max_tokens=5)

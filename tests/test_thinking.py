@@ -65,7 +65,6 @@ LOW, MEDIUM, MAX = ({"enable_thinking": True, "reasoning_effort": effort} for ef
     [
         (CHAT, {}, {}, None),
         (CHAT, OFF, OFF, None),
-        (CHAT, {"reasoning_effort": "none"}, OFF, None),
         (CHAT, {"reasoning_effort": "minimal"}, OFF, None),
         (CHAT, {"reasoning_effort": "low"}, LOW, 1024),
         (CHAT, {"reasoning_effort": "max"}, MAX, None),

@@ -12,9 +12,7 @@ from mlx_mtp.server.frontend import Frontend
 from mlx_mtp.server.request import Metrics, Request
 
 ASK = [{"role": "user", "content": "a"}]
-CHAT, TEXT, MESSAGES, RESPONSES = (
-    f"/v1/{name}" for name in ("chat/completions", "completions", "messages", "responses")
-)
+CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 FLAGS = SimpleNamespace(max_tokens=5, num_draft_tokens=None, copy_drafts=None)
 
 
@@ -26,9 +24,8 @@ def options_of(*flags: str) -> Options:
 def client_of(generate: Any, *flags: str) -> TestClient:
     """A client of an app whose frontend answers by ``generate``."""
     engine, models = SimpleNamespace(is_alive=True), SimpleNamespace(drafts=False)
-    frontend = SimpleNamespace(
-        engine=engine, metrics=Metrics(), options=options_of(*flags), models=models, generate=generate
-    )
+    given = dict(engine=engine, options=options_of(*flags), models=models, generate=generate)
+    frontend = SimpleNamespace(metrics=Metrics(), **given)
     frontend.generate_all = partial(Frontend.generate_all, frontend)
     return TestClient(make_app(frontend), base_url="http://localhost")
 

@@ -74,6 +74,12 @@ class Server:
                     yield json.loads(line[6:])
             raise RuntimeError("The stream breaks off.")
 
+    def complete(self, prompt: str, max_tokens: int, **body: Any) -> dict[str, Any]:
+        """The answer to a request for a completion."""
+        status, content = self.request("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens, **body})
+        assert status == 200, content
+        return content
+
     def begin(self, prompt: str, max_tokens: int = 5000, stream: bool = True) -> socket.socket:
         """Send a request -> the connection, once something is being generated."""
         raw = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "stream": stream}).encode()
