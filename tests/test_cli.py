@@ -64,7 +64,6 @@ def test_a_pipe_to_head_shows_no_error():
         ("generate --copy-drafts few", "argument --copy-drafts: must be auto, off or a number, not 'few'"),
         ("server --chat-template-args {", "argument --chat-template-args: must be JSON, not '{'"),
         ("server --prompt-cache-bytes much", "argument --prompt-cache-bytes: must be a size such as 10GB, not 'much'"),
-        ("server --prompt-cache-bytes -1", "argument --prompt-cache-bytes: must be a size such as 10GB, not '-1'"),
         ("generate --mpt", "unrecognized arguments: --mpt: did you mean --mtp?"),
         ("server --mpt org/head", "unrecognized arguments: --mpt org/head: did you mean --mtp?"),
         ("convert --mlx-paht=out --inspcet x", "--mlx-paht=out --inspcet x: did you mean --mlx-path --inspect?"),

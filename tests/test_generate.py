@@ -291,7 +291,6 @@ SPOILT = {
         ("--mtp --prompt caf\udce9", "is not text in UTF-8"),
         ("--check --no-mtp", "--check requires an MTP head"),
         ("--mtp --check --temp 0.7", "cannot be combined with --temp"),
-        ("--mtp --check --settings off", "cannot be combined with --settings"),
         ("--mtp --chat-template-config []", "must be a JSON object, not []"),
         ("--mtp --prompt-cache-dir FOLDER --check", "--prompt-cache-dir and --check cannot be combined"),
         ("--no-mtp --acceptance rejection", "--acceptance requires an MTP head: remove --no-mtp"),

@@ -154,13 +154,9 @@ def test_a_quoted_tag_is_not_where_it_begins(demo):
     assert grammar.forced(tokens[: n - 1]) == []  # a draft is rejected
 
 
-def test_regular_expressions_and_larks(trained):
-    model, tokenizer = trained
-    for options, expected in (({"regex": r"a/b\/[0-9]{3}"}, "a/b/"), ({"lark": 'start: "yes" | "no"'}, ("yes", "no"))):
-        options = dict(max_tokens=12, logits_processors=[make_grammar(tokenizer, **options)])
-        tokens = until_end(mtp(tokenizer.encode("x = "), model, **options), tokenizer.eos_token_id)
-        assert tokenizer.decode(tokens[:-1]).startswith(expected)
-    for regex, text in (  # slashes of a regular expression are its own
+def test_slashes_of_a_regular_expression_are_its_own(trained):
+    tokenizer = trained[1]
+    for regex, text in (
         (r"a\\/b", "a\\/b"), (r"a\/b", "a/b"), ("a/b", "a/b"), (r"[/\\]+", "/\\/"), ("a\nb", "a\nb"), (r"\\\\/", "\\\\/")
     ):  # fmt: skip
         matcher = make_grammar(tokenizer, regex=regex).matcher

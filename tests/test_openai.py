@@ -246,9 +246,8 @@ def test_calls_are_not_continued(client):
 def test_llama_cpps_and_vllms_fields(writer, trained):
     """n_predict, json_schema, ignore_eos, min_tokens and stop_token_ids."""
     tokenizer = trained[1]
-    text = {**TEXT, "max_tokens": 60, "prompt": "import os\n"}
+    text = {**TEXT, "max_tokens": 60}
     whole = writer.completions.create(**text, logprobs=0).choices[0]
-    n = len(whole.logprobs.tokens)
     said = writer.completions.create(**{**text, "max_tokens": None}, extra_body={"n_predict": 5})
     assert said.usage.completion_tokens == 5
     piece = whole.logprobs.tokens[4]
@@ -262,7 +261,6 @@ def test_llama_cpps_and_vllms_fields(writer, trained):
     for body, n_tokens in (({}, 1), ({"min_tokens": 4}, 5), ({"ignore_eos": True}, 9)):
         answer = writer.completions.create(**{**text, **biased}, extra_body=body)
         assert answer.usage.completion_tokens == n_tokens, body
-    assert n > first
     schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
     for body in ({"json_schema": schema}, {"response_format": {"type": "json_object", "schema": schema}}):
         answer = writer.chat.completions.create(**CHAT, max_tokens=60, extra_body=body)
