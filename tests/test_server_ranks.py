@@ -5,7 +5,6 @@ import pickle
 import re
 import shutil
 import signal
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from shutil import copytree
@@ -54,13 +53,6 @@ def alone(checkpoint):
 
 def text_from(server: Server, prompt: str, max_tokens: int = 12, **body) -> str:
     return server.complete(prompt, max_tokens, **body)["choices"][0]["text"]
-
-
-def rest_of(connection: socket.socket) -> bytes:
-    answer = b""
-    while chunk := connection.recv(65536):
-        answer += chunk
-    return answer
 
 
 def several_at_once(server, alone):
@@ -128,7 +120,7 @@ def test_two_ranks_answer_as_one_process(tmp_path, checkpoint, alone, flags):
             check_that(s, alone)
         with s.begin(PROMPTS[0], 1500) as unfinished:
             s.process.send_signal(signal.SIGTERM)
-            answer = rest_of(unfinished)
+            answer = unfinished.makefile("rb").read()
         body, end = b"data: [DONE]\n\n\r\n", b"0\r\n\r\n"  # the last chunk, and the end of a chunked answer
         assert answer.endswith(body + end)
         assert s.statuses() == [0, 0]
@@ -232,7 +224,7 @@ def test_no_answer_looks_whole_where_a_rank_dies(tmp_path, checkpoint):
             while s.metrics()["mlx_mtp_requests_in_flight"] < 2:
                 time.sleep(0.02)
             s.processes[1].kill()
-            answer = rest_of(unfinished)
+            answer = unfinished.makefile("rb").read()
         *_, last, done = re.findall(rb"^data: (.*)$", answer, re.MULTILINE)
         assert done == b"[DONE]"
         assert json.loads(last)["error"]["type"] == "server_error"

@@ -2,8 +2,6 @@
 
 import logging
 import shutil
-import sys
-from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -17,6 +15,7 @@ from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.layers.drafting import Settings
 from mlx_mtp.pacing.step_times import timing_of
 from tests.support.checkpoints import configure, copied, edit
+from tests.support.commands import run_command
 from tests.support.decoding import plain
 from tests.support.models import DATA, TRAINED
 
@@ -39,11 +38,6 @@ def tuned_model():
     yield write
     for file in files:
         file.unlink(missing_ok=True)
-
-
-def run(module, *argv) -> None:
-    with mock.patch.object(sys, "argv", ["command", *map(str, argv)]):
-        module.main()
 
 
 def test_reads_what_was_written(tmp_path):
@@ -102,7 +96,7 @@ def test_drafts_follow_settings_unless_given(tuned_model):
         assert (last.drafted != ()) == drafts
 
 
-def test_benchmark_ignores_settings_unless_given(monkeypatch, tuned_model):
+def test_benchmark_ignores_settings_unless_given(monkeypatch, capsys, tuned_model):
     file, measured = tuned_model(Settings(0)), []
 
     def measure(model, *_, name, **__):
@@ -111,8 +105,7 @@ def test_benchmark_ignores_settings_unless_given(monkeypatch, tuned_model):
 
     monkeypatch.setattr(benchmark, "measure", measure)
     for flags in ((), ("--settings", file)):
-        with pytest.raises(SystemExit):
-            run(benchmark, "--model", TRAINED, *flags)
+        run_command(benchmark.main, capsys, "--model", TRAINED, *flags)
     assert measured == [("dense", None), ("dense with off", Settings(0))]
 
 
@@ -166,21 +159,21 @@ def test_command_prints_the_settings(capsys, tuned_model):
         ("--settings off", None),
         ("--mtp-bits 8", None),
     ):
-        run(generate, "--mtp", "--model", TRAINED, "--prompt", PROMPT, "-m", 8, *flags.split())
-        out, err = capsys.readouterr()
+        argv = "--mtp", "--model", TRAINED, "--prompt", PROMPT, "-m", 8, *flags.split()
+        _, out, err = run_command(generate.main, capsys, *argv)
         note = "" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n"
         assert err == note + "stopped at 8 tokens (--max-tokens)\n"
         assert ("Drafts: none" if said == "off" else "accepted by position") in out
 
 
-def test_settings_of_a_head_on_the_hub_are_found_from_any_folder(hub, monkeypatch, tmp_path):
+def test_settings_of_a_head_on_the_hub_are_found_from_any_folder(hub, monkeypatch, capsys, tmp_path):
     """`--tune` writes them for a model and a head of its own, and loading the two finds them."""
     head = copied(tmp_path / "head")
     edit(head, lambda w: [w.pop(name) for name in list(w) if not name.startswith("mtp.")])
     configure(head, model_type="qwen3_5_mtp")
     hub.publish("me/head", head)
     monkeypatch.setattr(tune, "tune", lambda *_, **__: [Measured(TUNED, [1.0])])
-    run(benchmark, "--model", TRAINED, "--mtp", "me/head", "--tune")
+    assert run_command(benchmark.main, capsys, "--model", TRAINED, "--mtp", "me/head", "--tune")[0] == 0
     monkeypatch.chdir(tmp_path)
     assert mlx_mtp.load(TRAINED, mtp="me/head")[0].drafting.tuned == TUNED
     assert mlx_mtp.load(TRAINED)[0].drafting.tuned is None

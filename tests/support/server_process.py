@@ -107,10 +107,7 @@ class Server:
             if not is_complete:
                 with suppress(OSError):  # the server may have closed the connection already
                     s.shutdown(socket.SHUT_WR)
-            answer = b""
-            while chunk := s.recv(65536):
-                answer += chunk
-            return answer
+            return s.makefile("rb").read()
 
     def metrics(self) -> dict[str, float]:
         _, text = self.request("/metrics")
