@@ -85,6 +85,7 @@ def test_logprobs_are_mlx_lms_and_the_stream_is_the_callers():
 # Other implementations with all prompts: .914, .853, .808 at best, .865, .770, .711 without the prompt.
 def test_acceptance_on_a_trained_checkpoint():
     model, counts = load_reference(DATA / "dense"), DraftCounts()
+    model.drafting.compiled = False  # the CPU backend would compile kernels for its sizes
     floors = (0.91, 0.845, 0.8) if LONG else (0.91, 0.9, 0.86)
     for prompt in json.loads((DATA / "dense" / "prompts.json").read_text()):
         if LONG or len(prompt) <= 24:
