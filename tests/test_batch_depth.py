@@ -69,24 +69,24 @@ def test_rows_of_different_texts_share_a_depth():
     assert sum(simulate([right, *[wrong] * 7], 100)[60:]) < 10
 
 
-def test_times_of_a_new_size_are_guessed_from_the_line_through_the_two_nearest():
+def test_times_of_a_new_size_are_those_of_the_next_smaller_one_by_rows():
     timing = Timing(StepTimes(8))
     for B in (2, 4):
         simulate([0.9] * B, 100, depths=Depths(timing))
     for B in (3, 5):
-        guess = timing.of(B).by_depth()
-        assert len(guess) > 2
-        assert guess == pytest.approx({k: linear(B, k) for k in guess})
+        assert timing.of(B).by_depth() == pytest.approx({k: linear(B, k) for k in range(9)})
+    assert timing.of(1).by_depth() == {}
 
 
 @pytest.mark.parametrize("slower", [1, 3])
-def test_a_new_size_is_measured_first_and_begins_with_what_is_known(slower):
-    """Also where its steps take another time, as long as drafts cost about as much of it."""
+def test_a_new_size_begins_with_what_is_known(slower):
+    """It measures all anew where its steps take another time."""
     depths = Depths()
     simulate([0.9] * 2, 100, depths=depths)
-    asked = simulate([0.9] * 3, 10, lambda B, k: slower * linear(B, k), depths)
-    assert asked[:6] == [*Depth.FIRST_DEPTHS]
-    assert 0 not in asked[6:]
+    asked = simulate([0.9] * 3, 30, lambda B, k: slower * linear(B, k), depths)
+    first = [1, 1, 1] if slower == 1 else [1, 1, 1, *Depth.FIRST_DEPTHS]
+    assert [min(k, 1) for k in asked[: len(first)]] == first
+    assert asked[-1] > 0
     # And comes back to a size as it left it.
     assert simulate([0.9] * 2, 1, depths=depths) != [0]
 

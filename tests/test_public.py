@@ -40,7 +40,18 @@ ARROWS = {
     "batch": {"caches", "decoding", "distributed", "drafts", "models", "pacing"},
     "prompt_store": {"caches", "memory"},
     # It tries heads that it has fetched.
-    "checkpoint": {"caches", "decoding", "distributed", "files", "images", "layers", "memory", "models", "prompts"},
+    "checkpoint": {
+        "caches",
+        "decoding",
+        "distributed",
+        "files",
+        "images",
+        "layers",
+        "memory",
+        "models",
+        "pacing",
+        "prompts",
+    },
     "cli": LIBRARY - {"batch", "decoding", "models", "text"} | {"files", "layers", "traces"},
     **{command: LIBRARY | {"layers"} | SHARED for command in COMMANDS},
     "chat": LIBRARY | SHARED | {"generate"},  # an answer is generated as there

@@ -98,14 +98,14 @@ def test_steps_are_timed_where_no_other_generation_ran_in_between(timed, turn, b
     take(steps, N)
     if beside == "a batch":
         generator = BatchGenerator(Timed(model), num_draft_tokens=0)
-        generator.insert([p.tolist() for p in PROMPTS], max_tokens=[2 * N] * 2)
-        other = ((r.token,) for _ in range(2 * N) for r in generator.next_generated()[:1])
+        generator.insert([p.tolist() for p in PROMPTS], max_tokens=[3 * N] * 2)
+        other = ((r.token,) for _ in range(3 * N) for r in generator.next_generated()[:1])
     else:
         (_, other), _ = start([None, scripted(model, 1)], [0, beside], copy_drafts="off")
     next(other)
     times = model.drafting.timing.of(1)
     n_before = sum(times.n_counted.values())
-    in_turn([steps, other], N, turn)
+    in_turn([steps, other], 2 * N, turn)
     assert times.by_depth() == pytest.approx({k: 1 + COST * k for k in times.by_depth()})
     if turn == 1:  # few are timed, if any
         take(steps, N)

@@ -1,13 +1,15 @@
 """A test of a model's passes on this device, which ``load`` runs once for each kind of model, chip and version.
 
 A kernel may be wrong on a chip that its authors do not have. So passes whose logits must be equal, to within rounding, are
-compared over a short window.
+compared over a short window. The steps that "auto" chooses from are timed as well: a pass over one more token is free on some
+chips, and takes twice the time on others.
 """
 
 import copy
 import hashlib
 import logging
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -17,9 +19,12 @@ from platformdirs import user_cache_path
 
 from ..caches.prompt_cache import has_head
 from ..caches.recurrent import rollback
+from ..decoding.loop import mtp_generate_step
 from ..layers.compiled import Compiler
 from ..layers.layer import FEW, group_size
 from ..layers.mtp import run_head
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer
+from ..pacing.step_times import Plan
 from .originals import read_own, update_own
 from .settings import machine
 
@@ -39,13 +44,14 @@ class SelfTest(NamedTuple):
     rolled_back: float  # a pass after a rollback and after a prefill of the same tokens
     rounding: float  # the most that rounding explains
     head_copies: int  # copies of the head's keys and values that further drafts in one graph make
+    seconds: list[float]  # of a step by the number of drafts; none without the head
 
     @property
     def wrong(self) -> list[str]:
-        return [name for name, n in zip(self._fields[:3], self) if not n <= self.rounding]
+        return [name for name, n in zip(self._fields[:3], self[:3]) if not n <= self.rounding]
 
     def __str__(self) -> str:
-        differences = ", ".join(f"{name} {n:.2%}" for name, n in zip(self._fields[:3], self))
+        differences = ", ".join(f"{name} {n:.2%}" for name, n in zip(self._fields[:3], self[:3]))
         verdict = f"wrong: {', '.join(self.wrong)}" if self.wrong else f"within rounding ({self.rounding:.0%})"
         return f"{verdict}; differences of logits: {differences}; {self.head_copies} copies of the head's cache"
 
@@ -60,6 +66,7 @@ def ensure_tested(model: Any, name: str) -> SelfTest:
         with suppress(OSError):  # otherwise it runs again the next time
             file.parent.mkdir(parents=True, exist_ok=True)
             update_own(file, key, result)
+    model.drafting.seconds = dict(enumerate(result.seconds))
     if "compiled" in result.wrong:
         model.drafting.compiled = False
     if "grouped" in result.wrong:
@@ -108,6 +115,7 @@ def run(model: Any) -> SelfTest:
         _difference(after, fresh) / largest,
         ROUNDING[whole.dtype],
         _head_copies(model) if has_head(model) else 0,
+        _step_seconds(model, prompt) if has_head(model) else [],
     )
 
 
@@ -149,3 +157,24 @@ def _head_copies(model: Any) -> int:
         token = mx.argmax(model.draft_logits(hidden), axis=-1)  # [1, 1]
     mx.eval(token, cache.keys, cache.values)
     return round((mx.get_peak_memory() - before) / cache.nbytes)
+
+
+class _EveryDepth(Depth):
+    """Chooses the lowest depth whose time is not known yet, for as many steps as that takes."""
+
+    @property
+    def unknown(self) -> list[int]:
+        return [k for k in range(self.most + 1) if self.times.n_counted.get(Plan(k), 0) < 2]
+
+    def next(self, offers: Sequence[Offer], least: int = 0) -> Plan:
+        return Plan([*self.unknown, 0][0])
+
+
+def _step_seconds(model: Any, prompt: mx.array) -> list[float]:
+    depth = _EveryDepth(MAX_DRAFT_TOKENS)
+    steps = mtp_generate_step(prompt, model, max_tokens=1000, num_draft_tokens=depth, copy_drafts="off")
+    with closing(steps):
+        for _ in steps:
+            if not depth.unknown:
+                return [depth.times.seconds[Plan(k)] for k in range(MAX_DRAFT_TOKENS + 1)]
+    return []

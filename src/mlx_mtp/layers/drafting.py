@@ -60,6 +60,7 @@ class DraftConfig:
           0 for all. Default: ``None``, on Metal as many as its fused attention takes, elsewhere all.
         compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
         pieces (int, optional): As in ``Pass``.
+        seconds (Mapping[int, float]): The times of steps by depth, measured when the model was first loaded on this machine.
         timing (pacing.step_times.Timing, optional): The times of steps on this machine, made by ``pacing`` and updated by
           ``decoding``. It is an attribute of the model so that all generations share it.
     """
@@ -69,6 +70,7 @@ class DraftConfig:
     attention_rows: int | None = None
     compiled: bool = True
     pieces: int | None = None
+    seconds: Mapping[int, float] = field(default_factory=dict)
     timing: Any = None
 
 

@@ -172,7 +172,7 @@ class Depth:
         return type(self)(self.most, times=self.times, n_sequences=self.n_sequences)
 
     def _first_steps(self) -> list[Plan]:
-        knows_cost = len(self.times.seconds) - len(self.times.guessed) >= 2  # of a draft
+        knows_cost = len(self.times.seconds) >= 2  # of a draft
         return [Plan(k) for k in self.FIRST_DEPTHS if k > 0 or not knows_cost]
 
     def next(self, offers: Sequence[Offer], least: int = 0) -> Plan:
@@ -183,7 +183,7 @@ class Depth:
         """
         n = max((len(offer[HEAD]) for offer in offers if HEAD in offer), default=0)
         if self.planned is None:  # not in the constructor: several ranks agree on times after it
-            self.unconfirmed = set(self.times.seconds) - self.times.guessed
+            self.unconfirmed = set(self.times.seconds)
             self.planned = self._first_steps()
         if least == 0 and n > 0:
             self.planned = self.planned or self._plan(offers, n)

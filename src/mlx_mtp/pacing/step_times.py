@@ -33,8 +33,7 @@ class StepTimes:
 
     The first step at a depth is not counted, since it may include compilation. A step far longer than expected counts as
     ``BEYOND_NOISE`` times the expected time, since the machine may have paused. If steps become far shorter, the earlier ones
-    were slow: the times of all depths are scaled down until they are measured again. A longer context adds to all depths. A
-    depth that was not used recently is on the line through the two nearest depths that were.
+    were slow: the times of all depths are scaled down until they are measured again. A longer context adds to all depths.
 
     Drafts of other sources cost no pass of the head. The time of the same number of the head's drafts is an upper bound, and
     the estimate for numbers that were not tried.
@@ -44,11 +43,8 @@ class StepTimes:
     Args:
         n (int): The largest depth.
         seconds (Mapping[int, float], optional): Times measured earlier, by depth.
-        is_guess (bool): Whether ``seconds`` are a guess: the first measured time scales them all, and they are dropped once two
-          depths are measured. Default: ``False``.
 
     Attributes:
-        guessed (set[Plan]): The plans whose time is a guess.
         estimate (list[float]): t(k) for the head's drafts, k from 0, [n + 1].
         free (list[float]): t(k) for drafts of other sources, k from 0, [MOST_FREE + 1].
         most_free (int): The most drafts of other sources to try next.
@@ -58,18 +54,18 @@ class StepTimes:
     FOLLOWS = 0.08  # the weight of a new time in a running time; half of it at the other depths
     FIRST_FREE, MOST_FREE = 4, 16  # the most drafts of other sources than the head, at first and in all
     STALE = 100  # steps with drafts after which a time is no longer fresh
+    FEW = 16  # as many for each time that it was measured, if few
 
-    def __init__(self, n: int, seconds: Mapping[int, float] | None = None, is_guess: bool = False):
+    def __init__(self, n: int, seconds: Mapping[int, float] | None = None):
         self.n, self.most_free = n, self.FIRST_FREE
-        self.forget(seconds, is_guess)
+        self.forget(seconds)
 
-    def forget(self, seconds: Mapping[int, float] | None = None, is_guess: bool = False) -> None:
+    def forget(self, seconds: Mapping[int, float] | None = None) -> None:
         """Replace all times, after a change of the context or of the machine's state."""
         self.n_drafting = 0  # steps with drafts
         self.seconds = {Plan(k): t for k, t in (seconds or {}).items()}
-        self.guessed = set(self.seconds) if is_guess else set()
         self.warm: set[Plan] = set()  # plans that were used
-        self.n_counted = dict.fromkeys(self.seconds, 0 if is_guess else 1)
+        self.n_counted = dict.fromkeys(self.seconds, 1)
         self.last_used = dict.fromkeys(self.seconds, 0)
         self.n_fast = 0  # consecutive steps that were far shorter than expected
         self._update()
@@ -77,24 +73,8 @@ class StepTimes:
     def observe(self, plan: Plan, seconds: float | None) -> None:
         self.n_drafting += plan.k > 0
         if seconds is not None and plan in self.warm:
-            self._confirm_guess(plan, seconds)
             self._count(plan, seconds)
         self.warm.add(plan)
-        self._update()
-
-    def _confirm_guess(self, plan: Plan, seconds: float) -> None:
-        """Scale a guess by the first measured time, and drop it once another depth is measured."""
-        if not self.guessed:
-            return
-        measured = self.seconds.keys() - self.guessed
-        if not measured:
-            ratio = seconds / self.of(plan)
-            self.seconds = {known: ratio * t for known, t in self.seconds.items()}
-        elif measured - {plan}:
-            self.seconds = {known: self.seconds[known] for known in measured}
-            self.n_counted = {known: n for known, n in self.n_counted.items() if known in measured}
-            self.guessed = set()
-        self.guessed.discard(plan)
         self._update()
 
     def by_depth(self) -> dict[int, float]:
@@ -135,11 +115,11 @@ class StepTimes:
 
     def is_fresh(self, plan: Plan) -> bool:
         """Whether such steps were measured recently, and after times were last scaled down."""
-        return plan in self.n_counted and self.n_drafting - self.last_used[plan] <= self.STALE
+        n = self.n_counted.get(plan, 0)
+        return n > 0 and self.n_drafting - self.last_used[plan] <= min(self.STALE, n * self.FEW)
 
     def _update(self) -> None:
-        known = {plan: t for plan, t in self.seconds.items() if plan == PLAIN_PLAN or self.is_fresh(plan)}
-        head, free = ({p.k: t for p, t in known.items() if p.skips_head is is_free} for is_free in (False, True))
+        head, free = ({p.k: t for p, t in self.seconds.items() if p.skips_head is is_free} for is_free in (False, True))
         self.estimate, self.free = _estimates(head, self.n), _estimates(head | free, self.MOST_FREE)
 
     def allow_more(self) -> None:
@@ -149,7 +129,7 @@ class StepTimes:
 class Timing:
     """The times of a model's steps by the number of sequences, which are kept from one generation to the next.
 
-    A new number of sequences begins with times interpolated from the nearest ones.
+    A new number of sequences begins with the times of the next smaller one, by the rows of a pass.
 
     Args:
         of_one (StepTimes): The times of one sequence.
@@ -163,8 +143,7 @@ class Timing:
 
     def of(self, n_sequences: int) -> StepTimes:
         if n_sequences not in self.by_size:
-            guess = self._guess(n_sequences)
-            self.by_size[n_sequences] = StepTimes(MAX_DRAFT_TOKENS, guess, is_guess=len(guess) > 1)
+            self.by_size[n_sequences] = StepTimes(MAX_DRAFT_TOKENS, self._by_rows(n_sequences))
         return self.by_size[n_sequences]
 
     def copy_from(self, by_size: Mapping[int, StepTimes]) -> None:
@@ -173,26 +152,22 @@ class Timing:
         for n, times in by_size.items():
             vars(self.by_size[n]).update(vars(times))
 
-    def _guess(self, n_sequences: int) -> dict[int, float]:
-        """Guess the times of a new size from the line through the two nearest sizes, at the depths of both."""
-        known = {n: times for n, times in self.by_size.items() if len(times.seconds) > 1}
-        if not known:
+    def _by_rows(self, n: int) -> dict[int, float]:
+        """The times of n sequences, by depth: those of the next smaller known number, at as many rows, n (k + 1), of a pass."""
+        smaller = [m for m, times in self.by_size.items() if m < n and len(times.seconds) > 1]
+        if not smaller:
             return {}
-        near = sorted(known, key=lambda n: abs(n - n_sequences))[:2]
-        nearest = known[near[0]]
-        if len(near) == 1:
-            return nearest.by_depth()
-        part = (n_sequences - near[0]) / (near[1] - near[0])
-        lines = zip(nearest.estimate, known[near[1]].estimate)
-        guess = {k: a + part * (b - a) for k, (a, b) in enumerate(lines) if k in nearest.by_depth()}
-        return guess if min(guess.values()) > 0 else nearest.by_depth()
+        m = max(smaller)
+        points = [(m * (k + 1), t) for k, t in enumerate(self.by_size[m].estimate)]
+        return {k: _on_lines(points, n * (k + 1)) for k in range(MAX_DRAFT_TOKENS + 1)}
 
 
 def timing_of(model: MTPModel) -> Timing:
-    """The timing of a model, made on the first call with the times of its tuned settings, and kept in ``model.drafting``."""
+    """The timing of a model, made on the first call with times measured earlier, and kept in ``model.drafting``."""
     drafting = model.drafting
     if drafting.timing is None:
-        drafting.timing = Timing(StepTimes(MAX_DRAFT_TOKENS, (drafting.tuned or Settings()).seconds))
+        tuned = (drafting.tuned or Settings()).seconds
+        drafting.timing = Timing(StepTimes(MAX_DRAFT_TOKENS, tuned or drafting.seconds))
     return cast(Timing, drafting.timing)
 
 
@@ -204,14 +179,10 @@ def _estimates(known: Mapping[int, float], n: int) -> list[float]:
         points.insert(0, (0, t / (1 + GUESSED_SLOPE * k)))
     if len(points) == 1:
         points.append((1, points[0][1] * (1 + GUESSED_SLOPE)))
-    return _on_lines(points, n)
+    return [_on_lines(points, k) for k in range(n + 1)]
 
 
-def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
-    """The values from 0 to n of the lines through the points. No line falls, and the last one is extended."""
-    values = [points[0][1]]
-    for (x0, y0), (x1, y1) in pairwise(points):
-        slope = max((y1 - y0) / (x1 - x0), 0.0)
-        end = n if x1 == points[-1][0] else x1
-        values += [y0 + slope * x for x in range(1, end - x0 + 1)]
-    return values[: n + 1]
+def _on_lines(points: Sequence[tuple[int, float]], x: int) -> float:
+    """The value at x of the lines through the points. No line falls, and the last one is extended."""
+    (x0, y0), (x1, y1) = next((line for line in pairwise(points) if x <= line[1][0]), (points[-2], points[-1]))
+    return y0 + max((y1 - y0) / (x1 - x0), 0.0) * (x - x0)
