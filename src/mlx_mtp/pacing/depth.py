@@ -109,41 +109,25 @@ class Rates:
 
 
 class Depth:
-    """Chooses the depth of every step of one sequence or several.
+    """Chooses the depth of every step of one sequence or several; docs/develop/depth.md has its rules.
 
     Times are kept after a text and are shared: a ``Depth`` given as ``num_draft_tokens`` passes its times to each generation,
     which makes a ``Depth`` of its own (``for_text``).
-
-    It begins with plain steps, unless it has times already, then drafts one token twice, and then chooses the best depth by its
-    estimates. It forgets given times if the first two steps at a depth contradict them; a single step may include a pause.
-
-    If plain decoding is best, it probes: it drafts from time to time to see whether the text has changed, less often if fewer
-    drafts are accepted. The share of time lost by probing is at most ``PROBING`` times the first draft's acceptance.
-
-    The time of a step with two drafts is a guess until it is measured. If a pass over two tokens takes much longer than a pass
-    over one, a third token often adds little. So if the best depth is 0 or 1, it tries two drafts if they would be faster with
-    the second one free.
-
-    If other sources offer drafts, such as copies of repeated text, it compares them with the head's. Their acceptance rate is
-    known without drafting, but the time of a step with many of them is not: it begins with few, and doubles the number if all
-    are accepted.
 
     Args:
         most (int): The largest depth.
         seconds (Mapping[int, float], optional): The time of a step by depth, measured earlier on this machine.
         times (StepTimes, optional): The times of steps, which it reads and updates. Default: ``None``, new ones, with
           ``seconds``.
-        n_sequences (int): The number of sequences. In a large batch a draft costs nearly as much as a token, the rates of
-          changing sequences have larger errors, and the last sequences end in a small batch, so the margin grows with it.
-          Default: ``1``.
+        n_sequences (int): The number of sequences. Default: ``1``.
     """
 
     # The first step at a depth is not counted, and the others show whether it was slow.
     FIRST_DEPTHS = (0, 0, 0, 0, 1, 1)
     PROBING = 0.016  # the share of time that probing may lose
     FIRST_LOSS = 0.7  # the additional time, in plain steps, that probing may lose, so that it can begin
-    # The gain over plain decoding, relative to its speed, that drafting requires, for each sequence and in all, since estimates
-    # have errors.
+    # The gain over plain decoding that drafting requires, for each sequence and in all, since estimates have errors: in a large
+    # batch a draft costs nearly as much as a token, rates of changing sequences have larger errors, and it ends as a small one.
     MARGIN, MOST_MARGIN = 0.03, 0.15
     # Plain steps after a probe of several sequences: within the margin a probe seems to cost nothing, and they bound its cost.
     PLAIN_AFTER_PROBE = 15
