@@ -123,6 +123,15 @@ def test_usable_memory(monkeypatch):
         assert account_of.usable_memory() == 3
 
 
+def test_memory_of_the_process():
+    """Its footprint, where psutil has it, as on macOS."""
+    for of_process, expected in (({}, 3), ({"memory_info_ex": {}}, 3), ({"memory_info_ex": {"phys_footprint": 7}}, 7)):
+        methods = {
+            name: lambda v=v: SimpleNamespace(**v) for name, v in {"memory_info": {"rss": 3}, **of_process}.items()
+        }
+        assert account_of.host_memory(SimpleNamespace(**methods)) == expected
+
+
 def test_an_array_is_held_until_it_is_dropped():
     account, n = Account(), 1 << 26
     before, array = account.held, mx.zeros(n, mx.uint8)

@@ -74,6 +74,15 @@ def max_array_bytes() -> int | None:
     return None if length is None else int(length)
 
 
+def host_memory(process: psutil.Process) -> int:
+    """The memory of a process in bytes. On macOS its physical footprint, as in Activity Monitor, from psutil 8.0 on:
+    the resident memory lacks compressed pages and counts those of the system's libraries."""
+    footprint = None
+    if hasattr(process, "memory_info_ex"):
+        footprint = getattr(process.memory_info_ex(), "phys_footprint", None)
+    return int(process.memory_info().rss if footprint is None else footprint)
+
+
 @contextmanager
 def limit_restored_on_error() -> Iterator[None]:
     """A context, or a decorator, that restores MLX's memory limit after an error."""
@@ -132,7 +141,7 @@ class Account:
         mlx = self.active + self.buffers
         if (now := time.monotonic()) - self._asked > EVERY:
             self._asked = now
-            self._host = max(self._process.memory_info().rss - mlx, self._least_host)
+            self._host = max(host_memory(self._process) - mlx, self._least_host)
         return self._host + mlx
 
     @property
