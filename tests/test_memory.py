@@ -191,8 +191,10 @@ def test_a_tensor_larger_than_an_array_is_refused_before_it_is_read(monkeypatch)
     # Experts that are stored one by one are one array
     monkeypatch.setattr(mx, "device_info", lambda: {"max_buffer_length": 300})
     experts = {f"layers.0.mlp.experts.{i}.up_proj.weight": TensorInfo("BF16", [8, 10], [0, 160]) for i in range(2)}
+    header = SimpleNamespace(tensors=experts)
+    checkpoint = SimpleNamespace(name="model", model_files=["model.safetensors"], header=lambda file: header)
     with pytest.raises(ValueError, match=r"experts.up_proj.weight takes 0\.3 kB"):
-        check_memory(SimpleNamespace(name="model", model_tensors=lambda: experts), Account(), 0, True, False, False)
+        check_memory(checkpoint, Account(), 0, True, False, False)
 
 
 def test_a_refused_load_restores_the_limit_and_a_tight_one_is_warned_about(unlimited, caplog, demo):

@@ -19,7 +19,7 @@ from ..models.head_weights import split_head
 from ..prompts import PYTHON
 from . import originals
 from .config import Config, check_config, read_json, text_config_of
-from .head_formats import DRAFTER, check_head, check_shapes
+from .head_formats import DRAFTER, check_head, check_shapes, has_raw_head
 from .hub import fetch
 from .originals import Tensors
 from .reader import CheckpointReader, n_bytes
@@ -125,7 +125,7 @@ def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Te
 def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
     """Write the head as a drafter. Return its config."""
     own = original.config or {}
-    prefix = "mtp." if original.has_raw_head(tensors) else ""  # the names of a drafter's tensors imply its layout
+    prefix = "mtp." if has_raw_head(original, tensors) else ""  # the names of a drafter's tensors imply its layout
     names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
     originals.copy_tensors(original, tensors, target / originals.WEIGHTS, names)
     record = own.get("mlx_mtp") or {"source": original.name, "revision": original.revision}

@@ -66,7 +66,42 @@ def load_head_file(checkpoint: CheckpointReader) -> SeparateHead | None:
     if checkpoint.head_file is None:
         return None
     weights = split_head(load_tensors(checkpoint.path / checkpoint.head_file))[1]
-    return SeparateHead(weights, checkpoint.has_raw_head(weights))
+    return SeparateHead(weights, has_raw_head(checkpoint, weights))
+
+
+def first_tensor(checkpoint: CheckpointReader, suffix: str) -> TensorInfo | None:
+    """Describe the first tensor whose name has this suffix, among the files that exist."""
+    names = [name for name, file in checkpoint.weight_map.items() if name.endswith(suffix) and checkpoint.has(file)][:1]
+    return next(iter(checkpoint.tensors(names).values()), None)
+
+
+def has_raw_backbone(checkpoint: CheckpointReader) -> bool:
+    """Whether the backbone is in the Hugging Face layout."""
+    convolution = first_tensor(checkpoint, "conv1d.weight")
+    return convolution is not None and convolution.shape[-1] != 1
+
+
+def has_raw_head(checkpoint: CheckpointReader, head: Iterable[str]) -> bool:
+    """Whether the head with these tensors is in the Hugging Face layout, so that 1 must be added to its norms.
+
+    It has the layout of the backbone, except in a separate file. There, conversions by this package record it in
+    config.json, and a file from PyTorch, or with experts named as in an original, may have either layout beside a
+    converted backbone: a ValueError. The values of the norms can be near 0 or near 1 in both layouts.
+    """
+    raw = has_raw_backbone(checkpoint)
+    if checkpoint.head_file is None:
+        return raw
+    record = (checkpoint.config or {}).get("mlx_mtp")
+    if isinstance(record, dict) and isinstance(record.get("norms_shifted"), bool):
+        return not record["norms_shifted"]
+    from_torch = checkpoint.header(checkpoint.head_file).metadata.get("format") == "pt"
+    if not raw and (from_torch or any(".experts." in tensor for tensor in head)):
+        raise ValueError(
+            f"The MTP head of {checkpoint.name} is in a separate file that looks like the base model's, but the weights are "
+            "converted: whether its norms are shifted is unknown. Graft the base model's: `mlx_mtp convert "
+            f"--graft-mtp-from BASE_MODEL --model {checkpoint.name} --mlx-path NEW`."
+        )
+    return raw
 
 
 def load_drafter(drafter: str, checkpoint: CheckpointReader) -> SeparateHead:

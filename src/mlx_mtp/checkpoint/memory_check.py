@@ -41,7 +41,7 @@ def check_memory(
     tokens; in plain mlx-lm, which drops heads and towers, without a text. No ``account``, no check."""
     if account is None:
         return
-    tensors, name = checkpoint.model_tensors(), checkpoint.name
+    tensors, name = model_tensors(checkpoint), checkpoint.name
     if is_plain:
         backbone = split_head(split_tower(tensors)[0])[0]
         _check_arrays(backbone, name)
@@ -70,13 +70,18 @@ def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
 def needs_of(checkpoint: CheckpointReader, context: int, has_head: bool, has_tower: bool) -> tuple[Needs, Sizes]:
     """The memory of a checkpoint with a text, and the sizes of its model."""
     config = check_config(checkpoint.config, checkpoint.name)
-    language, tower = split_tower(checkpoint.model_tensors())
+    language, tower = split_tower(model_tensors(checkpoint))
     backbone, head = split_head(language)
     norm = next((t for n, t in backbone.items() if n.endswith(NORM)), None)
     value_bytes = 2 if norm is None else _nbytes({NORM: norm}) // math.prod(norm.shape)
     sizes = sizes_of(skeleton(config, checkpoint.name, has_head), value_bytes)
     needs = Needs(_nbytes(backbone), _nbytes(head) if has_head else 0, _nbytes(tower) if has_tower else 0)
     return _with_text(needs, sizes, context), sizes
+
+
+def model_tensors(checkpoint: CheckpointReader) -> dict[str, TensorInfo]:
+    """Describe the tensors that mlx-lm loads."""
+    return {name: t for file in checkpoint.model_files for name, t in checkpoint.header(file).tensors.items()}
 
 
 def _with_text(needs: Needs, sizes: Sizes, context: int) -> Needs:

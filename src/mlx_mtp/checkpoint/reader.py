@@ -159,10 +159,6 @@ class CheckpointReader:
     def _lacks(self, tensor: str) -> ValueError:
         return ValueError(f"{self.name} lacks the tensor {tensor}, which its index names: download it again.")
 
-    def model_tensors(self) -> dict[str, TensorInfo]:
-        """Describe the tensors that mlx-lm loads."""
-        return {name: t for file in self.model_files for name, t in self.header(file).tensors.items()}
-
     def tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
         """Describe some tensors. Raises a ValueError if the index names one that its file lacks."""
         found = {}
@@ -183,38 +179,6 @@ class CheckpointReader:
     def tower(self) -> dict[str, TensorInfo]:
         """Describe the vision encoder's tensors; empty if there is none."""
         return self.tensors(split_tower({name: name for name in self.weight_map})[1].values())
-
-    def first_tensor(self, suffix: str) -> TensorInfo | None:
-        """Describe the first tensor whose name has this suffix, among the files that exist."""
-        names = [name for name, file in self.weight_map.items() if name.endswith(suffix) and self.has(file)][:1]
-        return next(iter(self.tensors(names).values()), None)
-
-    def has_raw_backbone(self) -> bool:
-        """Whether the backbone is in the Hugging Face layout."""
-        convolution = self.first_tensor("conv1d.weight")
-        return convolution is not None and convolution.shape[-1] != 1
-
-    def has_raw_head(self, head: Iterable[str]) -> bool:
-        """Whether the head with these tensors is in the Hugging Face layout, so that 1 must be added to its norms.
-
-        It has the layout of the backbone, except in a separate file. There, conversions by this package record it in
-        config.json, and a file from PyTorch, or with experts named as in an original, may have either layout beside a
-        converted backbone: a ValueError. The values of the norms can be near 0 or near 1 in both layouts.
-        """
-        raw = self.has_raw_backbone()
-        if self.head_file is None:
-            return raw
-        record = (self.config or {}).get("mlx_mtp")
-        if isinstance(record, dict) and isinstance(record.get("norms_shifted"), bool):
-            return not record["norms_shifted"]
-        from_torch = self.header(self.head_file).metadata.get("format") == "pt"
-        if not raw and (from_torch or any(".experts." in tensor for tensor in head)):
-            raise ValueError(
-                f"The MTP head of {self.name} is in a separate file that looks like the base model's, but the weights are "
-                "converted: whether its norms are shifted is unknown. Graft the base model's: `mlx_mtp convert "
-                f"--graft-mtp-from BASE_MODEL --model {self.name} --mlx-path NEW`."
-            )
-        return raw
 
 
 def read_header(file: Path, name: str) -> Header:

@@ -101,7 +101,7 @@ def run(model: Any) -> SelfTest:
         rollback(drafted, prompt.size, kept)
         after = model(window[:, kept : kept + 1], cache=drafted)
         fresh = model(window[:, kept : kept + 1], cache=_prefilled(model, mx.concatenate([prompt, window[0, :kept]])))
-        compiled = max(_compiled_difference(model, prompt, n) for n in (1, kept + 2))
+        compiled = max(_compiled_difference(model, caches, window[:, :n]) for n in (1, kept + 2))
         model.drafting.attention_rows = group_size(
             window.size, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
         )
@@ -119,13 +119,12 @@ def run(model: Any) -> SelfTest:
     )
 
 
-def _compiled_difference(model: Any, prompt: mx.array, n: int) -> float:
-    """The largest difference in any logit between a compiled and another pass over n tokens, after a prompt [T]."""
-    caches, window = _prefilled(model, prompt), mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]
-    passes = [
-        model(window, cache=copy.deepcopy(caches), n_confirmed=int(n > 1), compiler=c) for c in (Compiler(), None)
-    ]
-    return _difference(*passes)
+def _compiled_difference(model: Any, caches: list[Any], window: mx.array) -> float:
+    """The largest difference in any logit between a compiled and another pass over a window [1, n] after a prompt."""
+    n_confirmed, compilers = int(window.size > 1), (Compiler(), None)
+    return _difference(
+        *(model(window, cache=copy.deepcopy(caches), n_confirmed=n_confirmed, compiler=c) for c in compilers)
+    )
 
 
 def _difference(a: mx.array, b: mx.array) -> float:
@@ -167,7 +166,7 @@ class _EveryDepth(Depth):
         return [k for k in range(self.most + 1) if self.times.n_counted.get(Plan(k), 0) < 2]
 
     def next(self, offers: Sequence[Offer], least: int = 0) -> Plan:
-        return Plan([*self.unknown, 0][0])
+        return Plan(next(iter(self.unknown), 0))
 
 
 def _step_seconds(model: Any, prompt: mx.array) -> list[float]:

@@ -17,7 +17,7 @@ from ..checkpoint.fetched import (
     fitting_tower,
     measure_acceptance,
 )
-from ..checkpoint.head_formats import load_tensors
+from ..checkpoint.head_formats import first_tensor, has_raw_head, load_tensors
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
 from ..checkpoint.originals import copy_tensors
@@ -68,11 +68,11 @@ def _head(
 ) -> tuple[dict[str, mx.array], Config]:
     """Read a head. Return its tensors as parameters of the model, and the record of its origin."""
     tensors = fitting_head(donor, receiver)
-    ours, theirs = (reader.first_tensor("embed_tokens.weight") for reader in (receiver, donor))
+    ours, theirs = (first_tensor(reader, "embed_tokens.weight") for reader in (receiver, donor))
     if ours is not None and theirs is not None and ours.shape[0] != theirs.shape[0]:
         difference = f"its vocabulary has {theirs.shape[0]} rows, not {ours.shape[0]}"
         raise ValueError(f"{donor.name} does not fit {receiver.name}: {difference}.")
-    raw, skeleton_model = donor.has_raw_head(tensors), skeleton(config, receiver.name)
+    raw, skeleton_model = has_raw_head(donor, tensors), skeleton(config, receiver.name)
     print("[INFO] Reading the head")
     head = sanitize_head(skeleton_model.mtp, split_head(_read(donor, tensors, folder))[1], raw)
     if dtype is not None:

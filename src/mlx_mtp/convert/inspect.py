@@ -5,7 +5,14 @@ from collections.abc import Iterable
 from huggingface_hub.utils import TensorInfo
 
 from ..checkpoint.config import Config, check_config, skeleton
-from ..checkpoint.head_formats import check_head, check_shapes, few_bits_warning
+from ..checkpoint.head_formats import (
+    check_head,
+    check_shapes,
+    few_bits_warning,
+    first_tensor,
+    has_raw_backbone,
+    has_raw_head,
+)
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, n_bytes
 from ..memory import size, sizes_of
 
@@ -21,11 +28,11 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         raise FileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
     head, tower, verdict = checkpoint.head(), checkpoint.tower(), _verdict(checkpoint)
     commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
-    quantization = _quantization(config, checkpoint.first_tensor("embed_tokens.weight"))
+    quantization = _quantization(config, first_tensor(checkpoint, "embed_tokens.weight"))
     lines = {
         "Model": checkpoint.name + commit,
         "Model type": config.get("model_type"),
-        "Backbone": f"{quantization}, {_layout(checkpoint.has_raw_backbone())}",
+        "Backbone": f"{quantization}, {_layout(has_raw_backbone(checkpoint))}",
         "Size": size(_total_size(checkpoint)),
         "MTP head": _describe_head(checkpoint, head) if head else "none",
         "Vision": f"{len(tower)} tensors, {_size_of(tower.values())}" if tower else "none",
@@ -40,7 +47,7 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
 
 def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:
     try:
-        layout = _layout(checkpoint.has_raw_head(head))
+        layout = _layout(has_raw_head(checkpoint, head))
     except ValueError:
         layout = "raw or converted, which is unknown"
     where = f" in {checkpoint.head_file}" if checkpoint.head_file is not None else ""
@@ -53,7 +60,7 @@ def _verdict(checkpoint: CheckpointReader) -> str:
     try:
         check_config(checkpoint.config, name)
         check_head(checkpoint)
-        checkpoint.has_raw_head(head)
+        has_raw_head(checkpoint, head)
         bits = check_shapes(checkpoint, head)
     except ValueError as e:
         return str(e)
