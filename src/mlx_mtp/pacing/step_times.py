@@ -158,8 +158,9 @@ class Timing:
         if not smaller:
             return {}
         m = max(smaller)
-        points = [(m * (k + 1), t) for k, t in enumerate(self.by_size[m].estimate)]
-        return {k: _on_lines(points, n * (k + 1)) for k in range(MAX_DRAFT_TOKENS + 1)}
+        rows = [(m * (k + 1), t) for k, t in enumerate(self.by_size[m].estimate)]
+        seconds = _on_lines(rows, n * (MAX_DRAFT_TOKENS + 1))
+        return {k: seconds[n * (k + 1) - m] for k in range(MAX_DRAFT_TOKENS + 1)}
 
 
 def timing_of(model: MTPModel) -> Timing:
@@ -179,10 +180,14 @@ def _estimates(known: Mapping[int, float], n: int) -> list[float]:
         points.insert(0, (0, t / (1 + GUESSED_SLOPE * k)))
     if len(points) == 1:
         points.append((1, points[0][1] * (1 + GUESSED_SLOPE)))
-    return [_on_lines(points, k) for k in range(n + 1)]
+    return _on_lines(points, n)
 
 
-def _on_lines(points: Sequence[tuple[int, float]], x: int) -> float:
-    """The value at x of the lines through the points. No line falls, and the last one is extended."""
-    (x0, y0), (x1, y1) = next((line for line in pairwise(points) if x <= line[1][0]), (points[-2], points[-1]))
-    return y0 + max((y1 - y0) / (x1 - x0), 0.0) * (x - x0)
+def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
+    """The values of the lines through the points, from the first x to n. No line falls, and the last one is extended."""
+    values = [points[0][1]]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        slope = max((y1 - y0) / (x1 - x0), 0.0)
+        end = n if x1 == points[-1][0] else x1
+        values += [y0 + slope * x for x in range(1, end - x0 + 1)]
+    return values[: n + 1 - points[0][0]]
