@@ -192,3 +192,10 @@ def test_flags_are_checked_before_the_model(monkeypatch, capsys, tmp_path, comma
     status, err = run(capsys, command, *model, *flags.split())
     (line,) = [line for line in err.splitlines() if ": error: " in line]
     assert (status, message in line, "Errno" in line) == (2, True, False), line
+
+
+def test_a_template_that_the_model_cannot_render_ends_the_server(monkeypatch, capsys):
+    monkeypatch.setattr("mlx_mtp.server.serve.serve", None)  # calling it would raise a TypeError
+    status, err = run(capsys, "server", "--port", "0", "--chat-template", "{{ messages[0].name.upper() }}")
+    assert status == 2
+    assert err.splitlines()[-1].startswith("mlx_mtp server: error: --chat-template cannot be rendered: ")

@@ -143,12 +143,13 @@ def test_what_needs_other_heads_parts_of_layers_or_fewer_bits(models, bare, graf
         mlx_mtp.load(str(grafted), draft_head_bits=2)
 
 
-def test_nothing_of_a_pack_is_converted(grafted, tmp_path, capsys):
-    message = f"{grafted} is packed, and nothing in a model of type {PACK} can be converted"
-    for flags in ("", "-q", "--dequantize", "--dtype bfloat16", "--no-mtp"):
-        command = ("--hf-path", grafted, "--mlx-path", tmp_path / "out", *flags.split())
+def test_nothing_of_a_pack_is_converted(bare, grafted, tmp_path, capsys):
+    cases = [(grafted, flags) for flags in ("-q", "--dequantize", "--dtype bfloat16", "--no-mtp")]
+    for model, flags in [(bare, ""), *cases]:
+        command = ("--hf-path", model, "--mlx-path", tmp_path / "out", *flags.split())
         status, _, err = run_command(main, capsys, *command)
-        assert (status, err.count("\n"), message in err) == (2, 1, True), flags
+        message = f"{model} is packed, and nothing in a model of type {PACK} can be converted"
+        assert (status, err.count("\n"), message in err) == (2, 1, True), (flags, err)
         assert not (tmp_path / "out").exists()
 
 

@@ -133,6 +133,7 @@ def test_concurrent_requests_equal_single_ones(server, alone):
     assert texts == [alone(p, 8 * (i + 1)) for i, p in enumerate(PROMPTS)]
     metrics = server.metrics()
     assert metrics['mlx_mtp_steps_total{requests="2"}'] > 0
+    assert 'mlx_mtp_steps_total{requests="0"}' not in metrics  # an answer's last step has it, too
     assert metrics["mlx_mtp_requests_in_flight"] == metrics["mlx_mtp_queue_length"] == 0
 
 

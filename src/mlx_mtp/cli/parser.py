@@ -48,6 +48,7 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
 # Flags and commands of earlier versions, and what to use instead, such as "--old": "use --new".
 REMOVED = {
     "--mtp-bits": "generate, chat, server and benchmark quantize the head in memory with it. convert keeps it in 16 bits.",
+    "--mtp-group-size": "--mtp-bits of generate, chat, server and benchmark chooses the size of groups.",
     "--print-completion": "the flags of a command are in its --help.",
     "cache": "`mlx_mtp doctor` shows the folder of downloaded heads; delete those that you do not need.",
     "draft_vocab": "--draft-vocab N drafts from the first N token ids, the special tokens and the tokens of the text.",

@@ -17,7 +17,7 @@ from mlx_lm.utils import dequantize_model, get_total_parameters, make_shards, qu
 from tqdm import tqdm
 
 from ..checkpoint import output
-from ..checkpoint.config import EXTRA_TENSORS, Config
+from ..checkpoint.config import EXTRA_TENSORS, Config, check_config
 from ..checkpoint.head_formats import head_bits, is_head
 from ..checkpoint.hub import HEAD_FILE, commit_of, fetch, first_line
 from ..checkpoint.load import find_vision, load
@@ -94,24 +94,24 @@ def convert(
             check_folder(Path(adapter_path), "--adapter-path")
         print("[INFO] Loading")
         source = fetch(hf_path, revision)
-        commit = commit_of(source)
+        commit, checkpoint = commit_of(source), CheckpointReader(hf_path, folder=source)
+        if (model_type := check_config(checkpoint.config, hf_path).get("model_type")) in BASES:
+            raise ValueError(
+                f"{hf_path} is packed, and nothing in a model of type {model_type} can be converted: load it as it is, or add "
+                "its base model's head with --graft-mtp-from or vision encoder with --graft-vision-from."
+            )
         model, tokenizer, config = load(
             hf_path, revision=commit or revision, return_config=True, adapter_path=adapter_path, lazy=True, mtp=mtp,
             tokenizer_config={"trust_remote_code": trust_remote_code}, trust_remote_code=trust_remote_code,
             draft_vocab=0 if mtp else None,
         )  # fmt: skip
-        if config["model_type"] in BASES:
-            raise ValueError(
-                f"{hf_path} is packed, and nothing in a model of type {config['model_type']} can be converted: load it as it "
-                "is, or add its base model's head with --graft-mtp-from or vision encoder with --graft-vision-from."
-            )
         if adapter_path is not None:
             print("[INFO] Fusing the adapter")
             fused = [(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]
             model.update_modules(tree_unflatten(fused))
         cast(model, dtype, config)
         model, config = how.apply(model, config)
-        images = find_vision(CheckpointReader(hf_path, folder=source), config) if vision else None
+        images = find_vision(checkpoint, config) if vision else None
         _record_head(config, model if mtp else None, hf_path, commit)
         usage = (output.USAGE + output.IMAGES * (images is not None)).format(name=upload_repo or target) if mtp else ""
         with output.atomic_directory(target) as folder:

@@ -26,7 +26,7 @@ from ..memory import CONTEXT
 from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
 from ..prompt_store.disk import MAX_DISK_BYTES
 from .api.common import RESERVED
-from .engine.models import DEFAULT
+from .engine.models import DEFAULT, ModelProvider
 from .request import NO_LIMIT, Options
 
 NO_KEY = "none"  # clients require a key
@@ -270,6 +270,17 @@ def _check_template(args: argparse.Namespace) -> None:
         raise ValueError(f"--chat-template cannot be rendered: {e}") from e
     except Exception:  # it may depend on the model's tokens
         return
+
+
+def check_model(args: argparse.Namespace, models: ModelProvider) -> None:
+    """Raise a ValueError if a flag does not fit the model that was loaded."""
+    flags.check_model_flags(args, vars(models.model.args))
+    if args.chat_template:
+        question = [{"role": "user", "content": "a"}]
+        try:
+            models.tokenizer.apply_chat_template(question, tokenize=False, **args.chat_template_args)
+        except Exception as e:
+            raise ValueError(f"--chat-template cannot be rendered: {e}") from e
 
 
 def _read_api_key(args: argparse.Namespace) -> None:

@@ -20,12 +20,11 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..cli.display import INTERRUPTED, one_line_errors
-from ..cli.flags import check_model_flags
 from ..cli.parser import parse
 from ..distributed.ranks import Ranks
 from ..memory import Account, size
 from .app import make_app
-from .command_line import CLIENTS, check, connection_to, make_parser
+from .command_line import CLIENTS, check, check_model, connection_to, make_parser
 from .engine.admission import Admission
 from .engine.engine import Clients, Engine, SharedClients
 from .engine.models import ModelProvider, Stores
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
         engine = make_engine(options, ranks)
         try:
             engine.loaded.result()
-            check_model_flags(args, vars(engine.admission.models.model.args))
+            check_model(args, engine.admission.models)
             if s is not None:
                 serve(options, engine, s)
             else:

@@ -172,9 +172,9 @@ class Engine:
 
     def _advance(self, finish_reason: str | None = None) -> None:
         """Run a step of the batch generator and send its tokens. A ``finish_reason`` ends each answer with its next token."""
-        batch = self.admission.batch
-        prefilled, generated = batch.next()
-        self.metrics["steps"].labels(len(batch.decoder)).inc()
+        prefilled, generated = self.admission.batch.next()
+        if n_requests := len({response.uid for response in generated}):
+            self.metrics["steps"].labels(n_requests).inc()
         self.clients.after_step(prefilled, generated)
         for progress in prefilled:
             self._report(progress)
