@@ -153,28 +153,26 @@ def measure(
     repeat: int,
 ) -> list[Measured]:
     """Measure settings, alternating. The first are those of plain decoding."""
-    every = {str(settings): settings for settings in chosen}
     # Each auto run begins with the times of the run before, as in normal use.
-    depths = {name: Depth(MAX_DRAFT_TOKENS) for name in every}
+    depths = {settings: Depth(MAX_DRAFT_TOKENS) for settings in chosen}
 
-    def one(prompt: str, name: str) -> Generation:
-        settings = every[name]
+    def one(prompt: str, settings: Settings) -> Generation:
         k = settings.num_draft_tokens
         run: Run = NO_COPIES if k == "auto" else k or PLAIN
         options: dict[str, Any] = {"stop": tokenizer.eos_token_ids, "draft_p_min": settings.draft_p_min}
         with applied(model, settings, tokenizer):
-            return generate(model, prompts[prompt], max_tokens, run, depths[name], **options)
+            return generate(model, prompts[prompt], max_tokens, run, depths[settings], **options)
 
     by_length = sorted(prompts, key=lambda prompt: prompts[prompt].size)
-    rounds = alternate(list(every), by_length, repeat, one)
+    rounds = alternate(chosen, by_length, repeat, one)
     measured = []
-    for name, settings in every.items():
-        of_settings, of_plain = ([[r[p, n] for p in prompts] for r in rounds] for n in (name, str(chosen[0])))
+    for settings in chosen:
+        of_settings, of_plain = ([[r[p, s] for p in prompts] for r in rounds] for s in (settings, chosen[0]))
         speeds = list(map(speed, of_settings))
         ratios = [s / p for s, p in zip(speeds, map(speed, of_plain))]
         counts = sum_counts([generation.counts for made in of_settings for generation in made])
-        settings = replace(settings, seconds=depths[name].times.by_depth())
-        measured.append(Measured(settings, ratios, counts, statistics.median(speeds)))
+        timed = replace(settings, seconds=depths[settings].times.by_depth())
+        measured.append(Measured(timed, ratios, counts, statistics.median(speeds)))
     return measured
 
 

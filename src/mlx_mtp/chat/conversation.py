@@ -124,7 +124,7 @@ class Conversation:
             if self.ranks is not None:
                 raise  # the other ranks are at another point
             if response is None:
-                self._rewind()  # the next turn reads the question again
+                self._rewind()  # the next turn prefills all messages
                 return None
         except (ValueError, RuntimeError):
             self.messages.pop()

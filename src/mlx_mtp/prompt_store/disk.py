@@ -314,7 +314,8 @@ class Disk:
 
     def _find_next(self, is_last: bool) -> tuple[Node, StoredArrays] | None:
         """The next span or snapshot to write: the spans above the most recently used snapshot worth writing, then the snapshot.
-        The ends of all texts are worth it ``is_last``, when the store is being closed."""
+        When the store is closed (``is_last``), the ends of all texts are written as well.
+        """
         waiting = [node for node in self.forest.nodes() if node.snapshot.in_memory and node.snapshot.name is None]
         for node in sorted(waiting, key=lambda node: -node.used):
             if node.snapshot.refused or not (_is_worth_writing(node) or (is_last and not node.children)):

@@ -51,7 +51,7 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "adapters": ([], "start a server with --adapter-path"),
     "draft_model": (["default_model"], "the draft models of mlx-lm run in mlx_lm.server"),
     "prompt_logprobs": ([], "only the tokens of an answer have log probabilities"),
-    "top_logprobs": ([], "/v1/completions takes logprobs, a number"),
+    "top_logprobs": ([], "send logprobs, a number, to /v1/completions"),
     "functions": ([[]], "send tools"),
     "function_call": (["auto", "none"], "send tools"),
     "tool_choice": (["auto", "none"], "send tools to /v1/chat/completions"),
@@ -197,7 +197,7 @@ class Body(Part):
     enable_thinking: bool | None = None
     thinking_budget: Natural | None = None
     chat_template_kwargs: Annotated[Variables, at_most(32), AfterValidator(_check_variables)] | None = None
-    stop_words: Stop = []
+    stop_words: Stop = Field([], alias="stop")
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     num_draft_tokens: Literal["auto"] | Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
@@ -468,7 +468,7 @@ class Writer:
         self.is_open = True
         return closed + self.opened(block)
 
-    def goes_on(self, kind: str) -> bool:
+    def has_open(self, kind: str) -> bool:
         return self.is_open and self.blocks[-1]["type"] == kind
 
     def close(self) -> bytes:

@@ -237,7 +237,6 @@ class OpenAIBody(Body):
     # llama.cpp's; -1: no limit
     n_predict: Annotated[Literal[-1] | Positive, AfterValidator(lambda n: NO_LIMIT if n == -1 else n)] | None = None
     n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1
-    stop_words: common.Stop = Field([], alias="stop")
     response_format: Any = None
     json_schema: Json | None = None  # llama.cpp's
     guided_json: Json | None = None
@@ -313,7 +312,7 @@ class ChatBody(OpenAIBody):
 def _message(message: ChatMessage, where: str, images: list[str]) -> Json:
     """A message for the chat template: without null fields, and with the arguments of calls as objects."""
     content = {name: value for name, value in message.model_dump(exclude={"content"}).items() if value is not None}
-    content["content"] = message.content and common.text_of(message.content, where, images)
+    content["content"] = common.text_of(message.content, where, images)
     if isinstance(reasoning := content.pop("reasoning", None), str):  # a name that answers have
         content.setdefault("reasoning_content", reasoning)
     for call in content.get("tool_calls", []):

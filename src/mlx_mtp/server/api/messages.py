@@ -87,7 +87,7 @@ class MessagesWriter(Writer):
     def _extend(self, block: Json, kind: str, text: str) -> bytes:
         """Add text to the last block, or begin this block. The text is in the field named like the type."""
         field = block["type"]
-        begun = b"" if self.goes_on(field) else self.open(block)
+        begun = b"" if self.has_open(field) else self.open(block)
         self.blocks[-1][field] += text
         return begun + self._delta({"type": kind, field: text})
 

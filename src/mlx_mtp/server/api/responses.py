@@ -94,7 +94,7 @@ class ResponsesWriter(Writer):
     def _extend(self, item: Json, part: Json, text: str, **fields: Any) -> bytes:
         """Add text to the only part of the last item, or begin this item."""
         begun = b""
-        if not self.goes_on(item["type"]):
+        if not self.has_open(item["type"]):
             begun = self.open(item) + self._item_event("content_part.added", content_index=0, part=part)
             self.blocks[-1]["content"] = [json.loads(json.dumps(part))]
         whole = self.blocks[-1]["content"][0]

@@ -106,8 +106,9 @@ class Engine:
                 self._drop(gone)
                 while self.waiting and self.admission.fits(self.waiting[0], running.values()):
                     self._begin(self.waiting.popleft())
-                self._keep_within_memory()
                 if running:
+                    self._keep_within_memory()
+                if running:  # not all ended for memory
                     self._advance()
             except Exception as e:
                 self._recover(e)
@@ -126,7 +127,7 @@ class Engine:
     def _keep_within_memory(self) -> None:
         """End the newest requests if a step needs more memory than can be freed otherwise."""
         admission = self.admission
-        lack = admission.lack() if self.running else 0
+        lack = admission.lack()
         while lack > 0 and self.running:
             uid, request = next(reversed(self.running.items()))
             admission.batch.remove([uid])
