@@ -115,14 +115,14 @@ def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (32, 32)).save("a.png")
     load, drafting = Mock(side_effect=ValueError("enough")), ("generate", "chat", "benchmark")
+    monkeypatch.setattr("mlx_mtp.cli.flags.load", load)
+    monkeypatch.setattr("mlx_mtp.benchmark.__main__.load", load)
     for name, flags, option, want in (
         *((name, f"--mtp {head}", "mtp", head or "auto") for name, head in product(drafting, ("", "a/b"))),
         ("generate", "--image a.png --prompt What?", "vision", "auto"),
         ("chat", "--images", "vision", "auto"),
     ):
-        module = resolve_name(f"mlx_mtp.{name}.__main__")
-        monkeypatch.setattr(module, "load", load)
-        assert "enough" in refusal(module.main, capsys, *flags.split())
+        assert "enough" in refusal(resolve_name(f"mlx_mtp.{name}.__main__").main, capsys, *flags.split())
         assert load.call_args.kwargs[option] == want, (name, flags)
     monkeypatch.setattr(engine_models, "load", load)
     models = engine_models.ModelProvider(options_of("--mtp", "org/head", "--model", "m"))

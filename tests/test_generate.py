@@ -216,7 +216,7 @@ OUT_OF_RANGE = [
 
 
 def test_refuses_a_flag_out_of_range_before_loading(monkeypatch, capsys):
-    monkeypatch.setattr(command, "load", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(command.flags, "load", lambda *args, **kwargs: pytest.fail("loaded"))
     for flags in OUT_OF_RANGE:
         flag, value = flags.split()
         name = flag.removeprefix("--").replace("-", "_")  # in errors of the library
@@ -254,7 +254,7 @@ def test_a_failure_of_the_gpu_is_one_line_and_nothing_of_it_is_kept(monkeypatch,
     assert err.startswith(f"mlx_mtp generate: error: {error} A pass has failed on the GPU")
     # The prompt was computed before the first step.
     assert (len([*tmp_path.glob("*.safetensors")]) > 0) == (name == "async_eval")
-    monkeypatch.setattr(command, "load", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(command.flags, "load", Mock(side_effect=KeyboardInterrupt))
     assert run(capsys) == (130, "", "")
 
 

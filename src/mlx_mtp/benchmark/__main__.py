@@ -22,19 +22,7 @@ from ..extras import require
 from ..files import check_target, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
 from . import tune
-from .measure import (
-    AUTO,
-    COPY,
-    HEAD,
-    NO_COPIES,
-    NO_DRAFTS,
-    OVERALL,
-    Report,
-    Result,
-    check_sizes,
-    loop_warning,
-    measure,
-)
+from .measure import AUTO, COPY, HEAD, NO_COPIES, NO_DRAFTS, OVERALL, Report, Result, check_sizes, loop_warning, measure
 
 # Built-in sets of prompts, by the value of --prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -116,11 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="HEAD",
         help="Use the head in HEAD, a folder or Hugging Face repo with only a head (default: the model's own).",
     )
-    add(
-        "--settings",
-        metavar="FILE",
-        help="Measure with the tuned settings in this file (default: no settings).",
-    )
+    add("--settings", metavar="FILE", help="Measure with the tuned settings in this file (default: no settings).")
     return finish(parser, GROUPS)
 
 

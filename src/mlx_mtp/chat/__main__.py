@@ -6,15 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import mlx.core as mx
 from mlx_lm.chat import setup_arg_parser
 
-from ..checkpoint.load import DEMO, check_family, load
+from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.display import one_line_errors, sentence
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import Ranks
-from ..drafts.options import asks_for_copies
 from ..extras import require
 from ..generate.stream import GenerationResponse
 from ..memory import is_device_error
@@ -48,23 +46,8 @@ def run(args: argparse.Namespace) -> None:
     flags.check_generation_flags(args)
     flags.check_prompt_cache_dir(args)
     flags.check_alone(args, "adapter_path", "prompt_cache_dir", "images")
-    if args.mtp is True:
-        check_family(args.model)
-    model, tokenizer, config = load(
-        args.model,
-        adapter_path=args.adapter_path,
-        tokenizer_config={"trust_remote_code": args.trust_remote_code},
-        return_config=True,
-        trust_remote_code=args.trust_remote_code,
-        copy_drafts=asks_for_copies(args.copy_drafts) or args.images or args.prompt_cache_dir is not None,
-        vision="auto" if args.images else True,
-        **flags.load_options(args),
-    )
+    model, tokenizer = flags.load_model(args, args.images, vision="auto" if args.images else True)
     sampling = flags.set_sampling(args, getattr(model, "ranks", None))  # models of plain mlx-lm have no ranks
-    flags.check_model_flags(args, config)
-    flags.settle_drafts(args, model)
-    if args.seed is not None:
-        mx.random.seed(args.seed)
     with flags.open_prompt_store(args, model) as store:
         conversation = Conversation(args, model, tokenizer, store)
         print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{help_text()}")

@@ -20,7 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..caches.prompt_cache import has_head
 from ..caches.validation import BITS, GROUP_SIZES
 from ..checkpoint.fetched import head_to_fetch
-from ..checkpoint.load import DEMO, DEMO_NOTE
+from ..checkpoint.load import DEMO, DEMO_NOTE, check_family, load
 from ..checkpoint.settings import Sampling, sampling_defaults
 from ..distributed.ranks import Ranks
 from ..drafts.options import TextOptions, asks_for_copies
@@ -107,10 +107,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "Folder for prompt caches, which one process uses at a time. A cached beginning of a prompt is not prefilled "
         "again, even after a restart. The folder contains the texts.",
     },
-    "--pipeline": {
-        "action": "store_true",
-        "help": "Use pipelining instead of tensor parallelism, with mlx.launch.",
-    },
+    "--pipeline": {"action": "store_true", "help": "Use pipelining instead of tensor parallelism, with mlx.launch."},
 }
 # The lowest and the highest value of flags for which mlx-lm has no error.
 LIMITS: dict[str, tuple[float, float]] = {
@@ -180,6 +177,29 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     if (group := mx.distributed.init()).size() > 1:
         options["pipeline_group" if args.pipeline else "tensor_group"] = group
     return options
+
+
+def load_model(args: argparse.Namespace, needs_ours: bool = False, **options: Any) -> tuple[Any, TokenizerWrapper]:
+    """Load the model of ``generate`` and ``chat`` and its tokenizer with these options, check the flags against it, and print
+    notes. ``needs_ours``: not mlx-lm's own model, even without a head.
+    """
+    if args.mtp is True:
+        check_family(args.model)
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    trust: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+    options["tokenizer_config"] = {**options.get("tokenizer_config", {}), **trust}
+    model, tokenizer, config = load(
+        args.model,
+        adapter_path=args.adapter_path,
+        copy_drafts=needs_ours or asks_for_copies(args.copy_drafts) or args.prompt_cache_dir is not None,
+        return_config=True,
+        **trust,
+        **{**load_options(args), **options},
+    )
+    check_model_flags(args, config)
+    settle_drafts(args, model)
+    return model, tokenizer
 
 
 def text_options(args: argparse.Namespace) -> TextOptions:

@@ -15,23 +15,11 @@ from mlx_lm.models.cache import load_prompt_cache as load_caches
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import open_prompt_cache
-from ..checkpoint.load import DEMO, check_family, load
+from ..checkpoint.load import DEMO
+from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
-from ..cli.flags import (
-    add_drafting,
-    check_alone,
-    check_generation_flags,
-    check_model_flags,
-    check_prompt_cache_dir,
-    load_options,
-    open_prompt_store,
-    sampler_of,
-    settle_drafts,
-    text_options,
-)
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import from_rank_0
-from ..drafts.options import asks_for_copies
 from ..extras import require
 from ..files import check_source
 from ..images.open import size_of
@@ -59,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     """mlx-lm's parser, with the flags of MTP added."""
     description = "Generate text, with drafts of the model's own MTP head."
     parser = extend(setup_arg_parser(), "mlx_mtp generate", description)
-    add_drafting(parser)
+    flags.add_drafting(parser)
     parser.add_argument(
         "--temp",
         type=float,
@@ -102,10 +90,12 @@ def run(args: argparse.Namespace) -> None:
             pictured = read_images(vision_of(model), prompt, args.image)
             prompt, options["input_embeddings"] = pictured.tokens, pictured.embed(model)
             options["prompt_cache"] = pictured.cache(model, options["prompt_cache"])
-        result = check(model, mx.array(prompt), text_options(args), stop_tokens=tokenizer.eos_token_ids, **options)
+        result = check(
+            model, mx.array(prompt), flags.text_options(args), stop_tokens=tokenizer.eos_token_ids, **options
+        )
         print(result.report(tokenizer))
         sys.exit(0 if result.passed else 1)
-    with open_prompt_store(args, model) as store, prompt_progress() as progress:
+    with flags.open_prompt_store(args, model) as store, prompt_progress() as progress:
         text, last = print_text(
             model,
             tokenizer,
@@ -114,8 +104,8 @@ def run(args: argparse.Namespace) -> None:
             verbose=args.verbose,
             show_drafts=args.show_drafts,
             mtp=args.mtp,
-            options=text_options(args),
-            sampler=sampler_of(args, tokenizer),
+            options=flags.text_options(args),
+            sampler=flags.sampler_of(args, tokenizer),
             max_kv_size=args.max_kv_size,
             prompt_store=store,
             images=args.image or (),
@@ -134,9 +124,9 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--draft-model runs in mlx-lm's own command: mlx_lm.generate --draft-model {args.draft_model}."
         )
-    check_generation_flags(args)
-    check_prompt_cache_dir(args, "prompt_cache_file", "check")
-    check_alone(args, *ALONE)
+    flags.check_generation_flags(args)
+    flags.check_prompt_cache_dir(args, "prompt_cache_file", "check")
+    flags.check_alone(args, *ALONE)
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise ValueError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
     for file in args.image or ():
@@ -157,31 +147,15 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def load_model(args: argparse.Namespace, saved: PromptCacheFile | None) -> tuple[nn.Module, TokenizerWrapper]:
     """Load the model and its tokenizer, seed MLX's random state, and check the flags against the model."""
-    tokenizer_config = {} if saved is None else saved.tokenizer_config
     if args.model is None:
         args.model = str(DEMO) if saved is None else saved.model
-    options = load_options(args)
-    if args.check:
-        options["settings"] = False
+    options: dict[str, Any] = {"settings": False} if args.check else {}
     if args.image:
         options["vision"] = "auto"
-    if args.mtp is True:
-        check_family(args.model)
-    if args.seed is not None:
-        mx.random.seed(args.seed)
-    model, tokenizer, config = load(
-        args.model,
-        copy_drafts=asks_for_copies(args.copy_drafts) or args.image is not None or args.prompt_cache_dir is not None,
-        adapter_path=args.adapter_path,
-        tokenizer_config={**tokenizer_config, "trust_remote_code": args.trust_remote_code},
-        model_config={"quantize_activations": args.quantize_activations},
-        return_config=True,
-        trust_remote_code=args.trust_remote_code,
-        **options,
-    )
-    check_model_flags(args, config)
+    options["tokenizer_config"] = {} if saved is None else saved.tokenizer_config
+    options["model_config"] = {"quantize_activations": args.quantize_activations}
+    model, tokenizer = flags.load_model(args, args.image is not None, **options)
     add_eos_tokens(tokenizer, args.extra_eos_token)
-    settle_drafts(args, model)
     return model, tokenizer
 
 

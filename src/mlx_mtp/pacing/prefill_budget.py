@@ -43,8 +43,10 @@ class PrefillBudget:
         min_decode_share: float = MIN_DECODE_SHARE,
         ranks: Ranks | None = None,
     ):
-        check_max_token_gap(max_token_gap)
-        check_min_decode_share(min_decode_share)
+        if not max_token_gap > 0:
+            raise ValueError(f"max_token_gap must be more than 0 seconds, not {max_token_gap}.")
+        if not 0 <= min_decode_share < 1:
+            raise ValueError(f"min_decode_share must be from 0 to below 1, not {min_decode_share}.")
         self.max_token_gap, self.ranks = max_token_gap, ranks
         self.decode_per_prefill = min_decode_share / (1 - min_decode_share)  # seconds of decoding for one of prefill
         sizes = [prefill_step_size >> i for i in range(prefill_step_size.bit_length())]
@@ -113,21 +115,3 @@ class PrefillBudget:
         self.owed -= seconds
         is_first = self.step_seconds == 0
         self.step_seconds = seconds if is_first else self.FADING * self.step_seconds + (1 - self.FADING) * seconds
-
-
-def check_max_token_gap(seconds: float, name: str = "max_token_gap") -> None:
-    """
-    Raises:
-        ValueError: The option of this name is out of range.
-    """
-    if not seconds > 0:
-        raise ValueError(f"{name} must be more than 0 seconds, not {seconds}.")
-
-
-def check_min_decode_share(share: float, name: str = "min_decode_share") -> None:
-    """
-    Raises:
-        ValueError: The option of this name is out of range.
-    """
-    if not 0 <= share < 1:
-        raise ValueError(f"{name} must be from 0 to below 1, not {share}.")

@@ -23,7 +23,7 @@ from ..cli import flags
 from ..cli.parser import byte_size, finish
 from ..files import check_folder, check_source
 from ..memory import CONTEXT
-from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, check_max_token_gap, check_min_decode_share
+from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..prompt_store.disk import MAX_DISK_BYTES
 from .api.common import RESERVED
 from .engine.models import DEFAULT, ModelProvider
@@ -191,8 +191,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-bits",
         type=int,
-        help="Number of bits for KV cache quantization (e.g., 4 or 8). Disables batching, so requests are served one at a "
-        "time. Default: None (full precision)",
+        help="Number of bits for KV cache quantization (e.g., 4 or 8). Default: None (full precision)",
     )
     add("--kv-group-size", type=int, default=64, help="Group size for KV cache quantization (default: 64)")
     add(
@@ -224,8 +223,7 @@ def check(args: argparse.Namespace) -> Options:
         raise ValueError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
     flags.check_generation_flags(args)
     flags.check_limits(vars(args), LIMITS)
-    check_max_token_gap(args.max_token_gap, "--max-token-gap")
-    check_min_decode_share(args.min_decode_share, "--min-decode-share")
+    PrefillBudget(args.prefill_step_size, args.max_token_gap, args.min_decode_share)  # raises an error for a wrong flag
     template_args = args.chat_template_args
     if not isinstance(template_args, dict):
         raise ValueError(f"--chat-template-args must be a JSON dictionary, not {json.dumps(template_args)}.")
