@@ -312,7 +312,7 @@ def test_prompts_take_what_the_generator_takes(given):
         assert text.tokens == want
         counts = text.last.counts
         assert counts.drafted == [] or 0 not in (n, given.get("num_draft_tokens"))
-        assert counts.copied == [] or not (most == "off" or (most is None and isinstance(n, int)))
+        assert counts.of("copies").drafted == [] or not (most == "off" or (most is None and isinstance(n, int)))
 
 
 @pytest.fixture
@@ -338,15 +338,15 @@ def test_a_number_of_copies_is_not_limited_by_the_drafts(copying, k, n_copies):
     """The other row takes the head's drafts, or none, in the same windows."""
     for options in ({}, dict(num_draft_tokens=[0, 8])):
         own, other = rows_of(copying, dict(num_draft_tokens=k), copy_drafts=[n_copies, "off"], **options)
-        assert len(own.copied) == n_copies
-        assert own.copies_accepted == own.copied
-        assert other.copied == []
+        assert len(own.of("copies").drafted) == n_copies
+        assert own.of("copies").accepted == own.of("copies").drafted
+        assert other.of("copies").drafted == []
         assert len(other.drafted) <= (8 if k == "auto" else k)
 
 
 def test_the_generators_number_of_copies_is_for_all(copying):
     for counts in rows_of(copying, dict(num_draft_tokens=0, copy_drafts=8)):
         assert counts.drafted == []
-        assert len(counts.copied) == 8
+        assert len(counts.of("copies").drafted) == 8
         # A window of 8 copies yields 9 tokens. The first step, which nothing was known before, may have none.
-        assert counts.copied[0] <= 4
+        assert counts.of("copies").drafted[0] <= 4

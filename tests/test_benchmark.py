@@ -145,7 +145,7 @@ def test_tokens_are_counted_by_what_drafted_them(copying, acceptance):
         got = runs.generate(model, prompt, len(ANSWER), run)
         assert got.tokens == ANSWER
         assert got.origins.count(HEAD) == sum(got.counts.accepted)
-        assert got.origins.count(COPY) == sum(got.counts.copies_accepted)
+        assert got.origins.count(COPY) == sum(got.counts.of("copies").accepted)
         assert (HEAD in got.origins) == (acceptance > 0 and run != PLAIN)
         assert (COPY in got.origins) == (run == AUTO)
         assert got.n_steps == got.origins[1:].count(TARGET)

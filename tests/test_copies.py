@@ -123,7 +123,7 @@ def test_a_saved_cache_keeps_the_text(tmp_path):
     assert loaded[-1][2].tolist() == REPEATS + tokens
     options = dict(num_draft_tokens=0, copy_drafts=4, prompt_cache=loaded, counts=counts)
     assert mtp(more, model, max_tokens=12, **options) == plain(REPEATS + tokens + more, model, max_tokens=12)
-    assert sum(counts.copied) > 0
+    assert sum(counts.of("copies").drafted) > 0
 
 
 def test_opens_a_cache_without_a_text():
@@ -151,7 +151,7 @@ def test_a_model_without_a_head(family):
     model = model_of(family, mtp_num_hidden_layers=0)
     truth, counts, prompt_cache = plain(REPEATS, model, max_tokens=30), DraftCounts(), make_prompt_cache(model)
     assert truth == mtp(REPEATS, model, max_tokens=30, copy_drafts=8, counts=counts, prompt_cache=prompt_cache)
-    assert sum(counts.copied) > 0
+    assert sum(counts.of("copies").drafted) > 0
     rest = plain([*REPEATS, *truth, 7], model, max_tokens=9)
     assert mtp([7], model, max_tokens=9, copy_drafts="auto", prompt_cache=prompt_cache) == rest
     generator = BatchGenerator(model, num_draft_tokens=0, copy_drafts="auto")
@@ -309,7 +309,7 @@ def counts_of(oracles, way, **options):
 @pytest.mark.parametrize("number", [0, "auto"])
 def test_sequences_draft_from_it(oracles, way, number):
     counts, proposed = counts_of(oracles, way, num_draft_tokens=number)
-    assert sum(proposed) == sum(counts.of("oracle")[0]) == sum(counts.of("oracle")[1]) > 0
+    assert sum(proposed) == sum(counts.of("oracle").drafted) == sum(counts.of("oracle").accepted) > 0
 
 
 @every_way
@@ -318,8 +318,8 @@ def test_may_give_fewer_than_it_offers(oracles, way, most, monkeypatch):
     monkeypatch.setattr(Oracle, "fixed", 4)
     monkeypatch.setattr(Oracle, "most", most)
     counts, proposed = counts_of(oracles, way, num_draft_tokens=0)
-    assert sum(proposed) == sum(counts.of("oracle")[0]) == sum(counts.of("oracle")[1])
-    assert len(counts.of("oracle")[0]) == most
+    assert sum(proposed) == sum(counts.of("oracle").drafted) == sum(counts.of("oracle").accepted)
+    assert len(counts.of("oracle").drafted) == most
 
 
 @every_way
@@ -327,4 +327,4 @@ def test_takes_its_turn_with_the_others(oracles, way, monkeypatch):
     monkeypatch.setattr(sources, "SOURCES", [*SOURCES, *sources.SOURCES])
     counts, proposed = counts_of(oracles, way, num_draft_tokens=2)
     assert sum(proposed) > 0
-    assert counts.of("oracle")[1] == counts.of("oracle")[0]
+    assert counts.of("oracle").accepted == counts.of("oracle").drafted

@@ -82,9 +82,9 @@ def test_what_is_forced_is_drafted(monkeypatch):
     counts, lark = DraftCounts(), "start: " + " ".join(f'"w{i - 1}."' for i in text[:-1])
     options = dict(max_tokens=12, num_draft_tokens=0, logits_processors=[grammar_of(words, lark)], counts=counts)
     assert mtp(PROMPT, model_of("qwen3_5"), copy_drafts="auto", **options) == text
-    assert counts.forced == counts.forced_accepted
-    assert sum(counts.forced) >= 8
-    assert counts.n_drafted == sum(counts.forced)
+    assert counts.of("grammar").drafted == counts.of("grammar").accepted
+    assert sum(counts.of("grammar").drafted) >= 8
+    assert counts.n_drafted == sum(counts.of("grammar").drafted)
 
 
 def test_begins_behind_the_tag():

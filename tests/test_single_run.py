@@ -94,7 +94,7 @@ class Ask:
     def check_counts(self, counts):
         most, copies = self.num_draft_tokens, self.copy_drafts
         assert len(counts.drafted) <= (most if isinstance(most, int) else 8)
-        assert copies is None or len(counts.copied) <= {"auto": 16, "off": 0}.get(copies, copies)
+        assert copies is None or len(counts.of("copies").drafted) <= {"auto": 16, "off": 0}.get(copies, copies)
 
 
 # Closing a generation of one sequence

@@ -26,21 +26,15 @@ from .responses import PromptResponse
 
 
 def check_count(name: str, value: Any) -> int:
-    """
-    Raises:
-        ValueError: The value is not an integer of 1 or more.
-    """
+    """Return the value, or raise a ValueError if it is not an integer of 1 or more."""
     if not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer of 1 or more, not {value}.")
     return int(value)
 
 
 def entries_of(options: abc.Mapping[str, Any], n: int) -> list[dict[str, Any]]:
-    """The options of each of n prompts, by name, without those that are ``None`` for all.
-
-    Raises:
-        ValueError: An option does not have one entry for each prompt.
-    """
+    """The options of each of n prompts, by name, without those that are ``None`` for all. Raises a ValueError if an option does
+    not have one entry for each prompt."""
     given = {name: values for name, values in options.items() if values is not None}
     for name, values in given.items():
         is_list = isinstance(values, abc.Sequence) and not isinstance(values, str)
@@ -51,11 +45,8 @@ def entries_of(options: abc.Mapping[str, Any], n: int) -> list[dict[str, Any]]:
 
 
 def options_of(i: int, options: TextOptions | None = None, **own: Any) -> TextOptions:
-    """The options of a call's prompt i: its own, each an entry of an argument of ``insert_segments``, over others.
-
-    Raises:
-        ValueError: The maximum number of tokens is out of range.
-    """
+    """The options of a call's prompt i: its own, each an entry of an argument of ``insert_segments``, over others. Raises a
+    ValueError if the maximum number of tokens is out of range."""
     if "max_tokens" in own:
         check_count(f"max_tokens of prompt {i}", own["max_tokens"])
     if "logits_processors" in own:

@@ -26,7 +26,7 @@ from mlx_lm.generate import generate_step, generation_stream, wired_limit
 
 from .._version import __version__
 from ..cli.display import alternate
-from ..decoding.counts import DraftCounts
+from ..decoding.counts import DraftCounts, OfSource
 from ..decoding.loop import mtp_generate_step
 from ..drafts.sources import N_GRAM
 from ..memory import GB, needs_of
@@ -242,8 +242,8 @@ def summarize(name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], r
         origins={o: sum(g.origins[1:].count(o) for g in every) for o in (HEAD, COPY, TARGET)},
         drafted=total.drafted,
         accepted=total.accepted,
-        copied=total.copied,
-        copies_accepted=total.copies_accepted,
+        copied=total.of("copies").drafted,
+        copies_accepted=total.of("copies").accepted,
         tokens_per_step=sum(g.n_timed for g in every) / sum(g.n_steps for g in every),
         identical=all(a.tokens == b.tokens for one, other in zip(plain, mtp) for a, b in zip(one, other)),
     )
@@ -261,7 +261,7 @@ def sum_counts(counts: Sequence[DraftCounts]) -> DraftCounts:
         return [sum(x) for x in zip_longest(*rows, fillvalue=0)]
 
     sources = {source for c in counts for source in c.by_source}
-    return DraftCounts({s: (summed(c.of(s)[0] for c in counts), summed(c.of(s)[1] for c in counts)) for s in sources})
+    return DraftCounts({s: OfSource(*map(summed, zip(*(c.of(s) for c in counts)))) for s in sources})
 
 
 def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:

@@ -95,11 +95,7 @@ def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
 
 
 def check_arrays(i: int, entry: Any, *wanted: Wanted) -> None:
-    """Check that an entry is an ``ArraysCache`` of these arrays, each of which may be missing.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Raise a ValueError unless an entry is an ``ArraysCache`` of these arrays, each of which may be missing."""
     _check_kind(i, entry, stock.ArraysCache)
     if entry.left_padding is not None or entry.lengths is not None:
         raise misfit(i, "is that of padded prompts")
@@ -111,11 +107,7 @@ def check_arrays(i: int, entry: Any, *wanted: Wanted) -> None:
 
 
 def check_keys(i: int, entry: Any, attention: Any, may_be_quantized: bool = True) -> None:
-    """Check the keys and values of an attention layer.
-
-    Raises:
-        ValueError: They do not fit it.
-    """
+    """Raise a ValueError if keys and values do not fit an attention layer."""
     _check_kind(i, entry, stock.KVCache, *([stock.QuantizedKVCache] if may_be_quantized else []))
     n, D, S = entry.offset, attention.head_dim, None  # S: the allocated length, the same in all arrays
     if type(n) is not int or n < 0:

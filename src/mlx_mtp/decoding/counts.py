@@ -1,8 +1,16 @@
 """Counts of drafted and accepted tokens of a text, and its speed."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..pacing.step_times import HEAD
+
+
+class OfSource(NamedTuple):
+    """The drafts of one source and the accepted ones, by position in the window, each [K]."""
+
+    drafted: list[int]
+    accepted: list[int]
 
 
 @dataclass
@@ -11,21 +19,20 @@ class DraftCounts:
     The number of drafts made and accepted, by source and by position in the window.
 
     Args:
-        by_source (Dict[str, Tuple[List[int], List[int]]]): Drafts and accepted drafts of each source: ``"head"``, ``"copies"``,
-          ``"grammar"``, or the name of another one in ``drafts/sources.py``.
+        by_source (Dict[str, OfSource]): By source: ``"head"``, ``"copies"``, ``"grammar"``, or the name of another one in
+          ``drafts/sources.py``.
         source (str): The source of the latest step's drafts.
         n_timed (int): Tokens of the steps that are timed: all but the first, and those that made a trace (``traces.py``).
         seconds (float): The time of these steps.
     """
 
-    by_source: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    by_source: dict[str, OfSource] = field(default_factory=dict)
     source: str = HEAD
     n_timed: int = 0
     seconds: float = 0.0
 
-    def of(self, source: str) -> tuple[list[int], list[int]]:
-        """Drafts and accepted drafts of a source, each [K]."""
-        return self.by_source.setdefault(source, ([], []))
+    def of(self, source: str) -> OfSource:
+        return self.by_source.setdefault(source, OfSource([], []))
 
     def add(self, n_drafted: int, n_accepted: int, source: str = HEAD) -> None:
         """Count a step."""
@@ -41,30 +48,12 @@ class DraftCounts:
     @property
     def drafted(self) -> list[int]:
         """Drafts of the head."""
-        return self.of(HEAD)[0]
+        return self.of(HEAD).drafted
 
     @property
     def accepted(self) -> list[int]:
         """Accepted drafts of the head."""
-        return self.of(HEAD)[1]
-
-    @property
-    def copied(self) -> list[int]:
-        """Drafts copied from the text."""
-        return self.of("copies")[0]
-
-    @property
-    def copies_accepted(self) -> list[int]:
-        return self.of("copies")[1]
-
-    @property
-    def forced(self) -> list[int]:
-        """Drafts forced by a grammar."""
-        return self.of("grammar")[0]
-
-    @property
-    def forced_accepted(self) -> list[int]:
-        return self.of("grammar")[1]
+        return self.of(HEAD).accepted
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -173,10 +173,6 @@ class Planner:
         self.latest, self.last_end = [], ([], 0.0, 0)
         self.clock.interrupt()
 
-    def interrupt(self) -> None:
-        """Do not measure the next step: other work, such as prefill, took time since the last one."""
-        self.clock.interrupt()
-
 
 def _is_clear(windows: list[Drafts], is_plain: bool) -> bool:
     """Whether the time between the ends of two steps was spent only on the second, judged by the latest windows."""

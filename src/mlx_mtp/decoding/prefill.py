@@ -88,10 +88,7 @@ def check_arguments(
     max_kv_size: int | None,
     input_embeddings: mx.array | None,
 ) -> None:
-    """
-    Raises:
-        ValueError: An argument is out of range.
-    """
+    """Raise a ValueError if an argument is out of range."""
     if prefill_step_size < 1:
         raise ValueError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
     if max_kv_size is not None:
@@ -103,10 +100,7 @@ def check_arguments(
 
 
 def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:
-    """
-    Raises:
-        ValueError: The model does not take embeddings, or their number is not that of the prompt's tokens.
-    """
+    """Raise a ValueError if the model does not take embeddings, or their number is not that of the prompt's tokens."""
     if not does_model_support_input_embeddings(model):
         raise ValueError("Model does not support input embeddings.")
     if n_prompt not in (0, len(input_embeddings)):

@@ -90,10 +90,7 @@ class Sequence:
         self.sources: dict[str, Source] = {}  # other than the head, by name
 
     def sample_with(self, sampler: AnySampler | None) -> None:
-        """
-        Raises:
-            ValueError: The sampler is for a text that has begun.
-        """
+        """Raise a ValueError if the sampler is for a text that has begun."""
         self.acceptance = make_acceptance(sampler)
         is_greedy = isinstance(self.acceptance, TokenMatch) and self.acceptance.sampler is greedy_sampler
         self.is_greedy = is_greedy and not self.logits_processors  # one argmax serves all greedy sequences
@@ -125,10 +122,7 @@ class Sequence:
             self.end = e
 
     def check(self) -> None:
-        """
-        Raises:
-            Exception: The exception of its sampler or a processor that has ended it.
-        """
+        """Raise the exception of its sampler or a processor that has ended it, if any."""
         if isinstance(self.end, Exception):
             raise self.end
 

@@ -108,10 +108,7 @@ def asks_for_copies(copy_drafts: CopyDrafts | None) -> bool:
 
 
 def check_model(model: nn.Module, options: TextOptions) -> MTPModel:
-    """
-    Raises:
-        ValueError: The model cannot make such drafts.
-    """
+    """Return the model, or raise a ValueError if it cannot make such drafts."""
     if not has_head(model):
         if not asks_for_copies(options.copy_drafts) and options.num_draft_tokens != 0:
             raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")

@@ -27,7 +27,12 @@ from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
 from ..sampling.sampler import for_one_text
 
-COUNTED = ("drafted", "accepted", "copied", "copies_accepted", "forced", "forced_accepted")
+# The fields of a response with the drafts and the accepted drafts of each source.
+COUNTED = {
+    "head": ("drafted", "accepted"),
+    "copies": ("copied", "copies_accepted"),
+    "grammar": ("forced", "forced_accepted"),
+}
 KV_NAMES = [field.name for field in fields(KVOptions)]
 
 
@@ -172,7 +177,7 @@ def _stream_mtp(
             finish_reason=finish_reason,
             tokens_per_step=counts.tokens_per_step,
             source=counts.source if from_draft else "model",
-            **{name: tuple(getattr(counts, name)) for name in COUNTED},
+            **{name: tuple(n) for source, names in COUNTED.items() for name, n in zip(names, counts.of(source))},
         )
 
     with wired_limit(model, [stream]):

@@ -109,10 +109,7 @@ class Vision:
 
     @cached_property
     def processor(self) -> Processor:
-        """
-        Raises:
-            ValueError: The checkpoint's file is damaged, or for another kind of processor.
-        """
+        """Raises a ValueError if the checkpoint's file is damaged, or for another kind of processor."""
         require("image", "An image")
         args = self._args
         own = dict(zip(SIZES, (args.patch_size, args.temporal_patch_size, args.spatial_merge_size)))
@@ -129,10 +126,7 @@ class Vision:
 
     @cached_property
     def tower(self) -> VisionTower:
-        """
-        Raises:
-            ValueError: Its tensors are damaged, or do not fit the config.
-        """
+        """Raises a ValueError if its tensors are damaged, or do not fit the config."""
         tower = self.lazy_tower()
         mx.eval(tower.parameters())
         return tower

@@ -170,10 +170,7 @@ class DraftModel:
         self.model, self.target = model, Target(model)
 
     def make_cache(self) -> list[Any]:
-        """
-        Raises:
-            ValueError: No cache of the target is waiting for one of the draft model.
-        """
+        """Raises a ValueError if no cache of the target is waiting for one of the draft model."""
         waiting, self.target._waiting = self.target._waiting, None
         if waiting is None or (draft := waiting()) is None:
             raise ValueError(

@@ -203,8 +203,8 @@ def _usage(usage: Usage) -> Json:
             "rejected_prediction_tokens": sum(d.n_drafted for d in drafts) - usage.n_accepted,
         }
         for source, name in (("copies", "copied_tokens"), ("grammar", "forced_tokens")):
-            details[name] = sum(sum(d.of(source)[0]) for d in drafts)
-            details[f"accepted_{name}"] = sum(sum(d.of(source)[1]) for d in drafts)
+            details[name] = sum(sum(d.of(source).drafted) for d in drafts)
+            details[f"accepted_{name}"] = sum(sum(d.of(source).accepted) for d in drafts)
     return content
 
 
