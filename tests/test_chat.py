@@ -14,6 +14,7 @@ from prompt_toolkit.output import DummyOutput
 
 import mlx_mtp
 from mlx_mtp import PromptStore
+from mlx_mtp.caches.prompt_cache import n_tokens
 from mlx_mtp.chat import __main__ as command
 from mlx_mtp.chat import conversation as conversation_module
 from mlx_mtp.chat import terminal
@@ -133,6 +134,7 @@ def test_ctrl_c_before_the_answer_keeps_the_question(trained, monkeypatch):
 
         m.setattr(type(model), "__call__", interrupted)
         assert conversation.answer(long, str) is None
+    assert n_tokens(conversation.cache) == 100  # two passes, which the next turn does not repeat
     want = plain(tokenizer.encode(f"{long}\n{TURNS[1]}\n"), model, max_tokens=12)
     assert said_by(conversation, TURNS[1]) == tokenizer.decode(want)
 

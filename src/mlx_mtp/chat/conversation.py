@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_lm.models import cache as stock
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import make_prompt_cache
+from ..caches.prompt_cache import make_prompt_cache, n_tokens
 from ..cli.display import paint, prompt_progress
 from ..cli.flags import sampler_of, text_options
 from ..generate.stream import GenerationResponse, stream_generate
@@ -63,7 +63,8 @@ class Conversation:
         else:
             self.cache = stock.make_prompt_cache(self.model, self.args.max_kv_size)
         self.n_rendered = 0  # messages that the cache holds
-        self.text: list[int] = []  # the earlier turns, with a store
+        # The tokens before the next prompt that the cache lacks: with a store, the earlier turns.
+        self.text: list[int] = []
         self.is_cut = False  # the last answer has no end marker
         self.shown: list[Image] = []  # in the earlier turns, with a store
 
@@ -100,6 +101,7 @@ class Conversation:
         self.attached, self.n_rendered = [], len(self.messages)
         response, tokens, pieces = None, [], []
         self.is_cut, text = True, [*self.text, *prompt]
+        n_before = n_tokens(self.cache or [])
         try:
             with prompt_progress() as progress:
                 responses = stream_generate(
@@ -124,7 +126,10 @@ class Conversation:
             if self.ranks is not None:
                 raise  # the other ranks are at another point
             if response is None:
-                self._rewind()  # the next turn prefills all messages
+                if self.store is None and not images and isinstance(self.model, MTPModel):
+                    self.text = text[n_tokens(self.cache or []) - n_before :]  # the next turn prefills the rest
+                else:
+                    self._rewind()  # the next turn prefills all messages, or what the store lacks of them
                 return None
         except (ValueError, RuntimeError):
             self.messages.pop()
@@ -133,6 +138,7 @@ class Conversation:
         if response is not None:
             self.messages.append(Message("assistant", "".join(pieces)))
             self.n_rendered += 1
+            self.text = []
             if self.store is not None:
                 self.text, self.shown = text + tokens, [*self.shown, *images]
         self.is_cut = response is None or response.finish_reason != "stop"

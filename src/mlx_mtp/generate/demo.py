@@ -76,8 +76,8 @@ def compare(
     def one(_: str, run: str) -> list[GenerationResponse]:
         return list(stream_generate(model, tokenizer, prompt, max_tokens, mtp=runs[run]))
 
-    rounds = alternate(list(runs), ["comparing"], ROUNDS, one)
-    plain, drafted = (sorted((made["comparing", run] for made in rounds), key=speed)[ROUNDS // 2] for run in runs)
+    rounds = alternate(list(runs), ["the prompt"], ROUNDS, one)
+    plain, drafted = (sorted((made["the prompt", run] for made in rounds), key=speed)[ROUNDS // 2] for run in runs)
     return plain, drafted
 
 
