@@ -2,12 +2,12 @@
 
     python -m scripts.run_blocks                                     all pages
     python -m scripts.run_blocks docs/images.md docs/server.md       these pages
-    unshare -n sh -c 'ip link set lo up; python -m scripts.run_blocks'   without a network
+    unshare -n sh -c 'ip link set lo up; python -m scripts.run_blocks docs/*.md'   without a network
 
 Each page runs in a copy of the repository, from its first block to its last, with a HOME of its own and a stand-in for
 the Hugging Face hub. The published models, `MODEL` and other names are the demo with a small vision encoder and a chat
-template. A server keeps running until the page starts the next one. Requires port 8080. A block below
-`<!-- not run: REASON -->` does not run.
+template. A server keeps running until the page starts the next one. Requires port 8080, and for README's installation the
+network. A block below `<!-- not run: REASON -->` does not run.
 """
 
 import json
