@@ -10,19 +10,7 @@ from benchmarks.synthetic import SHAPES, scripted, synthetic_model
 from mlx_mtp import prompts
 from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark import measure as runs
-from mlx_mtp.benchmark.measure import (
-    AUTO,
-    COPIES,
-    COPY,
-    HEAD,
-    NO_COPIES,
-    NO_DRAFTS,
-    OVERALL,
-    PLAIN,
-    TARGET,
-    measure,
-    repeated_share,
-)
+from mlx_mtp.benchmark.measure import AUTO, COPIES, COPY, HEAD, NO_COPIES, NO_DRAFTS, OVERALL, PLAIN, TARGET
 from tests.support.commands import run_command
 from tests.support.models import DATA, ROPE, TRAINED
 
@@ -40,7 +28,7 @@ TWO = {"a": mx.array([5, 6, 7]), "b": mx.array([9, 8, 7, 6, 5])}
 
 @pytest.fixture(scope="module")
 def report():
-    return measure(made_up(), TWO, RUNS, max_tokens=8, repeat=2)
+    return runs.measure(made_up(), TWO, RUNS, max_tokens=8, repeat=2)
 
 
 def small(name: str) -> dict:
@@ -162,7 +150,7 @@ def test_a_text_stops_at_its_end(copying, end, origin, n_steps):
     got = runs.generate(model, prompt, 40, AUTO, stop={end, 999})
     assert got.tokens == ANSWER[: ANSWER.index(end) + 1] == runs.generate(model, prompt, 40, PLAIN, stop={end}).tokens
     assert (got.origins[-1], got.n_steps) == (origin, n_steps)
-    report = measure(model, {"a": prompt}, (NO_COPIES, AUTO), max_tokens=40, repeat=1, stop={end})
+    report = runs.measure(model, {"a": prompt}, (NO_COPIES, AUTO), max_tokens=40, repeat=1, stop={end})
     for r in report.results:
         assert sum(r.origins.values()) == len(got.tokens) - 1
         assert r.tokens_per_step == (len(got.tokens) - 1) / (n_steps if r.run == AUTO else len(got.tokens) - 1)
@@ -177,9 +165,9 @@ def test_warns_of_texts_that_repeat_themselves():
         ([1, 2, 3], [7] * 12, 0.5),
         ([], [1, 2, 3], 0.0),
     ]:
-        assert repeated_share(prompt, text) == share
+        assert runs.repeated_share(prompt, text) == share
     model = made_up(text=[13, 420, 315, 210, 105, 0, *(i % 7 for i in range(6, 200))])
-    report = measure(model, TWO, (NO_COPIES, AUTO), max_tokens=40, repeat=1)
+    report = runs.measure(model, TWO, (NO_COPIES, AUTO), max_tokens=40, repeat=1)
     warning = "Warning: texts that repeat themselves, and how much of each: a 62%, b 68%."
     assert benchmark.show(report).splitlines()[-1].startswith(warning)
     report.repeated = {"a": 1 / 3, "b": 0.2}
@@ -195,7 +183,7 @@ def test_reports_a_different_token(monkeypatch):
             yield (token + (i == 5 and prompt.size == 5), *others)
 
     monkeypatch.setattr(runs, "mtp_generate_step", wrong_once)
-    results = measure(model, TWO, (1,), max_tokens=10, repeat=1).results
+    results = runs.measure(model, TWO, (1,), max_tokens=10, repeat=1).results
     assert {r.prompt: r.identical for r in results} == {"a": True, "b": False, OVERALL: False}
 
 
@@ -205,7 +193,7 @@ def test_acceptance_rate_is_as_set(name, acceptance):
     prompt, n = mx.array(model.texts[0][:9]), 30 if acceptance == 1 else 80
     got = runs.generate(model, prompt, n, 2)
     assert got.tokens == model.texts[0][9 : 9 + n]
-    assert got.tokens == runs.generate(model, prompt, n, runs.PLAIN).tokens
+    assert got.tokens == runs.generate(model, prompt, n, PLAIN).tokens
     before = [got.counts.drafted[0], *got.counts.accepted]  # a draft counts where those before it were accepted
     for a, b, drafted in zip(got.counts.accepted, before, got.counts.drafted):
         j = min(b, drafted)  # the last step drafts less
@@ -214,18 +202,8 @@ def test_acceptance_rate_is_as_set(name, acceptance):
 
 def test_command_prints_and_writes_its_figures(capsys, tmp_path):
     (tmp_path / "p.txt").write_text("import os\n")
-    common = (
-        "--repeat",
-        1,
-        "-m",
-        8,
-        "--model",
-        TRAINED,
-        "--prompts",
-        tmp_path / "p.txt",
-        "--json",
-        tmp_path / "b.json",
-    )
+    common = "--repeat", 1, "-m", 8, "--model", TRAINED
+    common += "--prompts", tmp_path / "p.txt", "--json", tmp_path / "b.json"
     flags = ("--compare-depths", 1, "--context", 40, "--plot", tmp_path / "b.png")
     _, out, _ = run_command(benchmark.main, capsys, *common, *flags)
     report = json.loads((tmp_path / "b.json").read_text())

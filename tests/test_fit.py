@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import sys
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -117,12 +118,8 @@ def test_more_drafts_are_accepted_and_nothing_else_changes(folder, loaded, monke
 def test_a_head_that_is_not_better_is_not_written(folder, monkeypatch, capsys):
     """It is ended after the training, and uses the answers and the states again. The log is plain text."""
     flags = ("--iters", 1, "--learning-rate", 1e-9, "--max-tokens", 8)
-
-    def end(*args):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as ended, pytest.raises(SystemExit):
-        ended.setattr(fitting, "compare", end)
+        ended.setattr(fitting, "compare", Mock(side_effect=KeyboardInterrupt))
         run(ended, folder, "same", *flags)
     out, err = capsys.readouterr()
     assert err == ""

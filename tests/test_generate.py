@@ -243,11 +243,7 @@ def test_kv_bits_that_mlx_lm_cannot_pack_into_the_heads_are_refused():
 def test_a_failure_of_the_gpu_is_one_line_and_nothing_of_it_is_kept(monkeypatch, capsys, tmp_path, name):
     """Of a step, and where MLX reports it only after the last one. An interrupt has no line at all."""
     error = f"[METAL] {FAILED_PASS}: Caused GPU Timeout Error."
-
-    def fail(*_, **__):
-        raise RuntimeError(error)
-
-    monkeypatch.setattr(mx, name, fail)
+    monkeypatch.setattr(mx, name, Mock(side_effect=RuntimeError(error)))
     flags = "--prompt-cache-dir", tmp_path, "--max-tokens", "4", "--ignore-chat-template"
     status, _, err = run(capsys, "--prompt", PROMPT, *flags)
     assert (status, err.count("\n")) == (1, 1)

@@ -1,6 +1,7 @@
 """Prompts with images, from pictures to text: in Python, with a prompt store, and from the command line."""
 
 import json
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -148,11 +149,8 @@ def test_a_chat_with_pictures(stored, model, tokenizer, files, monkeypatch):
         assert "".join(shown) == tokenizer.decode(want)
         text += want
 
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
     chat.attach(str(files[0]))
-    monkeypatch.setattr(conversation, "stream_generate", interrupted)
+    monkeypatch.setattr(conversation, "stream_generate", Mock(side_effect=KeyboardInterrupt))
     assert chat.answer("c", print) is None
     assert (chat.attached, chat.shown, chat.n_rendered) == ([], [], 0)
     assert chat.messages[-1] == Message("user", "c", [str(files[0])])  # the next turn processes it again

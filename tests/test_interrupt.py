@@ -5,6 +5,7 @@ import functools
 import linecache
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -149,12 +150,8 @@ def test_an_end_that_is_interrupted_twice_is_known_as_such(interrupted, monkeypa
         refused(earlier)
         assert_holds(prompt_cache, len(PROMPT) + 3)
         return
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as m:
-        m.setattr(loop, "finalize", interrupt)
+        m.setattr(loop, "finalize", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             steps.close()
     refused(prompt_cache, earlier, copy.deepcopy(prompt_cache), load_prompt_cache(file))

@@ -5,6 +5,7 @@ import copy
 import gc
 import threading
 from contextlib import closing
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -15,7 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import PromptStore, make_prompt_cache, make_sampler, stream_generate
-from mlx_mtp.caches.prompt_cache import PromptCache
+from mlx_mtp.caches.prompt_cache import PromptCache, fingerprint_of
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.caches.rows import KVOptions
 from mlx_mtp.decoding.loop import prefill
@@ -26,22 +27,20 @@ from mlx_mtp.prompt_store.store import OPENING, choose_cuts
 from tests.support.decoding import mtp, plain, text_of
 from tests.support.models import FAMILIES, TRAINED, arrays_equal, tiny_model
 from tests.support.profiles import LONG, examples
-from tests.support.prompt_store import (
-    KV,
-    KV_OPTIONS,
-    TEXT,
-    assert_same,
-    assert_same_next,
-    held,
-    model_of,
-    n_snapshots,
-    names,
-    read,
-)
+from tests.support.prompt_store import KV, KV_OPTIONS, TEXT, assert_same_next, held, model_of, n_snapshots, names, read
 
 
 def new_store(model=None, max_bytes=1 << 30, **options):
     return PromptStore(model or model_of("qwen3_5"), max_bytes, **options)
+
+
+def assert_same(a, b):
+    assert names(a) == names(b)
+    assert arrays_equal(held(a)[:-1], held(b)[:-1])
+    a, b = (PromptCache(c, len(c) - 2) for c in (a, b))
+    assert (a.n_tokens, a.n_recorded, a.text) == (b.n_tokens, b.n_recorded, b.text)
+    assert fingerprint_of(a) == fingerprint_of(b)
+    assert arrays_equal([a.last_hidden, a.entries[-1][3]], [b.last_hidden, b.entries[-1][3]])  # [3]: the rank's part
 
 
 def test_the_deepest_snapshot_of_the_common_prefix_is_found():
@@ -303,10 +302,7 @@ def test_nothing_of_a_failed_pass_is_kept(trained, monkeypatch):
     """The GPU's error may come after steps that have computed nothing."""
     model, tokenizer = trained
     store, prompt, n_steps = PromptStore(model, 1 << 30), tokenizer.encode("import os\n" * 9), 0
-
-    def fail(*_):
-        raise RuntimeError(f"[METAL] {FAILED_PASS}")
-
+    fail = Mock(side_effect=RuntimeError(f"[METAL] {FAILED_PASS}"))
     with pytest.raises(RuntimeError, match=FAILED_PASS):
         for _ in stream_generate(model, tokenizer, prompt, prompt_store=store, max_tokens=40):
             n_steps += 1

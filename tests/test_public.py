@@ -22,14 +22,9 @@ LIBRARY = {"batch", "caches", "checkpoint", "decoding", "distributed", "drafts",
 LIBRARY |= {"pacing", "prompt_store", "sampling", "text"}
 # What each room may import, beside itself and the version; the public names may import anything.
 ARROWS = {
-    "distributed": set(),
-    "extras": set(),
-    "files": set(),
+    **{name: set() for name in ("distributed", "extras", "files", "memory", "sampling", "traces")},
     "prompts": {"files"},
-    "memory": set(),
-    "traces": set(),
     "caches": {"traces"},
-    "sampling": set(),
     "layers": {"caches", "traces"},
     "models": {"caches", "distributed", "layers"},
     "images": {"caches", "extras", "memory", "models"},
@@ -40,18 +35,7 @@ ARROWS = {
     "batch": {"caches", "decoding", "distributed", "drafts", "models", "pacing"},
     "prompt_store": {"caches", "memory"},
     # It tries heads that it has fetched.
-    "checkpoint": {
-        "caches",
-        "decoding",
-        "distributed",
-        "files",
-        "images",
-        "layers",
-        "memory",
-        "models",
-        "pacing",
-        "prompts",
-    },
+    "checkpoint": LIBRARY - {"batch", "drafts", "prompt_store", "sampling", "text"} | {"files", "layers", "prompts"},
     "cli": LIBRARY - {"batch", "decoding", "models", "text"} | {"files", "layers", "traces"},
     **{command: LIBRARY | {"layers"} | SHARED for command in COMMANDS},
     "chat": LIBRARY | SHARED | {"generate"},  # an answer is generated as there

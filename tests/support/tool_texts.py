@@ -26,16 +26,8 @@ SCHEMAS = {
 
 # What texts with calls and without are made of.
 TAGS = [
-    "<tool_call>",
-    "</tool_call>",
-    "<function=add>",
-    "</function>",
-    "</parameter>",
-    "\n",
-    " ",
-    "```",
-    '{"name": "add"',
-]
+    "<tool_call>", "</tool_call>", "<function=add>", "</function>", "</parameter>", "\n", " ", "```", '{"name": "add"',
+]  # fmt: skip
 PARTS = [
     *TAGS, "<function=", "<parameter=", "<parameter=a>", "<parameter=value>", ">", "true", "12", '"', "}", "{", "[",
     "<tool_call>\n<function=add>\n<parameter=a>\n", "\n</parameter>\n", "\n</parameter>\n</function>\n</tool_call>",
