@@ -36,8 +36,6 @@ def test_an_unknown_command_is_one_line(capsys):
         (["genrate"], "There is no command genrate: did you mean generate?"),
         (["xyz"], "There is no command xyz: choose from demo, generate,"),
         (["--model", "x", "generate"], "The command comes first: mlx_mtp generate --model ..."),
-        (["cache", "--remove", "all"], "cache was removed: `mlx_mtp doctor` shows the folder"),
-        (["--print-completion", "bash"], "--print-completion was removed: "),
     ):
         assert refusal(main, capsys, *argv).startswith(f"mlx_mtp: error: {message}")
 

@@ -237,12 +237,10 @@ def test_prompts_are_chosen_by_name(monkeypatch, capsys):
 
 def test_an_error_is_one_line_and_status_2(capsys):
     for flags, message in (
-        ("--synthetic 4b-4bit", "--synthetic was removed: time random weights with"),
         ("--plot x.png", "requires --compare-depths"),
         ("--plot x.pgn --compare-depths", "x.pgn is not an image"),
         ("--json /no/such/folder/b.json", "There is no folder /no/such/folder"),
         ("--json /tmp", "/tmp is a folder"),
-        ("--prompts /no/such/file", "/no/such/file"),
         ("--context 9 10 --plot x.png --compare-depths", "--plot takes one length"),
         ("--context 9 10 --tune", "--tune takes one length"),
         ("--tune --compare-depths", "remove --compare-depths"),

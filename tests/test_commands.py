@@ -115,10 +115,13 @@ def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (32, 32)).save("a.png")
     load, drafting = Mock(side_effect=ValueError("enough")), ("generate", "chat", "benchmark")
+    cheaper = {"draft_vocab": 64, "mtp_bits": 4, "draft_head_bits": 8}
+    flags_of_it = " ".join(f"--{option.replace('_', '-')} {n}" for option, n in cheaper.items())
     monkeypatch.setattr("mlx_mtp.cli.flags.load", load)
     monkeypatch.setattr("mlx_mtp.benchmark.__main__.load", load)
     for name, flags, option, want in (
         *((name, f"--mtp {head}", "mtp", head or "auto") for name, head in product(drafting, ("", "a/b"))),
+        *((name, flags_of_it, option, n) for name, (option, n) in product(drafting, cheaper.items())),
         ("generate", "--image a.png --prompt What?", "vision", "auto"),
         ("chat", "--images", "vision", "auto"),
     ):

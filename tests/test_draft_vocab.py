@@ -8,10 +8,8 @@ from mlx_lm.tuner.lora import LoRALinear
 
 import mlx_mtp
 from mlx_mtp.checkpoint.settings import cheapen_drafts
-from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.layers.drafting import BITS, DraftLMHead
 from tests.support.checkpoints import copied, differing, parameters, quantize_head
-from tests.support.commands import refusal, run_command
 from tests.support.models import DATA, arrays_equal
 
 CHECKPOINTS = ["dense", "moe35", "next"]  # the first ties its embeddings
@@ -177,24 +175,3 @@ def test_load_rejects_mtp_bits_for_a_quantized_head(tmp_path):
     folder = quantize_head(copied(tmp_path), 4)
     with pytest.raises(ValueError, match="already quantized: mtp_bits requires one in 16 bits"):
         mlx_mtp.load(str(folder), mtp_bits=4)
-
-
-def test_flags_of_generate_keep_the_text(monkeypatch, capsys):
-    loaded = []
-
-    def load(*args, **kwargs):
-        loaded.append(mlx_mtp.load(*args, **kwargs))
-        return loaded[-1]
-
-    common = ["--model", DATA / "dense", "--prompt", "def f(x):", "-m", 12, "--verbose", "False"]
-    monkeypatch.setattr(generate, "load", load)
-    plain = run_command(generate.main, capsys, *common, "--no-mtp")
-    assert plain[1].strip()
-    cheaper = ["--draft-vocab", "64", "--mtp-bits", "4", "--draft-head-bits", "4"]
-    for flags in ([], cheaper):
-        assert run_command(generate.main, capsys, *common, "--mtp", *flags) == plain
-    model = loaded[-1][0]
-    assert model.drafting.lm_head.ids.tolist() == list(range(64))
-    assert (model.drafting.lm_head.layers[0].bits, model.mtp.layers[0].mlp.up_proj.bits) == (4, 4)
-    for flags in (["--draft-vocab", "64"], ["--mtp-bits", "4"]):
-        assert refusal(generate.main, capsys, *common, "--no-mtp", *flags)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 from functools import cache as cached
 from unittest.mock import Mock
@@ -21,7 +20,7 @@ from mlx_mtp.generate.__main__ import main, make_parser
 from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.sampling.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
 from tests.support.bad_checkpoints import configured, cut_short
-from tests.support.checkpoints import configure, copied, drop, no_head
+from tests.support.checkpoints import copied, no_head
 from tests.support.commands import refusal, run_command
 from tests.support.models import TRAINED
 
@@ -191,20 +190,6 @@ def test_a_head_that_could_be_downloaded_is_named(monkeypatch, capsys, tmp_path)
         assert (status, "Generation: 5 tokens" in out, "Drafts" in out) == (0, True, False)
         assert err == (note and f"Generating without drafts: {note}") + cut
         assert run(capsys, "--model", headless, "-m", 5, "--no-mtp")[2] == cut
-
-
-def test_a_drafter_drafts_as_the_models_own_head(capsys, tmp_path):
-    drafter = shutil.copytree(folder := copied(tmp_path), tmp_path / "drafter")
-    drop(drafter, lambda name: not name.startswith("mtp."))
-    configure(drafter, model_type="qwen3_5_mtp")
-    args = ["--model", folder, "--prompt", "def f", "-m", 12, "--num-draft-tokens", 2, "--mtp"]
-    _, want, _ = run(capsys, *args)
-    no_head(folder)
-    assert run(capsys, *args)[0] == 2
-    status, got, _ = run(capsys, *args, drafter)
-    got, want = (re.sub(".*(-per-sec|memory).*", "", text) for text in (got, want))
-    assert (status, got) == (0, want)
-    assert "tokens-per-step" in got
 
 
 OUT_OF_RANGE = [

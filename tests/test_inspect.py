@@ -14,14 +14,10 @@ from mlx_mtp.memory import size
 from mlx_mtp.models.head_weights import split_head
 from tests.support.bad_checkpoints import BAD
 from tests.support.checkpoints import config_of, configure, converted, copied, quantize_head, tensors
-from tests.support.commands import refusal, run_command
+from tests.support.commands import refusal, report, run_command
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.images import add_tower
 from tests.support.models import DATA
-
-
-def report(text) -> dict[str, str]:
-    return {key: value.strip() for key, colon, value in (line.partition(":") for line in text.splitlines()) if colon}
 
 
 def size_of(weights):

@@ -145,10 +145,11 @@ def test_an_end_that_is_interrupted_twice_is_known_as_such(interrupted, monkeypa
     earlier = copy.deepcopy(prompt_cache)
     save_prompt_cache(file, prompt_cache)
     refused(prompt_cache, earlier)
+    assert next(steps)[0] == model_and_truth()[1][len(PROMPT) + 3]  # it goes on
     if not interrupted:
         steps.close()
         refused(earlier)
-        assert_holds(prompt_cache, len(PROMPT) + 3)
+        assert_holds(prompt_cache, len(PROMPT) + 4)
         return
     with monkeypatch.context() as m:
         m.setattr(loop, "finalize", Mock(side_effect=KeyboardInterrupt))

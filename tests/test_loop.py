@@ -1,6 +1,5 @@
 """The loop: plain decoding's tokens whatever the head drafts, and a prompt cache of exactly the tokens yielded."""
 
-import copy
 import itertools
 import json
 from functools import cache
@@ -132,20 +131,6 @@ def test_a_prompt_without_a_text():
     loop.prefill(PROMPT[:-1], model, prompt_cache=prefilled)
     assert_cache_of(model, prefilled, len(PROMPT) - 1)
     assert mtp(PROMPT[-1:], model, max_tokens=6, prompt_cache=prefilled) == truth[:6]
-
-
-@pytest.mark.parametrize("depth", [0, 3])
-def test_rejects_a_cache_in_use(depth):
-    model = model_of(DENSE)
-    cache, truth = make_prompt_cache(model), text_of_plain(DENSE)[len(PROMPT) :]
-    steps = mtp_generate_step(PROMPT, model, max_tokens=20, num_draft_tokens=depth, prompt_cache=cache)
-    assert [next(steps)[0] for _ in range(3)] == truth[:3]
-    for other in (cache, copy.deepcopy(cache)):
-        with pytest.raises(ValueError, match="This prompt cache is of a generation that has not ended"):
-            mtp([truth[3]], model, max_tokens=2, prompt_cache=other)
-    assert next(steps)[0] == truth[3]  # and goes on
-    steps.close()
-    assert mtp([truth[4]], model, max_tokens=5, prompt_cache=cache) == truth[5:10]
 
 
 @pytest.mark.parametrize("start", [0, 5, 14, 23, 1000])

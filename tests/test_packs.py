@@ -22,7 +22,7 @@ from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.fit import fit
 from mlx_mtp.models.shard import check_shard
 from tests.support.checkpoints import config_of, configure, converted, drop, edit, parameters, tensors, write_tiny
-from tests.support.commands import run_command
+from tests.support.commands import report, run_command
 from tests.support.decoding import PROMPT
 from tests.support.models import PACK, WIDE, arrays_equal, tiny_config
 from tests.support.published import ARCHITECTURES
@@ -108,16 +108,12 @@ def test_the_catalog_has_the_base_and_the_size_of_the_published_pack():
     assert published()["bonsai-2-27b-2bit"].disk_gb == round(n_bytes / 1e9, 1)
 
 
-def report(folder) -> dict[str, str]:
-    return {key: value.strip() for key, _, value in (line.partition(":") for line in inspect(str(folder)).splitlines())}
-
-
 def test_inspect(bare, grafted):
-    lines = report(bare)
+    lines = report(inspect(str(bare)))
     assert lines["Model type"] == PACK
     assert lines["Backbone"] == "2 bits in groups of 128 (affine), converted (norms shifted)"
     assert (lines["MTP head"], "claims an MTP head, but its weights have none" in lines["--mtp"]) == ("none", True)
-    assert report(grafted)["--mtp"] == "ready"
+    assert report(inspect(str(grafted)))["--mtp"] == "ready"
 
 
 def test_fit(pack, tmp_path, capsys):
@@ -167,7 +163,7 @@ def test_packs_that_mlx_lm_refuses(grafted, tmp_path):
         configure(folder, **change(config_of(folder)))
         with pytest.raises(ValueError, match=f"pack could not be loaded: .*{message}"):
             mlx_mtp.load(str(folder))
-        assert re.search(message, report(folder)["--mtp"])
+        assert re.search(message, report(inspect(str(folder)))["--mtp"])
 
 
 SIGNS = "language_model.model.layers.0.mlp.up_proj.signs"

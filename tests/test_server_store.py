@@ -189,19 +189,6 @@ def test_models_share_the_space_and_find_their_texts_again():
     stores.close()
 
 
-def test_a_prompt_is_cut_where_the_store_is_asked_to():
-    stores, prompt = stores_with(tiny_model("qwen3_5")), Prompt([*TEXT])
-    stores.fetch(prompt)
-    assert prompt.segments == [TEXT[:-1], TEXT[-1:]]
-    assert prompt.cuts == [len(TEXT) - 1]  # not saved once more behind the last cut
-    for tokens in (TEXT[:8], TEXT[:-1]):
-        stores.insert(prompt, tokens, read(stores.store.model, tokens))
-    prompt = Prompt([*TEXT[:8], 30, 31, 30])
-    assert stores.fetch(prompt)[1] == 8
-    assert prompt.segments == [[30, 31], [30]]
-    assert (prompt.cuts, prompt.n_cached) == ([10], 8)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_text_goes_on_from_where_all_ranks_can(rank):
     """Rank 1 has given up what is behind the 4th token. Rank 0 says where the prompt is cut."""

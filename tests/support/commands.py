@@ -26,3 +26,8 @@ def refusal(main: Callable[[], Any], capsys: Any, *argv: Any, stdin: str = "") -
     status, out, err = run_command(main, capsys, *argv, stdin=stdin)
     assert (status, out, err.count("\n")) == (2, "", 1), err
     return err
+
+
+def report(text: str) -> dict[str, str]:
+    """The lines of a report, ``NAME: VALUE`` each, by their names."""
+    return {key: value.strip() for key, colon, value in (line.partition(":") for line in text.splitlines()) if colon}
