@@ -149,7 +149,8 @@ class Runner:
         log = self.project / "server.log"
         with log.open("wb") as file:
             streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-            self.server = subprocess.Popen(["bash", "-c", SHORT + code], **streams, **self.options())
+            code = "trap : TERM\n" + SHORT + code  # bash waits for the server, which frees its port
+            self.server = subprocess.Popen(["bash", "-c", code], **streams, **self.options())
         for _ in range(1200):
             if self.server.poll() is not None:
                 return f"the server ended\n{log.read_text()[-3000:]}"
