@@ -20,7 +20,7 @@ COMMANDS = {"about", "generate", "chat", "convert", "benchmark", "server", "fit"
 SHARED = {"cli", "extras", "files", "prompts"}  # by the commands
 LIBRARY = {"batch", "caches", "checkpoint", "decoding", "distributed", "drafts", "images", "memory", "models"}
 LIBRARY |= {"pacing", "prompt_store", "sampling", "text"}
-# What each room may import, beside itself and the version; the public names may import anything.
+# What each package or module may import, beside itself and the version; the public names may import anything.
 ARROWS = {
     **{name: set() for name in ("distributed", "extras", "files", "memory", "sampling", "traces")},
     "prompts": {"files"},
@@ -69,7 +69,7 @@ def imports_of(name: str) -> set[str]:
     return found & FILES.keys()
 
 
-def room(name: str) -> str:
+def part_of(name: str) -> str:
     """The package or the module under ``mlx_mtp`` that a module belongs to."""
     return (name.split(".") + [""])[1]
 
@@ -83,12 +83,12 @@ def test_imports_are_found():
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_imports_go_down_only(name):
-    own = room(name)
+    own = part_of(name)
     if own in ("", "__main__", "_version"):
         return
     assert own in ARROWS, f"{own} is a new package: add what it may import to ARROWS"
-    rooms = {room(imported) for imported in imports_of(name)} - {own, "_version"}
-    assert rooms <= ARROWS[own]
+    parts = {part_of(imported) for imported in imports_of(name)} - {own, "_version"}
+    assert parts <= ARROWS[own]
 
 
 def test_no_import_cycle():
