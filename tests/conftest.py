@@ -83,6 +83,16 @@ def equal_steps(monkeypatch):
 
 
 @pytest.fixture(scope="module")
+def uncompiled():
+    """No function is compiled, in a whole module."""
+    import mlx.core as mx
+
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture(scope="module")
 def client(server):
     """OpenAI's own, of the module's server."""
     from openai import OpenAI

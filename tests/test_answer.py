@@ -8,7 +8,6 @@ from mlx_lm.tool_parsers import pythonic
 from mlx_mtp.server.engine.encode import BoundedTokenizer, encode
 from mlx_mtp.server.request import ApiError, Request
 from mlx_mtp.text.answer import Reasoning, make_answer
-from mlx_mtp.text.grammar import llguidance_tokenizer
 from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
 from tests.support.tool_texts import SCHEMAS, render
 
@@ -95,12 +94,3 @@ ADD = render("add", {"a": 1, "b": 2})
 )
 def test_a_text_is_made_of_its_tokens(pieces, options, want):
     assert told(pieces, **options)[1] == want
-
-
-def test_pieces_are_bytes(demo):
-    _, tokenizer = demo
-    text = "def é(x): # 日本\n"
-    tokens = tokenizer.encode(text)
-    bytes_of = llguidance_tokenizer(tokenizer).decode_bytes
-    assert b"".join(bytes_of([token]) for token in tokens) == text.encode()
-    assert bytes_of([tokenizer.eos_token_id]) == tokenizer.eos_token.encode()

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import chat, sample_utils, server, utils
-from mlx_lm.models import base, cache, gated_delta, prism_hadamard_qwen35, qwen3_5, qwen3_5_moe, qwen3_next
+from mlx_lm.models import base, cache, gated_delta, qwen3_5, qwen3_next
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 from mlx_lm.tuner import callbacks, datasets, trainer
@@ -23,7 +23,7 @@ from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.layers.passes import Pass, in_pass
-from tests.support.models import PACK, tiny_config, tiny_model
+from tests.support.models import tiny_model
 
 # As attributes of mlx_lm these two are functions.
 convert, generate = sys.modules["mlx_lm.convert"], sys.modules["mlx_lm.generate"]
@@ -192,32 +192,6 @@ def test_caches():
         assert kv.offset == 3, f"mlx-lm's {type(kv).__name__} does not count its rows in .offset"
     assert (kv.group_size, kv.bits) == (32, 8), "mlx-lm's QuantizedKVCache has lost group_size or bits"
     assert hasattr(cache.KVCache(), "to_quantized"), "mlx-lm's KVCache is quantized in another way"
-
-
-def test_mlx_lm_drops_the_head_of_a_converted_checkpoint():
-    for module in (qwen3_5, qwen3_5_moe):
-        model = module.Model(module.ModelArgs.from_dict(tiny_config(module.__name__.rpartition(".")[2])))
-        kept = model.sanitize({"language_model.mtp.fc.weight": mx.zeros((1, 1))})
-        assert kept == {}, f"mlx-lm's {module.__name__} no longer drops the tensors of an MTP head"
-    args = qwen3_next.ModelArgs.from_dict(tiny_config("qwen3_next", num_hidden_layers=1, num_experts=1))
-    expert = {
-        f"model.layers.0.mlp.experts.0.{p}.weight": mx.zeros((1, 1)) for p in ("gate_proj", "up_proj", "down_proj")
-    }
-    kept = qwen3_next.Model(args).sanitize({**expert, "mtp.fc.weight": mx.zeros((1, 1))})
-    assert not any("mtp." in name for name in kept), "mlx-lm's qwen3_next no longer drops the tensors of an MTP head"
-
-
-def test_packs():
-    """models/prism_hadamard_qwen35.py takes the packed modules of mlx-lm's text model, and cuts its manifest."""
-    model = prism_hadamard_qwen35.Model(prism_hadamard_qwen35.ModelArgs.from_dict(tiny_config(PACK)))
-    modules = model.language_model.named_modules()
-    packed = [path for path, m in modules if isinstance(m, prism_hadamard_qwen35.HadamardQuantizedLinear)]
-    paths = [m["path"] for m in model.args.modules]
-    assert sorted(packed) == sorted(paths), "mlx-lm packs the modules of a manifest as another class"
-    with pytest.raises(ValueError, match="Missing Hadamard sign vector"):
-        model.sanitize({})
-    model.args.modules = []
-    assert model.sanitize({}) == {}, "mlx-lm's packs ask for signs by something else than args.modules"
 
 
 def stock_of(layer):

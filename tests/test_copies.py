@@ -306,20 +306,16 @@ def counts_of(oracles, way, **options):
 
 
 @every_way
-@pytest.mark.parametrize("number", [0, "auto"])
-def test_sequences_draft_from_it(oracles, way, number):
-    counts, proposed = counts_of(oracles, way, num_draft_tokens=number)
-    assert sum(proposed) == sum(counts.of("oracle").drafted) == sum(counts.of("oracle").accepted) > 0
-
-
-@every_way
-@pytest.mark.parametrize("most", [0, 1, 2])
-def test_may_give_fewer_than_it_offers(oracles, way, most, monkeypatch):
-    monkeypatch.setattr(Oracle, "fixed", 4)
+@pytest.mark.parametrize(
+    ("number", "fixed", "most"), [("auto", None, 16), (0, None, 16), *((0, 4, n) for n in range(3))]
+)
+def test_sequences_draft_from_it(oracles, way, number, fixed, most, monkeypatch):
+    """Also where it gives fewer than it offers, or none."""
+    monkeypatch.setattr(Oracle, "fixed", fixed)
     monkeypatch.setattr(Oracle, "most", most)
-    counts, proposed = counts_of(oracles, way, num_draft_tokens=0)
+    counts, proposed = counts_of(oracles, way, num_draft_tokens=number)
     assert sum(proposed) == sum(counts.of("oracle").drafted) == sum(counts.of("oracle").accepted)
-    assert len(counts.of("oracle").drafted) == most
+    assert len(counts.of("oracle").drafted) == (most if fixed else max(proposed))
 
 
 @every_way

@@ -36,12 +36,8 @@ from tests.support.models import PACK, tiny_config, tiny_model
 PROMPT = mx.array([30, 31, 32, 33])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def plain_steps():
-    """Training without ``mx.compile``, which on the CPU runs a C++ compiler for each of some 60 kernels: 20 s of its time."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+# Training with ``mx.compile`` would run a C++ compiler for each of some 60 kernels on the CPU: 20 s of its time.
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 @pytest.fixture(scope="module")

@@ -113,15 +113,8 @@ def files(tmp_path):
     return files
 
 
-@pytest.fixture
-def _uncompiled():
-    """The CPU backend would compile kernels for this checkpoint in bfloat16."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-@pytest.mark.usefixtures("_uncompiled")
+# Uncompiled: the CPU backend would compile kernels for this checkpoint in bfloat16.
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("flags", [[], ["--check"], ["--num-draft-tokens", "3"]])
 def test_the_command(flags, files, capsys, monkeypatch):
     given = f"mlx_mtp.generate --mtp --model {FOLDER} --prompt What? -m 12 --image".split()

@@ -30,12 +30,8 @@ from tests.support.published import ARCHITECTURES
 VOCAB = {"vocab_size": 512}  # of the tokenizer
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _uncompiled():
-    """The CPU backend would compile 45 kernels in float16, which no other test has: those are in ``test_compiled.py``."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+# The CPU backend would compile 45 kernels in float16, which no other test has: those are in ``test_compiled.py``.
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -146,27 +145,6 @@ def test_what_memory_gave_up_is_read_from_disk(tmp_path, monkeypatch):
         store.trim_to(0)
         assert store.nbytes == store.fetch(SIXTY, timeout=0)[1] == 0  # what memory has alone
     PromptStore(model_of("qwen3_5"), ROOM).load(TEXT)  # without a folder, nothing is to be done
-
-
-def test_a_disk_that_hangs_delays_only_texts_on_it(tmp_path):
-    """As a pipe that nobody writes to: other texts go on, this one is read again after a time, and closing has an end."""
-    fill(tmp_path)
-    store, others = stored(tmp_path), [9, *TEXT]
-    for file in pieces(tmp_path):
-        file.unlink()
-        os.mkfifo(file)
-    waiting = threading.Thread(target=store.load, args=([*TEXT, 7],))
-    waiting.start()
-    wait_until(lambda: store.disk._jobs.empty())
-    read(store.model, others, (5,), store)
-    assert store.fetch([*others, 7])[1] == len(others)
-    assert waiting.is_alive()
-    assert store.fetch([*TEXT, 7], timeout=0.1)[1] == 0
-    read(store.model, TEXT, CUTS, store)  # the same text, in memory: no file is read to compare it
-    assert store.fetch([*TEXT, 7])[1] == len(TEXT)
-    store.close(0.1)
-    waiting.join(30)
-    assert not waiting.is_alive()
 
 
 def test_a_text_is_waited_for_while_its_files_arrive(tmp_path, monkeypatch):

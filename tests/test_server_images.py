@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import re
 from types import SimpleNamespace
 
@@ -10,10 +9,9 @@ import openai
 import pytest
 
 from mlx_mtp import load, stream_generate
-from mlx_mtp.images import prompt
 from mlx_mtp.images import vision as vision_module
 from mlx_mtp.images.open import open_image
-from mlx_mtp.images.vision import PLACEHOLDER, Vision
+from mlx_mtp.images.vision import PLACEHOLDER
 from mlx_mtp.server.engine import encode as encoding
 from mlx_mtp.server.request import ApiError, Request
 from tests.support.engine import Engine
@@ -177,56 +175,32 @@ def test_images_are_bounded_together_and_read_for_a_client_that_is_there(monkeyp
     assert seen == ["Image 1", "Image 2"]
 
 
-@pytest.fixture(scope="module")
-def vision():
-    return Vision(FOLDER, json.loads((FOLDER / "config.json").read_text()), ["model.safetensors"])
+def test_the_server_bounds_images_before_it_decodes_one_and_looks_for_its_client(engine, monkeypatch):
+    """An error gives back what is decoded, though it has the frame."""
+    tokenizer, account = next(iter(engine.frontend.models.tokenizers.values())), SimpleNamespace(left=1 << 30)
+    most, decoded, request = 3 * 24 * 16, [], request_of(3)
 
+    def note(source, name):
+        decoded.append(name)
+        request.is_gone = len(decoded) == 5
+        return open_image(source, name)
 
-def test_pixels_are_counted_before_one_image_is_decoded(vision, monkeypatch):
-    decoded, most, _ = [], 3 * 24 * 16, vision.processor
-    monkeypatch.setattr(
-        vision_module, "open_image", lambda source, name: decoded.append(name) or open_image(source, name)
-    )
+    def read(request):
+        return encoding._read_images(tokenizer, request, [IMAGE_TOKEN] * len(request.images), account)
+
+    monkeypatch.setattr(vision_module, "open_image", note)
     for max_pixels, i in ((most - 1, 3), (1, 1)):
+        monkeypatch.setattr(encoding, "MAX_PIXELS", max_pixels)
         with pytest.raises(ValueError, match=f"up to number {i} have more than {max_pixels} pixels"):
-            prompt.read_images(vision, [IMAGE_TOKEN] * 3, [png(1)] * 3, max_pixels=max_pixels)
+            read(request_of(3))
     assert decoded == []
-    read = prompt.read_images(vision, [IMAGE_TOKEN] * 3, [png(1)] * 3, max_pixels=most)
-    assert len(read.pixel_values) == len(decoded) == 3
-
-
-def test_reading_ends_between_two_images(vision):
-    class Gone(Exception):
-        pass
-
-    looks = iter([None, None, Gone()])
-
-    def look(n_bytes):
-        assert n_bytes > 24 * 16 * 3 * 4  # its patches, in float32
-        if (error := next(looks)) is not None:
-            raise error
-
-    with pytest.raises(Gone) as e:
-        prompt.read_images(vision, [IMAGE_TOKEN] * 5, [png(1)] * 5, before_each=look)
-    (frame,) = [tb.frame for tb in e.traceback if tb.name == "read_images"]
-    assert frame.f_locals["pixel_values"] == []  # given back, though the error has the frame
-
-
-def test_the_server_bounds_pixels_and_memory_and_looks_for_its_client(engine, monkeypatch):
-    tokenizer = next(iter(engine.frontend.models.tokenizers.values()))
-    account, one = SimpleNamespace(left=1 << 30), request_of(1)
-
-    def read(request, n):
-        return encoding._read_images(tokenizer, request, [IMAGE_TOKEN] * n, account)
-
-    monkeypatch.setattr(encoding, "MAX_PIXELS", 24 * 16)
-    with pytest.raises(ValueError, match="up to number 2 have more than 384 pixels"):
-        read(request_of(2), 2)
-    monkeypatch.setattr(encoding, "decode_all", lambda request: setattr(one, "is_gone", True) or [png(1)])
-    with pytest.raises(ApiError, match="has disconnected"):
-        read(one, 1)
-    account.left, one.is_gone = 1000, False
-    monkeypatch.setattr(encoding, "decode_all", lambda request: [png(1)])
-    with pytest.raises(ApiError, match=r"needs [\d.]+ kB of memory, and 1\.0 kB are left") as refused:
-        read(one, 1)
+    monkeypatch.setattr(encoding, "MAX_PIXELS", most)
+    assert len(read(request_of(3)).pixel_values) == len(decoded) == 3
+    with pytest.raises(ApiError, match="has disconnected") as gone:
+        read(request)
+    (frame,) = [tb.frame for tb in gone.traceback if tb.name == "read_images"]
+    assert (len(decoded), frame.f_locals["pixel_values"]) == (5, [])
+    account.left = 24 * 16 * 3 * 4  # an image's patches in float32 alone
+    with pytest.raises(ApiError, match=r"needs [\d.]+ kB of memory, and 4\.6 kB are left") as refused:
+        read(request_of(1))
     assert (refused.value.status, refused.value.code) == (507, "insufficient_memory")
