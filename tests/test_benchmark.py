@@ -246,7 +246,6 @@ def test_an_error_is_one_line_and_status_2(capsys):
         ("--tune --compare-depths", "remove --compare-depths"),
         ("--tune --draft-vocab 0", "remove --draft-vocab"),
         ("--tune --repeat 1", "--repeat 2 or more"),
-        ("-m 1", "2 or more, not 1"),
         ("--model /no/such/model", "/no/such/model"),
     ):
         status, out, err = run_command(benchmark.main, capsys, *flags.split())

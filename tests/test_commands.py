@@ -128,10 +128,10 @@ def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
         assert "enough" in refusal(resolve_name(f"mlx_mtp.{name}.__main__").main, capsys, *flags.split())
         assert load.call_args.kwargs[option] == want, (name, flags)
     monkeypatch.setattr(engine_models, "load", load)
-    models = engine_models.ModelProvider(options_of("--mtp", "org/head", "--model", "m"))
+    models = engine_models.ModelProvider(options_of("--mtp", "org/head", "--images", "--model", "m"))
     with pytest.raises(ValueError, match="enough"):
         models.load(models.options.model)
-    assert load.call_args.kwargs["mtp"] == "org/head"
+    assert [load.call_args.kwargs[option] for option in ("mtp", "vision")] == ["org/head", "auto"]
     for more in (["--serve-model", "other"], ["--allow-any-model"]):
         with pytest.raises(ValueError, match="--mtp HEAD fits one model"):
             options_of("--mtp", "org/head", *more)

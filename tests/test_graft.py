@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from functools import partial
 from unittest.mock import Mock
 
 import mlx.core as mx
@@ -238,10 +239,6 @@ def fewer_rows(donor):
     edit(donor, lambda w: w.update({name: w[name][:-1] for name in w if name.endswith("embed_tokens.weight")}))
 
 
-def quantized_head(donor):
-    quantize_head(donor, 8)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -250,7 +247,7 @@ def quantized_head(donor):
         (narrow_fc, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]"),
         (no_head, "donor has no MTP head: the base model of .* has"),
         (configured(model_type="qwen3_5_moe"), r"does not fit .*: model_type is qwen3_5_moe, not qwen3_5\.$"),
-        (quantized_head, "is quantized: the base model.s"),
+        (partial(quantize_head, bits=8), "is quantized: the base model.s"),
         (written(WEIGHTS, b"12345678"), "truncated or damaged"),
     ],
 )

@@ -1,6 +1,5 @@
 """A conversion without a head drafts with that of its base model, which is found, fetched once and tried."""
 
-import base64
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +21,9 @@ from mlx_mtp.checkpoint.originals import MAX_STEPS
 from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.models import ModelProvider
-from mlx_mtp.server.request import ApiError
 from tests.support.bad_checkpoints import configured, dropped
 from tests.support.checkpoints import WEIGHTS, config_of, configure, converted, copied, edit, no_head
 from tests.support.decoding import PROMPT, mtp, plain
-from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.images import add_tower, picture
 from tests.support.models import DATA, arrays_equal
@@ -337,22 +334,3 @@ def test_the_tower_is_that_of_the_original(hub, folder, tmp_path, go_offline):
     assert mx.array_equal(load(folder, vision="auto").vision.tower(pixels), own.tower(pixels))
     assert hub.requests == []
     assert load(folder).vision is None
-
-
-def test_a_server_shows_a_picture_to_a_conversion(hub, tmp_path):
-    hub.publish(BASE_MODEL, DATA / "images")
-    folder = card(converted(DATA / "images", tmp_path / "bare", mtp=False, vision=False), BASE_MODEL)
-    configure(folder, mlx_mtp=None)
-    picture().save(file := tmp_path / "picture.png")
-    url = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
-    messages, template = [{"role": "user", "content": content}], "{% for m in messages %}{{ m.content }}{% endfor %}"
-    answers = []
-    for flags in (["--model", str(DATA / "images")], ["--model", str(folder), "--images"]):
-        with Engine(*flags, "--chat-template", template) as engine:
-            answers.append(engine.ask(messages, max_tokens=6))
-    assert answers[0].tokens == answers[1].tokens
-    assert answers[0].prompt == answers[1].prompt
-    refused = pytest.raises(ApiError, match="start the server with --images")
-    with Engine("--model", str(folder), "--chat-template", template) as engine, refused:
-        engine.ask(messages, max_tokens=1)

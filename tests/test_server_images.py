@@ -200,6 +200,8 @@ def test_the_server_bounds_images_before_it_decodes_one_and_looks_for_its_client
         read(request)
     (frame,) = [tb.frame for tb in gone.traceback if tb.name == "read_images"]
     assert (len(decoded), frame.f_locals["pixel_values"]) == (5, [])
+    with pytest.raises(ApiError, match="start the server with --images"):
+        encoding._read_images(SimpleNamespace(vision=None), request_of(1), [IMAGE_TOKEN], account)
     account.left = 24 * 16 * 3 * 4  # an image's patches in float32 alone
     with pytest.raises(ApiError, match=r"needs [\d.]+ kB of memory, and 4\.6 kB are left") as refused:
         read(request_of(1))
