@@ -11,7 +11,7 @@ from mlx_mtp.server.api.common import fold_roles
 from mlx_mtp.server.app import APIS
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, options_of, read
-from tests.support.scripted_server import serve_scripted
+from tests.support.scripted_server import said, serve_scripted
 from tests.support.server_process import server_of
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
@@ -24,17 +24,13 @@ TINY = "--served-model-name", "tiny", "--model"
 server = server_of(lambda folder: [*TINY, str(make_model(folder / "model"))], serve_scripted)
 
 
-def said(text: str, **kwargs) -> dict:
-    return {"chat_template_kwargs": {"say": text, **kwargs}}
-
-
 # Messages
 
 
 def message(claude, text, **options) -> dict:
     """What the client makes of an answer, which must be the same in a stream."""
     options = {"model": "default_model", "max_tokens": 400, "messages": ASK, **options}
-    body = said(text, enable_thinking="thinking" in options)
+    body = said(text, "thinking" in options)
     whole = claude.messages.create(**options, extra_body=body).model_dump()
     with claude.messages.stream(**options, extra_body=body) as stream:
         kinds = [event.delta.type if event.type == "content_block_delta" else event.type for event in stream]
@@ -106,7 +102,7 @@ def test_an_answer_may_have_one_call_only(claude, client):
     json_calls = "<tool_call>\n" + json.dumps([{"name": "add", "arguments": {}}] * 2) + "\n</tool_call>"
     tools = [{"type": "function", "function": tool} for tool in RESPONSES_TOOLS]
     for says, parallel in ((text, True), (text, False), (json_calls, False)):
-        options = dict(tools=tools, parallel_tool_calls=parallel, extra_body=said(says, enable_thinking=False))
+        options = dict(tools=tools, parallel_tool_calls=parallel, extra_body=said(says))
         answer = client.chat.completions.create(model="default_model", messages=ASK, **options)
         assert len(answer.choices[0].message.tool_calls) == 1 + parallel
 
@@ -114,7 +110,7 @@ def test_an_answer_may_have_one_call_only(claude, client):
 def test_a_last_message_of_the_assistant_is_continued(claude):
     prefilled = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "The answer is"}]}]
     options = {"model": "default_model", "max_tokens": 50, "messages": prefilled}
-    with claude.messages.stream(**options, extra_body=said(" 42.", enable_thinking=True)) as stream:
+    with claude.messages.stream(**options, extra_body=said(" 42.", thinking=True)) as stream:
         answer = stream.get_final_message()
     assert [block.text for block in answer.content] == [" 42."]
     counted = claude.messages.count_tokens(model="default_model", messages=prefilled).input_tokens
@@ -177,7 +173,7 @@ def test_errors_are_those_that_the_clients_know(claude, client):
 
 def test_any_name_means_the_only_model(server, claude, client):
     """Claude Code has names of its own. Nothing is downloaded for one."""
-    body = said("Yes.", enable_thinking=False)
+    body = said("Yes.")
     answer = claude.messages.create(model="claude-opus-9", max_tokens=9, messages=ASK, extra_body=body)
     assert (answer.content[0].text, answer.model) == ("Yes.", "claude-opus-9")
     answer = client.responses.create(model="org/name", input="a", extra_body=body)
@@ -194,7 +190,7 @@ def response(client, text, **options) -> dict:
     """What the client makes of an answer, which must be the same in a stream."""
     options = {"model": "default_model", "input": "a", **options}
     extra = options.pop("thinking", False)
-    body = said(text, enable_thinking=extra)
+    body = said(text, extra)
     whole = client.responses.create(**options, extra_body=body).model_dump()
     events = list(client.responses.create(**options, extra_body=body, stream=True))
     assert [event.sequence_number for event in events] == [*range(len(events))]
@@ -246,7 +242,7 @@ def test_response_has_reasoning_text_and_calls(client):
 
 
 def test_response_logprobs_are_those_of_its_text(client):
-    body = said("Hm.\n</think>\n\nI add, naïve 日本.", enable_thinking=True)
+    body = said("Hm.\n</think>\n\nI add, naïve 日本.", thinking=True)
     options = {"model": "default_model", "input": "a", "extra_body": body}
     asked = {**options, "include": ["message.output_text.logprobs"], "top_logprobs": 3}
     whole = client.responses.create(**asked).output[1].content[0]

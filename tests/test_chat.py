@@ -35,11 +35,6 @@ def template(messages, enable_thinking, **_):
     return "".join(f"<{m['role']}>{m['content']}\n" for m in messages) + "<think>" * enable_thinking
 
 
-def run(capsys, *args, stdin=""):
-    """The command line in this process: (exit status, stdout, stderr). The last ``--model`` is the one that counts."""
-    return run_command(main, capsys, "--model", TRAINED, *args, stdin=stdin)
-
-
 def started(trained, *flags, chat_template=None, store=None) -> Conversation:
     """A conversation with a model that has no chat template of its own."""
     model, tokenizer = trained
@@ -72,7 +67,7 @@ def test_turns_share_a_cache_until_it_is_reset(capsys, trained, tmp_path):
         answers.append(text_of(trained[1], tokens))
     stdin = "\n".join([*TURNS, "", "/reset", TURNS[1], "/help", "/exit ", "not reached"])
     for flags in (("--no-mtp",), ("--num-draft-tokens", "3", "--prompt-cache-dir", tmp_path)):
-        status, out, err = run(capsys, *flags, "-m", 12, stdin=stdin)
+        status, out, err = run_command(main, capsys, "--model", TRAINED, *flags, "-m", 12, stdin=stdin)
         assert (status, err) == (0, "")
         found = [re.fullmatch(rf"(.*)\n{FIGURES}\n", text, re.S) for text in out.split(">> ")[1:]]
         first, second, after_reset = [match[1] for match in found if match]

@@ -87,12 +87,6 @@ def with_adapter(model, scale: float):
     model.eval()
 
 
-def turn_adapter_down(model) -> None:
-    for module in model.modules():
-        if isinstance(module, LoRALinear):
-            module.scale = 2.0
-
-
 class Doubled(nn.Linear):
     def __call__(self, x):
         return 2 * super().__call__(x)
@@ -100,10 +94,6 @@ class Doubled(nn.Linear):
 
 def doubled(linear):
     return Doubled(64, 64, False).update(linear.parameters()).eval()
-
-
-def in_8_bits(linear):
-    return linear.to_quantized(32, 8).eval()
 
 
 CHANGES = {
@@ -115,7 +105,7 @@ CHANGES = {
     "an adapter": lambda model: with_adapter(model, 2.0),
     "another class": lambda model: setattr(a := model.layers[1].self_attn, "o_proj", doubled(a.o_proj)),
     "another class in the head": lambda model: setattr(mlp := model.mtp.layers[0].mlp, "up_proj", doubled(mlp.up_proj)),
-    "other bits of one": lambda model: setattr(mlp := model.layers[0].mlp, "up_proj", in_8_bits(mlp.up_proj)),
+    "other bits of one": lambda model: setattr(mlp := model.layers[0].mlp, "up_proj", mlp.up_proj.to_quantized(32, 8).eval()),
     "a norm's eps": lambda model: setattr(model.layers[0].input_layernorm, "eps", 0.5),
     "the eps of the head's norm": lambda model: setattr(model.mtp.norm, "eps", 0.5),
     "the rope's base": lambda model: setattr(model.layers[1].self_attn.rope, "base", 10.0),
@@ -184,7 +174,9 @@ def test_a_number_that_changes_between_two_generations_is_seen(begin):
     with_adapter(model, 4.0)
     generate = begin(model)
     before = generate()
-    turn_adapter_down(model)
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            module.scale = 2.0
     after = generate()
     model.drafting.compiled = False
     assert after == generate() != before

@@ -17,7 +17,7 @@ from tests.support.profiles import LONG
 from tests.support.requests import ASK
 from tests.support.requests import CHAT as CHAT_PATH
 from tests.support.requests import TEXT as TEXT_PATH
-from tests.support.scripted_server import serve_scripted
+from tests.support.scripted_server import said, serve_scripted
 from tests.support.server_process import server_of
 from tests.support.tool_texts import PARTS, SCHEMAS, make_model, render
 
@@ -37,10 +37,6 @@ drafting = server_of(lambda _: ["--model", TRAINED, "--mtp"])  # writes Python
 def writer(drafting):
     with openai.OpenAI(base_url=drafting.url, api_key="none", max_retries=0) as client:
         yield client
-
-
-def said(text: str, thinking: bool = False) -> dict:
-    return {"chat_template_kwargs": {"say": text, "enable_thinking": thinking}}
 
 
 def joined(chunks) -> dict[int, dict]:
@@ -248,8 +244,8 @@ def test_llama_cpps_and_vllms_fields(writer, trained):
     tokenizer = trained[1]
     text = {**TEXT, "max_tokens": 60}
     whole = writer.completions.create(**text, logprobs=0).choices[0]
-    said = writer.completions.create(**{**text, "max_tokens": None}, extra_body={"n_predict": 5})
-    assert said.usage.completion_tokens == 5
+    short = writer.completions.create(**{**text, "max_tokens": None}, extra_body={"n_predict": 5})
+    assert short.usage.completion_tokens == 5
     piece = whole.logprobs.tokens[4]
     (stop,) = tokenizer.encode(piece, add_special_tokens=False)
     first = whole.logprobs.tokens.index(piece)

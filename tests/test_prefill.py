@@ -211,18 +211,13 @@ class Pending:
         return len(self.calls) == self.n
 
 
-def embeddings_of(model, prompt):
-    """Others than the tokens', but for the last one's, which is generated from."""
-    scale = mx.array([0.9] * (len(prompt) - 1) + [1.0])[:, None]
-    return model.model.embed_tokens(mx.array(prompt)) * scale
-
-
 def test_embeddings_are_computed_between_steps():
     model, prompt = tiny_model("qwen3_5"), [4, 5, 6, 7]
-    generator, texts, embeddings = BatchGenerator(model, num_draft_tokens=0, min_decode_share=0.0), {}, None
+    generator, texts = BatchGenerator(model, num_draft_tokens=0, min_decode_share=0.0), {}
     generator.insert([[1] * 5], max_tokens=[30])
     run(generator, texts, 6)
-    embeddings = embeddings_of(model, prompt)
+    # Others than the tokens', but for the last one's, which is generated from.
+    embeddings = model.model.embed_tokens(mx.array(prompt)) * mx.array([0.9, 0.9, 0.9, 1.0])[:, None]
     pending, left = Pending(embeddings, 5, texts), Pending(embeddings, math.inf, {})
     generator.insert([prompt], max_tokens=[6], input_embeddings=[pending])
     run(generator, texts)

@@ -52,6 +52,11 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     put(Admission, "make_sampler", choose)
 
 
+def said(text: str, thinking: bool = False) -> dict[str, Any]:
+    """The fields of a request for this text."""
+    return {"chat_template_kwargs": {"say": text, "enable_thinking": thinking}}
+
+
 @contextmanager
 def serve_scripted(log: Path, *flags: str) -> Iterator[Server]:
     """In this process; see ``serve_here``."""
