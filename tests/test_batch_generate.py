@@ -242,7 +242,7 @@ OUT_OF_RANGE = [
 ]
 
 
-def test_refuses_options_out_of_range():
+def test_refuses_options_out_of_range(demo):
     """Alone, in a batch, and of one prompt of a batch: all of a call, what runs goes on, and uids are those to come."""
     model = model_of("qwen3_5")
     generator = BatchGenerator(model)
@@ -261,11 +261,17 @@ def test_refuses_options_out_of_range():
         *(("insert", dict(copy_drafts=value), f"copy_drafts {EACH} {value}.") for value in (0, "auto")),
         ("insert", dict(max_tokens=5), f"max_tokens {EACH} 5."),
         ("insert", dict(samplers=[None]), f"samplers {EACH} 1."),
+        ("batch_generate", dict(max_tokens=None), f"max_tokens of prompt 0 {POSITIVE} None."),
+        ("batch_generate", dict(prompts=[[1], []]), "Prompt 1 is empty."),
+        ("batch_generate", dict(max_tokens=[3]), f"max_tokens {EACH} 1."),
+        ("batch_generate", dict(num_draft_tokens=9), f"{DRAFTS} 9."),
+        ("batch_generate", dict(prompt_caches=[None, [1]]), "cache has 1 entries, and this model needs 4"),
     ]
     uses = dict(
         alone=lambda **bad: mtp([1], model, **bad),
         batch=lambda **bad: BatchGenerator(model, **bad),
         insert=lambda **bad: generator.insert(TWO, **bad),
+        batch_generate=lambda **bad: batch_generate(model, demo[1], **dict(prompts=TWO, max_tokens=[3, 3]) | bad),
     )
     for use, options, message in cases:
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -274,18 +280,6 @@ def test_refuses_options_out_of_range():
     assert generator.insert([[8]], max_tokens=[2]) == [first + 1]
     texts = run(generator, texts)
     assert [text.tokens for text in texts.values()] == [plain([t], model, max_tokens=n) for t, n in ((9, 8), (8, 2))]
-
-
-def test_batch_generate_refuses(demo):
-    for change, message in [
-        (dict(max_tokens=None), f"max_tokens of prompt 0 {POSITIVE} None."),
-        (dict(prompts=[[1], []]), "Prompt 1 is empty."),
-        (dict(max_tokens=[3]), f"max_tokens {EACH} 1."),
-        (dict(num_draft_tokens=9), f"{DRAFTS} 9."),
-        (dict(prompt_caches=[None, [1]]), "The prompt cache has 1 entries, and this model needs 4"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            batch_generate(model_of("qwen3_5"), demo[1], **dict(prompts=TWO, max_tokens=[3, 3]) | change)
 
 
 def test_a_prompt_without_processors_of_its_own_has_none():

@@ -49,9 +49,8 @@ def test_sources_add_up_to_the_text(demo, equal_steps):
 
 
 def test_a_difference_is_not_hidden_and_the_last_line_is_the_next_command():
-    plain, drafted = (
-        [SimpleNamespace(token=t, generation_tps=1.0, from_draft=False) for t in of] for of in ([1, 2], [1, 3])
-    )
+    first, second, other = (SimpleNamespace(token=t, generation_tps=1.0, from_draft=False) for t in range(3))
+    plain, drafted = [first, second], [first, other]
     assert "Both texts are the same 2 tokens." in command.figures(plain, plain, 1.0)
     assert "The texts differ: " in command.figures(plain, drafted, 1.0)
     assert "`mlx_mtp models`" in command.next_step(str(mlx_mtp.DEMO), True, 2.0)

@@ -11,7 +11,6 @@ import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "src" / "mlx_mtp" / "demo"
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
 

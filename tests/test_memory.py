@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -126,10 +127,9 @@ def test_usable_memory(monkeypatch):
 def test_memory_of_the_process():
     """Its footprint, where psutil has it, as on macOS."""
     for of_process, expected in (({}, 3), ({"memory_info_ex": {}}, 3), ({"memory_info_ex": {"phys_footprint": 7}}, 7)):
-        methods = {
-            name: lambda v=v: SimpleNamespace(**v) for name, v in {"memory_info": {"rss": 3}, **of_process}.items()
-        }
-        assert account_of.host_memory(SimpleNamespace(**methods)) == expected
+        told = {"memory_info": {"rss": 3}, **of_process}
+        process = SimpleNamespace(**{name: partial(SimpleNamespace, **values) for name, values in told.items()})
+        assert account_of.host_memory(process) == expected
 
 
 def test_an_array_is_held_until_it_is_dropped():

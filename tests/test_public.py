@@ -112,11 +112,9 @@ def test_scripts_and_benchmarks_import_support_alone_of_the_tests():
 
 
 def test_public_names():
-    names = (
-        "DEMO MAX_DRAFT_TOKENS BatchGenerator BatchResponse Depth DraftCounts GenerationResponse MTPModule PromptStore"
-    )
-    names += " TextOptions __version__ batch_generate convert generate load make_grammar make_prompt_cache make_sampler"
-    assert mlx_mtp.__all__ == [*names.split(), "mtp_generate_step", "stream_generate"]
+    names = "DEMO MAX_DRAFT_TOKENS BatchGenerator BatchResponse Depth DraftCounts GenerationResponse MTPModule "
+    names += "PromptStore TextOptions __version__ batch_generate convert generate load make_grammar make_prompt_cache "
+    assert mlx_mtp.__all__ == [*names.split(), "make_sampler", "mtp_generate_step", "stream_generate"]
     assert (PACKAGE / "py.typed").exists()
     assert mlx_mtp.DEMO.is_dir()
     assert mlx_mtp.MAX_DRAFT_TOKENS == 8

@@ -108,10 +108,8 @@ def test_runs_passes_the_way_that_is_faster(monkeypatch):
 
 def test_times_ways_in_turn(monkeypatch):
     monkeypatch.setattr(tune, "N_CALLS", 1)
-    model, every = (
-        tiny_model("qwen3_5"),
-        [Settings(), Settings(compiled=False), Settings(pieces=1), Settings(attention_rows=4)],
-    )
+    model = tiny_model("qwen3_5")
+    every = [Settings(), Settings(compiled=False), Settings(pieces=1), Settings(attention_rows=4)]
     seconds = tune.time_ways(model, mx.array([5, 6, 7]), (1, 9), every, 2)
     assert {kind: len(s) for kind, s in seconds.items()} == {(n, way): 2 for n in (1, 9) for way in every}
     assert all(t > 0 for s in seconds.values() for t in s)

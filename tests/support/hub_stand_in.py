@@ -113,11 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.body("api", body)
 
     def send_file(self, name, file, commit):
-        data, headers = (
-            file.read_bytes(),
-            {"ETag": f'"{_oid(file)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"},
-        )
-        size = stop = len(data)
+        headers = {"ETag": f'"{_oid(file)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        size = stop = len(data := file.read_bytes())
         if asked := self.hub.gives_parts and self.headers.get("Range"):
             first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", asked).groups()
             stop = min(int(last) + 1 if last else size, size)
