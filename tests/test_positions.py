@@ -141,9 +141,8 @@ def test_copies_end_where_an_image_begins(n_copies):
     }
     copied = mtp(tokens, model, copy_drafts=n_copies, counts=counts, **options)
     assert copied == mtp(tokens, model, **options)
-    assert (
-        n_copies == "auto" or 4 <= len(counts.of("copies").drafted) <= p.images[0].start
-    )  # auto begins without drafts
+    # Auto begins without drafts.
+    assert n_copies == "auto" or 4 <= len(counts.of("copies").drafted) <= p.images[0].start
 
 
 @pytest.fixture

@@ -60,9 +60,8 @@ class Scripted:
         if self._right is None:
             return logits
         # A row whose last pair is (hidden state n - 1, token n) guesses token n + 1.
-        return _sure(
-            logits, [[self._draft(uid, n + 1, logits.shape[-1])] for uid, n in self._ends([self.mtp.cache], self.mtp.T)]
-        )
+        ends = self._ends([self.mtp.cache], self.mtp.T)
+        return _sure(logits, [[self._draft(uid, n + 1, logits.shape[-1])] for uid, n in ends])
 
     def _ends(self, caches: list[Any], T: int = 0) -> list[tuple[int, int]]:
         """(uid, number of tokens) of each row of the caches, with the T tokens of their last pass."""
