@@ -115,6 +115,7 @@ def test_logprobs_are_those_of_the_tokens_that_were_drawn(writer, trained):
     model, tokenizer = trained
     told = writer.completions.create(**TEXT | dict(temperature=2.0, seed=3, logprobs=1)).choices[0].logprobs
     bytes_of = llguidance_tokenizer(tokenizer).decode_bytes
+    assert bytes_of([tokenizer.eos_token_id]) == tokenizer.eos_token.encode()
     ids = {bytes_of([i]): i for i in reversed(range(len(tokenizer)))}
     pieces = [t.encode() if not t.startswith("bytes:") else eval(f"b'{t[6:]}'") for t in told.tokens]
     answer, prompt = [ids[piece] for piece in pieces], tokenizer.encode(TEXT["prompt"])
