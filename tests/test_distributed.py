@@ -171,13 +171,13 @@ GENERATE = (str(LAUNCH.parent / "mlx_mtp.generate"), "--mtp", "--max-tokens", "2
 @pytest.mark.slow
 def test_rank_0_prints_what_one_process_does(demo):
     """In a pipeline every pass is computed as in one process, so this holds in bfloat16 too."""
-    one = generate(*demo, "def add(a, b):", max_tokens=20)
-    two = run(2, *GENERATE, "--prompt", "def add(a, b):", "--pipeline", "--draft-vocab", "1000")
+    one = generate(*demo, "class Stack:", max_tokens=20)
+    two = run(2, *GENERATE, "--prompt", "class Stack:", "--pipeline", "--draft-vocab", "1000")
     assert (two.stdout.strip(), len(one) > 20) == (one.strip(), True), two.stderr
     errors = run(2, *GENERATE, "--prompt", "-").stderr
     (line,) = (line for line in errors.splitlines() if "WARN" not in line)
     assert "error: --prompt - " in line
-    assert errors.count("exited with code 2") == 2
+    assert "rank 0 exited with code 2" in errors
     chat = (sys.executable, "-m", "mlx_mtp.chat", "--mtp", "--num-draft-tokens", "2", "--max-tokens", "8")
     done = run(2, *chat, stdin="import os\nimport sys\n/exit\n")
     assert done.stdout.count("tokens-per-step") == 2, done.stdout + done.stderr
@@ -191,9 +191,7 @@ def test_the_benchmark_and_the_check_run_on_ranks(tmp_path, flags):
     figures = tmp_path / "figures.json"
     benchmark = [sys.executable, "-m", *f"mlx_mtp.benchmark --max-tokens 8 --repeat 1 --json {figures}".split()]
     done = run(2, *benchmark, *flags, timeout=300)
-    assert done.stdout.count("A sum over all ranks") == 1, done.stderr
-    parts = json.loads(figures.read_text())["parts"]
-    assert parts["n_exchanges"] == (2 if flags else 48)
-    assert min(parts["exchange"].values()) > 0
+    assert done.stdout.count("auto: ") == 1, done.stderr
+    assert {result["run"] for result in json.loads(figures.read_text())["results"]} >= {"no drafts", "auto"}
     done = run(2, *GENERATE, "--check", "--prompt", "def add(a, b):", *flags)
     assert len(re.findall("Identical|within rounding", done.stdout)) == 1, done.stderr
