@@ -27,7 +27,7 @@ from tests.support.decoding import mtp, plain
 from tests.support.distribution import LEVEL, PROMPT, Case, Counter
 from tests.support.models import model_of, tiny_model
 from tests.support.profiles import LONG
-from tests.support.scripted import script_copies
+from tests.support.scripted import Scripted, script_copies
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
 AT_ONCE = dict(max_token_gap=math.inf, min_decode_share=0.0)  # prompts are read whenever there are some
@@ -48,6 +48,18 @@ def test_prompt_cache_in_and_out():
         assert more == plain(history + text.tokens + [2], model, max_tokens=5)
     after = [c.state for c in ours if hasattr(c, "offset")]
     assert all(mx.array_equal(x, y) for a, b in zip(before, after) for x, y in zip(a, b))
+
+
+def test_an_extracted_cache_is_one_of_its_own():
+    """A sequence goes on, alone, whatever is generated from its cache."""
+    model, prompt = model_of("qwen3_5"), [0, 0, 0, 1]
+    want = plain(prompt, model, max_tokens=20)
+    generator = BatchGenerator(Scripted(model, prompt + want, lambda _: True), num_draft_tokens=4)
+    generator.insert([prompt], max_tokens=[20])
+    texts = run(generator, n_steps=2)
+    prompt_cache, tokens = generator.extract_cache([0])[0]
+    assert mtp([7], model, max_tokens=9, prompt_cache=prompt_cache) == plain([*tokens, 7], model, max_tokens=9)
+    assert run(generator, texts)[0].tokens == want
 
 
 class RowCase(Case):

@@ -1,6 +1,7 @@
 """Continuous batching as in mlx-lm's ``BatchGenerator``, with drafts: sequences join and leave between two steps."""
 
 import contextlib
+import copy
 import time
 from collections import abc
 from collections.abc import Generator
@@ -225,8 +226,9 @@ class BatchGenerator:
         """The prompt cache of each sequence at this moment, and the tokens in it."""
         with mx.stream(self.stream):
             running = [s for s in self.decoder.sequences if s.uid in uids and s.end is None]
-            caches = {s.uid: (cache_at_end(self.decoder, s), s.tokens[:]) for s in running}
-            return self.prompts.caches(uids, copied=True) | caches
+            caches = {s.uid: (cache_at_end(self.decoder, s), s.tokens) for s in running}
+            # Copies: each goes on, and a sequence that is alone shares its arrays with its cache.
+            return copy.deepcopy(caches) | self.prompts.caches(uids, copied=True)
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
         """Remove sequences. With ``return_prompt_caches``, return the prompt cache of each and the tokens in it."""
