@@ -56,11 +56,8 @@ def options_of(i: int, options: TextOptions | None = None, **own: Any) -> TextOp
 
 
 def resolve_in_batch(model: Any, own: TextOptions, defaults: TextOptions) -> TextOptions:
-    """Resolve a sequence's options: its own or the generator's, whose number of drafts is the upper limit.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
+    """Resolve a sequence's options: its own or the generator's, whose number of drafts is the upper limit. Raises a ValueError
+    if an option is out of range."""
     options = own.over(defaults).resolve(model)
     numbers = [options.num_draft_tokens, defaults.num_draft_tokens]
     for number in numbers:
@@ -84,11 +81,8 @@ def make_sequence(
     input_embeddings: mx.array | PendingEmbeddings | None = None,
     images: abc.Sequence[ImageSpan] = (),
 ) -> Sequence:
-    """Make the sequence of a call's prompt i. Each option is its entry of an argument of ``insert_segments``.
-
-    Raises:
-        ValueError: The prompt is empty, or the cache or the embeddings do not fit.
-    """
+    """Make the sequence of a call's prompt i. Each option is its entry of an argument of ``insert_segments``. Raises a
+    ValueError if the prompt is empty, or the cache or the embeddings do not fit."""
     segments = [list(segment) for segment in segments if segment]
     if not segments:
         raise ValueError(f"Prompt {i} is empty.")

@@ -66,11 +66,7 @@ Wanted = tuple[
 
 
 def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
-    """Check the caches of a model's layers: their arrays, and that they have the same number of tokens.
-
-    Raises:
-        ValueError: A cache does not fit its layer or the other caches.
-    """
+    """Raise a ValueError if a cache does not fit its layer, or is of another number of tokens than the others."""
     counts, filled = [], []
     for i, (c, layer) in enumerate(zip(caches, layers)):
         if layer.is_linear:

@@ -159,14 +159,22 @@ def _head_copies(model: Any) -> int:
 
 
 class _EveryDepth(Depth):
-    """Chooses the lowest depth whose time is not known yet, for as many steps as that takes."""
+    """Chooses all depths in turn, then plain steps, and keeps the shortest time of each: others may include a pause."""
 
-    @property
-    def unknown(self) -> list[int]:
-        return [k for k in range(self.most + 1) if self.times.n_counted.get(Plan(k), 0) < 2]
+    def __init__(self, most: int):
+        super().__init__(most)
+        self.shortest: dict[int, float] = {}
+        self.left = [*range(1, most + 1)] * 3 + [0] * 6  # the first round makes traces, and is not timed
+
+    def for_text(self) -> "_EveryDepth":
+        return self
 
     def next(self, offers: Sequence[Offer], least: int = 0) -> Plan:
-        return Plan(next(iter(self.unknown), 0))
+        return Plan(self.left.pop(0) if self.left else 0)
+
+    def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
+        if seconds is not None:
+            self.shortest[plan.k] = min(seconds, self.shortest.get(plan.k, seconds))
 
 
 def _step_seconds(model: Any, prompt: mx.array) -> list[float]:
@@ -174,6 +182,6 @@ def _step_seconds(model: Any, prompt: mx.array) -> list[float]:
     steps = mtp_generate_step(prompt, model, max_tokens=1000, num_draft_tokens=depth, copy_drafts="off")
     with closing(steps):
         for _ in steps:
-            if not depth.unknown:
-                return [depth.times.seconds[Plan(k)] for k in range(MAX_DRAFT_TOKENS + 1)]
+            if not depth.left and len(depth.shortest) > MAX_DRAFT_TOKENS:
+                return [depth.shortest[k] for k in range(MAX_DRAFT_TOKENS + 1)]
     return []
