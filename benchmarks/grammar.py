@@ -72,7 +72,7 @@ def main() -> None:
         plain, c = results[FREE + PLAIN if run.startswith(FREE) else PLAIN], counts[run]
         is_same &= rounds[0][0] == plain[0][0]
         ratio = statistics.median(ours / theirs for (_, ours), (_, theirs) in zip(rounds, plain))
-        drafts = f"{sum(c.accepted)}/{sum(c.drafted)}", f"{sum(c.of('grammar')[1])}/{sum(c.of('grammar')[0])}"
+        drafts = [f"{sum(c.of(source).accepted)}/{sum(c.of(source).drafted)}" for source in ("head", "grammar")]
         print(f"{run:22}{len(rounds[0][0]):7}{ratio:10.2f}{drafts[0]:>12}{drafts[1]:>12}")
     print("The tokens of each run are those of plain mlx-lm." if is_same else "TOKENS DIFFER.")
 

@@ -227,12 +227,12 @@ class BatchGenerator:
         with mx.stream(self.stream):
             running = [s for s in self.decoder.sequences if s.uid in uids and s.end is None]
             caches = {s.uid: (cache_at_end(self.decoder, s), s.tokens) for s in running}
-            # Copies: each goes on, and a sequence that is alone shares its arrays with its cache.
-            return copy.deepcopy(caches) | self.prompts.caches(uids, copied=True)
+            # Copies: the sequences go on, and one that waits or runs alone shares its arrays with its cache.
+            return copy.deepcopy(self.prompts.caches(uids) | caches)
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
         """Remove sequences. With ``return_prompt_caches``, return the prompt cache of each and the tokens in it."""
-        caches = self.prompts.caches(uids, copied=False)
+        caches = self.prompts.caches(uids)
         with mx.stream(self.stream):
             for s in self.decoder.sequences:
                 if s.uid in uids and s.end is None:

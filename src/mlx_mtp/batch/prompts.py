@@ -138,10 +138,9 @@ class Prompts:
     def remove(self, uids: Collection[int]) -> None:
         self.sequences = deque(s for s in self.sequences if s.uid not in uids)
 
-    def caches(self, uids: Collection[int], copied: bool) -> dict[int, tuple[list[Any], list[int]]]:
-        """The prompt caches of waiting sequences at this moment, or copies of them, and the tokens in each."""
-        found = {s.uid: (s.cache.entries, s.tokens) for s in self.sequences if s.uid in uids}
-        return copy.deepcopy(found) if copied else found
+    def caches(self, uids: Collection[int]) -> dict[int, tuple[list[Any], list[int]]]:
+        """The prompt caches of waiting sequences, and the tokens in each."""
+        return {s.uid: (s.cache.entries, s.tokens) for s in self.sequences if s.uid in uids}
 
     def ready(self, most: int) -> list[Sequence]:
         """The first sequences, up to a number, whose prompts are prefilled except for the last token."""

@@ -169,7 +169,7 @@ class KVRows:
             self.keys, self.values = tree_map(lambda x: x[rows, :, :size], (self.keys, self.values))
 
     def extract(self, b: int, n: int) -> Any:
-        """The first n tokens of row b. A row that is alone is not copied: MLX copies it if it is written to later."""
+        """The first n tokens of row b. A row that is alone shares its arrays: copy the cache if both go on."""
         cache = self._empty_cache()
         if n > 0:
             own: Any = (self.keys, self.values)
