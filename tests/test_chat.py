@@ -1,6 +1,7 @@
 """The chat in the terminal: its turns, its commands, its history, and what Ctrl-C leaves."""
 
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -99,6 +100,12 @@ def test_an_error_is_one_line_and_status_2(capsys):
         ("--thinking on", "has no switch for thinking"),
     ):
         assert message in refusal(main, capsys, "--model", TRAINED, *flags.split())
+
+
+def test_a_default_that_does_not_fit_the_model_is_refused(capsys, tmp_path):
+    folder = shutil.copytree(TRAINED, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": 1000000}')
+    assert "--top-k must be from 0 to " in refusal(main, capsys, "--model", folder)
 
 
 # Ctrl-C

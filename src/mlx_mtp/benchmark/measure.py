@@ -261,7 +261,8 @@ def sum_counts(counts: Sequence[DraftCounts]) -> DraftCounts:
         return [sum(x) for x in zip_longest(*rows, fillvalue=0)]
 
     sources = {source for c in counts for source in c.by_source}
-    return DraftCounts({s: OfSource(*map(summed, zip(*(c.of(s) for c in counts)))) for s in sources})
+    drafts = {s: [c.of(s) for c in counts] for s in sources}
+    return DraftCounts({s: OfSource(summed(d for d, _ in own), summed(a for _, a in own)) for s, own in drafts.items()})
 
 
 def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:

@@ -46,8 +46,10 @@ def run(args: argparse.Namespace) -> None:
     flags.check_generation_flags(args)
     flags.check_prompt_cache_dir(args)
     flags.check_alone(args, "adapter_path", "prompt_cache_dir", "images")
-    model, tokenizer = flags.load_model(args, args.images, vision="auto" if args.images else True)
+    model, tokenizer, config = flags.load_model(args, args.images, vision="auto" if args.images else True)
     sampling = flags.set_sampling(args, getattr(model, "ranks", None))  # models of plain mlx-lm have no ranks
+    flags.check_model_flags(args, config)
+    flags.settle_drafts(args, model)
     with flags.open_prompt_store(args, model) as store:
         conversation = Conversation(args, model, tokenizer, store)
         print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{help_text()}")

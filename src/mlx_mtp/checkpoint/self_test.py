@@ -164,7 +164,7 @@ class _EveryDepth(Depth):
     def __init__(self, most: int):
         super().__init__(most)
         self.shortest: dict[int, float] = {}
-        self.left = [*range(1, most + 1)] * 3 + [0] * 6  # the first round makes traces, and is not timed
+        self.left = [*range(1, most + 1)] * 3 + [0] * 6  # at first, traces are made in steps that are not timed
 
     def for_text(self) -> "_EveryDepth":
         return self

@@ -179,9 +179,10 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def load_model(args: argparse.Namespace, needs_ours: bool = False, **options: Any) -> tuple[Any, TokenizerWrapper]:
-    """Load the model of ``generate`` and ``chat`` and its tokenizer with these options, check the flags against it, and print
-    notes. ``needs_ours``: not mlx-lm's own model, even without a head.
+def load_model(args: argparse.Namespace, needs_ours: bool, **options: Any) -> Any:
+    """Seed MLX's random state, and load the model of ``generate`` and ``chat``, its tokenizer and its config.
+
+    ``needs_ours``: not mlx-lm's own model, even without a head. ``options`` are further arguments of ``mlx_mtp.load``.
     """
     if args.mtp is True:
         check_family(args.model)
@@ -189,7 +190,7 @@ def load_model(args: argparse.Namespace, needs_ours: bool = False, **options: An
         mx.random.seed(args.seed)
     trust: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     options["tokenizer_config"] = {**options.get("tokenizer_config", {}), **trust}
-    model, tokenizer, config = load(
+    return load(
         args.model,
         adapter_path=args.adapter_path,
         copy_drafts=needs_ours or asks_for_copies(args.copy_drafts) or args.prompt_cache_dir is not None,
@@ -197,9 +198,6 @@ def load_model(args: argparse.Namespace, needs_ours: bool = False, **options: An
         **trust,
         **{**load_options(args), **options},
     )
-    check_model_flags(args, config)
-    settle_drafts(args, model)
-    return model, tokenizer
 
 
 def text_options(args: argparse.Namespace) -> TextOptions:

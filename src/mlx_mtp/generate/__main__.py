@@ -154,8 +154,10 @@ def load_model(args: argparse.Namespace, saved: PromptCacheFile | None) -> tuple
         options["vision"] = "auto"
     options["tokenizer_config"] = {} if saved is None else saved.tokenizer_config
     options["model_config"] = {"quantize_activations": args.quantize_activations}
-    model, tokenizer = flags.load_model(args, args.image is not None, **options)
+    model, tokenizer, config = flags.load_model(args, args.image is not None, **options)
+    flags.check_model_flags(args, config)
     add_eos_tokens(tokenizer, args.extra_eos_token)
+    flags.settle_drafts(args, model)
     return model, tokenizer
 
 
