@@ -25,14 +25,17 @@ def linear(B, k):
     return 1 + 0.1 * (B - 1) + 0.1 * B * k
 
 
+TIMES = {k: linear(1, k) for k in range(9)}  # of one sequence, as after the test of the device
+
+
 class Depths:
     """As the planner: a depth for each number of sequences."""
 
     def __init__(self, timing=None):
-        self.timing, self.by_size = timing or Timing(StepTimes(8)), {}
+        self.timing, self.by_size = timing or Timing(StepTimes(8, TIMES)), {}
 
     def of(self, B):
-        return self.by_size.setdefault(B, Depth(8, times=self.timing.of(B), n_sequences=B))
+        return self.by_size.setdefault(B, Depth(8, times=self.timing.of(B)))
 
 
 def simulate(sequences, n_steps, seconds=linear, depths=None):
@@ -57,7 +60,7 @@ def test_takes_the_depth_with_the_most_tokens_per_second(B, rate):
     tokens = [sum(rate**i for i in range(k + 1)) for k in range(9)]
     gained = sum(tokens[k] for k in asked) / sum(linear(B, k) for k in asked)
     # A smaller gain is left to plain decoding.
-    assert gained > min(0.93, 1 - depths.of(B).margin) * max(n / linear(B, k) for k, n in enumerate(tokens))
+    assert gained > 0.93 * max(n / linear(B, k) for k, n in enumerate(tokens))
 
 
 def test_rows_of_different_texts_share_a_depth():
@@ -70,23 +73,21 @@ def test_rows_of_different_texts_share_a_depth():
 
 
 def test_times_of_a_new_size_are_those_of_the_next_smaller_one_by_rows():
-    timing = Timing(StepTimes(8))
+    timing = Timing(StepTimes(8, TIMES))
     for B in (2, 4):
         simulate([0.9] * B, 100, depths=Depths(timing))
     for B in (3, 5):
-        assert timing.of(B).by_depth() == pytest.approx({k: linear(B, k) for k in range(9)})
-    assert timing.of(1).by_depth() == {}
+        assert timing.of(B).estimate == pytest.approx([linear(B, k) for k in range(9)])
 
 
 @pytest.mark.parametrize("slower", [1, 3])
 def test_a_new_size_begins_with_what_is_known(slower):
-    """It measures all anew where its steps take another time."""
     depths = Depths()
     simulate([0.9] * 2, 100, depths=depths)
     asked = simulate([0.9] * 3, 30, lambda B, k: slower * linear(B, k), depths)
-    first = [1, 1, 1] if slower == 1 else [1, 1, 1, *Depth.FIRST_DEPTHS]
-    assert [min(k, 1) for k in asked[: len(first)]] == first
-    assert asked[-1] > 0
+    # What is best does not depend on the speed of the machine. A plain step is measured after a change.
+    assert asked.index(0) == (StepTimes.FEW + 1 if slower == 1 else StepTimes.N_ODD)
+    assert {*asked} == {0, 6}
     # And comes back to a size as it left it.
     assert simulate([0.9] * 2, 1, depths=depths) != [0]
 
@@ -102,6 +103,7 @@ def test_a_pause_in_a_new_size_does_not_make_it_draft(pause):
 
 def test_times_are_kept_from_one_batch_to_the_next(equal_steps):
     model, kept = tiny_model("qwen3_5"), []
+    model.drafting.seconds = dict.fromkeys(range(9), 1.0)
     for _ in range(2):
         run(scripted(model, [[1, 2], [3]], [80, 80], lambda uid, i: True, "auto")[0])
         kept.append(dict(model.drafting.timing.by_size))

@@ -55,7 +55,7 @@ def test_load_finds_settings_and_keeps_the_text(tuned_model):
     drafting = model.drafting
     assert drafting.tuned == TUNED
     assert (drafting.attention_rows, drafting.compiled, drafting.pieces) == (3, False, 2)
-    assert timing_of(model).of(1).by_depth() == TUNED.seconds
+    assert timing_of(model).of(1).estimate[:4] == pytest.approx([0.01, 0.012, 0.016, 0.02])
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {8}
     assert model.drafting.lm_head.ids.size == 1024
     assert model.drafting.lm_head.layers[0].bits == 4
@@ -86,7 +86,7 @@ def test_drafts_follow_settings_unless_given(tuned_model):
         for asked, drafted in ((None, k), (2, 2)):
             *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 6, num_draft_tokens=asked)
             assert len(last.drafted) == drafted
-    *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 12, num_draft_tokens="auto")
+    *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 120, num_draft_tokens="auto")
     assert last.drafted[0] >= 2  # the argument overrides
     assert timing_of(model).of(1).seconds
     tuned_model(Settings(2, draft_p_min=1.0))

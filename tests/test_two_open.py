@@ -106,7 +106,7 @@ def test_steps_are_timed_where_no_other_generation_ran_in_between(timed, turn, b
     times = model.drafting.timing.of(1)
     n_before = sum(times.n_counted.values())
     in_turn([steps, other], 2 * N, turn)
-    assert times.by_depth() == pytest.approx({k: 1 + COST * k for k in times.by_depth()})
+    assert times.seconds == pytest.approx({plan: 1 + COST * plan.k for plan in times.seconds})
     if turn == 1:  # few are timed, if any
         take(steps, N)
     assert sum(times.n_counted.values()) > n_before + 2

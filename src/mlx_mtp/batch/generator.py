@@ -25,7 +25,7 @@ from ..decoding.planner import Planner
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
-from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
+from .prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from .prompts import Prompts, check_count, entries_of, make_sequence, options_of, resolve_in_batch
 from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, responses_of
 

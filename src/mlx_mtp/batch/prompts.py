@@ -21,7 +21,7 @@ from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..drafts.options import TextOptions
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from ..pacing.prefill_budget import PrefillBudget
+from .prefill_budget import PrefillBudget
 from .responses import PromptResponse
 
 

@@ -154,7 +154,7 @@ def measure(
 ) -> list[Measured]:
     """Measure settings, alternating. The first are those of plain decoding."""
     # Each auto run begins with the times of the run before, as in normal use.
-    depths = {settings: Depth(MAX_DRAFT_TOKENS) for settings in chosen}
+    depths = {settings: Depth(MAX_DRAFT_TOKENS, model.drafting.seconds) for settings in chosen}
 
     def one(prompt: str, settings: Settings) -> Generation:
         k = settings.num_draft_tokens
@@ -171,7 +171,7 @@ def measure(
         speeds = list(map(speed, of_settings))
         ratios = [s / p for s, p in zip(speeds, map(speed, of_plain))]
         counts = sum_counts([generation.counts for made in of_settings for generation in made])
-        timed = replace(settings, seconds=depths[settings].times.by_depth())
+        timed = replace(settings, seconds=dict(enumerate(depths[settings].times.estimate)))
         measured.append(Measured(timed, ratios, counts, statistics.median(speeds)))
     return measured
 

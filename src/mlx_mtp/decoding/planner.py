@@ -118,7 +118,7 @@ class Planner:
 
     def depth_of(self, n: int) -> Depth:
         if n not in self.depths:
-            self.depths[n] = Depth(MAX_DRAFT_TOKENS, times=self.timing.of(n), n_sequences=n)
+            self.depths[n] = Depth(MAX_DRAFT_TOKENS, times=self.timing.of(n))
         return self.depths[n]
 
     def start_window(self, decoder: Decoder) -> None:

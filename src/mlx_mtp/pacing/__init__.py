@@ -1,1 +1,1 @@
-"""The numbers of tokens to draft in a step and to prefill between two steps, chosen by measured times."""
+"""The number of tokens to draft in a step, chosen by measured times."""

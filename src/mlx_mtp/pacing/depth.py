@@ -119,45 +119,24 @@ class Depth:
         seconds (Mapping[int, float], optional): The time of a step by depth, measured earlier on this machine.
         times (StepTimes, optional): The times of steps, which it reads and updates. Default: ``None``, new ones, with
           ``seconds``.
-        n_sequences (int): The number of sequences. Default: ``1``.
     """
 
-    # The first step at a depth is not counted, and the others show whether it was slow.
-    FIRST_DEPTHS = (0, 0, 0, 0, 1, 1)
+    MARGIN = 0.03  # the gain over plain decoding that drafting requires, since estimates have errors
     PROBING = 0.016  # the share of time that probing may lose
     FIRST_LOSS = 0.7  # the additional time, in plain steps, that probing may lose, so that it can begin
-    # The gain over plain decoding that drafting requires, for each sequence and in all, since estimates have errors: in a large
-    # batch a draft costs nearly as much as a token, rates of changing sequences have larger errors, and it ends as a small one.
-    MARGIN, MOST_MARGIN = 0.03, 0.15
-    # Plain steps after a probe of several sequences: within the margin a probe seems to cost nothing, and they bound its cost.
-    PLAIN_AFTER_PROBE = 15
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 
-    def __init__(
-        self,
-        most: int,
-        seconds: Mapping[int, float] | None = None,
-        *,
-        times: StepTimes | None = None,
-        n_sequences: int = 1,
-    ):
-        self.most, self.n_sequences = most, n_sequences
-        self.margin = min(n_sequences * self.MARGIN, self.MOST_MARGIN)
+    def __init__(self, most: int, seconds: Mapping[int, float] | None = None, *, times: StepTimes | None = None):
+        self.most = most
         self.times = StepTimes(most, seconds) if times is None else times
         self.first_rate = 1.0  # the acceptance rate of the head's first draft
         self.elapsed = self.lost = 0.0  # seconds; lost by probing, against plain decoding
-        self.is_probing = False  # whether plain decoding was best when the latest steps were planned
+        self.is_probing = False  # whether plain decoding was best when the latest step was planned
         self.is_alone = True  # whether no other generation ran during the latest step
-        self.planned: list[Plan] | None = None  # the next steps; ``None`` before the first
-        self.unconfirmed, self.doubted = set[Plan](), set[Plan]()
 
     def for_text(self) -> "Depth":
         """Make a depth for another text with the same times."""
-        return type(self)(self.most, times=self.times, n_sequences=self.n_sequences)
-
-    def _first_steps(self) -> list[Plan]:
-        knows_cost = len(self.times.seconds) >= 2  # of a draft
-        return [Plan(k) for k in self.FIRST_DEPTHS if k > 0 or not knows_cost]
+        return type(self)(self.most, times=self.times)
 
     def next(self, offers: Sequence[Offer], least: int = 0) -> Plan:
         """
@@ -166,68 +145,36 @@ class Depth:
             least (int): The number of tokens to draft with the head in any case. It then chooses only for other sources.
         """
         n = max((len(offer[HEAD]) for offer in offers if HEAD in offer), default=0)
-        if self.planned is None:  # not in the constructor: several ranks agree on times after it
-            self.unconfirmed = set(self.times.seconds)
-            self.planned = self._first_steps()
-        if least == 0 and n > 0:
-            self.planned = self.planned or self._plan(offers, n)
-            return self.planned.pop(0)
-        tokens = joint_tokens(offers, max(n, least))[least]
-        best = Plan(least)
-        return self._free(offers, tokens / self.times.of(best), is_safe=least > 0) or best
-
-    def _plan(self, offers: Sequence[Offer], n: int) -> list[Plan]:
-        plain, *others = self.times.estimate
         # The head's drafts of a single sequence; several may also draft from other sources in the same window.
-        own = [{HEAD: offers[0][HEAD]}] if len(offers) == 1 else offers
-        seconds, tokens = [(1 - self.margin) * plain, *others], joint_tokens(own, n)
-        best = best_depth(tokens, seconds)
-        self.is_probing, self.first_rate = best == 0, tokens[1] - 1
-        speed = tokens[best] / seconds[best]
-        if (free := self._free(offers, speed)) is not None:
-            return [free]
-        if best > 0:
-            return [Plan(best)] if self._is_safe(speed * plain) else [PLAIN_PLAN, *self._trial(best, tokens, seconds)]
-        if self.lost < self.PROBING * self.first_rate * self.elapsed + self.FIRST_LOSS * plain:
+        own = [{HEAD: offers[0].get(HEAD, ())}] if len(offers) == 1 else offers
+        tokens, seconds, best = joint_tokens(own, max(n, least)), [*self.times.estimate], least
+        chooses_head = least == 0 and n > 0
+        if chooses_head:
+            seconds[0] *= 1 - self.MARGIN
+            best = best_depth(tokens, seconds)
+            self.is_probing, self.first_rate = best == 0, tokens[1] - 1
+        plan, speed = self._faster(Plan(best), tokens[best] / seconds[best], offers)
+        if plan == PLAIN_PLAN and chooses_head and self._may_probe():
             # The best number of drafts costs least, and shows most if the text has changed.
-            probe = best_depth(tokens, [math.inf, *others])
-            n_plain = 0 if self.n_sequences == 1 else self.PLAIN_AFTER_PROBE
-            return self._trial(best, tokens, seconds) or [Plan(probe), *[PLAIN_PLAN] * n_plain]
-        return [PLAIN_PLAN]
+            return Plan(best_depth(tokens, [math.inf, *seconds[1:]]))
+        # Otherwise a plain step is measured first. Beside other generations it cannot be.
+        is_safe = least > 0 or not self.is_alone or self.times.knows_plain(speed * self.times.estimate[0])
+        return plan if is_safe else PLAIN_PLAN
 
-    def _free(self, offers: Sequence[Offer], speed: float, is_safe: bool = False) -> Plan | None:
-        """The plan with drafts of other sources alone, if it is faster than ``speed``, in tokens per second."""
+    def _faster(self, plan: Plan, speed: float, offers: Sequence[Offer]) -> tuple[Plan, float]:
+        """The plan with drafts of other sources alone if it is faster, or else the given one; and its tokens per second."""
         others: list[Offer] = [{name: a for name, a in offer.items() if name != HEAD} for offer in offers]
         longest = max((len(a) for offer in others for a in offer.values()), default=0)
-        tokens, best = joint_tokens(others, longest), None
-        for k in (k for k in SOURCE_DEPTHS if k <= longest):
-            if tokens[k] / self.times.free[k] > speed:
-                speed, best = tokens[k] / self.times.free[k], k
-        if best is None:
-            return None
+        speeds = [n / t for n, t in zip(joint_tokens(others, longest), self.times.free)]
+        best = max((k for k in SOURCE_DEPTHS if k <= longest), key=speeds.__getitem__, default=0)
+        if speeds[best] <= speed:
+            return plan, speed
         k = min(best, self.times.most_free)
-        gain = tokens[k] / self.times.free[k] * self.times.estimate[0]
-        return Plan(k, FREE) if is_safe or self._is_safe(gain) else PLAIN_PLAN
+        return Plan(k, FREE), speeds[k]
 
-    def _is_safe(self, gain: float) -> bool:
-        """Whether drafting can be chosen without measuring a plain step first.
-
-        It can if plain decoding was measured recently, or is slower by more than noise. If other generations run in between,
-        times cannot be measured, and a plain step would not help.
-
-        Args:
-            gain (float): The expected speed of drafting, relative to plain decoding.
-        """
-        is_slower = gain >= StepTimes.BEYOND_NOISE and self.times.n_counted.get(PLAIN_PLAN, 0) > 1
-        return self.times.is_fresh(PLAIN_PLAN) or is_slower or not self.is_alone
-
-    def _trial(self, best: int, tokens: Sequence[float], seconds: Sequence[float]) -> list[Plan]:
-        """Three steps with two drafts, if their time is a guess and two drafts would be best if the second took no time."""
-        if best > 1 or len(tokens) < 3 or self.times.is_fresh(Plan(2)):
-            return []
-        would_pay = tokens[2] / seconds[1] > (1 + self.margin) * tokens[best] / seconds[best]
-        # The first step at a depth is not counted. With only one more, a pause could be mistaken for the time of two drafts.
-        return [Plan(2)] * 3 if would_pay else []
+    def _may_probe(self) -> bool:
+        allowed = self.PROBING * self.first_rate * self.elapsed + self.FIRST_LOSS * self.times.estimate[0]
+        return self.lost < allowed
 
     def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
         """
@@ -239,43 +186,14 @@ class Depth:
             is_alone (bool): Whether no other generation ran in between.
         """
         self.is_alone = is_alone
-        seconds = self._confirm(plan, seconds) if is_alone and seconds is not None else None
         if is_alone:
             self.times.observe(plan, seconds)
-        self._account(plan, n_accepted, seconds)
-        if plan.skips_head and n_accepted == plan.k == self.times.most_free:
-            self.times.allow_more()
-
-    def _confirm(self, plan: Plan, seconds: float) -> float | None:
-        """The time of a step if it counts.
-
-        The first step that contradicts the given times does not count. After the second one, the times are forgotten.
-        """
-        known = self.times.seconds.get(plan)  # None if another text has dropped it
-        if known is None or plan not in self.unconfirmed or plan not in self.times.warm:
-            return seconds
-        ratio = seconds / known
-        if 1 / StepTimes.BEYOND_NOISE < ratio < StepTimes.BEYOND_NOISE:
-            self.unconfirmed.remove(plan)
-            return seconds
-        if plan in self.doubted:
-            self.times.forget()  # another context, another state of the machine
-            self.planned, self.unconfirmed = self._first_steps(), set()
-            return seconds
-        self.doubted.add(plan)
-        if not plan.skips_head:  # another source may have no drafts next time
-            self.planned = [plan, *(self.planned or [])]  # once more
-        return None
-
-    def _account(self, plan: Plan, n_accepted: float, seconds: float | None) -> None:
-        """Add a step to the time elapsed, and a probe's time beyond that of plain decoding to the time lost.
-
-        Drafts that were expected to pay are no probes: a text that was hard for a while would otherwise not be probed again.
-        """
         # A pause, such as a slow caller's, neither allows more probing nor counts as a loss of a probe.
         seconds = self.times.of(plan) if seconds is None else self.times.without_pause(plan, seconds)
         self.elapsed += seconds
-        if plan.k > 0:
+        # Drafts that were expected to pay are no probes: a text that was hard for a while would otherwise not be probed again.
+        if self.is_probing and plan.k > 0:
             n_tokens = 1 + (1 - self.DOUBT) * n_accepted
-            lost = max(self.lost + seconds - n_tokens * self.times.estimate[0], 0.0)
-            self.lost = lost if self.is_probing else min(lost, self.lost)
+            self.lost = max(self.lost + seconds - n_tokens * self.times.estimate[0], 0.0)
+        if plan.skips_head and n_accepted == plan.k == self.times.most_free:
+            self.times.allow_more()

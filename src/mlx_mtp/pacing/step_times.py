@@ -1,5 +1,6 @@
 """The time of a step on this machine, by the number of sequences, and by the number and the source of their drafts."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -8,7 +9,7 @@ from ..layers.drafting import Settings
 from ..models.mixin import MTPModel
 
 MAX_DRAFT_TOKENS = 8
-GUESSED_SLOPE = 0.5  # plain steps per draft, until two depths are measured
+TYPICAL = {0: 0.02, 1: 0.024, 2: 0.028}  # seconds, for a model whose steps were not timed when it was loaded
 HEAD = "head"  # the source whose drafts cost passes of the head; others are in ``sources.py``
 FREE = "free"  # in the plan of a window: drafts of other sources alone
 
@@ -31,11 +32,14 @@ PLAIN_PLAN = Plan(0)
 class StepTimes:
     """A running estimate of t(k), in seconds.
 
-    The first step at a depth is not counted, since it may include compilation. A step far longer than expected counts as
-    ``BEYOND_NOISE`` times the expected time, since the machine may have paused. If steps become far shorter, the earlier ones
-    were slow: the times of all depths are scaled down until they are measured again. A longer context adds to all depths.
+    The times that the test of the device measured, or else ``TYPICAL``, give the shape of t(k): the estimate of a depth between
+    two measured ones is on the shape, scaled to go through both.
 
-    Drafts of other sources cost no pass of the head. The time of the same number of the head's drafts is an upper bound, and
+    A step far from its estimate is not counted: the machine may have paused, or the host may have read the clock late. Several
+    in succession show a change. If steps have become far shorter, those before were slow, and only the new time is kept.
+    Otherwise the time of this depth was wrong, and plain steps are measured again. A longer context adds to all depths.
+
+    Drafts of other sources cost no pass of the head. The time of as many of the head's drafts is an upper bound, and
     the estimate for numbers that were not tried.
 
     Times are kept after a text, and all open generations update the same times.
@@ -51,35 +55,25 @@ class StepTimes:
     """
 
     BEYOND_NOISE = 1.4  # the ratio of two times below which the difference may be noise
+    N_ODD = 3  # steps in succession, all far shorter or all far longer than expected, that show a change
     FOLLOWS = 0.08  # the weight of a new time in a running time; half of it at the other depths
     FIRST_FREE, MOST_FREE = 4, 16  # the most drafts of other sources than the head, at first and in all
-    STALE = 100  # steps with drafts after which a time is no longer fresh
-    FEW = 16  # as many for each time that it was measured, if few
+    FEW, STALE = 12, 100  # steps with drafts until plain steps are old: for each measured one, and at most
 
     def __init__(self, n: int, seconds: Mapping[int, float] | None = None):
         self.n, self.most_free = n, self.FIRST_FREE
-        self.forget(seconds)
-
-    def forget(self, seconds: Mapping[int, float] | None = None) -> None:
-        """Replace all times, after a change of the context or of the machine's state."""
-        self.n_drafting = 0  # steps with drafts
-        self.seconds = {Plan(k): t for k, t in (seconds or {}).items()}
-        self.warm: set[Plan] = set()  # plans that were used
-        self.n_counted = dict.fromkeys(self.seconds, 1)
-        self.last_used = dict.fromkeys(self.seconds, 0)
-        self.n_fast = 0  # consecutive steps that were far shorter than expected
+        self.shape = _on_lines(sorted((seconds or TYPICAL).items()), self.MOST_FREE)
+        self.seconds: dict[Plan, float] = {}  # measured
+        self.n_counted: dict[Plan, int] = {}
+        self.n_odd: dict[Plan, int] = {}  # steps in succession far longer than expected, or far shorter if negative
+        self.plain_age = 0.0  # steps with drafts since a plain step was measured
         self._update()
 
     def observe(self, plan: Plan, seconds: float | None) -> None:
-        self.n_drafting += plan.k > 0
-        if seconds is not None and plan in self.warm:
+        self.plain_age += plan.k > 0
+        if seconds is not None:
             self._count(plan, seconds)
-        self.warm.add(plan)
-        self._update()
-
-    def by_depth(self) -> dict[int, float]:
-        """The measured times of plain steps and of steps with the head's drafts, by depth."""
-        return {plan.k: t for plan, t in self.seconds.items() if not plan.skips_head}
+            self._update()
 
     def of(self, plan: Plan) -> float:
         return (self.free if plan.skips_head else self.estimate)[plan.k]
@@ -89,38 +83,46 @@ class StepTimes:
         return min(seconds, self.BEYOND_NOISE * self.of(plan))
 
     def _count(self, plan: Plan, seconds: float) -> None:
-        self.n_counted[plan] = self.n_counted.get(plan, 0) + 1
-        self.last_used[plan] = self.n_drafting
-        self._shrink(plan, seconds)
-        if self.seconds:
-            seconds = self.without_pause(plan, seconds)
-        if self.n_counted[plan] == 1:
-            self.seconds[plan] = seconds
-            return
-        difference = seconds - self.seconds[plan]
-        self.seconds[plan] += max(self.FOLLOWS, 1 / self.n_counted[plan]) * difference
-        for other in self.seconds.keys() - {plan}:
-            self.seconds[other] += self.FOLLOWS / 2 * difference
+        expected, n_odd = self.of(plan), self.n_odd.pop(plan, 0)
+        if expected / self.BEYOND_NOISE < seconds < expected * self.BEYOND_NOISE:
+            n = self.n_counted[plan] = self.n_counted.get(plan, 0) + 1
+            difference = seconds - expected
+            self.seconds = {other: t + self.FOLLOWS / 2 * difference for other, t in self.seconds.items()}
+            self.seconds[plan] = expected + max(self.FOLLOWS, 1 / n) * difference
+        else:
+            n_odd = max(n_odd, 0) + 1 if seconds > expected else min(n_odd, 0) - 1
+            if abs(n_odd) < self.N_ODD:
+                self.n_odd[plan] = n_odd
+                return
+            if n_odd < 0 and not plan.skips_head:  # fewer passes of the head may be why, rather than a change
+                self.seconds, self.n_counted = {}, {}
+            self.plain_age, self.n_counted[PLAIN_PLAN] = math.inf, 0
+            self.seconds[plan], self.n_counted[plan] = seconds, 1
+        if plan == PLAIN_PLAN:
+            self.plain_age = 0
 
-    def _shrink(self, plan: Plan, seconds: float) -> None:
-        """Scale all times down if steps become far shorter than an earlier step at the same or a lower depth."""
-        # A step with copies may be shorter than one with fewer drafts of the head.
-        lower = [p for p in self.seconds if p.k <= plan.k and (p.skips_head or p == PLAIN_PLAN or not plan.skips_head)]
-        slowest = max((self.seconds[p] for p in lower), default=seconds)
-        self.n_fast = self.n_fast + 1 if seconds < slowest / self.BEYOND_NOISE else 0
-        # A single fast step may be due to a late host, unless it is only the second one that counts: then the first was slow.
-        if self.n_fast == 2 or (self.n_fast == 1 and self.n_counted[plan] == 2):
-            self.seconds = {other: seconds / slowest * t for other, t in self.seconds.items()}
-            self.n_counted = {plan: 1}
+    def knows_plain(self, gain: float) -> bool:
+        """Whether plain steps were measured recently, and since the latest change.
 
-    def is_fresh(self, plan: Plan) -> bool:
-        """Whether such steps were measured recently, and after times were last scaled down."""
-        n = self.n_counted.get(plan, 0)
-        return n > 0 and self.n_drafting - self.last_used[plan] <= min(self.STALE, n * self.FEW)
+        Args:
+            gain (float): The expected speed of drafting, relative to plain decoding. Noise does not explain a large one.
+        """
+        n = self.n_counted.get(PLAIN_PLAN, 0)
+        is_large = gain >= self.BEYOND_NOISE and n > 1
+        return self.plain_age <= (2 * self.STALE if is_large else min(self.STALE, self.FEW * max(n, 1)))
 
     def _update(self) -> None:
         head, free = ({p.k: t for p, t in self.seconds.items() if p.skips_head is is_free} for is_free in (False, True))
-        self.estimate, self.free = _estimates(head, self.n), _estimates(head | free, self.MOST_FREE)
+        self.estimate, self.free = self._through(head)[: self.n + 1], self._through(head | free)
+
+    def _through(self, known: Mapping[int, float]) -> list[float]:
+        """The shape, scaled from each known time on to go through it."""
+        ratio = next((known[k] / self.shape[k] for k in sorted(known)), 1.0)
+        times = []
+        for k, t in enumerate(self.shape):
+            ratio = known[k] / t if k in known else ratio
+            times.append(ratio * t)
+        return times
 
     def allow_more(self) -> None:
         self.most_free = min(2 * self.most_free, self.MOST_FREE)
@@ -154,10 +156,7 @@ class Timing:
 
     def _by_rows(self, n: int) -> dict[int, float]:
         """The times of n sequences, by depth: those of the next smaller known number, at as many rows, n (k + 1), of a pass."""
-        smaller = [m for m, times in self.by_size.items() if m < n and len(times.seconds) > 1]
-        if not smaller:
-            return {}
-        m = max(smaller)
+        m = max(m for m in self.by_size if m < n)
         rows = [(m * (k + 1), t) for k, t in enumerate(self.by_size[m].estimate)]
         seconds = _on_lines(rows, n * (MAX_DRAFT_TOKENS + 1))
         return {k: seconds[n * (k + 1) - m] for k in range(MAX_DRAFT_TOKENS + 1)}
@@ -170,17 +169,6 @@ def timing_of(model: MTPModel) -> Timing:
         tuned = (drafting.tuned or Settings()).seconds
         drafting.timing = Timing(StepTimes(MAX_DRAFT_TOKENS, tuned or drafting.seconds))
     return cast(Timing, drafting.timing)
-
-
-def _estimates(known: Mapping[int, float], n: int) -> list[float]:
-    """t(k) for k from 0 to n, estimated from the known times, if any."""
-    points = sorted(known.items()) or [(0, 1.0)]
-    if points[0][0] > 0:
-        k, t = points[0]
-        points.insert(0, (0, t / (1 + GUESSED_SLOPE * k)))
-    if len(points) == 1:
-        points.append((1, points[0][1] * (1 + GUESSED_SLOPE)))
-    return _on_lines(points, n)
 
 
 def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:

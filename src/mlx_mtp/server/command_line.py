@@ -14,6 +14,7 @@ from jinja2 import TemplateSyntaxError
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ..batch.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..caches.rows import KVOptions
 from ..checkpoint.catalog import resolve
 from ..checkpoint.config import context_length_of, read_config
@@ -23,7 +24,6 @@ from ..cli import flags
 from ..cli.parser import byte_size, finish
 from ..files import check_folder, check_source
 from ..memory import CONTEXT
-from ..pacing.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..prompt_store.disk import MAX_DISK_BYTES
 from .api.common import RESERVED
 from .engine.models import DEFAULT, ModelProvider
