@@ -61,6 +61,11 @@ def test_times_follow_and_ignore_pauses():
     assert times.estimate[0] == pytest.approx(1.25, rel=0.02)
 
 
+@pytest.mark.parametrize("few", [{}, {0: 0.5}, {1: 0.5, 2: 0.6}])
+def test_too_few_known_times_are_those_of_a_typical_machine(few):
+    assert StepTimes(4, few).estimate == pytest.approx([0.02, 0.024, 0.028, 0.032, 0.036])
+
+
 @pytest.mark.parametrize("factor", [0.3, 1.3, 4.0])
 def test_unmeasured_depths_keep_the_shape_of_known_times(factor):
     """Where one depth takes longer than its shape, so do all after it, while lower ones may be before a step of a staircase."""

@@ -46,7 +46,8 @@ class StepTimes:
 
     Args:
         n (int): The largest depth.
-        seconds (Mapping[int, float], optional): Times measured earlier, by depth.
+        seconds (Mapping[int, float], optional): Times measured earlier, by depth. Default: ``None``, as without those of plain
+          steps or of any drafts: ``TYPICAL``.
 
     Attributes:
         estimate (list[float]): t(k) for the head's drafts, k from 0, [n + 1].
@@ -62,7 +63,8 @@ class StepTimes:
 
     def __init__(self, n: int, seconds: Mapping[int, float] | None = None):
         self.n, self.most_free = n, self.FIRST_FREE
-        self.shape = _on_lines(sorted((seconds or TYPICAL).items()), self.MOST_FREE)
+        first = seconds if seconds and {0} < seconds.keys() else TYPICAL
+        self.shape = _on_lines(sorted(first.items()), self.MOST_FREE)
         self.seconds: dict[Plan, float] = {}  # measured
         self.n_counted: dict[Plan, int] = {}
         self.n_odd: dict[Plan, int] = {}  # steps in succession far longer than expected, or far shorter if negative
@@ -172,10 +174,14 @@ def timing_of(model: MTPModel) -> Timing:
 
 
 def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
-    """The values of the lines through the points, from the first x to n. No line falls, and the last one is extended."""
-    values = [points[0][1]]
+    """The values of the lines through the points, from the first x to n. No line falls.
+
+    From the last point to n they rise as from the first to the last: the slope of the last line may be noise or a step.
+    """
+    (first, low), (last, high) = points[0], points[-1]
+    if last < n:
+        points = [*points, (n, high + (high - low) / (last - first) * (n - last))]
+    values = [low]
     for (x0, y0), (x1, y1) in pairwise(points):
-        slope = max((y1 - y0) / (x1 - x0), 0.0)
-        end = n if x1 == points[-1][0] else x1
-        values += [y0 + slope * x for x in range(1, end - x0 + 1)]
-    return values[: n + 1 - points[0][0]]
+        values += [y0 + max(y1 - y0, 0.0) / (x1 - x0) * x for x in range(1, x1 - x0 + 1)]
+    return values[: n + 1 - first]
