@@ -90,9 +90,7 @@ class Case:
     to_best: float = 0.0
     growth: float = 0.0  # of a step, in plain steps, for each token of context
     disturbance: Disturbance = CALM
-    known: tuple[tuple[int, float], ...] | None = (
-        None  # times of before, by depth; None for those of the test of the device
-    )
+    known: tuple[tuple[int, float], ...] | None = None  # by depth; None for those of the test of the device
     before: tuple[Cost, Text] | None = None  # the machine and the text before this one
 
 

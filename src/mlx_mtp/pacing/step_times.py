@@ -32,8 +32,8 @@ PLAIN_PLAN = Plan(0)
 class StepTimes:
     """A running estimate of t(k), in seconds.
 
-    The times that the test of the device measured, or else ``TYPICAL``, give the shape of t(k): the estimate of a depth between
-    two measured ones is on the shape, scaled to go through both.
+    The times that the test of the device measured, or else ``TYPICAL``, give the shape of t(k): the time of an
+    unmeasured depth is scaled as that of the next lower measured depth, or else of the lowest.
 
     A step far from its estimate is not counted: the machine may have paused, or the host may have read the clock late. Several
     in succession show a change. If steps have become far shorter, those before were slow, and only the new time is kept.
