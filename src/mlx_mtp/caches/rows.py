@@ -63,6 +63,16 @@ class Ends:
         """The position of each row's next token, [B]."""
         return self.columns + mx.array(self.shifts, mx.int32) if any(self.shifts) else self.columns
 
+    @cached_property
+    def _next(self) -> dict[int, tuple[mx.array, mx.array]]:
+        return {}
+
+    def next(self, T: int) -> tuple[mx.array, mx.array]:
+        """The rows, [B, 1], and columns, [B, T], of the next T tokens of each row: computed once for all layers."""
+        if T not in self._next:
+            self._next[T] = mx.arange(len(self.lengths))[:, None], self.columns[:, None] + mx.arange(T)
+        return self._next[T]
+
     @property
     def longest(self) -> int:
         return max(self.lengths, default=0)
@@ -119,8 +129,8 @@ class KVRows:
         """
         if self.ends.are_equal and not return_array:
             return None if N == 1 else "causal"
-        ends = self.ends.columns[:, None] + mx.arange(N)  # [B, N]
-        return (mx.arange(self.ends.longest + N) <= ends[..., None])[:, None]
+        _, columns = self.ends.next(N)
+        return (mx.arange(self.ends.longest + N) <= columns[..., None])[:, None]
 
     def _written(self, held: mx.array | None, new: mx.array, n: int) -> mx.array:
         """The held array with new columns [B, H, T, D] after each row's end, enlarged to n columns if needed."""
@@ -132,8 +142,8 @@ class KVRows:
         if self.ends.are_equal:
             held[..., n - T : n, :] = new
         else:
-            columns = self.ends.columns[:, None] + mx.arange(T)
-            held[mx.arange(B)[:, None], :, columns] = new.transpose(0, 2, 1, 3)  # [B, T, H, D]
+            rows, columns = self.ends.next(T)
+            held[rows, :, columns] = new.transpose(0, 2, 1, 3)  # [B, T, H, D]
         return held
 
     def join(self, caches: list[Any], ends: Ends) -> None:
