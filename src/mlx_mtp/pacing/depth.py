@@ -123,7 +123,9 @@ class Depth:
 
     MARGIN = 0.03  # the gain over plain decoding that drafting requires, since estimates have errors
     PROBING = 0.016  # the share of time that probing may lose
-    FIRST_LOSS = 0.7  # the additional time, in plain steps, that probing may lose, so that it can begin
+    # The additional time, in plain steps, that probing may lose so that it can begin, for each unit of the variance of the first
+    # draft's acceptance: drafts that pay may be rejected by chance.
+    FIRST_LOSS = 13.0
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 
     def __init__(self, most: int, seconds: Mapping[int, float] | None = None, *, times: StepTimes | None = None):
@@ -173,8 +175,9 @@ class Depth:
         return Plan(k, FREE), speeds[k]
 
     def _may_probe(self) -> bool:
-        allowed = self.PROBING * self.first_rate * self.elapsed + self.FIRST_LOSS * self.times.estimate[0]
-        return self.lost < allowed
+        rate = self.first_rate
+        at_first = self.FIRST_LOSS * rate * (1 - rate) * self.times.estimate[0]
+        return self.lost < self.PROBING * rate * self.elapsed + at_first
 
     def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
         """
