@@ -127,7 +127,8 @@ def script_copies(monkeypatch, texts: list[list[int]], offer: Callable[[int], bo
         def propose(self, k, n_unobserved):
             text = next((t for t in texts if t[: len(self.text)] == self.text), texts[0])
             first = len(self.text) + n_unobserved
-            tokens = [text[i] if offer(i) else (text[i] + 1) % 32 for i in range(first, first + k)]
+            # The first text may be shorter than the one that has left them all.
+            tokens = [(text[i % len(text)] + (not offer(i))) % 32 for i in range(first, first + k)]
             return mx.array(tokens, mx.uint32), [None] * k
 
     monkeypatch.setattr(sources, "PromptLookup", ScriptedCopies)
