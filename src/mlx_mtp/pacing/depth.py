@@ -123,8 +123,8 @@ class Depth:
 
     MARGIN = 0.03  # the gain over plain decoding that drafting requires, since estimates have errors
     PROBING = 0.016  # the share of time that probing may lose
-    # The additional time, in plain steps, that probing may lose so that it can begin, for each unit of the variance of the first
-    # draft's acceptance: drafts that pay may be rejected by chance.
+    # The additional time, in plain steps, that probing may lose for each unit of the variance of the first draft's acceptance:
+    # drafts that pay may be rejected at first, by chance.
     FIRST_LOSS = 13.0
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 
