@@ -171,7 +171,8 @@ def measure(
         speeds = list(map(speed, of_settings))
         ratios = [s / p for s, p in zip(speeds, map(speed, of_plain))]
         counts = sum_counts([generation.counts for made in of_settings for generation in made])
-        times = depths[settings].times.estimate if settings.num_draft_tokens == "auto" else []  # only auto measures times
+        # Only auto measures times.
+        times = depths[settings].times.estimate if settings.num_draft_tokens == "auto" else []
         timed = replace(settings, seconds=dict(enumerate(times)))
         measured.append(Measured(timed, ratios, counts, statistics.median(speeds)))
     return measured
