@@ -125,7 +125,7 @@ class Depth:
     PROBING = 0.016  # the share of time that probing may lose
     # The additional time, in plain steps, that probing may lose for each unit of the variance of the first draft's acceptance:
     # drafts that pay may be rejected at first, by chance.
-    FIRST_LOSS = 13.0
+    FIRST_LOSS = 22.0
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 
     def __init__(self, most: int, seconds: Mapping[int, float] | None = None, *, times: StepTimes | None = None):
@@ -177,7 +177,7 @@ class Depth:
     def _may_probe(self) -> bool:
         rate = self.first_rate
         at_first = self.FIRST_LOSS * rate * (1 - rate) * self.times.estimate[0]
-        return self.lost < self.PROBING * rate * self.elapsed + at_first
+        return self.lost < rate * (self.PROBING * self.elapsed + at_first)
 
     def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
         """
