@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.pacing.depth import Depth, expected_tokens, joint_tokens
-from mlx_mtp.pacing.step_times import Plan, StepTimes, Timing
+from mlx_mtp.pacing.step_times import N_DEPTHS, Plan, StepTimes, Timing
 from tests.support.batches import run
 from tests.support.models import tiny_model
 from tests.support.scripted import scripted
@@ -32,7 +32,7 @@ class Depths:
     """As the planner: a depth for each number of sequences."""
 
     def __init__(self, timing=None):
-        self.timing, self.by_size = timing or Timing(StepTimes(8, TIMES)), {}
+        self.timing, self.by_size = timing or Timing(StepTimes(TIMES)), {}
 
     def of(self, B):
         return self.by_size.setdefault(B, Depth(8, times=self.timing.of(B)))
@@ -73,21 +73,25 @@ def test_rows_of_different_texts_share_a_depth():
 
 
 def test_times_of_a_new_size_are_those_of_the_next_smaller_one_by_rows():
-    timing = Timing(StepTimes(8, TIMES))
+    timing = Timing(StepTimes(TIMES))
     for B in (2, 4):
         simulate([0.9] * B, 100, depths=Depths(timing))
     for B in (3, 5):
-        assert timing.of(B).estimate == pytest.approx([linear(B, k) for k in range(9)])
+        assert timing.of(B).estimate == pytest.approx([linear(B, k) for k in range(N_DEPTHS)])
 
 
 @pytest.mark.parametrize("slower", [1, 3])
-def test_a_new_size_begins_with_what_is_known(slower):
-    depths = Depths()
+@pytest.mark.parametrize(("draft_cost", "B", "best"), [(1e-9, 3, 6), (0.0, 3, 6), (1e-9, 5, 4)])
+def test_a_new_size_begins_with_what_is_known(draft_cost, B, best, slower):
+    depths = Depths(Timing(StepTimes(TIMES), draft_cost))
     simulate([0.9] * 2, 100, depths=depths)
-    asked = simulate([0.9] * 3, 30, lambda B, k: slower * linear(B, k), depths)
-    # What is best does not depend on the speed of the machine. A plain step is measured after a change.
-    assert asked.index(0) == (StepTimes.FEW + 1 if slower == 1 else StepTimes.N_ODD)
-    assert {*asked} == {0, 6}
+    asked = simulate([0.9] * B, 40, lambda B, k: slower * linear(B, k), depths)
+    if B > 4 or draft_cost == 0:  # as many rows are not tested: a plain step is measured first
+        first = [0] * (1 if slower == 1 else StepTimes.N_ODD)
+    else:  # and after a change otherwise
+        first = [] if slower == 1 else [*[best] * StepTimes.N_ODD, 0]
+    # What is best does not depend on the speed of the machine.
+    assert asked == first + [best] * (40 - len(first))
     # And comes back to a size as it left it.
     assert simulate([0.9] * 2, 1, depths=depths) != [0]
 

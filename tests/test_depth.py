@@ -47,7 +47,7 @@ def test_estimates():
 
 
 def test_times_follow_and_ignore_pauses():
-    times = StepTimes(4)
+    times = StepTimes()
     for k in (0, 1, 2):
         for seconds in (5.0, *[1 + 0.2 * k] * 4):  # the first one compiles
             times.observe(Plan(k), seconds)
@@ -63,20 +63,20 @@ def test_times_follow_and_ignore_pauses():
 
 @pytest.mark.parametrize("few", [{}, {0: 0.5}, {1: 0.5, 2: 0.6}])
 def test_too_few_known_times_are_those_of_a_typical_machine(few):
-    assert StepTimes(4, few).estimate == pytest.approx([0.02, 0.024, 0.028, 0.032, 0.036])
+    assert StepTimes(few).estimate[:5] == pytest.approx([0.02, 0.024, 0.028, 0.032, 0.036])
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.3, 4.0])
 def test_unmeasured_depths_keep_the_shape_of_known_times(factor):
     """Where one depth takes longer than its shape, so do all after it, while lower ones may be before a step of a staircase."""
     known = [1.0, 1.1, 1.2, 2.2, 2.4]
-    times = StepTimes(4, dict(enumerate(known)))
+    times = StepTimes(dict(enumerate(known)))
     for _ in range(StepTimes.N_ODD):
         times.observe(Plan(2), factor * 1.2)
-    assert times.estimate == pytest.approx([factor * t for t in known])
+    assert times.estimate[:5] == pytest.approx([factor * t for t in known])
     for _ in range(StepTimes.N_ODD):
         times.observe(Plan(4), factor * 4.8)
-    assert times.estimate == pytest.approx([factor * t for t in (*known[:4], 4.8)])
+    assert times.estimate[:5] == pytest.approx([factor * t for t in (*known[:4], 4.8)])
 
 
 SEEDS = [

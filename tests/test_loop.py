@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, generation_stream
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
@@ -203,7 +203,7 @@ def test_memory_stays_flat():
     for n in range(121):
         next(steps)
         if n in (40, 120):
-            mx.synchronize()
+            mx.synchronize(generation_stream)
             active.append(mx.get_active_memory())
     steps.close()
     assert active[1] - active[0] < 200_000  # one window of this model is about that

@@ -9,7 +9,6 @@ import mlx_mtp
 from mlx_mtp.checkpoint import load, self_test, settings
 from mlx_mtp.layers import layer
 from mlx_mtp.layers.compiled import Compiler
-from mlx_mtp.pacing.depth import MAX_DRAFT_TOKENS
 from mlx_mtp.pacing.step_times import timing_of
 from tests.support.checkpoints import DATA
 from tests.support.models import GROUPED, deep_model, tiny_model
@@ -19,7 +18,7 @@ from tests.support.models import GROUPED, deep_model, tiny_model
 def test_the_cpu_gives_the_same_bits(family):
     result = self_test.run(deep_model(family, **GROUPED))
     assert result[:5] == (0, 0, 0, 0.01, 0)
-    assert len(result.seconds) == MAX_DRAFT_TOKENS + 1
+    assert len(result.seconds) == len(self_test.DEPTHS)
     assert min(result.seconds) > 0
     assert str(result).startswith("within rounding (1%); differences of logits: compiled 0.00%, grouped 0.00%,")
 
@@ -33,7 +32,7 @@ def cache_folder(tmp_path, monkeypatch):
 
 
 def test_runs_once_for_a_model_and_a_version(cache_folder, monkeypatch, caplog):
-    ran, result = [], self_test.SelfTest(0.0, 0.0, 0.0, 0.01, 0, [1.0, 1.2])
+    ran, result = [], self_test.SelfTest(0.0, 0.0, 0.0, 0.01, 0, [1.0, 1.2], 0.1)
     monkeypatch.setattr(self_test, "run", lambda model: ran.append(model) or result)
     for _ in range(2):
         model, _ = mlx_mtp.load(str(DATA / "dense"))

@@ -13,8 +13,9 @@ from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
+from mlx_mtp.checkpoint import self_test
 from mlx_mtp.pacing.depth import Rates
-from mlx_mtp.pacing.step_times import HEAD, Plan
+from mlx_mtp.pacing.step_times import HEAD, Plan, StepTimes, Timing
 
 MOST = 8
 NOISE, TEST_NOISE = 0.05, 0.03  # of a step's log time, and of the shortest one that the test of the device kept
@@ -23,19 +24,31 @@ COSTS = ((0.05, 0.05), (0.15, 0.05), (0.2, 0.15), (0.4, 0.3), (0.7, 0.7), (1.05,
 
 # Published times of passes, relative to one row, by rows from 1: M3 Max and M4 Pro with 4-bit weights (mlx 3863, 3852), M4 Pro
 # with 2-bit weights (3852), M3 Ultra with bfloat16 (4265), M5 Max with 70B in 4 bits (3791); numbers between them are read from
-# lines, with a step behind 5 rows.
-ROWS = (
+# lines, with a step behind 5 rows. In MLX 0.32, ``qmv_wide`` reads the weights again behind 10 rows, and ``qmm``, from 13 rows
+# on, once for every 32 rows, as products of matrices in bfloat16 do for 64.
+PUBLISHED = (
     (1.0, 1.0, 1.14, 1.28, 1.42, 2.04, 2.27, 2.5, 2.75),
     (1.0, 0.99, 1.13, 1.43, 1.75, 2.25, 2.55, 2.84, 3.1),
     (1.0, 1.3, 1.82, 2.34, 2.86, 3.38, 3.9, 4.42, 4.94),
-    (1.0, *[1.99] * 8),
+    (1.0, *[1.99] * 35),
     (1.0, 1.05, 1.11, 1.27, 1.42, 1.9, 2.05, 2.2, 2.4),
 )
 A_DRAFT = 0.05  # plain steps
 
+
+def _to_36_rows(few: tuple[float, ...]) -> tuple[float, ...]:
+    slope = (few[8] - few[5]) / 3
+    again = few[8] + 0.4 + 3 * slope
+    return (*few, few[8] + slope, again - slope, *[again] * 21, *[2 * again] * 4)[:36] if len(few) == 9 else few
+
+
+ROWS = tuple(map(_to_36_rows, PUBLISHED))
+
 # Of the first draft and of each one after it, in plain steps; or the time of a step at each depth from 0, [MOST + 1].
 Cost = tuple[float, ...]
-STAIRCASES: tuple[Cost, ...] = tuple(tuple(t + k * A_DRAFT for k, t in enumerate(rows)) for rows in ROWS)
+STAIRCASES: dict[int, list[Cost]] = {  # by the number of sequences, which multiplies the rows
+    B: [tuple(rows[B * (k + 1) - 1] + k * A_DRAFT for k in range(MOST + 1)) for rows in ROWS] for B in (1, 2, 4)
+}
 Make = Callable[..., Any]  # as Depth: of the greatest depth and known times
 
 
@@ -92,6 +105,8 @@ class Case:
     disturbance: Disturbance = CALM
     known: tuple[tuple[int, float], ...] | None = None  # by depth; None for those of the test of the device
     before: tuple[Cost, Text] | None = None  # the machine and the text before this one
+    staircase: int | None = None  # of ``ROWS``, for several sequences
+    n_sequences: int = 1
 
 
 def cases() -> list[Case]:
@@ -120,9 +135,14 @@ def cases() -> list[Case]:
             Case("changing text", c, Text(a, b), 0.98, 0.95)
             for c, (a, b) in product(COSTS, ((0.95, 0.1), (0.1, 0.95), (0.9, 0.5)))
         ),
-        *(Case("staircase", c, middle(a), 0.98, 0.96) for c, a in product(STAIRCASES, accepted)),
+        *(Case("staircase", c, middle(a), 0.98, 0.97) for c, a in product(STAIRCASES[1], accepted)),
+        *(
+            Case(f"staircase, {B} sequences", c, middle(a), 0.98, 0.97, staircase=i, n_sequences=B)
+            for B in (2, 4)
+            for (i, c), a in product(enumerate(STAIRCASES[B]), accepted)
+        ),
         # As of a model that is not tested when it is loaded, such as one of several ranks.
-        *(Case("without times", c, Text(a), 0.97, 0.9, known=()) for c, a in product((*COSTS, *STAIRCASES), rates)),
+        *(Case("without times", c, Text(a), 0.97, 0.9, known=()) for c, a in product((*COSTS, *STAIRCASES[1]), rates)),
         # At the end a step takes two and a half times as long.
         *(Case("growing context", c, Text(0.8), 0.98, 0.95, growth=0.001) for c in COSTS),
         # Of this machine when it was slower or faster.
@@ -180,41 +200,54 @@ def ratio(case: Case, seeds: Sequence[int], make: Make) -> tuple[float, float]:
 def auto_seconds(case: Case, seed: int, make: Make) -> float:
     cost, text = (case.cost, None) if case.before is None else case.before
     errors = random.Random(-seed)
-    tested = {k: seconds(cost, k) * errors.lognormvariate(0, TEST_NOISE) for k in range(MOST + 1)}
-    depth = make(MOST, tested if case.known is None else dict(case.known))
+
+    def tested(seconds: float) -> float:
+        return seconds * errors.lognormvariate(0, TEST_NOISE)
+
+    if case.staircase is None:
+        known = {k: tested(seconds(cost, k)) for k in range(MOST + 1)} if case.known is None else dict(case.known)
+        depth = make(MOST, known)
+    else:
+        rows, one = ROWS[case.staircase], STAIRCASES[1][case.staircase]
+        passes = {n: tested(rows[n - 1]) for n in (1, 8, 9, *self_test.ROWS)}
+        of_one, draft_cost = self_test.step_seconds(list(map(tested, one)), passes)
+        timing = Timing(StepTimes(dict(zip(self_test.DEPTHS, of_one))), draft_cost)
+        depth = make(MOST, times=timing.of(case.n_sequences))
     if text is not None:
         decode(Case("before", cost, text, 0), seed + 1000, depth)
     return decode(case, seed, depth.for_text())
 
 
 def decode(case: Case, seed: int, depth: Any) -> float:
-    """Seconds for the text's tokens, at the depths that ``depth`` chooses, a ``Depth`` or a variant of it."""
-    right, noise = draws(seed)
+    """Seconds for the tokens of each text, at the depths that ``depth`` chooses, a ``Depth`` or a variant of it."""
+    of_each, noise = texts_draws(seed, case.n_sequences), draws(seed)[1]
     n_tokens, growth, disturbed = case.text.n_tokens, case.growth, case.disturbance.seconds
     half, rates = n_tokens / 2, case.text.rates()
     costs = [seconds(case.cost, k) for k in range(MOST + 1)]
-    seen_rates = Rates(MOST)
+    seen_rates = [Rates(MOST) for _ in of_each]
 
     def next_depth() -> int:
-        return depth.next([{HEAD: seen_rates.estimate}]).k
+        return depth.next([{HEAD: r.estimate} for r in seen_rates]).k
 
-    total, n, before, k = 0.0, 0, 0, next_depth()
+    total, at, before, k = 0.0, [0] * len(of_each), 0, next_depth()
     for step in itertools.count():
-        t = costs[k] + growth * n
-        seen, accepted = disturbed(step, t * noise[step]), n_accepted(rates[n >= half], right, n, k)
+        t = costs[k] + growth * at[0]
+        accepted = [n_accepted(rates[n >= half], right, n, k) for n, right in zip(at, of_each)]
+        seen, mean = disturbed(step, t * noise[step]), sum(accepted) / len(at)
         total += disturbed(step, t)
         # As in the loop: a plain step is over when the next one has begun, and at a change the clock says nothing.
         if k > 0:
-            seen_rates.count_window(k, accepted)
-            depth.observe(Plan(k), accepted, seen if before > 0 else None)
+            for r, n in zip(seen_rates, accepted):
+                r.count_window(k, n)
+            depth.observe(Plan(k), mean, seen if before > 0 else None)
             after = next_depth()
         else:
             after = next_depth()
-            depth.observe(Plan(k), accepted, seen if before == after == 0 else None)
+            depth.observe(Plan(k), mean, seen if before == after == 0 else None)
         before, k = k, after
-        n += accepted + 1
-        if n >= n_tokens:
-            return total * n_tokens / n
+        at = [n + a + 1 for n, a in zip(at, accepted)]
+        if sum(at) >= n_tokens * len(at):
+            return total * n_tokens * len(at) / sum(at)
     raise AssertionError
 
 
@@ -233,22 +266,26 @@ def draws(seed: int) -> tuple[list[float], list[float]]:
     return right, [rng.lognormvariate(0, NOISE) * (5 if rng.random() < 0.01 else 1) for _ in range(n)]
 
 
+def texts_draws(seed: int, n_sequences: int) -> list[list[float]]:
+    return [draws(seed + 10_000 * b)[0] for b in range(n_sequences)]
+
+
 def fixed_seconds(case: Case, seed: int, k: int) -> float:
     """At depth k for the whole text."""
     if case.disturbance != CALM:
         # Only plain decoding is compared with.
         return sum(case.disturbance.seconds(i, 1.0) for i in range(case.text.n_tokens)) if k == 0 else float("inf")
-    n_steps, positions, n = fixed_steps(case.text, seed, k)
+    n_steps, positions, n = fixed_steps(case.text, case.n_sequences, seed, k)
     return (n_steps * seconds(case.cost, k) + case.growth * positions) * case.text.n_tokens / n
 
 
 @cache
-def fixed_steps(text: Text, seed: int, k: int) -> tuple[int, int, int]:
-    """The number of steps, the sum of the positions at which they began, and the number of tokens."""
-    right, _ = draws(seed)
+def fixed_steps(text: Text, n_sequences: int, seed: int, k: int) -> tuple[int, int, float]:
+    """The number of steps, the sum of the positions at which they began, and the mean number of tokens."""
+    of_each = texts_draws(seed, n_sequences)
     rates, half = text.rates(), text.n_tokens / 2
-    n = n_steps = positions = 0
-    while n < text.n_tokens:
-        n_steps, positions = n_steps + 1, positions + n
-        n += n_accepted(rates[n >= half], right, n, k) + 1
-    return n_steps, positions, n
+    at, n_steps, positions = [0] * n_sequences, 0, 0
+    while sum(at) < text.n_tokens * n_sequences:
+        n_steps, positions = n_steps + 1, positions + at[0]
+        at = [n + n_accepted(rates[n >= half], right, n, k) + 1 for n, right in zip(at, of_each)]
+    return n_steps, positions, sum(at) / n_sequences

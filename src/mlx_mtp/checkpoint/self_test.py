@@ -8,8 +8,9 @@ chips, and takes twice the time on others.
 import copy
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -32,6 +33,9 @@ from .settings import machine
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
 HEAD_TOKENS = 8192 - 64  # before drafts that may copy the keys and values of the head; MLX adds space for 256 at a time
 N_DRAFTS = 4
+N_TIMES = 3  # of each step
+N_SEQUENCES, ROWS = 4, (12, 16, 24, 32)  # of passes with more rows than one sequence's drafts make
+DEPTHS = (*range(MAX_DRAFT_TOKENS + 1), *(n - 1 for n in ROWS))  # of the steps that are timed
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +48,8 @@ class SelfTest(NamedTuple):
     rolled_back: float  # a pass after a rollback and after a prefill of the same tokens
     rounding: float  # the most that rounding explains
     head_copies: int  # copies of the head's keys and values that further drafts in one graph make
-    seconds: list[float]  # of a step by the number of drafts; none without the head
+    seconds: list[float]  # of a step at ``DEPTHS``; none without the head
+    draft_cost: float  # the time in which the head drafts a token, in plain steps
 
     @property
     def wrong(self) -> list[str]:
@@ -66,7 +71,7 @@ def ensure_tested(model: Any, name: str) -> SelfTest:
         with suppress(OSError):  # otherwise it runs again the next time
             file.parent.mkdir(parents=True, exist_ok=True)
             update_own(file, key, result)
-    model.drafting.seconds = dict(enumerate(result.seconds))
+    model.drafting.seconds, model.drafting.draft_cost = dict(zip(DEPTHS, result.seconds)), result.draft_cost
     if "compiled" in result.wrong:
         model.drafting.compiled = False
     if "grouped" in result.wrong:
@@ -115,7 +120,7 @@ def run(model: Any) -> SelfTest:
         _difference(after, fresh) / largest,
         ROUNDING[whole.dtype],
         _head_copies(model) if has_head(model) else 0,
-        _step_seconds(model, prompt) if has_head(model) else [],
+        *(_step_seconds(model, prompt) if has_head(model) else ([], 0.0)),
     )
 
 
@@ -133,7 +138,7 @@ def _difference(a: mx.array, b: mx.array) -> float:
 
 def _prefilled(model: Any, prompt: mx.array) -> list[Any]:
     caches: list[Any] = model.make_cache()
-    mx.eval(model(prompt[None], cache=caches), [c.state for c in caches])
+    mx.eval(model(mx.atleast_2d(prompt), cache=caches), [c.state for c in caches])
     return caches
 
 
@@ -164,7 +169,8 @@ class _EveryDepth(Depth):
     def __init__(self, most: int):
         super().__init__(most)
         self.shortest: dict[int, float] = {}
-        self.left = [*range(1, most + 1)] * 3 + [0] * 6  # at first, traces are made in steps that are not timed
+        # At first, traces are made in steps that are not timed.
+        self.left = [*range(1, most + 1)] * N_TIMES + [0] * 2 * N_TIMES
 
     def for_text(self) -> "_EveryDepth":
         return self
@@ -177,11 +183,41 @@ class _EveryDepth(Depth):
             self.shortest[plan.k] = min(seconds, self.shortest.get(plan.k, seconds))
 
 
-def _step_seconds(model: Any, prompt: mx.array) -> list[float]:
+def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
     depth = _EveryDepth(MAX_DRAFT_TOKENS)
     steps = mtp_generate_step(prompt, model, max_tokens=1000, num_draft_tokens=depth, copy_drafts="off")
     with closing(steps):
         for _ in steps:
             if not depth.left and len(depth.shortest) > MAX_DRAFT_TOKENS:
-                return [depth.shortest[k] for k in range(MAX_DRAFT_TOKENS + 1)]
-    return []
+                break
+        else:
+            return [], 0.0
+    passes = {n: _pass_seconds(model, prompt[None, :n]) for n in (1, MAX_DRAFT_TOKENS + 1)}
+    for n in (8, *ROWS):
+        passes[n] = _pass_seconds(model, mx.tile(prompt[: n // N_SEQUENCES], (N_SEQUENCES, 1)))
+    return step_seconds([depth.shortest[k] for k in range(MAX_DRAFT_TOKENS + 1)], passes)
+
+
+def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple[list[float], float]:
+    """
+    Args:
+        seconds (Sequence[float]): The times of steps of one sequence with 0 to 8 drafts.
+        passes (Mapping[int, float]): The times of passes over 1, 8 and 9 rows, and over those of ``ROWS``.
+
+    Returns:
+        Tuple[list[float], float]: The times of steps at ``DEPTHS``, and the time of a draft in plain steps.
+    """
+    draft = max(seconds[8] - seconds[0] - (passes[9] - passes[1]), 0.0) / 8
+    deeper = [seconds[7] + passes[n] - passes[8] + (n - 8) * draft for n in ROWS]
+    return [*seconds, *deeper], draft / seconds[0]
+
+
+def _pass_seconds(model: Any, windows: mx.array) -> float:
+    """The shortest of several times of a pass over windows [B, n]."""
+    caches, times = _prefilled(model, windows), []
+    for _ in range(N_TIMES):
+        own = copy.deepcopy(caches)
+        before = perf_counter()
+        mx.eval(model(windows, cache=own, n_confirmed=1))
+        times.append(perf_counter() - before)
+    return min(times)

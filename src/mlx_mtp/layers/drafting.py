@@ -61,6 +61,7 @@ class DraftConfig:
         compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
         pieces (int, optional): As in ``Pass``.
         seconds (Mapping[int, float]): The times of steps by depth, measured when the model was first loaded on this machine.
+        draft_cost (float): The time in which the head drafts a token, in plain steps, measured with them.
         timing (pacing.step_times.Timing, optional): The times of steps on this machine, made by ``pacing`` and updated by
           ``decoding``. It is an attribute of the model so that all generations share it.
     """
@@ -71,6 +72,7 @@ class DraftConfig:
     compiled: bool = True
     pieces: int | None = None
     seconds: Mapping[int, float] = field(default_factory=dict)
+    draft_cost: float = 0.0
     timing: Any = None
 
 

@@ -72,8 +72,8 @@ class Rates:
         estimate (list[float]): [n].
     """
 
-    # The decay of a count with each later count: to a third after 25, so it follows the text within a paragraph.
-    FADING = 0.96
+    # The decay of a count with each later count: to a third after 36, so it follows the text within a paragraph.
+    FADING = 0.97
     PRIOR = 0.7  # the rate of the first bucket before any count: between prose and code
     WEIGHT = 2.0  # the weight of the prior or the bucket before, in drafts
 
@@ -130,7 +130,7 @@ class Depth:
 
     def __init__(self, most: int, seconds: Mapping[int, float] | None = None, *, times: StepTimes | None = None):
         self.most = most
-        self.times = StepTimes(most, seconds) if times is None else times
+        self.times = StepTimes(seconds) if times is None else times
         self.first_rate = 1.0  # the acceptance rate of the head's first draft
         self.elapsed = self.lost = 0.0  # seconds; lost by probing, against plain decoding
         self.is_probing = False  # whether plain decoding was best when the latest step was planned
@@ -146,7 +146,7 @@ class Depth:
             offers (Sequence[Offer]): The sources of each sequence that have drafts, and their acceptance rates.
             least (int): The number of tokens to draft with the head in any case. It then chooses only for other sources.
         """
-        n = max((len(offer[HEAD]) for offer in offers if HEAD in offer), default=0)
+        n = min(self.most, max((len(offer[HEAD]) for offer in offers if HEAD in offer), default=0))
         # The head's drafts of a single sequence; several may also draft from other sources in the same window.
         own = [{HEAD: offers[0].get(HEAD, ())}] if len(offers) == 1 else offers
         tokens, seconds, best = joint_tokens(own, max(n, least)), [*self.times.estimate], least

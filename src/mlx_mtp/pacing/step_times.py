@@ -9,6 +9,7 @@ from ..layers.drafting import Settings
 from ..models.mixin import MTPModel
 
 MAX_DRAFT_TOKENS = 8
+N_DEPTHS = 4 * (MAX_DRAFT_TOKENS + 1)  # with times, from 0: as many rows as a pass over four sequences has at most
 TYPICAL = {0: 0.02, 1: 0.024, 2: 0.028}  # seconds, for a model whose steps were not timed when it was loaded
 HEAD = "head"  # the source whose drafts cost passes of the head; others are in ``sources.py``
 FREE = "free"  # in the plan of a window: drafts of other sources alone
@@ -45,13 +46,12 @@ class StepTimes:
     Times are kept after a text, and all open generations update the same times.
 
     Args:
-        n (int): The largest depth.
         seconds (Mapping[int, float], optional): Times measured earlier, by depth. Default: ``None``, as without those of plain
           steps or of any drafts: ``TYPICAL``.
 
     Attributes:
-        estimate (list[float]): t(k) for the head's drafts, k from 0, [n + 1].
-        free (list[float]): t(k) for drafts of other sources, k from 0, [MOST_FREE + 1].
+        estimate (list[float]): t(k) for the head's drafts, k from 0, [N_DEPTHS].
+        free (list[float]): t(k) for drafts of other sources, k from 0, [N_DEPTHS].
         most_free (int): The most drafts of other sources to try next.
     """
 
@@ -61,14 +61,14 @@ class StepTimes:
     FIRST_FREE, MOST_FREE = 4, 16  # the most drafts of other sources than the head, at first and in all
     FEW, STALE = 12, 100  # steps with drafts until plain steps are old: for each measured one, and at most
 
-    def __init__(self, n: int, seconds: Mapping[int, float] | None = None):
-        self.n, self.most_free = n, self.FIRST_FREE
+    def __init__(self, seconds: Mapping[int, float] | None = None):
+        self.most_free = self.FIRST_FREE
         first = seconds if seconds and {0} < seconds.keys() else TYPICAL
-        self.shape = _on_lines(sorted(first.items()), self.MOST_FREE)
+        self.shape = _on_lines(sorted(first.items()), N_DEPTHS - 1)
         self.seconds: dict[Plan, float] = {}  # measured
         self.n_counted: dict[Plan, int] = {}
         self.n_odd: dict[Plan, int] = {}  # steps in succession far longer than expected, or far shorter if negative
-        self.plain_age = 0.0  # steps with drafts since a plain step was measured
+        self.plain_age = 0.0 if first is seconds else math.inf  # steps with drafts since a plain step was measured
         self._update()
 
     def observe(self, plan: Plan, seconds: float | None) -> None:
@@ -110,12 +110,12 @@ class StepTimes:
             gain (float): The expected speed of drafting, relative to plain decoding. Noise does not explain a large one.
         """
         n = self.n_counted.get(PLAIN_PLAN, 0)
-        is_large = gain >= self.BEYOND_NOISE and n > 1
+        is_large = gain >= self.BEYOND_NOISE
         return self.plain_age <= (2 * self.STALE if is_large else min(self.STALE, self.FEW * max(n, 1)))
 
     def _update(self) -> None:
         head, free = ({p.k: t for p, t in self.seconds.items() if p.skips_head is is_free} for is_free in (False, True))
-        self.estimate, self.free = self._through(head)[: self.n + 1], self._through(head | free)
+        self.estimate, self.free = self._through(head), self._through(head | free)
 
     def _through(self, known: Mapping[int, float]) -> list[float]:
         """The shape, scaled from each known time on to go through it."""
@@ -137,17 +137,21 @@ class Timing:
 
     Args:
         of_one (StepTimes): The times of one sequence.
+        draft_cost (float): The time in which the head drafts a token, in plain steps. Default: ``0.0``, unknown.
 
     Attributes:
         turn (object): Identifies the generation that last submitted work to the device.
     """
 
-    def __init__(self, of_one: StepTimes):
+    def __init__(self, of_one: StepTimes, draft_cost: float = 0.0):
         self.by_size, self.turn = {1: of_one}, cast(Any, None)
+        self.draft_cost = draft_cost
 
     def of(self, n_sequences: int) -> StepTimes:
         if n_sequences not in self.by_size:
-            self.by_size[n_sequences] = StepTimes(MAX_DRAFT_TOKENS, self._by_rows(n_sequences))
+            times = self.by_size[n_sequences] = StepTimes(self._by_rows(n_sequences))
+            if self.draft_cost == 0 or n_sequences * (MAX_DRAFT_TOKENS + 1) > N_DEPTHS:
+                times.plain_age = math.inf  # passes over as many rows were not timed
         return self.by_size[n_sequences]
 
     def copy_from(self, by_size: Mapping[int, StepTimes]) -> None:
@@ -159,9 +163,10 @@ class Timing:
     def _by_rows(self, n: int) -> dict[int, float]:
         """The times of n sequences, by depth: those of the next smaller known number, at as many rows, n (k + 1), of a pass."""
         m = max(m for m in self.by_size if m < n)
-        rows = [(m * (k + 1), t) for k, t in enumerate(self.by_size[m].estimate)]
-        seconds = _on_lines(rows, n * (MAX_DRAFT_TOKENS + 1))
-        return {k: seconds[n * (k + 1) - m] for k in range(MAX_DRAFT_TOKENS + 1)}
+        draft = self.draft_cost * self.by_size[1].estimate[0]
+        rows = [(m * (k + 1), t - k * draft) for k, t in enumerate(self.by_size[m].estimate)]
+        seconds = _on_lines(rows, n * N_DEPTHS)
+        return {k: seconds[n * (k + 1) - m] + k * draft for k in range(N_DEPTHS)}
 
 
 def timing_of(model: MTPModel) -> Timing:
@@ -169,7 +174,7 @@ def timing_of(model: MTPModel) -> Timing:
     drafting = model.drafting
     if drafting.timing is None:
         tuned = (drafting.tuned or Settings()).seconds
-        drafting.timing = Timing(StepTimes(MAX_DRAFT_TOKENS, tuned or drafting.seconds))
+        drafting.timing = Timing(StepTimes(tuned or drafting.seconds), drafting.draft_cost)
     return cast(Timing, drafting.timing)
 
 
