@@ -97,11 +97,9 @@ NEXT_TEXTS = [case for case in cases() if case.group == "next text"][:: 1 if pro
 
 
 @pytest.mark.parametrize("case", NEXT_TEXTS, ids=lambda case: f"{case.cost} {case.before[1].first} {case.text.first}")
-def test_the_next_text_gains_from_known_times(case):
-    with_times, without = (
-        ratio(c, range(18 if profiles.LONG else 9), Depth)[1] for c in (case, replace(case, before=None))
-    )
-    assert with_times >= without - 0.01
+def test_times_of_a_text_serve_the_next_one_as_those_of_the_test_do(case):
+    after, first = (ratio(c, range(24), Depth)[1] for c in (case, replace(case, before=None)))
+    assert after >= first - 0.02
 
 
 def next_of(depth):

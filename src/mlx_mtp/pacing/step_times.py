@@ -34,7 +34,8 @@ class StepTimes:
     """A running estimate of t(k), in seconds.
 
     The times that the test of the device measured, or else ``TYPICAL``, give the shape of t(k): the time of an
-    unmeasured depth is scaled as that of the next lower measured depth, or else of the lowest.
+    unmeasured depth is scaled as that of the next lower measured depth, or else of the lowest. By ``TYPICAL`` times,
+    plain steps are measured first.
 
     A step far from its estimate is not counted: the machine may have paused, or the host may have read the clock late. Several
     in succession show a change. If steps have become far shorter, those before were slow, and only the new time is kept.
@@ -59,7 +60,7 @@ class StepTimes:
     N_ODD = 3  # steps in succession, all far shorter or all far longer than expected, that show a change
     FOLLOWS = 0.08  # the weight of a new time in a running time; half of it at the other depths
     FIRST_FREE, MOST_FREE = 4, 16  # the most drafts of other sources than the head, at first and in all
-    FEW, STALE = 12, 100  # steps with drafts until plain steps are old: for each measured one, and at most
+    STALE = 40  # steps with drafts until plain steps are old, times the square of the gain
 
     def __init__(self, seconds: Mapping[int, float] | None = None):
         self.most_free = self.FIRST_FREE
@@ -107,11 +108,10 @@ class StepTimes:
         """Whether plain steps were measured recently, and since the latest change.
 
         Args:
-            gain (float): The expected speed of drafting, relative to plain decoding. Noise does not explain a large one.
+            gain (float): The expected speed of drafting, relative to plain decoding. If it is large, the time of a plain step
+              matters little, and a plain step costs much.
         """
-        n = self.n_counted.get(PLAIN_PLAN, 0)
-        is_large = gain >= self.BEYOND_NOISE
-        return self.plain_age <= (2 * self.STALE if is_large else min(self.STALE, self.FEW * max(n, 1)))
+        return self.plain_age <= self.STALE * gain**2
 
     def _update(self) -> None:
         head, free = ({p.k: t for p, t in self.seconds.items() if p.skips_head is is_free} for is_free in (False, True))
