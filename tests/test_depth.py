@@ -1,7 +1,6 @@
 """The best depth by the estimates, the estimates, and both on simulated machines and texts."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 from mlx_mtp.pacing.depth import Depth, Rates, best_depth, expected_tokens
 from mlx_mtp.pacing.step_times import FREE, PLAIN_PLAN, Plan, StepTimes
-from tests.support import profiles
 from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, ratio
 
 
@@ -91,15 +89,6 @@ def test_speed(case, n_seeds):
     to_plain, to_best = ratio(case, range(n_seeds if case.text.n_tokens == LONG else 3 * n_seeds), Depth)
     assert to_plain >= case.to_plain
     assert to_best >= case.to_best
-
-
-NEXT_TEXTS = [case for case in cases() if case.group == "next text"][:: 1 if profiles.LONG else 3]
-
-
-@pytest.mark.parametrize("case", NEXT_TEXTS, ids=lambda case: f"{case.cost} {case.before[1].first} {case.text.first}")
-def test_times_of_a_text_serve_the_next_one_as_those_of_the_test_do(case):
-    after, first = (ratio(c, range(24), Depth)[1] for c in (case, replace(case, before=None)))
-    assert after >= first - 0.02
 
 
 def next_of(depth):

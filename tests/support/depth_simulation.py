@@ -5,7 +5,6 @@ So every run with one seed decodes the same text and sees the same noise, whatev
 alone. What a step takes is counted without noise: only ``Depth`` sees the noise.
 """
 
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,9 +118,6 @@ def cases() -> list[Case]:
     def short(a: float) -> Text:
         return Text(a, n_tokens=SHORT)
 
-    def middle(a: float) -> Text:
-        return Text(a, n_tokens=MIDDLE)
-
     return [
         *(Case("never slower", c, Text(a), 0.98, 0.95) for c, a in product(COSTS, rates)),
         # Mostly beginning.
@@ -135,9 +131,9 @@ def cases() -> list[Case]:
             Case("changing text", c, Text(a, b), 0.98, 0.95)
             for c, (a, b) in product(COSTS, ((0.95, 0.1), (0.1, 0.95), (0.9, 0.5)))
         ),
-        *(Case("staircase", c, middle(a), 0.98, 0.97) for c, a in product(STAIRCASES[1], accepted)),
+        *(Case("staircase", c, Text(a, n_tokens=MIDDLE), 0.98, 0.97) for c, a in product(STAIRCASES[1], accepted)),
         *(
-            Case(f"staircase, {B} sequences", c, middle(a), 0.98, 0.97, staircase=i, n_sequences=B)
+            Case(f"staircase, {B} sequences", c, Text(a, n_tokens=MIDDLE), 0.98, 0.97, staircase=i, n_sequences=B)
             for B in (2, 4)
             for (i, c), a in product(enumerate(STAIRCASES[B]), accepted)
         ),
@@ -220,7 +216,7 @@ def auto_seconds(case: Case, seed: int, make: Make) -> float:
 
 def decode(case: Case, seed: int, depth: Any) -> float:
     """Seconds for the tokens of each text, at the depths that ``depth`` chooses, a ``Depth`` or a variant of it."""
-    of_each, noise = texts_draws(seed, case.n_sequences), draws(seed)[1]
+    B, (of_each, noise) = case.n_sequences, draws(seed, case.n_sequences)
     n_tokens, growth, disturbed = case.text.n_tokens, case.growth, case.disturbance.seconds
     half, rates = n_tokens / 2, case.text.rates()
     costs = [seconds(case.cost, k) for k in range(MOST + 1)]
@@ -229,11 +225,11 @@ def decode(case: Case, seed: int, depth: Any) -> float:
     def next_depth() -> int:
         return depth.next([{HEAD: r.estimate} for r in seen_rates]).k
 
-    total, at, before, k = 0.0, [0] * len(of_each), 0, next_depth()
-    for step in itertools.count():
+    total, step, at, before, k = 0.0, 0, [0] * B, 0, next_depth()
+    while sum(at) < n_tokens * B:
         t = costs[k] + growth * at[0]
         accepted = [n_accepted(rates[n >= half], right, n, k) for n, right in zip(at, of_each)]
-        seen, mean = disturbed(step, t * noise[step]), sum(accepted) / len(at)
+        seen, mean = disturbed(step, t * noise[step]), sum(accepted) / B
         total += disturbed(step, t)
         # As in the loop: a plain step is over when the next one has begun, and at a change the clock says nothing.
         if k > 0:
@@ -244,11 +240,9 @@ def decode(case: Case, seed: int, depth: Any) -> float:
         else:
             after = next_depth()
             depth.observe(Plan(k), mean, seen if before == after == 0 else None)
-        before, k = k, after
+        step, before, k = step + 1, k, after
         at = [n + a + 1 for n, a in zip(at, accepted)]
-        if sum(at) >= n_tokens * len(at):
-            return total * n_tokens * len(at) / sum(at)
-    raise AssertionError
+    return total * n_tokens * B / sum(at)
 
 
 def n_accepted(rates: Sequence[float], right: Sequence[float], n: int, k: int) -> int:
@@ -259,21 +253,16 @@ def n_accepted(rates: Sequence[float], right: Sequence[float], n: int, k: int) -
 
 
 @cache
-def draws(seed: int) -> tuple[list[float], list[float]]:
-    """What decides whether a draft is right, by position in the text, and how much longer a step seems to take, by step."""
-    n, rng = LONG + MOST + 1, random.Random(seed)
-    right = [rng.random() for _ in range(n)]
-    return right, [rng.lognormvariate(0, NOISE) * (5 if rng.random() < 0.01 else 1) for _ in range(n)]
-
-
-def texts_draws(seed: int, n_sequences: int) -> list[list[float]]:
-    return [draws(seed + 10_000 * b)[0] for b in range(n_sequences)]
+def draws(seed: int, n_sequences: int) -> tuple[list[list[float]], list[float]]:
+    """What decides whether a draft is right, by position in each text, and how much longer a step seems to take, by step."""
+    n, rngs = LONG + MOST + 1, [random.Random(seed + 10_000 * b) for b in range(n_sequences)]
+    right = [[rng.random() for _ in range(n)] for rng in rngs]
+    return right, [rngs[0].lognormvariate(0, NOISE) * (5 if rngs[0].random() < 0.01 else 1) for _ in range(n)]
 
 
 def fixed_seconds(case: Case, seed: int, k: int) -> float:
-    """At depth k for the whole text."""
+    """At depth k for the whole text. On a disturbed machine, auto is compared with plain decoding alone."""
     if case.disturbance != CALM:
-        # Only plain decoding is compared with.
         return sum(case.disturbance.seconds(i, 1.0) for i in range(case.text.n_tokens)) if k == 0 else float("inf")
     n_steps, positions, n = fixed_steps(case.text, case.n_sequences, seed, k)
     return (n_steps * seconds(case.cost, k) + case.growth * positions) * case.text.n_tokens / n
@@ -282,8 +271,7 @@ def fixed_seconds(case: Case, seed: int, k: int) -> float:
 @cache
 def fixed_steps(text: Text, n_sequences: int, seed: int, k: int) -> tuple[int, int, float]:
     """The number of steps, the sum of the positions at which they began, and the mean number of tokens."""
-    of_each = texts_draws(seed, n_sequences)
-    rates, half = text.rates(), text.n_tokens / 2
+    (of_each, _), rates, half = draws(seed, n_sequences), text.rates(), text.n_tokens / 2
     at, n_steps, positions = [0] * n_sequences, 0, 0
     while sum(at) < text.n_tokens * n_sequences:
         n_steps, positions = n_steps + 1, positions + at[0]
