@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache
 from platformdirs import user_cache_path
 
 from ..caches.prompt_cache import has_head
-from ..caches.recurrent import rollback
+from ..caches.recurrent import restore, rollback, snapshot
 from ..decoding.loop import mtp_generate_step
 from ..layers.compiled import Compiler
 from ..layers.layer import FEW, group_size
@@ -34,7 +34,7 @@ ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
 HEAD_TOKENS = 8192 - 64  # before drafts that may copy the keys and values of the head; MLX adds space for 256 at a time
 N_DRAFTS = 4
 N_TIMES = 3  # of each step
-N_SEQUENCES, ROWS = 4, (12, 16, 24, 32)  # of passes with more rows than one sequence's drafts make
+N_SEQUENCES, ROWS = 2, (12, 16, 24, 32)  # of passes with more rows than one sequence's drafts make
 DEPTHS = (*range(MAX_DRAFT_TOKENS + 1), *(n - 1 for n in ROWS))  # of the steps that are timed
 
 log = logging.getLogger(__name__)
@@ -192,9 +192,8 @@ def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
                 break
         else:
             return [], 0.0
-    passes = {n: _pass_seconds(model, prompt[None, :n]) for n in (1, MAX_DRAFT_TOKENS + 1)}
-    for n in (8, *ROWS):
-        passes[n] = _pass_seconds(model, mx.tile(prompt[: n // N_SEQUENCES], (N_SEQUENCES, 1)))
+    passes = {n: _pass_seconds(model, 1, n) for n in (1, MAX_DRAFT_TOKENS + 1)}
+    passes |= {n: _pass_seconds(model, N_SEQUENCES, n // N_SEQUENCES) for n in (8, *ROWS)}
     return step_seconds([depth.shortest[k] for k in range(MAX_DRAFT_TOKENS + 1)], passes)
 
 
@@ -212,12 +211,14 @@ def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple
     return [*seconds, *deeper], draft / seconds[0]
 
 
-def _pass_seconds(model: Any, windows: mx.array) -> float:
-    """The shortest of several times of a pass over windows [B, n]."""
-    caches, times = _prefilled(model, windows), []
+def _pass_seconds(model: Any, B: int, n: int) -> float:
+    """The shortest of several times of a pass over n tokens of each of B sequences."""
+    windows, times = mx.arange(B * n).reshape(B, n) % model.vocab_size, []
+    caches = _prefilled(model, windows)
+    state = snapshot(caches)
     for _ in range(N_TIMES):
-        own = copy.deepcopy(caches)
         before = perf_counter()
-        mx.eval(model(windows, cache=own, n_confirmed=1))
+        mx.eval(model(windows, cache=caches, n_confirmed=1))
         times.append(perf_counter() - before)
+        restore(caches, state)
     return min(times)

@@ -179,14 +179,16 @@ def timing_of(model: MTPModel) -> Timing:
 
 
 def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
-    """The values of the lines through the points, from the first x to n. No line falls.
+    """The values of the lines through the points, from the first x to n.
 
-    From the last point to n they rise as from the first to the last: the slope of the last line may be noise or a step.
+    A value is at most as large as any after it: a longer pass does more. From the last point to n the line rises as from the
+    first to the last: the slope of the last line may be noise or a step.
     """
+    points = [(x, min(y for _, y in points[i:])) for i, (x, _) in enumerate(points)]
     (first, low), (last, high) = points[0], points[-1]
     if last < n:
-        points = [*points, (n, high + (high - low) / (last - first) * (n - last))]
+        points.append((n, high + (high - low) / (last - first) * (n - last)))
     values = [low]
     for (x0, y0), (x1, y1) in pairwise(points):
-        values += [y0 + max(y1 - y0, 0.0) / (x1 - x0) * x for x in range(1, x1 - x0 + 1)]
+        values += [y0 + (y1 - y0) / (x1 - x0) * x for x in range(1, x1 - x0 + 1)]
     return values[: n + 1 - first]
