@@ -72,8 +72,7 @@ class Rates:
         estimate (list[float]): [n].
     """
 
-    # The decay of a count with each later count: to a third after 36, so it follows the text within a paragraph.
-    FADING = 0.97
+    FADING = 0.97  # the decay of a count with each later one: to a third after 36, about a paragraph
     PRIOR = 0.7  # the rate of the first bucket before any count: between prose and code
     WEIGHT = 2.0  # the weight of the prior or the bucket before, in drafts
 
@@ -123,8 +122,7 @@ class Depth:
 
     MARGIN = 0.03  # the gain over plain decoding that drafting requires, since estimates have errors
     PROBING = 0.016  # the share of time that probing may lose
-    # The additional time, in plain steps, that probing may lose for each unit of the variance of the first draft's acceptance:
-    # drafts that pay may be rejected at first, by chance.
+    # In plain steps, for each unit of the variance of the first draft's acceptance: drafts that pay may be rejected at first.
     FIRST_LOSS = 22.0
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 

@@ -107,9 +107,7 @@ class StepTimes:
     def knows_plain(self, gain: float) -> bool:
         """Whether plain steps were measured recently, and since the latest change.
 
-        Args:
-            gain (float): The expected speed of drafting, relative to plain decoding. If it is large, the time of a plain step
-              matters little, and a plain step costs much.
+        If drafting gains much, as a factor, their time matters little, and measuring it costs much.
         """
         return self.plain_age <= self.STALE * gain**2
 
