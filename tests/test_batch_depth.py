@@ -73,11 +73,13 @@ def test_rows_of_different_texts_share_a_depth():
 
 
 def test_times_of_a_new_size_are_those_of_the_next_smaller_one_by_rows():
-    timing = Timing(StepTimes(TIMES))
+    """And the head drafts for all sequences at once: 0.05 a draft."""
+    seconds = lambda B, k: linear(B, k) + 0.05 * k  # noqa: E731
+    timing = Timing(StepTimes({k: seconds(1, k) for k in range(9)}), 0.05)
     for B in (2, 4):
-        simulate([0.9] * B, 100, depths=Depths(timing))
+        simulate([0.9] * B, 100, seconds, Depths(timing))
     for B in (3, 5):
-        assert timing.of(B).estimate == pytest.approx([linear(B, k) for k in range(N_DEPTHS)])
+        assert timing.of(B).estimate == pytest.approx([seconds(B, k) for k in range(N_DEPTHS)])
 
 
 @pytest.mark.parametrize("slower", [1, 3])
@@ -86,10 +88,9 @@ def test_a_new_size_begins_with_what_is_known(draft_cost, B, best, slower):
     depths = Depths(Timing(StepTimes(TIMES), draft_cost))
     simulate([0.9] * 2, 100, depths=depths)
     asked = simulate([0.9] * B, 40, lambda B, k: slower * linear(B, k), depths)
-    if B > 4 or draft_cost == 0:  # as many rows are not tested: a plain step is measured first
-        first = [0] * (1 if slower == 1 else StepTimes.N_ODD)
-    else:  # and after a change otherwise
-        first = [] if slower == 1 else [*[best] * StepTimes.N_ODD, 0]
+    n = 1 if slower == 1 else StepTimes.N_ODD
+    # A plain step is measured first if as many rows are not tested, and otherwise after a change.
+    first = [0] * n if B > 4 or draft_cost == 0 else [best] * n + [0] * (n > 1)
     # What is best does not depend on the speed of the machine.
     assert asked == first + [best] * (40 - len(first))
     # And comes back to a size as it left it.

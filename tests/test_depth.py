@@ -62,13 +62,16 @@ def test_times_follow_and_ignore_pauses():
 @pytest.mark.parametrize("few", [{}, {0: 0.5}, {1: 0.5, 2: 0.6}])
 def test_too_few_known_times_are_those_of_a_typical_machine(few):
     assert StepTimes(few).estimate[:5] == pytest.approx([0.02, 0.024, 0.028, 0.032, 0.036])
+    assert not StepTimes(few).knows_plain(gain=9.0)  # it is measured first
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.3, 4.0])
 def test_unmeasured_depths_keep_the_shape_of_known_times(factor):
     """Where one depth takes longer than its shape, so do all after it, while lower ones may be before a step of a staircase."""
-    known = [1.0, 1.1, 1.2, 2.2, 2.4]
-    times = StepTimes(dict(enumerate(known)))
+    known = [1.0, 1.2, 1.2, 2.2, 2.4]
+    times = StepTimes(
+        {**dict(enumerate(known)), 1: 5.0}
+    )  # with a pause: a step takes no longer than one with more drafts
     for _ in range(StepTimes.N_ODD):
         times.observe(Plan(2), factor * 1.2)
     assert times.estimate[:5] == pytest.approx([factor * t for t in known])
@@ -94,6 +97,13 @@ def test_speed(case, n_seeds):
 def next_of(depth):
     """What is chosen for a text of which nothing is known."""
     return depth.next([{"head": Rates(MOST).estimate}])
+
+
+def test_plain_steps_are_measured_later_if_drafting_gains_more():
+    times = StepTimes({0: 1.0, 1: 1.0})
+    for _ in range(2 * StepTimes.STALE):
+        times.observe(Plan(1), 1.0)
+    assert (times.knows_plain(gain=1.4), times.knows_plain(gain=1.5)) == (False, True)
 
 
 def test_known_times_hold_until_several_steps_contradict_them():
@@ -130,14 +140,14 @@ def test_texts_share_times_alone():
 
 def test_steps_beside_others_tell_nothing_of_times():
     """Neither how long they take, nor that what was measured before is old. What is accepted counts."""
-    depth = Depth(MOST, {0: 1.0, 1: 1.2, 2: 1.4})
+    depth = Depth(4, {0: 1.0, 1: 1.2, 2: 1.4})
     before = depth.times.estimate
     for _ in range(300):
         plan = depth.next([{"head": [1.0] * MOST}])
         depth.observe(plan, plan.k, 9.0, is_alone=False)
     assert depth.times.estimate == before
     assert depth.times.knows_plain(gain=1.1)
-    assert plan == Plan(MOST)
+    assert plan == Plan(4)
 
 
 @pytest.mark.parametrize("when", ["between plain steps", "at drafts"])
