@@ -1,6 +1,7 @@
 """The best depth by the estimates, the estimates, and both on simulated machines and texts."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.pacing.depth import Depth, Rates, best_depth, expected_tokens
 from mlx_mtp.pacing.step_times import FREE, PLAIN_PLAN, Plan, StepTimes
+from tests.support import profiles
 from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, ratio
 
 
@@ -69,9 +71,8 @@ def test_too_few_known_times_are_those_of_a_typical_machine(few):
 def test_unmeasured_depths_keep_the_shape_of_known_times(factor):
     """Where one depth takes longer than its shape, so do all after it, while lower ones may be before a step of a staircase."""
     known = [1.0, 1.2, 1.2, 2.2, 2.4]
-    times = StepTimes(
-        {**dict(enumerate(known)), 1: 5.0}
-    )  # with a pause: a step takes no longer than one with more drafts
+    # A step takes no longer than one with more drafts: the time of one draft includes a pause.
+    times = StepTimes({**dict(enumerate(known)), 1: 5.0})
     for _ in range(StepTimes.N_ODD):
         times.observe(Plan(2), factor * 1.2)
     assert times.estimate[:5] == pytest.approx([factor * t for t in known])
@@ -92,6 +93,15 @@ def test_speed(case, n_seeds):
     to_plain, to_best = ratio(case, range(n_seeds if case.text.n_tokens == LONG else 3 * n_seeds), Depth)
     assert to_plain >= case.to_plain
     assert to_best >= case.to_best
+
+
+NEXT_TEXTS = [case for case in cases() if case.group == "next text"][:: 1 if profiles.LONG else 3]
+
+
+@pytest.mark.parametrize("case", NEXT_TEXTS, ids=lambda case: f"{case.cost} {case.before[1].first} {case.text.first}")
+def test_times_of_a_text_serve_the_next_one_as_well_as_those_of_the_test(case):
+    with_times, without = (ratio(c, range(72), Depth)[1] for c in (case, replace(case, before=None)))
+    assert with_times >= without - 0.01
 
 
 def next_of(depth):

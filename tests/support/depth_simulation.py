@@ -121,7 +121,7 @@ def cases() -> list[Case]:
     return [
         *(Case("never slower", c, Text(a), 0.98, 0.95) for c, a in product(COSTS, rates)),
         # Mostly beginning.
-        *(Case("never slower, short", c, short(a), 0.98, 0.9) for c, a in product(COSTS, rates)),
+        *(Case("never slower, short", c, short(a), 0.98, 0.95) for c, a in product(COSTS, rates)),
         # As where a pass over two tokens costs 1.7 times one, and over five not much more.
         *(
             Case("expensive first draft", (first, 0.1), Text(a), 0.98, 0.93)
@@ -152,7 +152,7 @@ def cases() -> list[Case]:
             for (of, c), a in product(neighbors, (0.5, 0.95))
         ),
         *(
-            Case("next text", c, short(b), 0.97, 0.92, before=(c, short(a)))
+            Case("next text", c, short(b), 0.97, 0.95, before=(c, short(a)))
             for c, (a, b) in product(COSTS, ((0.95, 0.0), (0.5, 0.5), (0.95, 0.95), (0.0, 0.95)))
         ),
         *(
