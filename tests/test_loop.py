@@ -213,10 +213,10 @@ def test_unsure_drafts_count_as_rejected():
     seen, counts = [], DraftCounts()
 
     class Watched(Depth):
-        def next(self, offers, least=0):
+        def next(self, *_):
             return Plan(3)
 
-        def observe(self, plan, n_accepted, seconds, is_alone):
+        def observe(self, plan, n_accepted, seconds, *_, **__):
             seen.append((plan, n_accepted, seconds))
 
     mtp(PROMPT, model_of(DENSE), max_tokens=40, num_draft_tokens=Watched(3), draft_p_min=1.0, counts=counts)

@@ -31,7 +31,7 @@ from ..decoding.loop import mtp_generate_step
 from ..drafts.sources import N_GRAM
 from ..memory import GB, needs_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from ..pacing.step_times import timing_of
+from ..pacing.step_times import times_of
 
 PLAIN, NO_DRAFTS, NO_COPIES, COPIES, AUTO = "plain", "no drafts", "auto, no copies", "copies alone", "auto"
 Run = int | str  # a fixed depth, or one of these
@@ -134,7 +134,7 @@ def measure(
     turns: list[Run] = [PLAIN, *runs]
     # Each run keeps the times of its steps from one text to the next, as in normal use.
     depths: dict[Run, Depth] = {
-        run: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(timing_of(model).of(1))) for run in (NO_COPIES, AUTO)
+        run: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(times_of(model))) for run in (NO_COPIES, AUTO)
     }
 
     def one(prompt: str, run: Run) -> Generation:

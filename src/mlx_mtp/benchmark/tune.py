@@ -29,6 +29,7 @@ from ..layers.drafting import Settings
 from ..layers.layer import group_size
 from ..layers.passes import MOST_TOKENS, on_metal
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
+from ..pacing.step_times import times_of
 from .measure import NO_COPIES, PLAIN, Generation, Run, check_sizes, generate, speed, sum_counts
 
 OFF, AUTO = Settings(0), Settings("auto")
@@ -154,7 +155,7 @@ def measure(
 ) -> list[Measured]:
     """Measure settings, alternating. The first are those of plain decoding."""
     # Each auto run begins with the times of the run before, as in normal use.
-    depths = {settings: Depth(MAX_DRAFT_TOKENS, model.drafting.seconds) for settings in chosen}
+    depths = {settings: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(times_of(model))) for settings in chosen}
 
     def one(prompt: str, settings: Settings) -> Generation:
         k = settings.num_draft_tokens

@@ -22,10 +22,11 @@ from ..caches.prompt_cache import has_head
 from ..caches.recurrent import restore, rollback, snapshot
 from ..decoding.loop import mtp_generate_step
 from ..layers.compiled import Compiler
+from ..layers.drafting import Settings
 from ..layers.layer import FEW, group_size
 from ..layers.mtp import run_head
-from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer
-from ..pacing.step_times import Plan
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
+from ..pacing.step_times import Plan, StepTimes
 from .originals import read_own, update_own
 from .settings import machine
 
@@ -71,7 +72,8 @@ def ensure_tested(model: Any, name: str) -> SelfTest:
         with suppress(OSError):  # otherwise it runs again the next time
             file.parent.mkdir(parents=True, exist_ok=True)
             update_own(file, key, result)
-    model.drafting.seconds, model.drafting.draft_cost = dict(zip(DEPTHS, result.seconds)), result.draft_cost
+    tuned = (model.drafting.tuned or Settings()).seconds
+    model.drafting.times = StepTimes(tuned or dict(zip(DEPTHS, result.seconds)), result.draft_cost)
     if "compiled" in result.wrong:
         model.drafting.compiled = False
     if "grouped" in result.wrong:
@@ -175,10 +177,10 @@ class _EveryDepth(Depth):
     def for_text(self) -> "_EveryDepth":
         return self
 
-    def next(self, offers: Sequence[Offer], least: int = 0) -> Plan:
+    def next(self, *_: Any, **__: Any) -> Plan:
         return Plan(self.left.pop(0) if self.left else 0)
 
-    def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
+    def observe(self, plan: Plan, n_accepted: float, seconds: float | None, *_: Any, **__: Any) -> None:
         if seconds is not None:
             self.shortest[plan.k] = min(seconds, self.shortest.get(plan.k, seconds))
 

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..distributed.ranks import Ranks, differing_ranks, synchronize
-from ..pacing.step_times import Timing
+from ..pacing.step_times import StepTimes
 from ..sampling.sampler import SeededSampler, TextSampler
 
 CHECKED_EVERY = 8  # passes between two checksums, where no seconds are sent
@@ -30,15 +30,15 @@ class Exchange:
     """
     Args:
         ranks (Ranks): The ranks that run the model.
-        timing (Timing, optional): The times to keep equal to rank 0's. ``None`` where numbers of drafts are given.
+        times (StepTimes, optional): The times to keep equal to rank 0's. ``None`` where numbers of drafts are given.
 
     Attributes:
         unsent (deque[float]): This rank's seconds of steps, until they have been sent.
         received (deque[float]): Rank 0's seconds of steps that have arrived.
     """
 
-    def __init__(self, ranks: Ranks, timing: Timing | None):
-        self.ranks, self.timing = ranks, timing
+    def __init__(self, ranks: Ranks, times: StepTimes | None):
+        self.ranks, self.times = ranks, times
         self.unsent: deque[float] = deque()
         self.received: deque[float] = deque()
         self.checksum = 0  # of the tokens received so far; 24 bits, which float32 holds
@@ -62,11 +62,11 @@ class Exchange:
         tokens: Any = prompt.tolist()
         self._check([_checksum(tokens, 0), n_cached % 2**24], "were given other prompts or prompt caches than rank 0")
         seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None
-        agreed: Any = self.ranks.broadcast((_random_state(), seeded, self.timing and self.timing.by_size))
-        state, seeded, by_size = agreed
+        agreed: Any = self.ranks.broadcast((_random_state(), seeded, self.times))
+        state, seeded, times = agreed
         mx.random.seed(state)
-        if self.timing is not None:
-            self.timing.copy_from(by_size)
+        if self.times is not None:
+            self.times.copy_from(times)
         return sampler if seeded is None else seeded
 
     def _check(self, numbers: list[float], what: str) -> None:
@@ -84,7 +84,7 @@ class Exchange:
             List[mx.array]: The arrays to evaluate with the pass.
         """
         message = None
-        if self.timing is not None or self.n_passes % CHECKED_EVERY == 0:
+        if self.times is not None or self.n_passes % CHECKED_EVERY == 0:
             seconds = self.unsent.popleft() if self.unsent else 0.0  # 0 for none: every step takes longer
             message = self.ranks.gather([seconds, self.checksum], hidden)  # [R, 2]
         self.n_passes += 1

@@ -171,7 +171,8 @@ def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: 
     """
     with mx.stream(decoder.stream):
         done = decoder.accept()
-        planner.record_drafting(done)
+        if done is not None and len(done.drafts) > 0:
+            planner.record(done)
         move()
         if len(decoder) > 0:
             decoder.draft(planner.next(decoder))
@@ -179,7 +180,8 @@ def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: 
             decoder.verify()
             planner.start_window(decoder)
             decoder.wait()
-            planner.record_plain(done)
+            if done is not None and len(done.drafts) == 0:
+                planner.record(done)
         return [] if done is None else done.tokens_of_each()
 
 

@@ -60,10 +60,8 @@ class DraftConfig:
           0 for all. Default: ``None``, on Metal as many as its fused attention takes, elsewhere all.
         compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
         pieces (int, optional): As in ``Pass``.
-        seconds (Mapping[int, float]): The times of steps by depth, measured when the model was first loaded on this machine.
-        draft_cost (float): The time in which the head drafts a token, in plain steps, measured with them.
-        timing (pacing.step_times.Timing, optional): The times of steps on this machine, made by ``pacing`` and updated by
-          ``decoding``. It is an attribute of the model so that all generations share it.
+        times (pacing.step_times.StepTimes, optional): The times of steps, which all generations share and update.
+        turn (object): Identifies the generation that last submitted work to the device.
     """
 
     lm_head: "DraftLMHead | None" = None
@@ -71,9 +69,8 @@ class DraftConfig:
     attention_rows: int | None = None
     compiled: bool = True
     pieces: int | None = None
-    seconds: Mapping[int, float] = field(default_factory=dict)
-    draft_cost: float = 0.0
-    timing: Any = None
+    times: Any = None
+    turn: Any = None
 
 
 class DraftLMHead:
