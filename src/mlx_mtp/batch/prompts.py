@@ -150,8 +150,10 @@ class Prompts:
         """Remove sequences, which begin to generate from the last token of their prompts."""
         for s in ready:
             self.sequences.remove(s)
-            s.tokens += s.segments.pop()
-            s.embeddings = None  # the last token is text
+            last = s.segments.pop()
+            s.tokens += last
+            if s.embeddings is not None and mx.array_equal(s.embeddings, self.model.model.embed_tokens(mx.array(last))):
+                s.embeddings = None  # the token's own: the head can draft after it
 
     def prefill(self, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
         """Prefill as many tokens between two steps as the budget allows.
