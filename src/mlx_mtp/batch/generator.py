@@ -300,4 +300,4 @@ def _goes_on(s: Sequence, return_prompt_caches: bool) -> bool:
     """Whether a sequence has further tokens, or its prompt cache is not extracted yet."""
     if s.end is not None or return_prompt_caches:
         return return_prompt_caches and s.finish_reason != "error"
-    return s.max_tokens > s.n_unobserved
+    return not 0 <= s.max_tokens <= s.n_unobserved

@@ -46,9 +46,11 @@ def entries_of(options: abc.Mapping[str, Any], n: int) -> list[dict[str, Any]]:
 
 def options_of(i: int, options: TextOptions | None = None, **own: Any) -> TextOptions:
     """The options of a call's prompt i: its own, each an entry of an argument of ``insert_segments``, over others. Raises a
-    ValueError if the maximum number of tokens is out of range."""
+    ValueError if the maximum number of tokens is out of range; only ``options`` may have one below 0, for no limit."""
     if "max_tokens" in own:
         check_count(f"max_tokens of prompt {i}", own["max_tokens"])
+    elif options is not None and (n := options.max_tokens) is not None and not (isinstance(n, Integral) and n < 0):
+        check_count(f"max_tokens of prompt {i}", n)
     if "logits_processors" in own:
         own["logits_processors"] = list(own["logits_processors"] or ())  # as in mlx-lm, ``None`` is for none
     own["sampler"] = own.pop("samplers", None)
@@ -150,8 +152,10 @@ class Prompts:
         """Remove sequences, which begin to generate from the last token of their prompts."""
         for s in ready:
             self.sequences.remove(s)
-            s.tokens += s.segments.pop()
-            s.embeddings = None  # the last token is text
+            last = s.segments.pop()
+            s.tokens += last
+            if s.embeddings is not None and mx.array_equal(s.embeddings, self.model.model.embed_tokens(mx.array(last))):
+                s.embeddings = None  # the token's own: the head can draft after it
 
     def prefill(self, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
         """Prefill as many tokens between two steps as the budget allows.

@@ -131,6 +131,7 @@ class Decoder:
         logits, hidden = self.model(
             tokens,
             cache=self.cache.entries,
+            input_embeddings=self._given_embeddings(tokens),
             return_hidden=True,
             n_confirmed=int(len(drafts) > 0),
             compiler=self.compiler,
@@ -140,6 +141,16 @@ class Decoder:
         self.window = Window(drafts, tokens, logits, hidden)
         # Evaluate the states as well: another thread that closes the generator cannot evaluate arrays of this thread's stream.
         mx.async_eval(logits, hidden, self.cache.states, sent)
+
+    def _given_embeddings(self, tokens: mx.array) -> mx.array | None:
+        """The embeddings of a window [B, T, H], if the last token of a prompt that has just joined was given as one."""
+        given = [(b, s) for b, s in enumerate(self.sequences) if s.embeddings is not None]
+        if not given:
+            return None
+        embeddings: mx.array = self.model.model.embed_tokens(tokens)
+        for b, s in given:
+            embeddings[b, 0], s.embeddings = s.embeddings[0], None  # type: ignore[index]
+        return embeddings
 
     # Accept
 
@@ -231,7 +242,7 @@ class Decoder:
 
     def _add(self, sequences: list[Sequence], tokens: mx.array | None) -> None:
         self.cache.join([s.cache for s in sequences])
-        self.head.join([s.cache for s in sequences], tokens)
+        self.head.join([s.cache for s in sequences], tokens, [s.embeddings for s in sequences])
         self.last = None
         self.sequences = [*self.sequences, *sequences]
         for s in sequences:

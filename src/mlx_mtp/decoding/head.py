@@ -40,6 +40,7 @@ from .window import NO_TOKENS, Records
 MAX_PENDING = 512  # pairs that steps without the head's drafts leave to it for later
 
 Pending = list[tuple[mx.array, mx.array, int]]  # hidden states [B, T, H], tokens [B, T], and the columns that count
+Embeddings = list[mx.array | None]
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class NoHead:
     def can_draft(self, b: int) -> bool:
         return True  # drafts of sources that need no head
 
-    def join(self, caches: list[PromptCache], tokens: mx.array | None) -> None:
+    def join(self, caches: list[PromptCache], tokens: mx.array | None, embeddings: Embeddings) -> None:
         pass
 
     def filter(self, keep: list[int]) -> None:
@@ -176,17 +177,18 @@ class HeadCache:
         counts = tuple(min(n, 1) for n in held.counts)
         self.state = HeadState(held.ends.plus(before), held.firsts, counts, [(hidden, tokens, max(counts))])
 
-    def join(self, caches: list[PromptCache], tokens: mx.array | None) -> None:
+    def join(self, caches: list[PromptCache], tokens: mx.array | None, embeddings: Embeddings) -> None:
         """Add a sequence for each prompt cache.
 
         Args:
             tokens (mx.array, optional): The next token of each, [B, 1]. ``None``: it is not known yet.
+            embeddings (List[Optional[mx.array]]): The embedding of each next token, [1, H], if it is not the token's own.
         """
         self._keep_last_pair()
         held, firsts, counts, pending = self.state, [c.first_position for c in caches], [0] * len(caches), Pending()
         positions, in_image = [c.head_positions for c in caches], None
         if tokens is not None:
-            counts = [int(self._waits(c, token)) for c, token in zip(caches, tokens)]
+            counts = [int(self._waits(*each)) for each in zip(caches, tokens, embeddings)]
             none = mx.zeros_like(self.model.model.embed_tokens(tokens[:1]))  # [1, 1, H]
             hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
             for held_hidden, held_tokens, _ in held.pending:
@@ -199,12 +201,16 @@ class HeadCache:
         ends = held.ends.joined(new)
         self.state = HeadState(ends, (*held.firsts, *firsts), (*held.counts, *counts), pending, in_image)
 
-    def _waits(self, cache: PromptCache, token: mx.array) -> bool:
+    def _waits(self, cache: PromptCache, token: mx.array, embedding: mx.array | None) -> bool:
         """Whether a sequence has a pair for its next token [1] that rows can take. Run the head over others at once."""
         positions, hidden = cache.head_positions, cache.last_hidden
-        if hidden is None or positions is None or positions.are_plain(cache.head.offset):
-            return hidden is not None
-        run_head(self.model, hidden, token[None], cache.head, positions=positions)  # in three axes, unlike rows
+        if hidden is None:
+            return False
+        if embedding is None and (positions is None or positions.are_plain(cache.head.offset)):
+            return True
+        # With another embedding than the token's, or at a position in three axes, which rows do not have.
+        own = None if embedding is None else embedding[None]
+        run_head(self.model, hidden, token[None], cache.head, own, positions)
         return False
 
     def filter(self, keep: list[int]) -> None:

@@ -30,7 +30,7 @@ def prefill_prompt(
         Tuple[mx.array, mx.array]: Logits [1, 1, V] and hidden state [1, 1, H] of the last token.
     """
     s.cache.begin(s.cache.n_tokens)
-    embeddings = s.embeddings
+    embeddings, s.embeddings = s.embeddings, None
     tokens: Any = prompt.tolist()
     n = len(prompt) if embeddings is None else len(embeddings)
     if len(prompt) == 0:
