@@ -1,8 +1,10 @@
 """Loading: every layout gives the same model, and an error says what is wrong and what fixes it."""
 
+import json
 import re
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
@@ -17,7 +19,17 @@ from mlx_mtp.checkpoint.load import check_family
 from mlx_mtp.models import qwen3_5
 from mlx_mtp.models.head_weights import EXPERT_PROJECTIONS, is_raw
 from tests.support.bad_checkpoints import BAD
-from tests.support.checkpoints import config_of, configure, copied, differing, edit, no_head, parameters, write
+from tests.support.checkpoints import (
+    config_of,
+    configure,
+    copied,
+    differing,
+    edit,
+    no_head,
+    parameters,
+    write,
+    write_tiny,
+)
 from tests.support.models import DATA, FAMILIES, tiny_config, tiny_model
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
@@ -187,6 +199,59 @@ def test_warns_of_text_that_is_split_otherwise_than_in_training(mtp, monkeypatch
     loaded(DATA / "moe35", mtp)
     [record] = caplog.records
     assert re.search(r"transformers .* splits text otherwise than the tokenizer\.json of .*moe35", record.message)
+
+
+def name_end(folder, place, end):
+    file = folder / ("config.json" if place == "text_config" else f"{place}.json")
+    content = json.loads(file.read_text())
+    (content["text_config"] if place == "text_config" else content)["eos_token_id"] = end
+    file.write_text(json.dumps(content))
+
+
+ENDS = ("config", "text_config", "generation_config", "tokenizer_config")
+
+
+@pytest.mark.parametrize("places", [*((place,) for place in ENDS), ENDS], ids=[*ENDS, "all"])
+def test_every_end_of_text_that_a_file_names_ends_a_text(places, tmp_path):
+    folder = write_tiny(tmp_path / "model", "qwen3_5")
+    (folder / "generation_config.json").write_text("{}")
+    ends = mlx_mtp.load(str(folder))[1].eos_token_ids  # the tokenizer's own
+    for form in ("number", "list"):
+        for i, place in enumerate(places):
+            named = [20 + i] if form == "number" else [20 + i, 30 + i]
+            name_end(folder, place, named if form == "list" else named[0])
+            ends |= {*named}
+        for mtp in (True, False):
+            assert mlx_mtp.load(str(folder), mtp=mtp)[1].eos_token_ids == ends
+    # In a conversion, each program finds them.
+    mlx_mtp.convert(str(folder), out := str(tmp_path / "out"))
+    assert mlx_lm.load(out)[1].eos_token_ids == mlx_mtp.load(out)[1].eos_token_ids == ends
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["lm_head", "none"])
+@pytest.mark.parametrize("text", [True, False, None], ids=["text tied", "text untied", "text silent"])
+@pytest.mark.parametrize("top", [True, False, None], ids=["tied", "untied", "silent"])
+@pytest.mark.parametrize(
+    ("family", "bits"), [("qwen3_5", None), ("qwen3_5", 4), ("qwen3_5_moe", None), ("qwen3_next", 4)]
+)
+def test_a_stored_output_layer_is_used_and_without_one_the_embedding(family, bits, top, text, stored, tmp_path):
+    """Whatever the config says."""
+    model = tiny_model(family, 3, tie_word_embeddings=not stored)
+    if bits is not None:
+        nn.quantize(model, 32, bits)
+    config = tiny_config(family)
+    inner = config.get("text_config", config)
+    for part, tie in ((inner, text), (config, top)):
+        part.pop("tie_word_embeddings", None)
+        part.update({} if tie is None else {"tie_word_embeddings": tie})
+    config |= {} if bits is None else {"quantization": {"group_size": 32, "bits": bits}}
+    folder = write(tmp_path / "model", config, parameters(model))
+    tokens = mx.array([[1, 2, 3]])
+    want = model(tokens)
+    for mtp in {True, family == "qwen3_next"}:  # mlx-lm's Qwen3-Next refuses a head among the model's tensors
+        assert mx.array_equal(loaded(folder, mtp)(tokens), want)
+    mlx_mtp.convert(str(folder), str(tmp_path / "out"))
+    assert mx.array_equal(mlx_lm.load(str(tmp_path / "out"))[0](tokens), want)
 
 
 def test_loads_any_model_without_a_head(tmp_path):

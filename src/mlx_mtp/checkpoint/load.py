@@ -20,7 +20,15 @@ from ..models import MODEL_TYPES, model_module
 from ..models.mixin import MTPModel
 from ..models.shard import check_shard
 from . import head_formats
-from .config import Config, check_config, loading_errors, read_config, runs_in_mlx_lm_only
+from .config import (
+    Config,
+    check_config,
+    ends_of_text,
+    loading_errors,
+    read_config,
+    runs_in_mlx_lm_only,
+    with_output_layer,
+)
 from .fetched import FLOOR, FetchedHead, fetch_missing_head, fetch_tower, has_own_head, measure_acceptance
 from .hub import HEAD_FILE, fetch
 from .memory_check import check_before_download, check_memory
@@ -113,6 +121,9 @@ def load(
     if mtp == "cached":
         mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
     _check_drafting(mtp, drafting, settings)
+    if (checkpoint.config or {}).get("model_type") in MODEL_TYPES:
+        config = check_config(checkpoint.config, checkpoint.name)
+        model_config = with_output_layer(config, checkpoint.is_tied) | (model_config or {})
     if not mtp and not copy_drafts and ranks is None:
         check_memory(checkpoint, account, context, True, False, False)
         return _load_in_mlx_lm(
@@ -189,7 +200,7 @@ def _load_in_mlx_lm(checkpoint: CheckpointReader, trust_remote_code: bool, *args
     """Load a model of any family, which generates without drafts, with these arguments of ``mlx_lm.load``."""
     with loading_errors(checkpoint.name):
         loaded = mlx_lm.load(str(checkpoint.path), *args, trust_remote_code=trust_remote_code)
-    _warn_of_split(checkpoint, loaded[1])
+    _complete(loaded[1], checkpoint)
     return loaded
 
 
@@ -298,12 +309,14 @@ def _load_tokenizer(
         raise ValueError(
             f"The tokenizer of {checkpoint.name} is missing or damaged ({e}): download its files again."
         ) from e
-    _warn_of_split(checkpoint, tokenizer)
+    _complete(tokenizer, checkpoint)
     return tokenizer
 
 
-def _warn_of_split(checkpoint: CheckpointReader, tokenizer: TokenizerWrapper) -> None:
-    """Warn if the tokenizer splits text otherwise than the checkpoint's tokenizer.json, as in some versions of transformers."""
+def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None:
+    """Add the ends of text. Warn if text is split otherwise than by the checkpoint's tokenizer.json, as by some versions of
+    transformers."""
+    tokenizer.eos_token_ids |= ends_of_text(checkpoint.path)
     file, backend = checkpoint.path / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not file.exists():
         return

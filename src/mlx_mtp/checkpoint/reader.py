@@ -124,6 +124,12 @@ class CheckpointReader:
             raise FileNotFoundError(f"No safetensors found in {self.name}")
         return files
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the output layer: where no ``lm_head`` is stored, whatever the config says."""
+        tensors = (name for file in self.model_files for name in self.header(file).tensors)
+        return not any(name.removeprefix("language_model.").startswith("lm_head.") for name in tensors)
+
     @cached_property
     def index(self) -> dict[str, str]:
         """The file of every tensor in the index; empty without one."""

@@ -1,7 +1,9 @@
 """``mlx_mtp convert``: mlx-lm's conversion that keeps the MTP head and the vision encoder."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,22 +14,26 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES, mixed_quant_predicate_builder
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, get_total_parameters, make_shards, quantize_model, save_config
 from tqdm import tqdm
 
 from ..checkpoint import output
-from ..checkpoint.config import EXTRA_TENSORS, Config, check_config
+from ..checkpoint.config import EXTRA_TENSORS, Config, check_config, read_json, text_config_of, with_ends
 from ..checkpoint.head_formats import head_bits, is_head
 from ..checkpoint.hub import HEAD_FILE, commit_of, fetch, first_line
 from ..checkpoint.load import find_vision, load
 from ..checkpoint.reader import CheckpointReader
-from ..files import check_folder
+from ..files import check_folder, writing
 from ..images.vision import CONFIG_FILES
 from ..models import BASES
 from ..models.mixin import MTPModel
 from .graft import graft, named_tower
 
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "added_tokens.json", "special_tokens_map.json", "chat_template*",
+    "additional_chat_templates/*",
+)  # fmt: skip
 Decision = bool | dict[str, Any]  # whether to quantize a module, or how
 QuantPredicate = Callable[[str, nn.Module], Decision]
 
@@ -113,10 +119,11 @@ def convert(
         model, config = how.apply(model, config)
         images = find_vision(checkpoint, config) if vision else None
         _record_head(config, model if mtp else None, hf_path, commit)
+        config = with_ends(config, tokenizer.eos_token_ids)
         usage = (output.USAGE + output.IMAGES * (images is not None)).format(name=upload_repo or target) if mtp else ""
         with output.atomic_directory(target) as folder:
             write_model(folder, model, config, {} if images is None else named_tower(images.lazy_tower()))
-            _write_files(folder, source, tokenizer, () if images is None else CONFIG_FILES)
+            _write_files(folder, source, tokenizer.eos_token_ids, () if images is None else CONFIG_FILES)
             base_model = None if Path(hf_path).exists() else hf_path
             output.write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)
     if upload_repo is not None:
@@ -132,15 +139,17 @@ def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: s
     output.describe_head(config, origin, model.mtp.norm.weight.dtype, head_bits(model.mtp), separate)
 
 
-def _write_files(folder: Path, source: Path, tokenizer: TokenizerWrapper, others: Iterable[str]) -> None:
-    """Write the tokenizer, the model's code, its generation config, and these files if there are any."""
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as e:  # tokenizers has no more specific exception
-        raise OSError(f"The tokenizer could not be written: {e}") from e
-    for pattern in ("*.py", "generation_config.json", *others):
-        for file in source.glob(pattern):
-            shutil.copy(file, folder)
+def _write_files(folder: Path, source: Path, ends: set[int], others: Iterable[str]) -> None:
+    """Copy the tokenizer, the model's code and these files as they are. A generation config names all of the ends of text."""
+    for pattern in (*TOKENIZER_FILES, "*.py", GENERATION, *others):
+        for file in filter(Path.is_file, source.glob(pattern)):
+            copy = folder / file.relative_to(source)
+            with writing(copy):
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(file, copy)
+    with suppress(FileNotFoundError, ValueError):  # none, or no JSON
+        if (complete := with_ends(own := read_json(folder / GENERATION), ends)) != own:
+            (folder / GENERATION).write_text(json.dumps(complete, indent=4) + "\n")
 
 
 # Writing
@@ -207,6 +216,9 @@ def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
     if chosen not in MODEL_CONVERSION_DTYPES:
         return
     print("[INFO] Using dtype:", chosen)
+    for part in (config, text_config_of(config)):  # for the next conversion
+        part.update({key: chosen for key in ("dtype", "torch_dtype") if key in part})
+    text_config_of(config)["dtype"] = chosen
     target = getattr(mx, chosen)
     may_cast = getattr(model, "cast_predicate", lambda _: True)
 
