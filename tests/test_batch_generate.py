@@ -156,13 +156,13 @@ def test_memory_is_flat_over_joins_and_leaves():
 def test_one_step_waits_once_at_most(monkeypatch):
     """Without drafts no step waits before the next pass is on its way: plain decoding."""
     order: list[str] = []
-    for name, original in (("verify", Decoder.verify), ("wait", Decoder.wait)):
+    for name, original in (("verify", Decoder.verify), ("read", Decoder.read)):
         noted = lambda *args, name=name, call=original: (order.append(name), call(*args))[1]  # noqa: E731
         monkeypatch.setattr(Decoder, name, noted)
     generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0)
     generator.insert(PROMPTS[:2], max_tokens=[8, 8])
     run(generator)
-    assert order[:6] == ["verify", "wait"] * 3
+    assert order[:5] == ["verify", *["verify", "read"] * 2]
     assert order.count("verify") == 10
 
 

@@ -24,7 +24,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..caches.positions import Positions
 from ..caches.prompt_cache import PromptCache
 from ..caches.rows import Ends, KVRows
 from ..layers.compiled import Compiler
@@ -53,15 +52,12 @@ class HeadState:
         pending (List): Hidden states [B, T, H] and tokens [B, T], of which the first t columns are pairs of at least one
           sequence. They are not cut to t here: a slice is lazy, and another thread that closes the generator could not
           evaluate it.
-        in_image (Positions, optional): Of a prompt that ends with an image: the next pair is at a position in three axes, which
-          rows do not have.
     """
 
     ends: Ends = field(default_factory=Ends)
     firsts: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
     pending: Pending = field(default_factory=list)
-    in_image: Positions | None = None
 
     @property
     def is_ragged(self) -> bool:
@@ -85,7 +81,7 @@ class NoHead:
     def can_draft(self, b: int) -> bool:
         return True  # drafts of sources that need no head
 
-    def join(self, caches: list[PromptCache], tokens: mx.array | None, embeddings: Embeddings) -> None:
+    def join(self, caches: list[PromptCache], tokens: mx.array, embeddings: Embeddings) -> None:
         pass
 
     def filter(self, keep: list[int]) -> None:
@@ -145,11 +141,7 @@ class HeadCache:
             with in_pass(pass_of_head(hidden.shape[1], self.model.drafting, self.compiler)):
                 pairs = self._append(hidden, tokens)
                 self.cache.ends = held.ends.plus(before)
-                out = self.model.mtp.decode(_of_each(pairs, before), self.cache)
-        elif held.in_image is not None:
-            cache = self.cache.extract(0, held.ends.longest)
-            out = run_head(self.model, hidden, tokens, cache, positions=held.in_image)
-            self.cache.join([cache], Ends())
+                out = self.model.mtp.decode(columns_of(pairs, before), self.cache)
         else:
             out = self.run(hidden, tokens, held.ends)
         self.state = HeadState(held.ends.plus(held.counts), held.firsts, (0,) * len(held.counts))
@@ -171,35 +163,31 @@ class HeadCache:
         (hidden, tokens), before = held.joined_pairs(), [max(n - 1, 0) for n in held.counts]
         if hidden.shape[1] > 1:
             self._append(hidden, tokens)
-            hidden, tokens = _of_each(hidden, before), _of_each(tokens, before)
+            hidden, tokens = columns_of(hidden, before), columns_of(tokens, before)
         elif hidden.shape[1] == 0:
             hidden, tokens = (x[:, :1] for x in held.pending[0][:2])
         counts = tuple(min(n, 1) for n in held.counts)
         self.state = HeadState(held.ends.plus(before), held.firsts, counts, [(hidden, tokens, max(counts))])
 
-    def join(self, caches: list[PromptCache], tokens: mx.array | None, embeddings: Embeddings) -> None:
+    def join(self, caches: list[PromptCache], tokens: mx.array, embeddings: Embeddings) -> None:
         """Add a sequence for each prompt cache.
 
         Args:
-            tokens (mx.array, optional): The next token of each, [B, 1]. ``None``: it is not known yet.
+            tokens (mx.array): The next token of each, [B, 1].
             embeddings (List[Optional[mx.array]]): The embedding of each next token, [1, H], if it is not the token's own.
         """
         self._keep_last_pair()
-        held, firsts, counts, pending = self.state, [c.first_position for c in caches], [0] * len(caches), Pending()
-        positions, in_image = [c.head_positions for c in caches], None
-        if tokens is not None:
-            counts = [int(self._waits(*each)) for each in zip(caches, tokens, embeddings)]
-            none = mx.zeros_like(self.model.model.embed_tokens(tokens[:1]))  # [1, 1, H]
-            hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
-            for held_hidden, held_tokens, _ in held.pending:
-                hidden, tokens = mx.concatenate([held_hidden, hidden]), mx.concatenate([held_tokens, tokens])
-            pending = [(hidden, tokens, max([*held.counts, *counts]))]
-        elif positions[0] is not None and not positions[0].are_plain(caches[0].head.offset):
-            in_image = positions[0]
+        held, firsts, positions = self.state, [c.first_position for c in caches], [c.head_positions for c in caches]
+        counts = [int(self._waits(*each)) for each in zip(caches, tokens, embeddings)]
+        none = mx.zeros_like(self.model.model.embed_tokens(tokens[:1]))  # [1, 1, H]
+        hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
+        for held_hidden, held_tokens, _ in held.pending:
+            hidden, tokens = mx.concatenate([held_hidden, hidden]), mx.concatenate([held_tokens, tokens])
+        pending = [(hidden, tokens, max([*held.counts, *counts]))]
         new = Ends(tuple(c.head.offset for c in caches), tuple(0 if p is None else p.shift for p in positions))
         self.cache.join([c.head for c in caches], held.ends)
         ends = held.ends.joined(new)
-        self.state = HeadState(ends, (*held.firsts, *firsts), (*held.counts, *counts), pending, in_image)
+        self.state = HeadState(ends, (*held.firsts, *firsts), (*held.counts, *counts), pending)
 
     def _waits(self, cache: PromptCache, token: mx.array, embedding: mx.array | None) -> bool:
         """Whether a sequence has a pair for its next token [1] that rows can take. Run the head over others at once."""
@@ -232,7 +220,7 @@ class HeadCache:
         return cache
 
 
-def _of_each(x: mx.array, columns: list[int]) -> mx.array:
+def columns_of(x: mx.array, columns: list[int]) -> mx.array:
     """One column of x [B, t, ...] for each sequence -> [B, 1, ...]"""
     if len(set(columns)) == 1:
         return x[:, columns[0] : columns[0] + 1]
@@ -251,16 +239,16 @@ class HeadDrafter:
         self.model, self.head = model, head
         self.lm_head = model.drafting.lm_head
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[mx.array, Records]:
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[mx.array, Records, list[int]]:
         """
         Args:
             sequences (List[Sequence]): The sequences to draft for.
-            limits (List[int]): The number of drafts of each; fewer where a sequence's sampler or logits processor raises, which
-              ends its text only if a token comes there, and from the first position on where the head gives no token the
-              probability ``draft_p_min``.
+            limits (List[int]): The most drafts of each.
 
         Returns:
-            Tuple[mx.array, List[List[Any]]]: Drafts [B, k], and the records of each sequence's drafts.
+            Tuple[mx.array, List[List[Any]], List[int]]: Drafts [B, k], the records of each sequence's drafts, and their number:
+            fewer where a sequence's sampler or logits processor raises, which ends its text only if a token comes there, and
+            from the first position on where the head gives no token the probability ``draft_p_min``.
         """
         head, k = self.head, max(limits)
         assert isinstance(head, HeadCache)  # ``resolve`` refuses drafts of the head for a model without one
@@ -285,13 +273,14 @@ class HeadDrafter:
                     # the distribution of the text.
                     sure[b].append(mx.exp(logprobs.max(axis=-1)) >= p_min[b])
             drafts.append(tokens)
+        counts = [*limits]
         for b in own:
-            limits[b] = len(records[b])
-            if p_min[b] > 0 and limits[b] > 0:
+            counts[b] = len(records[b])
+            if p_min[b] > 0 and counts[b] > 0:
                 is_sure: Any = mx.concatenate(sure[b]).tolist()
-                limits[b] = n_leading(is_sure)
+                counts[b] = n_leading(is_sure)
         tokens = mx.concatenate(drafts, axis=1) if k > 1 else drafts[0]
-        return tokens[:, : max(limits)], [of_one[:n] for of_one, n in zip(records, limits)]
+        return tokens[:, : max(counts)], [of_one[:n] for of_one, n in zip(records, counts)], counts
 
     def observe(self, tokens: Iterable[int]) -> None:
         """Add tokens of the texts to the draft vocabulary, so that any of them can be drafted."""

@@ -11,7 +11,9 @@ from ..traces import n_traces
 from .decoder import Decoder, draft_limit
 from .exchange import Exchange
 from .sequence import Sequence
-from .window import Drafts, Step
+from .window import Drafts, Step, WindowPlan
+
+Planned = tuple[WindowPlan, int]  # the plan of a window, and the most drafts of any sequence that were made
 
 
 class Timed(NamedTuple):
@@ -47,7 +49,7 @@ class Planner:
             self.unsent if exchange is None else exchange.received
         )  # one process uses its own seconds at once
         self.waiting: deque[Timed] = deque()
-        self.latest: list[Drafts] = []  # the drafts of the latest windows
+        self.latest: list[Planned] = []  # of the latest windows
         # The sequences of the latest step, and the time and the number of traces at its end.
         self.last_end: tuple[list[Sequence], float, int] = [], 0.0, 0
         self.drafting, self.turn = model.drafting, object()
@@ -55,28 +57,26 @@ class Planner:
         self.is_alone = True  # no other generation has submitted work since the latest step
         self.is_interrupted = True  # other work, such as prefill, took time since the latest step that was timed
 
-    def next(self, decoder: Decoder) -> Drafts:
+    def next(self, decoder: Decoder) -> WindowPlan:
         """Plan the drafts of the next window. ``Decoder.draft`` makes them."""
         sequences = decoder.sequences
         limits = [draft_limit(decoder, b) for b in range(len(decoder))]
         offers = [s.offers(limit) for s, limit in zip(sequences, limits)]
         given = max((min(s.number or 0, limit) for s, limit in zip(sequences, limits)), default=0)
-        plan, depth = Plan(given), None
-        if any(_is_chosen(s, offer) for s, offer in zip(sequences, offers)):
-            depth = self.depth
-            plan = depth.next([offer for s, offer in zip(sequences, offers) if s.end is None], given, len(sequences))
-        plans = [_own_plan(s, offer, plan, len(sequences) == 1) for s, offer in zip(sequences, offers)]
+        plan, is_chosen = Plan(given), any(_is_chosen(s, offer) for s, offer in zip(sequences, offers))
+        if is_chosen:
+            running = [offer for s, offer in zip(sequences, offers) if s.end is None]
+            plan = self.depth.next(running, given, len(sequences))
+        plans = tuple(_own_plan(s, offer, plan, len(sequences) == 1) for s, offer in zip(sequences, offers))
         width = max(own.k for own in plans)
-        if width > plan.k:
-            depth = None  # it did not choose this number
         uses_head = any(own.k > 0 and not own.skips_head for own in plans)
-        return Drafts(sequences, plans, Plan(width, HEAD if uses_head or width == 0 else FREE), depth)
+        whole = Plan(width, HEAD if uses_head or width == 0 else FREE)
+        return WindowPlan(sequences, plans, whole, is_chosen and width <= plan.k)
 
-    def start_window(self, decoder: Decoder) -> None:
+    def start_window(self, planned: WindowPlan, drafts: Drafts) -> None:
         """Call after submitting a window to the device, before the caller can run another generation."""
-        assert decoder.drafts is not None
         self._take_turn()
-        self.latest = [*self.latest[-2:], decoder.drafts]
+        self.latest = [*self.latest[-2:], (planned, len(drafts))]
 
     def _take_turn(self) -> None:
         self.is_alone = self.is_alone and self.drafting.turn is self.turn
@@ -84,27 +84,27 @@ class Planner:
 
     def record(self, step: Step) -> None:
         """Call when the host knows the tokens of a step: those of a plain one while the device runs the next step."""
-        now, made = perf_counter(), n_traces()
-        drafts, (sequences, before, made_before) = step.drafts, self.last_end
-        has_trace = made > made_before  # a new shape was traced, and its kernels were compiled
-        for b, (s, own, n) in enumerate(zip(step.sequences, drafts.planned, step.n_accepted)):
+        now, made, (sequences, before, made_before) = perf_counter(), n_traces(), self.last_end
+        window, has_trace = step.window, made > made_before  # a new shape was traced, and its kernels were compiled
+        planned, drafts, n = window.planned, window.drafts, len(window.sequences)
+        for b, (s, own, n_accepted) in enumerate(zip(window.sequences, planned.plans, step.n_accepted)):
             if s in sequences and not has_trace:
                 s.counts.n_timed += step.counts[b]
                 s.counts.seconds += now - before
             # Drafts dropped by ``p_min`` count as rejected: the head has computed them.
             if own.k > 0 and not own.skips_head:
-                s.rates.count_window(own.k, n)
-        self.last_end = step.sequences, now, made
-        if drafts.depth is None:
+                s.rates.count_window(own.k, n_accepted)
+        self.last_end = window.sequences, now, made
+        if not planned.is_chosen:
             self.is_interrupted = True
             return
-        plan = drafts.plan
+        plan, is_plain = planned.plan, len(drafts) == 0
         if plan.skips_head:
             plan = Plan(len(drafts), plan.source)  # a source may give fewer than it offers
-        n, is_plain = len(step.sequences), len(drafts) == 0
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         self._take_turn()
-        timed = Timed(plan, sum(step.n_accepted) / n, n, _is_clear(windows, is_plain) and not has_trace, self.is_alone)
+        is_clear = _is_clear(windows, is_plain) and not has_trace
+        timed = Timed(plan, sum(step.n_accepted) / n, n, is_clear, self.is_alone)
         if not self.is_interrupted:
             self.waiting.append(timed)
             self.unsent.append(now - before)
@@ -122,16 +122,16 @@ class Planner:
         self.latest, self.last_end, self.is_interrupted = [], ([], 0.0, 0), True
 
 
-def _is_clear(windows: list[Drafts], is_plain: bool) -> bool:
+def _is_clear(windows: list[Planned], is_plain: bool) -> bool:
     """Whether the time between the ends of two steps was spent only on the second, judged by the latest windows."""
-    last = windows[-1]
-    if any(d.sequences != last.sequences for d in windows):
+    plans = [planned for planned, _ in windows]
+    if any(planned.sequences != plans[-1].sequences for planned in plans):
         return False
     if is_plain:  # where plain and drafting steps alternate, the device may have run more or less than this pass
-        return all(d.plan == PLAIN_PLAN for d in windows)
-    # After a plain step, part of the time may belong to that step. After drafts of another source, the head has more pairs to
+        return all(planned.plan == PLAIN_PLAN for planned in plans)
+    # After a plain step, part of the time may belong to that step. After drafts of another source, the head has more inputs to
     # catch up with.
-    return len(windows) == 2 and len(windows[0]) > 0 and windows[0].plan.skips_head <= last.plan.skips_head
+    return len(windows) == 2 and windows[0][1] > 0 and plans[0].plan.skips_head <= plans[1].plan.skips_head
 
 
 def _is_chosen(s: Sequence, offer: Offer) -> bool:
