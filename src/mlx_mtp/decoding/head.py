@@ -24,8 +24,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from ..caches.indexed import names_of
 from ..caches.positions import Positions
-from ..caches.prompt_cache import PromptCache
+from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import Ends, KVRows
 from ..layers.compiled import Compiler
 from ..layers.drafting import draft_logits
@@ -103,7 +104,7 @@ class HeadCache:
 
     def __init__(self, model: MTPModel, compiler: Compiler):
         self.model, self.compiler = model, compiler
-        self.cache, self.state = KVRows(), HeadState()
+        self.cache, self.state = KVRows(names_of(empty_head(model))), HeadState()
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +114,7 @@ class HeadCache:
         """Add pending pairs: the first ``counts[b]`` of tokens [B, T], and the hidden states before them, [B, T, H]."""
         if self.state.pending and (self.state.is_ragged or max(self.state.counts) >= MAX_PENDING):
             self.catch_up()
-            mx.async_eval(self.cache.keys, self.cache.values)
+            mx.async_eval(self.cache.arrays)
         held = self.state
         pending = [*held.pending, (hidden, tokens, max(counts))]
         self.state = replace(held, counts=tuple(map(sum, zip(held.counts, counts))), pending=pending)
@@ -187,7 +188,7 @@ class HeadCache:
         positions, in_image = [c.head_positions for c in caches], None
         if tokens is not None:
             counts = [int(self._waits(c, token)) for c, token in zip(caches, tokens)]
-            none = mx.zeros_like(self.model.model.embed_tokens(tokens[:1]))  # [1, 1, H]
+            none = mx.zeros((1, 1, self.model.hidden_size), self.model.model.embed_tokens(tokens[:1]).dtype)
             hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
             for held_hidden, held_tokens, _ in held.pending:
                 hidden, tokens = mx.concatenate([held_hidden, hidden]), mx.concatenate([held_tokens, tokens])

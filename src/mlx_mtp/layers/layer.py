@@ -17,9 +17,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
-from ..caches.recurrent import ArraysCache, recur
+from ..caches import indexed
+from ..caches.indexed import NAMES
+from ..caches.recurrent import ArraysCache, State, recur
 from .passes import Pass, current_pass
 
 # The routing of MLX 0.32.4, ``ScaledDotProductAttention::use_fallback`` in backend/metal/scaled_dot_product_attention.cpp.
@@ -34,6 +37,26 @@ class Layer:
     is_linear: bool
     linear_attn: Any
     self_attn: Any
+
+    @property
+    def states(self) -> list[State]:
+        """The arrays of the cache of a recurrent layer."""
+        delta = self.linear_attn
+        return [
+            State("convolution inputs", (delta.conv_kernel_size - 1, delta.conv_dim)),
+            State("state", (delta.num_v_heads, delta.head_v_dim, delta.head_k_dim), mx.float32),
+        ]
+
+    @property
+    def row_sizes(self) -> dict[str, tuple[int, int]]:
+        """The numbers of heads and dimensions of the arrays of the cache of an attention layer, by name."""
+        return dict.fromkeys(NAMES, (self.self_attn.num_key_value_heads, self.self_attn.head_dim))
+
+    def make_cache(self) -> Any:
+        """An empty cache of this layer."""
+        if self.is_linear:
+            return ArraysCache(size=len(self.states))
+        return KVCache() if len(self.row_sizes) == len(NAMES) else indexed.KVCache()
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         this = current_pass()
@@ -56,8 +79,8 @@ class Layer:
         n_confirmed = 0 if window is None else min(window.n_confirmed, T)
         x, conv_state, state, *record = this.call(recurrent_layer, self, x, conv_state, state, n_confirmed=n_confirmed)
         if window is not None:
-            window.n_tokens, (window.conv_input, window.state, *inputs) = T, record
-            window.inputs = tuple(inputs)
+            conv_input, window.state, *inputs = record
+            window.n_tokens, window.last_inputs, window.inputs = T, (conv_input,), tuple(inputs)
         cache[0], cache[1] = conv_state, state
         cache.advance(T)
         return x

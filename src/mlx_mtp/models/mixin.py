@@ -5,10 +5,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
-from mlx_lm.models.cache import KVCache
 
 from ..caches.prompt_cache import positions_of
-from ..caches.recurrent import ArraysCache, open_windows
+from ..caches.recurrent import open_windows
 from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
@@ -79,7 +78,7 @@ class MTPModel:
 
     def make_cache(self) -> list[Any]:
         """An empty cache for each layer."""
-        return [ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
+        return [layer.make_cache() for layer in self.layers]
 
     def fingerprint(self) -> bytes:
         """The digest that identifies this model's prompt caches, see ``caches/validation.py``. It is computed once."""
@@ -117,10 +116,15 @@ class MTPModel:
         return layer
 
     @property
-    def head_attention(self) -> nn.Module:
-        """The attention of the head's decoder layer."""
-        attention: nn.Module = self.mtp.layers[0].self_attn
-        return attention
+    def hidden_size(self) -> int:
+        """The size of a hidden state, which the head takes."""
+        size: int = self.text_args.hidden_size
+        return size
+
+    @property
+    def head_layer(self) -> Any:
+        """The head's decoder layer."""
+        return self.mtp.layers[0]
 
     def draft_logits(self, hidden: mx.array) -> mx.array:
         """The output layer of drafts: the head's hidden states [B, T, H] -> logits of ``lm_head.ids``, or of all [B, T, n]."""
