@@ -18,8 +18,8 @@ from tests.support.profiles import LONG
 
 
 def kept(cache):
-    is_recurrent = [isinstance(c, stock.ArraysCache) for c in cache]
-    return [c.cache if r else [x[..., : c.offset, :] for x in c.state[:2]] for c, r in zip(cache, is_recurrent)]
+    rows_of = lambda c: [getattr(c, name)[..., : c.offset, :] for name in indexed.names_of(c)]  # noqa: E731
+    return [c.cache if isinstance(c, stock.ArraysCache) else rows_of(c) for c in cache]
 
 
 FORMS = [*((family, mx.float32) for family in FAMILIES), ("qwen3_5", mx.bfloat16)]

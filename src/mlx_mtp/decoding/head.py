@@ -30,7 +30,8 @@ from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import Ends, KVRows
 from ..layers.compiled import Compiler
 from ..layers.drafting import draft_logits
-from ..layers.mtp import append_keys_and_values, run_head
+from ..layers.layer import append_to_cache
+from ..layers.mtp import run_head
 from ..layers.passes import in_pass, pass_of_head
 from ..models.mixin import MTPModel
 from ..sampling.acceptance import n_leading
@@ -160,7 +161,7 @@ class HeadCache:
         mtp, self.cache.ends = self.model.mtp, self.state.ends
         pairs = mtp.combine(self.model.model.embed_tokens(tokens), hidden)  # [B, t, H]
         if pairs.shape[1] > 1:
-            append_keys_and_values(mtp.layers[0], pairs[:, :-1], self.cache)
+            append_to_cache(mtp.layers[0], pairs[:, :-1], self.cache)
         return pairs
 
     def _keep_last_pair(self) -> None:

@@ -69,6 +69,15 @@ class MTPModel:
         return (logits, hidden) if return_hidden else logits
 
     def logits(self, hidden: mx.array) -> mx.array:
+        """The backbone's hidden states [B, T, H] -> logits [B, T, V]."""
+        return self.project(hidden)
+
+    def draft_logits(self, out: mx.array) -> mx.array:
+        """The head's output [B, T, H] -> logits of ``drafting.lm_head.ids``, or of all [B, T, n]."""
+        hidden, lm_head = self.mtp.output(out), self.drafting.lm_head
+        return self.project(hidden) if lm_head is None else lm_head(hidden)
+
+    def project(self, hidden: mx.array) -> mx.array:
         """The output layer: [B, T, H] -> [B, T, V]."""
         if self._text.args.tie_word_embeddings:
             out: mx.array = self.model.embed_tokens.as_linear(hidden)
@@ -125,7 +134,3 @@ class MTPModel:
     def head_layer(self) -> Any:
         """The head's decoder layer."""
         return self.mtp.layers[0]
-
-    def draft_logits(self, hidden: mx.array) -> mx.array:
-        """The output layer of drafts: the head's hidden states [B, T, H] -> logits of ``lm_head.ids``, or of all [B, T, n]."""
-        return self.logits(hidden) if self.drafting.lm_head is None else self.drafting.lm_head(hidden)
