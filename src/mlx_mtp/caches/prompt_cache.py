@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
+from .indexed import adopted, names_of
 from .positions import ImageSpan, Positions, check_images
 from .recurrent import ArraysCache
 from .validation import FLOATS, SIZE, check_arrays, check_backbone, check_keys, misfit
@@ -126,7 +127,9 @@ def release(cache: PromptCache) -> None:
         if isinstance(c, stock.ArraysCache):
             c.cache = [None] * len(c.cache)
         else:
-            c.keys, c.values, c.offset = None, None, 0
+            for name in names_of(c):
+                setattr(c, name, None)
+            c.offset = 0
 
 
 def fingerprint_of(cache: PromptCache) -> bytes:
@@ -162,7 +165,12 @@ def make_head_cache(model: Any, has_fingerprint: bool = True) -> list[Any]:
         last[3] = mx.array(part)
     if has_fingerprint:
         last[4] = mx.array([*model.fingerprint()], mx.uint8)
-    return [stock.KVCache(), last]
+    return [empty_head(model), last]
+
+
+def empty_head(model: Any) -> Any:
+    """An empty cache of the head's keys and values."""
+    return model.head_layer.make_cache() if has_head(model) else stock.KVCache()
 
 
 def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCache:
@@ -190,6 +198,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
         entries += make_head_cache(model)
     else:
         _check_owner(model, cache)
+    entries[:-1] = [adopted(c) for c in entries[:-1]]
     check_backbone(entries, model.layers)
     for i, c in enumerate(cache.backbone):
         if type(c) is stock.ArraysCache:
@@ -202,9 +211,9 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     if n < n_tokens:
         entries[n_layers:] = make_head_cache(model)
     elif fingerprint_of(cache)[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
-        entries[n_layers] = stock.KVCache()
+        entries[n_layers] = empty_head(model)
     else:
-        check_keys(n_layers, cache.head, model.head_attention, may_be_quantized=False)
+        check_keys(n_layers, cache.head, model.head_layer, may_be_quantized=False)
         most = 0 if cache.last_hidden is None else n_tokens - 1
         if cache.head.offset > most:
             raise misfit(n_layers, f"is of {cache.head.offset} tokens, and the head has seen {most} at most")
@@ -242,19 +251,18 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
     last = cache.entries[-1]
     if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
         last.cache += [None] * (N_LAST - len(last.cache))  # an earlier version had fewer
-    args = model.text_args
     check_arrays(
         len(cache.entries) - 1,
         last,
-        ("hidden state", (1, 1, args.hidden_size), FLOATS),
+        ("hidden state", (1, 1, model.hidden_size), FLOATS),
         ("number of tokens", (), (mx.int32,)),
         ("tokens", (None,), (mx.uint32,)),
         ("rank", (2,), (mx.int32,)),
         ("fingerprint", (2 * SIZE,), (mx.uint8,)),
         ("images", (None, 3), (mx.int32,)),
     )
-    if (most := max(cache.text, default=0)) >= args.vocab_size:
-        raise misfit(len(cache.entries) - 1, f"has the token {most}, and the vocabulary ends at {args.vocab_size - 1}")
+    if (most := max(cache.text, default=0)) >= model.vocab_size:
+        raise misfit(len(cache.entries) - 1, f"has the token {most}, and the vocabulary ends at {model.vocab_size - 1}")
     try:
         check_images(cache.images)
     except ValueError as e:

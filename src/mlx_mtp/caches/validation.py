@@ -14,6 +14,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
+from .indexed import NAMES
+
 SIZE = 16  # bytes of a digest
 N_VALUES = 4  # the least number of values read along each axis of a tensor, if the axis has as many
 
@@ -70,18 +72,12 @@ def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
     counts, filled = [], []
     for i, (c, layer) in enumerate(zip(caches, layers)):
         if layer.is_linear:
-            delta = layer.linear_attn
-            check_arrays(
-                i,
-                c,
-                ("convolution inputs", (1, delta.conv_kernel_size - 1, delta.conv_dim), FLOATS),
-                ("state", (1, delta.num_v_heads, delta.head_v_dim, delta.head_k_dim), FLOATS),
-            )
-            if (c[0] is None) != (c[1] is None):
-                raise misfit(i, "has one of two arrays")
+            check_arrays(i, c, *((own.name, (1, *own.shape), _dtypes(own.dtype)) for own in layer.states))
+            if any((x is None) != (c[0] is None) for x in c.cache):
+                raise misfit(i, "has only some of its arrays")
             filled.append(not c.empty())
         else:
-            check_keys(i, c, layer.self_attn)
+            check_keys(i, c, layer)
             counts.append(c.offset)
     n = max(counts, default=0)
     any_tokens = n > 0 if counts else any(filled)  # the states of recurrent layers do not have their number
@@ -102,31 +98,43 @@ def check_arrays(i: int, entry: Any, *wanted: Wanted) -> None:
             _check_array(i, x, *each)
 
 
-def check_keys(i: int, entry: Any, attention: Any, may_be_quantized: bool = True) -> None:
+def check_keys(i: int, entry: Any, layer: Any, may_be_quantized: bool = True) -> None:
     """Raise a ValueError if keys and values do not fit an attention layer."""
     _check_kind(i, entry, stock.KVCache, *([stock.QuantizedKVCache] if may_be_quantized else []))
-    n, D, S = entry.offset, attention.head_dim, None  # S: the allocated length, the same in all arrays
+    n, sizes, S = entry.offset, layer.row_sizes, None  # S: the allocated length, the same in keys and values
     if type(n) is not int or n < 0:
         raise misfit(i, f"is of {n} tokens")
-    if entry.keys is None and entry.values is None and n == 0:
+    if n == 0 and all(getattr(entry, name, None) is None for name in sizes):
         return
-    parts: list[tuple[str, int, tuple[mx.Dtype, ...]]] = [("", D, FLOATS)]  # of the keys, and of the values
-    if isinstance(entry, stock.QuantizedKVCache):
-        bits, size = entry.bits, entry.group_size
-        are_ints = type(bits) is int and type(size) is int  # 8 + 0j is in BITS as well
-        if not are_ints or bits not in BITS or size not in GROUP_SIZES or D % size > 0:
-            raise misfit(i, f"is quantized to {bits} bits in groups of {size}")
-        parts = [("quantized ", D * bits // 32, (mx.uint32,))]
-        parts += [(f"{part} of the ", D // size, FLOATS) for part in ("scales", "biases")]
-    for name, own in (("keys", entry.keys), ("values", entry.values)):
+    for name, (H, D) in sizes.items():
+        own: Any = getattr(entry, name, None)
+        parts: list[tuple[str, int, tuple[mx.Dtype, ...]]] = [("", D, FLOATS)]
+        if isinstance(entry, stock.QuantizedKVCache) and name in NAMES:
+            parts = _quantized_parts(i, entry, D)
         arrays = own if len(parts) > 1 else [own]
         if not isinstance(arrays, list | tuple) or len(arrays) != len(parts):
             raise misfit(i, f"has {_described(own)} in place of three arrays of quantized {name}")
+        if name not in NAMES:
+            S = None
         for x, (part, width, dtypes) in zip(arrays, parts):
-            _check_array(i, x, part + name, (1, attention.num_key_value_heads, S, width), dtypes)
+            _check_array(i, x, part + name.replace("_", " "), (1, H, S, width), dtypes)
             S = x.shape[2]
             if n > S:
-                raise misfit(i, f"is of {n} tokens, and its {part}{name} of {S}")
+                raise misfit(i, f"is of {n} tokens, and its {part}{name.replace('_', ' ')} of {S}")
+
+
+def _quantized_parts(i: int, entry: Any, D: int) -> list[tuple[str, int, tuple[mx.Dtype, ...]]]:
+    """The arrays of quantized keys, and of values, of D dimensions: the name, width and dtypes of each."""
+    bits, size = entry.bits, entry.group_size
+    are_ints = type(bits) is int and type(size) is int  # 8 + 0j is in BITS as well
+    if not are_ints or bits not in BITS or size not in GROUP_SIZES or D % size > 0:
+        raise misfit(i, f"is quantized to {bits} bits in groups of {size}")
+    of_groups = [(f"{part} of the ", D // size, FLOATS) for part in ("scales", "biases")]
+    return [("quantized ", D * bits // 32, (mx.uint32,)), *of_groups]
+
+
+def _dtypes(dtype: mx.Dtype | None) -> tuple[mx.Dtype, ...]:
+    return FLOATS if dtype is None or dtype in FLOATS else (dtype,)
 
 
 def _check_kind(i: int, entry: Any, *kinds: type) -> None:

@@ -24,11 +24,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..caches.prompt_cache import PromptCache
+from ..caches.indexed import names_of
+from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import Ends, KVRows
 from ..layers.compiled import Compiler
 from ..layers.drafting import draft_logits
-from ..layers.mtp import append_keys_and_values, run_head
+from ..layers.layer import append_to_cache
+from ..layers.mtp import run_head
 from ..layers.passes import in_pass, pass_of_head
 from ..models.mixin import MTPModel
 from ..sampling.acceptance import n_leading
@@ -100,7 +102,7 @@ class HeadCache:
 
     def __init__(self, model: MTPModel, compiler: Compiler):
         self.model, self.compiler = model, compiler
-        self.cache, self.state = KVRows(), HeadState()
+        self.cache, self.state = KVRows(names_of(empty_head(model))), HeadState()
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +112,7 @@ class HeadCache:
         """Add pending pairs: the first ``counts[b]`` of tokens [B, T], and the hidden states before them, [B, T, H]."""
         if self.state.pending and (self.state.is_ragged or max(self.state.counts) >= MAX_PENDING):
             self.catch_up()
-            mx.async_eval(self.cache.keys, self.cache.values)
+            mx.async_eval(self.cache.arrays)
         held = self.state
         pending = [*held.pending, (hidden, tokens, max(counts))]
         self.state = replace(held, counts=tuple(map(sum, zip(held.counts, counts))), pending=pending)
@@ -152,7 +154,7 @@ class HeadCache:
         mtp, self.cache.ends = self.model.mtp, self.state.ends
         pairs = mtp.combine(self.model.model.embed_tokens(tokens), hidden)  # [B, t, H]
         if pairs.shape[1] > 1:
-            append_keys_and_values(mtp.layers[0], pairs[:, :-1], self.cache)
+            append_to_cache(mtp.layers[0], pairs[:, :-1], self.cache)
         return pairs
 
     def _keep_last_pair(self) -> None:
@@ -179,7 +181,7 @@ class HeadCache:
         self._keep_last_pair()
         held, firsts, positions = self.state, [c.first_position for c in caches], [c.head_positions for c in caches]
         counts = [int(self._waits(*each)) for each in zip(caches, tokens, embeddings)]
-        none = mx.zeros_like(self.model.model.embed_tokens(tokens[:1]))  # [1, 1, H]
+        none = mx.zeros((1, 1, self.model.hidden_size), self.model.model.embed_tokens(tokens[:1]).dtype)
         hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
         for held_hidden, held_tokens, _ in held.pending:
             hidden, tokens = mx.concatenate([held_hidden, hidden]), mx.concatenate([held_tokens, tokens])

@@ -128,10 +128,10 @@ class DraftLMHead:
 
 
 def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> mx.array:
-    """The head's hidden states [B, 1, H] -> logits [B, V], which are -inf outside the draft vocabulary."""
+    """The head's output [B, 1, H] -> logits [B, V], which are -inf outside the draft vocabulary."""
     if lm_head is None or lm_head.ids is None:
         return model.draft_logits(hidden)[:, -1]
-    logits = lm_head(hidden)[:, -1]  # [B, n]
+    logits = lm_head(model.mtp.output(hidden))[:, -1]  # [B, n]
     others = mx.full((len(logits), model.vocab_size), -mx.inf, logits.dtype)
     return mx.put_along_axis(others, mx.broadcast_to(lm_head.ids, logits.shape), logits, axis=-1)
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "prism_hadamard_qwen35")
+MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "prism_hadamard_qwen35")
 BASES = {
     "prism_hadamard_qwen35": "qwen3_5"
 }  # the model type whose heads and vision encoders fit a model, if not its own

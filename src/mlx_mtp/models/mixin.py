@@ -5,10 +5,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
-from mlx_lm.models.cache import KVCache
 
 from ..caches.prompt_cache import positions_of
-from ..caches.recurrent import ArraysCache, open_windows
+from ..caches.recurrent import open_windows
 from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
@@ -70,6 +69,15 @@ class MTPModel:
         return (logits, hidden) if return_hidden else logits
 
     def logits(self, hidden: mx.array) -> mx.array:
+        """The backbone's hidden states [B, T, H] -> logits [B, T, V]."""
+        return self.project(hidden)
+
+    def draft_logits(self, out: mx.array) -> mx.array:
+        """The head's output [B, T, H] -> logits of ``drafting.lm_head.ids``, or of all [B, T, n]."""
+        hidden, lm_head = self.mtp.output(out), self.drafting.lm_head
+        return self.project(hidden) if lm_head is None else lm_head(hidden)
+
+    def project(self, hidden: mx.array) -> mx.array:
         """The output layer: [B, T, H] -> [B, T, V]."""
         if self._text.args.tie_word_embeddings:
             out: mx.array = self.model.embed_tokens.as_linear(hidden)
@@ -79,7 +87,7 @@ class MTPModel:
 
     def make_cache(self) -> list[Any]:
         """An empty cache for each layer."""
-        return [ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
+        return [layer.make_cache() for layer in self.layers]
 
     def fingerprint(self) -> bytes:
         """The digest that identifies this model's prompt caches, see ``caches/validation.py``. It is computed once."""
@@ -117,11 +125,12 @@ class MTPModel:
         return layer
 
     @property
-    def head_attention(self) -> nn.Module:
-        """The attention of the head's decoder layer."""
-        attention: nn.Module = self.mtp.layers[0].self_attn
-        return attention
+    def hidden_size(self) -> int:
+        """The size of a hidden state, which the head takes."""
+        size: int = self.text_args.hidden_size
+        return size
 
-    def draft_logits(self, hidden: mx.array) -> mx.array:
-        """The output layer of drafts: the head's hidden states [B, T, H] -> logits of ``lm_head.ids``, or of all [B, T, n]."""
-        return self.logits(hidden) if self.drafting.lm_head is None else self.drafting.lm_head(hidden)
+    @property
+    def head_layer(self) -> Any:
+        """The head's decoder layer."""
+        return self.mtp.layers[0]
