@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -96,6 +97,71 @@ def by_mlx_lm(monkeypatch, p: np.ndarray, **options) -> np.ndarray:
         sampler = sample_utils.make_sampler(**options, xtc_probability=xtc)
         mean += weight * np.array(sampler(log(p)[None])[0], np.float64)
     return mean / mean.sum()
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "temp": st.sampled_from([0.3, 1.0, 1.5]), "top_p": st.sampled_from([0.0, 0.3, 0.8, 0.95, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.05, 0.4, 1.0]), "min_tokens_to_keep": st.sampled_from([1, 3]),
+        "top_k": st.sampled_from([0, 1, 3, 5]), "xtc_probability": st.sampled_from([0.0, 1.0]),
+        "xtc_threshold": st.sampled_from([0.05, 0.2]), "xtc_special_tokens": st.sampled_from([[], [1, 3]]),
+    }
+)  # fmt: skip
+
+
+@pytest.fixture
+def uncompiled():
+    """The CPU backend would compile kernels for each number."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("uncompiled")
+@examples(150)
+@given(
+    options=SETTINGS,
+    size=st.sampled_from([6, 9, 64, 320, 1280, 4160]),
+    spread=st.sampled_from([1, 3, 8]),
+    step=st.sampled_from([0.0, 0.5, 2.0]),
+    n_allowed=st.sampled_from([1, 2, 4, None]),
+    dtype=st.sampled_from([mx.float32, mx.bfloat16]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_filters_are_mlx_lms(options, size, spread, step, n_allowed, dtype, seed):
+    """Also where logits are equal, a grammar allows few tokens, or top-k is taken before top-p and min-p, in blocks of rows."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(2, size)) * spread
+    x = np.round(x / step) * step if step else x
+    if n_allowed is not None:
+        x[:, rng.permutation(size)[n_allowed:]] = -np.inf
+    x = mx.array(x.astype(np.float32)).astype(dtype)
+    x = x - mx.logsumexp(x, axis=-1, keepdims=True)
+    softmax = lambda x, temp: mx.softmax(x.astype(mx.float32) * (1 / temp), axis=-1)  # noqa: E731
+    with mock.patch.object(sample_utils, "categorical_sampling", softmax):
+        want = sample_utils.make_sampler(**options)(x)
+    got = mx.exp(mlx_mtp.make_sampler(**options).distribution(x, mx.zeros((2, 1))))
+    assert mx.array_equal(got > 0, want > 0)
+    assert mx.allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("temp", [1e-300, 1e-39, 1e-6, 1e6, 1e39, 1e300])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
+def test_a_temperature_of_any_size_gives_a_distribution(temp, filters):
+    """The likeliest tokens as temperatures go to 0, all that remain alike as they grow, and never an excluded one."""
+    x = mx.log(mx.array([[0.4, 0.0, 0.4, 0.15, 0.05]]))[:, mx.arange(320) % 5] - math.log(64)
+    x = mx.where(mx.arange(320) < 5, x, -mx.inf)
+    p = np.exp(np.array(mlx_mtp.make_sampler(temp=temp, **filters).distribution(x, mx.zeros((1, 1)))))[0]
+    kept = np.flatnonzero(p)
+    assert kept.tolist() == ([0, 2] if temp < 1 else [0, 2, 3] if "top_p" in filters else [0, 2, 3, 4])
+    assert np.allclose(p[kept], 1 / len(kept), atol=1e-5)
+
+
+def test_top_k_is_below_the_size_of_the_vocabulary():
+    """As in mlx-lm."""
+    for top_k in (8, 9, 2.5):
+        with pytest.raises(ValueError, match=f"top_k must be an integer below the vocabulary's size of 8, not {top_k}"):
+            mlx_mtp.make_sampler(temp=1.0, top_k=top_k)(log(TARGET)[None])
 
 
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)

@@ -10,14 +10,16 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import mlx.core as mx
 from mlx_lm import sample_utils
 from mlx_lm.sample_utils import Sampler as AnySampler
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
+from mlx_lm.sample_utils import apply_min_p, apply_top_p, greedy_sampler
 
 MAX_SEED = 2**64 - 1
+BLOCK = 64  # tokens
+MIN_SCALE, MAX_SCALE = 1e-37, 3e38  # of logits, which temperatures of any size keep finite in float32
 
 
 def gumbel(seed: int, position: int, size: int) -> mx.array:
@@ -45,6 +47,40 @@ def _words(seed: int, position: int) -> tuple[int, int, int]:
 AcceptanceName = Literal["rejection", "coupled", "match"]
 
 
+class Support(NamedTuple):
+    """The tokens that rows may have.
+
+    Args:
+        ids (mx.array, optional): The tokens of each row, [B, m]. ``None``: all tokens, m = V.
+        logits (mx.array): Their logits after all filters and the temperature, float32, [B, m]; -inf where filtered out.
+    """
+
+    ids: mx.array | None
+    logits: mx.array
+
+    def tokens(self, index: mx.array) -> mx.array:
+        """The token at an index of each row, [B] -> [B]"""
+        return index if self.ids is None else mx.take_along_axis(self.ids, index[:, None], axis=-1).squeeze(-1)
+
+
+def largest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """The k largest values of each row [B, V], of equal ones the first, as mlx-lm's top-k -> their indices and values, [B, k]
+
+    Of the blocks of a row, only those with the k largest maxima are partitioned.
+    """
+    B, V = x.shape
+    if not isinstance(k, int) or not 0 < k < V:
+        raise ValueError(f"top_k must be an integer below the vocabulary's size of {V}, not {k}.")
+    if V % BLOCK > 0 or 4 * BLOCK * k > V:
+        ids = mx.argpartition(-x, kth=k - 1, axis=-1)[:, :k]
+        return ids, mx.take_along_axis(x, ids, axis=-1)
+    blocks = x.reshape(B, -1, BLOCK)
+    chosen, _ = largest(blocks.max(axis=-1), k)
+    chosen = mx.sort(chosen, axis=-1)  # so that the order of equal values remains
+    ids, values = largest(mx.take_along_axis(blocks, chosen[..., None], axis=1).reshape(B, -1), k)
+    return mx.take_along_axis(chosen, ids // BLOCK, axis=-1) * BLOCK + ids % BLOCK, values
+
+
 @dataclass(frozen=True)
 class Sampler:
     """mlx-lm's sampler with the same arguments, and its ``distribution``. Made by ``make_sampler``.
@@ -64,30 +100,53 @@ class Sampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [B, V] -> tokens [B], as mlx-lm's samplers."""
-        return mx.random.categorical(self.distribution(logprobs, self.uniforms(logprobs.shape[0])))
+        support = self.support(logprobs, self.uniforms(len(logprobs)))
+        return support.tokens(mx.random.categorical(support.logits))
 
     def uniforms(self, n: int) -> mx.array:
         """n uniform numbers, which decide whether XTC applies to a position, [n, 1]."""
         return mx.random.uniform(shape=(n, 1)) if self.xtc_probability > 0 else mx.zeros((n, 1))
 
     def distribution(self, logprobs: mx.array, uniforms: mx.array) -> mx.array:
-        """The distribution of a token, with a uniform number for each token to draw, [B, 1]. Draws no random number.
+        """The log probabilities of all tokens after filters and temperature, float32, [B, V]; arguments as of ``support``."""
+        ids, x = self.support(logprobs, uniforms)
+        x = x - mx.logsumexp(x, axis=-1, keepdims=True)
+        return x if ids is None else mx.put_along_axis(mx.full(logprobs.shape, -mx.inf), ids, x, axis=-1)
 
-        Log probabilities [B, V] -> those after all filters and the temperature, float32, [B, V]; -inf where filtered out.
+    def support(self, logits: mx.array, uniforms: mx.array) -> Support:
+        """Apply the filters and the temperature. Draws no random number.
+
+        Args:
+            logits (mx.array): Logits or log probabilities, [B, V].
+            uniforms (mx.array): A uniform number for each token to draw, [B, 1].
         """
-        x = logprobs
+        x, ids = logits, None
+        if self.top_k == 0 or self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1):
+            x = self._filtered(x, uniforms)
+            if self.top_k > 0:
+                ids, x = largest(x, self.top_k)
+        else:
+            # Top-p and min-p keep the first tokens in descending order, so top-k can come first.
+            ids, x = largest(x, self.top_k)
+            if self.min_p > 0:
+                x = apply_min_p(x, self.min_p)
+            if 0 < self.top_p < 1:  # of the mass of all tokens
+                x = x.astype(mx.float32) - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
+                x = apply_top_p(x, self.top_p / mx.exp(x).sum(axis=-1, keepdims=True))
+        x = x.astype(mx.float32)
+        # The likeliest token has a logit of 0, at any temperature.
+        return Support(ids, (x - x.max(axis=-1, keepdims=True)) * min(max(1 / self.temp, MIN_SCALE), MAX_SCALE))
+
+    def _filtered(self, x: mx.array, uniforms: mx.array) -> mx.array:
+        """Apply mlx-lm's filters other than top-k, [B, V] -> [B, V]"""
         if 0 < self.top_p < 1:
             x = apply_top_p(x, self.top_p)
-        if self.min_p != 0:
+        if self.min_p > 0:
             x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability > 0:
-            x = mx.where(
-                uniforms > self.xtc_probability, x, exclude_top_choices(x, self.xtc_threshold, self.xtc_special_tokens)
-            )
-        if self.top_k > 0:
-            x = apply_top_k(x, self.top_k)
-        x = x.astype(mx.float32) * (1 / self.temp)
-        return x - mx.logsumexp(x, axis=-1, keepdims=True)
+            without = exclude_top_choices(x, self.xtc_threshold, self.xtc_special_tokens)
+            x = mx.where(uniforms > self.xtc_probability, x, without)
+        return x
 
 
 @dataclass(frozen=True)
