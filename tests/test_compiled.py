@@ -278,7 +278,7 @@ def test_every_trace_is_counted(monkeypatch):
 
 
 def test_a_step_that_was_traced_is_not_timed(monkeypatch):
-    made, timed = itertools.accumulate(n == 5 for n in itertools.count()), []
+    made, timed = itertools.accumulate(n == 4 for n in itertools.count()), []
 
     class Plain(Depth):
         def for_text(self):
@@ -293,7 +293,7 @@ def test_a_step_that_was_traced_is_not_timed(monkeypatch):
     monkeypatch.setattr(planner, "n_traces", lambda: next(made))
     steps = mtp_generate_step(mx.array([1, 2, 3]), tiny_model("qwen3_5"), max_tokens=9, num_draft_tokens=Plain(8))
     assert len([*steps]) == 9
-    assert timed == [True, True, True, False, True, True]
+    assert timed == [True, True, True, False, True, True, True]
 
 
 def test_a_step_that_makes_a_trace_is_not_in_the_speed(trained, monkeypatch):

@@ -151,7 +151,9 @@ class Sequence:
     def take_last(self) -> int:
         """Take the prompt's last token, with which the sequence joins. Return 0 in place of one that is not known."""
         own = self.segments.pop() if self.segments else self.tokens[-1:]
-        if self.has_tokens and self.n_generated == 0:
+        if not self.has_tokens:
+            self.cached_text, self.text_start = [], self.prompt_end
+        elif self.n_generated == 0:
             self.tokens += own
         return own[0]
 
