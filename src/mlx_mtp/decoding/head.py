@@ -6,7 +6,7 @@ The head has keys and values for each token of a sequence but the last, each mad
     further drafts feed the head's own output; the next pass overwrites their keys and values
 
 A pair of a hidden state and the token after it is pending until the head drafts again: a step without drafts leaves its pair
-for later. After a step with drafts each sequence has as many pairs as tokens that it has decided on:
+for later. After a step with drafts each sequence has as many pairs as tokens that it has committed:
 
     pairs of a window            a0 a1 a2 a3      of which the first sequence has four,
                                  b0 b1  .  .      the second two

@@ -110,7 +110,7 @@ class Sequence:
 
     @property
     def n_unobserved(self) -> int:
-        """The number of decided tokens that the host does not know yet."""
+        """The number of committed tokens that the host does not know yet."""
         return self.n_generated - self.n_observed
 
     @contextmanager

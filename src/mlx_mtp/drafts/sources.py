@@ -44,14 +44,14 @@ class Source(Protocol):
     fixed: int | None
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Observe decided tokens when the host learns them."""
+        """Observe committed tokens when the host learns them."""
         ...
 
     def acceptance(self, n_unobserved: int) -> list[float]:
         """The probability that each draft is accepted, given that the drafts before it are; empty without drafts.
 
         Args:
-            n_unobserved (int): The number of decided tokens that ``observe`` has not received yet.
+            n_unobserved (int): The number of committed tokens that ``observe`` has not received yet.
         """
         ...
 
@@ -119,7 +119,7 @@ class PromptLookup:
         return self.followed
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Add decided tokens when the host learns them, and count the copies among them."""
+        """Add committed tokens when the host learns them, and count the copies among them."""
         for token in tokens:
             at = self.at
             if at is not None:
@@ -137,7 +137,7 @@ class PromptLookup:
         Empty without a match.
 
         Args:
-            n_unobserved (int): The number of decided tokens that ``observe`` has not received yet. They are assumed to be
+            n_unobserved (int): The number of committed tokens that ``observe`` has not received yet. They are assumed to be
               copies as well.
         """
         if self.at is None:

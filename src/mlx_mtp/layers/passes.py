@@ -12,7 +12,7 @@ from ..caches.positions import Positions
 from .compiled import Compiler
 from .drafting import DraftConfig
 
-MOST_TOKENS = 17  # tokens of a sequence in a compiled pass: a decided token and up to sixteen copies
+MOST_TOKENS = 17  # tokens of a sequence in a compiled pass: a committed token and up to sixteen copies
 
 
 @dataclass
