@@ -277,6 +277,8 @@ def draft_limit(decoder: Decoder, b: int) -> int:
     s, k, kv = decoder.sequences[b], MAX_COPY_TOKENS, decoder.kv
     if s.end is not None or not decoder.head.can_draft(b):
         return 0
+    if len(decoder) == 1 and s.n_generated == 0:  # the first token comes sooner so, and from the pass that mlx-lm runs
+        return 0
     if s.max_tokens >= 0:
         k = max(min(k, s.max_tokens - s.n_unobserved - 1), 0)
     if kv.kv_bits is not None:
