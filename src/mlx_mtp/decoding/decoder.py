@@ -27,7 +27,7 @@ from ..sampling.acceptance import n_leading
 from .exchange import Exchange
 from .head import HeadCache, HeadDrafter, HeadState, NoHead, with_drafts
 from .sequence import Sequence
-from .window import Drafts, Records, Step, Window, choose
+from .window import Drafts, Step, Window, choose
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 
@@ -107,16 +107,16 @@ class Decoder:
         if all(plan.k == 0 for plan in plans):
             return
         limits = [0 if plan.skips_head else plan.k for plan in plans]
-        tokens, records = mx.zeros((len(plans), 0), mx.uint32), Records([] for _ in plans)
+        tokens = mx.zeros((len(plans), 0), mx.uint32)
         if max(limits) > 0:
-            tokens, records = self.drafter.propose(self.sequences, limits)
+            tokens, drafts.proposals = self.drafter.propose(self.sequences, limits)
         plans = [plan if plan.skips_head else Plan(k) for plan, k in zip(plans, limits)]
         for b, (s, plan) in enumerate(zip(self.sequences, plans)):
             if plan.skips_head:
-                own, records[b] = s.sources[plan.source].propose(plan.k, s.n_unobserved)
+                own = s.sources[plan.source].propose(plan.k, s.n_unobserved)
                 plans[b] = Plan(len(own), plan.source)
                 tokens = with_drafts(tokens, b, own)
-        drafts.plans, drafts.tokens, drafts.records = plans, tokens, records
+        drafts.plans, drafts.tokens = plans, tokens
         mx.async_eval(tokens)
 
     # Verify
@@ -161,7 +161,7 @@ class Decoder:
                 0 if has_ended else n_leading(flags[: plan.k])
                 for flags, plan, has_ended in zip(leading, drafts.plans, step.has_ended)
             ]
-            drafts.records = []  # free them: a record may have an array as large as the vocabulary
+            drafts.proposals = []  # free them: a proposal may have an array as large as the vocabulary
             self.wait()
         else:
             # Before the next pass is queued: otherwise the host would wait for both passes to read the choices.

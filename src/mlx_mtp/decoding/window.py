@@ -7,13 +7,11 @@ import mlx.core as mx
 
 from ..pacing.depth import Depth
 from ..pacing.step_times import Plan
-from ..sampling.acceptance import Verdict
 from ..sampling.processors import until_error
-from .sequence import Sequence
+from .sequence import Sequence, own_errors
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
 Stepped = tuple[Sequence, list[Token]]  # a sequence, and its tokens of a step
-Records = list[list[Any]]  # the record that ``Acceptance.draft`` returned with each draft of each sequence
 
 NO_TOKENS = mx.array([], mx.uint32)
 NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
@@ -29,8 +27,8 @@ class Drafts:
         plan (Plan): The most drafts of any sequence as planned, and whether they need the head.
         depth (Depth, optional): The depth that has chosen it, which observes the step; ``None`` for a given number.
         tokens (mx.array): [B, k]; ``NO_DRAFTS`` if there are none.
-        records (List[List[Any]]): The record that ``Acceptance.draft`` returned with each draft, until it is accepted or
-          rejected; ``None`` for a draft that has no distribution.
+        proposals (List[List[Any]]): The proposals of the head's drafts for the texts of each of ``groups_of``, until they are
+          accepted or rejected.
 
     Attributes:
         planned (List[Plan]): The plan of each before it is reduced.
@@ -41,7 +39,7 @@ class Drafts:
     plan: Plan
     depth: Depth | None
     tokens: mx.array = NO_DRAFTS
-    records: Records = field(default_factory=list)
+    proposals: list[list[Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.planned = self.plans
@@ -76,8 +74,8 @@ class Step:
         window (Window): The window.
         choices (mx.array): The tokens that each sequence has decided on, [B, T]; the host may not know them yet.
         accepted (mx.array): Whether each draft is accepted, [B, T - 1], bool; values after the first False mean nothing.
-        logprobs (mx.array, optional): Log probabilities of the sequences without a sampler of their own, [B, T, V].
-        own_logprobs (Dict[int, List[mx.array]]): Log probabilities of the other sequences, by index, each [1, V].
+        logprobs (mx.array): Log probabilities of the sequences without logits processors, [B, T, V].
+        own_logprobs (Dict[int, mx.array]): Log probabilities of the other sequences, by index, each [1, n, V].
         has_ended (List[bool]): Whether each sequence had ended before, or has failed.
         n_accepted (List[int]): The number of drafts that each accepted, once the host knows it.
         tokens (List[List[int]]): The tokens of each sequence, once the host knows them.
@@ -86,8 +84,8 @@ class Step:
     window: Window
     choices: mx.array
     accepted: mx.array
-    logprobs: mx.array | None = None
-    own_logprobs: dict[int, list[mx.array]] = field(default_factory=dict)
+    logprobs: mx.array
+    own_logprobs: dict[int, mx.array] = field(default_factory=dict)
     has_ended: list[bool] = field(default_factory=list)
     n_accepted: list[int] = field(default_factory=list)
     tokens: list[list[int]] | None = None
@@ -102,10 +100,7 @@ class Step:
 
     def logprobs_of(self, b: int, t: int) -> mx.array:
         """The log probabilities of sequence b's token t, [V]."""
-        if b in self.own_logprobs:
-            return self.own_logprobs[b][t].squeeze(0)
-        assert self.logprobs is not None
-        return self.logprobs[b, t]
+        return self.own_logprobs[b][0, t] if b in self.own_logprobs else self.logprobs[b, t]
 
     def tokens_of_each(self) -> list[Stepped]:
         """The tokens of each sequence, once the host knows them."""
@@ -130,57 +125,56 @@ class Step:
 
 
 def choose(window: Window) -> Step:
-    """Choose a token at every position of every sequence; greedy sequences share one argmax over the batch."""
-    sequences, drafts = window.drafts.sequences, window.drafts.tokens
-    step = Step(window, window.tokens, drafts, n_accepted=[0] * len(sequences))
-    own = [b for b, s in enumerate(sequences) if s.end is None and not s.is_greedy]
-    k = len(window.drafts)
-    if len(sequences) > 1 or not own:
-        step.logprobs = window.logits - mx.logsumexp(window.logits, axis=-1, keepdims=True)
-        step.choices = mx.argmax(step.logprobs, axis=-1)  # [B, T]
-        if k > 0:
-            step.accepted = step.choices[:, :-1] == drafts
-    elif k > 0:
-        step.accepted = mx.zeros(drafts.shape, mx.bool_)
-    if len(sequences) > 1 and k == 0:
-        own = _draw_in_groups(sequences, own, step)
-    for b in own:
-        with sequences[b].own_errors():
-            (tokens, accepted), step.own_logprobs[b] = _verdict(sequences[b], b, window)
-            if len(sequences) == 1:
-                step.choices, step.accepted = tokens[None].astype(mx.uint32), accepted[None]
-            else:
-                step.choices[b, : len(tokens)] = tokens
-                step.accepted[b] = mx.pad(accepted, (0, k - len(accepted)))
+    """Choose a token at every position of every sequence, in one call for all positions of sequences with equal samplers."""
+    (B, T), sequences = window.tokens.shape, window.drafts.sequences
+    choices, accepted = mx.zeros((B, T), mx.uint32), mx.zeros((B, T - 1), mx.bool_)
+    step = Step(window, choices, accepted, normalized(window.logits), n_accepted=[0] * B)
+    groups = groups_of(sequences)
+    for members, proposals in zip(groups, window.drafts.proposals or [[]] * len(groups)):
+        running = [sequences[b] for b in members if sequences[b].end is None]
+        with own_errors(running):
+            if running:
+                _choose(step, members, proposals)
     step.has_ended = [s.end is not None for s in sequences]
     return step
 
 
-def _draw_in_groups(sequences: list[Sequence], own: list[int], step: Step) -> list[int]:
-    """Call each distinct sampler once for all sequences that share it, as mlx-lm does.
+def _choose(step: Step, members: list[int], proposals: list[Any]) -> None:
+    """Choose the tokens of sequences with equal samplers, or of one with logits processors."""
+    (first, *_), drafts, plans = members, step.drafts.tokens, step.drafts.plans
+    s, n = step.sequences[first], max(plans[b].k for b in members) + 1
+    drafts = rows_of(drafts, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
+    if s.logits_processors:
+        # [1, V], as mlx-lm hands it to processors, and an array of its own, since penalties write into it.
+        logits = step.window.logits[first : first + 1]
+        processed = until_error(lambda t: s.process(logits[:, t], drafts[0, :t]), range(n))
+        step.own_logprobs[first] = logprobs = normalized(mx.stack(processed, axis=1))
+        drafts = drafts[:, : len(processed) - 1]
+    else:
+        logprobs = rows_of(step.logprobs, members)[:, :n]
+    texts = [step.sequences[b].drafted(plans[b].k, plans[b].skips_head) for b in members]
+    tokens, accepted = s.acceptance.accept(texts, logprobs, drafts, proposals)
+    if tokens.shape == step.choices.shape:
+        step.choices, step.accepted = tokens.astype(mx.uint32), accepted
+    else:
+        rows, n = mx.array(members), tokens.shape[1]
+        step.choices[rows, :n] = tokens
+        if n > 1:
+            step.accepted[rows, : n - 1] = accepted
 
-    Returns:
-        List[int]: The sequences that have no shared sampler, whose tokens are still to be chosen.
-    """
+
+def groups_of(sequences: list[Sequence]) -> list[list[int]]:
+    """The sequences that are drafted for and accepted together: with equal samplers, and without logits processors."""
     groups: dict[Any, list[int]] = {}
-    for b in own:
-        if (key := sequences[b].shared_sampler) is not None:
-            groups.setdefault(key, []).append(b)
-    assert step.logprobs is not None
-    for sampler, members in groups.items():
-        index, first = mx.array(members), sequences[members[0]]
-        with first.own_errors():
-            step.choices[index] = sampler(step.logprobs[index, 0])[:, None]
-        for b in members:
-            sequences[b].end = first.end
-    return [b for b in own if sequences[b].shared_sampler is None]
+    for b, s in enumerate(sequences):
+        groups.setdefault((s.acceptance, b if s.logits_processors else None), []).append(b)
+    return list(groups.values())
 
 
-def _verdict(s: Sequence, b: int, window: Window) -> tuple[Verdict, list[mx.array]]:
-    """The verdict on sequence b, which has its own sampler or processors, and the log probabilities, each [1, V]."""
-    own, k = window.drafts, window.drafts.plans[b].k
-    drafts, records = (own.tokens[b, :k], own.records[b]) if len(own) > 0 else (NO_TOKENS, [])
-    # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
-    logprobs = until_error(lambda t: s.logprobs(window.logits[b : b + 1, t], drafts[:t]), range(k + 1))
-    n = len(logprobs) - 1
-    return s.acceptance.accept(logprobs, drafts[:n], records[:n], s.n_generated), logprobs
+def rows_of(x: mx.array, members: list[int]) -> mx.array:
+    return x if len(members) == len(x) else x[mx.array(members)]
+
+
+def normalized(logits: mx.array) -> mx.array:
+    """Logits [..., V] -> log probabilities, as in mlx-lm."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
