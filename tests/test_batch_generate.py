@@ -115,16 +115,25 @@ def test_distribution_of_each_row():
     assert all(case.p_value(runs) > LEVEL for case in cases)
 
 
-def test_rows_of_equal_samplers_are_drawn_together(monkeypatch):
-    """Without drafts, in one call as in mlx-lm."""
-    sizes, call = [], Sampler.__call__
-    noted = lambda self, logprobs: (sizes.append((self.temp, len(logprobs))), call(self, logprobs))[1]  # noqa: E731
-    monkeypatch.setattr(Sampler, "__call__", noted)
-    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0, **AT_ONCE)
-    samplers = [make_sampler(0.7), *(make_sampler(1.5) for _ in range(3))]
-    generator.insert([PROMPT] * 4, max_tokens=[12] * 4, samplers=samplers)
-    run(generator)
-    assert {(1.5, 3), (0.7, 1)} <= {*sizes}
+@pytest.mark.parametrize("depth", [0, 3])
+def test_texts_of_equal_samplers_are_drawn_together(depth, monkeypatch):
+    """In one call for all positions, and one for each draft; also those with seeds of their own."""
+    calls, support = [], Sampler.support
+    noted = lambda self, x, u: (calls.append((self.temp, len(x))), support(self, x, u))[1]  # noqa: E731
+    monkeypatch.setattr(Sampler, "support", noted)
+    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=depth, copy_drafts="off", **AT_ONCE)
+    samplers = [
+        make_sampler(0.7),
+        None,
+        *(make_sampler(1.5) for _ in range(3)),
+        *(make_sampler(1.5, seed=i) for i in (5, 6)),
+    ]
+    generator.insert([PROMPT] * 7, max_tokens=[40] * 7, samplers=samplers)
+    run(generator, n_steps=4)
+    calls.clear()
+    run(generator, n_steps=1)
+    targets = [(0.7, depth + 1), (1.5, 3 * (depth + 1)), (1.5, 2 * (depth + 1))]
+    assert sorted(calls) == sorted(targets + [(0.7, 1), (1.5, 3), (1.5, 2)] * depth)
 
 
 def test_draft_vocabulary_of_a_batch():

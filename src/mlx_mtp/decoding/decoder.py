@@ -26,7 +26,7 @@ from ..sampling.acceptance import n_leading
 from .exchange import Exchange
 from .head import HeadCache, HeadDrafter, HeadState, NoHead, columns_of, with_drafts
 from .sequence import Sequence
-from .window import Choice, Drafts, Records, Step, Window, WindowPlan
+from .window import Choice, Drafts, Step, Window, WindowPlan
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 
@@ -151,17 +151,17 @@ class Decoder:
         if all(plan.k == 0 for plan in plans):
             return Drafts(planned.plans)
         limits = [0 if plan.skips_head else plan.k for plan in plans]
-        tokens, records = mx.zeros((len(plans), 0), mx.uint32), Records([] for _ in plans)
+        tokens, proposals = mx.zeros((len(plans), 0), mx.uint32), list[list[Any]]()
         if max(limits) > 0:
-            tokens, records, limits = self.drafter.propose(self.sequences, limits)
+            tokens, proposals, limits = self.drafter.propose(self.sequences, limits)
         for b, (s, plan) in enumerate(zip(self.sequences, planned.plans)):
             plans[b] = Plan(limits[b])
             if plan.skips_head:
-                own, records[b] = s.sources[plan.source].propose(plan.k, s.n_unobserved)
+                own = s.sources[plan.source].propose(plan.k, s.n_unobserved)
                 plans[b] = Plan(len(own), plan.source)
                 tokens = with_drafts(tokens, b, own)
         mx.async_eval(tokens)
-        return Drafts(tuple(plans), tokens, records)
+        return Drafts(tuple(plans), tokens, proposals)
 
     # Commit
 

@@ -17,7 +17,6 @@ for later. After a step with drafts each sequence has as many pairs as tokens th
 """
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +35,7 @@ from ..models.mixin import MTPModel
 from ..sampling.acceptance import n_leading
 from ..sampling.processors import restoring_random_state
 from .sequence import Sequence
-from .window import NO_TOKENS, Records
+from .window import NO_TOKENS, groups_of, normalized, rows_of
 
 MAX_PENDING = 512  # pairs that steps without the head's drafts leave to it for later
 
@@ -241,48 +240,54 @@ class HeadDrafter:
         self.model, self.head = model, head
         self.lm_head = model.drafting.lm_head
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[mx.array, Records, list[int]]:
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[mx.array, list[list[Any]], list[int]]:
         """
         Args:
             sequences (List[Sequence]): The sequences to draft for.
             limits (List[int]): The most drafts of each.
 
         Returns:
-            Tuple[mx.array, List[List[Any]], List[int]]: Drafts [B, k], the records of each sequence's drafts, and their number:
-            fewer where a sequence's sampler or logits processor raises, which ends its text only if a token comes there, and
-            from the first position on where the head gives no token the probability ``draft_p_min``.
+            Tuple[mx.array, List[List[Any]], List[int]]: Drafts [B, k], their proposals for each of ``groups_of(sequences)``,
+            and their number: fewer where a sequence's sampler or logits processor raises, which ends its text only if a token
+            comes there, and from the first position on where the head gives no token the probability ``draft_p_min``.
         """
-        head, k = self.head, max(limits)
+        head, k, groups, counts = self.head, max(limits), groups_of(sequences), [*limits]
         assert isinstance(head, HeadCache)  # ``resolve`` refuses drafts of the head for a model without one
-        p_min = [s.options.draft_p_min or 0.0 for s in sequences]
-        own = [b for b, s in enumerate(sequences) if limits[b] > 0 and (p_min[b] > 0 or not s.is_greedy)]
-        records, drafts = Records([] for _ in sequences), list[mx.array]()  # drafts are each [B, 1]
-        sure: list[list[mx.array]] = [[] for _ in sequences]
+        proposals, drafts = [list[Any]() for _ in groups], list[mx.array]()  # drafts are each [B, 1]
+        p_min, sure = [s.options.draft_p_min or 0.0 for s in sequences], [list[mx.array]() for _ in sequences]
         out = head.catch_up()  # [B, 1, H]
         for i in range(k):
             if i > 0:
                 out = head.run(out, drafts[-1], head.state.ends.plus([i - 1] * len(sequences)))
             logits = draft_logits(self.model, self.lm_head, out)  # [B, V]
-            tokens = mx.argmax(logits, axis=-1, keepdims=True)
-            for b in (b for b in own if len(records[b]) == i < limits[b]):
-                with suppress(Exception), restoring_random_state():  # no draft, and the target calls them again
-                    s, before = sequences[b], mx.concatenate([d[b] for d in drafts]) if drafts else NO_TOKENS
-                    logprobs = s.logprobs(logits[b : b + 1], before)
-                    token, record = s.acceptance.draft(logprobs, s.n_generated + i)
-                    tokens = with_drafts(tokens, b, token.astype(mx.uint32))
-                    records[b].append(record)
+            tokens = mx.zeros((len(sequences), 1), mx.uint32)
+            for members, own in zip(groups, proposals):
+                if max(counts[b] for b in members) <= i:
+                    continue
+                try:
+                    with restoring_random_state():
+                        chosen, proposal, processed = _draft(sequences, members, rows_of(logits, members), drafts)
+                except Exception:  # no draft, and the target calls them again
+                    for b in members:
+                        counts[b] = min(counts[b], i)
+                    continue
+                own.append(proposal)
+                if len(members) == len(sequences):
+                    tokens = chosen
+                else:
+                    tokens[mx.array(members)] = chosen
+                if any(p_min[b] > 0 for b in members):
                     # By the likeliest token, not by the drafted one: dropping drafts by their own probability would change
                     # the distribution of the text.
-                    sure[b].append(mx.exp(logprobs.max(axis=-1)) >= p_min[b])
+                    for b, p in zip(members, mx.exp(normalized(processed).max(axis=-1))):
+                        sure[b].append(p >= p_min[b])
             drafts.append(tokens)
-        counts = [*limits]
-        for b in own:
-            counts[b] = len(records[b])
+        for b, of_one in enumerate(sure):
             if p_min[b] > 0 and counts[b] > 0:
-                is_sure: Any = mx.concatenate(sure[b]).tolist()
+                is_sure: Any = mx.stack(of_one[: counts[b]]).tolist()
                 counts[b] = n_leading(is_sure)
         tokens = mx.concatenate(drafts, axis=1) if k > 1 else drafts[0]
-        return tokens[:, : max(counts)], [of_one[:n] for of_one, n in zip(records, counts)], counts
+        return tokens[:, : max(counts)], proposals, counts
 
     def observe(self, tokens: Iterable[int]) -> None:
         """Add tokens of the texts to the draft vocabulary, so that any of them can be drafted."""
@@ -293,6 +298,21 @@ class HeadDrafter:
         """Reduce the draft vocabulary to the loaded one and these tokens, after sequences have left."""
         self.lm_head = self.model.drafting.lm_head
         self.observe(tokens)
+
+
+def _draft(
+    sequences: list[Sequence], members: list[int], logits: mx.array, before: list[mx.array]
+) -> tuple[mx.array, Any, mx.array]:
+    """Draft for the sequences of a group by the head's logits [G, V], after drafts of all sequences, each [B, 1].
+
+    Returns:
+        Tuple[mx.array, Any, mx.array]: The drafts [G, 1], their proposal, and the processed logits, [G, V].
+    """
+    s = sequences[members[0]]
+    if s.logits_processors:
+        logits = s.process(logits, mx.concatenate([d[members[0]] for d in before]) if before else NO_TOKENS)
+    drafts, proposal = s.acceptance.draft([sequences[b].drafted(after=len(before)) for b in members], logits)
+    return drafts.astype(mx.uint32)[:, None], proposal, logits
 
 
 def with_drafts(tokens: mx.array, b: int, own: mx.array) -> mx.array:

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as AnySampler
-from mlx_lm.sample_utils import greedy_sampler
 
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
@@ -15,9 +14,9 @@ from ..drafts.options import TextOptions
 from ..drafts.sources import Source, make_sources
 from ..pacing.depth import MAX_DRAFT_TOKENS, Offer, Rates
 from ..pacing.step_times import HEAD, Plan
-from ..sampling.acceptance import TokenMatch, make_acceptance
+from ..sampling.acceptance import Drafted, make_acceptance
 from ..sampling.processors import restoring_random_state
-from ..sampling.sampler import Sampler
+from ..sampling.sampler import TextSampler, for_one_text
 from .counts import DraftCounts
 
 
@@ -58,6 +57,7 @@ class Sequence:
         images (List[ImageSpan]): The images of its text.
         n_generated (int): The number of generated tokens, of which the host may not know the last ones yet.
         n_observed (int): The number of generated tokens that the host knows.
+        noise (Tuple[int, int]): The seed of its sampler, if it has one, and the position of the first token in the noise.
     """
 
     cache: PromptCache
@@ -92,12 +92,9 @@ class Sequence:
 
     def sample_with(self, sampler: AnySampler | None) -> None:
         """Raise a ValueError if the sampler is for a text that has begun."""
+        sampler = for_one_text(sampler)
         self.acceptance = make_acceptance(sampler)
-        is_greedy = isinstance(self.acceptance, TokenMatch) and self.acceptance.sampler is greedy_sampler
-        self.is_greedy = is_greedy and not self.logits_processors  # one argmax serves all greedy sequences
-        # Without drafts, sequences of equal samplers are drawn in one call. mlx-lm's samplers are not: all sequences of a call
-        # would share XTC's random number.
-        self.shared_sampler = sampler if type(sampler) is Sampler and not self.logits_processors else None
+        self.noise = (sampler.sampler.seed, sampler.start) if isinstance(sampler, TextSampler) else (0, 0)
 
     @property
     def needs_tokens(self) -> bool:
@@ -112,15 +109,6 @@ class Sequence:
     def n_unobserved(self) -> int:
         """The number of committed tokens that the host does not know yet."""
         return self.n_generated - self.n_observed
-
-    @contextmanager
-    def own_errors(self) -> Iterator[None]:
-        """A context for calls of its sampler and processors: an exception ends this sequence, and no other."""
-        try:
-            with restoring_random_state():
-                yield
-        except Exception as e:
-            self.end = e
 
     def check(self) -> None:
         """Raise the exception of its sampler or a processor that has ended it, if any."""
@@ -182,15 +170,19 @@ class Sequence:
             rates[HEAD] = self.rates.estimate[: limit if self.number is None else min(limit, self.number)]
         return {name: of_each for name, of_each in rates.items() if of_each}
 
-    def logprobs(self, logits: mx.array, drafts: mx.array) -> mx.array:
-        """Logits [1, V] of the position after some drafts [t] -> log probabilities [1, V], processed."""
-        if self.logits_processors:
-            assert self.context is not None
-            tokens = mx.concatenate([self.context, drafts])
-            if tokens.size > 0:  # as mlx-lm, which has none where the prompt was given as embeddings
-                for processor in self.logits_processors:
-                    logits = processor(tokens, logits)
-        return logits - mx.logsumexp(logits, keepdims=True)
+    def process(self, logits: mx.array, drafts: mx.array) -> mx.array:
+        """Apply the logits processors to logits [1, V] of the position after some drafts [t]."""
+        assert self.context is not None
+        tokens = mx.concatenate([self.context, drafts])
+        if tokens.size > 0:  # as mlx-lm, which has none where the prompt was given as embeddings
+            for processor in self.logits_processors:
+                logits = processor(tokens, logits)
+        return logits
+
+    def drafted(self, n: int = 1, are_copies: bool = False, after: int = 0) -> Drafted:
+        """n drafts for its next tokens, after other drafts."""
+        seed, first = self.noise
+        return Drafted(n, are_copies, seed, first + self.n_generated + after)
 
     def commit(self, tokens: mx.array, b: int, n: int) -> None:
         """Commit the first n of ``tokens[b]``, of [B, T], which the host may not know yet."""
@@ -216,6 +208,17 @@ class Sequence:
             source.observe(taken)
         self.tokens += taken
         return taken
+
+
+@contextmanager
+def own_errors(sequences: list[Sequence]) -> Iterator[None]:
+    """A context for calls of samplers and processors: an exception ends these sequences, and no other."""
+    try:
+        with restoring_random_state():
+            yield
+    except Exception as e:
+        for s in sequences:
+            s.end = e
 
 
 def without_images(text: list[int], first: int, images: list[ImageSpan]) -> list[int]:

@@ -8,11 +8,10 @@ import mlx.core as mx
 from ..pacing.step_times import Plan
 from ..sampling.acceptance import Verdict
 from ..sampling.processors import until_error
-from .sequence import Sequence
+from .sequence import Sequence, own_errors
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
 Stepped = tuple[Sequence, list[Token]]  # a sequence, and its tokens of a step
-Records = list[list[Any]]  # the record that ``Acceptance.draft`` returned with each draft of each sequence
 
 NO_TOKENS = mx.array([], mx.uint32)
 NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
@@ -42,13 +41,12 @@ class Drafts:
     Args:
         plans (Tuple[Plan]): The number and the source of each sequence's drafts: a source may give fewer than planned, [B].
         tokens (mx.array): [B, k]; ``NO_DRAFTS`` if there are none.
-        records (List[List[Any]]): The record that ``Acceptance.draft`` returned with each draft of each sequence;
-          ``None`` for a draft that has no distribution.
+        proposals (List[List[Any]]): The proposals of the head's drafts, for the texts of each of ``groups_of``.
     """
 
     plans: tuple[Plan, ...]
     tokens: mx.array = NO_DRAFTS
-    records: Records = field(default_factory=list)
+    proposals: list[list[Any]] = field(default_factory=list)
 
     def __len__(self) -> int:
         """The most drafts of any sequence."""
@@ -84,24 +82,21 @@ class Choice:
         window (Window): The window.
         tokens (mx.array): [B, T]
         accepted (mx.array): Whether each draft is accepted, given those before it, [B, k].
-        logprobs (mx.array, optional): Log probabilities of greedy sequences, [B, T, V].
-        own_logprobs (Dict[int, List[mx.array]]): Log probabilities of the other sequences, by index, each [1, V].
+        logprobs (mx.array): Log probabilities of the sequences without logits processors, [B, T, V].
+        own_logprobs (Dict[int, mx.array]): Log probabilities of the other sequences, by index, each [1, n, V].
         has_ended (List[bool]): Whether each sequence had ended before, or has failed.
     """
 
     window: Window
     tokens: mx.array
     accepted: mx.array
-    logprobs: mx.array | None
-    own_logprobs: dict[int, list[mx.array]]
+    logprobs: mx.array
+    own_logprobs: dict[int, mx.array]
     has_ended: list[bool]
 
     def logprobs_of(self, b: int, t: int) -> mx.array:
         """The log probabilities of sequence b's token t, [V]."""
-        if b in self.own_logprobs:
-            return self.own_logprobs[b][t].squeeze(0)
-        assert self.logprobs is not None
-        return self.logprobs[b, t]
+        return self.own_logprobs[b][0, t] if b in self.own_logprobs else self.logprobs[b, t]
 
 
 @dataclass(frozen=True)
@@ -135,55 +130,65 @@ class Step:
 
 
 def choose(window: Window) -> Choice:
-    """Choose a token at every position of every sequence; greedy sequences share one argmax over the batch."""
-    sequences, drafts = window.sequences, window.drafts.tokens
-    own, k = [b for b, s in enumerate(sequences) if s.end is None and not s.is_greedy], len(window.drafts)
-    logprobs, own_logprobs = None, dict[int, list[mx.array]]()
-    tokens, accepted = mx.zeros(window.logits.shape[:2], mx.uint32), mx.zeros((len(sequences), k), mx.bool_)
-    if len(sequences) > 1 or not own:
-        logprobs = window.logits - mx.logsumexp(window.logits, axis=-1, keepdims=True)
-        tokens = mx.argmax(logprobs, axis=-1)  # [B, T]
-        if k > 0:
-            accepted = tokens[:, :-1] == drafts
-    if logprobs is not None and k == 0:
-        own = _draw_in_groups(sequences, own, logprobs, tokens)
-    for b in own:
-        with sequences[b].own_errors():
-            verdict, own_logprobs[b] = _verdict(sequences[b], b, window)
-            tokens[b, : len(verdict.tokens)] = verdict.tokens
-            if k > 0:
-                accepted[b] = mx.pad(verdict.accepted, (0, k - len(verdict.accepted)))
+    """Choose a token at every position of every sequence, in one call for all positions of sequences with equal samplers."""
+    sequences, (B, T) = window.sequences, window.logits.shape[:2]
+    tokens, accepted = mx.zeros((B, T), mx.uint32), mx.zeros((B, T - 1), mx.bool_)
+    logprobs, groups = normalized(window.logits), groups_of(sequences)
+    own_logprobs: dict[int, mx.array] = {}
+    for members, proposals in zip(groups, window.drafts.proposals or [[]] * len(groups)):
+        running = [sequences[b] for b in members if sequences[b].end is None]
+        with own_errors(running):
+            if running:
+                (first, *_), own = members, rows_of(logprobs, members)
+                if sequences[first].logits_processors:
+                    own = own_logprobs[first] = _processed(window, first)
+                verdict = _verdict(window, members, own, proposals)
+                tokens, accepted = (
+                    with_rows(tokens, members, verdict.tokens),
+                    with_rows(accepted, members, verdict.accepted),
+                )
     return Choice(window, tokens, accepted, logprobs, own_logprobs, [s.end is not None for s in sequences])
 
 
-def _draw_in_groups(sequences: list[Sequence], own: list[int], logprobs: mx.array, tokens: mx.array) -> list[int]:
-    """Call each distinct sampler once for all sequences that share it, as mlx-lm does.
+def _processed(window: Window, b: int) -> mx.array:
+    """The log probabilities of sequence b, which has logits processors, [1, n, V]: up to a position where one raises."""
+    s, logits, drafts = window.sequences[b], window.logits[b : b + 1], window.drafts.tokens
+    # [1, V], as mlx-lm hands it to processors, and an array of its own, since penalties write into it.
+    positions = range(window.drafts.plans[b].k + 1)
+    processed = until_error(lambda t: s.process(logits[:, t], drafts[b, :t] if t > 0 else NO_TOKENS), positions)
+    return normalized(mx.stack(processed, axis=1))
 
-    Args:
-        logprobs (mx.array): [B, 1, V]
-        tokens (mx.array): The tokens to draw, [B, 1].
 
-    Returns:
-        List[int]: The sequences that have no shared sampler, whose tokens are still to be chosen.
-    """
+def _verdict(window: Window, members: list[int], logprobs: mx.array, proposals: list[Any]) -> Verdict:
+    """The verdict on the drafts of sequences with equal samplers, by their log probabilities, [G, n, V]."""
+    sequences, plans = window.sequences, window.drafts.plans
+    n = min(max(plans[b].k for b in members) + 1, logprobs.shape[1])
+    drafts = rows_of(window.drafts.tokens, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
+    texts = [sequences[b].drafted(plans[b].k, plans[b].skips_head) for b in members]
+    return sequences[members[0]].acceptance.accept(texts, logprobs[:, :n], drafts, proposals)
+
+
+def groups_of(sequences: list[Sequence]) -> list[list[int]]:
+    """The sequences that are drafted for and accepted together: with equal samplers, and without logits processors."""
     groups: dict[Any, list[int]] = {}
-    for b in own:
-        if (key := sequences[b].shared_sampler) is not None:
-            groups.setdefault(key, []).append(b)
-    for sampler, members in groups.items():
-        index, first = mx.array(members), sequences[members[0]]
-        with first.own_errors():
-            tokens[index] = sampler(logprobs[index, 0])[:, None]
-        for b in members:
-            sequences[b].end = first.end
-    return [b for b in own if sequences[b].shared_sampler is None]
+    for b, s in enumerate(sequences):
+        groups.setdefault((s.acceptance, b if s.logits_processors else None), []).append(b)
+    return list(groups.values())
 
 
-def _verdict(s: Sequence, b: int, window: Window) -> tuple[Verdict, list[mx.array]]:
-    """The verdict on sequence b, which has its own sampler or processors, and the log probabilities, each [1, V]."""
-    own, k = window.drafts, window.drafts.plans[b].k
-    drafts, records = (own.tokens[b, :k], own.records[b]) if len(own) > 0 else (NO_TOKENS, [])
-    # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
-    logprobs = until_error(lambda t: s.logprobs(window.logits[b : b + 1, t], drafts[:t]), range(k + 1))
-    n = len(logprobs) - 1
-    return s.acceptance.accept(logprobs, drafts[:n], records[:n], s.n_generated), logprobs
+def rows_of(x: mx.array, members: list[int]) -> mx.array:
+    return x if len(members) == len(x) else x[mx.array(members)]
+
+
+def with_rows(x: mx.array, members: list[int], own: mx.array) -> mx.array:
+    """Put the first columns of some rows, [G, n], into x, [B, T]."""
+    if own.shape == x.shape:
+        return own.astype(x.dtype)
+    if (n := own.shape[1]) > 0:
+        x[mx.array(members), :n] = own
+    return x
+
+
+def normalized(logits: mx.array) -> mx.array:
+    """Logits [..., V] -> log probabilities, as in mlx-lm."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

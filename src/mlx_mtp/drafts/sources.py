@@ -21,7 +21,7 @@ acceptance rate of copies is known without trying them.
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -55,15 +55,14 @@ class Source(Protocol):
         """
         ...
 
-    def propose(self, k: int, n_unobserved: int) -> tuple[mx.array, list[Any]]:
+    def propose(self, k: int, n_unobserved: int) -> mx.array:
         """
         Args:
             k (int): The most drafts to make.
             n_unobserved (int): As for ``acceptance``.
 
         Returns:
-            Tuple[mx.array, List[None]]: Up to k drafts for the tokens after the unobserved ones; and a record of ``None`` for
-            each, for a proposal with probability one.
+            mx.array: Up to k drafts for the tokens after the unobserved ones, each a proposal with probability one.
         """
         ...
 
@@ -148,12 +147,10 @@ class PromptLookup:
         rates = [self.rates.estimate[self._bucket(self.length + i)] for i in range(n)]
         return [prod(rates[: n_unobserved + 1]), *rates[n_unobserved + 1 :]]
 
-    def propose(self, k: int, n_unobserved: int) -> tuple[mx.array, list[None]]:
-        """Up to k copies for the tokens after the unobserved ones, and their records: ``None``, for probability one."""
-        at = self.at
-        assert at is not None
-        drafts = self._copy(at, n_unobserved + k)[n_unobserved:]
-        return mx.array(drafts, mx.uint32), [None] * len(drafts)
+    def propose(self, k: int, n_unobserved: int) -> mx.array:
+        """Up to k copies for the tokens after the unobserved ones."""
+        assert self.at is not None
+        return mx.array(self._copy(self.at, n_unobserved + k)[n_unobserved:], mx.uint32)
 
     def _copy(self, at: int, n: int) -> list[int]:
         """The n tokens from an index on, fewer if an image begins before."""
