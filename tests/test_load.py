@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 import mlx_mtp
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.load import check_family
-from mlx_mtp.models import qwen3_5
+from mlx_mtp.models import drafter_of, qwen3_5
 from mlx_mtp.models.head_weights import EXPERT_PROJECTIONS, is_raw
 from tests.support.bad_checkpoints import BAD
 from tests.support.checkpoints import (
@@ -27,10 +27,11 @@ from tests.support.checkpoints import (
     edit,
     no_head,
     parameters,
+    tables,
     write,
     write_tiny,
 )
-from tests.support.models import DATA, FAMILIES, tiny_config, tiny_model
+from tests.support.models import DATA, FAMILIES, FLASH, tiny_config, tiny_model
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 RAW = "model.language_model."
@@ -53,7 +54,7 @@ def published(model, family, raw=True, fused=False, prefix=RAW):
     weights = {}
     for name, w in parameters(model).items():
         is_head = "mtp." in name
-        if raw and w.ndim == 1 and name.endswith(NORMS) and "linear_attn.norm" not in name:
+        if raw and w.ndim == 1 and name.endswith(NORMS) and "linear_attn.norm" not in name and family != FLASH:
             w = w - 1
         if raw and "conv1d" in name:
             w = w.moveaxis(1, 2)
@@ -82,7 +83,9 @@ def with_experts(weights, family, fused):
     return out
 
 
-@pytest.mark.parametrize(("family", "fused"), [*((f, False) for f in FAMILIES[:3]), ("qwen3_5_moe", True)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "fused"), [*((f, False) for f in FAMILIES[:3]), ("qwen3_5_moe", True), (FLASH, True)], ids=str
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("raw", "prefix"), [(True, RAW), (True, ""), (False, "language_model."), (False, "")], ids=str)
 def test_every_layout_gives_the_same_parameters(family, tied, fused, raw, prefix, tmp_path):
@@ -91,6 +94,9 @@ def test_every_layout_gives_the_same_parameters(family, tied, fused, raw, prefix
     if family == "qwen3_next":
         config.pop("mtp_num_hidden_layers")  # the tensors tell
     weights = published(model, family, raw, fused, prefix)
+    weights |= tables(
+        model, "model.language_model." if raw else "language_model.model.", "shard_" if raw else "shards."
+    )
     assert is_raw(weights) == raw
     want, got = parameters(model), parameters(loaded(write(tmp_path / "model", config, weights)))
     assert got.keys() == want.keys()
@@ -294,6 +300,7 @@ def headless(tmp_path, family):
     weights = parameters(model := tiny_model(family, 3))
     head = {name: w for name, w in weights.items() if "mtp." in name}
     backbone = {name: w for name, w in weights.items() if "mtp." not in name}
+    backbone |= tables(model)
     return model, write(tmp_path / "model", tiny_config(family), backbone), backbone, head
 
 
@@ -307,7 +314,13 @@ def make_drafter(tmp_path, model, tensors, **config):
     """A folder with a head alone, as mlx-vlm writes it."""
     weights = {name.removeprefix("language_model.").removeprefix("mtp."): w for name, w in tensors.items()}
     text = (source := config_of(model)).get("text_config", source)
-    config = {"model_type": "qwen3_5_mtp", "text_config": text, "block_size": 3, "tie_word_embeddings": True, **config}
+    config = {
+        "model_type": drafter_of(source["model_type"]),
+        "text_config": text,
+        "block_size": 3,
+        "tie_word_embeddings": True,
+        **config,
+    }
     return write(tmp_path / "drafter", config, weights)
 
 
@@ -326,7 +339,7 @@ def quantized(tensors):
 def assert_same_head(got, want):
     got, want = parameters(got.mtp), parameters(want.mtp)
     assert got.keys() == want.keys()
-    atol = 1e-6 if got["fc.weight"].dtype == mx.float32 else 2e-3  # a pack's is in float16
+    atol = 1e-6 if got["pre_fc_norm_hidden.weight"].dtype == mx.float32 else 2e-3  # a pack's is in float16
     assert [name for name, w in want.items() if not mx.allclose(got[name], w, rtol=0, atol=atol)] == []
 
 
@@ -336,7 +349,10 @@ def test_loads_a_drafter(family, raw, tmp_path):
     model, folder, _, head = headless(tmp_path, family)
     drafter = make_drafter(tmp_path, folder, head)
     if raw:  # names tell, as in mlx-vlm
-        edit(drafter, lambda w: [w.update({f"mtp.{n}": w[n] - (w[n].ndim == 1)}) or w.pop(n) for n in [*w]])
+        edit(
+            drafter,
+            lambda w: [w.update({f"mtp.{n}": w[n] - (w[n].ndim == 1 and family != FLASH)}) or w.pop(n) for n in [*w]],
+        )
     assert_same_head(loaded(folder, mtp=str(drafter)), model)
     if family == "qwen3_5" and not raw:  # beside a raw model it is not shifted either
         write(folder, tiny_config(family), published(model, family))

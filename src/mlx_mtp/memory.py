@@ -26,6 +26,9 @@ SHORT = "Unable to allocate", "Insufficient Memory", "out of memory"  # in MLX's
 FAILED_PASS = "Command buffer execution failed"  # in Metal's errors, such as those of memory and of time
 CONTEXT = 2048  # the shortest text that a model must have room for, in tokens
 CHUNK = 2048  # tokens of a prompt that one pass prefills, by default
+NGRAM_SHARE = (
+    0.6  # of the memory, of a model with its tables of n-gram embeddings, which are otherwise read from their files
+)
 TIGHT = 0.9  # the share of the memory left above which a warning is logged
 STEP = KVCache.step  # tokens by which caches grow
 STATES_AT_ONCE = 4  # recurrent states held at once by a recurrence of many small operations
@@ -169,6 +172,7 @@ class Needs(NamedTuple):
     weights: int  # of the backbone, with embeddings and lm_head
     head: int = 0
     tower: int = 0  # the weights of the vision encoder
+    ngrams: int = 0  # the tables of n-gram embeddings, if they are in memory
     caches: int = 0
     chunk: int = 0  # the activations of a pass over the last chunk of a prompt
 
@@ -185,7 +189,9 @@ def needs_of(model: Any, context: int, chunk: int = CHUNK) -> Needs:
     """The memory of a loaded model with a text of ``context`` tokens, prefilled in chunks of ``chunk``."""
     head, sizes = nbytes_of(getattr(model, "mtp", None)), sizes_of(model)
     of_chunk = sizes.chunk(min(chunk, context), context)
-    return Needs(nbytes_of(model) - head, head, caches=sizes.caches(context), chunk=of_chunk)
+    tables = () if getattr(model, "ngrams", None) is None else model.ngrams.tables.values()
+    ngrams = sum(table.nbytes for table in tables)
+    return Needs(nbytes_of(model) - head, head, ngrams=ngrams, caches=sizes.caches(context), chunk=of_chunk)
 
 
 def nbytes_of(module: Any) -> int:
@@ -229,7 +235,7 @@ class Sizes:
 
 def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
     """The sizes of a model with a head or without. With ``value_bytes``, those of a number, no weight is read."""
-    n = value_bytes or model.layers[0].input_layernorm.weight.dtype.size
+    n = value_bytes or model.layers[0].dtype.size
     recurrent = [layer for layer in model.layers if layer.is_linear]
     attention = [layer for layer in model.layers if not layer.is_linear]
     head = [model.head_layer] if getattr(model, "mtp", None) is not None else []

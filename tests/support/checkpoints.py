@@ -28,7 +28,8 @@ def write(folder, config, weights):
 
 
 def write_tiny(folder, family, dtype=mx.float32, **changes):
-    return write(folder, tiny_config(family, **changes), parameters(tiny_model(family, dtype=dtype, **changes)))
+    model = tiny_model(family, dtype=dtype, **changes)
+    return write(folder, tiny_config(family, **changes), parameters(model) | tables(model))
 
 
 def converted(source, target, **options):
@@ -53,6 +54,16 @@ def make_adapter(model: Path, folder: Path) -> Path:
 
 def parameters(module) -> dict[str, mx.array]:
     return dict(tree_flatten(module.parameters()))
+
+
+def tables(model, prefix="language_model.model.", part="shards.") -> dict[str, mx.array]:
+    """The tensors of a model's tables of n-gram embeddings, if it has any."""
+    found = {}
+    for i, table in (model.ngrams.tables if model.ngrams else {}).items():
+        for j, arrays in enumerate(table.parts):
+            name = f"{prefix}layers.{i}.ple.ple_embedding.ngram_embedding.{part}{j}"
+            found |= {f"{name}.{kind}": mx.array(x) for kind, x in arrays.items()}
+    return found
 
 
 def tensors(folder: Path) -> dict[str, mx.array]:

@@ -13,6 +13,8 @@ from mlx_lm.models import switch_layers
 from mlx_lm.utils import load_model
 
 from mlx_mtp import traces
+from mlx_mtp.checkpoint.ngram_files import open_tables
+from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.layers import compiled
 from mlx_mtp.models.ngrams import NgramTable
 
@@ -36,8 +38,8 @@ EXPERTS = {
 }  # fmt: skip
 # Queries select two blocks of four tokens, and the tokens behind the last complete one. The first layer has n-gram embeddings.
 SPARSE = {
-    "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_head_dim": 32, "indexer_budget": 8,
-    "indexer_compress_ratio": 4, "output_gate_type": "sigmoid", "ple_layer_ids": [1], "ple_embed_dim": 32,
+    "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32,
+    "indexer_budget": 8, "indexer_compress_ratio": 4, "output_gate_type": "sigmoid", "ple_layer_ids": [1], "ple_embed_dim": 32,
     "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 40, "split_ngram_parts": 3,
     "eos_token_id": 5,
 }  # fmt: skip
@@ -59,6 +61,8 @@ def tiny_config(family: str, **changes) -> dict:
     if family == PACK:
         dense = import_module("mlx_mtp.models.qwen3_5")
         return pack_config(text, manifest(dense.TextModel(dense.TextModelArgs.from_dict(text))))
+    if family == FLASH:
+        text["model_type"] = "qwen4_exp_text"
     return {"model_type": family, "text_config": text}
 
 
@@ -93,11 +97,11 @@ def tiny_model(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **chang
 
 def add_tables(model, seed: int = 0) -> None:
     """Random tables of n-gram embeddings, in three parts."""
-    ngrams, args = model.model.ngrams, model.text_args
-    width = args.ple_embed_dim // (args.heads_per_ngram * (args.ngram_size - 1))
+    ngrams = model.ngrams
     for i, own in ngrams.hashes.items():
-        rows = np.random.default_rng(seed + i).standard_normal((own.n_rows, width)).astype(np.float32)
-        ngrams.tables[i] = NgramTable([{"weight": part} for part in np.array_split(rows, 3)], width)
+        rows = np.random.default_rng(seed + i).standard_normal((own.n_rows, ngrams.width)).astype(np.float32)
+        parts = [{"weight": part} for part in np.array_split(rows, 3)]
+        ngrams.tables[i] = NgramTable(parts, ngrams.width, own.n_rows)
 
 
 def packed_model(seed: int, dtype: mx.Dtype, **changes):
@@ -132,6 +136,7 @@ def load_reference(folder: Path):
 
     classes = (Model, module.ModelArgs)
     model, _ = load_model(folder, model_config={"mtp_num_hidden_layers": 1}, get_model_classes=lambda config: classes)
+    open_tables(model, CheckpointReader(str(folder)), in_memory=False)
     return model
 
 

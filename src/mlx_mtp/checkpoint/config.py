@@ -67,6 +67,12 @@ def runs_in_mlx_lm_only(config: Config | None) -> bool:
     return model_type not in MODEL_TYPES and _mlx_lm_has(model_type)
 
 
+def runs_here_only(config: Config | None) -> bool:
+    """Whether a checkpoint's model is of a family that this package supports, and mlx-lm does not."""
+    model_type = (config or {}).get("model_type")
+    return model_type in MODEL_TYPES and not _mlx_lm_has(model_type)
+
+
 def _mlx_lm_has(model_type: Any) -> bool:
     """Whether mlx-lm can load models of this type, without a head."""
     module = MODEL_REMAPPING.get(model_type, model_type) if isinstance(model_type, str) else ""

@@ -26,12 +26,14 @@ from .config import (
     ends_of_text,
     loading_errors,
     read_config,
+    runs_here_only,
     runs_in_mlx_lm_only,
     with_output_layer,
 )
 from .fetched import FLOOR, FetchedHead, fetch_missing_head, fetch_tower, has_own_head, measure_acceptance
 from .hub import HEAD_FILE, fetch
 from .memory_check import check_before_download, check_memory
+from .ngram_files import open_tables
 from .originals import HEADS, fetched_before, forget
 from .part import Stage, check_complete, divide, evaluate, make_ranks
 from .reader import CheckpointReader
@@ -63,6 +65,7 @@ def load(
     mtp_bits: int | None = None,
     draft_head_bits: int | None = None,
     vision: bool | str = True,
+    ngram_memory: bool | None = None,
     settings: bool | str | Path = True,
     tensor_group: mx.distributed.Group | None = None,
     pipeline_group: mx.distributed.Group | None = None,
@@ -87,6 +90,8 @@ def load(
         draft_head_bits (int, optional): Quantize a copy of ``lm_head`` for the drafts. Default: ``None``.
         vision (Union[bool, str]): ``"auto"`` to download the base model's vision encoder if the checkpoint of a supported model
           has none. Default: ``True``, the checkpoint's own, if it has one.
+        ngram_memory (bool, optional): Load tables of n-gram embeddings into memory, or read rows from the files (``False``).
+          Default: ``None``, load them if the model with them takes at most 60 % of the memory.
         settings (Union[bool, str, Path]): A file of ``mlx_mtp benchmark --tune``, ``True`` for the file in the cache folder, if
           any, or ``False`` for none. The arguments above override it. Default: ``True``.
         tensor_group (mx.distributed.Group, optional): The processes that run the model together, each with a part of every
@@ -110,11 +115,12 @@ def load(
         checkpoint = CheckpointReader(name, folder=fetch(name, revision, weights=()))
         if mtp in ("auto", "cached") and not copy_drafts and runs_in_mlx_lm_only(checkpoint.config):
             mtp = False
+        copy_drafts = copy_drafts or runs_here_only(checkpoint.config)
         stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
         is_plain = not mtp and not copy_drafts and ranks is None
         if not is_plain:
             check_config(checkpoint.config, name)
-        check_before_download(name, revision, account, context, is_plain, bool(mtp), vision == "auto")
+        check_before_download(name, revision, account, context, is_plain, bool(mtp), vision == "auto", ngram_memory)
         head_file, files = checkpoint.head_file if mtp else None, None if stage is None else stage.files
         folder = fetch(name, revision, head_file or HEAD_FILE, weights=files)
         checkpoint = CheckpointReader(name, folder=folder, needed=files)
@@ -125,7 +131,7 @@ def load(
         config = check_config(checkpoint.config, checkpoint.name)
         model_config = with_output_layer(config, checkpoint.is_tied) | (model_config or {})
     if not mtp and not copy_drafts and ranks is None:
-        check_memory(checkpoint, account, context, True, False, False)
+        check_memory(checkpoint, account, context, True, False, False, False)
         return _load_in_mlx_lm(
             checkpoint, trust_remote_code, tokenizer_config, model_config, adapter_path, lazy, return_config
         )
@@ -134,12 +140,13 @@ def load(
         if mtp == "auto":
             mtp = True if fetched is None else str(fetched.folder)
         head = _separate_head(checkpoint, mtp)
-        check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", head)
+        holds = check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", ngram_memory, head)
         changes = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
         model, config = _load_model(checkpoint, head, changes, lazy or ranks is not None, trust_remote_code, stage)
         bits = head_formats.head_bits(model.mtp) if mtp else None
         if warning := head_formats.few_bits_warning(mtp if isinstance(mtp, str) else name, bits, name):
             log.warning(f"[WARNING] {warning}")
+        open_tables(model, checkpoint, in_memory=holds and not lazy)
         model = model if adapter_path is None else _with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
     model.ranks, model.fetched_head, model.vision = ranks, fetched, find_vision(checkpoint, config)

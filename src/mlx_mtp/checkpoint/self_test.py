@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
 from platformdirs import user_cache_path
 
 from ..caches.prompt_cache import has_head
@@ -149,19 +148,17 @@ def _head_copies(model: Any) -> int:
 
     MLX writes to an array in place if nothing else holds it, and Metal may hold it until the pass before has completed.
     """
-    norm, cache, token = model.mtp.norm.weight, KVCache(), mx.zeros((1, 1), mx.uint32)
+    norm, cache, token = model.mtp.pre_fc_norm_hidden.weight, model.head_layer.make_cache(), mx.zeros((1, 1), mx.uint32)
     hidden = run_head(model, mx.zeros((1, 1, norm.size), norm.dtype), token, cache)
-    B, H, _, D = cache.keys.shape
-    empty = mx.zeros((B, H, HEAD_TOKENS, D), cache.keys.dtype)
-    cache.update_and_fetch(empty, empty)
-    del empty
-    mx.eval(cache.keys, cache.values, hidden)
+    sizes = model.head_layer.row_sizes.values()
+    cache.update_and_fetch(*(mx.zeros((1, H, HEAD_TOKENS, D), cache.keys.dtype) for H, D in sizes))
+    mx.eval(cache.state, hidden)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(N_DRAFTS):
         hidden = run_head(model, hidden, token, cache)  # [1, 1, H]
         token = mx.argmax(model.draft_logits(hidden), axis=-1)  # [1, 1]
-    mx.eval(token, cache.keys, cache.values)
+    mx.eval(token, cache.state)
     return round((mx.get_peak_memory() - before) / cache.nbytes)
 
 

@@ -136,7 +136,7 @@ def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: s
         return
     separate = config.get(EXTRA_TENSORS) is not None or config["model_type"] == "qwen3_next"
     origin = config.get("mlx_mtp") or {"source": hf_path, "revision": commit}
-    output.describe_head(config, origin, model.mtp.norm.weight.dtype, head_bits(model.mtp), separate)
+    output.describe_head(config, origin, model.mtp.pre_fc_norm_hidden.weight.dtype, head_bits(model.mtp), separate)
 
 
 def _write_files(folder: Path, source: Path, ends: set[int], others: Iterable[str]) -> None:

@@ -42,6 +42,12 @@ class Layer:
     post_attention_layernorm: Any
 
     @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of activations."""
+        dtype: mx.Dtype = self.input_layernorm.weight.dtype
+        return dtype
+
+    @property
     def states(self) -> list[State]:
         """The arrays of the cache of a recurrent layer."""
         delta = self.linear_attn

@@ -25,6 +25,7 @@ class MTPModel:
     model: Any  # the backbone, with ``embed_tokens``
     layers: Any
     parameters: Any
+    ngrams: Any = None  # the hashes and tables of n-gram embeddings, if the model has any
     ranks: Ranks | None = None  # the ranks that run the model, set by ``mlx_mtp.load``
     vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
     fetched_head: Any = None  # the ``checkpoint.fetched.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``

@@ -11,7 +11,7 @@ from the mapped files of the checkpoint. This is ``Qwen4ExpTextPLELayer`` of tra
 import math
 from collections.abc import Mapping, Sequence
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,7 +23,11 @@ Array = Any  # an mx.array or np.ndarray
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15  # of splitmix64
 SEED_STEP = 10007
-PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # dtypes of unquantized rows
+FLOAT_MODES = {
+    (16, 4): "nvfp4",
+    (32, 4): "mxfp4",
+    (32, 8): "mxfp8",
+}  # quantizations without biases, by group size and bits
 
 
 def _splitmix64(x: int) -> int:
@@ -74,60 +78,98 @@ class NgramHash:
         return np_or_mx.concatenate(ids, axis=-1)
 
 
+class Quantized(NamedTuple):
+    """The quantization of rows, as the arguments of ``mx.dequantize``."""
+
+    group_size: int
+    bits: int
+    mode: str
+
+
 class NgramTable:
     """The rows of a table, in mapped files or in memory.
 
     Args:
-        shards (Sequence[Mapping[str, np.ndarray]]): The arrays of each part of the rows: ``weight`` and, if they are quantized,
+        parts (Sequence[Mapping[str, np.ndarray]]): The arrays of each part of the rows: ``weight`` and, if they are quantized,
           ``scales`` and ``biases``, each [n, ...]; bfloat16 as uint16.
         width (int): The numbers in a row.
+        n_rows (int): The least number of rows.
+
+    Raises:
+        ValueError: The arrays are not those of such a table.
     """
 
-    def __init__(self, shards: Sequence[Mapping[str, np.ndarray]], width: int):
-        self.shards, self.width = shards, width
-        self.starts = np.cumsum([0] + [len(shard["weight"]) for shard in shards])
+    def __init__(self, parts: Sequence[Mapping[str, np.ndarray]], width: int, n_rows: int):
+        self.parts, self.width = parts, width
+        self.quantized = _quantization(parts[0], width)
+        for j, part in enumerate(parts):
+            own = {name: x.shape[1:] for name, x in part.items()}
+            if own != {name: x.shape[1:] for name, x in parts[0].items()} or len({len(x) for x in part.values()}) > 1:
+                raise ValueError(f"has other arrays in part {j} than in part 0")
+        self.starts = np.cumsum([0] + [len(part["weight"]) for part in parts])
+        if self.starts[-1] < n_rows:
+            raise ValueError(f"has {self.starts[-1]} rows, not {n_rows}")
         self.arrays: dict[str, mx.array] | None = None  # all rows, in memory
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for shard in self.shards for x in shard.values())
+        """The bytes held in memory."""
+        return sum(x.nbytes for x in (self.arrays or {}).values())
 
     def load(self) -> None:
-        """Read all rows, a part at a time."""
+        """Read all rows into memory, a part at a time."""
         arrays = {}
-        for name, first in self.shards[0].items():
-            whole = mx.zeros((self.starts[-1].item(), *first.shape[1:]), mx.array(first[:0]).dtype)
-            for start, shard in zip(self.starts.tolist(), self.shards):
-                whole[start : start + len(shard[name])] = mx.array(shard[name])
+        for name, first in self.parts[0].items():
+            whole = mx.zeros((self.starts[-1].item(), *first.shape[1:]), mx.array(first[:1]).dtype)
+            for start, part in zip(self.starts.tolist(), self.parts):
+                whole[start : start + len(part[name])] = mx.array(part[name])
                 mx.eval(whole)
             arrays[name] = whole
         self.arrays = arrays
 
     def __call__(self, ids: Array) -> mx.array:
-        """Ids [...] -> rows [..., width]. From files, ids must be on the host."""
+        """Ids [...] -> rows [..., width]. For files, ids are on the host."""
         if self.arrays is not None:
             return self._values({name: x[ids] for name, x in self.arrays.items()})
         unique, where = np.unique(ids, return_inverse=True)  # ascending, as they are in the files
-        parts = np.searchsorted(self.starts, unique, side="right") - 1
-        read: dict[str, list[np.ndarray]] = {name: [] for name in self.shards[0]}
-        for part in np.unique(parts):
-            rows = unique[parts == part] - self.starts[part]
-            for name, x in self.shards[part].items():
-                read[name].append(x[rows])
+        of_part = np.searchsorted(self.starts, unique, side="right") - 1
+        read: dict[str, list[np.ndarray]] = {name: [] for name in self.parts[0]}
+        for j in np.unique(of_part):
+            for name, x in self.parts[j].items():
+                read[name].append(x[unique[of_part == j] - self.starts[j]])
         rows = self._values({name: mx.array(np.concatenate(x)) for name, x in read.items()})
         return rows[mx.array(where.reshape(ids.shape).astype(np.int32))]
 
-    def _values(self, rows: dict[str, mx.array]) -> mx.array:
+    def _values(self, rows: Mapping[str, mx.array]) -> mx.array:
         """Rows as they are stored -> [..., width]"""
-        w, scales, biases = (rows.get(name) for name in ("weight", "scales", "biases"))
-        assert w is not None
-        if scales is None:
-            return w.view(mx.bfloat16) if w.dtype == mx.uint16 else w
-        group_size, bits = self.width // scales.shape[-1], 32 * w.shape[-1] // self.width
-        if biases is None:
-            return mx.dequantize(w, scales, None, group_size, bits, mode="nvfp4").astype(mx.bfloat16)
-        scales, biases = (x.view(mx.bfloat16) if x.dtype == mx.uint16 else x for x in (scales, biases))
-        return mx.dequantize(w, scales, biases, group_size, bits)
+        if self.quantized is None:
+            return _floats(rows["weight"])
+        scales, biases = rows["scales"], rows.get("biases")
+        if biases is not None:
+            scales, biases = _floats(scales), _floats(biases)
+        return mx.dequantize(rows["weight"], scales, biases, **self.quantized._asdict())
+
+
+def _quantization(part: Mapping[str, np.ndarray], width: int) -> Quantized | None:
+    """How rows are quantized; ``None`` if they are not."""
+    (w, scales), described = (
+        (part.get(name) for name in ("weight", "scales")),
+        str({n: x.shape for n, x in part.items()}),
+    )
+    assert w is not None
+    if all(x.ndim == 2 for x in part.values()):
+        if part.keys() == {"weight"} and w.dtype != np.uint32 and w.shape[1] == width:
+            return None
+        if scales is not None and w.dtype == np.uint32 and width % scales.shape[1] == 0:
+            group_size, bits = width // scales.shape[1], 32 * w.shape[1] // width
+            mode = "affine" if "biases" in part else FLOAT_MODES.get((group_size, bits), "")
+            if mode and (scales.dtype == np.uint8) == (mode != "affine") and bits * width == 32 * w.shape[1]:
+                return Quantized(group_size, bits, mode)
+    raise ValueError(f"has rows that are not {width} numbers, quantized or not ({described})")
+
+
+def _floats(x: mx.array) -> mx.array:
+    return x.view(mx.bfloat16) if x.dtype == mx.uint16 else x
 
 
 class NgramEmbedding(nn.Module):
@@ -159,7 +201,7 @@ def add_ngrams(own: Any, x: mx.array, embeddings: mx.array, last: mx.array) -> t
     Returns:
         Tuple[mx.array, mx.array]: The streams, and the inputs of the convolution, [B, K + T, n H].
     """
-    streams = (*x.shape[:2], own.n_streams, -1)
+    streams, embeddings = (*x.shape[:2], own.n_streams, -1), embeddings.astype(x.dtype)
     keys, queries = own.norm_key(own.key_proj(embeddings)).reshape(streams), own.norm_query(x).reshape(streams)
     gate = (keys * queries).sum(axis=-1, keepdims=True) / math.sqrt(queries.shape[-1])
     gate = mx.sqrt(mx.maximum(mx.abs(gate), 1e-6)) * mx.sign(gate)

@@ -54,6 +54,20 @@ class TextModelArgs(qwen3_5.TextModelArgs):
         self.ple_layer_ids = sorted({*(self.ple_layer_ids or ())})
         self.ple_embed_dim = self.ple_embed_dim or self.hidden_size
 
+        wrong = {
+            "num_experts must be 1 or more": self.num_experts < 1,
+            "layer_types must have a type for each layer": len(self.layer_types or ())
+            not in (0, self.num_hidden_layers),
+            "indexer_budget must be a multiple of indexer_compress_ratio": self.indexer_budget
+            % self.indexer_compress_ratio,
+            "ple_layer_ids must be those of recurrent layers, from 1 on": any(
+                not 1 <= i <= self.num_hidden_layers or not self.is_linear(i - 1) for i in self.ple_layer_ids
+            ),
+            "eos_token_id is needed for n-gram embeddings": self.ple_layer_ids and self.eos_token_id in (None, []),
+        }
+        if sentences := [sentence for sentence, is_wrong in wrong.items() if is_wrong]:
+            raise ValueError(f"in its config, {sentences[0]}")
+
     def is_linear(self, i: int) -> bool:
         """Whether layer i is recurrent."""
         if self.layer_types is None:
@@ -199,11 +213,7 @@ class DecoderLayer(Layer, nn.Module):
 
 
 class Backbone(stock.Qwen3_5TextModel):
-    """The layers between the embedding and the last mixer, as in mlx-lm's Qwen3.5, over streams.
-
-    Attributes:
-        tables (Dict[int, NgramTable]): The table of each layer with n-gram embeddings, set by ``mlx_mtp.load``.
-    """
+    """The layers between the embedding and the last mixer, as in mlx-lm's Qwen3.5, over streams."""
 
     def __init__(self, args: TextModelArgs):
         super().__init__(args)
@@ -215,11 +225,15 @@ class Backbone(stock.Qwen3_5TextModel):
         self.ssm_idx, self.fa_idx = (kinds.index(kind) if kind in kinds else None for kind in (True, False))
         self.ngrams = Ngrams(args)
 
+    @property
+    def ngram_layers(self) -> list[int]:
+        """The layers with n-gram embeddings, of those that this rank has."""
+        return [i for i, layer in enumerate(self.layers) if layer is not None and layer.has_ngrams]
+
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
-        for i, layer in enumerate(self.layers):
-            if layer is not None and layer.has_ngrams:
-                held = None if cache is None else cache[i - self.start_idx][3]
-                current_pass().arrays[id(layer)] = self.ngrams.read(i, inputs, held)
+        for i in self.ngram_layers:
+            held = None if cache is None else cache[i - self.start_idx][3]
+            current_pass().arrays[id(self.layers[i])] = self.ngrams.read(i, inputs, held)
         streams = mx.tile(self.embed_tokens(inputs), (1, 1, self.n_streams))
         return super().__call__(inputs, cache, input_embeddings=streams)
 
@@ -233,6 +247,7 @@ class Ngrams:
 
     def __init__(self, args: TextModelArgs):
         self.hashes = {i - 1: NgramHash(args, place) for place, i in enumerate(args.ple_layer_ids)}
+        self.width = (args.ple_embed_dim or 0) // (args.heads_per_ngram * (args.ngram_size - 1))  # of a row
         self.tables: dict[int, NgramTable] = {}  # by layer, set by ``mlx_mtp.load``
 
     def read(self, i: int, inputs: mx.array, held: mx.array | None) -> tuple[mx.array, mx.array]:
@@ -316,6 +331,10 @@ class Model(FamilyModel, qwen3_5_moe.Model):
     def logits(self, hidden: mx.array) -> mx.array:
         (mixed,) = self.model.hyper_connection_mixer(hidden)
         return self.project(mixed)
+
+    @property
+    def ngrams(self) -> Ngrams:
+        return self.model.ngrams
 
     @property
     def hidden_size(self) -> int:
