@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+from mlx_lm.utils import load_model, load_tokenizer
 
+from ..caches.prompt_cache import check_takes_images
 from ..distributed.ranks import from_rank_0, raise_on_all
-from ..files import check_folder
 from ..images.tower import split_tower
 from ..images.vision import Vision
 from ..memory import CONTEXT, Account, limit_restored_on_error
@@ -20,6 +20,7 @@ from ..models import MODEL_TYPES, model_module
 from ..models.mixin import MTPModel
 from ..models.shard import check_shard
 from . import head_formats
+from .adapters import check_adapter, with_adapter
 from .config import (
     Config,
     check_config,
@@ -74,7 +75,8 @@ def load(
 ) -> Any:
     """Load a model, its MTP head and the tokenizer from a path or a Hugging Face repository.
 
-    Other arguments are those of ``mlx_lm.load``. Returns ``(model, tokenizer)``, with ``return_config`` also the config.
+    Other arguments are those of ``mlx_lm.load``; ``adapter_path`` may also have a LoRA adapter of ``peft``. Returns
+    ``(model, tokenizer)``, with ``return_config`` also the config.
 
     Args:
         mtp (Union[bool, str]): ``"auto"`` for the model's own head or, if it has none, its base model's, which is found and
@@ -133,7 +135,7 @@ def load(
     if not mtp and not copy_drafts and ranks is None:
         check_memory(checkpoint, account, context, True, False, False, False)
         return _load_in_mlx_lm(
-            checkpoint, trust_remote_code, tokenizer_config, model_config, adapter_path, lazy, return_config
+            checkpoint, adapter_path, trust_remote_code, tokenizer_config, model_config, lazy, return_config
         )
     with raise_on_all(ranks):
         fetched = fetch_missing_head(checkpoint) if mtp == "auto" else None
@@ -147,10 +149,13 @@ def load(
         if warning := head_formats.few_bits_warning(mtp if isinstance(mtp, str) else name, bits, name):
             log.warning(f"[WARNING] {warning}")
         open_tables(model, checkpoint, in_memory=holds and not lazy)
-        model = model if adapter_path is None else _with_adapter(model, adapter_path)
+        model = model if adapter_path is None else with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
-    model.ranks, model.fetched_head, model.vision = ranks, fetched, find_vision(checkpoint, config)
+    model.ranks, model.fetched_head = ranks, fetched
+    if model.takes_images:
+        model.vision = find_vision(checkpoint, config)
     if model.vision is None and vision == "auto":
+        check_takes_images(model)
         model.vision = fetch_tower(checkpoint, config)
     if mtp:
         if all(x is None for x in drafting):
@@ -184,7 +189,7 @@ def _check_arguments(
     if not isinstance(settings, bool):
         read_settings(Path(settings))
     if adapter_path is not None:
-        check_folder(Path(adapter_path), "The adapter")
+        check_adapter(adapter_path)
 
 
 def _check_drafting(mtp: bool | str, drafting: tuple[Any, ...], settings: bool | str | Path) -> None:
@@ -203,10 +208,21 @@ def _cached_head(checkpoint: CheckpointReader) -> bool | str:
     return "auto" if fetched_before(HEADS, checkpoint) is not None else False
 
 
-def _load_in_mlx_lm(checkpoint: CheckpointReader, trust_remote_code: bool, *args: Any) -> Any:
+def _load_in_mlx_lm(
+    checkpoint: CheckpointReader,
+    adapter_path: str | None,
+    trust_remote_code: bool,
+    tokenizer_config: dict[str, Any] | None,
+    model_config: dict[str, Any] | None,
+    *args: Any,
+) -> Any:
     """Load a model of any family, which generates without drafts, with these arguments of ``mlx_lm.load``."""
     with loading_errors(checkpoint.name):
-        loaded = mlx_lm.load(str(checkpoint.path), *args, trust_remote_code=trust_remote_code)
+        loaded = mlx_lm.load(
+            str(checkpoint.path), tokenizer_config, model_config, None, *args, trust_remote_code=trust_remote_code
+        )
+    if adapter_path is not None:
+        with_adapter(loaded[0], adapter_path)
     _complete(loaded[1], checkpoint)
     return loaded
 
@@ -293,16 +309,6 @@ def find_vision(checkpoint: CheckpointReader, config: Config) -> Vision | None:
         return None
     files = [file for file in checkpoint.model_files if split_tower(checkpoint.header(file).tensors)[1]]
     return Vision(checkpoint.path, config, files) if files else None
-
-
-def _with_adapter(model: Any, adapter_path: str) -> Any:
-    """Apply an adapter of ``mlx_lm.lora`` or of ``mlx_mtp fit``."""
-    try:
-        return load_adapters(model, adapter_path).eval()
-    except (AttributeError, KeyError, RuntimeError, TypeError) as e:  # mlx-lm checks only names and shapes
-        raise ValueError(
-            f"The adapter {adapter_path} could not be loaded ({e!r}): was it trained for this model?"
-        ) from e
 
 
 def _load_tokenizer(

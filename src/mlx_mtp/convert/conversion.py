@@ -18,12 +18,13 @@ from mlx_lm.utils import dequantize_model, get_total_parameters, make_shards, qu
 from tqdm import tqdm
 
 from ..checkpoint import output
+from ..checkpoint.adapters import check_adapter
 from ..checkpoint.config import EXTRA_TENSORS, Config, check_config, read_json, text_config_of, with_ends
 from ..checkpoint.head_formats import head_bits, is_head
 from ..checkpoint.hub import HEAD_FILE, commit_of, fetch, first_line
 from ..checkpoint.load import find_vision, load
 from ..checkpoint.reader import CheckpointReader
-from ..files import check_folder, writing
+from ..files import writing
 from ..images.vision import CONFIG_FILES
 from ..models import BASES
 from ..models.mixin import MTPModel
@@ -97,7 +98,7 @@ def convert(
     else:
         how.check()
         if adapter_path is not None:
-            check_folder(Path(adapter_path), "--adapter-path")
+            check_adapter(adapter_path, "--adapter-path")
         print("[INFO] Loading")
         source = fetch(hf_path, revision)
         commit, checkpoint = commit_of(source), CheckpointReader(hf_path, folder=source)

@@ -16,13 +16,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..batch.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..caches.rows import KVOptions
+from ..checkpoint.adapters import check_adapter
 from ..checkpoint.catalog import resolve
 from ..checkpoint.config import context_length_of, read_config
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.parser import byte_size, finish
-from ..files import check_folder, check_source
+from ..files import check_source
 from ..memory import CONTEXT
 from ..prompt_store.disk import MAX_DISK_BYTES
 from .api.common import RESERVED
@@ -235,7 +236,7 @@ def check(args: argparse.Namespace) -> Options:
     if args.prompt_cache_disk_bytes is not None and args.prompt_cache_dir is None:
         raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
     if args.adapter_path is not None:
-        check_folder(Path(args.adapter_path), "--adapter-path")
+        check_adapter(args.adapter_path, "--adapter-path")
     _check_template(args)
     flags.check_alone(args, "serve_model", "allow_any_model", "images")
     if args.pipeline and mx.distributed.init().size() == 1:
