@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ..pacing.depth import Depth
 from ..pacing.step_times import Plan
+from ..sampling.acceptance import Drafted
 from ..sampling.processors import until_error
 from .sequence import Sequence, own_errors
 
@@ -152,7 +153,8 @@ def _choose(step: Step, members: list[int], proposals: list[Any]) -> None:
         drafts = drafts[:, : len(processed) - 1]
     else:
         logprobs = rows_of(step.logprobs, members)[:, :n]
-    texts = [step.sequences[b].drafted(plans[b].k, plans[b].skips_head) for b in members]
+    own = [(step.sequences[b], plans[b]) for b in members]
+    texts = [Drafted(s.acceptance, s.n_generated, plan.k, plan.skips_head) for s, plan in own]
     tokens, accepted = s.acceptance.accept(texts, logprobs, drafts, proposals)
     if tokens.shape == step.choices.shape:
         step.choices, step.accepted = tokens.astype(mx.uint32), accepted
