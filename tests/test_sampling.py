@@ -38,9 +38,10 @@ def assert_drawn_from(p: np.ndarray, tokens: mx.array):
 @given(p=probabilities, q=probabilities)
 def test_accepts_with_probability_p_over_q(p, q):
     drafts, n = np.flatnonzero(q), int(np.count_nonzero(q))
-    bound, texts = np.minimum(1.0, p[drafts] / q[drafts]), [Drafted(n, False, 0, 0)]
+    bound = np.minimum(1.0, p[drafts] / q[drafts])
     logprobs, proposals = mx.stack([log(p)] * (n + 1))[None], [Proposal(None, mx.array(q)[None], mx.zeros((1, 1)))] * n
     acceptance = RejectionSampling(mlx_mtp.make_sampler(temp=1.0))
+    texts = [Drafted(acceptance, 0, n)]
     for u, want in ((bound * 0.999, bound > 0), (np.minimum(bound * 1.001, 0.999999), bound == 1)):
         with mock.patch.object(mx.random, "uniform", lambda shape, u=u: mx.array([[*u, 0.5]])):
             verdict = acceptance.accept(texts, logprobs, mx.array(drafts)[None], proposals)
@@ -175,11 +176,8 @@ def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch)
     logprobs = mx.repeat(log(TARGET)[None], 2 * N, axis=0).reshape(N, 2, -1)
     assert_drawn_from(want, sampler(logprobs[:, 0]))
     acceptance, third = RejectionSampling(sampler), N // 3
-    texts = (
-        [Drafted(1, False, 0, 0)] * third
-        + [Drafted(1, True, 0, 0)] * third
-        + [Drafted(0, False, 0, 0)] * (N - 2 * third)
-    )
+    texts = [Drafted(acceptance, 0)] * third + [Drafted(acceptance, 0, are_copies=True)] * third
+    texts += [Drafted(acceptance, 0, n=0)] * (N - 2 * third)
     copies = mx.arange(N, dtype=mx.uint32) % len(TARGET)
     for head in HEADS.values():
         drafts, proposal = acceptance.draft(texts, mx.repeat(log(head)[None], N, axis=0))
@@ -201,7 +199,7 @@ def test_draft_and_target_share_the_uniform_number_of_xtc():
     acceptance = RejectionSampling(mlx_mtp.make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1))
     mx.random.seed(3)
     G, k = 50, 8
-    texts, logits = [Drafted(k, False, 0, 0)] * G, mx.repeat(log(TARGET)[None], G, axis=0)
+    texts, logits = [Drafted(acceptance, 0, k)] * G, mx.repeat(log(TARGET)[None], G, axis=0)
     drafts, proposals = zip(*(acceptance.draft(texts, logits) for _ in range(k)))
     verdict = acceptance.accept(texts, mx.stack([logits] * (k + 1), axis=1), mx.stack(drafts, axis=1), proposals)
     assert mx.all(verdict.accepted)

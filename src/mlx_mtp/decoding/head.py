@@ -32,7 +32,7 @@ from ..layers.layer import append_to_cache
 from ..layers.mtp import run_head
 from ..layers.passes import in_pass, pass_of_head
 from ..models.mixin import MTPModel
-from ..sampling.acceptance import n_leading
+from ..sampling.acceptance import Drafted, n_leading
 from ..sampling.processors import restoring_random_state
 from .sequence import Sequence
 from .window import NO_TOKENS, groups_of, normalized, rows_of
@@ -311,7 +311,8 @@ def _draft(
     s = sequences[members[0]]
     if s.logits_processors:
         logits = s.process(logits, mx.concatenate([d[members[0]] for d in before]) if before else NO_TOKENS)
-    drafts, proposal = s.acceptance.draft([sequences[b].drafted(after=len(before)) for b in members], logits)
+    texts = [Drafted(sequences[b].acceptance, sequences[b].n_generated + len(before)) for b in members]
+    drafts, proposal = s.acceptance.draft(texts, logits)
     return drafts.astype(mx.uint32)[:, None], proposal, logits
 
 

@@ -14,9 +14,8 @@ from ..drafts.options import TextOptions
 from ..drafts.sources import Source, make_sources
 from ..pacing.depth import MAX_DRAFT_TOKENS, Offer, Rates
 from ..pacing.step_times import HEAD, Plan
-from ..sampling.acceptance import Drafted, make_acceptance
+from ..sampling.acceptance import make_acceptance
 from ..sampling.processors import restoring_random_state
-from ..sampling.sampler import TextSampler, for_one_text
 from .counts import DraftCounts
 
 
@@ -57,7 +56,6 @@ class Sequence:
         images (List[ImageSpan]): The images of its text.
         n_generated (int): The number of generated tokens, of which the host may not know the last ones yet.
         n_observed (int): The number of generated tokens that the host knows.
-        noise (Tuple[int, int]): The seed of its sampler, if it has one, and the position of the first token in the noise.
     """
 
     cache: PromptCache
@@ -92,9 +90,7 @@ class Sequence:
 
     def sample_with(self, sampler: AnySampler | None) -> None:
         """Raise a ValueError if the sampler is for a text that has begun."""
-        sampler = for_one_text(sampler)
         self.acceptance = make_acceptance(sampler)
-        self.noise = (sampler.sampler.seed, sampler.start) if isinstance(sampler, TextSampler) else (0, 0)
 
     @property
     def needs_tokens(self) -> bool:
@@ -178,11 +174,6 @@ class Sequence:
             for processor in self.logits_processors:
                 logits = processor(tokens, logits)
         return logits
-
-    def drafted(self, n: int = 1, are_copies: bool = False, after: int = 0) -> Drafted:
-        """n drafts for its next tokens, after other drafts."""
-        seed, first = self.noise
-        return Drafted(n, are_copies, seed, first + self.n_generated + after)
 
     def commit(self, tokens: mx.array, b: int, n: int) -> None:
         """Commit the first n of ``tokens[b]``, of [B, T], which the host may not know yet."""

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..pacing.step_times import Plan
-from ..sampling.acceptance import Verdict
+from ..sampling.acceptance import Drafted, Verdict
 from ..sampling.processors import until_error
 from .sequence import Sequence, own_errors
 
@@ -164,7 +164,8 @@ def _verdict(window: Window, members: list[int], logprobs: mx.array, proposals: 
     sequences, plans = window.sequences, window.drafts.plans
     n = min(max(plans[b].k for b in members) + 1, logprobs.shape[1])
     drafts = rows_of(window.drafts.tokens, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
-    texts = [sequences[b].drafted(plans[b].k, plans[b].skips_head) for b in members]
+    own = [(sequences[b], plans[b]) for b in members]
+    texts = [Drafted(s.acceptance, s.n_generated, plan.k, plan.skips_head) for s, plan in own]
     return sequences[members[0]].acceptance.accept(texts, logprobs[:, :n], drafts, proposals)
 
 

@@ -22,7 +22,7 @@ caches.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -30,23 +30,23 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import greedy_sampler
 
 from .processors import until_error
-from .sampler import Sampler, TextSampler, noise_words
+from .sampler import Sampler, TextSampler, for_one_text, noise_words
 
 
 class Drafted(NamedTuple):
     """A text and its drafts in a window.
 
     Args:
+        acceptance (Acceptance): That of the text.
+        position (int): The position of the first draft, counted from the first generated token.
         n (int): The number of drafts.
         are_copies (bool): Whether they are proposals with probability one.
-        seed (int): The seed of the text, of a sampler that has one.
-        position (int): The position of the first draft in the noise of the seed.
     """
 
-    n: int
-    are_copies: bool
-    seed: int
+    acceptance: "Acceptance"
     position: int
+    n: int = 1
+    are_copies: bool = False
 
 
 class Proposal(NamedTuple):
@@ -138,23 +138,33 @@ class RejectionSampling:
 
 @dataclass(frozen=True)
 class Coupled:
+    """Equal for texts with any seeds.
+
+    Args:
+        sampler (Sampler): The filters and the temperature.
+        seed (int): The seed of the text.
+        start (int): The position of the first generated token in the noise of the seed.
+    """
+
     sampler: Sampler
+    seed: int = field(compare=False)
+    start: int = field(compare=False)
 
     def draft(self, texts: list[Drafted], logits: mx.array) -> tuple[mx.array, None]:
-        return self.sampler.for_drafts(logits.shape[-1]).draw(logits, _words(texts, 1)), None
+        return self.sampler.for_drafts(logits.shape[-1]).draw(logits, self._words(texts, 1)), None
 
     def accept(self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[None]) -> Verdict:
         G, T, V = logprobs.shape
-        tokens = self.sampler.draw(logprobs.reshape(-1, V), _words(texts, T)).reshape(G, T)
+        tokens = self.sampler.draw(logprobs.reshape(-1, V), self._words(texts, T)).reshape(G, T)
         return Verdict(tokens, tokens[:, :-1] == drafts)
+
+    def _words(self, texts: list[Drafted], n: int) -> mx.array:
+        """Of n positions of each text, [G * n, 3]."""
+        own = [(text.acceptance, text.position + t) for text in texts for t in range(n)]
+        return mx.array([noise_words(a.seed, a.start + i) for a, i in own if isinstance(a, Coupled)], mx.uint32)
 
 
 Acceptance = TokenMatch | RejectionSampling | Coupled
-
-
-def _words(texts: list[Drafted], n: int) -> mx.array:
-    """[G * n, 3]"""
-    return mx.array([noise_words(text.seed, text.position + t) for text in texts for t in range(n)], mx.uint32)
 
 
 def _probabilities(proposals: Sequence[Proposal], ids: mx.array | None, T: int, V: int) -> mx.array:
@@ -182,9 +192,10 @@ def n_leading(accepted: Sequence[bool]) -> int:
 
 
 def make_acceptance(sampler: AnySampler | None) -> Acceptance:
-    """Make the acceptance of one text's drafts, by the sampler of ``for_one_text``."""
+    """Make the acceptance of one text's drafts, or raise a ValueError if the sampler is for a text that has begun."""
+    sampler = for_one_text(sampler)
     if isinstance(sampler, TextSampler):
-        return Coupled(sampler.sampler.sampler)
+        return Coupled(sampler.sampler.sampler, sampler.sampler.seed, sampler.start)
     if isinstance(sampler, Sampler):
         return RejectionSampling(sampler)
     return GREEDY if sampler is None or sampler is greedy_sampler else TokenMatch(sampler)
