@@ -137,7 +137,11 @@ def load(
         open_tables(model, checkpoint, in_memory=holds and not lazy)
         model = model if adapter_path is None else _with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
-    model.ranks, model.fetched_head, model.vision = ranks, fetched, find_vision(checkpoint, config)
+    model.ranks, model.fetched_head = ranks, fetched
+    if model.no_images is None:
+        model.vision = find_vision(checkpoint, config)
+    elif vision == "auto":
+        raise ValueError(model.no_images)
     if model.vision is None and vision == "auto":
         model.vision = fetch_tower(checkpoint, config)
     if mtp:
