@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -57,12 +58,11 @@ def parameters(module) -> dict[str, mx.array]:
 
 
 def tables(model, prefix="language_model.model.", part="shards.") -> dict[str, mx.array]:
-    """The tensors of a model's tables of n-gram embeddings, if it has any."""
+    """The tensors of a model's tables of n-gram embeddings in three parts, if it has any."""
     found = {}
     for i, table in (model.ngrams.tables if model.ngrams else {}).items():
-        for j, arrays in enumerate(table.parts):
-            name = f"{prefix}layers.{i}.ple.ple_embedding.ngram_embedding.{part}{j}"
-            found |= {f"{name}.{kind}": mx.array(x) for kind, x in arrays.items()}
+        for j, rows in enumerate(np.array_split(table.rows.array, 3)):
+            found[f"{prefix}layers.{i}.ple.ple_embedding.ngram_embedding.{part}{j}.weight"] = mx.array(rows)
     return found
 
 

@@ -96,12 +96,27 @@ def tiny_model(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **chang
 
 
 def add_tables(model, seed: int = 0) -> None:
-    """Random tables of n-gram embeddings, in three parts."""
+    """Random tables of n-gram embeddings."""
     ngrams = model.ngrams
     for i, own in ngrams.hashes.items():
         rows = np.random.default_rng(seed + i).standard_normal((own.n_rows, ngrams.width)).astype(np.float32)
-        parts = [{"weight": part} for part in np.array_split(rows, 3)]
-        ngrams.tables[i] = NgramTable(parts, ngrams.width, own.n_rows)
+        ngrams.tables[i] = NgramTable(ArrayRows(rows), ngrams.width, own.n_rows)
+
+
+class ArrayRows:
+    """The rows of a table, in an array [n, width]."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.layout = array, {"weight": (array.shape[1], array.dtype)}
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        return {"weight": self.array[ids]}
+
+    def read_range(self, begin: int, end: int) -> dict[str, np.ndarray]:
+        return {"weight": self.array[begin:end]}
 
 
 def packed_model(seed: int, dtype: mx.Dtype, **changes):

@@ -235,7 +235,8 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
     if not both:
         return
     check_images(both)
-    check_takes_images(model)
+    if model.no_images is not None:
+        raise ValueError(model.no_images)
     if model.ranks is not None:
         raise ValueError("Images are processed in one process: omit them on several machines.")
     if both[-1].end > cache.n_tokens and not are_embedded:
@@ -243,12 +244,6 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
             f"The image at token {both[-1].start} is not prefilled yet: give input_embeddings with its own."
         )
     cache.images = both
-
-
-def check_takes_images(model: Any) -> None:
-    """Raise a ValueError if the positions of a model's tokens have one axis, or its rotary embeddings are scaled."""
-    if not model.takes_images:
-        raise ValueError("The model takes no images: its positions have one axis, or are scaled (YaRN).")
 
 
 def _check_owner(model: Any, cache: PromptCache) -> None:

@@ -11,7 +11,6 @@ import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
-from ..caches.prompt_cache import check_takes_images
 from ..distributed.ranks import from_rank_0, raise_on_all
 from ..images.tower import split_tower
 from ..images.vision import Vision
@@ -152,10 +151,11 @@ def load(
         model = model if adapter_path is None else with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
     model.ranks, model.fetched_head = ranks, fetched
-    if model.takes_images:
+    if model.no_images is None:
         model.vision = find_vision(checkpoint, config)
+    elif vision == "auto":
+        raise ValueError(model.no_images)
     if model.vision is None and vision == "auto":
-        check_takes_images(model)
         model.vision = fetch_tower(checkpoint, config)
     if mtp:
         if all(x is None for x in drafting):

@@ -29,6 +29,7 @@ from ..images.vision import CONFIG_FILES
 from ..models import BASES
 from ..models.mixin import MTPModel
 from .graft import graft, named_tower
+from .ngram_tables import Written, write_tables
 
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
@@ -119,14 +120,16 @@ def convert(
         cast(model, dtype, config)
         model, config = how.apply(model, config)
         images = find_vision(checkpoint, config) if vision else None
+        sees = images is not None and model.no_images is None
         _record_head(config, model if mtp else None, hf_path, commit)
         config = with_ends(config, tokenizer.eos_token_ids)
-        usage = (output.USAGE + output.IMAGES * (images is not None)).format(name=upload_repo or target) if mtp else ""
+        usage = (output.USAGE + output.IMAGES * sees).format(name=upload_repo or target) if mtp else ""
         with output.atomic_directory(target) as folder:
-            write_model(folder, model, config, {} if images is None else named_tower(images.lazy_tower()))
+            tables = write_tables(folder, model, config, quantize, chosen_dtype(dtype, config))
+            write_model(folder, model, config, {} if images is None else named_tower(images.lazy_tower()), tables)
             _write_files(folder, source, tokenizer.eos_token_ids, () if images is None else CONFIG_FILES)
             base_model = None if Path(hf_path).exists() else hf_path
-            output.write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)
+            output.write_card(folder, source / "README.md", base_model, usage, takes_images=sees)
     if upload_repo is not None:
         upload(target, upload_repo)
 
@@ -156,14 +159,19 @@ def _write_files(folder: Path, source: Path, ends: set[int], others: Iterable[st
 # Writing
 
 
-def write_model(folder: Path, model: nn.Module, config: Config, tower: dict[str, mx.array]) -> None:
-    """Write a model's tensors and those of a vision encoder, the index and config.json, and read the head and the encoder back.
+def write_model(
+    folder: Path, model: nn.Module, config: Config, tower: dict[str, mx.array], tables: Written | None = None
+) -> None:
+    """Write a model's tensors and those of a vision encoder, the index, with those of n-gram tables that are written already,
+    and config.json, and read the head and the encoder back.
 
     The model has no weights afterwards. Raises an OSError if a file could not be written, or differs when read back.
     """
+    tables = tables or {}
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters())) | tower
     n_parameters = get_total_parameters(model) + sum(w.size for w in tower.values())
-    metadata = {"total_size": sum(w.nbytes for w in weights.values()), "total_parameters": n_parameters}
+    n_bytes = sum(w.nbytes for w in weights.values()) + sum(n for _, n in tables.values())
+    metadata = {"total_size": n_bytes, "total_parameters": n_parameters}
     head = {name: w for name, w in weights.items() if is_head(name)}
     # mlx-lm's Qwen3-Next keeps tensors that it does not know when it loads a converted checkpoint, and then fails: its head
     # goes into a separate file.
@@ -177,6 +185,7 @@ def write_model(folder: Path, model: nn.Module, config: Config, tower: dict[str,
     if separate:
         output.save(folder / HEAD_FILE, head)
         weight_map.update(dict.fromkeys(head, HEAD_FILE))
+    weight_map.update({name: file for name, (file, _) in tables.items()})
     output.write_index(folder, weight_map, metadata)
     save_config(config, folder / "config.json", keep_vision_config=bool(tower))
     output.check_written(folder, head | tower, weight_map)
@@ -213,14 +222,13 @@ def upload(folder: Path, repo: str) -> None:
 
 def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
     """Cast the weights that are not quantized, as mlx-lm does. The head is cast only if ``dtype`` is given."""
-    chosen = dtype or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
-    if chosen not in MODEL_CONVERSION_DTYPES:
+    if (target := chosen_dtype(dtype, config)) is None:
         return
-    print("[INFO] Using dtype:", chosen)
+    name = output.dtype_name(target)
+    print("[INFO] Using dtype:", name)
     for part in (config, text_config_of(config)):  # for the next conversion
-        part.update({key: chosen for key in ("dtype", "torch_dtype") if key in part})
-    text_config_of(config)["dtype"] = chosen
-    target = getattr(mx, chosen)
+        part.update({key: name for key in ("dtype", "torch_dtype") if key in part})
+    text_config_of(config)["dtype"] = name
     may_cast = getattr(model, "cast_predicate", lambda _: True)
 
     def cast_one(path: str, p: mx.array) -> mx.array:
@@ -228,6 +236,12 @@ def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
         return p if keep else p.astype(target)
 
     model.update(tree_map_with_path(cast_one, model.parameters()))
+
+
+def chosen_dtype(dtype: str | None, config: Config) -> mx.Dtype | None:
+    """The dtype of weights that are not quantized; ``None``: as they are."""
+    chosen = dtype or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
+    return getattr(mx, chosen) if chosen in MODEL_CONVERSION_DTYPES else None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ class MTPModel:
     """A model with its MTP head, as the loop calls it."""
 
     head_prefix = "mtp."  # of the names of the head's parameters
-    can_shard = True  # whether ranks can have a part of each layer
+    no_shard: str | None = None  # why ranks cannot have a part of each layer, if they cannot
+    no_images: str | None = None  # why the model takes no images, even if its checkpoint has a vision encoder
     args: Any
     mtp: Any
     model: Any  # the backbone, with ``embed_tokens``

@@ -5,13 +5,13 @@
     embedding      these rows, joined: [P]
 
 An n-gram does not cross the end of a text, whose token also stands before the first one. The table is not loaded: rows are read
-from the mapped files of the checkpoint. This is ``Qwen4ExpTextPLELayer`` of transformers (5.24).
+from the files of the checkpoint. This is ``Qwen4ExpTextPLELayer`` of transformers (5.24).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +23,7 @@ Array = Any  # an mx.array or np.ndarray
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15  # of splitmix64
 SEED_STEP = 10007
+BLOCK = 64 << 20  # bytes of rows that are read at once where all are
 FLOAT_MODES = {
     (16, 4): "nvfp4",
     (32, 4): "mxfp4",
@@ -78,6 +79,25 @@ class NgramHash:
         return np_or_mx.concatenate(ids, axis=-1)
 
 
+class Rows(Protocol):
+    """The rows of a table as they are stored: ``weight`` and, if they are quantized, ``scales`` and ``biases``."""
+
+    @property
+    def layout(self) -> Mapping[str, tuple[int, Any]]:
+        """The width of each array and its dtype; bfloat16 as uint16."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Ascending ids [n] -> the arrays of these rows, [n, width] each."""
+        ...
+
+    def read_range(self, begin: int, end: int) -> dict[str, np.ndarray]:
+        """The arrays of the rows from ``begin`` to before ``end``."""
+        ...
+
+
 class Quantized(NamedTuple):
     """The quantization of rows, as the arguments of ``mx.dequantize``."""
 
@@ -87,29 +107,22 @@ class Quantized(NamedTuple):
 
 
 class NgramTable:
-    """The rows of a table, in mapped files or in memory.
+    """A table of n-gram embeddings, whose rows are read when they are used.
 
     Args:
-        parts (Sequence[Mapping[str, np.ndarray]]): The arrays of each part of the rows: ``weight`` and, if they are quantized,
-          ``scales`` and ``biases``, each [n, ...]; bfloat16 as uint16.
+        rows (Rows): The rows.
         width (int): The numbers in a row.
         n_rows (int): The least number of rows.
 
     Raises:
-        ValueError: The arrays are not those of such a table.
+        ValueError: The rows are not those of such a table.
     """
 
-    def __init__(self, parts: Sequence[Mapping[str, np.ndarray]], width: int, n_rows: int):
-        self.parts, self.width = parts, width
-        self.quantized = _quantization(parts[0], width)
-        for j, part in enumerate(parts):
-            own = {name: x.shape[1:] for name, x in part.items()}
-            if own != {name: x.shape[1:] for name, x in parts[0].items()} or len({len(x) for x in part.values()}) > 1:
-                raise ValueError(f"has other arrays in part {j} than in part 0")
-        self.starts = np.cumsum([0] + [len(part["weight"]) for part in parts])
-        if self.starts[-1] < n_rows:
-            raise ValueError(f"has {self.starts[-1]} rows, not {n_rows}")
-        self.arrays: dict[str, mx.array] | None = None  # all rows, in memory
+    def __init__(self, rows: Rows, width: int, n_rows: int):
+        self.rows, self.quantized = rows, _quantization(rows.layout, width)
+        if len(rows) < n_rows:
+            raise ValueError(f"has {len(rows)} rows, not {n_rows}")
+        self.arrays: dict[str, mx.array] | None = None  # all rows, once they are in memory
 
     @property
     def nbytes(self) -> int:
@@ -117,58 +130,56 @@ class NgramTable:
         return sum(x.nbytes for x in (self.arrays or {}).values())
 
     def load(self) -> None:
-        """Read all rows into memory, a part at a time."""
+        """Read all rows into memory."""
         arrays = {}
-        for name, first in self.parts[0].items():
-            whole = mx.zeros((self.starts[-1].item(), *first.shape[1:]), mx.array(first[:1]).dtype)
-            for start, part in zip(self.starts.tolist(), self.parts):
-                whole[start : start + len(part[name])] = mx.array(part[name])
-                mx.eval(whole)
-            arrays[name] = whole
+        for name, (width, dtype) in self.rows.layout.items():
+            arrays[name] = mx.zeros((len(self.rows), width), mx.array(np.zeros(1, dtype)).dtype)
+        for begin, end in self.blocks(0, len(self.rows)):
+            for name, x in self.rows.read_range(begin, end).items():
+                arrays[name][begin:end] = mx.array(x)
+            mx.eval(arrays)
         self.arrays = arrays
 
-    def __call__(self, ids: Array) -> mx.array:
-        """Ids [...] -> rows [..., width]. For files, ids are on the host."""
-        if self.arrays is not None:
-            return self._values({name: x[ids] for name, x in self.arrays.items()})
-        unique, where = np.unique(ids, return_inverse=True)  # ascending, as they are in the files
-        of_part = np.searchsorted(self.starts, unique, side="right") - 1
-        read: dict[str, list[np.ndarray]] = {name: [] for name in self.parts[0]}
-        for j in np.unique(of_part):
-            for name, x in self.parts[j].items():
-                read[name].append(x[unique[of_part == j] - self.starts[j]])
-        rows = self._values({name: mx.array(np.concatenate(x)) for name, x in read.items()})
-        return rows[mx.array(where.reshape(ids.shape).astype(np.int32))]
+    def blocks(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows that take little memory."""
+        n = BLOCK // sum(width * np.dtype(dtype).itemsize for width, dtype in self.rows.layout.values())
+        for i in range(begin, end, n):
+            yield i, min(i + n, end)
 
-    def _values(self, rows: Mapping[str, mx.array]) -> mx.array:
+    def __call__(self, ids: Array) -> mx.array:
+        """Ids [...] -> rows [..., width]. Unless the rows are in memory, ids are on the host."""
+        if self.arrays is not None:
+            return self.values({name: x[ids] for name, x in self.arrays.items()})
+        unique, where = np.unique(ids, return_inverse=True)
+        values = self.values({name: mx.array(x) for name, x in self.rows.read(unique).items()})
+        return values[mx.array(where.reshape(ids.shape).astype(np.int32))]
+
+    def values(self, rows: Mapping[str, mx.array]) -> mx.array:
         """Rows as they are stored -> [..., width]"""
         if self.quantized is None:
-            return _floats(rows["weight"])
+            return floats(rows["weight"])
         scales, biases = rows["scales"], rows.get("biases")
         if biases is not None:
-            scales, biases = _floats(scales), _floats(biases)
+            scales, biases = floats(scales), floats(biases)
         return mx.dequantize(rows["weight"], scales, biases, **self.quantized._asdict())
 
 
-def _quantization(part: Mapping[str, np.ndarray], width: int) -> Quantized | None:
+def _quantization(layout: Mapping[str, tuple[int, Any]], width: int) -> Quantized | None:
     """How rows are quantized; ``None`` if they are not."""
-    (w, scales), described = (
-        (part.get(name) for name in ("weight", "scales")),
-        str({n: x.shape for n, x in part.items()}),
-    )
-    assert w is not None
-    if all(x.ndim == 2 for x in part.values()):
-        if part.keys() == {"weight"} and w.dtype != np.uint32 and w.shape[1] == width:
-            return None
-        if scales is not None and w.dtype == np.uint32 and width % scales.shape[1] == 0:
-            group_size, bits = width // scales.shape[1], 32 * w.shape[1] // width
-            mode = "affine" if "biases" in part else FLOAT_MODES.get((group_size, bits), "")
-            if mode and (scales.dtype == np.uint8) == (mode != "affine") and bits * width == 32 * w.shape[1]:
-                return Quantized(group_size, bits, mode)
-    raise ValueError(f"has rows that are not {width} numbers, quantized or not ({described})")
+    (n, dtype), (n_groups, of_scales) = (layout.get(name, (0, None)) for name in ("weight", "scales"))
+    if layout.keys() == {"weight"} and n == width and dtype != np.uint32:
+        return None
+    if n_groups > 0 and width % n_groups == 0 and dtype == np.uint32 and (32 * n) % width == 0:
+        group_size, bits = width // n_groups, 32 * n // width
+        mode = "affine" if layout.get("biases") == layout["scales"] else FLOAT_MODES.get((group_size, bits))
+        if mode is not None and (mode == "affine") == (of_scales != np.uint8):
+            return Quantized(group_size, bits, mode)
+    found = ", ".join(f"{name} of {n} {np.dtype(dtype).name}" for name, (n, dtype) in layout.items())
+    raise ValueError(f"has rows that are not {width} numbers, quantized or not ({found})")
 
 
-def _floats(x: mx.array) -> mx.array:
+def floats(x: mx.array) -> mx.array:
+    """bfloat16 from the uint16 in which NumPy reads it; others as they are."""
     return x.view(mx.bfloat16) if x.dtype == mx.uint16 else x
 
 

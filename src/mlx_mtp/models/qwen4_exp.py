@@ -46,6 +46,7 @@ class TextModelArgs(qwen3_5.TextModelArgs):
     ngram_size: int = 3
     heads_per_ngram: int = 8
     ngram_vocab_size_base: int = 20_000_000
+    split_ngram_parts: int = 128
     seed: int = 1234
     eos_token_id: Any = None
 
@@ -319,6 +320,8 @@ class TextModel(stock.TextModel):
 
 class Model(FamilyModel, qwen3_5_moe.Model):
     head_prefix = "language_model.mtp."
+    no_shard = "its residual streams are mixed in each layer"
+    no_images = "A model of type qwen4_exp takes text only here: leave the images out."
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)
