@@ -10,7 +10,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_mtp.caches import indexed
 from mlx_mtp.caches.prompt_cache import open_prompt_cache, release
-from mlx_mtp.caches.recurrent import ArraysCache, Window, open_windows, rewound, rollback
+from mlx_mtp.caches.recurrent import ArraysCache, Recorded, open_windows, rewound, rollback
 from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, Rows
 from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one
 from tests.support.models import FAMILIES, arrays_equal, deep_model, model_of, tiny_model
@@ -126,11 +126,11 @@ def test_all_last_inputs_are_rolled_back():
     inputs = [mx.random.normal((2, n + 4, 5), key=mx.random.key(n)) for n in lengths]
     record = [mx.random.normal((2, 3, 2, 4), key=mx.random.key(i)) for i in range(3)]
     gates = [mx.random.uniform(shape=(2, 3, 2), key=mx.random.key(i)) for i in (3, 4)]
-    (arrays,) = rewound([Window(1, 4, tuple(inputs), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
+    (arrays,) = rewound([Recorded(1, 4, tuple(inputs), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
     first, state, *others = arrays
     for held, x, n in zip((first, *others), inputs, lengths):
         assert all(mx.array_equal(held[b], x[b, kept[b] : kept[b] + n]) for b in range(2))
-    (alone,) = rewound([Window(1, 4, (inputs[0],), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
+    (alone,) = rewound([Recorded(1, 4, (inputs[0],), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
     assert mx.array_equal(state, alone[1])
 
 

@@ -37,7 +37,7 @@ PLAIN, NO_DRAFTS, NO_COPIES, COPIES, AUTO = "plain", "no drafts", "auto, no copi
 Run = int | str  # a fixed depth, or one of these
 # The source of a token: an accepted draft of the head, an accepted copy, or the target's own choice. Each pass has one choice
 # of the target: the token of a plain step, or the token after the accepted drafts.
-HEAD, COPY, TARGET = "head", "copy", "target"
+HEAD, COPIED, TARGET = "head", "copies", "target"  # the origin of a token
 OVERALL = "overall"
 LOOPS = 1 / 3  # a larger share of repeated tokens is reported
 
@@ -197,7 +197,7 @@ def generate(
         if not tokens:
             first = time.perf_counter()
         tokens.append(token)
-        origins.append(TARGET if drafted != [True] else COPY if counts.source == "copies" else HEAD)
+        origins.append(TARGET if drafted != [True] else COPIED if counts.source == "copies" else HEAD)
         if token in stop:
             break
     end = time.perf_counter()
@@ -239,7 +239,7 @@ def summarize(name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], r
         mtp_first_token=statistics.median(g.first_token for g in every),
         plain_peak_memory=max(g.peak_memory for one in plain for g in one),
         mtp_peak_memory=max(g.peak_memory for g in every),
-        origins={o: sum(g.origins[1:].count(o) for g in every) for o in (HEAD, COPY, TARGET)},
+        origins={o: sum(g.origins[1:].count(o) for g in every) for o in (HEAD, COPIED, TARGET)},
         drafted=total.drafted,
         accepted=total.accepted,
         copied=total.of("copies").drafted,

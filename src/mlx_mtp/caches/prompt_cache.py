@@ -25,7 +25,8 @@ from .positions import ImageSpan, Positions, check_images
 from .recurrent import ArraysCache
 from .validation import FLOATS, SIZE, check_arrays, check_backbone, check_keys, misfit
 
-N_LAST = 6  # arrays of the last entry
+# The arrays of the last entry
+HIDDEN, COUNT, TEXT, PART, FINGERPRINT, IMAGES = range(6)
 
 
 class PromptCache:
@@ -56,11 +57,11 @@ class PromptCache:
     @property
     def last_hidden(self) -> mx.array | None:
         """The hidden state of the last token, [1, 1, H], which the head needs once the next token is known."""
-        return self._last[0]
+        return self._last[HIDDEN]
 
     @last_hidden.setter
     def last_hidden(self, hidden: mx.array | None) -> None:
-        self._last[0] = hidden
+        self._last[HIDDEN] = hidden
 
     @property
     def n_tokens(self) -> int:
@@ -73,13 +74,13 @@ class PromptCache:
     @property
     def n_recorded(self) -> int:
         """The number of tokens in the backbone's caches when ``record`` was last called; negative since ``begin``."""
-        count = self._last[1]
+        count = self._last[COUNT]
         return 0 if count is None else count.item()
 
     @property
     def text(self) -> list[int]:
         """The last known tokens of the caches."""
-        tokens = self._last[2]
+        tokens = self._last[TEXT]
         return [] if tokens is None else tokens.tolist()
 
     def begin(self, n_tokens: int) -> None:
@@ -87,7 +88,7 @@ class PromptCache:
 
         Its last tokens may be drafts, so no other generation may use it or a copy of it.
         """
-        self._last[1] = mx.array(-1 - n_tokens)
+        self._last[COUNT] = mx.array(-1 - n_tokens)
 
     def record(self, n_tokens: int, text: Sequence[int] = ()) -> None:
         """Mark the cache as complete, with the head's keys and values for the same tokens.
@@ -96,19 +97,19 @@ class PromptCache:
             n_tokens (int): The number of tokens in the backbone's caches.
             text (Sequence[int]): The last known tokens.
         """
-        self._last[2] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
+        self._last[TEXT] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
         self.images = [image for image in self.images if image.start < n_tokens]  # including an image prefilled in part
-        self._last[1] = mx.array(n_tokens)
+        self._last[COUNT] = mx.array(n_tokens)
 
     @property
     def images(self) -> list[ImageSpan]:
         """The spans of the images in the caches and, during prefill, of the images that follow in the prompt."""
-        spans = self._last[5]
+        spans = self._last[IMAGES]
         return [] if spans is None else [ImageSpan(*span) for span in spans.tolist()]
 
     @images.setter
     def images(self, images: Sequence[ImageSpan]) -> None:
-        self._last[5] = mx.array([*images], mx.int32) if images else None  # [n, 3]
+        self._last[IMAGES] = mx.array([*images], mx.int32) if images else None  # [n, 3]
 
     @property
     def first_position(self) -> int:
@@ -134,7 +135,7 @@ def release(cache: PromptCache) -> None:
 
 def fingerprint_of(cache: PromptCache) -> bytes:
     """The fingerprint of the model that filled the caches; empty if unknown."""
-    fingerprint = cache.entries[-1][4]
+    fingerprint = cache.entries[-1][FINGERPRINT]
     return b"" if fingerprint is None else bytes(fingerprint.tolist())
 
 
@@ -160,11 +161,11 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
 
 def make_head_cache(model: Any, has_fingerprint: bool = True) -> list[Any]:
     """The last two entries of an empty prompt cache. The fingerprint takes some time the first time."""
-    last = stock.ArraysCache(N_LAST)
+    last = stock.ArraysCache(IMAGES + 1)
     if part := part_of(model):
-        last[3] = mx.array(part)
+        last[PART] = mx.array(part)
     if has_fingerprint:
-        last[4] = mx.array([*model.fingerprint()], mx.uint8)
+        last[FINGERPRINT] = mx.array([*model.fingerprint()], mx.uint8)
     return [empty_head(model), last]
 
 
@@ -217,7 +218,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
         most = 0 if cache.last_hidden is None else n_tokens - 1
         if cache.head.offset > most:
             raise misfit(n_layers, f"is of {cache.head.offset} tokens, and the head has seen {most} at most")
-    entries[-1][4], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
+    entries[-1][FINGERPRINT], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
     return cache
 
 
@@ -250,7 +251,7 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
     """Raise a ValueError if the cache is from another model or rank, or in use by a generation."""
     last = cache.entries[-1]
     if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
-        last.cache += [None] * (N_LAST - len(last.cache))  # an earlier version had fewer
+        last.cache += [None] * (IMAGES + 1 - len(last.cache))  # an earlier version had fewer
     check_arrays(
         len(cache.entries) - 1,
         last,
@@ -267,7 +268,7 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
         check_images(cache.images)
     except ValueError as e:
         raise misfit(len(cache.entries) - 1, f"has images that no text has ({e})") from e
-    part = [] if last[3] is None else last[3].tolist()
+    part = [] if last[PART] is None else last[PART].tolist()
     if part != part_of(model):
         raise ValueError(
             f"The prompt cache belongs to {_name(part)} and this is {_name(part_of(model))}: "

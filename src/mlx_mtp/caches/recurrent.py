@@ -35,7 +35,7 @@ class State(NamedTuple):
 
 
 @dataclass
-class Window:
+class Recorded:
     """The record of one call of a recurrent layer, from which it can be rolled back in part."""
 
     n_confirmed: int
@@ -51,11 +51,11 @@ def in_order(last_inputs: Sequence[mx.array], state: Any) -> list[Any]:
     return [first, state, *others]
 
 
-def rewound(windows: Sequence[Window], kept: Sequence[int]) -> list[list[mx.array]]:
+def rewound(windows: Sequence[Recorded], kept: Sequence[int]) -> list[list[mx.array]]:
     """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence.
 
     Args:
-        windows (Sequence[Window]): The window of each recurrent layer.
+        windows (Sequence[Recorded]): The window of each recurrent layer.
         kept (Sequence[int]): From the number of confirmed tokens to the number of all tokens, [B].
     """
     # Lists, which the host makes once for all layers: a range of the device would be more operations.
@@ -100,7 +100,7 @@ class ArraysCache(stock.ArraysCache):
     """
 
     cache: list[Any]
-    window: Window | None = None
+    window: Recorded | None = None
 
     def open_window(self, n_confirmed: int) -> None:
         """Record the layer's next call.
@@ -115,7 +115,7 @@ class ArraysCache(stock.ArraysCache):
             raise ValueError("The last verify pass on this cache was not finished: call rollback first.")
         if self.lengths is not None or self.left_padding is not None:
             raise ValueError("A cache of padded prompts cannot roll back.")
-        self.window = Window(n_confirmed)
+        self.window = Recorded(n_confirmed)
 
     def rollback(self, n: int) -> None:
         """Close the window: keep its first ``n`` tokens, and free its record.

@@ -67,7 +67,7 @@ def _numbers(module: Any) -> dict[str, Any]:
 
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
-BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of quantized keys and values
+BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's affine quantization
 
 Wanted = tuple[
     str, tuple[int | None, ...], tuple[mx.Dtype, ...]

@@ -68,7 +68,7 @@ def check_memory(
         return False
     others, table_bytes = without_tables(tensors)
     _check_arrays(others, name)
-    needs, sizes = needs_of(checkpoint, context, has_head, has_tower)
+    needs, sizes = needs_of_checkpoint(checkpoint, context, has_head, has_tower)
     if separate_head is not None:
         needs = needs._replace(head=sum(w.nbytes for w in separate_head.weights.values()))
     if ngram_memory is None:
@@ -92,7 +92,9 @@ def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
             )
 
 
-def needs_of(checkpoint: CheckpointReader, context: int, has_head: bool, has_tower: bool) -> tuple[Needs, Sizes]:
+def needs_of_checkpoint(
+    checkpoint: CheckpointReader, context: int, has_head: bool, has_tower: bool
+) -> tuple[Needs, Sizes]:
     """The memory of a checkpoint with a text, and the sizes of its model."""
     config = check_config(checkpoint.config, checkpoint.name)
     language, tower = split_tower(without_tables(model_tensors(checkpoint))[0])

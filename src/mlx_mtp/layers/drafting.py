@@ -13,8 +13,6 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
-BITS = (2, 3, 4, 5, 6, 8)
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -14,12 +14,12 @@ building the verify pass usually costs more than it saves. If waiting gains, ``-
 import math
 from collections.abc import Mapping, Sequence
 
+from ..layers.passes import MAX_COPY_TOKENS
 from .step_times import FREE, HEAD, MAX_DRAFT_TOKENS, PLAIN_PLAN, Plan, StepTimes
 
-__all__ = ["MAX_DRAFT_TOKENS", "Depth", "Rates"]
+__all__ = ["MAX_COPY_TOKENS", "MAX_DRAFT_TOKENS", "Depth", "Rates"]
 # Numbers of drafts for sources other than the head; few, so that their times are soon known.
-SOURCE_LENGTHS = (1, 2, 4, 8, 16)
-MAX_COPY_TOKENS = SOURCE_LENGTHS[-1]
+SOURCE_LENGTHS = (1, 2, 4, 8, MAX_COPY_TOKENS)
 
 
 # The probability that each draft of a sequence is accepted, given that the drafts before it are, by source, each [K].

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import NamedTuple, cast
 
 from ..layers.drafting import Settings
+from ..layers.passes import MAX_COPY_TOKENS
 from ..models.mixin import MTPModel
 
 MAX_DRAFT_TOKENS = 8
@@ -61,7 +62,7 @@ class StepTimes:
     BEYOND_NOISE = 1.4  # the ratio of two times below which the difference may be noise
     N_ODD = 3  # steps in succession, all far shorter or all far longer than expected, that show a change
     FOLLOWS = 0.08  # the weight of a new time in a running time; half of it at the other draft lengths
-    FIRST_FREE, MAX_FREE = 4, 16  # the most drafts of other sources than the head, at first and in all
+    FIRST_FREE = 4  # the most drafts of other sources than the head, at first
     STALE = 40  # steps with drafts until plain steps are old, times the square of the gain
 
     def __init__(self, seconds: Mapping[int, float] | None = None, draft_cost: float = 0.0):
@@ -129,7 +130,7 @@ class StepTimes:
         return times
 
     def allow_more(self) -> None:
-        self.max_free = min(2 * self.max_free, self.MAX_FREE)
+        self.max_free = min(2 * self.max_free, MAX_COPY_TOKENS)
 
     # Several sequences
 
