@@ -45,19 +45,13 @@ Embeddings = list[mx.array | None]
 
 @dataclass(frozen=True)
 class HeadState:
-    """
-    Args:
-        ends (Ends): The keys and values that are made from verified hidden states. Later columns belong to drafts.
-        firsts (Tuple[int]): The index of each sequence's first pair: 0, unless mlx-lm filled the caches without the head, [B].
-        counts (Tuple[int]): The number of pending pairs of each sequence, [B].
-        pending (List): Hidden states [B, T, H] and tokens [B, T], of which the first t columns are pairs of at least one
-          sequence. They are not cut to t here: a slice is lazy, and another thread that closes the generator could not
-          evaluate it.
-    """
+    """The head's caches of B sequences, without the drafts in flight."""
 
-    ends: Ends = field(default_factory=Ends)
-    firsts: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
+    ends: Ends = field(default_factory=Ends)  # of keys and values from verified hidden states; drafts' come after them
+    firsts: tuple[int, ...] = ()  # the index of each first pair: 0, unless mlx-lm filled the caches without the head
+    counts: tuple[int, ...] = ()  # of pending pairs
+    # Of which the first t columns are pairs of at least one sequence. They are not cut to t here: a slice is lazy, and another
+    # thread that closes the generator could not evaluate it.
     pending: Pending = field(default_factory=list)
 
     @property
@@ -93,11 +87,7 @@ class NoHead:
 
 
 class HeadCache:
-    """The head's keys and values of the sequences, with the pairs that are pending.
-
-    Attributes:
-        state (HeadState): Replaced as a whole, so that an interrupt at any line leaves the one before.
-    """
+    """The head's keys and values of the sequences, and the pending pairs. An interrupt at any line leaves the state before."""
 
     def __init__(self, model: MTPModel, compiler: Compiler):
         self.model, self.compiler = model, compiler
@@ -121,20 +111,12 @@ class HeadCache:
         return self.state.counts[b] > 0
 
     def run(self, hidden: mx.array, tokens: mx.array, ends: Ends) -> mx.array:
-        """A pass of the head over hidden states [B, t, H] and tokens [B, t] -> its output for the last, [B, 1, H]
-
-        Args:
-            ends (Ends): Where to write keys and values.
-        """
+        """A pass over hidden states [B, t, H] and tokens [B, t], written after these ends -> the last output, [B, 1, H]"""
         self.cache.ends = ends
         return run_head(self.model, hidden, tokens, self.cache, compiler=self.compiler)
 
     def catch_up(self) -> mx.array:
-        """Run the head over the pending pairs, and remove them.
-
-        Returns:
-            mx.array: The head's output for each sequence's last pair, [B, 1, H].
-        """
+        """Run the head over the pending pairs, and remove them -> its output for each sequence's last pair, [B, 1, H]"""
         held = self.state
         hidden, tokens = held.joined_pairs()
         if held.is_ragged:
@@ -171,12 +153,7 @@ class HeadCache:
         self.state = HeadState(held.ends.plus(before), held.firsts, counts, [(hidden, tokens, max(counts))])
 
     def join(self, caches: list[PromptCache], tokens: mx.array, embeddings: Embeddings) -> None:
-        """Add a sequence for each prompt cache.
-
-        Args:
-            tokens (mx.array): The next token of each, [B, 1].
-            embeddings (List[Optional[mx.array]]): The embedding of each next token, [1, H], if it is not the token's own.
-        """
+        """Add a sequence for each prompt cache, with its next token [B, 1], and the embedding [1, H] given for it, if any."""
         self._keep_last_pair()
         held, firsts, positions = self.state, [c.first_position for c in caches], [c.head_positions for c in caches]
         counts = [int(self._waits(*each)) for each in zip(caches, tokens, embeddings)]
@@ -230,26 +207,17 @@ def columns_of(x: mx.array, columns: list[int]) -> mx.array:
 
 
 class HeadDrafter:
-    """
-    Args:
-        model (MTPModel): The model, with its output layer of drafts.
-        head (HeadCache): The head's keys and values of the sequences to draft for.
-    """
+    """The drafts of the head, and the draft vocabulary, which grows by the tokens of the texts."""
 
     def __init__(self, model: MTPModel, head: HeadCache | NoHead):
         self.model, self.head = model, head
         self.lm_head = model.drafting.lm_head
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[mx.array, list[list[Any]], list[int]]:
-        """
-        Args:
-            sequences (List[Sequence]): The sequences to draft for.
-            limits (List[int]): The most drafts of each.
+        """Draft up to a limit for each sequence -> drafts [B, k], the proposals of each of ``groups_of``, and their numbers [B]
 
-        Returns:
-            Tuple[mx.array, List[List[Any]], List[int]]: Drafts [B, k], their proposals for each of ``groups_of(sequences)``,
-            and their number: fewer where a sequence's sampler or logits processor raises, which ends its text only if a token
-            comes there, and from the first position on where the head gives no token the probability ``draft_p_min``.
+        There are fewer where a sequence's sampler or logits processor raises, which ends its text only if a token comes there,
+        and from the first position on where the head gives no token the probability ``draft_p_min``.
         """
         head, k, groups, counts = self.head, max(limits), groups_of(sequences), [*limits]
         assert isinstance(head, HeadCache)  # ``resolve`` refuses drafts of the head for a model without one
@@ -305,8 +273,7 @@ def _draft(
 ) -> tuple[mx.array, Any, mx.array]:
     """Draft for the sequences of a group by the head's logits [G, V], after drafts of all sequences, each [B, 1].
 
-    Returns:
-        Tuple[mx.array, Any, mx.array]: The drafts [G, 1], their proposal, and the processed logits, [G, V].
+    Return the drafts [G, 1], their proposal, and the processed logits, [G, V].
     """
     s = sequences[members[0]]
     if s.logits_processors:

@@ -27,13 +27,7 @@ Offer = Mapping[str, Sequence[float]]
 
 
 def best_length(tokens: Sequence[float], seconds: Sequence[float]) -> int:
-    """
-    The draft length with the most expected tokens per second; the lowest of equals.
-
-    Args:
-        tokens (Sequence[float]): The mean number of tokens that a step yields at each draft length from 0, [K + 1].
-        seconds (Sequence[float]): The time of a step at each draft length, [K + 1].
-    """
+    """The draft length with the most tokens per second, by the tokens and the time of a step at each from 0, both [K + 1]."""
     rates = [n / t for n, t in zip(tokens, seconds)]
     return rates.index(max(rates))
 
@@ -61,15 +55,9 @@ def _padded(acceptance: Sequence[float], n: int) -> list[float]:
 
 
 class Rates:
-    """A running estimate of the acceptance rate in each of n buckets, such as the positions in a window.
+    """A running estimate of the acceptance rate in each of n buckets, such as the positions in a window: ``estimate``, [n].
 
     Without new counts, the estimate of a bucket moves towards that of the bucket before it.
-
-    Args:
-        n (int): The number of buckets.
-
-    Attributes:
-        estimate (list[float]): [n].
     """
 
     FADING = 0.97  # the decay of a count with each later one: to a third after 36, about a paragraph
@@ -167,10 +155,7 @@ class Depth:
         return plan if is_safe else PLAIN_PLAN
 
     def _may_probe(self, plain: float) -> bool:
-        """
-        Args:
-            plain (float): The time of a plain step, in seconds.
-        """
+        """Whether to draft all the same, where a plain step takes so many seconds."""
         rate = self.first_rate
         return self.lost < rate * (self.PROBING * self.elapsed + self.FIRST_LOSS * rate * (1 - rate) * plain)
 

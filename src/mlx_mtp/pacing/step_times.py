@@ -47,16 +47,9 @@ class StepTimes:
 
     Times are kept after a text, and all open generations update the same times, in any thread: dictionaries are replaced.
 
-    Args:
-        seconds (Mapping[int, float], optional): Times measured earlier, by draft length. Default: ``None``, as without those of
-          plain steps or of any drafts: ``TYPICAL``.
-        draft_cost (float): The time in which the head drafts a token, in plain steps. Default: ``0.0``, unknown.
-
-    Attributes:
-        estimate (list[float]): t(k) for the head's drafts, k from 0, [N_LENGTHS].
-        free (list[float]): t(k) for drafts of other sources, k from 0, [N_LENGTHS].
-        max_free (int): The most drafts of other sources to try next.
-        by_size (Dict[int, StepTimes]): These times, of one sequence, and those of several.
+    ``estimate`` is t(k) for the head's drafts, and ``free`` for drafts of other sources, k from 0, both [N_LENGTHS].
+    ``seconds`` were measured earlier, by draft length; without those of plain steps or of any drafts, they are ``TYPICAL``.
+    ``draft_cost`` is the time in which the head drafts a token, in plain steps; 0 if unknown.
     """
 
     BEYOND_NOISE = 1.4  # the ratio of two times below which the difference may be noise
@@ -66,14 +59,14 @@ class StepTimes:
     STALE = 40  # steps with drafts until plain steps are old, times the square of the gain
 
     def __init__(self, seconds: Mapping[int, float] | None = None, draft_cost: float = 0.0):
-        self.max_free, self.draft_cost = self.FIRST_FREE, draft_cost
+        self.max_free, self.draft_cost = self.FIRST_FREE, draft_cost  # the most drafts of other sources to try next
         first = seconds if seconds and {0} < seconds.keys() else TYPICAL
         self.shape = _on_lines(sorted(first.items()), N_LENGTHS - 1)
         self.seconds: dict[Plan, float] = {}  # measured
         self.n_counted: dict[Plan, int] = {}
         self.n_odd: dict[Plan, int] = {}  # steps in succession far longer than expected, or far shorter if negative
         self.plain_age = 0.0 if first is seconds else math.inf  # steps with drafts since a plain step was measured
-        self.by_size = {1: self}
+        self.by_size = {1: self}  # these times, of one sequence, and those of several
         self._update()
 
     def observe(self, plan: Plan, seconds: float | None) -> None:
