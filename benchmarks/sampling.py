@@ -65,7 +65,7 @@ def n_primitives(*outputs: mx.array) -> int:
 def work_of_a_step(steps: Iterator[Any]) -> Counter[str]:
     """The calls of samplers, and the primitives of the graphs of drafts and of the choice of tokens."""
     counts: Counter[str] = Counter()
-    choose, propose, call = decoder.choose, HeadDrafter.propose, Sampler.distribution
+    choose, propose, call = decoder.choose, HeadDrafter.propose, Sampler.support
 
     def counted_choose(window: Any) -> Any:
         mx.eval(window.logits, window.drafts.tokens)
@@ -86,7 +86,7 @@ def work_of_a_step(steps: Iterator[Any]) -> Counter[str]:
     with (
         patch.object(decoder, "choose", counted_choose),
         patch.object(HeadDrafter, "propose", counted_propose),
-        patch.object(Sampler, "distribution", counted_call),
+        patch.object(Sampler, "support", counted_call),
     ):
         next(steps)
     return counts
