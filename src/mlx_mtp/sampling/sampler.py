@@ -20,7 +20,6 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_p, greedy_sampler
 MAX_SEED = 2**64 - 1
 BLOCK = 64  # tokens
 DRAFT_TOP_K = 1024  # tokens that drafts of top-p are drawn from
-MIN_SCALE, MAX_SCALE = 1e-37, 3e38  # of logits, which temperatures of any size keep finite in float32
 
 
 def noise_words(seed: int, position: int) -> tuple[int, int, int]:
@@ -142,9 +141,8 @@ class Sampler:
             if 0 < self.top_p < 1:  # of the mass of all tokens
                 x = x.astype(mx.float32) - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
                 x = apply_top_p(x, self.top_p / mx.exp(x).sum(axis=-1, keepdims=True))
-        x = x.astype(mx.float32)
-        x = (x - x.max(axis=-1, keepdims=True)) * min(max(1 / self.temp, MIN_SCALE), MAX_SCALE)
-        return Support(ids, mx.softmax(x, axis=-1))
+        scale = min(max(1 / self.temp, 1e-30), 1e30)  # at any temperature, logits are finite in float32
+        return Support(ids, mx.softmax(x.astype(mx.float32) * scale, axis=-1))
 
     def for_drafts(self, size: int) -> "Sampler":
         """The sampler of drafts, whose distribution is free: for top-p, of the likeliest of ``size`` tokens, without a sort."""
