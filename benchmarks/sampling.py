@@ -9,10 +9,9 @@ primitives are those of the choice of tokens and of the drafts that the greedy s
 """
 
 import json
-import re
-import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,11 +20,12 @@ import mlx.core as mx
 
 import mlx_mtp
 from benchmarks.synthetic import synthetic_model
-from benchmarks.timing import ratios, seconds, spread, time_in_turns
+from benchmarks.timing import ratios, spread, time_in_turns
 from mlx_mtp.decoding import decoder
 from mlx_mtp.decoding.head import HeadDrafter
 from mlx_mtp.sampling.sampler import Sampler
 from scripts.shared import script_parser
+from tests.support.graphs import operations
 
 VOCAB = 248_320
 TURN = 4  # steps
@@ -56,26 +56,26 @@ def steps_of(model: Any, options: dict[str, Any], n_texts: int, depth: int) -> I
     return steps()
 
 
-def n_primitives(*outputs: mx.array) -> int:
-    with tempfile.NamedTemporaryFile() as file:
-        mx.export_to_dot(file.name, *outputs)
-        return len(re.findall("shape=rectangle", Path(file.name).read_text()))
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
 
 
 def work_of_a_step(steps: Iterator[Any]) -> Counter[str]:
     """The calls of samplers, and the primitives of the graphs of drafts and of the choice of tokens."""
     counts: Counter[str] = Counter()
-    choose, propose, call = decoder.choose, HeadDrafter.propose, Sampler.distribution
+    choose, propose, call = decoder.choose, HeadDrafter.propose, Sampler.support
 
     def counted_choose(window: Any) -> Any:
         mx.eval(window.logits, window.drafts.tokens)
         step = choose(window)
-        counts["choice"] += n_primitives(step.choices, step.accepted)
+        counts["choice"] += len(operations(step.choices, step.accepted))
         return step
 
     def counted_propose(self: Any, *args: Any) -> Any:
         drafts = propose(self, *args)
-        counts["drafts"] += n_primitives(drafts[0])
+        counts["drafts"] += len(operations(drafts[0]))
         return drafts
 
     def counted_call(self: Any, *args: Any) -> Any:
@@ -86,7 +86,7 @@ def work_of_a_step(steps: Iterator[Any]) -> Counter[str]:
     with (
         patch.object(decoder, "choose", counted_choose),
         patch.object(HeadDrafter, "propose", counted_propose),
-        patch.object(Sampler, "distribution", counted_call),
+        patch.object(Sampler, "support", counted_call),
     ):
         next(steps)
     return counts
@@ -111,10 +111,12 @@ def main() -> None:
             rounds = [time_in_turns(running, TURN, 1) for _ in range(args.repeat)]
             logits = mx.random.normal((n * (k + 1), VOCAB)).astype(mx.bfloat16)
             mx.eval(logits)
-            sort = min(seconds(lambda: mx.eval(mx.sort(logits, axis=-1))) for _ in range(5))  # noqa: B023
+            sort = min(cpu_seconds(lambda: mx.eval(mx.sort(logits, axis=-1))) for _ in range(5))  # noqa: B023
             times = {name: list(zip(*(r[name] for r in rounds))) for name in samplers}  # (wall, CPU) of each
             ms = [1e3 / TURN * min(t) for t in times["greedy"]]
-            print(f"{n:5} {k:7}  greedy        {ms[0]:.1f} ms a step, {ms[1]:.1f} of CPU; the sort {1e3 * sort:.1f}")
+            print(
+                f"{n:5} {k:7}  greedy        {ms[0]:.1f} ms a step, {ms[1]:.1f} of CPU; the sort {1e3 * sort:.1f} of CPU"
+            )
             for name in [*samplers][1:]:
                 figures = [spread(ratios(a, b)) for a, b in zip(times[name], times["greedy"])]
                 more = [work[name][part] - work["greedy"][part] for part in ("choice", "drafts")]

@@ -13,8 +13,7 @@ from mlx_lm.generate import generate_step
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
 from mlx_mtp.layers.drafting import DraftLMHead
-from mlx_mtp.sampling import sampler as sampler_module
-from mlx_mtp.sampling.sampler import MAX_SEED, gumbel, noise_words
+from mlx_mtp.sampling.sampler import MAX_SEED, draw, noise, noise_words
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.distribution import LEVEL, independence, p_value
 from tests.support.models import model_of
@@ -34,8 +33,7 @@ def words(seed: int, n: int) -> mx.array:
 
 def drawn(seed: int, n: int) -> np.ndarray:
     """The tokens that the noise of n positions draws from P."""
-    noise = gumbel(words(seed, n)[:, :2], mx.arange(len(P), dtype=mx.uint32))
-    return np.argmax(np.log(P) + np.array(noise), axis=-1)
+    return np.array(draw(mx.array(P), noise(words(seed, n)[:, :2], mx.arange(len(P), dtype=mx.uint32))))
 
 
 def test_noise_draws_from_p_and_is_independent():
@@ -56,13 +54,10 @@ def test_noise_draws_from_p_and_is_independent():
 def test_noise_of_a_token_is_its_own():
     """The same among any other tokens, and independent of that of the tokens and positions beside it, in all of its bits."""
     n, size, key = 64, 4096, words(3, 64)[:, :2]
-    noise = np.array(gumbel(key, mx.arange(size, dtype=mx.uint32)), np.float64)  # [n, size]
+    u = np.array(noise(key, mx.arange(size, dtype=mx.uint32)))  # [n, size]
     ids = np.random.default_rng(1).permutation(size)[:100]
-    assert np.array_equal(np.array(gumbel(key, mx.array(ids, mx.uint32))), noise[:, ids].astype(np.float32))
-    assert np.array_equal(
-        np.array(gumbel(key[5:6], mx.array(ids[None, :7], mx.uint32))[0]), noise[5, ids[:7]].astype(np.float32)
-    )
-    u = np.exp(-np.exp(-noise))
+    assert np.array_equal(np.array(noise(key, mx.array(ids, mx.uint32))), u[:, ids])
+    assert np.array_equal(np.array(noise(key[5:6], mx.array(ids[None, :7], mx.uint32)))[0], u[5, ids[:7]])
     for digits in (u, u * 64 % 1, u * 4096 % 1):  # the first bits, and later ones
         cells = (digits * 16).astype(int)
         assert p_value(np.bincount(cells.ravel(), minlength=16), [n * size / 16] * 16) > LEVEL
@@ -73,14 +68,25 @@ def test_noise_of_a_token_is_its_own():
                 assert independence(pairs) > LEVEL
 
 
-def test_noise_is_exact_in_its_tail(monkeypatch):
-    """At the ends of the numbers of 32 bits too: small ones make the large noise that rare tokens need."""
-    bits = np.array([0, 1, 2, 430, 4294967, 2**31, 4290672328, 2**32 - 500, 2**32 - 1], np.uint32)
-    monkeypatch.setattr(sampler_module, "_mixed", lambda x: mx.array(bits))
-    exact = -np.log(-np.log1p(-np.minimum((bits.astype(np.float64) + 0.5) / 2.0**32, 1 - 2.0**-24)))
-    noise = gumbel(mx.zeros((1, 2), mx.uint32), mx.zeros(len(bits), mx.uint32))
-    assert mx.all(mx.isfinite(noise))  # one of -inf would lose to an excluded token
-    assert np.allclose(np.array(noise), exact, rtol=1e-3, atol=1e-5)
+def test_noise_is_exact_in_its_tail():
+    """Small numbers decide between rare tokens: MLX's, and those of seeds."""
+    # ``draw`` relies on steps of 2**-32, where a float32 in [0, 1) might have 2**-24.
+    ids = mx.arange(2**22, dtype=mx.uint32)
+    for u in (mx.random.uniform(shape=ids.shape, key=mx.random.key(5)), noise(words(5, 1)[:, :2], ids)):
+        small = np.array(u, np.float64).ravel()
+        small = small[small < 2.0**-12] * 2.0**32
+        assert len(small) > 800
+        assert (small % 2**8 != 0).mean() > 0.9
+    # Of two tokens, the one with the smaller exponential number relative to its probability, at both ends of the numbers.
+    numbers = np.array([0.0, 2.0**-32, 2.0**-31, 1e-7, 1e-3, 0.5, 0.999, 0.9999, 1 - 2.0**-24])
+    e = -np.log1p(-np.minimum(numbers + 2.0**-33, 1 - 2.0**-24))
+    for i, other in enumerate(numbers):
+        for factor, want in ((0.999, 0), (1.001, 1)):
+            p = mx.array(np.stack([np.full(len(e), 1.0), e / e[i] * factor], axis=-1), mx.float32)
+            u = mx.array(np.stack([np.full(len(e), other), numbers], axis=-1), mx.float32)
+            assert draw(p, u).tolist() == [want] * len(e)
+    # Whatever the numbers, a token of probability 0 loses.
+    assert draw(mx.array([[0.0, 1e-30]] * 2), mx.array([[0.0, 1.0], [1.0, 0.0]])).tolist() == [1, 1]
 
 
 def test_samplers_are_values():

@@ -7,8 +7,8 @@ arXiv:2302.01318): a draft x ~ q is accepted with probability min(1, p(x) / q(x)
 the residual, the normalized positive part of p - q.
 
 ``Coupled``, for a sampler with a seed (drafter-invariant speculative decoding: Daliri, Musco and Suresh 2024,
-arXiv:2408.07978): the target's token is argmax(log p + g) and the draft is argmax(log q + g), with the same Gumbel noise g of
-the position. The token does not depend on the draft, so the text depends only on the seed and the prompt.
+arXiv:2408.07978): the target's token is argmax(p / e) and the draft is argmax(q / e), with the same exponential noise e of the
+position. The token does not depend on the draft, so the text depends only on the seed and the prompt.
 
 ``TokenMatch``, for any other sampler: it chooses a token at every position, and a draft is accepted if it is that choice.
 
@@ -30,7 +30,7 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import greedy_sampler
 
 from .processors import until_error
-from .sampler import Sampler, TextSampler, for_one_text, noise_words
+from .sampler import Sampler, Support, TextSampler, draw, for_one_text, noise_words
 
 
 class Drafted(NamedTuple):
@@ -53,13 +53,11 @@ class Proposal(NamedTuple):
     """The distributions of a draft of each text.
 
     Args:
-        ids (mx.array, optional): The tokens that each draft may be, [G, m]. ``None``: all tokens, m = V.
-        q (mx.array): Their probabilities, [G, m].
-        uniforms (mx.array): The uniform numbers of the position, [G, 1].
+        support (Support): The tokens that each draft may be, and their probabilities, [G, m].
+        uniforms (mx.array): The uniform numbers of the position, for XTC, [G, 1].
     """
 
-    ids: mx.array | None
-    q: mx.array
+    support: Support
     uniforms: mx.array
 
 
@@ -108,8 +106,7 @@ class RejectionSampling:
     def draft(self, texts: list[Drafted], logits: mx.array) -> tuple[mx.array, Proposal]:
         uniforms = self.sampler.uniforms(len(texts))
         support = self.sampler.for_drafts(logits.shape[-1]).support(logits, uniforms)
-        drafts = support.tokens(mx.random.categorical(support.logits))
-        return drafts, Proposal(support.ids, mx.softmax(support.logits, axis=-1), uniforms)
+        return support.tokens(draw(support.p, mx.random.uniform(shape=support.p.shape))), Proposal(support, uniforms)
 
     def accept(
         self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[Proposal]
@@ -120,9 +117,10 @@ class RejectionSampling:
         more = self.sampler.uniforms(G * (T - len(proposals))).reshape(G, -1)
         uniforms = mx.concatenate([*(p.uniforms for p in proposals), more], axis=1)  # [G, T]
         support = self.sampler.support(logprobs.reshape(-1, V), uniforms.reshape(-1, 1))
+        u = mx.random.uniform(shape=support.p.shape)
         if T == 1:
-            return Verdict(support.tokens(mx.random.categorical(support.logits))[:, None], drafts == drafts)
-        p = mx.softmax(support.logits, axis=-1).reshape(G, T, -1)
+            return Verdict(support.tokens(draw(support.p, u))[:, None], drafts == drafts)
+        p = support.p.reshape(G, T, -1)
         ids = None if support.ids is None else support.ids.reshape(G, T, -1)
         # The number of drafts of each text, and of those that have a proposal, each [G, 1].
         n, n_proposed = mx.array([[t.n, 0 if t.are_copies else t.n] for t in texts]).T[..., None]
@@ -131,7 +129,7 @@ class RejectionSampling:
         is_x = (mx.arange(V) if ids is None else ids) == x[..., None]  # [G, T, m]
         q = mx.where(is_proposed[..., None], _probabilities(proposals, ids, T, V), is_x)
         accepted = mx.random.uniform(shape=(G, T)) * (q * is_x).sum(axis=-1) < (p * is_x).sum(axis=-1)
-        others = support.tokens(mx.random.categorical(mx.log(residual(p, q)).reshape(G * T, -1)))
+        others = support.tokens(draw(residual(p, q).reshape(support.p.shape), u))
         tokens = mx.where(accepted, x, others.reshape(G, T))
         return Verdict(tokens, accepted[:, :-1])
 
@@ -171,9 +169,10 @@ def _probabilities(proposals: Sequence[Proposal], ids: mx.array | None, T: int, 
     """The probabilities of tokens [G, T, m] as drafts, all tokens if ``None``; 0 at the positions without proposals."""
     if not proposals:
         return mx.zeros((1, T, 1))
-    n, q = len(proposals), mx.stack([p.q for p in proposals], axis=1)  # [G, n, m]
-    if proposals[0].ids is not None:
-        proposed = mx.stack([p.ids for p in proposals if p.ids is not None], axis=1)
+    n, supports = len(proposals), [proposal.support for proposal in proposals]
+    q = mx.stack([support.p for support in supports], axis=1)  # [G, n, m]
+    if supports[0].ids is not None:
+        proposed = mx.stack([support.ids for support in supports if support.ids is not None], axis=1)
         q = mx.put_along_axis(mx.zeros((len(q), n, V)), proposed, q, axis=-1)
     if ids is not None:
         q = mx.take_along_axis(q, ids[:, :n], axis=-1)

@@ -20,25 +20,20 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_p, greedy_sampler
 MAX_SEED = 2**64 - 1
 BLOCK = 64  # tokens
 DRAFT_TOP_K = 1024  # tokens that drafts of top-p are drawn from
-MIN_SCALE, MAX_SCALE = 1e-37, 3e38  # of logits, which temperatures of any size keep finite in float32
 
 
 def noise_words(seed: int, position: int) -> tuple[int, int, int]:
-    """Three random 32-bit numbers of a position: the key of its Gumbel noise, and its uniform number."""
+    """Three random numbers of 32 bits for a position: the key of ``noise``, and one for XTC."""
     first, second, third = struct.unpack("<III", blake2b(struct.pack("<QQ", seed, position), digest_size=12).digest())
     return first, second, third
 
 
-def gumbel(words: mx.array, ids: mx.array) -> mx.array:
-    """Standard Gumbel noise of tokens, float32: ``argmax(log p + noise)`` is a draw from p.
+def noise(words: mx.array, ids: mx.array) -> mx.array:
+    """Uniform numbers in [0, 1) of tokens: a hash of a row's words [n, 2] and a token's id, [n, m] or [m] -> [n, m]
 
-    It is a hash of a row's words [n, 2] and a token's id, [n, m] or [m], so it is the same among any other tokens.
+    The number of a token is the same among any other tokens.
     """
-    bits = _mixed(_mixed(ids + words[:, :1]) ^ words[:, 1:])
-    # 1 - u instead of u: float32 is finest near 0, where the exponential is small and the noise large. So even tokens with a
-    # probability of 1e-9 are drawn with the right frequency. Half a step is added, since log(0) would beat any token.
-    u = mx.minimum(bits.astype(mx.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
-    return -mx.log(-mx.log1p(-u))
+    return _mixed(_mixed(ids + words[:, :1]) ^ words[:, 1:]).astype(mx.float32) * 2.0**-32
 
 
 def _mixed(x: mx.array) -> mx.array:
@@ -46,6 +41,16 @@ def _mixed(x: mx.array) -> mx.array:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * mx.array(factor, mx.uint32)
     return x ^ (x >> 16)
+
+
+def draw(p: mx.array, u: mx.array) -> mx.array:
+    """Draw from each row of probabilities, which need not be normalized, by uniform numbers, [n, m] each -> indices [n]
+
+    Of independent exponential numbers with rates p, each is the smallest with its probability.
+    """
+    # float32 is finest near 0, where the exponential number is small: so even tokens with a probability of 1e-9 are drawn with
+    # the right frequency. u has steps of 2**-32 there, and half a step is added, since 0 would beat any token.
+    return mx.argmax(p / -mx.log1p(-mx.minimum(u + 2.0**-33, 1 - 2.0**-24)), axis=-1)
 
 
 AcceptanceName = Literal["rejection", "coupled", "match"]
@@ -56,11 +61,11 @@ class Support(NamedTuple):
 
     Args:
         ids (mx.array, optional): The tokens of each row, [B, m]. ``None``: all tokens, m = V.
-        logits (mx.array): Their logits after all filters and the temperature, float32, [B, m]; -inf where filtered out.
+        p (mx.array): Their probabilities after all filters and the temperature, float32, [B, m]; 0 where filtered out.
     """
 
     ids: mx.array | None
-    logits: mx.array
+    p: mx.array
 
     def tokens(self, index: mx.array) -> mx.array:
         """The token at an index of each row, [B] -> [B]"""
@@ -105,7 +110,7 @@ class Sampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [B, V] -> tokens [B], as mlx-lm's samplers."""
         support = self.support(logprobs, self.uniforms(len(logprobs)))
-        return support.tokens(mx.random.categorical(support.logits))
+        return support.tokens(draw(support.p, mx.random.uniform(shape=support.p.shape)))
 
     def uniforms(self, n: int) -> mx.array:
         """n uniform numbers, which decide whether XTC applies to a position, [n, 1]."""
@@ -113,9 +118,8 @@ class Sampler:
 
     def distribution(self, logprobs: mx.array, uniforms: mx.array) -> mx.array:
         """The log probabilities of all tokens after filters and temperature, float32, [B, V]; arguments as of ``support``."""
-        ids, x = self.support(logprobs, uniforms)
-        x = x - mx.logsumexp(x, axis=-1, keepdims=True)
-        return x if ids is None else mx.put_along_axis(mx.full(logprobs.shape, -mx.inf), ids, x, axis=-1)
+        ids, p = self.support(logprobs, uniforms)
+        return mx.log(p if ids is None else mx.put_along_axis(mx.zeros(logprobs.shape), ids, p, axis=-1))
 
     def support(self, logits: mx.array, uniforms: mx.array) -> Support:
         """Apply the filters and the temperature. Draws no random number.
@@ -137,9 +141,8 @@ class Sampler:
             if 0 < self.top_p < 1:  # of the mass of all tokens
                 x = x.astype(mx.float32) - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
                 x = apply_top_p(x, self.top_p / mx.exp(x).sum(axis=-1, keepdims=True))
-        x = x.astype(mx.float32)
-        # The likeliest token has a logit of 0, at any temperature.
-        return Support(ids, (x - x.max(axis=-1, keepdims=True)) * min(max(1 / self.temp, MIN_SCALE), MAX_SCALE))
+        scale = min(max(1 / self.temp, 1e-30), 1e30)  # at any temperature, logits are finite in float32
+        return Support(ids, mx.softmax(x.astype(mx.float32) * scale, axis=-1))
 
     def for_drafts(self, size: int) -> "Sampler":
         """The sampler of drafts, whose distribution is free: for top-p, of the likeliest of ``size`` tokens, without a sort."""
@@ -149,7 +152,7 @@ class Sampler:
         """The tokens that ``noise_words`` [B, 3] draw from logits [B, V] -> [B]"""
         support = self.support(logits, words[:, 2:] * 2.0**-32)
         ids = mx.arange(logits.shape[-1], dtype=mx.uint32) if support.ids is None else support.ids
-        return support.tokens(mx.argmax(support.logits + gumbel(words[:, :2], ids), axis=-1))
+        return support.tokens(draw(support.p, noise(words[:, :2], ids)))
 
     def _filtered(self, x: mx.array, uniforms: mx.array) -> mx.array:
         """Apply mlx-lm's filters other than top-k, [B, V] -> [B, V]"""
@@ -167,7 +170,7 @@ class Sampler:
 class SeededSampler:
     """A sampler whose token at a position depends only on the seed, the position and the distribution there.
 
-    It draws argmax(log p + g), where g is the Gumbel noise of the position. MLX's random state is neither read nor written.
+    It draws with the noise of the position. MLX's random state is neither read nor written.
     """
 
     sampler: Sampler
