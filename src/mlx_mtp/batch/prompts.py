@@ -92,7 +92,7 @@ def make_sequence(
         if isinstance(c, QuantizedKVCache) and (c.bits, c.group_size) != (kv.kv_bits, kv.kv_group_size):
             raise ValueError(
                 f"The prompt cache of prompt {i} is quantized to {c.bits} bits in groups of {c.group_size}: give "
-                f"kv=KVOptions(kv_bits={c.bits}, kv_group_size={c.group_size}) to all texts of the batch."
+                f"kv_bits={c.bits} and kv_group_size={c.group_size} to the batch."
             )
     n_prompt = sum(map(len, segments))
     if input_embeddings is not None:
@@ -106,6 +106,7 @@ def make_sequence(
         cache,
         options,
         counts or DraftCounts(),
+        kv.of_text(cache.n_tokens, n_prompt),
         segments=[s for s in (*before, end[:-1]) if s] + [end[-1:]],
         tokens=list(all_tokens),
         embeddings=input_embeddings if isinstance(input_embeddings, mx.array) else None,
@@ -119,15 +120,14 @@ class Prompts:
 
     Args:
         model (MTPModel): The model to prefill with.
-        kv (KVOptions): The quantization of keys and values.
 
     Attributes:
         n_prefilled (int): The number of tokens prefilled so far, of all prompts.
         seconds (float): The time of this prefill.
     """
 
-    def __init__(self, model: MTPModel, kv: KVOptions):
-        self.model, self.kv = model, kv
+    def __init__(self, model: MTPModel):
+        self.model = model
         self.sequences: deque[Sequence] = deque()
         self.n_prefilled, self.seconds = 0, 0.0
 
@@ -202,13 +202,14 @@ class Prompts:
 
     def _prefill(self, s: Sequence, most: int) -> PromptResponse:
         """Prefill up to ``most`` tokens of a prompt, at most to the end of a segment."""
-        segment, cache = s.segments[0], s.cache
+        segment, cache, embeddings = s.segments[0], s.cache, s.embeddings
+        n_cached = cache.n_tokens
+        most = s.kv.end_of_chunk(n_cached, most) - n_cached
         tokens, s.segments[0] = segment[:most], segment[most:]
-        n_cached, embeddings = cache.n_tokens, s.embeddings
         if embeddings is not None:
             embeddings, s.embeddings = embeddings[: len(tokens)], embeddings[len(tokens) :]
         cache.images = s.images
-        prefill_chunk(self.model, cache, mx.array(tokens, mx.uint32), embeddings, self.kv)
+        prefill_chunk(self.model, cache, mx.array(tokens, mx.uint32), embeddings, s.kv)
         s.tokens += tokens
         s.n_prefilled += len(tokens)
         cache.record(n_cached + len(tokens), s.text_of(n_cached + len(tokens)))

@@ -12,6 +12,7 @@ so a ``DecoderState`` can be restored until sequences join or leave.
 This module does not depend on samplers, layers or the head's architecture, nor on stop conditions.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,7 +242,8 @@ class Decoder:
         self.window = Window(drafts, mx.zeros((1, 1), mx.uint32), logits, hidden)
 
     def _add(self, sequences: list[Sequence], tokens: mx.array | None) -> None:
-        self.cache.join([s.cache for s in sequences])
+        starts = [math.inf if s.kv.kv_bits is None else s.kv.quantized_kv_start for s in sequences]
+        self.cache.join([s.cache for s in sequences], starts)
         self.head.join([s.cache for s in sequences], tokens, [s.embeddings for s in sequences])
         self.last = None
         self.sequences = [*self.sequences, *sequences]
@@ -290,17 +292,13 @@ class Decoder:
 
 def draft_limit(decoder: Decoder, b: int) -> int:
     """The most drafts that sequence b can take within its token limit: a window yields one more token than it accepts."""
-    s, k, kv = decoder.sequences[b], MAX_COPY_TOKENS, decoder.kv
+    s, k = decoder.sequences[b], MAX_COPY_TOKENS
     if s.end is not None or not decoder.head.can_draft(b):
         return 0
     if s.max_tokens >= 0:
         k = max(min(k, s.max_tokens - s.n_unobserved - 1), 0)
-    if kv.kv_bits is not None:
-        counts = [0] * len(decoder) if decoder.step is None else decoder.step.counts
-        n = max(map(sum, zip(decoder.cache.n_tokens, counts)))
-        # mlx-lm quantizes after a token, never within a window: after the first one if that is due at once.
-        if n < kv.quantized_kv_start:
-            k = min(k, kv.quantized_kv_start - n - 1)
-        elif decoder.window is None and not decoder.cache.are_quantized:
-            k = 0
+    step = decoder.step if decoder.cache.in_flight > 0 else None  # a prompt's last token is in the caches already
+    n = decoder.cache.n_tokens[b] + (0 if step is None else step.counts[b])
+    if s.kv.kv_bits is not None and n < s.kv.quantized_kv_start:  # quantized after a token, never within a window
+        k = min(k, s.kv.quantized_kv_start - n - 1)
     return k

@@ -89,7 +89,8 @@ def mtp_generate_step(
         kv_bits (int, optional): Number of bits to use for KV cache quantization. None implies no cache quantization.
           Default: ``None``.
         kv_group_size (int): Group size for KV cache quantization. Default: ``64``.
-        quantized_kv_start (int): Step to begin using a quantized KV cache when ``kv_bits`` is non-None. Default: ``5000``.
+        quantized_kv_start (int): Step to begin using a quantized KV cache when ``kv_bits`` is non-None. Default: ``5000``. In a
+          prompt, quantization begins at mlx-lm's chunks of 2,048 tokens, whatever ``prefill_step_size``.
         prompt_progress_callback (Callable[[int, int], None]): A call-back which takes the prompt tokens processed so far
           and the total number of prompt tokens.
         input_embeddings (mx.array, optional): Input embeddings to use instead of or in conjunction with prompt tokens,
@@ -113,14 +114,22 @@ def mtp_generate_step(
     options = options.resolve(mtp_model)
     cache = open_prompt_cache(model, prompt_cache)
     place_images(mtp_model, cache, images, input_embeddings is not None)
-    sequence = Sequence(cache, options, counts or DraftCounts(), tokens=[*all_tokens], embeddings=input_embeddings)
+    kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
+    n = len(prompt) if input_embeddings is None else len(input_embeddings)
+    sequence = Sequence(
+        cache,
+        options,
+        counts or DraftCounts(),
+        kv.of_text(cache.n_tokens, n),
+        tokens=[*all_tokens],
+        embeddings=input_embeddings,
+    )
     number = options.num_draft_tokens
     uses_times = not isinstance(number, int) or options.copy_drafts == "auto"
     planner = Planner(mtp_model, number if isinstance(number, Depth) else None, uses_times)
     if planner.exchange is not None:
         with mx.stream(stream):
             sequence.sample_with(planner.exchange.agree(prompt, cache.n_tokens, sampler))
-    kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
     decoder = Decoder(mtp_model, kv=kv, exchange=planner.exchange, stream=stream)
     progress = prompt_progress_callback or (lambda *_: None)
     yield from _generate(decoder, planner, sequence, prompt.astype(mx.uint32), prefill_step_size, progress)
@@ -138,7 +147,7 @@ def _generate(
     n_yielded, before = 0, None
     try:
         with mx.stream(decoder.stream):
-            out = prefill_prompt(decoder.model, sequence, prompt, chunk, progress, decoder.kv)
+            out = prefill_prompt(decoder.model, sequence, prompt, chunk, progress)
             if sequence.max_tokens != 0:
                 decoder.begin(sequence, *out)
         while decoder.sequences and sequence.end is None:
@@ -200,7 +209,7 @@ def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yield
         if decoder.sequences:
             n = decoder.extract(s, s.cache)
             if missing := s.tokens_between(n, n_yielded):
-                prefill_chunk(decoder.model, s.cache, mx.array(missing, mx.uint32), None, decoder.kv)
+                prefill_chunk(decoder.model, s.cache, mx.array(missing, mx.uint32), None, s.kv)
         if decoder.exchange is not None:
             synchronize(decoder.stream)  # collectives of the pass in flight would corrupt those of another stream
         # Last: until here the cache is marked as unfinished.

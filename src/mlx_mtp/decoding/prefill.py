@@ -17,7 +17,7 @@ from .sequence import Sequence
 
 
 def prefill_prompt(
-    model: MTPModel, s: Sequence, prompt: mx.array, chunk: int, progress: Callable[[int, int], Any], kv: KVOptions
+    model: MTPModel, s: Sequence, prompt: mx.array, chunk: int, progress: Callable[[int, int], Any]
 ) -> tuple[mx.array, mx.array]:
     """Prefill a sequence's prompt, its last token in a pass of its own, as mlx-lm does.
 
@@ -32,15 +32,17 @@ def prefill_prompt(
     s.cache.begin(s.cache.n_tokens)
     embeddings, s.embeddings = s.embeddings, None
     tokens: Any = prompt.tolist()
-    n = len(prompt) if embeddings is None else len(embeddings)
+    n, n_cached = len(prompt) if embeddings is None else len(embeddings), s.cache.n_tokens
     if len(prompt) == 0:
         s.skip(n)
     progress(0, n)
-    for begin in [*range(0, n - 1, chunk), n - 1]:
-        end = n if begin == n - 1 else min(begin + chunk, n - 1)
+    end = 0
+    while end < n:
+        begin = end
+        end = n if begin == n - 1 else min(s.kv.end_of_chunk(n_cached + begin, chunk) - n_cached, n - 1)
         s.tokens += tokens[begin:end]
         own = None if embeddings is None else embeddings[begin:end]
-        out = prefill_chunk(model, s.cache, prompt[begin:end], own, kv)
+        out = prefill_chunk(model, s.cache, prompt[begin:end], own, s.kv)
         progress(end, n)
     s.prompt_end = s.cache.n_tokens
     return out
@@ -51,7 +53,7 @@ def prefill_chunk(
 ) -> tuple[mx.array, mx.array]:
     """Run the model and its head over tokens [T], or embeddings [T, H] in their place, to fill a prompt cache.
 
-    After an error or an interrupt, the caches have none of these tokens.
+    After an error or an interrupt, the caches have none of these tokens. ``kv`` is that of the text.
 
     Returns:
         Tuple[mx.array, mx.array]: Logits [1, 1, V], not computed yet, and hidden state [1, 1, H] of the last token.

@@ -20,6 +20,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from ..caches.recurrent import ArraysCache, recur
+from ..caches.rows import MixedKVRows
 from .passes import Pass, current_pass
 
 # The routing of MLX 0.32.4, ``ScaledDotProductAttention::use_fallback`` in backend/metal/scaled_dot_product_attention.cpp.
@@ -40,7 +41,9 @@ class Layer:
         if cache is not None and self.is_linear:
             if getattr(cache, "window", None) is not None or (this.compiler is not None and mask is None):
                 return self.recur(x, cache, this)
-        elif cache is not None and (this.compiler is not None or this.attention_rows != 0):
+        elif cache is not None and (
+            this.compiler is not None or this.attention_rows != 0 or isinstance(cache, MixedKVRows)
+        ):
             return self.attend(x, mask, cache, this)
         return super().__call__(x, mask, cache)  # type: ignore[misc]
 
@@ -67,8 +70,7 @@ class Layer:
         queries, keys, values, gate = this.call(before_attention, self, x, *start)
         if not start:
             queries, keys = (attention.rope(t, offset=cache.offset) for t in (queries, keys))
-        keys, values = cache.update_and_fetch(keys, values)
-        out = attend(queries, keys, values, cache, attention.scale, mask, this.attention_rows)
+        out = attend_to(cache, queries, keys, values, attention.scale, mask, this.attention_rows)
         x = this.call(after_attention, self, x, out, gate)
         this.count_attention(x)
         return x
@@ -184,6 +186,32 @@ def group_size(n: int, heads: int, kv_heads: int, head_dim: int) -> int:
     if most == 0 or head_dim not in SIZES_OF_FEW or (n > FEW and head_dim in SIZES_OF_MANY):
         return n
     return min(n, most)
+
+
+def attend_to(
+    cache: Any,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    most: int | None,
+) -> mx.array:
+    """Add keys and values [B, Hkv, T, D] to a cache, and attend to all of it: to each part of ``MixedKVRows`` by itself.
+
+    Returns:
+        mx.array: [B, H, T, D]
+    """
+    if not isinstance(cache, MixedKVRows):
+        keys, values = cache.update_and_fetch(keys, values)
+        return attend(queries, keys, values, cache, scale, mask, most)
+    out = mx.zeros_like(queries)
+    for rows, part in cache.parts:
+        b, own_mask = mx.array(rows), mask
+        if isinstance(mask, mx.array):
+            own_mask = mask[b, ..., : part.ends.longest + keys.shape[2]]
+        out[b] = attend_to(part, queries[b], keys[b], values[b], scale, own_mask, most)
+    return out
 
 
 def attend(

@@ -126,7 +126,7 @@ class Stores:
         """Read a prompt's caches from disk, in any thread, before ``fetch`` needs them."""
         if (store := self.stores.get(key)) is not None and store.disk is not None:
             with suppress(Exception):  # such as a change of the loaded model
-                store.load(tokens[:-1], self.options.kv)
+                store.load(tokens[:-1], self.options.kv.of_text(0, len(tokens)))
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
         """The prompt cache to resume from, if any, and its number of tokens. Also sets the prompt's cuts after these tokens."""
@@ -149,14 +149,16 @@ class Stores:
             key = prompt.key_of(prompt.tokens)
             # ``load`` has read the files, except for images, and on several machines.
             timeout = 0.0 if self.ranks is None and prompt.pictured is None else READ_TIMEOUT
-            cache, n, prompt.handle = self.store.fetch(key[:most], self.options.kv, timeout)
+            kv = self.options.kv.of_text(0, len(key))
+            cache, n, prompt.handle = self.store.fetch(key[:most], kv, timeout)
             return cache, n, self.store.n_common(key)
         return None, 0, 0
 
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any]) -> None:
         with _harmless("a text is not cached"):
             key = prompt.key_of(tokens)
-            prompt.handle = self.store.insert(key, prompt_cache, self.options.kv, prompt.handle)
+            kv = self.options.kv.of_text(0, len(prompt.tokens))
+            prompt.handle = self.store.insert(key, prompt_cache, kv, prompt.handle)
 
     def trim_to(self, n_bytes: int) -> None:
         """Evict snapshots until at most this many bytes are left, those of other models first."""
