@@ -83,7 +83,7 @@ INVALID = {
         n=[0, 9],
         temperature=[-0.1, "hot", 9],
         top_p=[1.1, -1],
-        top_k=[-1, 10**6, 2.5],
+        top_k=[-2, 10**6, 2.5],
         min_p=[2],
         repetition_penalty=[-1],
         repetition_context_size=[-1],
@@ -203,6 +203,45 @@ def test_rejects_more_tokens_than_the_context(server):
         status, content = server.request(path, {param: value})
         assert_error((status, content), 400, param)
         assert content["error"]["code"] == "context_length_exceeded"
+
+
+LONG_TEXT = "import os\n" * 10_000
+CONTEXT = "This model's maximum context length is 8192 tokens"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        *((path, body, rf"^{CONTEXT}, but the prompt has 3\d{{4}}\.$") for path, body in (
+            (TEXT, {"prompt": LONG_TEXT}), (TEXT, {"prompt": LONG_TEXT, "max_tokens": -1}), (RESPONSES, {"input": LONG_TEXT}),
+            (CHAT, {"messages": user(LONG_TEXT)}), (CHAT, {"messages": user(LONG_TEXT), "max_completion_tokens": 5}),
+        )),
+        (MESSAGES, {"messages": user(LONG_TEXT)}, r"^prompt is too long: 3\d{4} tokens > 8192 maximum$"),
+        (MESSAGES, {"messages": user(LONG_TEXT), "max_tokens": 9000}, r"^prompt is too long: 3\d{4} tokens > 8192 maximum$"),
+        *((path, {**VALID[path], "max_tokens": None, x: 9000}, rf"^{CONTEXT}, but the prompt has \d+, and {x} is 9000\.$")
+            for path, x in ((TEXT, "max_tokens"), (TEXT, "n_predict"), (CHAT, "max_tokens"), (CHAT, "max_completion_tokens"),
+                            (RESPONSES, "max_output_tokens"))),
+    ],
+    ids=lambda x: str(x)[:40],
+)  # fmt: skip
+def test_a_limit_is_named_as_it_was_sent(server, path, body, message):
+    status, content = server.request(path, body)
+    assert (status, re.search(message, content["error"]["message"]) is not None) == (400, True), content
+
+
+def test_a_prompt_beyond_the_context_is_counted(server):
+    """The count is that of the error, and of the tokenizer."""
+    for n in (3_000, 10_000, 50_000):
+        messages = user("import os\n" * n)
+        status, counted = server.request(f"{MESSAGES}/count_tokens", {"messages": messages})
+        assert status == 200, counted
+        _, error = server.request(MESSAGES, {"messages": messages, "max_tokens": 1})
+        assert f"prompt is too long: {counted['input_tokens']} tokens > 8192 maximum" in error["error"]["message"]
+        assert counted["input_tokens"] == pytest.approx(3 * n, rel=0.01)
+        assert (
+            server.request(f"{RESPONSES}/input_tokens", {"input": messages})[1]["input_tokens"]
+            == counted["input_tokens"]
+        )
 
 
 def test_tokenizes_little_of_a_long_prompt(demo):

@@ -136,7 +136,7 @@ class Endpoints:
         async def endpoint(http: HTTPRequest) -> Response:
             _, request = await self._read(http, api)
             async with watched([request], http.receive):
-                return JSONResponse({**kind, "input_tokens": len((await self.frontend.encode_request(request)).tokens)})
+                return JSONResponse({**kind, "input_tokens": await self.frontend.count_tokens(request)})
 
         return endpoint
 
