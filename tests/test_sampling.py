@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
 import mlx_mtp
-from mlx_mtp.sampling.acceptance import RejectionSampling, accept, log_residual, n_leading
+from mlx_mtp.sampling.acceptance import Drafted, Proposal, RejectionSampling, n_leading, residual
 from tests.support.distribution import CASES, Case, p_value
 from tests.support.distribution import LEVEL as JOINT_LEVEL
 from tests.support.profiles import LONG, examples
@@ -27,11 +28,6 @@ def log(p) -> mx.array:
         return mx.array(np.log(p).astype(np.float32))
 
 
-def exact(log_p: mx.array) -> np.ndarray:
-    p = np.exp(np.array(log_p, np.float64))
-    return p / p.sum(axis=-1, keepdims=True)
-
-
 def assert_drawn_from(p: np.ndarray, tokens: mx.array):
     observed = np.bincount(np.array(tokens), minlength=len(p))
     assert not observed[p == 0].any()
@@ -41,27 +37,31 @@ def assert_drawn_from(p: np.ndarray, tokens: mx.array):
 @examples(60)
 @given(p=probabilities, q=probabilities)
 def test_accepts_with_probability_p_over_q(p, q):
-    drafts = np.flatnonzero(q)
-    bound, (log_p, log_q) = np.minimum(1.0, p[drafts] / q[drafts]), (mx.stack([log(x)] * len(drafts)) for x in (p, q))
-    for u, want in ((bound * 0.999, bound > 0), (np.minimum(bound * 1.001, 0.9999999), bound == 1)):
-        assert accept(log_p, log_q, mx.array(drafts, mx.uint32), mx.array(u, mx.float32)).tolist() == want.tolist()
+    drafts, n = np.flatnonzero(q), int(np.count_nonzero(q))
+    bound = np.minimum(1.0, p[drafts] / q[drafts])
+    logprobs, proposals = mx.stack([log(p)] * (n + 1))[None], [Proposal(None, mx.array(q)[None], mx.zeros((1, 1)))] * n
+    acceptance = RejectionSampling(mlx_mtp.make_sampler(temp=1.0))
+    texts = [Drafted(acceptance, 0, n)]
+    for u, want in ((bound * 0.999, bound > 0), (np.minimum(bound * 1.001, 0.999999), bound == 1)):
+        with mock.patch.object(mx.random, "uniform", lambda shape, u=u: mx.array([[*u, 0.5]])):
+            verdict = acceptance.accept(texts, logprobs, mx.array(drafts)[None], proposals)
+        assert verdict.accepted.tolist() == [want.tolist()]
+        assert mx.array_equal(verdict.tokens[0, :-1] == mx.array(drafts), verdict.accepted[0])
 
 
 @examples(60)
 @given(p=probabilities, q=probabilities)
 def test_accepted_and_residual_add_up_to_p(p, q):
-    accepted = np.minimum(p, q)
-    emitted = accepted.copy()
-    if (p > q).any():
-        residual = exact(log_residual(log(p)[None], log(q)[None])[0])
-        assert np.allclose(residual, np.maximum(p - q, 0) / np.maximum(p - q, 0).sum(), atol=1e-6)
-        emitted += (1 - accepted.sum()) * residual
+    rest = np.array(residual(mx.array(p), mx.array(q)), np.float64)
+    emitted = np.minimum(p, q)
+    if np.abs(p - q).max() > 1e-6:
+        emitted = emitted + (1 - emitted.sum()) * rest / rest.sum()
+    else:
+        assert np.allclose(rest, p)  # where none is left
     assert np.allclose(emitted, p, atol=1e-6)
 
 
 def test_closed_forms():
-    p = np.array([0.25, 0.75])
-    assert np.allclose(exact(log_residual(log(p)[None], log(p)[None])[0]), p)  # where none is left
     for accepted in itertools.product([False, True], repeat=6):
         assert n_leading(list(accepted)) == len(list(itertools.takewhile(bool, accepted)))
     assert mlx_mtp.make_sampler() is sample_utils.greedy_sampler
@@ -75,6 +75,7 @@ def test_closed_forms():
 SAMPLERS = [
     dict(temp=1.5),
     dict(temp=1.0, top_k=3),
+    dict(temp=1.0, top_p=0.9),
     dict(temp=1.0, min_p=0.1, min_tokens_to_keep=7),
     dict(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1, xtc_special_tokens=[1, 2]),
     dict(temp=0.7, top_p=0.9, top_k=5, min_p=0.1, xtc_probability=0.5, xtc_threshold=0.1),
@@ -98,39 +99,110 @@ def by_mlx_lm(monkeypatch, p: np.ndarray, **options) -> np.ndarray:
     return mean / mean.sum()
 
 
+SETTINGS = st.fixed_dictionaries(
+    {
+        "temp": st.sampled_from([0.3, 1.0, 1.5]), "top_p": st.sampled_from([0.0, 0.3, 0.8, 0.95, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.05, 0.4, 1.0]), "min_tokens_to_keep": st.sampled_from([1, 3]),
+        "top_k": st.sampled_from([0, 1, 3, 5]), "xtc_probability": st.sampled_from([0.0, 1.0]),
+        "xtc_threshold": st.sampled_from([0.05, 0.2]), "xtc_special_tokens": st.sampled_from([[], [1, 3]]),
+    }
+)  # fmt: skip
+
+
+@pytest.fixture
+def uncompiled():
+    """The CPU backend would compile kernels for each number."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("uncompiled")
+@examples(150)
+@given(
+    options=SETTINGS,
+    size=st.sampled_from([6, 9, 64, 320, 1280, 4160]),
+    spread=st.sampled_from([1, 3, 8]),
+    step=st.sampled_from([0.0, 0.5, 2.0]),
+    n_allowed=st.sampled_from([1, 2, 4, None]),
+    dtype=st.sampled_from([mx.float32, mx.bfloat16]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_filters_are_mlx_lms(options, size, spread, step, n_allowed, dtype, seed):
+    """Also where logits are equal, a grammar allows few tokens, or top-k is taken before top-p and min-p, in blocks of rows."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(2, size)) * spread
+    x = np.round(x / step) * step if step else x
+    if n_allowed is not None:
+        x[:, rng.permutation(size)[n_allowed:]] = -np.inf
+    x = mx.array(x.astype(np.float32)).astype(dtype)
+    x = x - mx.logsumexp(x, axis=-1, keepdims=True)
+    softmax = lambda x, temp: mx.softmax(x.astype(mx.float32) * (1 / temp), axis=-1)  # noqa: E731
+    with mock.patch.object(sample_utils, "categorical_sampling", softmax):
+        want = sample_utils.make_sampler(**options)(x)
+    got = mx.exp(mlx_mtp.make_sampler(**options).distribution(x, mx.zeros((2, 1))))
+    assert mx.array_equal(got > 0, want > 0)
+    assert mx.allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("temp", [1e-300, 1e-39, 1e-6, 1e6, 1e39, 1e300])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
+def test_a_temperature_of_any_size_gives_a_distribution(temp, filters):
+    """The likeliest tokens as temperatures go to 0, all that remain alike as they grow, and never an excluded one."""
+    x = mx.log(mx.array([[0.4, 0.0, 0.4, 0.15, 0.05]]))[:, mx.arange(320) % 5] - math.log(64)
+    x = mx.where(mx.arange(320) < 5, x, -mx.inf)
+    p = np.exp(np.array(mlx_mtp.make_sampler(temp=temp, **filters).distribution(x, mx.zeros((1, 1)))))[0]
+    kept = np.flatnonzero(p)
+    assert kept.tolist() == ([0, 2] if temp < 1 else [0, 2, 3] if "top_p" in filters else [0, 2, 3, 4])
+    assert np.allclose(p[kept], 1 / len(kept), atol=1e-5)
+
+
+def test_top_k_is_below_the_size_of_the_vocabulary():
+    """As in mlx-lm."""
+    for top_k in (8, 9, 2.5):
+        with pytest.raises(ValueError, match=f"top_k must be an integer below the vocabulary's size of 8, not {top_k}"):
+            mlx_mtp.make_sampler(temp=1.0, top_k=top_k)(log(TARGET)[None])
+
+
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch):
-    """Draft, accept and replace: the target's distribution, and as many drafts accepted as possible."""
+    """Draft, accept and replace, then the next token: the target's distribution, and as many drafts accepted as possible.
+
+    Of texts that are accepted together, some with a draft of the head, some with a copy, some without.
+    """
     want = by_mlx_lm(monkeypatch, TARGET, **options)
     mx.random.seed(1)
     sampler = mlx_mtp.make_sampler(**options)
-    assert_drawn_from(want, sampler(mx.repeat(log(TARGET)[None], N, axis=0)))
+    logprobs = mx.repeat(log(TARGET)[None], 2 * N, axis=0).reshape(N, 2, -1)
+    assert_drawn_from(want, sampler(logprobs[:, 0]))
+    acceptance, third = RejectionSampling(sampler), N // 3
+    texts = [Drafted(acceptance, 0)] * third + [Drafted(acceptance, 0, are_copies=True)] * third
+    texts += [Drafted(acceptance, 0, n=0)] * (N - 2 * third)
+    copies = mx.arange(N, dtype=mx.uint32) % len(TARGET)
     for head in HEADS.values():
-        uniforms = sampler.uniforms(N)
-        log_p, log_q = (sampler.distribution(mx.repeat(log(p)[None], N, axis=0), uniforms) for p in (TARGET, head))
-        drafts = mx.random.categorical(log_q)
-        accepted = accept(log_p, log_q, drafts, mx.random.uniform(shape=(N,)))
-        assert_drawn_from(want, mx.where(accepted, drafts, mx.random.categorical(log_residual(log_p, log_q))))
-        most = np.minimum(np.exp(np.array(log_p)), np.exp(np.array(log_q))).sum(axis=-1).mean(dtype=np.float64)
-        assert abs(np.array(accepted).mean() - most) < 5 * math.sqrt(0.25 / N)
+        drafts, proposal = acceptance.draft(texts, mx.repeat(log(head)[None], N, axis=0))
+        drafts = mx.where(mx.arange(N) < third, drafts, copies)
+        verdict = acceptance.accept(texts, logprobs, drafts[:, None], [proposal])
+        for part in (slice(third), slice(third, 2 * third), slice(2 * third, N)):
+            assert_drawn_from(want, verdict.tokens[part, 0])
+            if part.stop <= 2 * third:
+                assert_drawn_from(want, verdict.tokens[part, 1])
+        log_p, log_q = (
+            sampler.distribution(mx.repeat(log(p)[None], N, axis=0), proposal.uniforms) for p in (TARGET, head)
+        )
+        most = np.minimum(np.exp(np.array(log_p)), np.exp(np.array(log_q))).sum(axis=-1)[:third].mean(dtype=np.float64)
+        assert abs(np.array(verdict.accepted[:third]).mean() - most) < 5 * math.sqrt(0.25 / third)
 
 
 def test_draft_and_target_share_the_uniform_number_of_xtc():
     """So every draft of a head that is the target itself is accepted."""
     acceptance = RejectionSampling(mlx_mtp.make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1))
     mx.random.seed(3)
-    rows = [log(TARGET)[None]] * 8
-    for _ in range(50):
-        drafts, records = zip(*(acceptance.draft(row, 0) for row in rows))
-        verdict = acceptance.accept([*rows, rows[0]], mx.concatenate(drafts), records, 0)
-        assert all(verdict.accepted.tolist())
-    # The residual of a proposal of probability one has all tokens but that one
-    acceptance, n = RejectionSampling(mlx_mtp.make_sampler(temp=1.0)), 4000
-    mx.random.seed(4)
-    copies = mx.arange(n) % len(TARGET)
-    tokens, accepted = acceptance.accept([log(TARGET)[None]] * (n + 1), copies, [None] * n, 0)
-    assert mx.array_equal(tokens[:-1] == copies, accepted)
-    assert_drawn_from(TARGET, tokens)
+    G, k = 50, 8
+    texts, logits = [Drafted(acceptance, 0, k)] * G, mx.repeat(log(TARGET)[None], G, axis=0)
+    drafts, proposals = zip(*(acceptance.draft(texts, logits) for _ in range(k)))
+    verdict = acceptance.accept(texts, mx.stack([logits] * (k + 1), axis=1), mx.stack(drafts, axis=1), proposals)
+    assert mx.all(verdict.accepted)
 
 
 # Through the loop

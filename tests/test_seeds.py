@@ -13,7 +13,8 @@ from mlx_lm.generate import generate_step
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
 from mlx_mtp.layers.drafting import DraftLMHead
-from mlx_mtp.sampling.sampler import MAX_SEED, gumbel, uniform
+from mlx_mtp.sampling import sampler as sampler_module
+from mlx_mtp.sampling.sampler import MAX_SEED, gumbel, noise_words
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.distribution import LEVEL, independence, p_value
 from tests.support.models import model_of
@@ -26,37 +27,60 @@ OPTIONS = [{"temp": 1.5, "top_k": 20, "min_p": 0.1}, {"temp": 1.0, "xtc_probabil
 OPTIONS += [{"temp": 0.7, "top_p": 0.95, "top_k": 20}, {"temp": 1.0}] * LONG
 
 
-def drawn(seed: int, positions) -> np.ndarray:
-    """The tokens that the noise of positions draws from P."""
-    return np.array([int(np.argmax(np.log(P) + np.array(gumbel(seed, i, len(P))))) for i in positions])
+def words(seed: int, n: int) -> mx.array:
+    """Of the first n positions."""
+    return mx.array([noise_words(seed, i) for i in range(n)], mx.uint32)
+
+
+def drawn(seed: int, n: int) -> np.ndarray:
+    """The tokens that the noise of n positions draws from P."""
+    noise = gumbel(words(seed, n)[:, :2], mx.arange(len(P), dtype=mx.uint32))
+    return np.argmax(np.log(P) + np.array(noise), axis=-1)
 
 
 def test_noise_draws_from_p_and_is_independent():
     """Of that of neighbours, and of the position's uniform number."""
-    tokens, other, n = drawn(7, range(4001)), drawn(8, range(2500)), 4000
+    tokens, other, n = drawn(7, 4001), drawn(8, 2500), 4000
     assert p_value(np.bincount(tokens, minlength=len(P)), P * (n + 1)) > LEVEL
     for a, b in ((tokens[:-1], tokens[1:]), (tokens[:2500], other)):
         pairs = np.zeros((len(P), len(P)))
         np.add.at(pairs, (a, b), 1)
         assert independence(pairs[:4, :4]) > LEVEL  # cells of the last are too rare
-    uniforms = np.array([uniform(7, i) for i in range(n)])
+    uniforms = np.array(words(7, n)[:, 2]) / 2.0**32
     assert p_value(np.histogram(uniforms, 20, (0, 1))[0], [n / 20] * 20) > LEVEL
     table = [[((uniforms < 0.5) == half)[tokens[:-1] == token].sum() for token in range(4)] for half in (True, False)]
     assert independence(table) > LEVEL
-    assert len({uniform(seed, position) for seed in range(20) for position in range(20)}) == 400
+    assert len({noise_words(seed, position) for seed in range(20) for position in range(20)}) == 400
+
+
+def test_noise_of_a_token_is_its_own():
+    """The same among any other tokens, and independent of that of the tokens and positions beside it, in all of its bits."""
+    n, size, key = 64, 4096, words(3, 64)[:, :2]
+    noise = np.array(gumbel(key, mx.arange(size, dtype=mx.uint32)), np.float64)  # [n, size]
+    ids = np.random.default_rng(1).permutation(size)[:100]
+    assert np.array_equal(np.array(gumbel(key, mx.array(ids, mx.uint32))), noise[:, ids].astype(np.float32))
+    assert np.array_equal(
+        np.array(gumbel(key[5:6], mx.array(ids[None, :7], mx.uint32))[0]), noise[5, ids[:7]].astype(np.float32)
+    )
+    u = np.exp(-np.exp(-noise))
+    for digits in (u, u * 64 % 1, u * 4096 % 1):  # the first bits, and later ones
+        cells = (digits * 16).astype(int)
+        assert p_value(np.bincount(cells.ravel(), minlength=16), [n * size / 16] * 16) > LEVEL
+        for apart in (1, 2, 32):
+            for a, b in ((cells[:, :-apart], cells[:, apart:]), (cells[:-apart], cells[apart:])):
+                pairs = np.zeros((16, 16))
+                np.add.at(pairs, (a.ravel(), b.ravel()), 1)
+                assert independence(pairs) > LEVEL
 
 
 def test_noise_is_exact_in_its_tail(monkeypatch):
-    """At the ends of MLX's uniform numbers too: small ones make the large noise that rare tokens need."""
-    # ``gumbel`` relies on steps of 2**-32, where a float32 in [0, 1) might have 2**-24.
-    small = np.array(mx.random.uniform(shape=(2**22,), key=mx.random.key(5)), np.float64)
-    small = small[small < 2.0**-12] * 2.0**32
-    assert len(small) > 800
-    assert (small % 2**8 != 0).mean() > 0.9
-    u = np.array([0.0, 2.0**-32, 2.0**-31, 1e-7, 1e-3, 0.5, 0.999, 0.9999], np.float32)
-    monkeypatch.setattr(mx.random, "uniform", lambda shape, key: mx.array(u))
-    exact = -np.log(-np.log1p(-(u.astype(np.float64) + 2.0**-33)))
-    assert np.allclose(np.array(gumbel(0, 0, len(u))), exact, rtol=1e-5, atol=1e-5)
+    """At the ends of the numbers of 32 bits too: small ones make the large noise that rare tokens need."""
+    bits = np.array([0, 1, 2, 430, 4294967, 2**31, 4290672328, 2**32 - 500, 2**32 - 1], np.uint32)
+    monkeypatch.setattr(sampler_module, "_mixed", lambda x: mx.array(bits))
+    exact = -np.log(-np.log1p(-np.minimum((bits.astype(np.float64) + 0.5) / 2.0**32, 1 - 2.0**-24)))
+    noise = gumbel(mx.zeros((1, 2), mx.uint32), mx.zeros(len(bits), mx.uint32))
+    assert mx.all(mx.isfinite(noise))  # one of -inf would lose to an excluded token
+    assert np.allclose(np.array(noise), exact, rtol=1e-3, atol=1e-5)
 
 
 def test_samplers_are_values():

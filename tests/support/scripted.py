@@ -129,6 +129,6 @@ def script_copies(monkeypatch, texts: list[list[int]], offer: Callable[[int], bo
             first = len(self.text) + n_unobserved
             # The first text may be shorter than the one that has left them all.
             tokens = [(text[i % len(text)] + (not offer(i))) % 32 for i in range(first, first + k)]
-            return mx.array(tokens, mx.uint32), [None] * k
+            return mx.array(tokens, mx.uint32)
 
     monkeypatch.setattr(sources, "PromptLookup", ScriptedCopies)

@@ -1,186 +1,195 @@
-"""A draft and its outcome: ``Drafts``, the ``Window`` that verifies them, and the ``Step`` with the chosen tokens."""
+"""The records of a step, each made once: plan, drafts, the window that verifies them, the target's choice, tokens."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from ..pacing.depth import Depth
 from ..pacing.step_times import Plan
-from ..sampling.acceptance import Verdict
+from ..sampling.acceptance import Drafted, Verdict
 from ..sampling.processors import until_error
-from .sequence import Sequence
+from .sequence import Sequence, own_errors
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
 Stepped = tuple[Sequence, list[Token]]  # a sequence, and its tokens of a step
-Records = list[list[Any]]  # the record that ``Acceptance.draft`` returned with each draft of each sequence
 
 NO_TOKENS = mx.array([], mx.uint32)
 NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
 
 
-@dataclass
-class Drafts:
-    """The drafts of a window. ``Planner`` plans their number and source, and ``Decoder.draft`` makes them.
+@dataclass(frozen=True)
+class WindowPlan:
+    """The drafts that ``Planner`` plans for a window.
 
     Args:
-        sequences (List[Sequence]): The sequences of the window.
-        plans (List[Plan]): The plan of each. ``Decoder.draft`` reduces it where a source or the head gives fewer drafts.
-        plan (Plan): The most drafts of any sequence as planned, and whether they need the head.
-        depth (Depth, optional): The depth that has chosen it, which observes the step; ``None`` for a given number.
-        tokens (mx.array): [B, k]; ``NO_DRAFTS`` if there are none.
-        records (List[List[Any]]): The record that ``Acceptance.draft`` returned with each draft, until it is accepted or
-          rejected; ``None`` for a draft that has no distribution.
-
-    Attributes:
-        planned (List[Plan]): The plan of each before it is reduced.
+        sequences (List[Sequence]): The sequences of the window, [B].
+        plans (Tuple[Plan]): The plan of each, [B].
+        plan (Plan): The most drafts of any sequence, and whether they need the head.
+        is_chosen (bool): Whether the depth has chosen ``plan``, and observes the step.
     """
 
     sequences: list[Sequence]
-    plans: list[Plan]
+    plans: tuple[Plan, ...]
     plan: Plan
-    depth: Depth | None
-    tokens: mx.array = NO_DRAFTS
-    records: Records = field(default_factory=list)
+    is_chosen: bool
 
-    def __post_init__(self) -> None:
-        self.planned = self.plans
+
+@dataclass(frozen=True)
+class Drafts:
+    """The drafts of a window.
+
+    Args:
+        plans (Tuple[Plan]): The number and the source of each sequence's drafts: a source may give fewer than planned, [B].
+        tokens (mx.array): [B, k]; ``NO_DRAFTS`` if there are none.
+        proposals (List[List[Any]]): The proposals of the head's drafts, for the texts of each of ``groups_of``.
+    """
+
+    plans: tuple[Plan, ...]
+    tokens: mx.array = NO_DRAFTS
+    proposals: list[list[Any]] = field(default_factory=list)
 
     def __len__(self) -> int:
         """The most drafts of any sequence."""
         return self.tokens.shape[1]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Window:
     """A verify pass in flight.
 
     Args:
-        drafts (Drafts): The drafts after the last decided token of each sequence.
-        tokens (mx.array): The decided tokens and the drafts, [B, T].
+        planned (WindowPlan): The plan of its drafts.
+        drafts (Drafts): The drafts after the last committed token of each sequence.
         logits (mx.array): [B, T, V]
         hidden (mx.array): [B, T, H]
     """
 
+    planned: WindowPlan
     drafts: Drafts
-    tokens: mx.array
     logits: mx.array
     hidden: mx.array
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.planned.sequences
 
-@dataclass
-class Step:
-    """The tokens that the sequences of a window have chosen at its positions.
+
+@dataclass(frozen=True)
+class Choice:
+    """The tokens that the target model chooses at the positions of a window. The host does not know them yet.
 
     Args:
         window (Window): The window.
-        choices (mx.array): The tokens that each sequence has decided on, [B, T]; the host may not know them yet.
-        accepted (mx.array): Whether each draft is accepted, [B, T - 1], bool; values after the first False mean nothing.
-        logprobs (mx.array, optional): Log probabilities of the sequences without a sampler of their own, [B, T, V].
-        own_logprobs (Dict[int, List[mx.array]]): Log probabilities of the other sequences, by index, each [1, V].
+        tokens (mx.array): [B, T]
+        accepted (mx.array): Whether each draft is accepted, given those before it, [B, k].
+        logprobs (mx.array): Log probabilities of the sequences without logits processors, [B, T, V].
+        own_logprobs (Dict[int, mx.array]): Log probabilities of the other sequences, by index, each [1, n, V].
         has_ended (List[bool]): Whether each sequence had ended before, or has failed.
-        n_accepted (List[int]): The number of drafts that each accepted, once the host knows it.
-        tokens (List[List[int]]): The tokens of each sequence, once the host knows them.
     """
 
     window: Window
-    choices: mx.array
+    tokens: mx.array
     accepted: mx.array
-    logprobs: mx.array | None = None
-    own_logprobs: dict[int, list[mx.array]] = field(default_factory=dict)
-    has_ended: list[bool] = field(default_factory=list)
-    n_accepted: list[int] = field(default_factory=list)
-    tokens: list[list[int]] | None = None
-
-    @property
-    def drafts(self) -> Drafts:
-        return self.window.drafts
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return self.window.drafts.sequences
+    logprobs: mx.array
+    own_logprobs: dict[int, mx.array]
+    has_ended: list[bool]
 
     def logprobs_of(self, b: int, t: int) -> mx.array:
         """The log probabilities of sequence b's token t, [V]."""
-        if b in self.own_logprobs:
-            return self.own_logprobs[b][t].squeeze(0)
-        assert self.logprobs is not None
-        return self.logprobs[b, t]
+        return self.own_logprobs[b][0, t] if b in self.own_logprobs else self.logprobs[b, t]
 
-    def tokens_of_each(self) -> list[Stepped]:
-        """The tokens of each sequence, once the host knows them."""
-        return [
-            (s, [(token, self.logprobs_of(b, t), t < self.n_accepted[b]) for t, token in enumerate(tokens)])
-            for b, (s, tokens) in enumerate(zip(self.sequences, self.tokens or []))
-        ]
+
+@dataclass(frozen=True)
+class Step:
+    """The tokens of a window that each sequence keeps, as the host knows them.
+
+    Args:
+        choice (Choice): The target model's.
+        n_accepted (List[int]): The number of drafts that each sequence accepted, [B].
+        tokens (List[List[int]]): The tokens of each sequence, up to the one that ends it.
+    """
+
+    choice: Choice
+    n_accepted: list[int]
+    tokens: list[list[int]]
+
+    @property
+    def window(self) -> Window:
+        return self.choice.window
 
     @property
     def counts(self) -> list[int]:
-        """The number of tokens that each sequence decides on, up to the one that ends it; at least 1, [B]."""
-        return [1] * len(self.sequences) if self.tokens is None else [max(len(own), 1) for own in self.tokens]
+        """The number of tokens that each sequence commits; at least 1, [B]."""
+        return [max(len(own), 1) for own in self.tokens]
 
-    def last_tokens(self) -> mx.array:
-        """The last decided token of each sequence, [B, 1]."""
-        if self.choices.shape[1] == 1:
-            return self.choices
-        counts = self.counts
-        if len(counts) == 1:
-            return self.choices[:, counts[0] - 1 : counts[0]]
-        return mx.take_along_axis(self.choices, mx.array(counts)[:, None] - 1, axis=1)
+    def tokens_of_each(self) -> list[Stepped]:
+        return [
+            (s, [(token, self.choice.logprobs_of(b, t), t < self.n_accepted[b]) for t, token in enumerate(tokens)])
+            for b, (s, tokens) in enumerate(zip(self.window.sequences, self.tokens))
+        ]
 
 
-def choose(window: Window) -> Step:
-    """Choose a token at every position of every sequence; greedy sequences share one argmax over the batch."""
-    sequences, drafts = window.drafts.sequences, window.drafts.tokens
-    step = Step(window, window.tokens, drafts, n_accepted=[0] * len(sequences))
-    own = [b for b, s in enumerate(sequences) if s.end is None and not s.is_greedy]
-    k = len(window.drafts)
-    if len(sequences) > 1 or not own:
-        step.logprobs = window.logits - mx.logsumexp(window.logits, axis=-1, keepdims=True)
-        step.choices = mx.argmax(step.logprobs, axis=-1)  # [B, T]
-        if k > 0:
-            step.accepted = step.choices[:, :-1] == drafts
-    elif k > 0:
-        step.accepted = mx.zeros(drafts.shape, mx.bool_)
-    if len(sequences) > 1 and k == 0:
-        own = _draw_in_groups(sequences, own, step)
-    for b in own:
-        with sequences[b].own_errors():
-            (tokens, accepted), step.own_logprobs[b] = _verdict(sequences[b], b, window)
-            if len(sequences) == 1:
-                step.choices, step.accepted = tokens[None].astype(mx.uint32), accepted[None]
-            else:
-                step.choices[b, : len(tokens)] = tokens
-                step.accepted[b] = mx.pad(accepted, (0, k - len(accepted)))
-    step.has_ended = [s.end is not None for s in sequences]
-    return step
+def choose(window: Window) -> Choice:
+    """Choose a token at every position of every sequence, in one call for all positions of sequences with equal samplers."""
+    sequences, (B, T) = window.sequences, window.logits.shape[:2]
+    tokens, accepted = mx.zeros((B, T), mx.uint32), mx.zeros((B, T - 1), mx.bool_)
+    logprobs, groups = normalized(window.logits), groups_of(sequences)
+    own_logprobs: dict[int, mx.array] = {}
+    for members, proposals in zip(groups, window.drafts.proposals or [[]] * len(groups)):
+        running = [sequences[b] for b in members if sequences[b].end is None]
+        with own_errors(running):
+            if running:
+                (first, *_), own = members, rows_of(logprobs, members)
+                if sequences[first].logits_processors:
+                    own = own_logprobs[first] = _processed(window, first)
+                verdict = _verdict(window, members, own, proposals)
+                tokens, accepted = (
+                    with_rows(tokens, members, verdict.tokens),
+                    with_rows(accepted, members, verdict.accepted),
+                )
+    return Choice(window, tokens, accepted, logprobs, own_logprobs, [s.end is not None for s in sequences])
 
 
-def _draw_in_groups(sequences: list[Sequence], own: list[int], step: Step) -> list[int]:
-    """Call each distinct sampler once for all sequences that share it, as mlx-lm does.
+def _processed(window: Window, b: int) -> mx.array:
+    """The log probabilities of sequence b, which has logits processors, [1, n, V]: up to a position where one raises."""
+    s, logits, drafts = window.sequences[b], window.logits[b : b + 1], window.drafts.tokens
+    # [1, V], as mlx-lm hands it to processors, and an array of its own, since penalties write into it.
+    positions = range(window.drafts.plans[b].k + 1)
+    processed = until_error(lambda t: s.process(logits[:, t], drafts[b, :t] if t > 0 else NO_TOKENS), positions)
+    return normalized(mx.stack(processed, axis=1))
 
-    Returns:
-        List[int]: The sequences that have no shared sampler, whose tokens are still to be chosen.
-    """
+
+def _verdict(window: Window, members: list[int], logprobs: mx.array, proposals: list[Any]) -> Verdict:
+    """The verdict on the drafts of sequences with equal samplers, by their log probabilities, [G, n, V]."""
+    sequences, plans = window.sequences, window.drafts.plans
+    n = min(max(plans[b].k for b in members) + 1, logprobs.shape[1])
+    drafts = rows_of(window.drafts.tokens, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
+    own = [(sequences[b], plans[b]) for b in members]
+    texts = [Drafted(s.acceptance, s.n_generated, plan.k, plan.skips_head) for s, plan in own]
+    return sequences[members[0]].acceptance.accept(texts, logprobs[:, :n], drafts, proposals)
+
+
+def groups_of(sequences: list[Sequence]) -> list[list[int]]:
+    """The sequences that are drafted for and accepted together: with equal samplers, and without logits processors."""
     groups: dict[Any, list[int]] = {}
-    for b in own:
-        if (key := sequences[b].shared_sampler) is not None:
-            groups.setdefault(key, []).append(b)
-    assert step.logprobs is not None
-    for sampler, members in groups.items():
-        index, first = mx.array(members), sequences[members[0]]
-        with first.own_errors():
-            step.choices[index] = sampler(step.logprobs[index, 0])[:, None]
-        for b in members:
-            sequences[b].end = first.end
-    return [b for b in own if sequences[b].shared_sampler is None]
+    for b, s in enumerate(sequences):
+        groups.setdefault((s.acceptance, b if s.logits_processors else None), []).append(b)
+    return list(groups.values())
 
 
-def _verdict(s: Sequence, b: int, window: Window) -> tuple[Verdict, list[mx.array]]:
-    """The verdict on sequence b, which has its own sampler or processors, and the log probabilities, each [1, V]."""
-    own, k = window.drafts, window.drafts.plans[b].k
-    drafts, records = (own.tokens[b, :k], own.records[b]) if len(own) > 0 else (NO_TOKENS, [])
-    # [1, V], as mlx-lm hands it to samplers and processors, and an array of its own, since penalties write into it.
-    logprobs = until_error(lambda t: s.logprobs(window.logits[b : b + 1, t], drafts[:t]), range(k + 1))
-    n = len(logprobs) - 1
-    return s.acceptance.accept(logprobs, drafts[:n], records[:n], s.n_generated), logprobs
+def rows_of(x: mx.array, members: list[int]) -> mx.array:
+    return x if len(members) == len(x) else x[mx.array(members)]
+
+
+def with_rows(x: mx.array, members: list[int], own: mx.array) -> mx.array:
+    """Put the first columns of some rows, [G, n], into x, [B, T]."""
+    if own.shape == x.shape:
+        return own.astype(x.dtype)
+    if (n := own.shape[1]) > 0:
+        x[mx.array(members), :n] = own
+    return x
+
+
+def normalized(logits: mx.array) -> mx.array:
+    """Logits [..., V] -> log probabilities, as in mlx-lm."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

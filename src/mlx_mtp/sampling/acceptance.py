@@ -15,12 +15,14 @@ the position. The token does not depend on the draft, so the text depends only o
 A copied draft is a proposal with probability one, q(x) = 1: rejection sampling accepts it with probability p(x), and the
 residual is p without x.
 
-``draft`` takes the head's log probabilities [1, V], and returns a draft [1] and its record for ``accept``. ``accept`` takes the
-target's log probabilities, k + 1 times [1, V], the drafts [k] and their records, ``None`` for a copy. Positions count from the
-first generated token. This module does not depend on models or caches.
+Texts whose acceptances are equal are drafted for and accepted in one call. ``draft`` takes the head's logits [G, V] for a draft
+of each of G texts, and returns the drafts [G] and the ``Proposal`` for ``accept``. ``accept`` takes the target's log
+probabilities [G, T, V], the drafts [G, T - 1], and the proposals of the head's drafts. This module does not depend on models or
+caches.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -28,104 +30,160 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import greedy_sampler
 
 from .processors import until_error
-from .sampler import Sampler, TextSampler, for_one_text, gumbel, uniform
+from .sampler import Sampler, TextSampler, for_one_text, noise_words
+
+
+class Drafted(NamedTuple):
+    """A text and its drafts in a window.
+
+    Args:
+        acceptance (Acceptance): That of the text.
+        position (int): The position of the first draft, counted from the first generated token.
+        n (int): The number of drafts.
+        are_copies (bool): Whether they are proposals with probability one.
+    """
+
+    acceptance: "Acceptance"
+    position: int
+    n: int = 1
+    are_copies: bool = False
+
+
+class Proposal(NamedTuple):
+    """The distributions of a draft of each text.
+
+    Args:
+        ids (mx.array, optional): The tokens that each draft may be, [G, m]. ``None``: all tokens, m = V.
+        q (mx.array): Their probabilities, [G, m].
+        uniforms (mx.array): The uniform numbers of the position, [G, 1].
+    """
+
+    ids: mx.array | None
+    q: mx.array
+    uniforms: mx.array
 
 
 class Verdict(NamedTuple):
-    """The tokens of a window with k drafts, and which of the drafts are accepted; fewer where the sampler raises."""
+    """The tokens of each text, and which of its drafts are accepted; for fewer positions if its own sampler raises."""
 
-    tokens: mx.array  # [k + 1]: accepted drafts; at the first that is rejected, and after the last, the target's token
-    accepted: mx.array  # [k], bool; values after the first False are ignored
+    tokens: mx.array  # [G, T]: accepted drafts; at the first that is rejected, and after the last, the target's token
+    accepted: mx.array  # [G, T - 1], bool; values after the first False are ignored
 
 
 class TokenMatch:
+    """Equal to no other, since an error of a text's own sampler ends this text alone."""
+
     def __init__(self, sampler: AnySampler):
         self.sampler = sampler
 
-    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, None]:
-        return mx.argmax(logprobs, axis=-1), None
+    def draft(self, texts: list[Drafted], logits: mx.array) -> tuple[mx.array, Proposal | None]:
+        return mx.argmax(logits, axis=-1), None
 
-    def accept(self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[None], position: int) -> Verdict:
-        tokens = mx.concatenate(until_error(self.sampler, logprobs))  # one at a time, as mlx-lm passes them to samplers
-        return Verdict(tokens, tokens[:-1] == drafts[: len(tokens) - 1])
+    def accept(
+        self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[Proposal | None]
+    ) -> Verdict:
+        tokens = self._choose(logprobs)
+        return Verdict(tokens, tokens[:, :-1] == drafts[:, : tokens.shape[1] - 1])
+
+    def _choose(self, logprobs: mx.array) -> mx.array:
+        """[1, T, V] -> [1, T], one position at a time, as mlx-lm passes them to samplers."""
+        return mx.stack(until_error(self.sampler, (logprobs[:, t] for t in range(logprobs.shape[1]))), axis=1)
 
 
+class Greedy(TokenMatch):
+    def __init__(self) -> None:
+        super().__init__(greedy_sampler)
+
+    def _choose(self, logprobs: mx.array) -> mx.array:
+        return mx.argmax(logprobs, axis=-1)
+
+
+GREEDY = Greedy()  # of all texts
+
+
+@dataclass(frozen=True)
 class RejectionSampling:
-    def __init__(self, sampler: Sampler):
-        self.sampler = sampler
+    sampler: Sampler
 
-    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, tuple[mx.array, mx.array]]:
-        u = self.sampler.uniforms(1)
-        log_q = self.sampler.distribution(logprobs, u)
-        return mx.random.categorical(log_q), (log_q, u)
+    def draft(self, texts: list[Drafted], logits: mx.array) -> tuple[mx.array, Proposal]:
+        uniforms = self.sampler.uniforms(len(texts))
+        support = self.sampler.for_drafts(logits.shape[-1]).support(logits, uniforms)
+        drafts = support.tokens(mx.random.categorical(support.logits))
+        return drafts, Proposal(support.ids, mx.softmax(support.logits, axis=-1), uniforms)
 
     def accept(
-        self,
-        logprobs: list[mx.array],
-        drafts: mx.array,
-        records: Sequence[tuple[mx.array, mx.array] | None],
-        position: int,
+        self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[Proposal]
     ) -> Verdict:
-        k = len(drafts)
+        G, T, V = logprobs.shape
+        proposals = proposals[: T - 1]
         # The draft and the verification of a position use the same uniform number.
-        uniforms = mx.concatenate([r[1] if r else self.sampler.uniforms(1) for r in [*records, None]])  # [k + 1, 1]
-        log_p = self.sampler.distribution(mx.concatenate(logprobs), uniforms)  # [k + 1, V]
-        if k == 0:
-            return Verdict(mx.random.categorical(log_p), drafts == drafts)
-        ids = mx.arange(log_p.shape[-1])
-        log_q = mx.concatenate([r[0] if r else mx.log(ids[None] == x) for r, x in zip(records, drafts)])  # [k, V]
-        accepted = accept(log_p[:k], log_q, drafts, mx.random.uniform(shape=(k,)))
-        others = mx.random.categorical(mx.concatenate([log_residual(log_p[:k], log_q), log_p[k:]]))
-        tokens = mx.concatenate([mx.where(accepted, drafts, others[:k]), others[k:]])
-        return Verdict(tokens, accepted)
+        more = self.sampler.uniforms(G * (T - len(proposals))).reshape(G, -1)
+        uniforms = mx.concatenate([*(p.uniforms for p in proposals), more], axis=1)  # [G, T]
+        support = self.sampler.support(logprobs.reshape(-1, V), uniforms.reshape(-1, 1))
+        if T == 1:
+            return Verdict(support.tokens(mx.random.categorical(support.logits))[:, None], drafts == drafts)
+        p = mx.softmax(support.logits, axis=-1).reshape(G, T, -1)
+        ids = None if support.ids is None else support.ids.reshape(G, T, -1)
+        # The number of drafts of each text, and of those that have a proposal, each [G, 1].
+        n, n_proposed = mx.array([[t.n, 0 if t.are_copies else t.n] for t in texts]).T[..., None]
+        is_draft, is_proposed = mx.arange(T) < n, mx.arange(T) < n_proposed  # [G, T]
+        x = mx.where(is_draft, mx.pad(drafts, [(0, 0), (0, 1)]), V)  # V is no token
+        is_x = (mx.arange(V) if ids is None else ids) == x[..., None]  # [G, T, m]
+        q = mx.where(is_proposed[..., None], _probabilities(proposals, ids, T, V), is_x)
+        accepted = mx.random.uniform(shape=(G, T)) * (q * is_x).sum(axis=-1) < (p * is_x).sum(axis=-1)
+        others = support.tokens(mx.random.categorical(mx.log(residual(p, q)).reshape(G * T, -1)))
+        tokens = mx.where(accepted, x, others.reshape(G, T))
+        return Verdict(tokens, accepted[:, :-1])
 
 
+@dataclass(frozen=True)
 class Coupled:
-    def __init__(self, sampler: TextSampler):
-        self.sampler, self.start = sampler.sampler, sampler.start
+    """Equal for texts with any seeds.
 
-    def draft(self, logprobs: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        noise = self._noise(position, logprobs.shape[-1])
-        return mx.argmax(self.sampler.distribution(logprobs, self._coins(position, 1)) + noise, axis=-1), noise
+    Args:
+        sampler (Sampler): The filters and the temperature.
+        seed (int): The seed of the text.
+        start (int): The position of the first generated token in the noise of the seed.
+    """
 
-    def accept(
-        self, logprobs: list[mx.array], drafts: mx.array, records: Sequence[mx.array | None], position: int
-    ) -> Verdict:
-        n, V = len(logprobs), logprobs[0].shape[-1]
-        noise = mx.stack([self._noise(position + t, V) if g is None else g for t, g in enumerate([*records, None])])
-        # Both [k + 1, V].
-        log_p = self.sampler.distribution(mx.concatenate(logprobs), self._coins(position, n))
-        tokens = mx.argmax(log_p + noise, axis=-1)
-        return Verdict(tokens, tokens[:-1] == drafts)
+    sampler: Sampler
+    seed: int = field(compare=False)
+    start: int = field(compare=False)
 
-    def _noise(self, position: int, size: int) -> mx.array:
-        return gumbel(self.sampler.seed, self.start + position, size)
+    def draft(self, texts: list[Drafted], logits: mx.array) -> tuple[mx.array, None]:
+        return self.sampler.for_drafts(logits.shape[-1]).draw(logits, self._words(texts, 1)), None
 
-    def _coins(self, position: int, n: int) -> mx.array:
-        return mx.array([[uniform(self.sampler.seed, self.start + position + t)] for t in range(n)])  # [n, 1]
+    def accept(self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[None]) -> Verdict:
+        G, T, V = logprobs.shape
+        tokens = self.sampler.draw(logprobs.reshape(-1, V), self._words(texts, T)).reshape(G, T)
+        return Verdict(tokens, tokens[:, :-1] == drafts)
+
+    def _words(self, texts: list[Drafted], n: int) -> mx.array:
+        """Of n positions of each text, [G * n, 3]."""
+        own = [(text.acceptance, text.position + t) for text in texts for t in range(n)]
+        return mx.array([noise_words(a.seed, a.start + i) for a, i in own if isinstance(a, Coupled)], mx.uint32)
 
 
 Acceptance = TokenMatch | RejectionSampling | Coupled
 
 
-def accept(log_p: mx.array, log_q: mx.array, drafts: mx.array, u: mx.array) -> mx.array:
-    """Accept each draft with probability min(1, p(x) / q(x)) -> [k], bool.
+def _probabilities(proposals: Sequence[Proposal], ids: mx.array | None, T: int, V: int) -> mx.array:
+    """The probabilities of tokens [G, T, m] as drafts, all tokens if ``None``; 0 at the positions without proposals."""
+    if not proposals:
+        return mx.zeros((1, T, 1))
+    n, q = len(proposals), mx.stack([p.q for p in proposals], axis=1)  # [G, n, m]
+    if proposals[0].ids is not None:
+        proposed = mx.stack([p.ids for p in proposals if p.ids is not None], axis=1)
+        q = mx.put_along_axis(mx.zeros((len(q), n, V)), proposed, q, axis=-1)
+    if ids is not None:
+        q = mx.take_along_axis(q, ids[:, :n], axis=-1)
+    return mx.pad(q, [(0, 0), (0, T - n), (0, 0)])
 
-    Args:
-        log_p (mx.array): The target's log probabilities, [k, V].
-        log_q (mx.array): The draft's log probabilities, [k, V].
-        drafts (mx.array): The drafts, drawn from q, [k].
-        u (mx.array): Uniform numbers in [0, 1), [k].
-    """
-    p = mx.exp(mx.take_along_axis(log_p, drafts[:, None], axis=-1)).squeeze(-1)  # [k]
-    q = mx.exp(mx.take_along_axis(log_q, drafts[:, None], axis=-1)).squeeze(-1)
-    return u * q < p
 
-
-def log_residual(log_p: mx.array, log_q: mx.array) -> mx.array:
-    """The log of the positive part of p - q, [k, V], not normalized; log p if rounding makes it zero."""
-    rest = mx.maximum(mx.exp(log_p) - mx.exp(log_q), 0)
-    return mx.where(rest.sum(axis=-1, keepdims=True) > 0, mx.log(rest), log_p)
+def residual(p: mx.array, q: mx.array) -> mx.array:
+    """The positive part of p - q, [..., m], not normalized; p if rounding makes it zero."""
+    rest = mx.maximum(p - q, 0)
+    return mx.where(rest.sum(axis=-1, keepdims=True) > 0, rest, p)
 
 
 def n_leading(accepted: Sequence[bool]) -> int:
@@ -137,5 +195,7 @@ def make_acceptance(sampler: AnySampler | None) -> Acceptance:
     """Make the acceptance of one text's drafts, or raise a ValueError if the sampler is for a text that has begun."""
     sampler = for_one_text(sampler)
     if isinstance(sampler, TextSampler):
-        return Coupled(sampler)
-    return RejectionSampling(sampler) if isinstance(sampler, Sampler) else TokenMatch(sampler or greedy_sampler)
+        return Coupled(sampler.sampler.sampler, sampler.sampler.seed, sampler.start)
+    if isinstance(sampler, Sampler):
+        return RejectionSampling(sampler)
+    return GREEDY if sampler is None or sampler is greedy_sampler else TokenMatch(sampler)

@@ -8,41 +8,81 @@ import math
 import secrets
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import mlx.core as mx
 from mlx_lm import sample_utils
 from mlx_lm.sample_utils import Sampler as AnySampler
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
+from mlx_lm.sample_utils import apply_min_p, apply_top_p, greedy_sampler
 
 MAX_SEED = 2**64 - 1
+BLOCK = 64  # tokens
+DRAFT_TOP_K = 1024  # tokens that drafts of top-p are drawn from
+MIN_SCALE, MAX_SCALE = 1e-37, 3e38  # of logits, which temperatures of any size keep finite in float32
 
 
-def gumbel(seed: int, position: int, size: int) -> mx.array:
-    """Standard Gumbel noise of a position, float32, [size]. ``argmax(log p + noise)`` is a draw from p."""
-    high, low, _ = _words(seed, position)
-    u = mx.random.uniform(shape=(size,), key=mx.array([high, low], mx.uint32))  # [size], in steps of 2**-32 near 0
+def noise_words(seed: int, position: int) -> tuple[int, int, int]:
+    """Three random 32-bit numbers of a position: the key of its Gumbel noise, and its uniform number."""
+    first, second, third = struct.unpack("<III", blake2b(struct.pack("<QQ", seed, position), digest_size=12).digest())
+    return first, second, third
+
+
+def gumbel(words: mx.array, ids: mx.array) -> mx.array:
+    """Standard Gumbel noise of tokens, float32: ``argmax(log p + noise)`` is a draw from p.
+
+    It is a hash of a row's words [n, 2] and a token's id, [n, m] or [m], so it is the same among any other tokens.
+    """
+    bits = _mixed(_mixed(ids + words[:, :1]) ^ words[:, 1:])
     # 1 - u instead of u: float32 is finest near 0, where the exponential is small and the noise large. So even tokens with a
     # probability of 1e-9 are drawn with the right frequency. Half a step is added, since log(0) would beat any token.
-    exponential = -mx.log1p(-(u + 2.0**-33))
-    return -mx.log(exponential)
+    u = mx.minimum(bits.astype(mx.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
+    return -mx.log(-mx.log1p(-u))
 
 
-def uniform(seed: int, position: int) -> float:
-    """A uniform number of a position in [0, 1), independent of its Gumbel noise."""
-    return _words(seed, position)[2] / 2.0**32
-
-
-def _words(seed: int, position: int) -> tuple[int, int, int]:
-    # The third number is always 0, so that a seed gives the same text as in earlier versions.
-    digest = blake2b(struct.pack("<QQQ", seed, position, 0), digest_size=12).digest()
-    high, low, more = struct.unpack("<III", digest)
-    return high, low, more
+def _mixed(x: mx.array) -> mx.array:
+    """The finalizer of MurmurHash3 (Austin Appleby, public domain): each bit of x changes half of the bits."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * mx.array(factor, mx.uint32)
+    return x ^ (x >> 16)
 
 
 AcceptanceName = Literal["rejection", "coupled", "match"]
+
+
+class Support(NamedTuple):
+    """The tokens that rows may have.
+
+    Args:
+        ids (mx.array, optional): The tokens of each row, [B, m]. ``None``: all tokens, m = V.
+        logits (mx.array): Their logits after all filters and the temperature, float32, [B, m]; -inf where filtered out.
+    """
+
+    ids: mx.array | None
+    logits: mx.array
+
+    def tokens(self, index: mx.array) -> mx.array:
+        """The token at an index of each row, [B] -> [B]"""
+        return index if self.ids is None else mx.take_along_axis(self.ids, index[:, None], axis=-1).squeeze(-1)
+
+
+def largest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """The k largest values of each row [B, V], of equal ones the first, as mlx-lm's top-k -> their indices and values, [B, k]
+
+    Of the blocks of a row, only those with the k largest maxima are partitioned.
+    """
+    B, V = x.shape
+    if not isinstance(k, int) or not 0 < k < V:
+        raise ValueError(f"top_k must be an integer below the vocabulary's size of {V}, not {k}.")
+    if V % BLOCK > 0 or 4 * BLOCK * k > V:
+        ids = mx.argpartition(-x, kth=k - 1, axis=-1)[:, :k]
+        return ids, mx.take_along_axis(x, ids, axis=-1)
+    blocks = x.reshape(B, -1, BLOCK)
+    chosen, _ = largest(blocks.max(axis=-1), k)
+    chosen = mx.sort(chosen, axis=-1)  # so that the order of equal values remains
+    ids, values = largest(mx.take_along_axis(blocks, chosen[..., None], axis=1).reshape(B, -1), k)
+    return mx.take_along_axis(chosen, ids // BLOCK, axis=-1) * BLOCK + ids % BLOCK, values
 
 
 @dataclass(frozen=True)
@@ -64,40 +104,75 @@ class Sampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [B, V] -> tokens [B], as mlx-lm's samplers."""
-        return mx.random.categorical(self.distribution(logprobs, self.uniforms(logprobs.shape[0])))
+        support = self.support(logprobs, self.uniforms(len(logprobs)))
+        return support.tokens(mx.random.categorical(support.logits))
 
     def uniforms(self, n: int) -> mx.array:
         """n uniform numbers, which decide whether XTC applies to a position, [n, 1]."""
         return mx.random.uniform(shape=(n, 1)) if self.xtc_probability > 0 else mx.zeros((n, 1))
 
     def distribution(self, logprobs: mx.array, uniforms: mx.array) -> mx.array:
-        """The distribution of a token, with a uniform number for each token to draw, [B, 1]. Draws no random number.
+        """The log probabilities of all tokens after filters and temperature, float32, [B, V]; arguments as of ``support``."""
+        ids, x = self.support(logprobs, uniforms)
+        x = x - mx.logsumexp(x, axis=-1, keepdims=True)
+        return x if ids is None else mx.put_along_axis(mx.full(logprobs.shape, -mx.inf), ids, x, axis=-1)
 
-        Log probabilities [B, V] -> those after all filters and the temperature, float32, [B, V]; -inf where filtered out.
+    def support(self, logits: mx.array, uniforms: mx.array) -> Support:
+        """Apply the filters and the temperature. Draws no random number.
+
+        Args:
+            logits (mx.array): Logits or log probabilities, [B, V].
+            uniforms (mx.array): A uniform number for each token to draw, [B, 1].
         """
-        x = logprobs
+        x, ids = logits, None
+        if self.top_k == 0 or self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1):
+            x = self._filtered(x, uniforms)
+            if self.top_k > 0:
+                ids, x = largest(x, self.top_k)
+        else:
+            # Top-p and min-p keep the first tokens in descending order, so top-k can come first.
+            ids, x = largest(x, self.top_k)
+            if self.min_p > 0:
+                x = apply_min_p(x, self.min_p)
+            if 0 < self.top_p < 1:  # of the mass of all tokens
+                x = x.astype(mx.float32) - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
+                x = apply_top_p(x, self.top_p / mx.exp(x).sum(axis=-1, keepdims=True))
+        x = x.astype(mx.float32)
+        # The likeliest token has a logit of 0, at any temperature.
+        return Support(ids, (x - x.max(axis=-1, keepdims=True)) * min(max(1 / self.temp, MIN_SCALE), MAX_SCALE))
+
+    def for_drafts(self, size: int) -> "Sampler":
+        """The sampler of drafts, whose distribution is free: for top-p, of the likeliest of ``size`` tokens, without a sort."""
+        return replace(self, top_k=min(DRAFT_TOP_K, size - 1)) if self.top_k == 0 and 0 < self.top_p < 1 else self
+
+    def draw(self, logits: mx.array, words: mx.array) -> mx.array:
+        """The tokens that ``noise_words`` [B, 3] draw from logits [B, V] -> [B]"""
+        support = self.support(logits, words[:, 2:] * 2.0**-32)
+        ids = mx.arange(logits.shape[-1], dtype=mx.uint32) if support.ids is None else support.ids
+        return support.tokens(mx.argmax(support.logits + gumbel(words[:, :2], ids), axis=-1))
+
+    def _filtered(self, x: mx.array, uniforms: mx.array) -> mx.array:
+        """Apply mlx-lm's filters other than top-k, [B, V] -> [B, V]"""
         if 0 < self.top_p < 1:
             x = apply_top_p(x, self.top_p)
-        if self.min_p != 0:
+        if self.min_p > 0:
             x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability > 0:
-            x = mx.where(
-                uniforms > self.xtc_probability, x, exclude_top_choices(x, self.xtc_threshold, self.xtc_special_tokens)
-            )
-        if self.top_k > 0:
-            x = apply_top_k(x, self.top_k)
-        x = x.astype(mx.float32) * (1 / self.temp)
-        return x - mx.logsumexp(x, axis=-1, keepdims=True)
+            without = exclude_top_choices(x, self.xtc_threshold, self.xtc_special_tokens)
+            x = mx.where(uniforms > self.xtc_probability, x, without)
+        return x
 
 
 @dataclass(frozen=True)
-class SeededSampler(Sampler):
+class SeededSampler:
     """A sampler whose token at a position depends only on the seed, the position and the distribution there.
 
     It draws argmax(log p + g), where g is the Gumbel noise of the position. MLX's random state is neither read nor written.
     """
 
+    sampler: Sampler
     seed: int  # from 0 to 2**64 - 1
+    keeps_state: ClassVar[bool] = False
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Raise a ValueError, since a call has no position."""
@@ -128,10 +203,9 @@ class TextSampler:
                 f"sampler.at({self.start}) is for one text, not for {len(logprobs)}: give each its own, as `samplers` of "
                 "BatchGenerator.insert, or use mlx_mtp.batch_generate."
             )
-        seed, position = self.sampler.seed, self.start + self.n_drawn
-        x = self.sampler.distribution(logprobs, mx.array([[uniform(seed, position)]]))
+        words = noise_words(self.sampler.seed, self.start + self.n_drawn)
         self.n_drawn += 1
-        return mx.argmax(x + gumbel(seed, position, x.shape[-1]), axis=-1)
+        return self.sampler.sampler.draw(logprobs, mx.array([words], mx.uint32))
 
 
 def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
@@ -217,6 +291,7 @@ def make_sampler(
     args = (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
     if acceptance == "match":
         return sample_utils.make_sampler(*args, special_tokens)
+    sampler = Sampler(*args, tuple(special_tokens))
     if acceptance == "coupled":
-        return SeededSampler(*args, tuple(special_tokens), secrets.randbits(64) if seed is None else seed)
-    return Sampler(*args, tuple(special_tokens))
+        return SeededSampler(sampler, secrets.randbits(64) if seed is None else seed)
+    return sampler

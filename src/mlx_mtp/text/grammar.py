@@ -169,8 +169,8 @@ class ForcedTokens:
     def acceptance(self, n_unobserved: int) -> list[float]:
         return [] if n_unobserved > 0 else [self.rates.estimate[0]] * len(self.forced)
 
-    def propose(self, k: int, n_unobserved: int) -> tuple[mx.array, list[Any]]:
-        return mx.array(self.forced[:k], mx.uint32), [None] * k
+    def propose(self, k: int, n_unobserved: int) -> mx.array:
+        return mx.array(self.forced[:k], mx.uint32)
 
 
 def make_grammar(
