@@ -10,12 +10,13 @@ import re
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
 
 import mlx_mtp
-from mlx_mtp import Depth, batch_generate, make_prompt_cache, make_sampler
+from mlx_mtp import Depth, TextOptions, batch_generate, make_prompt_cache, make_sampler
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.caches.rows import KVOptions
@@ -60,6 +61,30 @@ def test_an_extracted_cache_is_one_of_its_own():
     prompt_cache, tokens = generator.extract_cache([0])[0]
     assert mtp([7], model, max_tokens=9, prompt_cache=prompt_cache) == plain([*tokens, 7], model, max_tokens=9)
     assert run(generator, texts)[0].tokens == want
+
+
+@pytest.mark.parametrize("company", [[], [[5, 6, 7]]], ids=["alone", "beside another"])
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_each_position_of_a_prompt_may_be_an_embedding(n, k, company):
+    """The last one, too, which the first window of a batch begins with."""
+    model, prompt = model_of("qwen3_5"), PROMPTS[2][:n]
+    for given in range(n):
+        scale = mx.where(mx.arange(n) == given, 3.0, 1.0)[:, None]
+        embeddings = model.model.embed_tokens(mx.array(prompt)) * scale - 0.5 * (scale - 1)
+        alone = make_prompt_cache(model)
+        want = mtp(prompt, model, max_tokens=9, prompt_cache=alone, input_embeddings=embeddings)
+        assert want == plain(prompt, model, max_tokens=9, input_embeddings=embeddings)
+        generator = BatchGenerator(model, num_draft_tokens=k)
+        generator.insert(company, max_tokens=[30] * len(company))
+        texts = run(generator, n_steps=4 * len(company))
+        (uid,) = generator.insert([prompt], max_tokens=[9], input_embeddings=[embeddings])
+        text = run(generator, texts)[uid]
+        assert text.tokens == want
+        assert [text.tokens for text in texts.values()][:-1] == [plain(p, model, max_tokens=30) for p in company]
+        for name in ("keys", "values"):  # of the head
+            ours, theirs = (getattr(c[-2], name)[:, :, : n + 8] for c in (text.last.prompt_cache, alone))
+            assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 class RowCase(Case):
@@ -140,13 +165,13 @@ def test_memory_is_flat_over_joins_and_leaves():
 def test_one_step_waits_once_at_most(monkeypatch):
     """Without drafts no step waits before the next pass is on its way: plain decoding."""
     order: list[str] = []
-    for name, original in (("verify", Decoder.verify), ("wait", Decoder.wait)):
+    for name, original in (("verify", Decoder.verify), ("read", Decoder.read)):
         noted = lambda *args, name=name, call=original: (order.append(name), call(*args))[1]  # noqa: E731
         monkeypatch.setattr(Decoder, name, noted)
     generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0)
     generator.insert(PROMPTS[:2], max_tokens=[8, 8])
     run(generator)
-    assert order[:6] == ["verify", "wait"] * 3
+    assert order[:5] == ["verify", *["verify", "read"] * 2]
     assert order.count("verify") == 10
 
 
@@ -277,6 +302,11 @@ def test_refuses_options_out_of_range(demo):
         ("batch", dict(num_draft_tokens=Depth(3)), DRAFTS),  # of one sequence
         *(("insert", {name: [2, value]}, message) for name, value, message in OUT_OF_RANGE),
         *(("insert", dict(max_tokens=[2, n]), f"max_tokens of prompt 1 {POSITIVE} {n}.") for n in (0, 2.5, None, "3")),
+        *(
+            ("insert", dict(options=[TextOptions(), TextOptions(n)]), f"max_tokens of prompt 1 {POSITIVE} {n}.")
+            for n in (0, 0.0, 2.5, -1.5, "3")
+        ),
+        *(("alone", dict(max_tokens=n), f"max_tokens must be an integer, not {n}.") for n in (0.0, 2.5, "3")),
         ("insert", dict(num_draft_tokens=[Depth(3), None]), DRAFTS),
         ("insert", dict(num_draft_tokens=0), f"num_draft_tokens {EACH} 0."),
         *(("insert", dict(copy_drafts=value), f"copy_drafts {EACH} {value}.") for value in (0, "auto")),
@@ -301,6 +331,29 @@ def test_refuses_options_out_of_range(demo):
     assert generator.insert([[8]], max_tokens=[2]) == [first + 1]
     texts = run(generator, texts)
     assert [text.tokens for text in texts.values()] == [plain([t], model, max_tokens=n) for t, n in ((9, 8), (8, 2))]
+
+
+@pytest.mark.parametrize("return_prompt_caches", [True, False])
+@pytest.mark.parametrize("k", [0, 2, "auto"])
+def test_texts_end_at_their_limit_or_without_one(k, return_prompt_caches):
+    """A limit below 0 is none: such a text ends with its stop sequence alone."""
+    model, stop = model_of("qwen3_5"), StopSequences([[0]])
+
+    def process(tokens, logits):  # the stop token after 20 tokens
+        is_end = mx.arange(logits.shape[-1]) == 0
+        return mx.where(is_end if len(tokens) >= 22 else ~is_end, logits, -mx.inf)
+
+    generator = BatchGenerator(model, num_draft_tokens=k, max_tokens=5, return_prompt_caches=return_prompt_caches)
+    limits = [-1, 1, None, 2, -100, 7]
+    options = [TextOptions(n, logits_processors=[process], stop_sequences=stop) for n in limits]
+    generator.insert([[9, i + 1] for i in range(len(limits))], options=options)
+    texts = [*run(generator).values()]
+    n_tokens = [5 if n is None else n if n > 0 else 21 for n in limits]
+    for i, (n, text) in enumerate(zip(n_tokens, texts)):
+        want = plain([9, i + 1], model, max_tokens=n, logits_processors=[process])
+        want = want[: want.index(0) + 1] if 0 in want else want
+        assert (text.tokens, text.finish_reason) == (want, "stop" if want[-1] == 0 else "length")
+    assert (len(texts[0].tokens), len(texts[4].tokens)) == (21, 21)
 
 
 def test_a_prompt_without_processors_of_its_own_has_none():

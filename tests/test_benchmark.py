@@ -10,7 +10,7 @@ from benchmarks.synthetic import SHAPES, scripted, synthetic_model
 from mlx_mtp import prompts
 from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark import measure as runs
-from mlx_mtp.benchmark.measure import AUTO, COPIES, COPY, HEAD, NO_COPIES, NO_DRAFTS, OVERALL, PLAIN, TARGET
+from mlx_mtp.benchmark.measure import AUTO, COPIED, COPIES, HEAD, NO_COPIES, NO_DRAFTS, OVERALL, PLAIN, TARGET
 from tests.support.commands import run_command
 from tests.support.models import DATA, ROPE, TRAINED
 
@@ -85,7 +85,7 @@ def test_figures_agree(report):
         assert r.ratio_low <= r.ratio <= r.ratio_high
         n_tokens = 2 * (7 if r.prompt != OVERALL else 14)
         assert n_tokens / r.tokens_per_step + sum(r.accepted) == pytest.approx(n_tokens)
-        assert r.origins == {HEAD: sum(r.accepted), COPY: 0, TARGET: n_tokens - sum(r.accepted)}
+        assert r.origins == {HEAD: sum(r.accepted), COPIED: 0, TARGET: n_tokens - sum(r.accepted)}
         assert sum(benchmark.percent(r)) == 100
         assert all(0 <= a <= d for a, d in zip(r.accepted, r.drafted))
         assert r.plain_first_token > 0
@@ -133,14 +133,14 @@ def test_tokens_are_counted_by_what_drafted_them(copying, acceptance):
         got = runs.generate(model, prompt, len(ANSWER), run)
         assert got.tokens == ANSWER
         assert got.origins.count(HEAD) == sum(got.counts.accepted)
-        assert got.origins.count(COPY) == sum(got.counts.of("copies").accepted)
+        assert got.origins.count(COPIED) == sum(got.counts.of("copies").accepted)
         assert (HEAD in got.origins) == (acceptance > 0 and run != PLAIN)
-        assert (COPY in got.origins) == (run == AUTO)
+        assert (COPIED in got.origins) == (run == AUTO)
         assert got.n_steps == got.origins[1:].count(TARGET)
-        assert {ANSWER[i] for i, o in enumerate(got.origins) if o == COPY} <= set(range(3, 12))
+        assert {ANSWER[i] for i, o in enumerate(got.origins) if o == COPIED} <= set(range(3, 12))
 
 
-@pytest.mark.parametrize(("end", "origin", "n_steps"), [(9, COPY, 9), (24, TARGET, 10), (20, TARGET, 0)])
+@pytest.mark.parametrize(("end", "origin", "n_steps"), [(9, COPIED, 9), (24, TARGET, 10), (20, TARGET, 0)])
 def test_a_text_stops_at_its_end(copying, end, origin, n_steps):
     model, prompt = copying(0.0)
     if n_steps == 0:

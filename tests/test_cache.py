@@ -8,17 +8,18 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import cache as stock
 
+from mlx_mtp.caches import indexed
 from mlx_mtp.caches.prompt_cache import open_prompt_cache, release
-from mlx_mtp.caches.recurrent import ArraysCache, open_windows, rollback
-from mlx_mtp.caches.rows import KVOptions, Rows
+from mlx_mtp.caches.recurrent import ArraysCache, Recorded, open_windows, rewound, rollback
+from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, Rows
 from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one
 from tests.support.models import FAMILIES, arrays_equal, deep_model, model_of, tiny_model
 from tests.support.profiles import LONG
 
 
 def kept(cache):
-    is_recurrent = [isinstance(c, stock.ArraysCache) for c in cache]
-    return [c.cache if r else [x[..., : c.offset, :] for x in c.state[:2]] for c, r in zip(cache, is_recurrent)]
+    rows_of = lambda c: [getattr(c, name)[..., : c.offset, :] for name in indexed.names_of(c)]  # noqa: E731
+    return [c.cache if isinstance(c, stock.ArraysCache) else rows_of(c) for c in cache]
 
 
 FORMS = [*((family, mx.float32) for family in FAMILIES), ("qwen3_5", mx.bfloat16)]
@@ -117,3 +118,49 @@ def test_window_over_a_quantized_cache(family, bits):
         assert mx.allclose(model(WINDOW[None, :n], cache=ours, n_confirmed=1), want[:, :n], **close)
         rollback(ours, len(PROMPT), n_kept)
         assert mx.allclose(one_by_one(model, ours, WINDOW[n_kept:9]), want[:, n_kept:], **close)
+
+
+def test_all_last_inputs_are_rolled_back():
+    """Each keeps the inputs before the first token that is dropped, in every row, and the state is replayed once."""
+    lengths, kept = (3, 9, 2), (1, 4)
+    inputs = [mx.random.normal((2, n + 4, 5), key=mx.random.key(n)) for n in lengths]
+    record = [mx.random.normal((2, 3, 2, 4), key=mx.random.key(i)) for i in range(3)]
+    gates = [mx.random.uniform(shape=(2, 3, 2), key=mx.random.key(i)) for i in (3, 4)]
+    (arrays,) = rewound([Recorded(1, 4, tuple(inputs), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
+    first, state, *others = arrays
+    for held, x, n in zip((first, *others), inputs, lengths):
+        assert all(mx.array_equal(held[b], x[b, kept[b] : kept[b] + n]) for b in range(2))
+    (alone,) = rewound([Recorded(1, 4, (inputs[0],), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
+    assert mx.array_equal(state, alone[1])
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_rows_of_named_arrays(bits, tmp_path):
+    """Rows of different lengths, two of them from files, hold what each cache holds alone, and give it back."""
+    sizes, lengths, keys = dict(keys=(2, 32), values=(2, 32), index_keys=(1, 8)), (0, 3, 300), mx.random.key(0)
+    tokens = lambda n: [mx.random.normal((1, H, n, D), key=keys) for H, D in sizes.values()]  # noqa: E731
+    alone = [indexed.KVCache() for _ in lengths]
+    for c, n in zip(alone, lengths):
+        if n > 0:
+            c.update_and_fetch(*tokens(n))
+    if bits:
+        alone = [c.to_quantized(32, bits) for c in alone]
+    stock.save_prompt_cache(str(tmp_path / "caches.safetensors"), alone)
+    loaded = [indexed.adopted(c) for c in stock.load_prompt_cache(str(tmp_path / "caches.safetensors"))]
+    assert [type(c) for c in loaded[1:]] == [type(c) for c in alone[1:]]
+    rows = KVRows(alone[0].names)
+    rows = rows.to_quantized(32, bits) if bits else rows
+    rows.join([alone[0], *loaded[1:]], Ends())
+    rows.ends = Ends(lengths, (0, 0, 0))
+    new = tokens(5)
+    rows.update_and_fetch(*(mx.repeat(x, 3, axis=0) for x in new))
+    for b, (c, n) in enumerate(zip(alone, lengths)):
+        want = c.update_and_fetch(*new)
+        got = rows.extract(b, n + 5)
+        assert got.offset == n + 5
+        for name, x in zip(c.names, want):
+            held = getattr(got, name)
+            of_each = zip(held, x) if isinstance(held, list) else [(held, x)]
+            assert all(mx.array_equal(a[:, :, : n + 5], e) for a, e in of_each)
+    rows.filter([2, 0], 305)
+    assert [x.shape[0] for x in rows.arrays if isinstance(x, mx.array)] == [2] * (1 if bits else 3)

@@ -1,6 +1,7 @@
 """Compiled passes: the same bits as without, for weights that change, with a bounded number of traces."""
 
 import copy
+import itertools
 
 import mlx.core as mx
 import pytest
@@ -14,12 +15,12 @@ from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp
 from mlx_mtp.caches.recurrent import recurrent_states, rollback
 from mlx_mtp.decoding import planner
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.decoding.planner import Clock
 from mlx_mtp.layers import compiled
 from mlx_mtp.layers.compiled import Compiler
-from mlx_mtp.layers.drafting import DraftConfig
 from mlx_mtp.layers.mtp import run_head
 from mlx_mtp.models.head_weights import quantize_head
+from mlx_mtp.pacing.depth import Depth
+from mlx_mtp.pacing.step_times import PLAIN_PLAN
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, WINDOW, mtp
 from tests.support.models import FAMILIES, PACK, TRAINED, arrays_equal, deep_model, tiny_model, trace_anew
@@ -277,12 +278,22 @@ def test_every_trace_is_counted(monkeypatch):
 
 
 def test_a_step_that_was_traced_is_not_timed(monkeypatch):
-    clock, n = Clock(DraftConfig(), None), 0
-    monkeypatch.setattr("mlx_mtp.decoding.planner.n_traces", lambda: n)
-    for step, made in enumerate([1, 0, 0, 0, 1, 0, 0, 0]):
-        n += made
-        clock.record(step, True, float(step))
-    assert [step for step, seconds, _ in clock.timed() if seconds is not None] == [1, 2, 3, 5, 6, 7]
+    made, timed = itertools.accumulate(n == 4 for n in itertools.count()), []
+
+    class Plain(Depth):
+        def for_text(self):
+            return self
+
+        def next(self, *args, **kwargs):
+            return PLAIN_PLAN
+
+        def observe(self, plan, n_accepted, seconds, *args, **kwargs):
+            timed.append(seconds is not None)
+
+    monkeypatch.setattr(planner, "n_traces", lambda: next(made))
+    steps = mtp_generate_step(mx.array([1, 2, 3]), tiny_model("qwen3_5"), max_tokens=9, num_draft_tokens=Plain(8))
+    assert len([*steps]) == 9
+    assert timed == [False, True, True, False, True, True, True]  # the first follows a step that nobody chose
 
 
 def test_a_step_that_makes_a_trace_is_not_in_the_speed(trained, monkeypatch):

@@ -97,8 +97,29 @@ def test_converts_a_conversion(tmp_path):
     assert config_of(once)["mlx_mtp"]["source"] == str(DENSE)
 
 
-def test_dtype_casts_the_head(tmp_path):
-    assert {w.dtype for w in head_of(converted(DENSE, tmp_path / "out", dtype="float16")).values()} == {mx.float16}
+@pytest.mark.parametrize("name", ["dense", "next"])
+def test_dtype_casts_the_head_and_lasts(name, tmp_path):
+    once = converted(DATA / name, tmp_path / "once", dtype="float16")
+    twice = converted(once, tmp_path / "twice", quantize=True)
+    for out in (once, twice):
+        kinds = {w.dtype for name, w in tensors(out).items() if not name.endswith("A_log")} - {mx.uint32}
+        assert kinds == {mx.float16}
+
+
+def test_the_files_of_the_tokenizer_are_copied_as_they_are(tmp_path):
+    """Other than transformers would write them, as with some versions' pre-tokenizers."""
+    folder = copied(tmp_path)
+    names = ["vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja"]
+    names += ["chat_template.json", "additional_chat_templates/tools.jinja", "model_code.py"]
+    (folder / "additional_chat_templates").mkdir()
+    for name in names:
+        (folder / name).write_text("{}" if name.endswith("json") else "# as it is")
+    own = json.loads((folder / "tokenizer.json").read_text())
+    own["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    (folder / "tokenizer.json").write_text(json.dumps(own))
+    out = converted(folder, tmp_path / "out")
+    for name in [*names, "tokenizer.json", "tokenizer_config.json", "generation_config.json"]:
+        assert (out / name).read_bytes() == (folder / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("name", ["dense", "next"])

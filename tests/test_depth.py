@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.pacing.depth import Depth, Rates, best_depth, expected_tokens
+from mlx_mtp.pacing.depth import Depth, Rates, best_length, expected_tokens
 from mlx_mtp.pacing.step_times import FREE, PLAIN_PLAN, Plan, StepTimes
 from tests.support import profiles
 from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, ratio
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.data())
-def test_best_depth_is_that_of_brute_force(acceptance, data):
+def test_best_length_is_that_of_brute_force(acceptance, data):
     n = len(acceptance) + 1
     seconds = data.draw(st.lists(st.floats(0.01, 10), min_size=n, max_size=n))
 
@@ -29,11 +29,11 @@ def test_best_depth_is_that_of_brute_force(acceptance, data):
         return mean
 
     by_force = [tokens(k) / t for k, t in enumerate(seconds)]
-    assert by_force[best_depth(expected_tokens(acceptance), seconds)] >= max(by_force) * (1 - 1e-9)
+    assert by_force[best_length(expected_tokens(acceptance), seconds)] >= max(by_force) * (1 - 1e-9)
 
 
 def test_estimates():
-    assert best_depth([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]) == 0  # the lowest of equals
+    assert best_length([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]) == 0  # the lowest of equals
     assert expected_tokens([0.5, 0.5]) == [1.0, 1.5, 1.75]
     rates = Rates(3)
     for _ in range(300):

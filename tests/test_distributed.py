@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 
 from mlx_mtp import generate
 from mlx_mtp.checkpoint.hub import fetch
@@ -17,9 +16,9 @@ from mlx_mtp.distributed.ranks import synchronize
 from mlx_mtp.models.head_weights import quantize_head
 from mlx_mtp.models.shard import check_pipeline, check_shard
 from tests.support import distribution
-from tests.support.checkpoints import tensors, write
+from tests.support.checkpoints import parameters, tables, tensors, write
 from tests.support.launch import LAUNCH, launch, run
-from tests.support.models import FAMILIES, PACK, tiny_config, tiny_model
+from tests.support.models import FAMILIES, FLASH, PACK, tiny_config, tiny_model
 
 # Two of everything that two ranks divide, and of what four do by a slow test.
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
@@ -33,9 +32,9 @@ def checkpoint(folder, family, **changes):
     sizes = SIZES | {"mtp_num_hidden_layers": 1, **changes}
     # A stage receives hidden states of the dtype of its embeddings, which is float16 in a pack.
     dtype = mx.float16 if family == PACK else mx.float32
-    weights = dict(tree_flatten(tiny_model(family, dtype=dtype, **sizes).parameters()))
+    model = tiny_model(family, dtype=dtype, **sizes)
     folder.mkdir(exist_ok=True)
-    return write(folder / family, tiny_config(family, **sizes), weights)
+    return write(folder / family, tiny_config(family, **sizes), parameters(model) | tables(model))
 
 
 def slow(*cases):
@@ -45,7 +44,7 @@ def slow(*cases):
 @pytest.mark.parametrize(
     ("n", "how_much", "tensor", "pipeline"),
     [
-        (2, "some", ("qwen3_5",), ("qwen3_next",)),
+        (2, "some", ("qwen3_5",), ("qwen3_next", FLASH)),
         *slow((2, "some", (), (PACK,))),
         *slow(*((n, "some", FAMILIES[:3], ("qwen3_5", "qwen3_next")) for n in (2, 4))),
         *slow(*((2, "all", (family,), (family,)) for family in FAMILIES[:3])),
@@ -88,6 +87,10 @@ def test_what_cannot_be_divided_is_refused():
     quantize_head(model.mtp, 4)  # quantized layers are divided between groups
     with pytest.raises(ValueError, match=r"1 columns or groups of mlp\.down_proj\.scales"):
         check_shard(model, 2)
+    with pytest.raises(
+        ValueError, match=r"type qwen4_exp cannot be split .* residual streams .* use a pipeline \(--pipeline\)"
+    ):
+        check_shard(tiny_model(FLASH, **SIZES | HALVES), 2)
     model = tiny_model("qwen3_next", **SIZES | HALVES)
     check_pipeline(model, 2)
     with pytest.raises(ValueError, match="has 2 layers, too few for a pipeline of 3 processes"):

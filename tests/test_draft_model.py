@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
+from mlx_mtp.caches.indexed import names_of
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.layers.drafting import DraftLMHead
 from tests.support.batches import Fault, failing_sampler
@@ -116,7 +117,7 @@ def test_head_rows_come_from_verified_hidden_states(family):
     assert len(PROMPT) < n < text.size
     _, hidden = model(text[:, :n], cache=model.make_cache(), return_hidden=True)
     model.mtp(model.model.embed_tokens(text[:, 1 : n + 1]), hidden, rows)
-    for a, b in zip(draft.kv.state[:2], rows.state[:2]):
+    for a, b in zip(*([getattr(c, name) for name in names_of(rows)] for c in (draft.kv, rows))):
         assert mx.allclose(a[..., :n, :], b[..., :n, :], atol=1e-4)
     # And the target's cache is that of the tokens yielded but the last.
     n_tokens, fresh = text.size - 1, model.make_cache()

@@ -25,7 +25,7 @@ from mlx_mtp.fit import texts as texts_of_a_fit
 from mlx_mtp.fit.comparison import TextCounts, compare
 from mlx_mtp.fit.loss import DraftKVCache, DraftLoss
 from mlx_mtp.fit.options import FitOptions
-from mlx_mtp.fit.texts import Split, Text, answer_all, prepare, read_corpus, split
+from mlx_mtp.fit.texts import Document, Split, answer_all, prepare, read_corpus, split
 from mlx_mtp.fit.training import iterate_batches, make_trainable, read_states, record, train_head
 from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import config_of, differing, make_adapter, parameters, quantize_head, write
@@ -195,7 +195,7 @@ def test_the_loss_is_the_weighted_divergence(monkeypatch, tmp_path, tied, logits
     """Of texts of two lengths, one with a prompt; the vocabulary has as many tokens as are recorded."""
     monkeypatch.setattr(losses, "LOGITS", logits_at_once)
     model = tiny_model("qwen3_5", tie_word_embeddings=tied)
-    texts = [Text("a", [3, 1, 4, 1, 5, 9, 2, 6]), Text("b", [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4], 4)]
+    texts = [Document("a", [3, 1, 4, 1, 5, 9, 2, 6]), Document("b", [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4], 4)]
     (batch,) = iterate_batches(record(model, texts, tmp_path, "x", 2, 64), 2)
     loss, n_rows = DraftLoss(model.model.embed_tokens, model.output_layer, 3)(model.mtp, *batch)
     a, b = (divergences(model, text, 3) for text in texts)
@@ -224,7 +224,7 @@ def test_gradients_over_an_output_layer_in_float16_are_those_in_float32():
 @pytest.mark.parametrize("length", [64, 7, 4])
 def test_what_is_recorded(tmp_path, length):
     model = tiny_model("qwen3_5", vocab_size=512)
-    texts = [Text("a", [3, 1, 4, 1, 5]), Text("b", [2, 7, 1, 8, 2, 8, 1, 8], 2)]
+    texts = [Document("a", [3, 1, 4, 1, 5]), Document("b", [2, 7, 1, 8, 2, 8, 1, 8], 2)]
     for text, file in zip(texts, record(model, texts, tmp_path, "x", 2, length)):
         kept, hidden = read_states(file), model.model(mx.array([text.tokens]))[:, -length:]
         assert kept["tokens"].tolist() == text.tokens[-length:]
@@ -246,7 +246,7 @@ def frozen_model(family="qwen3_5"):
 def train(folder, model, iters=12, end=0, error=RuntimeError):
     """Train on random texts; ``error`` is raised in place of the ``end``-th computation of a loss."""
     rng = random.Random(0)
-    texts = [Text(str(i), rng.choices(range(32), k=24)) for i in range(14)]
+    texts = [Document(str(i), rng.choices(range(32), k=24)) for i in range(14)]
     parts = [record(model, part, folder / "states", str(len(part)), 4, 64) for part in (texts[:10], texts[10:])]
     make_trainable(model.mtp)
     calls, loss = itertools.count(1), DraftLoss(model.model.embed_tokens, model.output_layer, 2)
@@ -310,7 +310,7 @@ def test_no_two_parts_share_a_file(tmp_path, loaded):
     assert all(len(text.tokens) <= 64 for text in texts)
     assert sum(len(text.tokens) for text in texts) == sum(len(tokenizer.encode(f.read_text())) for f in files)
     assert split(texts, FitOptions(files, seed=1)) != parts
-    twice = split([*texts, *(Text(f"copy of {text.source}", text.tokens) for text in texts)], FitOptions(files))
+    twice = split([*texts, *(Document(f"copy of {text.source}", text.tokens) for text in texts)], FitOptions(files))
     assert not {tuple(t.tokens) for t in twice.train} & {tuple(t.tokens) for t in twice.test}
     # Lines of text
     file = tmp_path / "train.jsonl"
@@ -321,13 +321,13 @@ def test_no_two_parts_share_a_file(tmp_path, loaded):
 
 
 def test_no_more_is_recorded_than_is_trained_on(tmp_path):
-    train, valid = [Text(str(i), [1] * 8) for i in range(3)], [Text("d", [1] * 6)]
+    train, valid = [Document(str(i), [1] * 8) for i in range(3)], [Document("d", [1] * 6)]
     how = FitOptions(["x"], iters=2, batch_size=1)
     assert prepare(None, None, Split(train, valid, valid), how, tmp_path) == Split(train[:2], valid, valid)
 
 
 def test_an_answer_that_was_cut_short_is_made_again(tmp_path, loaded):
-    prompts = [Text(str(i), [40 + i], 1) for i in range(3)]
+    prompts = [Document(str(i), [40 + i], 1) for i in range(3)]
     how = FitOptions(answers=2, max_tokens=8, temp=1.0)
     whole = answer_all(*loaded, prompts, tmp_path / "a", how)
     lines = (tmp_path / "a").read_text()

@@ -295,3 +295,16 @@ def test_json_of_a_schema(capsys, tmp_path):
     for given, *mtp in ((file, "--mtp"), (f" {schema}", "--no-mtp"), (file,)):
         status, out, _ = run(capsys, *mtp, "--json-schema", given, "--verbose", "False", "-m", "50")
         assert (status, json.loads(out)["n"] in (10, 20)) == (0, True)
+
+
+def test_the_prompt_has_escapes_and_standard_input_has_none(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        command, "print_text", lambda model, tokenizer, prompt, **_: seen.append(prompt) or ("", Mock())
+    )
+    text = r"\nabla C:\new\table"
+    for prompt in (text, "-"):
+        assert run(capsys, "--prompt", prompt, "--ignore-chat-template", stdin=text)[0] == 0
+    encode = mlx_mtp.load(TRAINED)[1].encode
+    assert seen == [encode("\nabla C:\new\table"), encode(text)]
+    assert "use '-' for text as it is" in " ".join(make_parser().format_help().split())

@@ -1,6 +1,7 @@
 """The hub: what is downloaded, and the errors where something cannot be. The tests run a stand-in on this machine."""
 
 import json
+import os
 import re
 import struct
 from functools import partial
@@ -191,6 +192,18 @@ def test_another_range_than_asked_is_refused(hub, monkeypatch):
     monkeypatch.setattr(hub, "gives_parts", False)
     with pytest.raises(FileNotFoundError, match=r"its server does not support range requests\.$"):
         CheckpointReader("org/shifted").read(*part)
+
+
+def test_a_server_without_ranges_sends_no_whole_file(hub, tmp_path, monkeypatch):
+    """Of 600 MB, say, of which 100 kB were asked for."""
+    (folder := tmp_path / "model").mkdir()
+    (folder / "model.safetensors").touch()
+    os.truncate(folder / "model.safetensors", size := 64 << 20)
+    hub.publish("org/mirror", folder)
+    monkeypatch.setattr(hub, "gives_parts", False)
+    with pytest.raises(FileNotFoundError, match="its server does not support range requests"):
+        CheckpointReader("org/mirror").header("model.safetensors")
+    assert hub.served["model.safetensors"] < size // 4  # what the connection holds
 
 
 def test_an_answer_of_another_server_is_one_line(hub):

@@ -149,5 +149,5 @@ def test_a_chat_with_pictures(stored, model, tokenizer, files, monkeypatch):
     assert chat.messages[-1] == Message("user", "c", [str(files[0])])  # the next turn processes it again
     with pytest.raises(FileNotFoundError, match=r"^There is no image no\.png\.$"):
         obey("/image no.png", chat)
-    with pytest.raises(ValueError, match=r"takes no images: its checkpoint has no vision encoder\. .*--images"):
+    with pytest.raises(ValueError, match=r"takes no images: its checkpoint has no vision encoder, .*--images"):
         obey("/image no.png", Conversation(args, tiny_model("qwen3_5"), tokenizer))

@@ -100,7 +100,7 @@ def test_interrupt_at_any_line_keeps_the_yielded_tokens(depth):
     while came:
         prompt_cache, tokens = make_prompt_cache(model_and_truth()[0]), []
         with Interrupts(n, in_finalize=False) as interrupts:
-            for token, _, _ in begun(prompt_cache, max_tokens=8, num_draft_tokens=depth):
+            for token, _, _ in begun(prompt_cache, max_tokens=12, num_draft_tokens=depth):
                 tokens.append(token)
         came, n_cached = interrupts.came, len(PROMPT) + len(tokens)
         if not tokens:

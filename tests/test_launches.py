@@ -33,5 +33,5 @@ def test_gates_are_computed_once_and_a_rollback_is_two_operations(monkeypatch):
 
     conv_input, confirmed, *inputs = window[3:]
     mx.eval(conv_input, confirmed, inputs)
-    (rewound,) = recurrent.rewound([recurrent.Window(1, 4, conv_input, confirmed, tuple(inputs))], [2])
+    (rewound,) = recurrent.rewound([recurrent.Recorded(1, 4, (conv_input,), confirmed, tuple(inputs))], [2])
     assert len(operations(*rewound)) == 2

@@ -1,8 +1,10 @@
 """Loading: every layout gives the same model, and an error says what is wrong and what fixes it."""
 
+import json
 import re
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
@@ -14,11 +16,22 @@ from tokenizers.pre_tokenizers import ByteLevel
 import mlx_mtp
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.load import check_family
-from mlx_mtp.models import qwen3_5
+from mlx_mtp.models import drafter_of, qwen3_5
 from mlx_mtp.models.head_weights import EXPERT_PROJECTIONS, is_raw
 from tests.support.bad_checkpoints import BAD
-from tests.support.checkpoints import config_of, configure, copied, differing, edit, no_head, parameters, write
-from tests.support.models import DATA, FAMILIES, tiny_config, tiny_model
+from tests.support.checkpoints import (
+    config_of,
+    configure,
+    copied,
+    differing,
+    edit,
+    no_head,
+    parameters,
+    tables,
+    write,
+    write_tiny,
+)
+from tests.support.models import DATA, FAMILIES, FLASH, tiny_config, tiny_model
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 RAW = "model.language_model."
@@ -41,7 +54,7 @@ def published(model, family, raw=True, fused=False, prefix=RAW):
     weights = {}
     for name, w in parameters(model).items():
         is_head = "mtp." in name
-        if raw and w.ndim == 1 and name.endswith(NORMS) and "linear_attn.norm" not in name:
+        if raw and w.ndim == 1 and name.endswith(NORMS) and "linear_attn.norm" not in name and family != FLASH:
             w = w - 1
         if raw and "conv1d" in name:
             w = w.moveaxis(1, 2)
@@ -70,7 +83,9 @@ def with_experts(weights, family, fused):
     return out
 
 
-@pytest.mark.parametrize(("family", "fused"), [*((f, False) for f in FAMILIES[:3]), ("qwen3_5_moe", True)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "fused"), [*((f, False) for f in FAMILIES[:3]), ("qwen3_5_moe", True), (FLASH, True)], ids=str
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("raw", "prefix"), [(True, RAW), (True, ""), (False, "language_model."), (False, "")], ids=str)
 def test_every_layout_gives_the_same_parameters(family, tied, fused, raw, prefix, tmp_path):
@@ -79,6 +94,9 @@ def test_every_layout_gives_the_same_parameters(family, tied, fused, raw, prefix
     if family == "qwen3_next":
         config.pop("mtp_num_hidden_layers")  # the tensors tell
     weights = published(model, family, raw, fused, prefix)
+    weights |= tables(
+        model, "model.language_model." if raw else "language_model.model.", "shard_" if raw else "shards."
+    )
     assert is_raw(weights) == raw
     want, got = parameters(model), parameters(loaded(write(tmp_path / "model", config, weights)))
     assert got.keys() == want.keys()
@@ -189,6 +207,59 @@ def test_warns_of_text_that_is_split_otherwise_than_in_training(mtp, monkeypatch
     assert re.search(r"transformers .* splits text otherwise than the tokenizer\.json of .*moe35", record.message)
 
 
+def name_end(folder, place, end):
+    file = folder / ("config.json" if place == "text_config" else f"{place}.json")
+    content = json.loads(file.read_text())
+    (content["text_config"] if place == "text_config" else content)["eos_token_id"] = end
+    file.write_text(json.dumps(content))
+
+
+ENDS = ("config", "text_config", "generation_config", "tokenizer_config")
+
+
+@pytest.mark.parametrize("places", [*((place,) for place in ENDS), ENDS], ids=[*ENDS, "all"])
+def test_every_end_of_text_that_a_file_names_ends_a_text(places, tmp_path):
+    folder = write_tiny(tmp_path / "model", "qwen3_5")
+    (folder / "generation_config.json").write_text("{}")
+    ends = mlx_mtp.load(str(folder))[1].eos_token_ids  # the tokenizer's own
+    for form in ("number", "list"):
+        for i, place in enumerate(places):
+            named = [20 + i] if form == "number" else [20 + i, 30 + i]
+            name_end(folder, place, named if form == "list" else named[0])
+            ends |= {*named}
+        for mtp in (True, False):
+            assert mlx_mtp.load(str(folder), mtp=mtp)[1].eos_token_ids == ends
+    # In a conversion, each program finds them.
+    mlx_mtp.convert(str(folder), out := str(tmp_path / "out"))
+    assert mlx_lm.load(out)[1].eos_token_ids == mlx_mtp.load(out)[1].eos_token_ids == ends
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["lm_head", "none"])
+@pytest.mark.parametrize("text", [True, False, None], ids=["text tied", "text untied", "text silent"])
+@pytest.mark.parametrize("top", [True, False, None], ids=["tied", "untied", "silent"])
+@pytest.mark.parametrize(
+    ("family", "bits"), [("qwen3_5", None), ("qwen3_5", 4), ("qwen3_5_moe", None), ("qwen3_next", 4)]
+)
+def test_a_stored_output_layer_is_used_and_without_one_the_embedding(family, bits, top, text, stored, tmp_path):
+    """Whatever the config says."""
+    model = tiny_model(family, 3, tie_word_embeddings=not stored)
+    if bits is not None:
+        nn.quantize(model, 32, bits)
+    config = tiny_config(family)
+    inner = config.get("text_config", config)
+    for part, tie in ((inner, text), (config, top)):
+        part.pop("tie_word_embeddings", None)
+        part.update({} if tie is None else {"tie_word_embeddings": tie})
+    config |= {} if bits is None else {"quantization": {"group_size": 32, "bits": bits}}
+    folder = write(tmp_path / "model", config, parameters(model))
+    tokens = mx.array([[1, 2, 3]])
+    want = model(tokens)
+    for mtp in {True, family == "qwen3_next"}:  # mlx-lm's Qwen3-Next refuses a head among the model's tensors
+        assert mx.array_equal(loaded(folder, mtp)(tokens), want)
+    mlx_mtp.convert(str(folder), str(tmp_path / "out"))
+    assert mx.array_equal(mlx_lm.load(str(tmp_path / "out"))[0](tokens), want)
+
+
 def test_loads_any_model_without_a_head(tmp_path):
     config = {
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 32,
@@ -229,6 +300,7 @@ def headless(tmp_path, family):
     weights = parameters(model := tiny_model(family, 3))
     head = {name: w for name, w in weights.items() if "mtp." in name}
     backbone = {name: w for name, w in weights.items() if "mtp." not in name}
+    backbone |= tables(model)
     return model, write(tmp_path / "model", tiny_config(family), backbone), backbone, head
 
 
@@ -242,7 +314,13 @@ def make_drafter(tmp_path, model, tensors, **config):
     """A folder with a head alone, as mlx-vlm writes it."""
     weights = {name.removeprefix("language_model.").removeprefix("mtp."): w for name, w in tensors.items()}
     text = (source := config_of(model)).get("text_config", source)
-    config = {"model_type": "qwen3_5_mtp", "text_config": text, "block_size": 3, "tie_word_embeddings": True, **config}
+    config = {
+        "model_type": drafter_of(source["model_type"]),
+        "text_config": text,
+        "block_size": 3,
+        "tie_word_embeddings": True,
+        **config,
+    }
     return write(tmp_path / "drafter", config, weights)
 
 
@@ -261,7 +339,7 @@ def quantized(tensors):
 def assert_same_head(got, want):
     got, want = parameters(got.mtp), parameters(want.mtp)
     assert got.keys() == want.keys()
-    atol = 1e-6 if got["fc.weight"].dtype == mx.float32 else 2e-3  # a pack's is in float16
+    atol = 1e-6 if got["pre_fc_norm_hidden.weight"].dtype == mx.float32 else 2e-3  # a pack's is in float16
     assert [name for name, w in want.items() if not mx.allclose(got[name], w, rtol=0, atol=atol)] == []
 
 
@@ -271,7 +349,10 @@ def test_loads_a_drafter(family, raw, tmp_path):
     model, folder, _, head = headless(tmp_path, family)
     drafter = make_drafter(tmp_path, folder, head)
     if raw:  # names tell, as in mlx-vlm
-        edit(drafter, lambda w: [w.update({f"mtp.{n}": w[n] - (w[n].ndim == 1)}) or w.pop(n) for n in [*w]])
+        edit(
+            drafter,
+            lambda w: [w.update({f"mtp.{n}": w[n] - (w[n].ndim == 1 and family != FLASH)}) or w.pop(n) for n in [*w]],
+        )
     assert_same_head(loaded(folder, mtp=str(drafter)), model)
     if family == "qwen3_5" and not raw:  # beside a raw model it is not shifted either
         write(folder, tiny_config(family), published(model, family))

@@ -1,5 +1,6 @@
 """Pages: links lead somewhere, and what scripts/measure.py writes is of the outputs that are kept."""
 
+import ast
 import plistlib
 import re
 import shlex
@@ -177,3 +178,32 @@ def test_output_is_kept_and_not_measured_again(monkeypatch, capsys, tmp_path):
     assert measure.row(section).endswith("an earlier demo |")
     assert section_of(section.commands, demo=False).is_current()
     assert measure.measure_all([section_of(["echo 1; exit 1"], statuses=[0, 1])], again=True) == []
+
+
+def names_of_code() -> set[str]:
+    """The classes, functions and constants of the package, and ``Class.name`` of each name in the body of a class."""
+    names = set()
+    for file in (ROOT / "src" / "mlx_mtp").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                inner = [*ast.walk(node)]
+                names |= {f"{node.name}.{n.name}" for n in inner if isinstance(n, ast.FunctionDef)}
+                names |= {f"{node.name}.{n.attr}" for n in inner if isinstance(n, ast.Attribute)}
+                names |= {f"{node.name}.{n.id}" for n in inner if isinstance(n, ast.Name)}
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return names
+
+
+def test_the_glossary_names_what_is_in_the_code():
+    rows = re.findall(
+        r"^\| (?!word|---)(.+?) \|.*\| (.+) \|$", (ROOT / "docs/develop/glossary.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 50
+    names = names_of_code()
+    for word, where in rows:
+        for name in re.findall(r"`(.+?)`", where):
+            is_file = name.endswith((".py", "/"))
+            assert (ROOT / "src" / "mlx_mtp" / name).exists() if is_file else name in names, (word, name)

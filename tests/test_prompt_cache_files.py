@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import random
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
 
 from mlx_mtp import load, make_prompt_cache
 from mlx_mtp.caches.recurrent import ArraysCache
-from mlx_mtp.caches.validation import SIZE
+from mlx_mtp.caches.validation import SIZE, digest
 from mlx_mtp.models import mixin
 from tests.support.checkpoints import copied, make_adapter
 from tests.support.decoding import PROMPT, mtp, plain
@@ -173,11 +174,31 @@ def test_fingerprint(monkeypatch):
         assert taken == [1]
     whole = model.fingerprint()
     for name, p in tree_flatten(model.parameters()):
-        model.load_weights([(name, p + (mx.arange(p.size) == 0).reshape(p.shape))], strict=False)
+        model.load_weights([(name, p + (mx.arange(p.size) == 5 * p.size // 8).reshape(p.shape))], strict=False)
         changed, is_head = model.fingerprint(), name.startswith("language_model.mtp.")
         assert [changed[:SIZE] == whole[:SIZE], changed[SIZE:] == whole[SIZE:]] == [is_head, not is_head]
         model.load_weights([(name, p)], strict=False)
     assert model.fingerprint() == whole
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "bfloat16", "float32", "uint32"])
+@pytest.mark.parametrize("shape", [(), (5,), (64,), (300, 40), (301, 7), (4, 30, 16), (6, 4, 1)], ids=str)
+def test_a_change_of_any_row_is_another_model(shape, dtype):
+    """Of its last bit, and also if another row has its values."""
+    kind, n = getattr(mx, dtype), math.prod(shape)
+    bits = mx.random.randint(0, 2**31 - 1, (n,), key=mx.random.key(n))
+    bits = bits.astype({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[kind.size])
+    p = bits.view(kind)
+    whole, rows, width = digest([("w", p.reshape(shape))]), n // (shape or (1,))[-1], (shape or (1,))[-1]
+    for i in range(0, n, max(n // 50, 1)):
+        changed = bits ^ (mx.arange(n) == i).astype(bits.dtype)
+        assert digest([("w", changed.view(kind).reshape(shape))]) != whole
+    table = p.reshape(rows, width)
+    for i in range(0, rows - 1, max(rows // 20, 1)):
+        order = mx.arange(rows)
+        order[i], order[rows - 1] = rows - 1, i
+        if not mx.array_equal(bits.reshape(rows, width)[i], bits.reshape(rows, width)[-1]):
+            assert digest([("w", table[order].reshape(shape))]) != whole
 
 
 # Random damage to token ids, counts, shapes and dtypes, not to keys and states: a wrong value cannot be recognized

@@ -62,7 +62,7 @@ def test_the_deepest_snapshot_of_the_common_prefix_is_found():
 def test_each_part_of_a_text_is_held_once():
     """Without a handle rows are compared, and those that are the same are not held again."""
     model, store, alone = model_of("qwen3_5"), new_store(), new_store()
-    head, fork = model.head_attention, [*TEXT[:10], 30, 31, 30, 31, 30, 31]
+    head, fork = model.head_layer.self_attn, [*TEXT[:10], 30, 31, 30, 31, 30, 31]
     row = 2 * head.num_key_value_heads * head.head_dim * 4  # of one layer
     prompt_cache = read(model, TEXT, (10,), store)
     before = store.nbytes

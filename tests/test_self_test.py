@@ -9,7 +9,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint import load, self_test, settings
 from mlx_mtp.layers import layer
 from mlx_mtp.layers.compiled import Compiler
-from mlx_mtp.pacing.step_times import timing_of
+from mlx_mtp.pacing.step_times import times_of
 from tests.support.checkpoints import DATA
 from tests.support.models import GROUPED, deep_model, tiny_model
 
@@ -37,7 +37,7 @@ def test_runs_once_for_a_model_and_a_version(cache_folder, monkeypatch, caplog):
     for _ in range(2):
         model, _ = mlx_mtp.load(str(DATA / "dense"))
     assert (len(ran), model.drafting.compiled, model.drafting.attention_rows) == (1, True, None)
-    assert [timing_of(model).draft_cost, *timing_of(model).of(1).estimate[:3]] == pytest.approx([0.1, 1.0, 1.2, 1.4])
+    assert [times_of(model).draft_cost, *times_of(model).estimate[:3]] == pytest.approx([0.1, 1.0, 1.2, 1.4])
     monkeypatch.setattr(settings, "version", lambda package: "9.9")
     mlx_mtp.load(str(DATA / "dense"))
     assert len(ran) == 2

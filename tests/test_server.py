@@ -260,7 +260,7 @@ def test_lists_models(server, client):
         model = client.models.retrieve(name)
         assert (model.id, model.max_model_len) == (name, 8192)
     assert make_parser().parse_args([]).model == str(DEMO)
-    assert server.request("/health") == (200, {"status": "ok"})
+    assert server.request("/health") == (200, {"status": "ok", "loaded": True})
 
 
 def test_requires_the_key_and_serves_another_model(tmp_path):

@@ -3,17 +3,23 @@
 import base64
 import io
 import re
+import shutil
 from types import SimpleNamespace
 
 import openai
 import pytest
+from starlette.testclient import TestClient
 
 from mlx_mtp import load, stream_generate
+from mlx_mtp.generate.__main__ import main as generate
 from mlx_mtp.images import vision as vision_module
 from mlx_mtp.images.open import open_image
 from mlx_mtp.images.vision import PLACEHOLDER
+from mlx_mtp.server.app import make_app
 from mlx_mtp.server.engine import encode as encoding
 from mlx_mtp.server.request import ApiError, Request
+from tests.support.checkpoints import config_of, configure
+from tests.support.commands import refusal
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN
 from tests.support.images import picture
@@ -149,6 +155,26 @@ def test_at_once_and_cached_by_content(engine):
     assert all(a.n_read < 8 for a in together[:3])
     longer = [*chats[1], {"role": "assistant", "content": "x"}, user(part(png(7)), part(png(8)))]
     assert engine.ask(longer, max_tokens=4).n_cached >= len(first[1].prompt) - 3
+
+
+def test_scaled_positions_take_no_images(tmp_path, capsys):
+    """Of a model with a vision encoder whose context was extended by YaRN."""
+    folder = shutil.copytree(FOLDER, tmp_path / "model")
+    rope = config_of(folder)["text_config"]["rope_parameters"]
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    configure(folder, text={"rope_parameters": rope | scaled})
+    with Engine("--model", str(folder), "--mtp", "--chat-template", TEMPLATE) as engine:
+        described = TestClient(make_app(engine.frontend), base_url="http://localhost")
+        assert described.get("/v1/models").json()["data"][0]["takes_images"] is False
+        for stream in (False, True):
+            body = {"messages": [user(text("what?"), part(png(1)))], "max_tokens": 4, "stream": stream}
+            answer = described.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 400
+            assert "The model takes no images" in answer.json()["error"]["message"]
+        assert engine.ask([user(text("what?"))], max_tokens=2).tokens
+    picture(24, 16).save(tmp_path / "a.png")
+    flags = ("--model", folder, "--image", tmp_path / "a.png", "--prompt", "a")
+    assert "takes no images: its positions have one axis, or are scaled (YaRN)" in refusal(generate, capsys, *flags)
 
 
 def request_of(n: int, image: bytes = png(1)) -> Request:

@@ -13,7 +13,7 @@ from mlx_mtp.benchmark.tune import Measured
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.layers.drafting import Settings
-from mlx_mtp.pacing.step_times import timing_of
+from mlx_mtp.pacing.step_times import times_of
 from tests.support.checkpoints import configure, copied, edit
 from tests.support.commands import run_command
 from tests.support.decoding import plain
@@ -55,7 +55,7 @@ def test_load_finds_settings_and_keeps_the_text(tuned_model):
     drafting = model.drafting
     assert drafting.tuned == TUNED
     assert (drafting.attention_rows, drafting.compiled, drafting.pieces) == (3, False, 2)
-    assert timing_of(model).of(1).estimate[:4] == pytest.approx([0.01, 0.012, 0.016, 0.02])
+    assert times_of(model).estimate[:4] == pytest.approx([0.01, 0.012, 0.016, 0.02])
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {8}
     assert model.drafting.lm_head.ids.size == 1024
     assert model.drafting.lm_head.layers[0].bits == 4
@@ -88,7 +88,7 @@ def test_drafts_follow_settings_unless_given(tuned_model, equal_steps):
             assert len(last.drafted) == drafted
     *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 60, num_draft_tokens="auto", copy_drafts="off")
     assert last.drafted[0] >= 2  # the argument overrides
-    assert timing_of(model).of(1).seconds
+    assert times_of(model).seconds
     tuned_model(Settings(2, draft_p_min=1.0))
     model, tokenizer = mlx_mtp.load(TRAINED)
     for given, drafts in ((None, False), (0.0, True)):

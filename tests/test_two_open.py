@@ -103,7 +103,7 @@ def test_steps_are_timed_where_no_other_generation_ran_in_between(timed, turn, b
     else:
         (_, other), _ = start([None, scripted(model, 1)], [0, beside], copy_drafts="off")
     next(other)
-    times = model.drafting.timing.of(1)
+    times = model.drafting.times
     n_before = sum(times.n_counted.values())
     in_turn([steps, other], 2 * N, turn)
     assert times.seconds == pytest.approx({plan: 1 + COST * plan.k for plan in times.seconds})
@@ -119,5 +119,5 @@ def test_two_that_cannot_be_timed_draft_by_a_guess(timed):
     steps, counts = start([scripted(model, i) for i in range(2)], ["auto"] * 2, copy_drafts="off")
     assert in_turn(steps, N) == [t[:N] for t in truths()]
     close(steps)
-    assert model.drafting.timing.of(1).seconds == {}
+    assert model.drafting.times.seconds == {}
     assert min(c.tokens_per_step for c in counts) > 3

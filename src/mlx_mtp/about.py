@@ -16,7 +16,7 @@ from .checkpoint.catalog import published
 from .checkpoint.fetched import FLOOR, fetched_heads, head_to_fetch, measure_acceptance
 from .checkpoint.hub import WEIGHTS, cached_repositories, sizes_to_download
 from .checkpoint.load import DEMO, DEMO_NOTE, load
-from .checkpoint.memory_check import needs_of as checkpoint_needs
+from .checkpoint.memory_check import needs_of_checkpoint
 from .checkpoint.originals import HEADS, folder_of
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.self_test import ensure_tested
@@ -119,7 +119,7 @@ def _model(name: str) -> Lines:
 def _remote(name: str, n_bytes: int) -> Lines:
     """A model whose weights would be downloaded."""
     checkpoint, account = CheckpointReader(name), Account()
-    needs, _ = checkpoint_needs(checkpoint, CONTEXT, True, False)
+    needs, _ = needs_of_checkpoint(checkpoint, CONTEXT, True, False)
     yield "Needs", f"{needs} with a text of {CONTEXT} tokens"
     yield "Head", "its own" if checkpoint.head() else _to_fetch(name)
     fits = "fits" if needs.total <= account.left else "does not fit"

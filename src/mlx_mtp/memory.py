@@ -26,6 +26,9 @@ SHORT = "Unable to allocate", "Insufficient Memory", "out of memory"  # in MLX's
 FAILED_PASS = "Command buffer execution failed"  # in Metal's errors, such as those of memory and of time
 CONTEXT = 2048  # the shortest text that a model must have room for, in tokens
 CHUNK = 2048  # tokens of a prompt that one pass prefills, by default
+NGRAM_SHARE = (
+    0.6  # of the memory, of a model with its tables of n-gram embeddings, which are otherwise read from their files
+)
 TIGHT = 0.9  # the share of the memory left above which a warning is logged
 STEP = KVCache.step  # tokens by which caches grow
 STATES_AT_ONCE = 4  # recurrent states held at once by a recurrence of many small operations
@@ -169,6 +172,7 @@ class Needs(NamedTuple):
     weights: int  # of the backbone, with embeddings and lm_head
     head: int = 0
     tower: int = 0  # the weights of the vision encoder
+    ngrams: int = 0  # the tables of n-gram embeddings, if they are in memory
     caches: int = 0
     chunk: int = 0  # the activations of a pass over the last chunk of a prompt
 
@@ -185,7 +189,9 @@ def needs_of(model: Any, context: int, chunk: int = CHUNK) -> Needs:
     """The memory of a loaded model with a text of ``context`` tokens, prefilled in chunks of ``chunk``."""
     head, sizes = nbytes_of(getattr(model, "mtp", None)), sizes_of(model)
     of_chunk = sizes.chunk(min(chunk, context), context)
-    return Needs(nbytes_of(model) - head, head, caches=sizes.caches(context), chunk=of_chunk)
+    tables = () if getattr(model, "ngrams", None) is None else model.ngrams.tables.values()
+    ngrams = sum(table.nbytes for table in tables)
+    return Needs(nbytes_of(model) - head, head, ngrams=ngrams, caches=sizes.caches(context), chunk=of_chunk)
 
 
 def nbytes_of(module: Any) -> int:
@@ -229,22 +235,23 @@ class Sizes:
 
 def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
     """The sizes of a model with a head or without. With ``value_bytes``, those of a number, no weight is read."""
-    n = value_bytes or model.layers[0].input_layernorm.weight.dtype.size
-    recurrent = [layer.linear_attn for layer in model.layers if layer.is_linear]
-    attention = [layer.self_attn for layer in model.layers if not layer.is_linear]
-    head = [model.head_attention] if getattr(model, "mtp", None) is not None else []
-    passes = [_recurrent(own, n) for own in recurrent[:1]] + [_attention(own, n) for own in attention[:1]]
+    n = value_bytes or model.layers[0].dtype.size
+    recurrent = [layer for layer in model.layers if layer.is_linear]
+    attention = [layer for layer in model.layers if not layer.is_linear]
+    head = [model.head_layer] if getattr(model, "mtp", None) is not None else []
+    own_states = [layer.linear_attn for layer in recurrent]
+    passes = [_recurrent(own, n) for own in own_states[:1]] + [_attention(layer, n) for layer in attention[:1]]
     args = model.text_args
     return Sizes(
         value_bytes=n,
         backbone_values=sum(map(_kv_values, attention)),
         head_values=sum(map(_kv_values, head)),
-        state_bytes=sum(_states(own) + (own.conv_kernel_size - 1) * own.conv_dim * n for own in recurrent),
+        state_bytes=sum(_state_bytes(own, n) for layer in recurrent for own in layer.states),
         # A layer's input and output, and the larger of its two parts, which are computed one after the other.
         chunk_bytes=2 * args.hidden_size * n + max(*passes, _mlp(args, n)),
-        score_bytes=max((own.num_attention_heads * n + 1 for own in attention + head), default=0),
-        fixed_bytes=0 if mx.metal.is_available() else STATES_AT_ONCE * max(map(_states, recurrent), default=0),
-        max_scored=_max_scored({own.head_dim for own in attention + head}),
+        score_bytes=max((layer.self_attn.num_attention_heads * n + 1 for layer in attention + head), default=0),
+        fixed_bytes=0 if mx.metal.is_available() else STATES_AT_ONCE * max(map(_states, own_states), default=0),
+        max_scored=_max_scored({layer.self_attn.head_dim for layer in attention + head}),
     )
 
 
@@ -267,10 +274,14 @@ def _has_matrix_units() -> bool:
     return gpu is not None and int(gpu[1]) >= (18 if gpu[2] == "p" else 17) and system >= [26, 2]
 
 
-def _kv_values(attention: Any) -> int:
+def _kv_values(layer: Any) -> int:
     """The numbers in a token's keys and values."""
-    n: int = 2 * attention.num_key_value_heads * attention.head_dim
-    return n
+    return sum(heads * dimensions for heads, dimensions in layer.row_sizes.values())
+
+
+def _state_bytes(state: Any, n: int) -> int:
+    """The bytes of an array of a recurrent layer's cache."""
+    return math.prod(state.shape) * (n if state.dtype is None else state.dtype.size)
 
 
 def _states(recurrent: Any) -> int:
@@ -289,9 +300,10 @@ def _recurrent(own: Any, n: int) -> int:
     return by_token + n * (6 * values + 4 * own.conv_dim)
 
 
-def _attention(own: Any, n: int) -> int:
+def _attention(layer: Any, n: int) -> int:
     """The bytes of queries with gates, normed and rotated queries, the output before and after the gates, keys and values."""
-    return n * (6 * own.num_attention_heads * own.head_dim + 2 * _kv_values(own))
+    own = layer.self_attn
+    return n * (6 * own.num_attention_heads * own.head_dim + 2 * _kv_values(layer))
 
 
 def _mlp(args: Any, n: int) -> int:

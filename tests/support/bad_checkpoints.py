@@ -59,8 +59,7 @@ BAD = {
     "missing tensor": (
         written(INDEX, b'{"weight_map": {"a.weight": "model.safetensors"}}'), ValueError, "lacks the tensor a.weight", True),
     "llama": (configured(model_type="llama"), ValueError, ", ".join(MODEL_TYPES), False),
-    "qwen4_exp": (
-        configured(model_type="qwen4_exp"), ValueError, "qwen4_exp is supported neither here nor by mlx-lm", False),
+    "unknown": (configured(model_type="qwen9"), ValueError, "qwen9 is supported neither here nor by mlx-lm", False),
     "no config": (removed("config.json"), MISSING, "no config.json", False),
     "config cut short": (written("config.json", b"{"), ValueError, "is not JSON", False),
     "config not text": (written("config.json", b"\xff\xfe{}"), ValueError, NO_JSON, False),

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -28,7 +29,8 @@ def write(folder, config, weights):
 
 
 def write_tiny(folder, family, dtype=mx.float32, **changes):
-    return write(folder, tiny_config(family, **changes), parameters(tiny_model(family, dtype=dtype, **changes)))
+    model = tiny_model(family, dtype=dtype, **changes)
+    return write(folder, tiny_config(family, **changes), parameters(model) | tables(model))
 
 
 def converted(source, target, **options):
@@ -53,6 +55,15 @@ def make_adapter(model: Path, folder: Path) -> Path:
 
 def parameters(module) -> dict[str, mx.array]:
     return dict(tree_flatten(module.parameters()))
+
+
+def tables(model, prefix="language_model.model.", part="shards.") -> dict[str, mx.array]:
+    """The tensors of a model's tables of n-gram embeddings in three parts, if it has any."""
+    found = {}
+    for i, table in (model.ngrams.tables if model.ngrams else {}).items():
+        for j, rows in enumerate(np.array_split(table.rows.array, 3)):
+            found[f"{prefix}layers.{i}.ple.ple_embedding.ngram_embedding.{part}{j}.weight"] = mx.array(rows)
+    return found
 
 
 def tensors(folder: Path) -> dict[str, mx.array]:

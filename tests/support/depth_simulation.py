@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_mtp.checkpoint import self_test
 from mlx_mtp.pacing.depth import Rates
-from mlx_mtp.pacing.step_times import HEAD, Plan, StepTimes, Timing
+from mlx_mtp.pacing.step_times import HEAD, Plan, StepTimes
 
 MOST = 8
 NOISE, TEST_NOISE = 0.05, 0.03  # of a step's log time, and of the shortest one that the test of the device kept
@@ -207,8 +207,7 @@ def auto_seconds(case: Case, seed: int, make: Make) -> float:
         rows, one = ROWS[case.staircase], STAIRCASES[1][case.staircase]
         passes = {n: tested(rows[n - 1]) for n in (1, 8, 9, *self_test.ROWS)}
         of_one, draft_cost = self_test.step_seconds(list(map(tested, one)), passes)
-        timing = Timing(StepTimes(dict(zip(self_test.DEPTHS, of_one))), draft_cost)
-        depth = make(MOST, times=timing.of(case.n_sequences))
+        depth = make(MOST, times=StepTimes(dict(zip(self_test.DEPTHS, of_one)), draft_cost))
     if text is not None:
         decode(Case("before", cost, text, 0), seed + 1000, depth)
     return decode(case, seed, depth.for_text())
@@ -223,7 +222,7 @@ def decode(case: Case, seed: int, depth: Any) -> float:
     seen_rates = [Rates(MOST) for _ in of_each]
 
     def next_depth() -> int:
-        return depth.next([{HEAD: r.estimate} for r in seen_rates]).k
+        return depth.next([{HEAD: r.estimate} for r in seen_rates], n_sequences=B).k
 
     total, step, at, before, k = 0.0, 0, [0] * B, 0, next_depth()
     while sum(at) < n_tokens * B:
@@ -235,11 +234,11 @@ def decode(case: Case, seed: int, depth: Any) -> float:
         if k > 0:
             for r, n in zip(seen_rates, accepted):
                 r.count_window(k, n)
-            depth.observe(Plan(k), mean, seen if before > 0 else None)
+            depth.observe(Plan(k), mean, seen if before > 0 else None, n_sequences=B)
             after = next_depth()
         else:
             after = next_depth()
-            depth.observe(Plan(k), mean, seen if before == after == 0 else None)
+            depth.observe(Plan(k), mean, seen if before == after == 0 else None, n_sequences=B)
         step, before, k = step + 1, k, after
         at = [n + a + 1 for n, a in zip(at, accepted)]
     return total * n_tokens * B / sum(at)

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_of_a_reader"
 HEADER_BYTES = 100_000  # that are requested of a file to parse its header
+PIECE = 1 << 16  # bytes that are sent at once
 
 
 @dataclass
@@ -129,8 +130,12 @@ class _Handler(BaseHTTPRequestHandler):
         if breakable and self.hub.break_after is not None and len(data) > self.hub.break_after:
             data, self.hub.break_after = data[: self.hub.break_after], None
             self.close_connection = True
-        self.hub.served[name] += len(data)
-        self.wfile.write(data)
+        try:
+            for i in range(0, len(data), PIECE):
+                self.wfile.write(data[i : i + PIECE])
+                self.hub.served[name] += len(data[i : i + PIECE])
+        except ConnectionError:  # the client has closed the connection
+            self.close_connection = True
 
 
 def _oid(file: Path) -> str:

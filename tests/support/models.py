@@ -7,20 +7,24 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import switch_layers
 from mlx_lm.utils import load_model
 
 from mlx_mtp import traces
+from mlx_mtp.checkpoint.ngram_files import open_tables
+from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.layers import compiled
+from mlx_mtp.models.ngrams import NgramTable
 
 from .packs import manifest, pack, pack_config
 
 DATA = Path(__file__).parents[1] / "data"
 TRAINED = str(DATA / "dense")
 
-PACK = "prism_hadamard_qwen35"
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", PACK]
+PACK, FLASH = "prism_hadamard_qwen35", "qwen4_exp"
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", PACK, FLASH]
 
 DENSE = {
     "model_type": "qwen3_5_text", "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -31,6 +35,13 @@ DENSE = {
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32, "norm_topk_prob": True,
+}  # fmt: skip
+# Queries select two blocks of four tokens, and the tokens behind the last complete one. The first layer has n-gram embeddings.
+SPARSE = {
+    "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32,
+    "indexer_budget": 8, "indexer_compress_ratio": 4, "output_gate_type": "sigmoid", "ple_layer_ids": [1], "ple_embed_dim": 32,
+    "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 40, "split_ngram_parts": 3,
+    "eos_token_id": 5,
 }  # fmt: skip
 # Widths of a pack are multiples of 128, and of 512 where they are rotated.
 WIDE = {"hidden_size": 512, "intermediate_size": 128, "num_attention_heads": 4, "linear_num_value_heads": 4}
@@ -45,11 +56,13 @@ def tiny_config(family: str, **changes) -> dict:
     if family == "qwen3_next":
         config = {**DENSE, **EXPERTS, **rope, "max_position_embeddings": 4096, "mlp_only_layers": []}
         return {**config, "model_type": family, **changes}
-    own = {"qwen3_5_moe": EXPERTS, PACK: WIDE}.get(family, {})
+    own = {"qwen3_5_moe": EXPERTS, PACK: WIDE, FLASH: EXPERTS | SPARSE}.get(family, {})
     text = {**DENSE, **own, "rope_parameters": {"type": "default", **rope}, **changes}
     if family == PACK:
         dense = import_module("mlx_mtp.models.qwen3_5")
         return pack_config(text, manifest(dense.TextModel(dense.TextModelArgs.from_dict(text))))
+    if family == FLASH:
+        text["model_type"] = "qwen4_exp_text"
     return {"model_type": family, "text_config": text}
 
 
@@ -69,14 +82,41 @@ def tiny_model(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **chang
     def weight(path, p):
         noise = mx.random.normal(p.shape, key=next(keys))
         if "norm" in path:
-            return (1 + 0.2 * noise).astype(dtype)
+            is_centred = family == FLASH and "linear_attn" not in path
+            return (0.2 * noise + (not is_centred)).astype(dtype)
         if p.ndim == 1:
             return noise.astype(p.dtype if path.endswith("A_log") else dtype)
         return (noise * (1.0 if "embed" in path else 2 * p.shape[-1] ** -0.5)).astype(dtype)
 
     model.update(tree_map_with_path(weight, model.parameters()))
     mx.eval(model.parameters())
+    if family == FLASH:
+        add_tables(model, seed)
     return model
+
+
+def add_tables(model, seed: int = 0) -> None:
+    """Random tables of n-gram embeddings."""
+    ngrams = model.ngrams
+    for i, own in ngrams.hashes.items():
+        rows = np.random.default_rng(seed + i).standard_normal((own.n_rows, ngrams.width)).astype(np.float32)
+        ngrams.tables[i] = NgramTable(ArrayRows(rows), ngrams.width, own.n_rows)
+
+
+class ArrayRows:
+    """The rows of a table, in an array [n, width]."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.layout = array, {"weight": (array.shape[1], array.dtype)}
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        return {"weight": self.array[ids]}
+
+    def read_range(self, begin: int, end: int) -> dict[str, np.ndarray]:
+        return {"weight": self.array[begin:end]}
 
 
 def packed_model(seed: int, dtype: mx.Dtype, **changes):
@@ -111,6 +151,7 @@ def load_reference(folder: Path):
 
     classes = (Model, module.ModelArgs)
     model, _ = load_model(folder, model_config={"mtp_num_hidden_layers": 1}, get_model_classes=lambda config: classes)
+    open_tables(model, CheckpointReader(str(folder)), in_memory=False)
     return model
 
 

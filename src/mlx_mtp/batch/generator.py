@@ -259,7 +259,7 @@ class BatchGenerator:
             ready = self.prompts.ready(self.completion_batch_size - n_running)
             finished = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in ready]
             if chunks := self.prompts.prefill(self.prefill_budget, bool(ready) or n_running > 0):
-                self.planner.clock.interrupt()
+                self.planner.is_interrupted = True
             self._counters.prompt_tokens, self._counters.prompt_time = self.prompts.n_prefilled, self.prompts.seconds
             return finished + chunks, self._step(ready)
 
@@ -300,4 +300,4 @@ def _goes_on(s: Sequence, return_prompt_caches: bool) -> bool:
     """Whether a sequence has further tokens, or its prompt cache is not extracted yet."""
     if s.end is not None or return_prompt_caches:
         return return_prompt_caches and s.finish_reason != "error"
-    return s.max_tokens > s.n_unobserved
+    return not 0 <= s.max_tokens <= s.n_unobserved

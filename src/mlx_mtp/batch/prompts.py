@@ -16,7 +16,7 @@ from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import open_prompt_cache, place_images
 from ..caches.rows import KVOptions
 from ..decoding.counts import DraftCounts
-from ..decoding.prefill import check_embeddings, prefill_chunk
+from ..decoding.prefill import check_embeddings, prefill_part, split_prompt
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..drafts.options import TextOptions
 from ..models.mixin import MTPModel
@@ -46,9 +46,11 @@ def entries_of(options: abc.Mapping[str, Any], n: int) -> list[dict[str, Any]]:
 
 def options_of(i: int, options: TextOptions | None = None, **own: Any) -> TextOptions:
     """The options of a call's prompt i: its own, each an entry of an argument of ``insert_segments``, over others. Raises a
-    ValueError if the maximum number of tokens is out of range."""
+    ValueError if the maximum number of tokens is out of range; only ``options`` may have one below 0, for no limit."""
     if "max_tokens" in own:
         check_count(f"max_tokens of prompt {i}", own["max_tokens"])
+    elif options is not None and (n := options.max_tokens) is not None and not (isinstance(n, Integral) and n < 0):
+        check_count(f"max_tokens of prompt {i}", n)
     if "logits_processors" in own:
         own["logits_processors"] = list(own["logits_processors"] or ())  # as in mlx-lm, ``None`` is for none
     own["sampler"] = own.pop("samplers", None)
@@ -99,12 +101,11 @@ def make_sequence(
     place_images(model, cache, images, input_embeddings is not None)
     if cache.images and (end_of_images := cache.images[-1].end) >= (n := cache.n_tokens + n_prompt):
         raise ValueError(f"Prompt {i} ends with token {n}, and its last image with {end_of_images}: text must follow.")
-    *before, end = segments
     return Sequence(
         cache,
         options,
         counts or DraftCounts(),
-        segments=[s for s in (*before, end[:-1]) if s] + [end[-1:]],
+        segments=split_prompt(segments),
         tokens=list(all_tokens),
         embeddings=input_embeddings if isinstance(input_embeddings, mx.array) else None,
         pending=None if isinstance(input_embeddings, mx.array) else input_embeddings,
@@ -144,14 +145,12 @@ class Prompts:
 
     def ready(self, most: int) -> list[Sequence]:
         """The first sequences, up to a number, whose prompts are prefilled except for the last token."""
-        return [s for s in self.sequences if _is_prefilled(s)][: max(most, 0)]
+        return [s for s in self.sequences if s.is_prefilled][: max(most, 0)]
 
     def take(self, ready: list[Sequence]) -> None:
         """Remove sequences, which begin to generate from the last token of their prompts."""
         for s in ready:
             self.sequences.remove(s)
-            s.tokens += s.segments.pop()
-            s.embeddings = None  # the last token is text
 
     def prefill(self, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
         """Prefill as many tokens between two steps as the budget allows.
@@ -160,7 +159,7 @@ class Prompts:
             budget (PrefillBudget): Gives the number of tokens to prefill, and observes their time.
             is_running (bool): Whether other sequences generate.
         """
-        waiting = [s for s in self.sequences if not _is_prefilled(s)]
+        waiting = [s for s in self.sequences if not s.is_prefilled]
         if not waiting:
             return []
         if waiting[0].pending is not None:
@@ -182,7 +181,7 @@ class Prompts:
 
     def next_chunk(self, most: int) -> tuple[int, int]:
         """The largest of the next chunks of up to ``most`` tokens: its length, and the length of its text up to its end."""
-        chunks = [(min(len(s.segments[0]), most), s.cache.n_tokens) for s in self.sequences if not _is_prefilled(s)]
+        chunks = [(min(len(s.segments[0]), most), s.cache.n_tokens) for s in self.sequences if not s.is_prefilled]
         return max(((n, n_cached + n) for n, n_cached in chunks), key=math.prod, default=(0, 0))
 
     def _embed(self, s: Sequence, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
@@ -197,23 +196,7 @@ class Prompts:
         return [PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), False, False)]
 
     def _prefill(self, s: Sequence, most: int) -> PromptResponse:
-        """Prefill up to ``most`` tokens of a prompt, at most to the end of a segment."""
-        segment, cache = s.segments[0], s.cache
-        tokens, s.segments[0] = segment[:most], segment[most:]
-        n_cached, embeddings = cache.n_tokens, s.embeddings
-        if embeddings is not None:
-            embeddings, s.embeddings = embeddings[: len(tokens)], embeddings[len(tokens) :]
-        cache.images = s.images
-        prefill_chunk(self.model, cache, mx.array(tokens, mx.uint32), embeddings, self.kv)
-        s.tokens += tokens
-        s.n_prefilled += len(tokens)
-        cache.record(n_cached + len(tokens), s.text_of(n_cached + len(tokens)))
-        is_end = not s.segments[0]
-        if is_end:
-            s.segments.pop(0)
-        return PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), is_end, False)
-
-
-def _is_prefilled(s: Sequence) -> bool:
-    """Whether a sequence's prompt is prefilled except for the last token."""
-    return len(s.segments) == 1 and s.pending is None
+        n_segments = len(s.segments)
+        prefill_part(self.model, s, most, self.kv)
+        s.cache.record(s.cache.n_tokens, s.text_of(s.cache.n_tokens))
+        return PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), len(s.segments) < n_segments, False)

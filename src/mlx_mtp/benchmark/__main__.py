@@ -22,7 +22,19 @@ from ..extras import require
 from ..files import check_target, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
 from . import tune
-from .measure import AUTO, COPY, HEAD, NO_COPIES, NO_DRAFTS, OVERALL, Report, Result, check_sizes, loop_warning, measure
+from .measure import (
+    AUTO,
+    COPIED,
+    HEAD,
+    NO_COPIES,
+    NO_DRAFTS,
+    OVERALL,
+    Report,
+    Result,
+    check_sizes,
+    loop_warning,
+    measure,
+)
 
 # Built-in sets of prompts, by the value of --prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -238,7 +250,7 @@ def show(report: Report) -> str:
 
 def percent(result: Result) -> tuple[int, int, int]:
     """The percentages of tokens from the head, from copies and from the target itself; they sum to 100."""
-    head, copies = (round(100 * result.origins[o] / sum(result.origins.values())) for o in (HEAD, COPY))
+    head, copies = (round(100 * result.origins[o] / sum(result.origins.values())) for o in (HEAD, COPIED))
     return head, copies, 100 - head - copies
 
 

@@ -31,13 +31,13 @@ from ..decoding.loop import mtp_generate_step
 from ..drafts.sources import N_GRAM
 from ..memory import GB, needs_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from ..pacing.step_times import timing_of
+from ..pacing.step_times import times_of
 
 PLAIN, NO_DRAFTS, NO_COPIES, COPIES, AUTO = "plain", "no drafts", "auto, no copies", "copies alone", "auto"
 Run = int | str  # a fixed depth, or one of these
 # The source of a token: an accepted draft of the head, an accepted copy, or the target's own choice. Each pass has one choice
 # of the target: the token of a plain step, or the token after the accepted drafts.
-HEAD, COPY, TARGET = "head", "copy", "target"
+HEAD, COPIED, TARGET = "head", "copies", "target"  # the origin of a token
 OVERALL = "overall"
 LOOPS = 1 / 3  # a larger share of repeated tokens is reported
 
@@ -134,7 +134,7 @@ def measure(
     turns: list[Run] = [PLAIN, *runs]
     # Each run keeps the times of its steps from one text to the next, as in normal use.
     depths: dict[Run, Depth] = {
-        run: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(timing_of(model).of(1))) for run in (NO_COPIES, AUTO)
+        run: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(times_of(model))) for run in (NO_COPIES, AUTO)
     }
 
     def one(prompt: str, run: Run) -> Generation:
@@ -197,7 +197,7 @@ def generate(
         if not tokens:
             first = time.perf_counter()
         tokens.append(token)
-        origins.append(TARGET if drafted != [True] else COPY if counts.source == "copies" else HEAD)
+        origins.append(TARGET if drafted != [True] else COPIED if counts.source == "copies" else HEAD)
         if token in stop:
             break
     end = time.perf_counter()
@@ -239,7 +239,7 @@ def summarize(name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], r
         mtp_first_token=statistics.median(g.first_token for g in every),
         plain_peak_memory=max(g.peak_memory for one in plain for g in one),
         mtp_peak_memory=max(g.peak_memory for g in every),
-        origins={o: sum(g.origins[1:].count(o) for g in every) for o in (HEAD, COPY, TARGET)},
+        origins={o: sum(g.origins[1:].count(o) for g in every) for o in (HEAD, COPIED, TARGET)},
         drafted=total.drafted,
         accepted=total.accepted,
         copied=total.of("copies").drafted,

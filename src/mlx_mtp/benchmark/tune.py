@@ -27,14 +27,15 @@ from ..decoding.loop import prefill
 from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
 from ..layers.layer import group_size
-from ..layers.passes import MOST_TOKENS, on_metal
+from ..layers.passes import MAX_WINDOW, on_metal
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
+from ..pacing.step_times import times_of
 from .measure import NO_COPIES, PLAIN, Generation, Run, check_sizes, generate, speed, sum_counts
 
 OFF, AUTO = Settings(0), Settings("auto")
 FIXED = [Settings(k) for k in (1, 2, 3, 4)]
-BITS = (8, 4)
-ROWS = 32768  # size of the draft vocabulary
+HEAD_BITS = (8, 4)
+DRAFT_VOCAB = 32768  # tokens
 P_MIN = (0.3, 0.6)
 FIXED_GAIN = 0.05  # required of a fixed depth over auto, since only auto adapts to other kinds of text
 WINDOWS = (1, 4)  # tokens: a plain step, and one with three drafts
@@ -136,10 +137,10 @@ def cheaper(model: Any) -> list[Settings]:
     """The forms of drafts that are cheaper than the model's own."""
     forms = []
     if not any(hasattr(m, "bits") for _, m in model.mtp.named_modules()):
-        forms += [Settings(mtp_bits=bits) for bits in BITS]
+        forms += [Settings(mtp_bits=bits) for bits in HEAD_BITS]
     layer = model.output_layer
-    forms += [Settings(draft_head_bits=bits) for bits in BITS if bits < getattr(layer, "bits", 16)]
-    forms.append(Settings(draft_vocab=min(ROWS, layer.weight.shape[0] // 4)))
+    forms += [Settings(draft_head_bits=bits) for bits in HEAD_BITS if bits < getattr(layer, "bits", 16)]
+    forms.append(Settings(draft_vocab=min(DRAFT_VOCAB, layer.weight.shape[0] // 4)))
     return forms + [Settings(draft_p_min=p) for p in P_MIN]
 
 
@@ -154,7 +155,7 @@ def measure(
 ) -> list[Measured]:
     """Measure settings, alternating. The first are those of plain decoding."""
     # Each auto run begins with the times of the run before, as in normal use.
-    depths = {settings: Depth(MAX_DRAFT_TOKENS, model.drafting.seconds) for settings in chosen}
+    depths = {settings: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(times_of(model))) for settings in chosen}
 
     def one(prompt: str, settings: Settings) -> Generation:
         k = settings.num_draft_tokens
@@ -209,11 +210,11 @@ def fastest_way(model: Any, prompt: mx.array, repeat: int) -> Settings:
     best = _fastest(model, prompt, WINDOWS, [Settings(), *others], repeat)
     (layer,) = model.mtp.layers
     heads = layer.self_attn
-    most = group_size(MOST_TOKENS, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim)
-    if not on_metal() or most == MOST_TOKENS:
+    most = group_size(MAX_WINDOW, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim)
+    if not on_metal() or most == MAX_WINDOW:
         return best
     long_prompt = mx.tile(prompt, -(-CONTEXT // prompt.size))[:CONTEXT]
-    return _fastest(model, long_prompt, (most + 1, MOST_TOKENS), [best, replace(best, attention_rows=0)], repeat)
+    return _fastest(model, long_prompt, (most + 1, MAX_WINDOW), [best, replace(best, attention_rows=0)], repeat)
 
 
 def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[Settings], repeat: int) -> Settings:

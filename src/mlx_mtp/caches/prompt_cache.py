@@ -20,11 +20,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
+from .indexed import adopted, names_of
 from .positions import ImageSpan, Positions, check_images
 from .recurrent import ArraysCache
 from .validation import FLOATS, SIZE, check_arrays, check_backbone, check_keys, misfit
 
-N_LAST = 6  # arrays of the last entry
+# The arrays of the last entry
+HIDDEN, COUNT, TEXT, PART, FINGERPRINT, IMAGES = range(6)
 
 
 class PromptCache:
@@ -55,11 +57,11 @@ class PromptCache:
     @property
     def last_hidden(self) -> mx.array | None:
         """The hidden state of the last token, [1, 1, H], which the head needs once the next token is known."""
-        return self._last[0]
+        return self._last[HIDDEN]
 
     @last_hidden.setter
     def last_hidden(self, hidden: mx.array | None) -> None:
-        self._last[0] = hidden
+        self._last[HIDDEN] = hidden
 
     @property
     def n_tokens(self) -> int:
@@ -72,13 +74,13 @@ class PromptCache:
     @property
     def n_recorded(self) -> int:
         """The number of tokens in the backbone's caches when ``record`` was last called; negative since ``begin``."""
-        count = self._last[1]
+        count = self._last[COUNT]
         return 0 if count is None else count.item()
 
     @property
     def text(self) -> list[int]:
         """The last known tokens of the caches."""
-        tokens = self._last[2]
+        tokens = self._last[TEXT]
         return [] if tokens is None else tokens.tolist()
 
     def begin(self, n_tokens: int) -> None:
@@ -86,7 +88,7 @@ class PromptCache:
 
         Its last tokens may be drafts, so no other generation may use it or a copy of it.
         """
-        self._last[1] = mx.array(-1 - n_tokens)
+        self._last[COUNT] = mx.array(-1 - n_tokens)
 
     def record(self, n_tokens: int, text: Sequence[int] = ()) -> None:
         """Mark the cache as complete, with the head's keys and values for the same tokens.
@@ -95,19 +97,19 @@ class PromptCache:
             n_tokens (int): The number of tokens in the backbone's caches.
             text (Sequence[int]): The last known tokens.
         """
-        self._last[2] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
+        self._last[TEXT] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
         self.images = [image for image in self.images if image.start < n_tokens]  # including an image prefilled in part
-        self._last[1] = mx.array(n_tokens)
+        self._last[COUNT] = mx.array(n_tokens)
 
     @property
     def images(self) -> list[ImageSpan]:
         """The spans of the images in the caches and, during prefill, of the images that follow in the prompt."""
-        spans = self._last[5]
+        spans = self._last[IMAGES]
         return [] if spans is None else [ImageSpan(*span) for span in spans.tolist()]
 
     @images.setter
     def images(self, images: Sequence[ImageSpan]) -> None:
-        self._last[5] = mx.array([*images], mx.int32) if images else None  # [n, 3]
+        self._last[IMAGES] = mx.array([*images], mx.int32) if images else None  # [n, 3]
 
     @property
     def first_position(self) -> int:
@@ -126,12 +128,14 @@ def release(cache: PromptCache) -> None:
         if isinstance(c, stock.ArraysCache):
             c.cache = [None] * len(c.cache)
         else:
-            c.keys, c.values, c.offset = None, None, 0
+            for name in names_of(c):
+                setattr(c, name, None)
+            c.offset = 0
 
 
 def fingerprint_of(cache: PromptCache) -> bytes:
     """The fingerprint of the model that filled the caches; empty if unknown."""
-    fingerprint = cache.entries[-1][4]
+    fingerprint = cache.entries[-1][FINGERPRINT]
     return b"" if fingerprint is None else bytes(fingerprint.tolist())
 
 
@@ -157,12 +161,17 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
 
 def make_head_cache(model: Any, has_fingerprint: bool = True) -> list[Any]:
     """The last two entries of an empty prompt cache. The fingerprint takes some time the first time."""
-    last = stock.ArraysCache(N_LAST)
+    last = stock.ArraysCache(IMAGES + 1)
     if part := part_of(model):
-        last[3] = mx.array(part)
+        last[PART] = mx.array(part)
     if has_fingerprint:
-        last[4] = mx.array([*model.fingerprint()], mx.uint8)
-    return [stock.KVCache(), last]
+        last[FINGERPRINT] = mx.array([*model.fingerprint()], mx.uint8)
+    return [empty_head(model), last]
+
+
+def empty_head(model: Any) -> Any:
+    """An empty cache of the head's keys and values."""
+    return model.head_layer.make_cache() if has_head(model) else stock.KVCache()
 
 
 def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCache:
@@ -190,6 +199,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
         entries += make_head_cache(model)
     else:
         _check_owner(model, cache)
+    entries[:-1] = [adopted(c) for c in entries[:-1]]
     check_backbone(entries, model.layers)
     for i, c in enumerate(cache.backbone):
         if type(c) is stock.ArraysCache:
@@ -202,13 +212,13 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
     if n < n_tokens:
         entries[n_layers:] = make_head_cache(model)
     elif fingerprint_of(cache)[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
-        entries[n_layers] = stock.KVCache()
+        entries[n_layers] = empty_head(model)
     else:
-        check_keys(n_layers, cache.head, model.head_attention, may_be_quantized=False)
+        check_keys(n_layers, cache.head, model.head_layer, may_be_quantized=False)
         most = 0 if cache.last_hidden is None else n_tokens - 1
         if cache.head.offset > most:
             raise misfit(n_layers, f"is of {cache.head.offset} tokens, and the head has seen {most} at most")
-    entries[-1][4], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
+    entries[-1][FINGERPRINT], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
     return cache
 
 
@@ -226,8 +236,8 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
     if not both:
         return
     check_images(both)
-    if not model.takes_images:
-        raise ValueError("This model takes no images: its positions have one axis.")
+    if model.no_images is not None:
+        raise ValueError(model.no_images)
     if model.ranks is not None:
         raise ValueError("Images are processed in one process: omit them on several machines.")
     if both[-1].end > cache.n_tokens and not are_embedded:
@@ -241,25 +251,24 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
     """Raise a ValueError if the cache is from another model or rank, or in use by a generation."""
     last = cache.entries[-1]
     if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
-        last.cache += [None] * (N_LAST - len(last.cache))  # an earlier version had fewer
-    args = model.text_args
+        last.cache += [None] * (IMAGES + 1 - len(last.cache))  # an earlier version had fewer
     check_arrays(
         len(cache.entries) - 1,
         last,
-        ("hidden state", (1, 1, args.hidden_size), FLOATS),
+        ("hidden state", (1, 1, model.hidden_size), FLOATS),
         ("number of tokens", (), (mx.int32,)),
         ("tokens", (None,), (mx.uint32,)),
         ("rank", (2,), (mx.int32,)),
         ("fingerprint", (2 * SIZE,), (mx.uint8,)),
         ("images", (None, 3), (mx.int32,)),
     )
-    if (most := max(cache.text, default=0)) >= args.vocab_size:
-        raise misfit(len(cache.entries) - 1, f"has the token {most}, and the vocabulary ends at {args.vocab_size - 1}")
+    if (most := max(cache.text, default=0)) >= model.vocab_size:
+        raise misfit(len(cache.entries) - 1, f"has the token {most}, and the vocabulary ends at {model.vocab_size - 1}")
     try:
         check_images(cache.images)
     except ValueError as e:
         raise misfit(len(cache.entries) - 1, f"has images that no text has ({e})") from e
-    part = [] if last[3] is None else last[3].tolist()
+    part = [] if last[PART] is None else last[PART].tolist()
     if part != part_of(model):
         raise ValueError(
             f"The prompt cache belongs to {_name(part)} and this is {_name(part_of(model))}: "

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import cache as stock
@@ -26,56 +26,81 @@ def recur(inputs: Sequence[mx.array], state: mx.array, mask: mx.array | None = N
     return (gated_delta_kernel if has_kernel else gated_delta_ops)(*inputs, state, mask)
 
 
+class State(NamedTuple):
+    """An array of a recurrent layer's cache."""
+
+    name: str
+    shape: tuple[int, ...]  # of one sequence
+    dtype: mx.Dtype | None = None  # None: that of activations
+
+
 @dataclass
-class Window:
+class Recorded:
     """The record of one call of a recurrent layer, from which it can be rolled back in part."""
 
     n_confirmed: int
     n_tokens: int = 0
-    conv_input: mx.array | None = None  # [B, K - 1 + n_tokens, C]
+    last_inputs: tuple[mx.array, ...] = ()  # those before the call and its own, each [B, w + n_tokens, C]
     state: mx.array | None = None  # [B, Hv, Dv, Dk], after n_confirmed tokens
     inputs: tuple[mx.array, ...] = ()  # q, k, v, g, beta of the other tokens, each [B, n_tokens - n_confirmed, ...]
 
 
-def rewound(windows: Sequence[Window], kept: Sequence[int]) -> list[tuple[mx.array, mx.array]]:
+def in_order(last_inputs: Sequence[mx.array], state: Any) -> list[Any]:
+    """The arrays of a recurrent layer's cache: mlx-lm's order, then the last inputs that its layers do not have."""
+    first, *others = last_inputs
+    return [first, state, *others]
+
+
+def rewound(windows: Sequence[Recorded], kept: Sequence[int]) -> list[list[mx.array]]:
     """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence.
 
     Args:
-        windows (Sequence[Window]): The window of each recurrent layer.
+        windows (Sequence[Recorded]): The window of each recurrent layer.
         kept (Sequence[int]): From the number of confirmed tokens to the number of all tokens, [B].
     """
     # Lists, which the host makes once for all layers: a range of the device would be more operations.
-    first = windows[0]
-    assert first.conv_input is not None
-    n_conv, n_drafts = first.conv_input.shape[1] - first.n_tokens, [n - first.n_confirmed for n in kept]
+    n_tokens, n_confirmed = windows[0].n_tokens, windows[0].n_confirmed
+    n_drafts = [n - n_confirmed for n in kept]
     m = max(n_drafts)
-    # The last inputs of the convolution, [B, K - 1, 1]
-    ends = mx.array([[[n + i] for i in range(n_conv)] for n in kept])
     mask = None if len(set(kept)) == 1 else mx.array([[i < n for i in range(m)] for n in n_drafts])  # [B, m]
-    return [_rewound(m, w.conv_input, w.state, w.inputs if m > 0 else (), ends, mask) for w in windows]
+    ends: dict[int, mx.array] = {}  # the indices of w last inputs, [B, w, 1], by w: made once for all layers
+
+    def ends_of(x: mx.array) -> mx.array:
+        w = x.shape[1] - n_tokens
+        if w not in ends:
+            ends[w] = mx.array([[[n + i] for i in range(w)] for n in kept])
+        return ends[w]
+
+    arrays = []
+    for own in windows:
+        inputs = own.inputs if m > 0 else ()
+        rewound = _rewound(m, own.last_inputs, own.state, inputs, [ends_of(x) for x in own.last_inputs], mask)
+        arrays.append(in_order(*rewound))
+    return arrays
 
 
 def rewind(
-    m: int, conv_input: mx.array, state: mx.array, inputs: Any, ends: mx.array, mask: mx.array | None
-) -> tuple[mx.array, mx.array]:
+    m: int, last_inputs: Any, state: mx.array, inputs: Any, ends: Any, mask: mx.array | None
+) -> tuple[list[mx.array], mx.array]:
     """``rewound`` for one layer. It has a trace for each shape of the window and each number m of tokens to replay."""
     if m > 0:
         state = recur([x[:, :m] for x in inputs], state, mask)[1]
-    return mx.take_along_axis(conv_input, ends, axis=1), state  # [B, K - 1, C]
+    return [mx.take_along_axis(x, end, axis=1) for x, end in zip(last_inputs, ends)], state
 
 
 _rewound = compiled(rewind)  # the outputs of the recurrence are not computed
 
 
 class ArraysCache(stock.ArraysCache):
-    """mlx-lm's ``ArraysCache`` of a GatedDeltaNet layer. Its last call can be rolled back in part.
+    """mlx-lm's ``ArraysCache`` of a recurrent layer. Its last call can be rolled back in part.
 
+    Its arrays are the last inputs of the convolution, the state of the recurrence, and any further last inputs (``in_order``).
     After ``open_window`` the layer's next call is recorded, and ``rollback`` closes the window. In between, ``state`` is the
     state after the whole window. The class has its parent's name because a prompt cache file has the names of its classes.
     """
 
     cache: list[Any]
-    window: Window | None = None
+    window: Recorded | None = None
 
     def open_window(self, n_confirmed: int) -> None:
         """Record the layer's next call.
@@ -90,7 +115,7 @@ class ArraysCache(stock.ArraysCache):
             raise ValueError("The last verify pass on this cache was not finished: call rollback first.")
         if self.lengths is not None or self.left_padding is not None:
             raise ValueError("A cache of padded prompts cannot roll back.")
-        self.window = Window(n_confirmed)
+        self.window = Recorded(n_confirmed)
 
     def rollback(self, n: int) -> None:
         """Close the window: keep its first ``n`` tokens, and free its record.
@@ -111,7 +136,7 @@ class ArraysCache(stock.ArraysCache):
                 f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
             )
         if n < window.n_tokens:
-            self.cache = [*rewound([window], [n])[0]]
+            (self.cache,) = rewound([window], [n])
         self.window = None
 
 
@@ -163,6 +188,4 @@ def after_first(c: ArraysCache) -> list[mx.array | None]:
     window = c.window
     if window is None:
         return c.cache
-    assert window.conv_input is not None
-    n_conv = window.conv_input.shape[1] - window.n_tokens
-    return [window.conv_input[:, 1 : 1 + n_conv], window.state]
+    return in_order([x[:, 1 : x.shape[1] - window.n_tokens + 1] for x in window.last_inputs], window.state)

@@ -22,6 +22,8 @@ from mlx.utils import tree_map, tree_reduce
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models import cache as stock
 
+from . import indexed
+from .indexed import NAMES, enlarged, names_of, size_of
 from .prompt_cache import PromptCache
 from .recurrent import ArraysCache, after_first, rewound
 
@@ -92,19 +94,24 @@ class Ends:
 
 
 class KVRows:
-    """The keys and values of a layer. A pass writes them after the ``ends`` that were set before.
+    """The keys and values of a layer, and its other arrays by token. A pass writes them after the ``ends`` set before.
+
+    Args:
+        names (Tuple[str]): The names of the arrays, which are its attributes.
 
     Attributes:
         ends (Ends): Where the next pass writes.
-        keys, values (mx.array, optional): [B, H, S, D].
+        keys, values, ... (mx.array, optional): [B, H, S, D].
     """
 
-    step = stock.KVCache.step
+    def __init__(self, names: tuple[str, ...] = NAMES):
+        self.ends, self.names = Ends(), names
+        for name in names:
+            setattr(self, name, None)
 
-    def __init__(self) -> None:
-        self.ends = Ends()
-        self.keys: Any = None
-        self.values: Any = None
+    @property
+    def arrays(self) -> list[Any]:
+        return [getattr(self, name) for name in self.names]
 
     @property
     def offset(self) -> mx.array:
@@ -113,13 +120,15 @@ class KVRows:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.keys is None else tree_reduce(lambda n, x: n + x.nbytes, [self.keys, self.values], 0)
+        held = [x for x in self.arrays if x is not None]
+        return tree_reduce(lambda n, x: n + x.nbytes, held, 0)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Add keys and values of T tokens of each row, [B, H, T, D] -> the keys and values of all tokens, [B, H, n, D]."""
-        n = self.ends.longest + keys.shape[2]
-        self.keys, self.values = self._written(self.keys, keys, n), self._written(self.values, values, n)
-        return self.keys[..., :n, :], self.values[..., :n, :]
+    def update_and_fetch(self, *new: mx.array) -> tuple[Any, ...]:
+        """Add the arrays of T tokens of each row, [B, H, T, D] each -> those of all tokens, [B, H, n, D]"""
+        n = self.ends.longest + new[0].shape[2]
+        for name, held, x in zip(self.names, self.arrays, new):
+            setattr(self, name, self._added(name, held, x, n))
+        return tuple(tree_map(lambda x: x[..., :n, :], held) for held in self.arrays)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The columns that each of N tokens attends to: its row up to itself.
@@ -132,13 +141,9 @@ class KVRows:
         _, columns = self.ends.next(N)
         return (mx.arange(self.ends.longest + N) <= columns[..., None])[:, None]
 
-    def _written(self, held: mx.array | None, new: mx.array, n: int) -> mx.array:
+    def _added(self, name: str, held: Any, new: mx.array, n: int) -> Any:
         """The held array with new columns [B, H, T, D] after each row's end, enlarged to n columns if needed."""
-        B, H, T, D = new.shape
-        size = 0 if held is None else held.shape[2]
-        if held is None or n > size:
-            space = mx.zeros((B, H, _size(n) - size, D), new.dtype)
-            held = space if held is None else mx.concatenate([held, space], axis=2)
+        held, T = enlarged(held, new, n), new.shape[2]
         if self.ends.are_equal:
             held[..., n - T : n, :] = new
         else:
@@ -153,88 +158,76 @@ class KVRows:
             ends (Ends): The ends of the rows held so far.
         """
         B = len(ends.lengths)
-        if B == 0 and len(caches) == 1:
-            self.keys, self.values = caches[0].keys, caches[0].values
-            return
-        lengths = [*ends.lengths, *(c.offset for c in caches)]
-        for name in ("keys", "values"):
+        for name in self.names:
             parts = [(getattr(self, name), B, ends.longest)] if B > 0 else []
             parts += [(getattr(c, name), 1, c.offset) for c in caches]
-            like = next((x for x, *_ in parts if x is not None), None)
-            if like is not None:
-                setattr(self, name, self._stacked(like, parts, max(lengths)))
-
-    def _stacked(self, like: Any, parts: list[tuple[Any, int, int]], n: int) -> Any:
-        """Concatenate parts (array like [B, H, S, D], its B, its number of tokens) along B, with space for n tokens."""
-        padded = []
-        for x, B, n_held in parts:
-            held = mx.zeros((B, like.shape[1], 0, like.shape[3]), like.dtype) if x is None else x[:, :, :n_held]
-            padded.append(mx.pad(held, [(0, 0), (0, 0), (0, _size(n) - held.shape[2]), (0, 0)]))
-        return mx.concatenate(padded)
+            setattr(self, name, _stacked_columns(parts))
 
     def filter(self, keep: list[int], longest: int) -> None:
         """Keep these rows, the longest of which has so many tokens."""
-        if self.keys is not None:
-            rows, size = mx.array(keep), _size(longest)
-            self.keys, self.values = tree_map(lambda x: x[rows, :, :size], (self.keys, self.values))
+        rows, size = mx.array(keep), size_of(longest)
+        for name, held in zip(self.names, self.arrays):
+            if held is not None:
+                setattr(self, name, tree_map(lambda x: x[rows, :, :size], held))
 
     def extract(self, b: int, n: int) -> Any:
         """The first n tokens of row b. A row that is alone shares its arrays: copy the cache if both go on."""
         cache = self._empty_cache()
         if n > 0:
-            own: Any = (self.keys, self.values)
-            if self.n_rows > 1:
-                own = tree_map(lambda x: mx.contiguous(x[b : b + 1, :, :n]), own)
-            (cache.keys, cache.values), cache.offset = own, n
+            for name, held in zip(self.names, self.arrays):
+                setattr(cache, name, tree_map(lambda x: _row(x, b, n), held))
+            cache.offset = n
         return cache
 
-    @property
-    def n_rows(self) -> int:
-        return len(self.keys)
-
     def _empty_cache(self) -> Any:
-        return stock.KVCache()
+        return stock.KVCache() if self.names == NAMES else indexed.KVCache()
 
     def to_quantized(self, group_size: int, bits: int) -> "QuantizedKVRows":
-        rows = QuantizedKVRows(group_size, bits)
-        if self.keys is not None:
-            rows.keys, rows.values = (list(mx.quantize(x, group_size, bits)) for x in (self.keys, self.values))
+        rows = QuantizedKVRows(group_size, bits, self.names)
+        for name, held in zip(self.names, self.arrays):
+            is_quantized = name in NAMES and held is not None
+            setattr(rows, name, list(mx.quantize(held, group_size, bits)) if is_quantized else held)
         return rows
 
 
 class QuantizedKVRows(KVRows):
     """``KVRows`` of quantized keys and values: each a list of three arrays, as in mlx-lm's ``QuantizedKVCache``."""
 
-    def __init__(self, group_size: int, bits: int):
-        super().__init__()
+    def __init__(self, group_size: int, bits: int, names: tuple[str, ...] = NAMES):
+        super().__init__(names)
         self.group_size, self.bits = group_size, bits
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        n = self.ends.longest + keys.shape[2]
-        self.keys, self.values = self._quantized(self.keys, keys, n), self._quantized(self.values, values, n)
-        return tuple(tuple(x[..., :n, :] for x in parts) for parts in (self.keys, self.values))  # type: ignore
-
-    def _quantized(self, held: Any, new: mx.array, n: int) -> list[mx.array]:
+    def _added(self, name: str, held: Any, new: mx.array, n: int) -> Any:
+        if name not in NAMES:
+            return super()._added(name, held, new, n)
         parts = mx.quantize(new, self.group_size, self.bits)
-        return [self._written(x, part, n) for x, part in zip(held or [None] * len(parts), parts)]
-
-    def _stacked(self, like: Any, parts: list[tuple[Any, int, int]], n: int) -> Any:
-        return [
-            super(QuantizedKVRows, self)._stacked(x, [(None if p is None else p[i], B, m) for p, B, m in parts], n)
-            for i, x in enumerate(like)
-        ]
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.keys[0])
+        return [super(QuantizedKVRows, self)._added(name, x, p, n) for x, p in zip(held or [None] * len(parts), parts)]
 
     def _empty_cache(self) -> Any:
-        return stock.QuantizedKVCache(self.group_size, self.bits)
+        kind = stock.QuantizedKVCache if self.names == NAMES else indexed.QuantizedKVCache
+        return kind(self.group_size, self.bits)
 
 
-def _size(n: int) -> int:
-    """The columns of arrays for n tokens: whole steps, with space for the next tokens."""
-    return (n // KVRows.step + 1) * KVRows.step
+def _row(x: mx.array, b: int, n: int) -> mx.array:
+    """The first n columns of row b of an array [B, H, S, D]; the array itself if it is the only row."""
+    return x if len(x) == 1 else mx.contiguous(x[b : b + 1, :, :n])
+
+
+def _stacked_columns(parts: list[tuple[Any, int, int]]) -> Any:
+    """Concatenate parts (array [B, H, S, D], its B, its number of tokens) along B, with space for the next tokens.
+
+    A missing array has no tokens. A part that is alone is taken as it is.
+    """
+    like = next((x for x, *_ in parts if x is not None), None)
+    if like is None or len(parts) == 1:
+        return like
+    if isinstance(like, list | tuple):  # quantized
+        return [_stacked_columns([(None if x is None else x[i], B, n) for x, B, n in parts]) for i in range(len(like))]
+    size, padded = size_of(max(n for *_, n in parts)), []
+    for x, B, n in parts:
+        held = mx.zeros((B, like.shape[1], 0, like.shape[3]), like.dtype) if x is None else x[:, :, :n]
+        padded.append(mx.pad(held, [(0, 0), (0, 0), (0, size - held.shape[2]), (0, 0)]))
+    return mx.concatenate(padded)
 
 
 @dataclass(frozen=True)
@@ -269,7 +262,8 @@ class Rows:
 
     def __init__(self, model: Any, kv: KVOptions):
         self.kv, self.in_flight = kv, 0
-        entries = [ArraysCache(size=2) if l.is_linear else KVRows() for l in model.layers]
+        empty = [layer.make_cache() for layer in model.layers]
+        entries = [c if isinstance(c, ArraysCache) else KVRows(names_of(c)) for c in empty]
         self.recurrent = [c for c in entries if isinstance(c, ArraysCache)]
         self.state = RowsState(Ends(), [], entries)
 
@@ -334,7 +328,7 @@ class Rows:
             if isinstance(entry, ArraysCache):
                 parts = [(next(states), len(held.ends.lengths))] if held.recurrent else []
                 parts += [(c.cache, 1) for c in new]
-                recurrent.append([_stacked([(arrays[j], B) for arrays, B in parts]) for j in range(2)])
+                recurrent.append([_stacked([(arrays[j], B) for arrays, B in parts]) for j in range(len(entry.cache))])
                 entries.append(entry)
             else:
                 entries.append(_joined(entry, new, held.ends))
@@ -356,8 +350,9 @@ class Rows:
         n, states, caches = self.n_tokens[b] + min(self.in_flight, 1), iter(self.state.recurrent), list[Any]()
         for c in self.entries:
             if isinstance(c, ArraysCache):
-                own, before = ArraysCache(size=2), next(states)
+                before = next(states)
                 arrays = after_first(c) if self.in_flight > 0 else before
+                own = ArraysCache(size=len(arrays))
                 own.cache = [None if x is None else mx.contiguous(x[b : b + 1]) for x in arrays]
                 caches.append(own)
             else:

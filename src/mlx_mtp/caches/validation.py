@@ -1,6 +1,6 @@
 """Checks that a prompt cache fits a model. A damaged or foreign file could otherwise crash the process or change the text.
 
-A model's fingerprint identifies its prompt caches: a digest of its config and of a few values of each weight. Errors name the
+A model's fingerprint identifies its prompt caches: a digest of its config and of checksums of each weight. Errors name the
 entry and its fault.
 """
 
@@ -14,8 +14,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
+from .indexed import NAMES
+
 SIZE = 16  # bytes of a digest
-N_VALUES = 4  # the least number of values read along each axis of a tensor, if the axis has as many
 
 
 def fingerprint(model: Any) -> bytes:
@@ -41,9 +42,22 @@ def digest(parameters: Iterable[tuple[str, mx.array]], settings: Any = None) -> 
     """The digest of named tensors and of the settings of their modules, [16]."""
     parameters = sorted(parameters)
     names = json.dumps([[(name, p.shape, str(p.dtype)) for name, p in parameters], settings], sort_keys=True)
-    values = [p[_spread(p.shape)].flatten().view(mx.uint8) for _, p in parameters]
-    read = bytes(np.array(mx.concatenate(values))) if values else b""
+    sums = [_checksums(p) for _, p in parameters]
+    read = bytes(np.array(mx.concatenate(sums))) if sums else b""
     return blake2b(names.encode() + read, digest_size=SIZE).digest()
+
+
+def _checksums(p: mx.array) -> mx.array:
+    """The sums of the columns of a tensor's bits, and the sum of its rows in their order: some KB, all modulo 2**32.
+
+    The device computes them at the speed of its memory. No change of a single row leaves the columns' as they are.
+    """
+    rows = p.reshape(1, -1) if p.ndim < 2 else p
+    kind = {1: mx.uint8, 2: mx.uint16}.get(p.dtype.size, mx.uint32)
+    bits = rows.view(mx.uint32 if rows.shape[-1] * p.dtype.size % 4 == 0 else kind).astype(mx.uint32)
+    by_row = bits.sum(axis=-1).flatten()
+    in_order = by_row * (2 * mx.arange(by_row.size, dtype=mx.uint32) + 1)
+    return mx.concatenate([bits.sum(axis=tuple(range(bits.ndim - 1))), in_order.sum(keepdims=True)])
 
 
 def _numbers(module: Any) -> dict[str, Any]:
@@ -52,13 +66,8 @@ def _numbers(module: Any) -> dict[str, Any]:
     return {name: x for name, x in sorted(vars(module).items()) if is_setting(name, x)}
 
 
-def _spread(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The index of a few values, spread over a tensor of this shape."""
-    return tuple(slice(None, None, max(n // N_VALUES, 1)) for n in shape)
-
-
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
-BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of quantized keys and values
+BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's affine quantization
 
 Wanted = tuple[
     str, tuple[int | None, ...], tuple[mx.Dtype, ...]
@@ -70,18 +79,12 @@ def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
     counts, filled = [], []
     for i, (c, layer) in enumerate(zip(caches, layers)):
         if layer.is_linear:
-            delta = layer.linear_attn
-            check_arrays(
-                i,
-                c,
-                ("convolution inputs", (1, delta.conv_kernel_size - 1, delta.conv_dim), FLOATS),
-                ("state", (1, delta.num_v_heads, delta.head_v_dim, delta.head_k_dim), FLOATS),
-            )
-            if (c[0] is None) != (c[1] is None):
-                raise misfit(i, "has one of two arrays")
+            check_arrays(i, c, *((own.name, (1, *own.shape), _dtypes(own.dtype)) for own in layer.states))
+            if any((x is None) != (c[0] is None) for x in c.cache):
+                raise misfit(i, "has only some of its arrays")
             filled.append(not c.empty())
         else:
-            check_keys(i, c, layer.self_attn)
+            check_keys(i, c, layer)
             counts.append(c.offset)
     n = max(counts, default=0)
     any_tokens = n > 0 if counts else any(filled)  # the states of recurrent layers do not have their number
@@ -102,31 +105,43 @@ def check_arrays(i: int, entry: Any, *wanted: Wanted) -> None:
             _check_array(i, x, *each)
 
 
-def check_keys(i: int, entry: Any, attention: Any, may_be_quantized: bool = True) -> None:
+def check_keys(i: int, entry: Any, layer: Any, may_be_quantized: bool = True) -> None:
     """Raise a ValueError if keys and values do not fit an attention layer."""
     _check_kind(i, entry, stock.KVCache, *([stock.QuantizedKVCache] if may_be_quantized else []))
-    n, D, S = entry.offset, attention.head_dim, None  # S: the allocated length, the same in all arrays
+    n, sizes, S = entry.offset, layer.row_sizes, None  # S: the allocated length, the same in keys and values
     if type(n) is not int or n < 0:
         raise misfit(i, f"is of {n} tokens")
-    if entry.keys is None and entry.values is None and n == 0:
+    if n == 0 and all(getattr(entry, name, None) is None for name in sizes):
         return
-    parts: list[tuple[str, int, tuple[mx.Dtype, ...]]] = [("", D, FLOATS)]  # of the keys, and of the values
-    if isinstance(entry, stock.QuantizedKVCache):
-        bits, size = entry.bits, entry.group_size
-        are_ints = type(bits) is int and type(size) is int  # 8 + 0j is in BITS as well
-        if not are_ints or bits not in BITS or size not in GROUP_SIZES or D % size > 0:
-            raise misfit(i, f"is quantized to {bits} bits in groups of {size}")
-        parts = [("quantized ", D * bits // 32, (mx.uint32,))]
-        parts += [(f"{part} of the ", D // size, FLOATS) for part in ("scales", "biases")]
-    for name, own in (("keys", entry.keys), ("values", entry.values)):
+    for name, (H, D) in sizes.items():
+        own: Any = getattr(entry, name, None)
+        parts: list[tuple[str, int, tuple[mx.Dtype, ...]]] = [("", D, FLOATS)]
+        if isinstance(entry, stock.QuantizedKVCache) and name in NAMES:
+            parts = _quantized_parts(i, entry, D)
         arrays = own if len(parts) > 1 else [own]
         if not isinstance(arrays, list | tuple) or len(arrays) != len(parts):
             raise misfit(i, f"has {_described(own)} in place of three arrays of quantized {name}")
+        if name not in NAMES:
+            S = None
         for x, (part, width, dtypes) in zip(arrays, parts):
-            _check_array(i, x, part + name, (1, attention.num_key_value_heads, S, width), dtypes)
+            _check_array(i, x, part + name.replace("_", " "), (1, H, S, width), dtypes)
             S = x.shape[2]
             if n > S:
-                raise misfit(i, f"is of {n} tokens, and its {part}{name} of {S}")
+                raise misfit(i, f"is of {n} tokens, and its {part}{name.replace('_', ' ')} of {S}")
+
+
+def _quantized_parts(i: int, entry: Any, D: int) -> list[tuple[str, int, tuple[mx.Dtype, ...]]]:
+    """The arrays of quantized keys, and of values, of D dimensions: the name, width and dtypes of each."""
+    bits, size = entry.bits, entry.group_size
+    are_ints = type(bits) is int and type(size) is int  # 8 + 0j is in BITS as well
+    if not are_ints or bits not in BITS or size not in GROUP_SIZES or D % size > 0:
+        raise misfit(i, f"is quantized to {bits} bits in groups of {size}")
+    of_groups = [(f"{part} of the ", D // size, FLOATS) for part in ("scales", "biases")]
+    return [("quantized ", D * bits // 32, (mx.uint32,)), *of_groups]
+
+
+def _dtypes(dtype: mx.Dtype | None) -> tuple[mx.Dtype, ...]:
+    return FLOATS if dtype is None or dtype in FLOATS else (dtype,)
 
 
 def _check_kind(i: int, entry: Any, *kinds: type) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,6 +67,12 @@ def runs_in_mlx_lm_only(config: Config | None) -> bool:
     return model_type not in MODEL_TYPES and _mlx_lm_has(model_type)
 
 
+def runs_here_only(config: Config | None) -> bool:
+    """Whether a checkpoint's model is of a family that this package supports, and mlx-lm does not."""
+    model_type = (config or {}).get("model_type")
+    return model_type in MODEL_TYPES and not _mlx_lm_has(model_type)
+
+
 def _mlx_lm_has(model_type: Any) -> bool:
     """Whether mlx-lm can load models of this type, without a head."""
     module = MODEL_REMAPPING.get(model_type, model_type) if isinstance(model_type, str) else ""
@@ -79,10 +85,36 @@ def text_config_of(config: Config) -> Config:
     return text_config
 
 
+def ends_of_text(folder: Path) -> set[int]:
+    """The ids of the tokens that end a text. Each file of a checkpoint may name other ones, and all of them count."""
+    ends: set[int] = set()
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        with suppress(OSError, ValueError):  # missing or no JSON, which those report that need it
+            config = read_json(folder / name)
+            ends |= _named_ends(config) | _named_ends(config.get("text_config"))
+    return ends
+
+
+def with_ends(config: Config, ends: set[int]) -> Config:
+    """A config.json or generation_config.json that names all of these ends of text, for programs that read only this one."""
+    return config if _named_ends(config) == ends else config | {"eos_token_id": sorted(ends)}
+
+
+def _named_ends(config: Any) -> set[int]:
+    named = config.get("eos_token_id") if isinstance(config, dict) else None
+    return {n for n in (named if isinstance(named, list) else [named]) if type(n) is int and n >= 0}
+
+
 def context_length_of(config: Config) -> int | None:
     """The maximum context length in a config, if any."""
     length: int | None = text_config_of(config).get("max_position_embeddings")
     return length
+
+
+def with_output_layer(config: Config, is_tied: bool) -> Config:
+    """The entries of a config.json by which mlx-lm and transformers tie the output layer to the embedding, or do not."""
+    tie = {"tie_word_embeddings": is_tied}
+    return {**tie, "text_config": config["text_config"] | tie} if "text_config" in config else tie
 
 
 def first_difference(config: Config, other: Config) -> str:

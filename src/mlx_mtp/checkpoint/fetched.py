@@ -15,11 +15,12 @@ from ..decoding.counts import DraftCounts
 from ..decoding.loop import mtp_generate_step
 from ..images.vision import CONFIG_FILES, Vision, settings_of
 from ..memory import GB
+from ..models import drafter_of
 from ..models.head_weights import split_head
 from ..prompts import PYTHON
 from . import originals
 from .config import Config, check_config, read_json, text_config_of
-from .head_formats import DRAFTER, check_head, check_shapes, has_raw_head
+from .head_formats import check_head, check_shapes, has_raw_head
 from .hub import fetch
 from .originals import Tensors
 from .reader import CheckpointReader, n_bytes
@@ -129,7 +130,7 @@ def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> C
     names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
     originals.copy_tensors(original, tensors, target / originals.WEIGHTS, names)
     record = own.get("mlx_mtp") or {"source": original.name, "revision": original.revision}
-    return {"model_type": DRAFTER, "text_config": text_config_of(own), "mlx_mtp": record}
+    return {"model_type": drafter_of(own["model_type"]), "text_config": text_config_of(own), "mlx_mtp": record}
 
 
 def measure_acceptance(model: nn.Module, tokenizer: TokenizerWrapper, max_tokens: int = CHECK_TOKENS) -> float:

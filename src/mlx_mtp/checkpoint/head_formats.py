@@ -14,12 +14,12 @@ import mlx.nn as nn
 from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
+from ..models import drafter_of
 from ..models.head_weights import sanitize_head, split_head
 from .config import Config, check_config, first_difference, skeleton, text_config_of
 from .hub import fetch
 from .reader import CheckpointReader
 
-DRAFTER = "qwen3_5_mtp"  # the model type of a drafter, as in mlx-vlm
 FEW_BITS = 4
 
 
@@ -95,7 +95,8 @@ def has_raw_head(checkpoint: CheckpointReader, head: Iterable[str]) -> bool:
     if isinstance(record, dict) and isinstance(record.get("norms_shifted"), bool):
         return not record["norms_shifted"]
     from_torch = checkpoint.header(checkpoint.head_file).metadata.get("format") == "pt"
-    if not raw and (from_torch or any(".experts." in tensor for tensor in head)):
+    is_unknown = not raw and (from_torch or any(".experts." in tensor for tensor in head))
+    if is_unknown and skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name).mtp.shifts_norms:
         raise ValueError(
             f"The MTP head of {checkpoint.name} is in a separate file that looks like the base model's, but the weights are "
             "converted: whether its norms are shifted is unknown. Graft the base model's: `mlx_mtp convert "
@@ -111,9 +112,9 @@ def load_drafter(drafter: str, checkpoint: CheckpointReader) -> SeparateHead:
     """
     name, reader = checkpoint.name, CheckpointReader(drafter, folder=fetch(drafter, None))
     own = reader.config or {}
-    if own.get("model_type") != DRAFTER:
+    if own.get("model_type") != (wanted := drafter_of((checkpoint.config or {})["model_type"])):
         raise ValueError(
-            f"{drafter} is not a drafter: its model type is {own.get('model_type')}, not {DRAFTER}. To use its head, graft "
+            f"{drafter} is not a drafter: its model type is {own.get('model_type')}, not {wanted}. To use its head, graft "
             f"it: `mlx_mtp convert --graft-mtp-from {drafter} --model {name} --mlx-path NEW`."
         )
     if difference := first_difference(own.get("text_config", {}), text_config_of(checkpoint.config or {})):

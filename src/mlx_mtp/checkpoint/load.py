@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+from mlx_lm.utils import load_model, load_tokenizer
 
 from ..distributed.ranks import from_rank_0, raise_on_all
-from ..files import check_folder
 from ..images.tower import split_tower
 from ..images.vision import Vision
 from ..memory import CONTEXT, Account, limit_restored_on_error
@@ -20,10 +19,21 @@ from ..models import MODEL_TYPES, model_module
 from ..models.mixin import MTPModel
 from ..models.shard import check_shard
 from . import head_formats
-from .config import Config, check_config, loading_errors, read_config, runs_in_mlx_lm_only
+from .adapters import check_adapter, with_adapter
+from .config import (
+    Config,
+    check_config,
+    ends_of_text,
+    loading_errors,
+    read_config,
+    runs_here_only,
+    runs_in_mlx_lm_only,
+    with_output_layer,
+)
 from .fetched import FLOOR, FetchedHead, fetch_missing_head, fetch_tower, has_own_head, measure_acceptance
 from .hub import HEAD_FILE, fetch
 from .memory_check import check_before_download, check_memory
+from .ngram_files import open_tables
 from .originals import HEADS, fetched_before, forget
 from .part import Stage, check_complete, divide, evaluate, make_ranks
 from .reader import CheckpointReader
@@ -55,6 +65,7 @@ def load(
     mtp_bits: int | None = None,
     draft_head_bits: int | None = None,
     vision: bool | str = True,
+    ngram_memory: bool | None = None,
     settings: bool | str | Path = True,
     tensor_group: mx.distributed.Group | None = None,
     pipeline_group: mx.distributed.Group | None = None,
@@ -63,7 +74,8 @@ def load(
 ) -> Any:
     """Load a model, its MTP head and the tokenizer from a path or a Hugging Face repository.
 
-    Other arguments are those of ``mlx_lm.load``. Returns ``(model, tokenizer)``, with ``return_config`` also the config.
+    Other arguments are those of ``mlx_lm.load``; ``adapter_path`` may also have a LoRA adapter of ``peft``. Returns
+    ``(model, tokenizer)``, with ``return_config`` also the config.
 
     Args:
         mtp (Union[bool, str]): ``"auto"`` for the model's own head or, if it has none, its base model's, which is found and
@@ -79,6 +91,8 @@ def load(
         draft_head_bits (int, optional): Quantize a copy of ``lm_head`` for the drafts. Default: ``None``.
         vision (Union[bool, str]): ``"auto"`` to download the base model's vision encoder if the checkpoint of a supported model
           has none. Default: ``True``, the checkpoint's own, if it has one.
+        ngram_memory (bool, optional): Load tables of n-gram embeddings into memory, or read rows from the files (``False``).
+          Default: ``None``, load them if the model with them takes at most 60 % of the memory.
         settings (Union[bool, str, Path]): A file of ``mlx_mtp benchmark --tune``, ``True`` for the file in the cache folder, if
           any, or ``False`` for none. The arguments above override it. Default: ``True``.
         tensor_group (mx.distributed.Group, optional): The processes that run the model together, each with a part of every
@@ -102,36 +116,45 @@ def load(
         checkpoint = CheckpointReader(name, folder=fetch(name, revision, weights=()))
         if mtp in ("auto", "cached") and not copy_drafts and runs_in_mlx_lm_only(checkpoint.config):
             mtp = False
+        copy_drafts = copy_drafts or runs_here_only(checkpoint.config)
         stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
         is_plain = not mtp and not copy_drafts and ranks is None
         if not is_plain:
             check_config(checkpoint.config, name)
-        check_before_download(name, revision, account, context, is_plain, bool(mtp), vision == "auto")
+        check_before_download(name, revision, account, context, is_plain, bool(mtp), vision == "auto", ngram_memory)
         head_file, files = checkpoint.head_file if mtp else None, None if stage is None else stage.files
         folder = fetch(name, revision, head_file or HEAD_FILE, weights=files)
         checkpoint = CheckpointReader(name, folder=folder, needed=files)
     if mtp == "cached":
         mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
     _check_drafting(mtp, drafting, settings)
+    if (checkpoint.config or {}).get("model_type") in MODEL_TYPES:
+        config = check_config(checkpoint.config, checkpoint.name)
+        model_config = with_output_layer(config, checkpoint.is_tied) | (model_config or {})
     if not mtp and not copy_drafts and ranks is None:
-        check_memory(checkpoint, account, context, True, False, False)
+        check_memory(checkpoint, account, context, True, False, False, False)
         return _load_in_mlx_lm(
-            checkpoint, trust_remote_code, tokenizer_config, model_config, adapter_path, lazy, return_config
+            checkpoint, adapter_path, trust_remote_code, tokenizer_config, model_config, lazy, return_config
         )
     with raise_on_all(ranks):
         fetched = fetch_missing_head(checkpoint) if mtp == "auto" else None
         if mtp == "auto":
             mtp = True if fetched is None else str(fetched.folder)
         head = _separate_head(checkpoint, mtp)
-        check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", head)
+        holds = check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", ngram_memory, head)
         changes = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
         model, config = _load_model(checkpoint, head, changes, lazy or ranks is not None, trust_remote_code, stage)
         bits = head_formats.head_bits(model.mtp) if mtp else None
         if warning := head_formats.few_bits_warning(mtp if isinstance(mtp, str) else name, bits, name):
             log.warning(f"[WARNING] {warning}")
-        model = model if adapter_path is None else _with_adapter(model, adapter_path)
+        open_tables(model, checkpoint, in_memory=holds and not lazy)
+        model = model if adapter_path is None else with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
-    model.ranks, model.fetched_head, model.vision = ranks, fetched, find_vision(checkpoint, config)
+    model.ranks, model.fetched_head = ranks, fetched
+    if model.no_images is None:
+        model.vision = find_vision(checkpoint, config)
+    elif vision == "auto":
+        raise ValueError(model.no_images)
     if model.vision is None and vision == "auto":
         model.vision = fetch_tower(checkpoint, config)
     if mtp:
@@ -166,7 +189,7 @@ def _check_arguments(
     if not isinstance(settings, bool):
         read_settings(Path(settings))
     if adapter_path is not None:
-        check_folder(Path(adapter_path), "The adapter")
+        check_adapter(adapter_path)
 
 
 def _check_drafting(mtp: bool | str, drafting: tuple[Any, ...], settings: bool | str | Path) -> None:
@@ -185,11 +208,22 @@ def _cached_head(checkpoint: CheckpointReader) -> bool | str:
     return "auto" if fetched_before(HEADS, checkpoint) is not None else False
 
 
-def _load_in_mlx_lm(checkpoint: CheckpointReader, trust_remote_code: bool, *args: Any) -> Any:
+def _load_in_mlx_lm(
+    checkpoint: CheckpointReader,
+    adapter_path: str | None,
+    trust_remote_code: bool,
+    tokenizer_config: dict[str, Any] | None,
+    model_config: dict[str, Any] | None,
+    *args: Any,
+) -> Any:
     """Load a model of any family, which generates without drafts, with these arguments of ``mlx_lm.load``."""
     with loading_errors(checkpoint.name):
-        loaded = mlx_lm.load(str(checkpoint.path), *args, trust_remote_code=trust_remote_code)
-    _warn_of_split(checkpoint, loaded[1])
+        loaded = mlx_lm.load(
+            str(checkpoint.path), tokenizer_config, model_config, None, *args, trust_remote_code=trust_remote_code
+        )
+    if adapter_path is not None:
+        with_adapter(loaded[0], adapter_path)
+    _complete(loaded[1], checkpoint)
     return loaded
 
 
@@ -277,16 +311,6 @@ def find_vision(checkpoint: CheckpointReader, config: Config) -> Vision | None:
     return Vision(checkpoint.path, config, files) if files else None
 
 
-def _with_adapter(model: Any, adapter_path: str) -> Any:
-    """Apply an adapter of ``mlx_lm.lora`` or of ``mlx_mtp fit``."""
-    try:
-        return load_adapters(model, adapter_path).eval()
-    except (AttributeError, KeyError, RuntimeError, TypeError) as e:  # mlx-lm checks only names and shapes
-        raise ValueError(
-            f"The adapter {adapter_path} could not be loaded ({e!r}): was it trained for this model?"
-        ) from e
-
-
 def _load_tokenizer(
     checkpoint: CheckpointReader, tokenizer_config: dict[str, Any] | None, config: Config
 ) -> TokenizerWrapper:
@@ -298,12 +322,14 @@ def _load_tokenizer(
         raise ValueError(
             f"The tokenizer of {checkpoint.name} is missing or damaged ({e}): download its files again."
         ) from e
-    _warn_of_split(checkpoint, tokenizer)
+    _complete(tokenizer, checkpoint)
     return tokenizer
 
 
-def _warn_of_split(checkpoint: CheckpointReader, tokenizer: TokenizerWrapper) -> None:
-    """Warn if the tokenizer splits text otherwise than the checkpoint's tokenizer.json, as in some versions of transformers."""
+def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None:
+    """Add the ends of text. Warn if text is split otherwise than by the checkpoint's tokenizer.json, as by some versions of
+    transformers."""
+    tokenizer.eos_token_ids |= ends_of_text(checkpoint.path)
     file, backend = checkpoint.path / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not file.exists():
         return

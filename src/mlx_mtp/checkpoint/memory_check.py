@@ -9,16 +9,28 @@ from typing import Any
 
 from huggingface_hub.utils import TensorInfo
 
+from .. import memory
 from ..images.tower import split_tower
-from ..memory import CHUNK, Account, Needs, Sizes, check_fits, max_array_bytes, size, sizes_of
+from ..memory import (
+    CHUNK,
+    Account,
+    Needs,
+    Sizes,
+    check_fits,
+    max_array_bytes,
+    size,
+    sizes_of,
+)
 from ..models.head_weights import split_head
 from .catalog import published
 from .config import check_config, skeleton
 from .head_formats import SeparateHead
 from .hub import WEIGHTS, sizes_to_download
+from .ngram_files import without_tables
 from .reader import CheckpointReader, n_bytes
 
-NORM = "layers.0.input_layernorm.weight"  # has the dtype of all unquantized weights
+# These have the dtype of all unquantized weights.
+NORMS = "layers.0.input_layernorm.weight", "layers.0.attn_hyper_connection.hc_norm.weight"
 
 
 def check_before_download(name: str, revision: str | None, account: Account | None, *args: Any) -> None:
@@ -35,23 +47,36 @@ def check_memory(
     is_plain: bool,
     has_head: bool,
     has_tower: bool,
+    ngram_memory: bool | None,
     separate_head: SeparateHead | None = None,
-) -> None:
+) -> bool:
     """Raise a ValueError if the tensors of a checkpoint, and a separate head, do not fit in memory with a text of ``context``
-    tokens; in plain mlx-lm, which drops heads and towers, without a text. No ``account``, no check."""
+    tokens; in plain mlx-lm, which drops heads and towers, without a text. No ``account``, no check.
+
+    Tables of n-gram embeddings are in memory if ``ngram_memory``; ``None``: if they leave a share of the memory free.
+
+    Returns:
+        bool: Whether there are such tables in memory.
+    """
     if account is None:
-        return
+        return bool(ngram_memory)
     tensors, name = model_tensors(checkpoint), checkpoint.name
     if is_plain:
         backbone = split_head(split_tower(tensors)[0])[0]
         _check_arrays(backbone, name)
         check_fits(name, Needs(weights=_nbytes(backbone)), account)
-        return
-    _check_arrays(tensors, name)
-    needs, sizes = needs_of(checkpoint, context, has_head, has_tower)
+        return False
+    others, table_bytes = without_tables(tensors)
+    _check_arrays(others, name)
+    needs, sizes = needs_of_checkpoint(checkpoint, context, has_head, has_tower)
     if separate_head is not None:
         needs = needs._replace(head=sum(w.nbytes for w in separate_head.weights.values()))
+    if ngram_memory is None:
+        ngram_memory = needs.total + table_bytes <= memory.NGRAM_SHARE * min(memory.total_memory(), account.limit)
+    if ngram_memory:
+        needs = needs._replace(ngrams=table_bytes)
     check_fits(name, needs, account, _advice(needs, sizes, account, context))
+    return needs.ngrams > 0
 
 
 def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
@@ -67,13 +92,15 @@ def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
             )
 
 
-def needs_of(checkpoint: CheckpointReader, context: int, has_head: bool, has_tower: bool) -> tuple[Needs, Sizes]:
+def needs_of_checkpoint(
+    checkpoint: CheckpointReader, context: int, has_head: bool, has_tower: bool
+) -> tuple[Needs, Sizes]:
     """The memory of a checkpoint with a text, and the sizes of its model."""
     config = check_config(checkpoint.config, checkpoint.name)
-    language, tower = split_tower(model_tensors(checkpoint))
+    language, tower = split_tower(without_tables(model_tensors(checkpoint))[0])
     backbone, head = split_head(language)
-    norm = next((t for n, t in backbone.items() if n.endswith(NORM)), None)
-    value_bytes = 2 if norm is None else _nbytes({NORM: norm}) // math.prod(norm.shape)
+    norm = next((t for n, t in backbone.items() if n.endswith(NORMS)), None)
+    value_bytes = 2 if norm is None else n_bytes(norm) // math.prod(norm.shape)
     sizes = sizes_of(skeleton(config, checkpoint.name, has_head), value_bytes)
     needs = Needs(_nbytes(backbone), _nbytes(head) if has_head else 0, _nbytes(tower) if has_tower else 0)
     return _with_text(needs, sizes, context), sizes

@@ -6,15 +6,16 @@ On the hub, parts are read by HTTP range requests, all from the commit of the re
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from fnmatch import fnmatch
 from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from huggingface_hub import constants, hf_hub_url, is_offline_mode, parse_local_safetensors_file_metadata
-from huggingface_hub.errors import SafetensorsParsingError
-from huggingface_hub.utils import TensorInfo, build_hf_headers, hf_raise_for_status, http_backoff
+from huggingface_hub.errors import HTTPError, SafetensorsParsingError
+from huggingface_hub.utils import TensorInfo, build_hf_headers, hf_raise_for_status, http_stream_backoff
 from safetensors import SafetensorError, safe_open
 
 from ..images.tower import split_tower
@@ -25,6 +26,7 @@ from .hub import WEIGHTS, check_path, commit_of, fetch, hub_errors, is_inside, l
 
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES = 100_000  # requested at first, enough for most headers
+TRIES = 5  # for a body that breaks off
 
 
 class Header(NamedTuple):
@@ -124,6 +126,12 @@ class CheckpointReader:
             raise FileNotFoundError(f"No safetensors found in {self.name}")
         return files
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the output layer: where no ``lm_head`` is stored, whatever the config says."""
+        tensors = (name for file in self.model_files for name in self.header(file).tensors)
+        return not any(name.removeprefix("language_model.").startswith("lm_head.") for name in tensors)
+
     @cached_property
     def index(self) -> dict[str, str]:
         """The file of every tensor in the index; empty without one."""
@@ -210,16 +218,36 @@ def _download(repo: str, revision: str | None, file: str, start: int, stop: int 
     url, headers = hf_hub_url(repo, file, revision=revision), build_hf_headers()
     if stop is not None:
         headers["Range"] = f"bytes={start}-{stop - 1}"
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
     with hub_errors(repo, revision):
-        response = http_backoff("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
-        hf_raise_for_status(response)
-        data = response.content
-        if stop is None:
-            return data, len(data)
-        if response.status_code != 206:
-            raise OSError("its server does not support range requests.")
-        sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
-        first, last, size = (int(n) for n in sent.groups()) if sent else (-1, -1, 0)
-        if (first, last + 1) != (start, min(stop, size)) or len(data) != min(stop, size) - start:
-            raise OSError(f"its server sent other bytes of {file} than asked for.")
-    return data, size
+        for _ in range(TRIES):
+            with http_stream_backoff("GET", url, headers=headers, timeout=timeout) as response:
+                hf_raise_for_status(response)
+                size = None if stop is None else _size_of_part(response, file, start, stop)
+                with suppress(HTTPError):  # the body broke off: ask again
+                    data = _read_body(response, None if size is None or stop is None else min(stop, size) - start)
+                    return data, len(data) if size is None else size
+        raise OSError(f"{file} broke off {TRIES} times.")
+
+
+def _size_of_part(response: Any, file: str, start: int, stop: int) -> int:
+    """The size of a file, of which a part was requested. An OSError tells if the body, still unread, is not this part."""
+    if response.status_code != 206:
+        raise OSError("its server does not support range requests.")
+    sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
+    first, last, size = (int(n) for n in sent.groups()) if sent else (-1, -1, 0)
+    if (first, last + 1) != (start, min(stop, size)):
+        raise OSError(f"its server sent other bytes of {file} than asked for.")
+    return size
+
+
+def _read_body(response: Any, length: int | None) -> bytes:
+    """Read a body. If it is not of this length, raise an OSError once it is longer or ends."""
+    data = bytearray()
+    for piece in response.iter_bytes():
+        data += piece
+        if length is not None and len(data) > length:
+            break
+    if length is not None and len(data) != length:
+        raise OSError("its server sent another number of bytes than asked for.")
+    return bytes(data)

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
 from platformdirs import user_cache_path
 
 from ..caches.prompt_cache import has_head
 from ..caches.recurrent import restore, rollback, snapshot
 from ..decoding.loop import mtp_generate_step
 from ..layers.compiled import Compiler
+from ..layers.drafting import Settings
 from ..layers.layer import FEW, group_size
 from ..layers.mtp import run_head
-from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer
-from ..pacing.step_times import Plan
+from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
+from ..pacing.step_times import Plan, StepTimes
 from .originals import read_own, update_own
 from .settings import machine
 
@@ -71,7 +71,8 @@ def ensure_tested(model: Any, name: str) -> SelfTest:
         with suppress(OSError):  # otherwise it runs again the next time
             file.parent.mkdir(parents=True, exist_ok=True)
             update_own(file, key, result)
-    model.drafting.seconds, model.drafting.draft_cost = dict(zip(DEPTHS, result.seconds)), result.draft_cost
+    tuned = (model.drafting.tuned or Settings()).seconds
+    model.drafting.times = StepTimes(tuned or dict(zip(DEPTHS, result.seconds)), result.draft_cost)
     if "compiled" in result.wrong:
         model.drafting.compiled = False
     if "grouped" in result.wrong:
@@ -147,19 +148,17 @@ def _head_copies(model: Any) -> int:
 
     MLX writes to an array in place if nothing else holds it, and Metal may hold it until the pass before has completed.
     """
-    norm, cache, token = model.mtp.norm.weight, KVCache(), mx.zeros((1, 1), mx.uint32)
+    norm, cache, token = model.mtp.pre_fc_norm_hidden.weight, model.head_layer.make_cache(), mx.zeros((1, 1), mx.uint32)
     hidden = run_head(model, mx.zeros((1, 1, norm.size), norm.dtype), token, cache)
-    B, H, _, D = cache.keys.shape
-    empty = mx.zeros((B, H, HEAD_TOKENS, D), cache.keys.dtype)
-    cache.update_and_fetch(empty, empty)
-    del empty
-    mx.eval(cache.keys, cache.values, hidden)
+    sizes = model.head_layer.row_sizes.values()
+    cache.update_and_fetch(*(mx.zeros((1, H, HEAD_TOKENS, D), cache.keys.dtype) for H, D in sizes))
+    mx.eval(cache.state, hidden)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(N_DRAFTS):
         hidden = run_head(model, hidden, token, cache)  # [1, 1, H]
         token = mx.argmax(model.draft_logits(hidden), axis=-1)  # [1, 1]
-    mx.eval(token, cache.keys, cache.values)
+    mx.eval(token, cache.state)
     return round((mx.get_peak_memory() - before) / cache.nbytes)
 
 
@@ -175,10 +174,10 @@ class _EveryDepth(Depth):
     def for_text(self) -> "_EveryDepth":
         return self
 
-    def next(self, offers: Sequence[Offer], least: int = 0) -> Plan:
+    def next(self, *_: Any, **__: Any) -> Plan:
         return Plan(self.left.pop(0) if self.left else 0)
 
-    def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
+    def observe(self, plan: Plan, n_accepted: float, seconds: float | None, *_: Any, **__: Any) -> None:
         if seconds is not None:
             self.shortest[plan.k] = min(seconds, self.shortest.get(plan.k, seconds))
 

@@ -21,9 +21,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from platformdirs import user_cache_path
 
 from .._version import __version__
+from ..caches.validation import BITS
 from ..distributed.ranks import Ranks, from_rank_0
 from ..files import check_target, write_atomic
-from ..layers.drafting import BITS, DraftLMHead, Settings
+from ..layers.drafting import DraftLMHead, Settings
 from ..models.head_weights import quantize_head
 from ..models.mixin import MTPModel
 from .config import parse_json, read_json

@@ -33,15 +33,22 @@ from .parser import byte_size, flag_of, number_or
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
 # The sampling flags, and their names in generation_config.json and in requests.
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-LOADING = ("--max-memory", "--draft-vocab", "--mtp-bits", "--draft-head-bits", "--settings")  # see ``load_options``
+LOADING = (
+    "--max-memory",
+    "--ngram-memory",
+    "--draft-vocab",
+    "--mtp-bits",
+    "--draft-head-bits",
+    "--settings",
+)  # see ``load_options``
 FLAGS: dict[str, dict[str, Any]] = {
     "--mtp": {
         "nargs": "?",
         "const": True,
         "metavar": "HEAD",
         "help": "Draft with the model's multi-token-prediction head, and download its base model's once if the checkpoint has "
-        "none. HEAD selects another: a folder or Hugging Face repo with only a head (model type qwen3_5_mtp). Without this "
-        "flag, a model drafts if it has its head or the head was downloaded before.",
+        "none. HEAD selects another: a folder or Hugging Face repo with only a head (model type qwen3_5_mtp or "
+        "qwen4_exp_mtp). Without this flag, a model drafts if it has its head or the head was downloaded before.",
     },
     "--no-mtp": {
         "dest": "mtp",
@@ -96,6 +103,11 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "SIZE",
         "help": "Maximum memory of the process, such as 20GB. A model that needs more is refused before loading. Defaults to "
         "MLX's limit on this machine.",
+    },
+    "--ngram-memory": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "Load the n-gram table of Qwen3.8-Flash-Next into memory, or read its rows from the files. Defaults to loading "
+        "it if the model with it takes at most 60%% of the memory.",
     },
     "--images": {
         "action": "store_true",
@@ -171,7 +183,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``mlx_mtp.load`` for ``LOADING``, the head, and the processes of ``mlx.launch``."""
-    names = ("draft_vocab", "mtp_bits", "draft_head_bits", "settings", "max_memory")
+    names = ("draft_vocab", "mtp_bits", "draft_head_bits", "settings", "max_memory", "ngram_memory")
     options = {name: getattr(args, name) for name in names}
     options["mtp"] = {None: "cached", True: "auto"}.get(args.mtp, args.mtp)  # without a flag, nothing is downloaded
     if (group := mx.distributed.init()).size() > 1:

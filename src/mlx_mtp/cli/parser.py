@@ -18,7 +18,7 @@ TEXTS = (
 SHARED_GROUPS: dict[str, Sequence[str]] = {
     "model": (
         "model", "served_model_name", "adapter_path", "serve_model", "allow_any_model",
-        "trust_remote_code", "quantize_activations",
+        "trust_remote_code", "quantize_activations", "unload_after", "keep_warm",
     ),
     "prompt": (
         "prompt", "prompts", "context", "system_prompt", "image", "images", "prefill_response", "thinking", "chat_template",
@@ -35,7 +35,7 @@ SHARED_GROUPS: dict[str, Sequence[str]] = {
     ),
     "caches": (
         "prefill_step_size", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "prompt_cache_file",
-        "prompt_cache_dir", "prompt_cache_size", "prompt_cache_bytes", "prompt_cache_disk_bytes", "max_memory",
+        "prompt_cache_dir", "prompt_cache_size", "prompt_cache_bytes", "prompt_cache_disk_bytes", "max_memory", "ngram_memory",
     ),
     "requests": (
         "host", "port", "print_config", "api_key", "api_key_file", "allowed_origins", "allowed_hosts",

@@ -1,7 +1,9 @@
 """``mlx_mtp convert``: mlx-lm's conversion that keeps the MTP head and the vision encoder."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,22 +14,28 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES, mixed_quant_predicate_builder
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, get_total_parameters, make_shards, quantize_model, save_config
 from tqdm import tqdm
 
 from ..checkpoint import output
-from ..checkpoint.config import EXTRA_TENSORS, Config, check_config
+from ..checkpoint.adapters import check_adapter
+from ..checkpoint.config import EXTRA_TENSORS, Config, check_config, read_json, text_config_of, with_ends
 from ..checkpoint.head_formats import head_bits, is_head
 from ..checkpoint.hub import HEAD_FILE, commit_of, fetch, first_line
 from ..checkpoint.load import find_vision, load
 from ..checkpoint.reader import CheckpointReader
-from ..files import check_folder
+from ..files import writing
 from ..images.vision import CONFIG_FILES
 from ..models import BASES
 from ..models.mixin import MTPModel
 from .graft import graft, named_tower
+from .ngram_tables import Written, write_tables
 
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "added_tokens.json", "special_tokens_map.json", "chat_template*",
+    "additional_chat_templates/*",
+)  # fmt: skip
 Decision = bool | dict[str, Any]  # whether to quantize a module, or how
 QuantPredicate = Callable[[str, nn.Module], Decision]
 
@@ -91,7 +99,7 @@ def convert(
     else:
         how.check()
         if adapter_path is not None:
-            check_folder(Path(adapter_path), "--adapter-path")
+            check_adapter(adapter_path, "--adapter-path")
         print("[INFO] Loading")
         source = fetch(hf_path, revision)
         commit, checkpoint = commit_of(source), CheckpointReader(hf_path, folder=source)
@@ -112,13 +120,16 @@ def convert(
         cast(model, dtype, config)
         model, config = how.apply(model, config)
         images = find_vision(checkpoint, config) if vision else None
+        sees = images is not None and model.no_images is None
         _record_head(config, model if mtp else None, hf_path, commit)
-        usage = (output.USAGE + output.IMAGES * (images is not None)).format(name=upload_repo or target) if mtp else ""
+        config = with_ends(config, tokenizer.eos_token_ids)
+        usage = (output.USAGE + output.IMAGES * sees).format(name=upload_repo or target) if mtp else ""
         with output.atomic_directory(target) as folder:
-            write_model(folder, model, config, {} if images is None else named_tower(images.lazy_tower()))
-            _write_files(folder, source, tokenizer, () if images is None else CONFIG_FILES)
+            tables = write_tables(folder, model, config, quantize, chosen_dtype(dtype, config))
+            write_model(folder, model, config, {} if images is None else named_tower(images.lazy_tower()), tables)
+            _write_files(folder, source, tokenizer.eos_token_ids, () if images is None else CONFIG_FILES)
             base_model = None if Path(hf_path).exists() else hf_path
-            output.write_card(folder, source / "README.md", base_model, usage, takes_images=images is not None)
+            output.write_card(folder, source / "README.md", base_model, usage, takes_images=sees)
     if upload_repo is not None:
         upload(target, upload_repo)
 
@@ -129,31 +140,38 @@ def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: s
         return
     separate = config.get(EXTRA_TENSORS) is not None or config["model_type"] == "qwen3_next"
     origin = config.get("mlx_mtp") or {"source": hf_path, "revision": commit}
-    output.describe_head(config, origin, model.mtp.norm.weight.dtype, head_bits(model.mtp), separate)
+    output.describe_head(config, origin, model.mtp.pre_fc_norm_hidden.weight.dtype, head_bits(model.mtp), separate)
 
 
-def _write_files(folder: Path, source: Path, tokenizer: TokenizerWrapper, others: Iterable[str]) -> None:
-    """Write the tokenizer, the model's code, its generation config, and these files if there are any."""
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as e:  # tokenizers has no more specific exception
-        raise OSError(f"The tokenizer could not be written: {e}") from e
-    for pattern in ("*.py", "generation_config.json", *others):
-        for file in source.glob(pattern):
-            shutil.copy(file, folder)
+def _write_files(folder: Path, source: Path, ends: set[int], others: Iterable[str]) -> None:
+    """Copy the tokenizer, the model's code and these files as they are. A generation config names all of the ends of text."""
+    for pattern in (*TOKENIZER_FILES, "*.py", GENERATION, *others):
+        for file in filter(Path.is_file, source.glob(pattern)):
+            copy = folder / file.relative_to(source)
+            with writing(copy):
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(file, copy)
+    with suppress(FileNotFoundError, ValueError):  # none, or no JSON
+        if (complete := with_ends(own := read_json(folder / GENERATION), ends)) != own:
+            (folder / GENERATION).write_text(json.dumps(complete, indent=4) + "\n")
 
 
 # Writing
 
 
-def write_model(folder: Path, model: nn.Module, config: Config, tower: dict[str, mx.array]) -> None:
-    """Write a model's tensors and those of a vision encoder, the index and config.json, and read the head and the encoder back.
+def write_model(
+    folder: Path, model: nn.Module, config: Config, tower: dict[str, mx.array], tables: Written | None = None
+) -> None:
+    """Write a model's tensors and those of a vision encoder, the index, with those of n-gram tables that are written already,
+    and config.json, and read the head and the encoder back.
 
     The model has no weights afterwards. Raises an OSError if a file could not be written, or differs when read back.
     """
+    tables = tables or {}
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters())) | tower
     n_parameters = get_total_parameters(model) + sum(w.size for w in tower.values())
-    metadata = {"total_size": sum(w.nbytes for w in weights.values()), "total_parameters": n_parameters}
+    n_bytes = sum(w.nbytes for w in weights.values()) + sum(n for _, n in tables.values())
+    metadata = {"total_size": n_bytes, "total_parameters": n_parameters}
     head = {name: w for name, w in weights.items() if is_head(name)}
     # mlx-lm's Qwen3-Next keeps tensors that it does not know when it loads a converted checkpoint, and then fails: its head
     # goes into a separate file.
@@ -167,6 +185,7 @@ def write_model(folder: Path, model: nn.Module, config: Config, tower: dict[str,
     if separate:
         output.save(folder / HEAD_FILE, head)
         weight_map.update(dict.fromkeys(head, HEAD_FILE))
+    weight_map.update({name: file for name, (file, _) in tables.items()})
     output.write_index(folder, weight_map, metadata)
     save_config(config, folder / "config.json", keep_vision_config=bool(tower))
     output.check_written(folder, head | tower, weight_map)
@@ -203,11 +222,13 @@ def upload(folder: Path, repo: str) -> None:
 
 def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
     """Cast the weights that are not quantized, as mlx-lm does. The head is cast only if ``dtype`` is given."""
-    chosen = dtype or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
-    if chosen not in MODEL_CONVERSION_DTYPES:
+    if (target := chosen_dtype(dtype, config)) is None:
         return
-    print("[INFO] Using dtype:", chosen)
-    target = getattr(mx, chosen)
+    name = output.dtype_name(target)
+    print("[INFO] Using dtype:", name)
+    for part in (config, text_config_of(config)):  # for the next conversion
+        part.update({key: name for key in ("dtype", "torch_dtype") if key in part})
+    text_config_of(config)["dtype"] = name
     may_cast = getattr(model, "cast_predicate", lambda _: True)
 
     def cast_one(path: str, p: mx.array) -> mx.array:
@@ -215,6 +236,12 @@ def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
         return p if keep else p.astype(target)
 
     model.update(tree_map_with_path(cast_one, model.parameters()))
+
+
+def chosen_dtype(dtype: str | None, config: Config) -> mx.Dtype | None:
+    """The dtype of weights that are not quantized; ``None``: as they are."""
+    chosen = dtype or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
+    return getattr(mx, chosen) if chosen in MODEL_CONVERSION_DTYPES else None
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,16 @@ class OfSource(NamedTuple):
 
 @dataclass
 class DraftCounts:
-    """
-    The number of drafts made and accepted, by source and by position in the window.
+    """The number of drafts made and accepted, by source and by position in the window."""
 
-    Args:
-        by_source (Dict[str, OfSource]): By source: ``"head"``, ``"copies"``, ``"grammar"``, or the name of another one in
-          ``drafts/sources.py``.
-        source (str): The source of the latest step's drafts.
-        n_timed (int): Tokens of the steps that are timed: all but the first, and those that made a trace (``traces.py``).
-        seconds (float): The time of these steps.
-    """
-
-    by_source: dict[str, OfSource] = field(default_factory=dict)
-    source: str = HEAD
-    n_timed: int = 0
-    seconds: float = 0.0
+    by_source: dict[str, OfSource] = field(
+        default_factory=dict
+    )  # "head", "copies", "grammar", or another in ``sources.py``
+    source: str = HEAD  # of the latest step's drafts
+    n_timed: int = (
+        0  # tokens of the steps that are timed: all but the first, and those that made a trace (``traces.py``)
+    )
+    seconds: float = 0.0  # of these steps
 
     def of(self, source: str) -> OfSource:
         return self.by_source.setdefault(source, OfSource([], []))

@@ -1,13 +1,12 @@
-"""The moves of speculative decoding: draft, verify, accept, roll back, for any number of sequences.
+"""The moves of speculative decoding: draft, verify, accept, commit, for any number of sequences.
 
-A *window* has the tokens that one backbone pass verifies: the last decided token of each sequence and its drafts, [B, k + 1]. A
-*step* has the tokens that the window yields: the accepted drafts of each sequence and one more token, the target's own. Each
-sequence accepts or rejects its own drafts. The host does not wait for a window without drafts: it builds the next pass while
-the window runs.
+A *window* has the tokens that one backbone pass verifies: the last committed token of each sequence and its drafts,
+[B, k + 1]. A *step* has the tokens that the window yields: the accepted drafts of each sequence and one more token, the target
+model's own. Each sequence accepts or rejects its own drafts.
 
-A sequence joins with a prompt cache of all its tokens but the last, which is the decided one. It leaves at a decided token,
-while the pass over it is in flight (``extract``). No move changes the keys, values and states of the tokens before its window,
-so a ``DecoderState`` can be restored until sequences join or leave.
+A sequence joins with a prompt cache of all its tokens but the last, which is its first committed one. It leaves at a committed
+token, while the pass over it is in flight (``extract``). No move changes the keys, values and states of the tokens before its
+window, so a ``DecoderState`` can be restored until sequences join or leave.
 
 This module does not depend on samplers, layers or the head's architecture, nor on stop conditions.
 """
@@ -22,31 +21,40 @@ from ..caches.rows import KVOptions, Rows, RowsState
 from ..layers.compiled import Compiler
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_COPY_TOKENS
-from ..pacing.step_times import PLAIN_PLAN, Plan
+from ..pacing.step_times import Plan
 from ..sampling.acceptance import n_leading
 from .exchange import Exchange
-from .head import HeadCache, HeadDrafter, HeadState, NoHead, with_drafts
+from .head import HeadCache, HeadDrafter, HeadState, NoHead, columns_of, with_drafts
 from .sequence import Sequence
-from .window import Drafts, Step, Window, choose
+from .window import Choice, Drafts, Step, Window, WindowPlan
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 
-Hidden = tuple[mx.array, list[int]]  # hidden states [B, T, H], and the column of each sequence
+
+@dataclass(frozen=True)
+class Last:
+    """The last committed token of each sequence, which the next pass begins with.
+
+    Args:
+        tokens (mx.array): [B, 1]
+        embeddings (Tuple[mx.array]): Its embedding [1, H] where a prompt's last position was given as one; ``None`` for the
+          token's own, [B].
+        hidden (Tuple[Tuple[mx.array, int, int]]): Hidden states [B, T, H], and the row and the column of the token before it;
+          ``None`` for the first token of a text, [B].
+    """
+
+    tokens: mx.array
+    embeddings: tuple[mx.array | None, ...]
+    hidden: tuple[tuple[mx.array, int, int] | None, ...]
 
 
 @dataclass(frozen=True)
 class DecoderState:
-    """The caches of all sequences, without the pass in flight.
-
-    Args:
-        rows (RowsState): The backbone's.
-        head (HeadState): The head's.
-        last (Tuple, optional): The hidden state of each sequence's last token; ``None`` after sequences have joined or left.
-    """
+    """The caches of all sequences, without the pass in flight."""
 
     rows: RowsState
     head: HeadState
-    last: Hidden | None
+    last: Last
 
 
 class Decoder:
@@ -77,17 +85,17 @@ class Decoder:
         """Remove all sequences."""
         if self.exchange is not None:
             self.exchange.abandon()  # the messages that went with the window in flight
+        self._reset()
+
+    def _reset(self) -> None:
         self.sequences: list[Sequence] = []
         self.cache, self.compiler = Rows(self.model, self.kv), Compiler()
         self.head = HeadCache(self.model, self.compiler) if has_head(self.model) else NoHead()
         self.drafter = HeadDrafter(self.model, self.head)
-        self.decided = mx.zeros((0, 1), mx.uint32)  # the last decided token of each sequence, [B, 1]
-        self.drafts: Drafts | None = None  # the drafts of the next window
+        self.last = Last(mx.zeros((0, 1), mx.uint32), (), ())
         self.window: Window | None = None  # the verify pass in flight
-        self.step: Step | None = None  # the tokens of that window, once its drafts were accepted or rejected
-        self.unobserved: Step | None = None  # a step whose tokens the host does not know yet
-        self.last: Hidden | None = None
-        self.n_since_clear = 0  # tokens decided since MLX's buffer cache was last cleared
+        self.kept: list[int] | None = None  # of its tokens by each sequence, once its drafts are accepted or rejected
+        self.n_since_clear = 0  # tokens committed since MLX's buffer cache was last cleared
 
     @property
     def state(self) -> DecoderState:
@@ -95,150 +103,136 @@ class Decoder:
 
     def restore(self, state: DecoderState) -> None:
         """Restore an earlier state, without a pass in flight. Sequences must not have joined or left since."""
-        self.window = self.step = self.drafts = self.unobserved = None
+        self.window = self.kept = None
         self.cache.state, self.cache.in_flight = state.rows, 0
         self.head.state, self.last = state.head, state.last
 
+    # Accept
+
+    def read(self, choice: Choice) -> Step:
+        """Wait for the tokens that the target model has chosen, and let the sequences take them."""
+        window, every = choice.window, list[int]()
+        if len(window.drafts) > 0:
+            mx.eval(choice.tokens, choice.accepted)
+        chosen: Any = choice.tokens.tolist()
+        flags: Any = choice.accepted.tolist()
+        n_accepted, tokens = [], []
+        for b, (s, plan, has_ended) in enumerate(zip(window.sequences, window.drafts.plans, choice.has_ended)):
+            n_accepted.append(0 if has_ended else n_leading(flags[b][: plan.k]))
+            tokens.append([] if has_ended else s.take(chosen[b][: n_accepted[b] + 1], plan, n_accepted[b]))
+            every += tokens[b]
+        if self.exchange is not None:
+            self.exchange.receive(every)
+        self.drafter.observe(every)
+        return Step(choice, n_accepted, tokens)
+
+    def accept(self, choice: Choice, step: Step | None) -> None:
+        """Commit the tokens of each sequence: those of the step, or the target's first where the host does not know them."""
+        counts = [1] * len(self) if step is None else step.counts
+        if step is None:
+            # Before the next pass is queued: otherwise the host would wait for both passes to read the choice.
+            mx.async_eval(choice.tokens)
+        for b, (s, n) in enumerate(zip(self.sequences, counts)):
+            s.commit(choice.tokens, b, n)
+        # A sequence that has failed has no token to pair with its hidden states.
+        pairs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, counts)]
+        self.head.extend(choice.window.hidden, choice.tokens, pairs)
+        columns = [n - 1 for n in counts]
+        hidden = tuple((choice.window.hidden, b, column) for b, column in enumerate(columns))
+        self.last = Last(columns_of(choice.tokens, columns), (None,) * len(self), hidden)
+        self.n_since_clear += max(counts)
+        self.kept = counts
+
     # Draft
 
-    def draft(self, drafts: Drafts) -> None:
-        """Make the drafts of the next window, by the plan of each sequence."""
-        self.drafts, plans = drafts, drafts.plans
+    def draft(self, planned: WindowPlan) -> Drafts:
+        """Make the drafts of the next window."""
+        plans = [*planned.plans]
         if all(plan.k == 0 for plan in plans):
-            return
+            return Drafts(planned.plans)
         limits = [0 if plan.skips_head else plan.k for plan in plans]
-        tokens = mx.zeros((len(plans), 0), mx.uint32)
+        tokens, proposals = mx.zeros((len(plans), 0), mx.uint32), list[list[Any]]()
         if max(limits) > 0:
-            tokens, drafts.proposals = self.drafter.propose(self.sequences, limits)
-        plans = [plan if plan.skips_head else Plan(k) for plan, k in zip(plans, limits)]
-        for b, (s, plan) in enumerate(zip(self.sequences, plans)):
+            tokens, proposals, limits = self.drafter.propose(self.sequences, limits)
+        for b, (s, plan) in enumerate(zip(self.sequences, planned.plans)):
+            plans[b] = Plan(limits[b])
             if plan.skips_head:
                 own = s.sources[plan.source].propose(plan.k, s.n_unobserved)
                 plans[b] = Plan(len(own), plan.source)
                 tokens = with_drafts(tokens, b, own)
-        drafts.plans, drafts.tokens = plans, tokens
         mx.async_eval(tokens)
+        return Drafts(tuple(plans), tokens, proposals)
+
+    # Commit
+
+    def commit(self) -> None:
+        """Remove the rejected tokens of the window in flight from the caches."""
+        if self.kept is None:
+            return
+        self.cache.commit(self.kept)
+        self.window = self.kept = None
+        if self.n_since_clear >= CLEAR_EVERY:
+            mx.clear_cache()
+            self.n_since_clear = 0
 
     # Verify
 
-    def verify(self) -> None:
-        """Start a pass over the decided tokens and their drafts. Call ``roll_back`` first."""
-        drafts, tokens = self.drafts, self.decided
-        assert drafts is not None
+    def verify(self, planned: WindowPlan, drafts: Drafts) -> None:
+        """Start a pass over the last committed tokens and their drafts. Call ``commit`` first."""
+        tokens = self.last.tokens
         if len(drafts) > 0:
             tokens = mx.concatenate([tokens, drafts.tokens], axis=1)
         self.cache.start_pass()
         logits, hidden = self.model(
             tokens,
             cache=self.cache.entries,
+            input_embeddings=self._embeddings(tokens),
             return_hidden=True,
             n_confirmed=int(len(drafts) > 0),
             compiler=self.compiler,
         )
         self.cache.end_pass(tokens.shape[1])
         sent = [] if self.exchange is None else self.exchange.send(hidden)
-        self.window = Window(drafts, tokens, logits, hidden)
+        self.window = Window(planned, drafts, logits, hidden)
         # Evaluate the states as well: another thread that closes the generator cannot evaluate arrays of this thread's stream.
         mx.async_eval(logits, hidden, self.cache.states, sent)
 
-    # Accept
-
-    def accept(self) -> Step | None:
-        """Accept or reject the drafts of each sequence. A step without drafts does not wait for the device.
-
-        Returns:
-            Step: The tokens that the sequences have decided on; ``None`` if no window is in flight.
-        """
-        window = self.window
-        if window is None:
+    def _embeddings(self, tokens: mx.array) -> mx.array | None:
+        """The embeddings of a window [B, T, H], if the last position of a prompt that has just joined was given as one."""
+        given = [(b, x) for b, x in enumerate(self.last.embeddings) if x is not None]
+        if not given:
             return None
-        drafts, step = window.drafts, choose(window)
-        self.unobserved = step
-        if len(drafts) > 0:
-            mx.eval(step.choices, step.accepted)
-            leading: Any = step.accepted.tolist()
-            step.n_accepted = [
-                0 if has_ended else n_leading(flags[: plan.k])
-                for flags, plan, has_ended in zip(leading, drafts.plans, step.has_ended)
-            ]
-            drafts.proposals = []  # free them: a proposal may have an array as large as the vocabulary
-            self.wait()
-        else:
-            # Before the next pass is queued: otherwise the host would wait for both passes to read the choices.
-            mx.async_eval(step.choices)
-            if any(s.needs_tokens for s in self.sequences):
-                self.wait()
-        self.decided = step.last_tokens()
-        for b, (s, n) in enumerate(zip(self.sequences, step.counts)):
-            s.decide(step.choices, b, n)
-        self.n_since_clear += max(step.counts)
-        self.step = step
-        # A sequence that has failed has no decided token to pair with its hidden states.
-        pairs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, step.counts)]
-        self.head.extend(window.hidden, step.choices, pairs)
-        return step
-
-    def wait(self) -> None:
-        """Wait for the tokens of the latest step, and let its sequences take them.
-
-        After a step without drafts, the device runs the next pass meanwhile.
-        """
-        step = self.unobserved
-        if step is None:
-            return
-        choices: Any = step.choices.tolist()
-        tokens = []
-        for b, (s, plan) in enumerate(zip(step.sequences, step.drafts.plans)):
-            n = step.n_accepted[b]
-            tokens.append([] if step.has_ended[b] else s.take(choices[b][: n + 1], plan, n))
-        every = tokens[0] if len(tokens) == 1 else [token for of_one in tokens for token in of_one]
-        if self.exchange is not None:
-            self.exchange.receive(every)
-        self.drafter.observe(every)
-        step.tokens, self.unobserved = tokens, None
-
-    # Roll back
-
-    def roll_back(self) -> None:
-        """Remove the rejected tokens of the window in flight from the caches."""
-        if self.window is None or self.step is None:
-            return
-        kept = self.step.counts
-        self.cache.commit(kept)
-        self.last = self.window.hidden, [n - 1 for n in kept]
-        self.window = self.step = None
-        if self.n_since_clear >= CLEAR_EVERY:
-            mx.clear_cache()
-            self.n_since_clear = 0
+        embeddings: mx.array = self.model.model.embed_tokens(tokens)
+        for b, x in given:
+            embeddings[b, 0] = x[0]
+        return embeddings
 
     # Join and leave
 
     def join(self, sequences: list[Sequence]) -> None:
         """Add sequences whose prompts are prefilled except for the last token."""
-        self.roll_back()
+        self.commit()
         self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
-        tokens = mx.array([s.tokens[-1:] for s in sequences], mx.uint32)
-        self._add(sequences, tokens)
-        self.decided = mx.concatenate([self.decided, tokens])
-
-    def begin(self, sequence: Sequence, logits: mx.array, hidden: mx.array) -> None:
-        """Begin with one sequence whose whole prompt is prefilled, with the outputs of its last token, each [1, 1, ...]."""
-        self._add([sequence], None)
-        if self.exchange is not None:
-            mx.async_eval(self.exchange.send(hidden))
-        drafts = Drafts([sequence], [PLAIN_PLAN], PLAIN_PLAN, None)
-        self.window = Window(drafts, mx.zeros((1, 1), mx.uint32), logits, hidden)
-
-    def _add(self, sequences: list[Sequence], tokens: mx.array | None) -> None:
+        tokens = mx.array([[s.take_last()] for s in sequences], mx.uint32)  # [B, 1]
+        embeddings = [self._own_embedding(s, token) for s, token in zip(sequences, tokens)]
         self.cache.join([s.cache for s in sequences])
-        self.head.join([s.cache for s in sequences], tokens)
-        self.last = None
+        self.head.join([s.cache for s in sequences], tokens, embeddings)
+        hidden = [None if s.cache.last_hidden is None else (s.cache.last_hidden, 0, 0) for s in sequences]
+        held = self.last
+        self.last = Last(
+            mx.concatenate([held.tokens, tokens]), (*held.embeddings, *embeddings), (*held.hidden, *hidden)
+        )
         self.sequences = [*self.sequences, *sequences]
         for s in sequences:
-            s.last_hidden = s.cache.last_hidden
             release(s.cache)
             s.start()
             self.drafter.observe(s.tokens)
+
+    def _own_embedding(self, s: Sequence, token: mx.array) -> mx.array | None:
+        """The embedding of a prompt's last position, [1, H]; ``None`` if it is its token's [1], so that the head can draft."""
+        if s.embeddings is None or mx.array_equal(s.embeddings, self.model.model.embed_tokens(token)):
+            return None
+        return s.embeddings
 
     def filter(self, sequences: list[Sequence]) -> None:
         """Keep these sequences."""
@@ -246,13 +240,14 @@ class Decoder:
         if len(keep) == len(self):
             return
         if not keep:
-            self.wait()
-            self.clear()
+            self._reset()
             return
-        self.roll_back()
+        self.commit()
         self.head.filter(keep)
         self.cache.filter(keep)
-        self.decided, self.last = self.decided[mx.array(keep)], None
+        held = self.last
+        own = [(held.embeddings[b], held.hidden[b]) for b in keep]
+        self.last = Last(held.tokens[mx.array(keep)], *zip(*own))
         self.sequences = [self.sequences[b] for b in keep]
         self.drafter.forget(token for s in self.sequences for token in s.tokens)
 
@@ -266,12 +261,12 @@ class Decoder:
         n = self.cache.n_tokens[b] + in_flight
         cache.entries[:-1] = [*self.cache.extract(b), self.head.extract(b, n)]
         cache.begin(n)
-        cache.images, cache.last_hidden = sequence.images, sequence.last_hidden
+        cache.images, held = sequence.images, self.last.hidden[b]
         if in_flight and self.window is not None:
-            cache.last_hidden = mx.contiguous(self.window.hidden[b : b + 1, :1])
-        elif self.last is not None:
-            hidden, columns = self.last
-            cache.last_hidden = mx.contiguous(hidden[b : b + 1, columns[b] : columns[b] + 1])
+            held = self.window.hidden, b, 0
+        if held is not None:
+            hidden, row, column = held
+            cache.last_hidden = mx.contiguous(hidden[row : row + 1, column : column + 1])
         # Now: until then they keep the caches of all sequences alive, and another thread cannot evaluate arrays of this one.
         mx.async_eval([c.state for c in cache.entries])
         return n
@@ -282,11 +277,12 @@ def draft_limit(decoder: Decoder, b: int) -> int:
     s, k, kv = decoder.sequences[b], MAX_COPY_TOKENS, decoder.kv
     if s.end is not None or not decoder.head.can_draft(b):
         return 0
+    if len(decoder) == 1 and s.n_generated == 0:  # the first token comes sooner so, and from the pass that mlx-lm runs
+        return 0
     if s.max_tokens >= 0:
         k = max(min(k, s.max_tokens - s.n_unobserved - 1), 0)
     if kv.kv_bits is not None:
-        counts = [0] * len(decoder) if decoder.step is None else decoder.step.counts
-        n = max(map(sum, zip(decoder.cache.n_tokens, counts)))
+        n = max(map(sum, zip(decoder.cache.n_tokens, decoder.kept or [0] * len(decoder))))
         # mlx-lm quantizes after a token, never within a window: after the first one if that is due at once.
         if n < kv.quantized_kv_start:
             k = min(k, kv.quantized_kv_start - n - 1)

@@ -20,27 +20,19 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..distributed.ranks import Ranks, differing_ranks, synchronize
-from ..pacing.step_times import Timing
+from ..pacing.step_times import StepTimes
 from ..sampling.sampler import SeededSampler, TextSampler
 
 CHECKED_EVERY = 8  # passes between two checksums, where no seconds are sent
 
 
 class Exchange:
-    """
-    Args:
-        ranks (Ranks): The ranks that run the model.
-        timing (Timing, optional): The times to keep equal to rank 0's. ``None`` where numbers of drafts are given.
+    """``times`` are those to keep equal to rank 0's; ``None`` where numbers of drafts are given."""
 
-    Attributes:
-        unsent (deque[float]): This rank's seconds of steps, until they have been sent.
-        received (deque[float]): Rank 0's seconds of steps that have arrived.
-    """
-
-    def __init__(self, ranks: Ranks, timing: Timing | None):
-        self.ranks, self.timing = ranks, timing
-        self.unsent: deque[float] = deque()
-        self.received: deque[float] = deque()
+    def __init__(self, ranks: Ranks, times: StepTimes | None):
+        self.ranks, self.times = ranks, times
+        self.unsent: deque[float] = deque()  # this rank's seconds of steps
+        self.received: deque[float] = deque()  # rank 0's
         self.checksum = 0  # of the tokens received so far; 24 bits, which float32 holds
         self.n_passes = 0
         self.sent: deque[mx.array | None] = deque()  # the message of each pass whose tokens are not received yet
@@ -48,25 +40,17 @@ class Exchange:
     def agree(self, prompt: mx.array, n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
         """Check that all ranks continue the same text, and give them rank 0's random state, seed and times.
 
-        Args:
-            prompt (mx.array): [T]
-            n_cached (int): The number of tokens in the prompt cache.
-            sampler (Sampler, optional): This rank's sampler.
-
-        Returns:
-            Sampler: The sampler to use: rank 0's if it has a seed, or else this rank's own.
-
-        Raises:
-            ValueError: The prompts or the prompt caches differ.
+        Return the sampler to use: rank 0's if it has a seed, or else this rank's own. Raise a ValueError if the prompts [T] or
+        the numbers of cached tokens differ.
         """
         tokens: Any = prompt.tolist()
         self._check([_checksum(tokens, 0), n_cached % 2**24], "were given other prompts or prompt caches than rank 0")
         seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None
-        agreed: Any = self.ranks.broadcast((_random_state(), seeded, self.timing and self.timing.by_size))
-        state, seeded, by_size = agreed
+        agreed: Any = self.ranks.broadcast((_random_state(), seeded, self.times))
+        state, seeded, times = agreed
         mx.random.seed(state)
-        if self.timing is not None:
-            self.timing.copy_from(by_size)
+        if self.times is not None:
+            self.times.copy_from(times)
         return sampler if seeded is None else seeded
 
     def _check(self, numbers: list[float], what: str) -> None:
@@ -75,16 +59,9 @@ class Exchange:
             raise ValueError(f"{others} {what}.")
 
     def send(self, hidden: mx.array) -> list[mx.array]:
-        """Make the message that goes with a pass: the next unsent seconds, and the checksum.
-
-        Args:
-            hidden (mx.array): An output of the pass, [B, T, H].
-
-        Returns:
-            List[mx.array]: The arrays to evaluate with the pass.
-        """
+        """The message that goes with a pass with this output [B, T, H], to evaluate with it: unsent seconds and checksum."""
         message = None
-        if self.timing is not None or self.n_passes % CHECKED_EVERY == 0:
+        if self.times is not None or self.n_passes % CHECKED_EVERY == 0:
             seconds = self.unsent.popleft() if self.unsent else 0.0  # 0 for none: every step takes longer
             message = self.ranks.gather([seconds, self.checksum], hidden)  # [R, 2]
         self.n_passes += 1
@@ -92,11 +69,7 @@ class Exchange:
         return [] if message is None else [message]
 
     def receive(self, tokens: list[int]) -> None:
-        """Call when the tokens of the oldest pass have been read.
-
-        Raises:
-            RuntimeError: The ranks have chosen different tokens before.
-        """
+        """Call when the tokens of the oldest pass have been read. A RuntimeError if the ranks have chosen different tokens."""
         message = self.sent.popleft()
         if message is not None:
             by_rank: Any = message.tolist()

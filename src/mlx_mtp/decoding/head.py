@@ -6,7 +6,7 @@ The head has keys and values for each token of a sequence but the last, each mad
     further drafts feed the head's own output; the next pass overwrites their keys and values
 
 A pair of a hidden state and the token after it is pending until the head drafts again: a step without drafts leaves its pair
-for later. After a step with drafts each sequence has as many pairs as tokens that it has decided on:
+for later. After a step with drafts each sequence has as many pairs as tokens that it has committed:
 
     pairs of a window            a0 a1 a2 a3      of which the first sequence has four,
                                  b0 b1  .  .      the second two
@@ -23,12 +23,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..caches.positions import Positions
-from ..caches.prompt_cache import PromptCache
+from ..caches.indexed import names_of
+from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import Ends, KVRows
 from ..layers.compiled import Compiler
 from ..layers.drafting import draft_logits
-from ..layers.mtp import append_keys_and_values, run_head
+from ..layers.layer import append_to_cache
+from ..layers.mtp import run_head
 from ..layers.passes import in_pass, pass_of_head
 from ..models.mixin import MTPModel
 from ..sampling.acceptance import Drafted, n_leading
@@ -39,27 +40,19 @@ from .window import NO_TOKENS, groups_of, normalized, rows_of
 MAX_PENDING = 512  # pairs that steps without the head's drafts leave to it for later
 
 Pending = list[tuple[mx.array, mx.array, int]]  # hidden states [B, T, H], tokens [B, T], and the columns that count
+Embeddings = list[mx.array | None]
 
 
 @dataclass(frozen=True)
 class HeadState:
-    """
-    Args:
-        ends (Ends): The keys and values that are made from verified hidden states. Later columns belong to drafts.
-        firsts (Tuple[int]): The index of each sequence's first pair: 0, unless mlx-lm filled the caches without the head, [B].
-        counts (Tuple[int]): The number of pending pairs of each sequence, [B].
-        pending (List): Hidden states [B, T, H] and tokens [B, T], of which the first t columns are pairs of at least one
-          sequence. They are not cut to t here: a slice is lazy, and another thread that closes the generator could not
-          evaluate it.
-        in_image (Positions, optional): Of a prompt that ends with an image: the next pair is at a position in three axes, which
-          rows do not have.
-    """
+    """The head's caches of B sequences, without the drafts in flight."""
 
-    ends: Ends = field(default_factory=Ends)
-    firsts: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
+    ends: Ends = field(default_factory=Ends)  # of keys and values from verified hidden states; drafts' come after them
+    firsts: tuple[int, ...] = ()  # the index of each first pair: 0, unless mlx-lm filled the caches without the head
+    counts: tuple[int, ...] = ()  # of pending pairs
+    # Of which the first t columns are pairs of at least one sequence. They are not cut to t here: a slice is lazy, and another
+    # thread that closes the generator could not evaluate it.
     pending: Pending = field(default_factory=list)
-    in_image: Positions | None = None
 
     @property
     def is_ragged(self) -> bool:
@@ -83,7 +76,7 @@ class NoHead:
     def can_draft(self, b: int) -> bool:
         return True  # drafts of sources that need no head
 
-    def join(self, caches: list[PromptCache], tokens: mx.array | None) -> None:
+    def join(self, caches: list[PromptCache], tokens: mx.array, embeddings: Embeddings) -> None:
         pass
 
     def filter(self, keep: list[int]) -> None:
@@ -94,15 +87,11 @@ class NoHead:
 
 
 class HeadCache:
-    """The head's keys and values of the sequences, with the pairs that are pending.
-
-    Attributes:
-        state (HeadState): Replaced as a whole, so that an interrupt at any line leaves the one before.
-    """
+    """The head's keys and values of the sequences, and the pending pairs. An interrupt at any line leaves the state before."""
 
     def __init__(self, model: MTPModel, compiler: Compiler):
         self.model, self.compiler = model, compiler
-        self.cache, self.state = KVRows(), HeadState()
+        self.cache, self.state = KVRows(names_of(empty_head(model))), HeadState()
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +101,7 @@ class HeadCache:
         """Add pending pairs: the first ``counts[b]`` of tokens [B, T], and the hidden states before them, [B, T, H]."""
         if self.state.pending and (self.state.is_ragged or max(self.state.counts) >= MAX_PENDING):
             self.catch_up()
-            mx.async_eval(self.cache.keys, self.cache.values)
+            mx.async_eval(self.cache.arrays)
         held = self.state
         pending = [*held.pending, (hidden, tokens, max(counts))]
         self.state = replace(held, counts=tuple(map(sum, zip(held.counts, counts))), pending=pending)
@@ -122,20 +111,12 @@ class HeadCache:
         return self.state.counts[b] > 0
 
     def run(self, hidden: mx.array, tokens: mx.array, ends: Ends) -> mx.array:
-        """A pass of the head over hidden states [B, t, H] and tokens [B, t] -> its output for the last, [B, 1, H]
-
-        Args:
-            ends (Ends): Where to write keys and values.
-        """
+        """A pass over hidden states [B, t, H] and tokens [B, t], written after these ends -> the last output, [B, 1, H]"""
         self.cache.ends = ends
         return run_head(self.model, hidden, tokens, self.cache, compiler=self.compiler)
 
     def catch_up(self) -> mx.array:
-        """Run the head over the pending pairs, and remove them.
-
-        Returns:
-            mx.array: The head's output for each sequence's last pair, [B, 1, H].
-        """
+        """Run the head over the pending pairs, and remove them -> its output for each sequence's last pair, [B, 1, H]"""
         held = self.state
         hidden, tokens = held.joined_pairs()
         if held.is_ragged:
@@ -143,11 +124,7 @@ class HeadCache:
             with in_pass(pass_of_head(hidden.shape[1], self.model.drafting, self.compiler)):
                 pairs = self._append(hidden, tokens)
                 self.cache.ends = held.ends.plus(before)
-                out = self.model.mtp.decode(_of_each(pairs, before), self.cache)
-        elif held.in_image is not None:
-            cache = self.cache.extract(0, held.ends.longest)
-            out = run_head(self.model, hidden, tokens, cache, positions=held.in_image)
-            self.cache.join([cache], Ends())
+                out = self.model.mtp.decode(columns_of(pairs, before), self.cache)
         else:
             out = self.run(hidden, tokens, held.ends)
         self.state = HeadState(held.ends.plus(held.counts), held.firsts, (0,) * len(held.counts))
@@ -158,7 +135,7 @@ class HeadCache:
         mtp, self.cache.ends = self.model.mtp, self.state.ends
         pairs = mtp.combine(self.model.model.embed_tokens(tokens), hidden)  # [B, t, H]
         if pairs.shape[1] > 1:
-            append_keys_and_values(mtp.layers[0], pairs[:, :-1], self.cache)
+            append_to_cache(mtp.layers[0], pairs[:, :-1], self.cache)
         return pairs
 
     def _keep_last_pair(self) -> None:
@@ -169,41 +146,37 @@ class HeadCache:
         (hidden, tokens), before = held.joined_pairs(), [max(n - 1, 0) for n in held.counts]
         if hidden.shape[1] > 1:
             self._append(hidden, tokens)
-            hidden, tokens = _of_each(hidden, before), _of_each(tokens, before)
+            hidden, tokens = columns_of(hidden, before), columns_of(tokens, before)
         elif hidden.shape[1] == 0:
             hidden, tokens = (x[:, :1] for x in held.pending[0][:2])
         counts = tuple(min(n, 1) for n in held.counts)
         self.state = HeadState(held.ends.plus(before), held.firsts, counts, [(hidden, tokens, max(counts))])
 
-    def join(self, caches: list[PromptCache], tokens: mx.array | None) -> None:
-        """Add a sequence for each prompt cache.
-
-        Args:
-            tokens (mx.array, optional): The next token of each, [B, 1]. ``None``: it is not known yet.
-        """
+    def join(self, caches: list[PromptCache], tokens: mx.array, embeddings: Embeddings) -> None:
+        """Add a sequence for each prompt cache, with its next token [B, 1], and the embedding [1, H] given for it, if any."""
         self._keep_last_pair()
-        held, firsts, counts, pending = self.state, [c.first_position for c in caches], [0] * len(caches), Pending()
-        positions, in_image = [c.head_positions for c in caches], None
-        if tokens is not None:
-            counts = [int(self._waits(c, token)) for c, token in zip(caches, tokens)]
-            none = mx.zeros_like(self.model.model.embed_tokens(tokens[:1]))  # [1, 1, H]
-            hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
-            for held_hidden, held_tokens, _ in held.pending:
-                hidden, tokens = mx.concatenate([held_hidden, hidden]), mx.concatenate([held_tokens, tokens])
-            pending = [(hidden, tokens, max([*held.counts, *counts]))]
-        elif positions[0] is not None and not positions[0].are_plain(caches[0].head.offset):
-            in_image = positions[0]
+        held, firsts, positions = self.state, [c.first_position for c in caches], [c.head_positions for c in caches]
+        counts = [int(self._waits(*each)) for each in zip(caches, tokens, embeddings)]
+        none = mx.zeros((1, 1, self.model.hidden_size), self.model.model.embed_tokens(tokens[:1]).dtype)
+        hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
+        for held_hidden, held_tokens, _ in held.pending:
+            hidden, tokens = mx.concatenate([held_hidden, hidden]), mx.concatenate([held_tokens, tokens])
+        pending = [(hidden, tokens, max([*held.counts, *counts]))]
         new = Ends(tuple(c.head.offset for c in caches), tuple(0 if p is None else p.shift for p in positions))
         self.cache.join([c.head for c in caches], held.ends)
         ends = held.ends.joined(new)
-        self.state = HeadState(ends, (*held.firsts, *firsts), (*held.counts, *counts), pending, in_image)
+        self.state = HeadState(ends, (*held.firsts, *firsts), (*held.counts, *counts), pending)
 
-    def _waits(self, cache: PromptCache, token: mx.array) -> bool:
+    def _waits(self, cache: PromptCache, token: mx.array, embedding: mx.array | None) -> bool:
         """Whether a sequence has a pair for its next token [1] that rows can take. Run the head over others at once."""
         positions, hidden = cache.head_positions, cache.last_hidden
-        if hidden is None or positions is None or positions.are_plain(cache.head.offset):
-            return hidden is not None
-        run_head(self.model, hidden, token[None], cache.head, positions=positions)  # in three axes, unlike rows
+        if hidden is None:
+            return False
+        if embedding is None and (positions is None or positions.are_plain(cache.head.offset)):
+            return True
+        # With another embedding than the token's, or at a position in three axes, which rows do not have.
+        own = None if embedding is None else embedding[None]
+        run_head(self.model, hidden, token[None], cache.head, own, positions)
         return False
 
     def filter(self, keep: list[int]) -> None:
@@ -225,7 +198,7 @@ class HeadCache:
         return cache
 
 
-def _of_each(x: mx.array, columns: list[int]) -> mx.array:
+def columns_of(x: mx.array, columns: list[int]) -> mx.array:
     """One column of x [B, t, ...] for each sequence -> [B, 1, ...]"""
     if len(set(columns)) == 1:
         return x[:, columns[0] : columns[0] + 1]
@@ -234,28 +207,19 @@ def _of_each(x: mx.array, columns: list[int]) -> mx.array:
 
 
 class HeadDrafter:
-    """
-    Args:
-        model (MTPModel): The model, with its output layer of drafts.
-        head (HeadCache): The head's keys and values of the sequences to draft for.
-    """
+    """The drafts of the head, and the draft vocabulary, which grows by the tokens of the texts."""
 
     def __init__(self, model: MTPModel, head: HeadCache | NoHead):
         self.model, self.head = model, head
         self.lm_head = model.drafting.lm_head
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[mx.array, list[list[Any]]]:
-        """
-        Args:
-            sequences (List[Sequence]): The sequences to draft for.
-            limits (List[int]): The number of drafts of each; fewer where a sequence's sampler or logits processor raises, which
-              ends its text only if a token comes there, and from the first position on where the head gives no token the
-              probability ``draft_p_min``.
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[mx.array, list[list[Any]], list[int]]:
+        """Draft up to a limit for each sequence -> drafts [B, k], the proposals of each of ``groups_of``, and their numbers [B]
 
-        Returns:
-            Tuple[mx.array, List[List[Any]]]: Drafts [B, k], and their proposals for each of ``groups_of(sequences)``.
+        There are fewer where a sequence's sampler or logits processor raises, which ends its text only if a token comes there,
+        and from the first position on where the head gives no token the probability ``draft_p_min``.
         """
-        head, k, groups = self.head, max(limits), groups_of(sequences)
+        head, k, groups, counts = self.head, max(limits), groups_of(sequences), [*limits]
         assert isinstance(head, HeadCache)  # ``resolve`` refuses drafts of the head for a model without one
         proposals, drafts = [list[Any]() for _ in groups], list[mx.array]()  # drafts are each [B, 1]
         p_min, sure = [s.options.draft_p_min or 0.0 for s in sequences], [list[mx.array]() for _ in sequences]
@@ -266,14 +230,14 @@ class HeadDrafter:
             logits = draft_logits(self.model, self.lm_head, out)  # [B, V]
             tokens = mx.zeros((len(sequences), 1), mx.uint32)
             for members, own in zip(groups, proposals):
-                if max(limits[b] for b in members) <= i:
+                if max(counts[b] for b in members) <= i:
                     continue
                 try:
                     with restoring_random_state():
                         chosen, proposal, processed = _draft(sequences, members, rows_of(logits, members), drafts)
                 except Exception:  # no draft, and the target calls them again
                     for b in members:
-                        limits[b] = min(limits[b], i)
+                        counts[b] = min(counts[b], i)
                     continue
                 own.append(proposal)
                 if len(members) == len(sequences):
@@ -287,11 +251,11 @@ class HeadDrafter:
                         sure[b].append(p >= p_min[b])
             drafts.append(tokens)
         for b, of_one in enumerate(sure):
-            if p_min[b] > 0 and limits[b] > 0:
-                is_sure: Any = mx.stack(of_one[: limits[b]]).tolist()
-                limits[b] = n_leading(is_sure)
+            if p_min[b] > 0 and counts[b] > 0:
+                is_sure: Any = mx.stack(of_one[: counts[b]]).tolist()
+                counts[b] = n_leading(is_sure)
         tokens = mx.concatenate(drafts, axis=1) if k > 1 else drafts[0]
-        return tokens[:, : max(limits)], proposals
+        return tokens[:, : max(counts)], proposals, counts
 
     def observe(self, tokens: Iterable[int]) -> None:
         """Add tokens of the texts to the draft vocabulary, so that any of them can be drafted."""
@@ -309,8 +273,7 @@ def _draft(
 ) -> tuple[mx.array, Any, mx.array]:
     """Draft for the sequences of a group by the head's logits [G, V], after drafts of all sequences, each [B, 1].
 
-    Returns:
-        Tuple[mx.array, Any, mx.array]: The drafts [G, 1], their proposal, and the processed logits, [G, V].
+    Return the drafts [G, 1], their proposal, and the processed logits, [G, V].
     """
     s = sequences[members[0]]
     if s.logits_processors:

@@ -1,12 +1,12 @@
 """Speculative decoding with the model's own MTP head: draft, verify, accept, roll back.
 
-A step over a window of the decided token b and k drafts, with N tokens in the backbone's cache:
+A step over a window of the committed token b and k drafts, with N tokens in the backbone's cache:
 
     position               N         N+1       ...   N+k
     verify: input          b         d_1             d_k        one backbone pass
             hidden         h_N       h_N+1           h_N+k
             choice         c_1       c_2             c_k+1      given all tokens before it
-    accept j drafts        d_1 = c_1, ..., d_j = c_j; the next decided token is c_j+1
+    accept j drafts        d_1 = c_1, ..., d_j = c_j; the next committed token is c_j+1
     roll back              the caches keep b, d_1, ..., d_j
     draft:  hidden         h_N       ...   h_N+j                one pass of the head over the window: pair N+i:
             token          d_1       ...   c_j+1                the verified hidden state and the token after it
@@ -37,12 +37,13 @@ from ..caches.rows import KVOptions
 from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..pacing.depth import Depth
+from ..pacing.step_times import PLAIN_PLAN
 from .counts import DraftCounts
 from .decoder import Decoder, DecoderState
 from .planner import Planner
-from .prefill import check_arguments, prefill_chunk, prefill_prompt
+from .prefill import check_arguments, prefill_chunk, prefill_part, split_prompt
 from .sequence import Sequence
-from .window import Stepped, Token
+from .window import Drafts, Stepped, Token, Window, WindowPlan, choose
 
 
 def mtp_generate_step(
@@ -113,7 +114,16 @@ def mtp_generate_step(
     options = options.resolve(mtp_model)
     cache = open_prompt_cache(model, prompt_cache)
     place_images(mtp_model, cache, images, input_embeddings is not None)
-    sequence = Sequence(cache, options, counts or DraftCounts(), tokens=[*all_tokens], embeddings=input_embeddings)
+    tokens: Any = prompt.tolist()
+    sequence = Sequence(
+        cache,
+        options,
+        counts or DraftCounts(),
+        segments=split_prompt([tokens or [0] * len(input_embeddings)]),  # type: ignore[arg-type]
+        tokens=[*all_tokens],
+        embeddings=input_embeddings,
+        has_tokens=len(prompt) > 0,
+    )
     number = options.num_draft_tokens
     uses_times = not isinstance(number, int) or options.copy_drafts == "auto"
     planner = Planner(mtp_model, number if isinstance(number, Depth) else None, uses_times)
@@ -123,45 +133,61 @@ def mtp_generate_step(
     kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
     decoder = Decoder(mtp_model, kv=kv, exchange=planner.exchange, stream=stream)
     progress = prompt_progress_callback or (lambda *_: None)
-    yield from _generate(decoder, planner, sequence, prompt.astype(mx.uint32), prefill_step_size, progress)
+    yield from _generate(decoder, planner, sequence, prefill_step_size, progress)
 
 
 def _generate(
-    decoder: Decoder,
-    planner: Planner,
-    sequence: Sequence,
-    prompt: mx.array,
-    chunk: int,
-    progress: Callable[[int, int], Any],
+    decoder: Decoder, planner: Planner, s: Sequence, chunk: int, progress: Callable[[int, int], Any]
 ) -> Generator[Token, None, None]:
-    """Prefill a prompt [T], and generate the tokens of its sequence, the only one of the decoder."""
+    """Prefill the prompt of a sequence in chunks of so many tokens, and generate its tokens, alone in the decoder."""
     n_yielded, before = 0, None
+    s.cache.begin(s.cache.n_tokens)
     try:
+        progress(0, s.n_prompt)
         with mx.stream(decoder.stream):
-            out = prefill_prompt(decoder.model, sequence, prompt, chunk, progress, decoder.kv)
-            if sequence.max_tokens != 0:
-                decoder.begin(sequence, *out)
-        while decoder.sequences and sequence.end is None:
+            while s.segments and not (s.is_prefilled and s.max_tokens != 0 and not s.ends_with_image):
+                out = prefill_part(decoder.model, s, chunk, decoder.kv)
+                progress(s.n_prefilled, s.n_prompt)
+            first = _after_image(decoder, s, *out) if not s.segments and s.max_tokens != 0 else []
+            if s.max_tokens != 0 or first:
+                decoder.join([s])
+        for token in first:
+            n_yielded = 1
+            yield token
+        while decoder.sequences and s.end is None:
             before = decoder.state
             tokens = [token for _, own in step(decoder, planner) for token in own]
-            sequence.check()
+            s.check()
+            if n_yielded == 0 and tokens:
+                progress(s.n_prompt, s.n_prompt)
             for n_left, token in zip(range(len(tokens) - 1, -1, -1), tokens):
                 # The last one is the first token of the window in flight. No interrupt can come before the yield.
                 n_yielded, before = n_yielded + 1, before if n_left > 0 else None
                 yield token  # while the device drafts and verifies
     finally:
         try:
-            finalize(decoder, sequence, before, n_yielded)
+            finalize(decoder, s, before, n_yielded)
         except BaseException:  # users press Ctrl-C twice, and still expect the cache to be kept
-            finalize(decoder, sequence, before, n_yielded)
+            finalize(decoder, s, before, n_yielded)
             raise
+
+
+def _after_image(decoder: Decoder, s: Sequence, logits: mx.array, hidden: mx.array) -> list[Token]:
+    """Choose the first token after a prompt that ends with an image, by the outputs of its last token, each [1, 1, ...].
+
+    The sequence joins with this token, since rows have no positions in three axes.
+    """
+    plan = WindowPlan([s], (PLAIN_PLAN,), PLAIN_PLAN, False)
+    choice = choose(Window(plan, Drafts(plan.plans), logits, hidden))
+    ((_, tokens),) = decoder.read(choice).tokens_of_each()
+    s.check()
+    s.commit(choice.tokens, 0, 1)
+    return tokens
 
 
 def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: None) -> list[Stepped]:
     """
-    Accept or reject the drafts of the window in flight, draft, and start a pass over the next window.
-
-    The host does not wait for a window without drafts: its tokens are read while the device verifies the next one.
+    Accept or reject the drafts of the window in flight, and draft, commit and verify the next window.
 
     Args:
         move (Callable): Lets sequences leave and join, once the tokens of the window are accepted.
@@ -170,16 +196,25 @@ def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: 
         List[Tuple[Sequence, List[Token]]]: The tokens of each sequence of the window; empty if none was in flight.
     """
     with mx.stream(decoder.stream):
-        done = decoder.accept()
-        planner.record_drafting(done)
+        done = None
+        if (window := decoder.window) is not None:
+            choice = choose(window)
+            # The host waits for the choice if it decides on drafts. Otherwise the device runs the next pass first.
+            if len(window.drafts) > 0 or any(s.needs_tokens for s in window.sequences):
+                done = decoder.read(choice)
+                planner.record(done)
+            decoder.accept(choice, done)
         move()
         if len(decoder) > 0:
-            decoder.draft(planner.next(decoder))
-            decoder.roll_back()
-            decoder.verify()
-            planner.start_window(decoder)
-            decoder.wait()
-            planner.record_plain(done)
+            planned = planner.next(decoder)
+            drafts = decoder.draft(planned)
+            decoder.commit()
+            decoder.verify(planned, drafts)
+            planner.start_window(planned, drafts)
+        if window is not None and done is None:
+            done = decoder.read(choice)
+            if len(decoder) > 0:
+                planner.record(done)
         return [] if done is None else done.tokens_of_each()
 
 
@@ -198,9 +233,13 @@ def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yield
         if before is not None:
             decoder.restore(before)
         if decoder.sequences:
+            (embedding,) = decoder.last.embeddings
             n = decoder.extract(s, s.cache)
             if missing := s.tokens_between(n, n_yielded):
-                prefill_chunk(decoder.model, s.cache, mx.array(missing, mx.uint32), None, decoder.kv)
+                tokens = mx.array(missing, mx.uint32)
+                if embedding is not None:  # of the prompt's last position
+                    embedding = mx.concatenate([embedding, decoder.model.model.embed_tokens(tokens[1:])])
+                prefill_chunk(decoder.model, s.cache, tokens, embedding, decoder.kv)
         if decoder.exchange is not None:
             synchronize(decoder.stream)  # collectives of the pass in flight would corrupt those of another stream
         # Last: until here the cache is marked as unfinished.

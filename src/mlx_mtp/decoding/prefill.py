@@ -1,6 +1,6 @@
 """Prefill: passes of the model and its head over a prompt, which fill the caches of one sequence."""
 
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from typing import Any
 
 import mlx.core as mx
@@ -16,33 +16,20 @@ from ..models.mixin import MTPModel
 from .sequence import Sequence
 
 
-def prefill_prompt(
-    model: MTPModel, s: Sequence, prompt: mx.array, chunk: int, progress: Callable[[int, int], Any], kv: KVOptions
-) -> tuple[mx.array, mx.array]:
-    """Prefill a sequence's prompt, its last token in a pass of its own, as mlx-lm does.
+def split_prompt(segments: list[list[int]]) -> list[list[int]]:
+    """The segments of a prompt that are not empty, with its last token in one of its own."""
+    *before, end = [segment for segment in segments if segment]
+    return [*before, end[:-1], end[-1:]] if len(end) > 1 else [*before, end]
 
-    Args:
-        prompt (mx.array): [T]
-        chunk (int): The most tokens of a pass.
-        progress (Callable[[int, int], Any]): Called with the number of tokens processed, and of all.
 
-    Returns:
-        Tuple[mx.array, mx.array]: Logits [1, 1, V] and hidden state [1, 1, H] of the last token.
-    """
-    s.cache.begin(s.cache.n_tokens)
-    embeddings = s.embeddings
-    tokens: Any = prompt.tolist()
-    n = len(prompt) if embeddings is None else len(embeddings)
-    if len(prompt) == 0:
-        s.skip(n)
-    progress(0, n)
-    for begin in [*range(0, n - 1, chunk), n - 1]:
-        end = n if begin == n - 1 else min(begin + chunk, n - 1)
-        s.tokens += tokens[begin:end]
-        own = None if embeddings is None else embeddings[begin:end]
-        out = prefill_chunk(model, s.cache, prompt[begin:end], own, kv)
-        progress(end, n)
-    s.prompt_end = s.cache.n_tokens
+def prefill_part(model: MTPModel, s: Sequence, max_tokens: int, kv: KVOptions) -> tuple[mx.array, mx.array]:
+    """Prefill up to ``max_tokens`` tokens of a sequence's prompt, at most to the end of a segment. See ``prefill_chunk``."""
+    cache, tokens = s.cache, s.segments[0][:max_tokens]
+    n = len(tokens)
+    own = None if s.embeddings is None else s.embeddings[:n]
+    cache.images = s.images
+    out = prefill_chunk(model, cache, mx.array(tokens, mx.uint32), own, kv)
+    s.take_prompt(n)
     return out
 
 

@@ -45,6 +45,7 @@ class Sequence:
         pending (PendingEmbeddings, optional): The source of ``embeddings`` that are still computed.
           Default: ``None``, they are complete.
         uid (int): Its id in ``BatchGenerator``.
+        has_tokens (bool): Whether the tokens of its prompt are known. If only embeddings were given, ``segments`` has zeros.
 
     Attributes:
         max_tokens (int): The number of tokens still to generate; negative for no limit.
@@ -65,6 +66,7 @@ class Sequence:
     embeddings: mx.array | None = None
     pending: PendingEmbeddings | None = None
     uid: int = 0
+    has_tokens: bool = True
 
     def __post_init__(self) -> None:
         assert self.options.max_tokens is not None
@@ -76,9 +78,8 @@ class Sequence:
         self.images = self.cache.images
         # The index of the first known token.
         self.text_start = self.cache.n_tokens - len(self.cached_text) - len(self.tokens)
-        self.last_hidden: mx.array | None = None  # of the prompt's last token but one, [1, 1, H]
-        self.prompt_end = 0  # the index after the prompt, of a sequence that generates alone
         self.n_prefilled, self.n_prompt = 0, sum(map(len, self.segments))
+        self.prompt_end = self.cache.n_tokens + self.n_prompt  # the index after the prompt
         self.n_generated = self.n_observed = 0
         self.context: mx.array | None = None  # [N], for the logits processors
         self.sample_with(self.options.sampler)
@@ -102,7 +103,7 @@ class Sequence:
 
     @property
     def n_unobserved(self) -> int:
-        """The number of decided tokens that the host does not know yet."""
+        """The number of committed tokens that the host does not know yet."""
         return self.n_generated - self.n_observed
 
     def check(self) -> None:
@@ -110,9 +111,35 @@ class Sequence:
         if isinstance(self.end, Exception):
             raise self.end
 
-    def skip(self, n: int) -> None:
-        """Skip n positions of the prompt that were given as embeddings, without tokens."""
-        self.cached_text, self.text_start = [], self.text_start + len(self.cached_text) + n
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether its prompt is prefilled except for the last token."""
+        return len(self.segments) == 1 and self.pending is None
+
+    @property
+    def ends_with_image(self) -> bool:
+        """Whether the last token of its prompt is an image's."""
+        return bool(self.images) and self.images[-1].end >= self.prompt_end
+
+    def take_prompt(self, n: int) -> None:
+        """Take the next n tokens of the prompt, at most a segment, once they are prefilled."""
+        segment, self.n_prefilled = self.segments[0], self.n_prefilled + n
+        if self.has_tokens:
+            self.tokens += segment[:n]
+        else:
+            self.cached_text, self.text_start = [], self.cache.n_tokens
+        self.segments = [segment[n:], *self.segments[1:]] if n < len(segment) else self.segments[1:]
+        if self.embeddings is not None:
+            self.embeddings = self.embeddings[n:] if n < len(self.embeddings) else None
+
+    def take_last(self) -> int:
+        """Take the prompt's last token, with which the sequence joins. Return 0 in place of one that is not known."""
+        own = self.segments.pop() if self.segments else self.tokens[-1:]
+        if not self.has_tokens:
+            self.cached_text, self.text_start = [], self.prompt_end
+        elif self.n_generated == 0:
+            self.tokens += own
+        return own[0]
 
     def start(self) -> None:
         """Make its sources of drafts, once the prompt is prefilled."""
@@ -123,8 +150,9 @@ class Sequence:
 
     def tokens_between(self, n: int, n_generated: int) -> list[int]:
         """The tokens from index n up to a number of generated ones."""
-        text = [*self.cached_text, *self.tokens]
-        return text[n - self.text_start : self.prompt_end + n_generated - self.text_start]
+        text = [*self.cached_text, *self.tokens][: self.prompt_end + n_generated - self.text_start]
+        unknown = [0] * max(self.text_start - n, 0)
+        return unknown + text[max(n - self.text_start, 0) :]
 
     def text_of(self, n_tokens: int) -> list[int]:
         """The known tokens at the end of a prompt cache of ``n_tokens`` tokens."""
@@ -147,8 +175,8 @@ class Sequence:
                 logits = processor(tokens, logits)
         return logits
 
-    def decide(self, tokens: mx.array, b: int, n: int) -> None:
-        """Decide on the first n of ``tokens[b]``, of [B, T], which the host may not know yet."""
+    def commit(self, tokens: mx.array, b: int, n: int) -> None:
+        """Commit the first n of ``tokens[b]``, of [B, T], which the host may not know yet."""
         self.n_generated += n
         if self.context is not None:
             self.context = mx.concatenate([self.context, tokens[b, :n]])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Literal, cast
 
 import mlx.nn as nn
@@ -78,8 +79,10 @@ class TextOptions:
         return replace(resolved, num_draft_tokens=0, copy_drafts="off") if self.keeps_state else resolved
 
     def check(self) -> None:
-        """Raise a ValueError if an option of drafts is out of range."""
+        """Raise a ValueError if an option of drafts is out of range, or the number of tokens is no integer."""
         n, copies, p_min = self.num_draft_tokens, self.copy_drafts, self.draft_p_min
+        if self.max_tokens is not None and not isinstance(self.max_tokens, Integral):
+            raise ValueError(f"max_tokens must be an integer, not {self.max_tokens}.")
         if n not in (None, "auto") and not isinstance(n, Depth) and not _is_number(n, 0, MAX_DRAFT_TOKENS):
             raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
         if copies not in (None, "auto", "off") and not _is_number(copies, 1, MAX_COPY_TOKENS):

@@ -34,36 +34,21 @@ LONGEST = 64  # longer matches count as this length, since they are not better
 
 
 class Source(Protocol):
-    """
-    Attributes:
-        name (str): The name in ``Plan.source``.
-        fixed (int, optional): The number of tokens to draft whenever it has drafts; ``None`` lets the depth choose.
-    """
+    """A source of drafts. Committed tokens that ``observe`` has not received yet are counted by ``n_unobserved``."""
 
-    name: str
-    fixed: int | None
+    name: str  # in ``Plan.source``
+    fixed: int | None  # the number of tokens to draft whenever it has drafts; ``None`` lets the depth choose
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Observe decided tokens when the host learns them."""
+        """Observe committed tokens when the host learns them."""
         ...
 
     def acceptance(self, n_unobserved: int) -> list[float]:
-        """The probability that each draft is accepted, given that the drafts before it are; empty without drafts.
-
-        Args:
-            n_unobserved (int): The number of decided tokens that ``observe`` has not received yet.
-        """
+        """The probability that each draft is accepted, given that the drafts before it are; empty without drafts."""
         ...
 
     def propose(self, k: int, n_unobserved: int) -> mx.array:
-        """
-        Args:
-            k (int): The most drafts to make.
-            n_unobserved (int): As for ``acceptance``.
-
-        Returns:
-            mx.array: Up to k drafts for the tokens after the unobserved ones, each a proposal with probability one.
-        """
+        """Up to k drafts for the tokens after the unobserved ones, each a proposal with probability one."""
         ...
 
 
@@ -87,13 +72,8 @@ class NGramIndex:
 class PromptLookup:
     """The text's own repetitions as a source of drafts. Call ``propose`` only if ``acceptance`` is not empty.
 
-    Args:
-        text (Sequence[int]): The known text so far. Numbers below 0 are not copied. Its repetitions are not counted, since the
-          answer may repeat itself more or less.
-        fixed (int, optional): As in ``sources.Source``. Default: ``None``.
-
-    Attributes:
-        text (List[int]): The text, with the tokens observed since.
+    Numbers below 0 in the text so far are not copied. Its repetitions are not counted, since the answer may repeat itself more
+    or less.
     """
 
     name = "copies"
@@ -118,7 +98,7 @@ class PromptLookup:
         return self.followed
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Add decided tokens when the host learns them, and count the copies among them."""
+        """Add committed tokens when the host learns them, and count the copies among them."""
         for token in tokens:
             at = self.at
             if at is not None:
@@ -131,14 +111,7 @@ class PromptLookup:
             self.text.append(token)
 
     def acceptance(self, n_unobserved: int) -> list[float]:
-        """The probability that each copy is accepted, given that the copies before it are: up to [MAX_COPY_TOKENS].
-
-        Empty without a match.
-
-        Args:
-            n_unobserved (int): The number of decided tokens that ``observe`` has not received yet. They are assumed to be
-              copies as well.
-        """
+        """As in ``Source``: up to [MAX_COPY_TOKENS]. Unobserved tokens are assumed to be copies as well."""
         if self.at is None:
             return []
         n = len(self._copy(self.at, n_unobserved + MAX_COPY_TOKENS))

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx.utils import tree_flatten
 
+from ..checkpoint.adapters import check_adapter
 from ..checkpoint.config import Config, check_config, read_json
 from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.head_formats import head_bits
@@ -76,7 +77,7 @@ def fit(
     how = FitOptions(**options)
     how.check()
     if adapter_path is not None:
-        check_folder(Path(adapter_path), "--adapter-path")
+        check_adapter(adapter_path, "--adapter-path")
     if work.exists():
         check_folder(work, "--cache-path")
     source = fetch(model, None)

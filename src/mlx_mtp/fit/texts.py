@@ -30,7 +30,7 @@ MAX_HELD_OUT = 32  # texts of each: more texts cost time at every evaluation for
 
 
 @dataclass(frozen=True)
-class Text:
+class Document:
     """Tokens. The first ``n_prompt`` are a prompt, which is not trained on; a text that is only a prompt has no answer yet."""
 
     source: str
@@ -42,23 +42,23 @@ class Text:
 class Split:
     """Texts for training, validation and the test. They have no common source."""
 
-    train: list[Text]
-    valid: list[Text]
-    test: list[Text]
+    train: list[Document]
+    valid: list[Document]
+    test: list[Document]
 
 
-def read_texts(tokenizer: TokenizerWrapper, how: FitOptions) -> list[Text]:
+def read_texts(tokenizer: TokenizerWrapper, how: FitOptions) -> list[Document]:
     if how.corpus is not None:
         return read_corpus([Path(file) for file in how.corpus], tokenizer, how.max_seq_length)
     return read_prompts(None if how.prompts is None else Path(how.prompts), tokenizer)
 
 
-def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int) -> list[Text]:
+def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int) -> list[Document]:
     """Read files of text, and ``.jsonl`` files in the formats of ``mlx_lm.lora``. Raise an OSError or a ValueError for others.
 
     A source is a file, or a line of a ``.jsonl`` file. Texts without a prompt are cut into pieces of at most ``length`` tokens.
     """
-    texts: list[Text] = []
+    texts: list[Document] = []
     for file in files:
         try:
             content = file.read_text(encoding="utf-8")
@@ -71,7 +71,7 @@ def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int)
     return texts
 
 
-def _read_jsonl(name: str, content: str, tokenizer: TokenizerWrapper, length: int) -> list[Text]:
+def _read_jsonl(name: str, content: str, tokenizer: TokenizerWrapper, length: int) -> list[Document]:
     rows = [json.loads(line) for line in content.splitlines() if line.strip()]
     if not rows:
         return []
@@ -80,22 +80,22 @@ def _read_jsonl(name: str, content: str, tokenizer: TokenizerWrapper, length: in
     for i, row in enumerate(rows, 1):
         tokens, n_prompt = dataset.process(row)
         source = f"{name}:{i}"
-        texts += [Text(source, tokens, n_prompt)] if n_prompt else _pieces(source, tokens, length)
+        texts += [Document(source, tokens, n_prompt)] if n_prompt else _pieces(source, tokens, length)
     return [text for text in texts if text.n_prompt < len(text.tokens)]
 
 
-def _pieces(source: str, tokens: list[int], length: int) -> list[Text]:
-    return [Text(source, tokens[i : i + length]) for i in range(0, len(tokens), length)]
+def _pieces(source: str, tokens: list[int], length: int) -> list[Document]:
+    return [Document(source, tokens[i : i + length]) for i in range(0, len(tokens), length)]
 
 
-def read_prompts(file: Path | None, tokenizer: TokenizerWrapper) -> list[Text]:
+def read_prompts(file: Path | None, tokenizer: TokenizerWrapper) -> list[Document]:
     """The prompts of a file, separated by lines of three dashes, or the built-in ones."""
     found = prompts.nine_kinds() if file is None else prompts.read_prompts(file)
     encoded: dict[str, Any] = {name: prompts.encode(tokenizer, text).tolist() for name, text in found.items()}
-    return [Text(name, tokens, len(tokens)) for name, tokens in encoded.items()]
+    return [Document(name, tokens, len(tokens)) for name, tokens in encoded.items()]
 
 
-def split(texts: Sequence[Text], how: FitOptions) -> Split:
+def split(texts: Sequence[Document], how: FitOptions) -> Split:
     """Divide texts by source, without short ones of a corpus, and shuffle each part. A ValueError tells of too few sources."""
     shortest = 1 if how.corpus is None else SHORTEST
     texts = list({tuple(text.tokens): text for text in texts if len(text.tokens) >= shortest}.values())  # each once
@@ -106,7 +106,7 @@ def split(texts: Sequence[Text], how: FitOptions) -> Split:
     n_test = max(n_valid, min(MIN_TEST, len(sources) // 3))
     test, valid, train = set(sources[:n_test]), set(sources[n_test:][:n_valid]), set(sources[n_test + n_valid :])
 
-    def part(names: set[str]) -> list[Text]:
+    def part(names: set[str]) -> list[Document]:
         chosen = [text for text in texts if text.source in names]
         rng.shuffle(chosen)
         return chosen
@@ -146,8 +146,8 @@ def describe(parts: Split, how: FitOptions, iters: int) -> dict[str, Any]:
 
 
 def answer_all(
-    model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[Text], file: Path, how: FitOptions
-) -> list[Text]:
+    model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[Document], file: Path, how: FitOptions
+) -> list[Document]:
     """Answer each prompt ``how.answers`` times with different seeds, and append every answer to a file of JSON lines.
 
     At temperature 0 there is one answer.
@@ -161,7 +161,7 @@ def answer_all(
         for prompt, seed in tqdm(todo, desc="Answering", unit="answer", disable=None):
             sampler = make_sampler(temp=how.temp, seed=seed) if how.temp > 0 else None
             tokens = continue_text(model, tokenizer, prompt.tokens, max_tokens=how.max_tokens, sampler=sampler)
-            done.append(Text(prompt.source, tokens, len(prompt.tokens)))
+            done.append(Document(prompt.source, tokens, len(prompt.tokens)))
             f.write(_line(done[-1]))
             f.flush()
     return done
@@ -177,13 +177,13 @@ def continue_text(model: Any, tokenizer: TokenizerWrapper, prompt: list[int], **
     return tokens
 
 
-def _read(file: Path) -> list[Text]:
+def _read(file: Path) -> list[Document]:
     """The answers in a file, without an incomplete last line."""
     if not file.exists():
         return []
     lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-    return [Text(**json.loads(line)) for line in lines]
+    return [Document(**json.loads(line)) for line in lines]
 
 
-def _line(text: Text) -> str:
+def _line(text: Document) -> str:
     return json.dumps(asdict(text)) + "\n"

@@ -31,10 +31,10 @@ from ..models.head_weights import ROUTERS
 from ..models.mixin import MTPModel
 from .loss import DraftLoss
 from .options import FitOptions
-from .texts import Split, Text
+from .texts import Document, Split
 
 TOP_K = 32  # the likeliest tokens of the backbone's distribution; the others have hardly any mass
-ROWS = 1 << 25  # logits that are computed at once
+MAX_LOGITS = 1 << 25  # logits that are computed at once
 PAD_TO = 32  # as in mlx-lm: fewer lengths need fewer compiled graphs
 BETAS = (0.9, 0.95)
 
@@ -55,7 +55,9 @@ def train(model: Any, parts: Split, how: FitOptions, work: Path) -> int:
     return best.iters
 
 
-def record(model: MTPModel, texts: Sequence[Text], folder: Path, name: str, batch_size: int, length: int) -> list[Path]:
+def record(
+    model: MTPModel, texts: Sequence[Document], folder: Path, name: str, batch_size: int, length: int
+) -> list[Path]:
     """Write a file for each text, see ``read_states``, and keep the files of an earlier run.
 
     The backbone runs over ``batch_size`` texts at once. Of a text, the last ``length`` positions are kept: a head can start
@@ -81,13 +83,13 @@ def read_states(file: Path) -> dict[str, mx.array]:
     return load_tensors(file)
 
 
-def _states(model: MTPModel, texts: Sequence[Text], length: int) -> Iterator[dict[str, mx.array]]:
+def _states(model: MTPModel, texts: Sequence[Document], length: int) -> Iterator[dict[str, mx.array]]:
     """Run the backbone over texts in one batch, padded on the right. Return the content of ``read_states`` for each."""
     longest = max(len(text.tokens) for text in texts)
     tokens = mx.array([text.tokens + [0] * (longest - len(text.tokens)) for text in texts], mx.uint32)  # [B, T]
     hidden = model.model(tokens)  # [B, T, H]
     mx.eval(hidden)
-    n_rows = max(ROWS // model.output_layer.weight.shape[0], 1)  # at once
+    n_rows = max(MAX_LOGITS // model.output_layer.weight.shape[0], 1)  # at once
     for b, text in enumerate(texts):
         n = len(text.tokens)
         first = max(n - length, 0)

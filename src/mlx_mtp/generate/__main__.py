@@ -49,6 +49,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = extend(setup_arg_parser(), "mlx_mtp generate", description)
     flags.add_drafting(parser)
     parser.add_argument(
+        "--prompt",
+        "-p",
+        default=parser.get_default("prompt"),
+        help=r"Message to be processed by the model ('-' reads from stdin). \n and \t become a line break and a tab, but not "
+        "in stdin: use '-' for text as it is, such as LaTeX or Windows paths.",
+    )
+    parser.add_argument(
         "--temp",
         type=float,
         default=0.0,

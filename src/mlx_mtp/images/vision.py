@@ -131,6 +131,10 @@ class Vision:
         mx.eval(tower.parameters())
         return tower
 
+    def free(self) -> None:
+        """Free the tower, which is loaded again for the next image."""
+        vars(self).pop("tower", None)
+
     @property
     def unread_bytes(self) -> int:
         """The size of the tower's tensors before the tower is loaded; 0 afterwards."""

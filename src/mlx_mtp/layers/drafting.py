@@ -13,8 +13,6 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
-BITS = (2, 3, 4, 5, 6, 8)
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -60,10 +58,8 @@ class DraftConfig:
           0 for all. Default: ``None``, on Metal as many as its fused attention takes, elsewhere all.
         compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
         pieces (int, optional): As in ``Pass``.
-        seconds (Mapping[int, float]): The times of steps by depth, measured when the model was first loaded on this machine.
-        draft_cost (float): The time in which the head drafts a token, in plain steps, measured with them.
-        timing (pacing.step_times.Timing, optional): The times of steps on this machine, made by ``pacing`` and updated by
-          ``decoding``. It is an attribute of the model so that all generations share it.
+        times (pacing.step_times.StepTimes, optional): The times of steps, which all generations share and update.
+        turn (object): Identifies the generation that last submitted work to the device.
     """
 
     lm_head: "DraftLMHead | None" = None
@@ -71,9 +67,8 @@ class DraftConfig:
     attention_rows: int | None = None
     compiled: bool = True
     pieces: int | None = None
-    seconds: Mapping[int, float] = field(default_factory=dict)
-    draft_cost: float = 0.0
-    timing: Any = None
+    times: Any = None
+    turn: Any = None
 
 
 class DraftLMHead:
@@ -131,10 +126,10 @@ class DraftLMHead:
 
 
 def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> mx.array:
-    """The head's hidden states [B, 1, H] -> logits [B, V], which are -inf outside the draft vocabulary."""
+    """The head's output [B, 1, H] -> logits [B, V], which are -inf outside the draft vocabulary."""
     if lm_head is None or lm_head.ids is None:
         return model.draft_logits(hidden)[:, -1]
-    logits = lm_head(hidden)[:, -1]  # [B, n]
+    logits = lm_head(model.mtp.output(hidden))[:, -1]  # [B, n]
     others = mx.full((len(logits), model.vocab_size), -mx.inf, logits.dtype)
     return mx.put_along_axis(others, mx.broadcast_to(lm_head.ids, logits.shape), logits, axis=-1)
 

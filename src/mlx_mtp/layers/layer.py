@@ -17,9 +17,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
-from ..caches.recurrent import ArraysCache, recur
+from ..caches import indexed
+from ..caches.indexed import NAMES
+from ..caches.recurrent import ArraysCache, State, recur
 from .passes import Pass, current_pass
 
 # The routing of MLX 0.32.4, ``ScaledDotProductAttention::use_fallback`` in backend/metal/scaled_dot_product_attention.cpp.
@@ -34,6 +37,65 @@ class Layer:
     is_linear: bool
     linear_attn: Any
     self_attn: Any
+    mlp: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of activations."""
+        dtype: mx.Dtype = self.input_layernorm.weight.dtype
+        return dtype
+
+    @property
+    def states(self) -> list[State]:
+        """The arrays of the cache of a recurrent layer."""
+        delta = self.linear_attn
+        return [
+            State("convolution inputs", (delta.conv_kernel_size - 1, delta.conv_dim)),
+            State("state", (delta.num_v_heads, delta.head_v_dim, delta.head_k_dim), mx.float32),
+        ]
+
+    @property
+    def row_sizes(self) -> dict[str, tuple[int, int]]:
+        """The numbers of heads and dimensions of the arrays of the cache of an attention layer, by name."""
+        return dict.fromkeys(NAMES, (self.self_attn.num_key_value_heads, self.self_attn.head_dim))
+
+    def make_cache(self) -> Any:
+        """An empty cache of this layer."""
+        if self.is_linear:
+            return ArraysCache(size=len(self.states))
+        return KVCache() if len(self.row_sizes) == len(NAMES) else indexed.KVCache()
+
+    def enter(self, x: mx.array) -> tuple[mx.array, ...]:
+        """The input of the layer's first part, [B, T, H], and what ``join`` takes, given the layer's input x."""
+        return (self.input_layernorm(x),)
+
+    def join(self, x: mx.array, out: mx.array, *ways: mx.array) -> mx.array:
+        """Add the output of the first part, [B, T, H]."""
+        return x + out
+
+    def feed_forward(self, x: mx.array) -> mx.array:
+        """Run the second part, and add its output."""
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def embed(self, x: mx.array, cache: Any, this: Pass) -> tuple[mx.array, list[mx.array]]:
+        """Change the input of a recurrent layer -> it, and the further last inputs of its cache, each with the new ones."""
+        return x, []
+
+    def index(self, normed: mx.array) -> tuple[mx.array, ...]:
+        """The queries [B, Hi, T, Di] and keys [B, 1, T, Di] of an attention layer's indexer; empty without one."""
+        return ()
+
+    def select(self, mask: Any, queries: mx.array, keys: mx.array, offset: int | mx.array) -> Any:
+        """The mask of attention to the tokens that the indexer selects.
+
+        Args:
+            mask (mx.array or str, optional): The mask without a selection.
+            queries, keys (mx.array): As in ``index``, the keys of all tokens, [B, 1, N, Di].
+            offset (Union[int, mx.array]): The index of the first query, [B].
+        """
+        raise NotImplementedError
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         this = current_pass()
@@ -48,6 +110,7 @@ class Layer:
         """Run a recurrent layer over a window or one token, and update its cache."""
         B, T, _ = x.shape
         delta, window = self.linear_attn, cache.window if isinstance(cache, ArraysCache) else None
+        x, last_inputs = self.embed(x, cache, this)
         conv_state, state = cache[0], cache[1]
         if conv_state is None:
             conv_state = mx.zeros((B, delta.conv_kernel_size - 1, delta.conv_dim), x.dtype)
@@ -56,22 +119,37 @@ class Layer:
         n_confirmed = 0 if window is None else min(window.n_confirmed, T)
         x, conv_state, state, *record = this.call(recurrent_layer, self, x, conv_state, state, n_confirmed=n_confirmed)
         if window is not None:
-            window.n_tokens, (window.conv_input, window.state, *inputs) = T, record
-            window.inputs = tuple(inputs)
+            conv_input, window.state, *inputs = record
+            window.n_tokens, window.last_inputs, window.inputs = T, (conv_input, *last_inputs), tuple(inputs)
         cache[0], cache[1] = conv_state, state
+        for i, own in enumerate(last_inputs, 2):
+            cache[i] = mx.contiguous(own[:, T:])
         cache.advance(T)
         return x
 
     def attend(self, x: mx.array, mask: mx.array | str | None, cache: Any, this: Pass) -> mx.array:
-        attention, start = self.self_attn, this.start(cache)
-        queries, keys, values, gate = this.call(before_attention, self, x, *start)
-        if not start:
-            queries, keys = (attention.rope(t, offset=cache.offset) for t in (queries, keys))
-        keys, values = cache.update_and_fetch(keys, values)
-        out = attend(queries, keys, values, cache, attention.scale, mask, this.attention_rows)
-        x = this.call(after_attention, self, x, out, gate)
+        start = this.start(cache)
+        x, gate, ways, arrays = this.call(before_attention, self, x, *start)
+        out = self.attention(arrays, mask, cache, this, is_rotated=bool(start))
+        x = this.call(after_attention, self, x, out, gate, *ways)
         this.count_attention(x)
         return x
+
+    def attention(self, arrays: Any, mask: Any, cache: Any, this: Pass, *, is_rotated: bool) -> mx.array:
+        """Update an attention layer's cache, and attend.
+
+        Args:
+            arrays (Tuple[mx.array, ...]): Those of ``before_attention``, with queries of the last positions or all.
+        """
+        queries, keys, values, *index = arrays
+        offset, rope, skipped = cache.offset, self.self_attn.rope, keys.shape[2] - queries.shape[2]
+        if not is_rotated:
+            queries, keys = rope(queries, offset=offset + skipped), rope(keys, offset=offset)
+        keys, values, *index_keys = cache.update_and_fetch(keys, values, *index[1:])
+        if index:
+            queries = mx.depends(queries, index_keys)  # otherwise they would not be computed where none are needed
+            mask = self.select(mask, index[0][:, :, skipped:], index_keys[0], offset + skipped)
+        return attend(queries, keys, values, cache, self.self_attn.scale, mask, this.attention_rows)
 
 
 def recurrent_layer(
@@ -92,7 +170,8 @@ def recurrent_layer(
           the gates g, beta of the other tokens, each [B, T - n_confirmed, ...], if there are any.
     """
     delta, (B, T, _) = layer.linear_attn, x.shape
-    qkv, z, a, b = delta.project(layer.input_layernorm(x))
+    normed, *ways = layer.enter(x)
+    qkv, z, a, b = delta.project(normed)
 
     conv_input = mx.concatenate([conv_state, qkv], axis=1)  # [B, K - 1 + T, C]
     conv_state = mx.contiguous(conv_input[:, 1 - delta.conv_kernel_size :])
@@ -121,26 +200,34 @@ def recurrent_layer(
     out = delta.out_proj(delta.norm(out, z).reshape(B, T, -1))
     if delta.sharding_group is not None:
         out = mx.distributed.all_sum(out, group=delta.sharding_group)
-    x = x + out
-    return x + layer.mlp(layer.post_attention_layernorm(x)), conv_state, state, *record
+    return layer.feed_forward(layer.join(x, out, *ways)), conv_state, state, *record
 
 
-def before_attention(layer: Any, x: mx.array, start: mx.array | None = None) -> tuple[mx.array, ...]:
+def before_attention(
+    layer: Any, x: mx.array, start: mx.array | None = None, query_start: mx.array | None = None, *, last: bool = False
+) -> tuple[Any, ...]:
     """The first part of a layer with mlx-lm's ``Qwen3NextAttention`` (0.32.2).
 
     Args:
         x (mx.array): [B, T, H]
         start (mx.array, optional): The position of the first token, [] or [B]. Default: ``None``, without rope.
+        query_start (mx.array, optional): The position of the first query. Default: ``None``, that of the first token.
+        last (bool): Only the last position has a query. Default: ``False``.
 
     Returns:
-        Tuple[mx.array, ...]: Queries [B, Hq, T, D], keys and values [B, Hkv, T, D], and the gate [B, T, Hq D].
+        Tuple: Of the positions with queries, x, the gate [B, T, Hq D] and what ``join`` takes; then queries [B, Hq, T, D], keys
+          and values [B, Hkv, T, D], and those of ``index``.
     """
-    x = layer.input_layernorm(x)
-    queries, gate = queries_of(layer.self_attn, x)
-    keys, values = keys_and_values_of(layer.self_attn, x)
+    normed, *ways = layer.enter(x)
+    keys, values = keys_and_values_of(layer.self_attn, normed)
+    index = layer.index(normed)
+    if last:
+        x, normed, *ways = (t[:, -1:] for t in (x, normed, *ways))
+    queries, gate = queries_of(layer.self_attn, normed)
     if start is not None:
-        queries, keys = (layer.self_attn.rope(t, offset=start) for t in (queries, keys))
-    return queries, keys, values, gate
+        rope = layer.self_attn.rope
+        queries, keys = rope(queries, offset=start if query_start is None else query_start), rope(keys, offset=start)
+    return x, gate, ways, (queries, keys, values, *index)
 
 
 def queries_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -157,21 +244,28 @@ def keys_and_values_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]
     return attention.k_norm(keys).transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
 
 
-def after_attention(layer: Any, x: mx.array, out: mx.array, gate: mx.array) -> mx.array:
+def append_to_cache(layer: Any, x: mx.array, cache: Any) -> None:
+    """Append the arrays of x [B, T, H] to the cache of an attention layer, without its output."""
+    normed, *_ = layer.enter(x)
+    keys, values = keys_and_values_of(layer.self_attn, normed)
+    cache.update_and_fetch(layer.self_attn.rope(keys, offset=cache.offset), values, *layer.index(normed)[1:])
+
+
+def after_attention(layer: Any, x: mx.array, out: mx.array, gate: mx.array, *ways: mx.array) -> mx.array:
     """The last part of such a layer.
 
     Args:
         x (mx.array): The layer's input, [B, T, H].
         out (mx.array): The output of attention, [B, Hq, T, D].
         gate (mx.array): [B, T, Hq D]
+        ways (mx.array): What ``join`` takes.
 
     Returns:
         mx.array: [B, T, H]
     """
     B, T, _ = x.shape
     out = out.transpose(0, 2, 1, 3).reshape(B, T, -1)  # [B, T, Hq D]
-    x = x + layer.self_attn.o_proj(out * mx.sigmoid(gate))
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    return layer.feed_forward(layer.join(x, layer.self_attn.o_proj(out * mx.sigmoid(gate)), *ways))
 
 
 def group_size(n: int, heads: int, kv_heads: int, head_dim: int) -> int:

@@ -12,11 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models.base import create_attention_mask
 
 from ..caches.positions import Positions
 from .compiled import Compiler
-from .layer import after_attention, keys_and_values_of, queries_of
+from .layer import after_attention, before_attention
 from .passes import current_pass, in_pass, pass_of_head
 
 
@@ -27,6 +27,11 @@ class MTPModule(nn.Module):
         args: The backbone's text arguments.
         layer (nn.Module): A full-attention decoder layer of the backbone's kind.
     """
+
+    pre_fc_norm_embedding: Any
+    pre_fc_norm_hidden: Any
+    norm: Any
+    shifts_norms = True  # whether 1 is added to the norms of a raw checkpoint, as in mlx-lm
 
     def __init__(self, args: Any, layer: nn.Module):
         super().__init__()
@@ -51,17 +56,13 @@ class MTPModule(nn.Module):
     def last(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
         """The output of the last position alone, [B, 1, H], for a draft: those before only add keys and values to the cache."""
         T, this, (layer,) = hidden.shape[1], current_pass(), self.layers
-        offset, start, mask = cache.offset, this.start(cache), create_attention_mask(hidden, cache)
+        start, mask = this.start(cache), create_attention_mask(hidden, cache)
         # The query's start is computed outside, since the CPU backend compiles a kernel for each number in a trace.
         starts = [*start, *(s + (T - 1) if T > 1 else s for s in start)]
-        x, query, keys, values, gate = this.call(_before_attention, self, embeddings, hidden, *starts)
-        if not start:
-            rope = layer.self_attn.rope
-            query, keys = rope(query, offset=offset + T - 1), rope(keys, offset=offset)
-        keys, values = cache.update_and_fetch(keys, values)
+        x, gate, ways, arrays = this.call(_before_attention, self, embeddings, hidden, *starts)
         mask = mask[..., -1:, :] if isinstance(mask, mx.array) else None
-        out = scaled_dot_product_attention(query, keys, values, cache, scale=layer.self_attn.scale, mask=mask)
-        return this.call(_after_attention, self, x, out, gate)
+        out = layer.attention(arrays, mask, cache, this, is_rotated=bool(start))
+        return this.call(_after_attention, self, x, out, gate, *ways)
 
     def combine(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
         """The input of the decoder layer, [B, T, H], from embeddings and hidden states [B, T, H]."""
@@ -74,40 +75,18 @@ class MTPModule(nn.Module):
         (layer,) = self.layers
         return self.norm(layer(x, mask=create_attention_mask(x, cache), cache=cache))
 
-
-def _before_attention(
-    mtp: Any,
-    embeddings: mx.array,
-    hidden: mx.array,
-    start: mx.array | None = None,
-    query_start: mx.array | None = None,
-) -> tuple[mx.array, ...]:
-    """The head's part before attention. Only the last position has a query. Without starts, rope is left out.
-
-    Returns:
-        Tuple[mx.array, ...]: The input of the last position [B, 1, H]; then, as ``layer.before_attention``, its query, the keys
-          and values of all positions, and its gate.
-    """
-    (layer,) = mtp.layers
-    x = mtp.combine(embeddings, hidden)  # [B, T, H]
-    normed = layer.input_layernorm(x)
-    query, gate = queries_of(layer.self_attn, normed[:, -1:])
-    keys, values = keys_and_values_of(layer.self_attn, normed)
-    if start is not None:
-        rope = layer.self_attn.rope
-        query, keys = rope(query, offset=query_start), rope(keys, offset=start)
-    return x[:, -1:], query, keys, values, gate
+    def output(self, out: mx.array) -> mx.array:
+        """The input of the output layer, [B, T, H], from the head's output."""
+        return out
 
 
-def _after_attention(mtp: Any, x: mx.array, out: mx.array, gate: mx.array) -> mx.array:
-    (layer,) = mtp.layers
-    return mtp.norm(after_attention(layer, x, out, gate))
+def _before_attention(mtp: Any, embeddings: mx.array, hidden: mx.array, *starts: mx.array) -> tuple[Any, ...]:
+    """The head's part before attention, as ``layer.before_attention``. Only the last position has a query."""
+    return before_attention(mtp.layers[0], mtp.combine(embeddings, hidden), *starts, last=True)
 
 
-def append_keys_and_values(layer: Any, x: mx.array, cache: Any) -> None:
-    """Append the keys and values of x [B, T, H] to the cache."""
-    keys, values = keys_and_values_of(layer.self_attn, layer.input_layernorm(x))
-    cache.update_and_fetch(layer.self_attn.rope(keys, offset=cache.offset), values)
+def _after_attention(mtp: Any, x: mx.array, out: mx.array, gate: mx.array, *ways: mx.array) -> mx.array:
+    return mtp.norm(after_attention(mtp.layers[0], x, out, gate, *ways))
 
 
 def run_head(

@@ -12,7 +12,8 @@ from ..caches.positions import Positions
 from .compiled import Compiler
 from .drafting import DraftConfig
 
-MOST_TOKENS = 17  # tokens of a sequence in a compiled pass: a decided token and up to sixteen copies
+MAX_COPY_TOKENS = 16  # drafts in a window
+MAX_WINDOW = MAX_COPY_TOKENS + 1  # tokens of a sequence in a compiled pass, the first of which is committed
 
 
 @dataclass
@@ -99,7 +100,7 @@ def pass_of_head(T: int, drafting: DraftConfig, compiler: Compiler | None, posit
 
 
 def _compiler(T: int, drafting: DraftConfig, compiler: Compiler | None) -> Compiler | None:
-    return compiler if drafting.compiled and T <= MOST_TOKENS else None
+    return compiler if drafting.compiled and T <= MAX_WINDOW else None
 
 
 _pass: ContextVar[Pass | None] = ContextVar("pass", default=None)

@@ -23,19 +23,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from ..caches import recurrent as caches
+from ..caches import recurrent
 from ..layers.drafting import draft_logits
 from ..layers.mtp import run_head
 
 
-class ArraysCache(caches.ArraysCache):
+class ArraysCache(recurrent.ArraysCache):
     """A recurrent layer's cache that can be trimmed within the target's last window.
 
     The class has its parent's name because a prompt cache file has the names of its classes.
     """
 
-    def __init__(self, draft: "DraftCache"):
-        super().__init__(size=2)
+    def __init__(self, draft: "DraftCache", size: int):
+        super().__init__(size)
         self.draft = draft
 
     def is_trimmable(self) -> bool:
@@ -63,8 +63,8 @@ class DraftCache(stock._BaseCache):
     own output.
     """
 
-    def __init__(self) -> None:
-        self.kv = stock.KVCache()
+    def __init__(self, kv: stock.KVCache):
+        self.kv = kv
         self.n_verified = 0
         self.tokens = mx.array([], mx.uint32)  # from n_verified + 1 on
         self.n_seen = 0  # tokens given to the draft model
@@ -143,9 +143,9 @@ class Target(nn.Module):
         return self.model.layers
 
     def make_cache(self) -> list[Any]:
-        draft = DraftCache()
+        draft, caches = DraftCache(self.model.head_layer.make_cache()), self.model.make_cache()
         self._waiting = weakref.ref(draft)
-        return [ArraysCache(draft) if l.is_linear else stock.KVCache() for l in self.layers]
+        return [ArraysCache(draft, len(c.cache)) if isinstance(c, recurrent.ArraysCache) else c for c in caches]
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """Token ids [1, T] -> logits [1, T, V]"""

@@ -17,9 +17,11 @@ class FamilyModel(MTPModel):
     """A model with its MTP head. List it before mlx-lm's model among the bases."""
 
     @property
-    def takes_images(self) -> bool:
-        """Whether its positions have three axes."""
-        return all(isinstance(layer.self_attn.rope, MRoPE) for layer in self.layers if not layer.is_linear)
+    def no_images(self) -> str | None:  # type: ignore[override]
+        """Why it takes no images, if so: their positions have three axes."""
+        if all(isinstance(layer.self_attn.rope, MRoPE) for layer in self.layers if not layer.is_linear):
+            return None
+        return "The model takes no images: its positions have one axis, or are scaled (YaRN)."
 
     def make_draft_model(self) -> DraftModel:
         """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``.

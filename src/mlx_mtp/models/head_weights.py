@@ -36,7 +36,8 @@ def is_raw(weights: Mapping[str, mx.array]) -> bool:
 def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
     """Map a head's tensors to the names and values of ``MTPModule``'s parameters.
 
-    Experts may be stacked, separate, fused, or named as in a dense layer. In a raw checkpoint, 1 is added to every norm.
+    Experts may be stacked, separate, fused, or named as in a dense layer. In a raw checkpoint, 1 is added to every norm, if the
+    model ``shifts_norms``.
 
     Raises:
         ValueError: Tensors are missing, unknown or of the wrong shape; the message names them.
@@ -75,7 +76,7 @@ def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> di
     elif experts:
         for p, name in stacked.items():
             weights[name] = mx.stack([weights.pop(n) for n in experts if n.endswith(f".{p}.weight")])  # [E, I, H]
-    if raw:
+    if raw and mtp.shifts_norms:
         for name, shape in expected.items():
             if len(shape) == 1:
                 weights[name] = weights[name] + 1.0

@@ -5,10 +5,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
-from mlx_lm.models.cache import KVCache
 
 from ..caches.prompt_cache import positions_of
-from ..caches.recurrent import ArraysCache, open_windows
+from ..caches.recurrent import open_windows
 from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
@@ -20,12 +19,14 @@ class MTPModel:
     """A model with its MTP head, as the loop calls it."""
 
     head_prefix = "mtp."  # of the names of the head's parameters
-    can_shard = True  # whether ranks can have a part of each layer
+    no_shard: str | None = None  # why ranks cannot have a part of each layer, if they cannot
+    no_images: str | None = None  # why the model takes no images, even if its checkpoint has a vision encoder
     args: Any
     mtp: Any
     model: Any  # the backbone, with ``embed_tokens``
     layers: Any
     parameters: Any
+    ngrams: Any = None  # the hashes and tables of n-gram embeddings, if the model has any
     ranks: Ranks | None = None  # the ranks that run the model, set by ``mlx_mtp.load``
     vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
     fetched_head: Any = None  # the ``checkpoint.fetched.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
@@ -70,6 +71,15 @@ class MTPModel:
         return (logits, hidden) if return_hidden else logits
 
     def logits(self, hidden: mx.array) -> mx.array:
+        """The backbone's hidden states [B, T, H] -> logits [B, T, V]."""
+        return self.project(hidden)
+
+    def draft_logits(self, out: mx.array) -> mx.array:
+        """The head's output [B, T, H] -> logits of ``drafting.lm_head.ids``, or of all [B, T, n]."""
+        hidden, lm_head = self.mtp.output(out), self.drafting.lm_head
+        return self.project(hidden) if lm_head is None else lm_head(hidden)
+
+    def project(self, hidden: mx.array) -> mx.array:
         """The output layer: [B, T, H] -> [B, T, V]."""
         if self._text.args.tie_word_embeddings:
             out: mx.array = self.model.embed_tokens.as_linear(hidden)
@@ -79,7 +89,7 @@ class MTPModel:
 
     def make_cache(self) -> list[Any]:
         """An empty cache for each layer."""
-        return [ArraysCache(size=2) if l.is_linear else KVCache() for l in self.layers]
+        return [layer.make_cache() for layer in self.layers]
 
     def fingerprint(self) -> bytes:
         """The digest that identifies this model's prompt caches, see ``caches/validation.py``. It is computed once."""
@@ -117,11 +127,12 @@ class MTPModel:
         return layer
 
     @property
-    def head_attention(self) -> nn.Module:
-        """The attention of the head's decoder layer."""
-        attention: nn.Module = self.mtp.layers[0].self_attn
-        return attention
+    def hidden_size(self) -> int:
+        """The size of a hidden state, which the head takes."""
+        size: int = self.text_args.hidden_size
+        return size
 
-    def draft_logits(self, hidden: mx.array) -> mx.array:
-        """The output layer of drafts: the head's hidden states [B, T, H] -> logits of ``lm_head.ids``, or of all [B, T, n]."""
-        return self.logits(hidden) if self.drafting.lm_head is None else self.drafting.lm_head(hidden)
+    @property
+    def head_layer(self) -> Any:
+        """The head's decoder layer."""
+        return self.mtp.layers[0]

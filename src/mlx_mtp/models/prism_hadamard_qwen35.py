@@ -19,7 +19,7 @@ class ModelArgs(qwen3_5.ModelArgs, stock.ModelArgs):
 
 
 class Model(qwen3_5.Model, stock.Model):
-    can_shard = False
+    no_shard = "a rotation mixes the inputs of each layer"
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)

@@ -55,10 +55,10 @@ def _shard_mlp(mlp: Any, group: mx.distributed.Group) -> None:
 
 def check_shard(model: Any, n: int) -> None:
     """Raise a ValueError if a model cannot be split among ``n`` ranks. Its weights are not needed."""
-    if not model.can_shard:
+    if model.no_shard is not None:
         raise ValueError(
-            f"A model of type {model.model_type} cannot be split among processes, because a rotation mixes the inputs of each "
-            "layer: use a pipeline (--pipeline)."
+            f"A model of type {model.model_type} cannot be split among processes, because {model.no_shard}: use a pipeline "
+            "(--pipeline)."
         )
     args = model.text_args
     heads, kv_heads = args.num_attention_heads, args.num_key_value_heads

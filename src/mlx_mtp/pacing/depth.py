@@ -1,7 +1,7 @@
 """Choose the number and the source of the next drafts: the most expected tokens per second, by the steps observed so far.
 
 A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i is accepted, given
-that the drafts before it are, and takes t(k) seconds; k = 0 is plain decoding. ``best_depth`` maximizes E(k) / t(k).
+that the drafts before it are, and takes t(k) seconds; k = 0 is plain decoding. ``best_length`` maximizes E(k) / t(k).
 Several sequences share k. It minimizes the mean of t(k) / E_b(k) over the sequences b, so E is the harmonic mean of theirs. The
 tokens per second of the whole batch would favor sequences that are already fast: others would end long after them.
 ``Rates`` estimates a for one text, ``StepTimes`` estimates t for one machine, and ``Depth`` chooses from both.
@@ -14,32 +14,26 @@ building the verify pass usually costs more than it saves. If waiting gains, ``-
 import math
 from collections.abc import Mapping, Sequence
 
+from ..layers.passes import MAX_COPY_TOKENS
 from .step_times import FREE, HEAD, MAX_DRAFT_TOKENS, PLAIN_PLAN, Plan, StepTimes
 
-__all__ = ["MAX_DRAFT_TOKENS", "Depth", "Rates"]
+__all__ = ["MAX_COPY_TOKENS", "MAX_DRAFT_TOKENS", "Depth", "Rates"]
 # Numbers of drafts for sources other than the head; few, so that their times are soon known.
-SOURCE_DEPTHS = (1, 2, 4, 8, 16)
-MAX_COPY_TOKENS = SOURCE_DEPTHS[-1]
+SOURCE_LENGTHS = (1, 2, 4, 8, MAX_COPY_TOKENS)
 
 
 # The probability that each draft of a sequence is accepted, given that the drafts before it are, by source, each [K].
 Offer = Mapping[str, Sequence[float]]
 
 
-def best_depth(tokens: Sequence[float], seconds: Sequence[float]) -> int:
-    """
-    The depth with the most expected tokens per second; the lowest of equals.
-
-    Args:
-        tokens (Sequence[float]): The mean number of tokens that a step yields at each depth from 0, [K + 1].
-        seconds (Sequence[float]): The time of a step at each depth, [K + 1].
-    """
+def best_length(tokens: Sequence[float], seconds: Sequence[float]) -> int:
+    """The draft length with the most tokens per second, by the tokens and the time of a step at each from 0, both [K + 1]."""
     rates = [n / t for n, t in zip(tokens, seconds)]
     return rates.index(max(rates))
 
 
 def expected_tokens(acceptance: Sequence[float]) -> list[float]:
-    """The mean number of tokens that a step yields at each depth from 0, [K + 1]."""
+    """The mean number of tokens that a step yields at each draft length from 0, [K + 1]."""
     tokens, accepted = [1.0], 1.0
     for a in acceptance:
         accepted *= a
@@ -48,28 +42,22 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
 
 
 def joint_tokens(offers: Sequence[Offer], n: int) -> list[float]:
-    """The harmonic mean of the tokens that each sequence's best source yields at each depth from 0 to n, [n + 1]."""
+    """The harmonic mean of the tokens that each sequence's best source yields at each draft length, [n + 1]."""
     of_each = [[max(own) for own in zip(*(_padded(a, n) for a in offer.values()))] for offer in offers if offer]
     of_each += [[1.0] * (n + 1) for offer in offers if not offer]
     return [len(of_each) / sum(1 / tokens for tokens in at_k) for at_k in zip(*of_each)]
 
 
 def _padded(acceptance: Sequence[float], n: int) -> list[float]:
-    """``expected_tokens`` up to depth n, where further drafts are not offered."""
+    """``expected_tokens`` up to n drafts, where further ones are not offered."""
     tokens = expected_tokens(acceptance[:n])
     return tokens + tokens[-1:] * (n + 1 - len(tokens))
 
 
 class Rates:
-    """A running estimate of the acceptance rate in each of n buckets, such as the positions in a window.
+    """A running estimate of the acceptance rate in each of n buckets, such as the positions in a window: ``estimate``, [n].
 
     Without new counts, the estimate of a bucket moves towards that of the bucket before it.
-
-    Args:
-        n (int): The number of buckets.
-
-    Attributes:
-        estimate (list[float]): [n].
     """
 
     FADING = 0.97  # the decay of a count with each later one: to a third after 36, about a paragraph
@@ -89,12 +77,12 @@ class Rates:
     def count_window(self, n_drafted: int, n_accepted: int) -> None:
         """Count a window, whose positions are the buckets; all earlier counts decay.
 
-        If a draft is accepted, the text is predictable, and the next draft is accepted about as often. So an abandoned depth is
-        tried again once the drafts before it are accepted more often.
+        If a draft is accepted, the text is predictable, and the next draft is accepted about as often. So an abandoned draft
+        length is tried again once the drafts before it are accepted more often.
         """
         self.n_verified = [self.FADING * n for n in self.n_verified]
         self.n_accepted = [self.FADING * n for n in self.n_accepted]
-        for i in range(min(n_accepted + 1, n_drafted)):  # drafts after the first rejected one tell nothing
+        for i in range(min(n_accepted + 1, n_drafted)):  # drafts after the first rejected one carry no information
             self.n_verified[i] += 1
             self.n_accepted[i] += i < n_accepted
         self.estimate = self._estimate()
@@ -108,14 +96,14 @@ class Rates:
 
 
 class Depth:
-    """Chooses the depth of every step of one sequence or several; docs/develop/depth.md has its rules.
+    """Chooses the draft length of every step of a generation; docs/develop/depth.md has its rules.
 
     Times are kept after a text and are shared: a ``Depth`` given as ``num_draft_tokens`` passes its times to each generation,
     which makes a ``Depth`` of its own (``for_text``).
 
     Args:
-        most (int): The largest depth.
-        seconds (Mapping[int, float], optional): The time of a step by depth, measured earlier on this machine.
+        max_draft_tokens (int): The largest draft length.
+        seconds (Mapping[int, float], optional): The time of a step by draft length, measured earlier on this machine.
         times (StepTimes, optional): The times of steps, which it reads and updates. Default: ``None``, new ones, with
           ``seconds``.
     """
@@ -126,8 +114,10 @@ class Depth:
     FIRST_LOSS = 22.0
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 
-    def __init__(self, most: int, seconds: Mapping[int, float] | None = None, *, times: StepTimes | None = None):
-        self.most = most
+    def __init__(
+        self, max_draft_tokens: int, seconds: Mapping[int, float] | None = None, *, times: StepTimes | None = None
+    ):
+        self.max_draft_tokens = max_draft_tokens
         self.times = StepTimes(seconds) if times is None else times
         self.first_rate = 1.0  # the acceptance rate of the head's first draft
         self.elapsed = self.lost = 0.0  # seconds; lost by probing, against plain decoding
@@ -136,48 +126,42 @@ class Depth:
 
     def for_text(self) -> "Depth":
         """Make a depth for another text with the same times."""
-        return type(self)(self.most, times=self.times)
+        return type(self)(self.max_draft_tokens, times=self.times)
 
-    def next(self, offers: Sequence[Offer], least: int = 0) -> Plan:
+    def next(self, offers: Sequence[Offer], min_draft_tokens: int = 0, n_sequences: int = 1) -> Plan:
         """
         Args:
             offers (Sequence[Offer]): The sources of each sequence that have drafts, and their acceptance rates.
-            least (int): The number of tokens to draft with the head in any case. It then chooses only for other sources.
+            min_draft_tokens (int): The number of tokens to draft with the head in any case. It then chooses only for other
+              sources.
+            n_sequences (int): The number of sequences in the pass, which may include some that have ended. Default: ``1``.
         """
-        n = min(self.most, max((len(offer[HEAD]) for offer in offers if HEAD in offer), default=0))
+        times = self.times.of_size(n_sequences)
+        n = min(self.max_draft_tokens, max((len(offer[HEAD]) for offer in offers if HEAD in offer), default=0))
         # The head's drafts of a single sequence; several may also draft from other sources in the same window.
         own = [{HEAD: offers[0].get(HEAD, ())}] if len(offers) == 1 else offers
-        tokens, seconds, best = joint_tokens(own, max(n, least)), [*self.times.estimate], least
-        chooses_head = least == 0 and n > 0
+        tokens, seconds = joint_tokens(own, max(n, min_draft_tokens)), [*times.estimate]
+        best, chooses_head = min_draft_tokens, min_draft_tokens == 0 and n > 0
         if chooses_head:
             seconds[0] *= 1 - self.MARGIN
-            best = best_depth(tokens, seconds)
+            best = best_length(tokens, seconds)
             self.is_probing, self.first_rate = best == 0, tokens[1] - 1
-        plan, speed = self._faster(Plan(best), tokens[best] / seconds[best], offers)
-        if plan == PLAIN_PLAN and chooses_head and self._may_probe():
+        plan, speed = _faster(times, Plan(best), tokens[best] / seconds[best], offers)
+        if plan == PLAIN_PLAN and chooses_head and self._may_probe(times.estimate[0]):
             # The best number of drafts costs least, and shows most if the text has changed.
-            return Plan(best_depth(tokens, [math.inf, *seconds[1:]]))
+            return Plan(best_length(tokens, [math.inf, *seconds[1:]]))
         # Otherwise a plain step is measured first. Beside other generations it cannot be.
-        is_safe = least > 0 or not self.is_alone or self.times.knows_plain(speed * self.times.estimate[0])
+        is_safe = min_draft_tokens > 0 or not self.is_alone or times.knows_plain(speed * times.estimate[0])
         return plan if is_safe else PLAIN_PLAN
 
-    def _faster(self, plan: Plan, speed: float, offers: Sequence[Offer]) -> tuple[Plan, float]:
-        """The plan with drafts of other sources alone if it is faster, or else the given one; and its tokens per second."""
-        others: list[Offer] = [{name: a for name, a in offer.items() if name != HEAD} for offer in offers]
-        longest = max((len(a) for offer in others for a in offer.values()), default=0)
-        speeds = [n / t for n, t in zip(joint_tokens(others, longest), self.times.free)]
-        best = max((k for k in SOURCE_DEPTHS if k <= longest), key=speeds.__getitem__, default=0)
-        if speeds[best] <= speed:
-            return plan, speed
-        k = min(best, self.times.most_free)
-        return Plan(k, FREE), speeds[k]
-
-    def _may_probe(self) -> bool:
+    def _may_probe(self, plain: float) -> bool:
+        """Whether to draft all the same, where a plain step takes so many seconds."""
         rate = self.first_rate
-        at_first = self.FIRST_LOSS * rate * (1 - rate) * self.times.estimate[0]
-        return self.lost < rate * (self.PROBING * self.elapsed + at_first)
+        return self.lost < rate * (self.PROBING * self.elapsed + self.FIRST_LOSS * rate * (1 - rate) * plain)
 
-    def observe(self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True) -> None:
+    def observe(
+        self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True, n_sequences: int = 1
+    ) -> None:
         """
         Args:
             plan (Plan): The plan of the step.
@@ -185,16 +169,29 @@ class Depth:
             seconds (float, optional): The time from the end of the step before to the end of this step; ``None`` if it may
               include other steps.
             is_alone (bool): Whether no other generation ran in between.
+            n_sequences (int): The number of sequences in the pass. Default: ``1``.
         """
-        self.is_alone = is_alone
+        self.is_alone, times = is_alone, self.times.of_size(n_sequences)
         if is_alone:
-            self.times.observe(plan, seconds)
+            times.observe(plan, seconds)
         # A pause, such as a slow caller's, neither allows more probing nor counts as a loss of a probe.
-        seconds = self.times.of(plan) if seconds is None else self.times.without_pause(plan, seconds)
+        seconds = times.of(plan) if seconds is None else times.without_pause(plan, seconds)
         self.elapsed += seconds
         # Drafts that were expected to pay are no probes: a text that was hard for a while would otherwise not be probed again.
         if self.is_probing and plan.k > 0:
             n_tokens = 1 + (1 - self.DOUBT) * n_accepted
-            self.lost = max(self.lost + seconds - n_tokens * self.times.estimate[0], 0.0)
-        if plan.skips_head and n_accepted == plan.k == self.times.most_free:
-            self.times.allow_more()
+            self.lost = max(self.lost + seconds - n_tokens * times.estimate[0], 0.0)
+        if plan.skips_head and n_accepted == plan.k == times.max_free:
+            times.allow_more()
+
+
+def _faster(times: StepTimes, plan: Plan, speed: float, offers: Sequence[Offer]) -> tuple[Plan, float]:
+    """The plan with drafts of other sources alone if it is faster, or else the given one; and its tokens per second."""
+    others: list[Offer] = [{name: a for name, a in offer.items() if name != HEAD} for offer in offers]
+    longest = max((len(a) for offer in others for a in offer.values()), default=0)
+    speeds = [n / t for n, t in zip(joint_tokens(others, longest), times.free)]
+    best = max((k for k in SOURCE_LENGTHS if k <= longest), key=speeds.__getitem__, default=0)
+    if speeds[best] <= speed:
+        return plan, speed
+    k = min(best, times.max_free)
+    return Plan(k, FREE), speeds[k]

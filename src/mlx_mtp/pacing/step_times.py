@@ -3,13 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from ..layers.drafting import Settings
+from ..layers.passes import MAX_COPY_TOKENS
 from ..models.mixin import MTPModel
 
 MAX_DRAFT_TOKENS = 8
-N_DEPTHS = 4 * (MAX_DRAFT_TOKENS + 1)  # with times, from 0: as many rows as a pass over four sequences has at most
+N_LENGTHS = 4 * (MAX_DRAFT_TOKENS + 1)  # of drafts with times, from 0: the rows of a pass over four sequences
 TYPICAL = {0: 0.02, 1: 0.024, 2: 0.028}  # seconds, for a model whose steps were not timed when it was loaded
 HEAD = "head"  # the source whose drafts cost passes of the head; others are in ``sources.py``
 FREE = "free"  # in the plan of a window: drafts of other sources alone
@@ -34,42 +35,38 @@ class StepTimes:
     """A running estimate of t(k), in seconds.
 
     The times that the test of the device measured, or else ``TYPICAL``, give the shape of t(k): the time of an
-    unmeasured depth is scaled as that of the next lower measured depth, or else of the lowest. By ``TYPICAL`` times,
+    unmeasured draft length is scaled as that of the next lower measured one, or else of the lowest. By ``TYPICAL`` times,
     plain steps are measured first.
 
     A step far from its estimate is not counted: the machine may have paused, or the host may have read the clock late. Several
     in succession show a change. If steps have become far shorter, those before were slow, and only the new time is kept.
-    Otherwise the time of this depth was wrong, and plain steps are measured again. A longer context adds to all depths.
+    Otherwise the time of this draft length was wrong, and plain steps are measured again. A longer context adds to all.
 
     Drafts of other sources cost no pass of the head. The time of as many of the head's drafts is an upper bound, and
     the estimate for numbers that were not tried.
 
-    Times are kept after a text, and all open generations update the same times.
+    Times are kept after a text, and all open generations update the same times, in any thread: dictionaries are replaced.
 
-    Args:
-        seconds (Mapping[int, float], optional): Times measured earlier, by depth. Default: ``None``, as without those of plain
-          steps or of any drafts: ``TYPICAL``.
-
-    Attributes:
-        estimate (list[float]): t(k) for the head's drafts, k from 0, [N_DEPTHS].
-        free (list[float]): t(k) for drafts of other sources, k from 0, [N_DEPTHS].
-        most_free (int): The most drafts of other sources to try next.
+    ``estimate`` is t(k) for the head's drafts, and ``free`` for drafts of other sources, k from 0, both [N_LENGTHS].
+    ``seconds`` were measured earlier, by draft length; without those of plain steps or of any drafts, they are ``TYPICAL``.
+    ``draft_cost`` is the time in which the head drafts a token, in plain steps; 0 if unknown.
     """
 
     BEYOND_NOISE = 1.4  # the ratio of two times below which the difference may be noise
     N_ODD = 3  # steps in succession, all far shorter or all far longer than expected, that show a change
-    FOLLOWS = 0.08  # the weight of a new time in a running time; half of it at the other depths
-    FIRST_FREE, MOST_FREE = 4, 16  # the most drafts of other sources than the head, at first and in all
+    FOLLOWS = 0.08  # the weight of a new time in a running time; half of it at the other draft lengths
+    FIRST_FREE = 4  # the most drafts of other sources than the head, at first
     STALE = 40  # steps with drafts until plain steps are old, times the square of the gain
 
-    def __init__(self, seconds: Mapping[int, float] | None = None):
-        self.most_free = self.FIRST_FREE
+    def __init__(self, seconds: Mapping[int, float] | None = None, draft_cost: float = 0.0):
+        self.max_free, self.draft_cost = self.FIRST_FREE, draft_cost  # the most drafts of other sources to try next
         first = seconds if seconds and {0} < seconds.keys() else TYPICAL
-        self.shape = _on_lines(sorted(first.items()), N_DEPTHS - 1)
+        self.shape = _on_lines(sorted(first.items()), N_LENGTHS - 1)
         self.seconds: dict[Plan, float] = {}  # measured
         self.n_counted: dict[Plan, int] = {}
         self.n_odd: dict[Plan, int] = {}  # steps in succession far longer than expected, or far shorter if negative
         self.plain_age = 0.0 if first is seconds else math.inf  # steps with drafts since a plain step was measured
+        self.by_size = {1: self}  # these times, of one sequence, and those of several
         self._update()
 
     def observe(self, plan: Plan, seconds: float | None) -> None:
@@ -88,10 +85,11 @@ class StepTimes:
     def _count(self, plan: Plan, seconds: float) -> None:
         expected, n_odd = self.of(plan), self.n_odd.pop(plan, 0)
         if expected / self.BEYOND_NOISE < seconds < expected * self.BEYOND_NOISE:
-            n = self.n_counted[plan] = self.n_counted.get(plan, 0) + 1
+            n = self.n_counted.get(plan, 0) + 1
             difference = seconds - expected
-            self.seconds = {other: t + self.FOLLOWS / 2 * difference for other, t in self.seconds.items()}
-            self.seconds[plan] = expected + max(self.FOLLOWS, 1 / n) * difference
+            followed = {other: t + self.FOLLOWS / 2 * difference for other, t in self.seconds.items()}
+            self.seconds = followed | {plan: expected + max(self.FOLLOWS, 1 / n) * difference}
+            self.n_counted = self.n_counted | {plan: n}
         else:
             n_odd = max(n_odd, 0) + 1 if seconds > expected else min(n_odd, 0) - 1
             if abs(n_odd) < self.N_ODD:
@@ -99,8 +97,8 @@ class StepTimes:
                 return
             if n_odd < 0 and not plan.skips_head:  # fewer passes of the head may be why, rather than a change
                 self.seconds, self.n_counted = {}, {}
-            self.plain_age, self.n_counted[PLAIN_PLAN] = math.inf, 0
-            self.seconds[plan], self.n_counted[plan] = seconds, 1
+            self.plain_age = math.inf
+            self.seconds, self.n_counted = self.seconds | {plan: seconds}, self.n_counted | {PLAIN_PLAN: 0, plan: 1}
         if plan == PLAIN_PLAN:
             self.plain_age = 0
 
@@ -125,55 +123,41 @@ class StepTimes:
         return times
 
     def allow_more(self) -> None:
-        self.most_free = min(2 * self.most_free, self.MOST_FREE)
+        self.max_free = min(2 * self.max_free, MAX_COPY_TOKENS)
 
+    # Several sequences
 
-class Timing:
-    """The times of a model's steps by the number of sequences, which are kept from one generation to the next.
-
-    A new number of sequences begins with the times of the next smaller one, by the rows of a pass.
-
-    Args:
-        of_one (StepTimes): The times of one sequence.
-        draft_cost (float): The time in which the head drafts a token, in plain steps. Default: ``0.0``, unknown.
-
-    Attributes:
-        turn (object): Identifies the generation that last submitted work to the device.
-    """
-
-    def __init__(self, of_one: StepTimes, draft_cost: float = 0.0):
-        self.by_size, self.turn = {1: of_one}, cast(Any, None)
-        self.draft_cost = draft_cost
-
-    def of(self, n_sequences: int) -> StepTimes:
-        if n_sequences not in self.by_size:
-            times = self.by_size[n_sequences] = StepTimes(self._by_rows(n_sequences))
-            if self.draft_cost == 0 or n_sequences * (MAX_DRAFT_TOKENS + 1) > N_DEPTHS:
+    def of_size(self, n: int) -> "StepTimes":
+        """The times of n sequences, kept in ``by_size``. New ones begin with those of the next smaller number."""
+        if n not in self.by_size:
+            times = StepTimes(self._by_rows(n))
+            if self.draft_cost == 0 or n * (MAX_DRAFT_TOKENS + 1) > N_LENGTHS:
                 times.plain_age = math.inf  # passes over as many rows were not timed
-        return self.by_size[n_sequences]
+            self.by_size = self.by_size | {n: times}
+        return self.by_size[n]
 
-    def copy_from(self, by_size: Mapping[int, StepTimes]) -> None:
+    def copy_from(self, times: "StepTimes") -> None:
         """Copy the times of rank 0, in place: generations keep these objects."""
-        self.by_size = {n: self.by_size.get(n, times) for n, times in by_size.items()}
-        for n, times in by_size.items():
-            vars(self.by_size[n]).update(vars(times))
+        own = {n: self.by_size.get(n, of_size) for n, of_size in times.by_size.items()}
+        for n, of_size in times.by_size.items():
+            vars(own[n]).update(vars(of_size))
+        self.by_size = own
 
     def _by_rows(self, n: int) -> dict[int, float]:
-        """The times of n sequences, by depth: those of the next smaller known number, at as many rows, n (k + 1), of a pass."""
+        """The times of n sequences: those of the next smaller known number, at as many rows, n (k + 1), of a pass."""
         m = max(m for m in self.by_size if m < n)
-        draft = self.draft_cost * self.by_size[1].estimate[0]
+        draft = self.draft_cost * self.estimate[0]
         rows = [(m * (k + 1), t - k * draft) for k, t in enumerate(self.by_size[m].estimate)]
-        seconds = _on_lines(rows, n * N_DEPTHS)
-        return {k: seconds[n * (k + 1) - m] + k * draft for k in range(N_DEPTHS)}
+        seconds = _on_lines(rows, n * N_LENGTHS)
+        return {k: seconds[n * (k + 1) - m] + k * draft for k in range(N_LENGTHS)}
 
 
-def timing_of(model: MTPModel) -> Timing:
-    """The timing of a model, made on the first call with times measured earlier, and kept in ``model.drafting``."""
+def times_of(model: MTPModel) -> StepTimes:
+    """The times of a model's steps. If ``load`` has not tested the device, they begin with those of ``--tune``, if any."""
     drafting = model.drafting
-    if drafting.timing is None:
-        tuned = (drafting.tuned or Settings()).seconds
-        drafting.timing = Timing(StepTimes(tuned or drafting.seconds), drafting.draft_cost)
-    return cast(Timing, drafting.timing)
+    if drafting.times is None:
+        drafting.times = StepTimes((drafting.tuned or Settings()).seconds)
+    return cast(StepTimes, drafting.times)
 
 
 def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 from numpy.typing import NDArray
 
+from ..caches.indexed import NAMES, names_of, size_of
 from ..caches.prompt_cache import PromptCache, has_head, make_prompt_cache
 from ..caches.rows import KVOptions
 
@@ -54,7 +55,7 @@ def keys_and_values(cache: PromptCache, format: Format, begin: int, end: int) ->
         parts.append(("head", cache.head, max(begin - 1, 0), end - 1))
     out: Arrays = {}
     for name, c, i, k in parts:
-        held: Any = tree_flatten([c.keys, c.values])  # two arrays, or six if they are quantized
+        held: Any = tree_flatten([getattr(c, name) for name in names_of(c)])  # quantized keys are three arrays
         out |= {f"{name}.{j}": x[:, :, i:k] for j, (_, x) in enumerate(held)}  # [1, H, k - i, D]
     return out
 
@@ -98,9 +99,9 @@ def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Array
         if isinstance(c, stock.ArraysCache):
             c.cache = [last[f"{i}.{j}"] for j in range(len(c.cache))]
         else:
-            entries[i] = _keys(str(i), format.kv, spans)
+            entries[i] = _filled(c, str(i), format.kv, spans)
     if format.head:
-        entries[cache.n_layers] = _keys("head", None, spans)
+        entries[cache.n_layers] = _filled(cache.head, "head", None, spans)
         cache.last_hidden = last["hidden"]
     of_images = np.flatnonzero(tokens < 0)
     cache.record(len(tokens), tokens[of_images[-1] + 1 if len(of_images) > 0 else 0 :].tolist())
@@ -108,20 +109,26 @@ def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Array
     return entries
 
 
-def _keys(name: str, kv: KVOptions | None, spans: Sequence[Arrays]) -> Any:
-    """A layer's cache with the keys and values of all spans, and with space for the next tokens."""
+def _filled(entry: Any, name: str, kv: KVOptions | None, spans: Sequence[Arrays]) -> Any:
+    """An empty cache with the arrays of all spans, and with space for the next tokens."""
     held = [span for span in spans if f"{name}.0" in span]
     n = sum(span[f"{name}.0"].shape[2] for span in held)
-    entry = stock.KVCache() if kv is None else stock.QuantizedKVCache(kv.kv_group_size, kv.kv_bits)
+    if kv is not None:
+        entry = entry.to_quantized(kv.kv_group_size, kv.kv_bits)
     if n == 0:
         return entry
-    n_arrays = 2 if kv is None else 6  # of quantized keys and values: packed, scales, biases
-    space = (n // entry.step + 1) * entry.step - n
-    joined = []
-    for j in range(n_arrays):
+    space = size_of(n) - n
+
+    def joined(j: int) -> mx.array:
         parts = [span[f"{name}.{j}"] for span in held]
         B, H, _, D = parts[0].shape
-        joined.append(mx.concatenate([*parts, mx.zeros((B, H, space, D), parts[0].dtype)], axis=2))
-    entry.keys, entry.values = joined if kv is None else (tuple(joined[:3]), tuple(joined[3:]))
+        return mx.concatenate([*parts, mx.zeros((B, H, space, D), parts[0].dtype)], axis=2)
+
+    j = 0
+    for own in names_of(entry):
+        n_parts = 3 if kv is not None and own in NAMES else 1  # of quantized keys and values: packed, scales, biases
+        arrays = tuple(joined(j + part) for part in range(n_parts))
+        setattr(entry, own, arrays if n_parts > 1 else arrays[0])
+        j += n_parts
     entry.offset = n
     return entry

@@ -154,7 +154,8 @@ class Endpoints:
 
     async def health(self) -> Response:
         is_healthy = self.frontend.engine.is_alive
-        return JSONResponse({"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503)
+        content = {"status": "ok" if is_healthy else "unavailable", "loaded": self.frontend.models.key is not None}
+        return JSONResponse(content, 200 if is_healthy else 503)
 
     async def metrics(self, http: HTTPRequest) -> Response:
         self._authorize(http)

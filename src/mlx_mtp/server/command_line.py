@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,13 +17,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..batch.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..caches.rows import KVOptions
+from ..checkpoint.adapters import check_adapter
 from ..checkpoint.catalog import resolve
 from ..checkpoint.config import context_length_of, read_config
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.parser import byte_size, finish
-from ..files import check_folder, check_source
+from ..files import check_source
 from ..memory import CONTEXT
 from ..prompt_store.disk import MAX_DISK_BYTES
 from .api.common import RESERVED
@@ -41,6 +43,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "prompt_concurrency": (1, 1 << 16),
     "prompt_cache_size": (0, 1 << 31),
     "max_queue": (1, 1 << 31),
+    "unload_after": (0.01, math.inf),
+    "keep_warm": (0, math.inf),
 }
 
 
@@ -127,6 +131,19 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="Refuse requests with status 429 while N others wait for their first token. Defaults to no limit.",
+    )
+    add(
+        "--unload-after",
+        type=float,
+        metavar="MINUTES",
+        help="Free the model's memory after so long without a request; the next request loads it again. Defaults to never.",
+    )
+    add(
+        "--keep-warm",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="For so long after a request, keep the weights resident by a tiny operation each second (default: 0, off).",
     )
     add("--api-key", help="Answer only requests with this key (default: every request).")
     add(
@@ -235,9 +252,9 @@ def check(args: argparse.Namespace) -> Options:
     if args.prompt_cache_disk_bytes is not None and args.prompt_cache_dir is None:
         raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
     if args.adapter_path is not None:
-        check_folder(Path(args.adapter_path), "--adapter-path")
+        check_adapter(args.adapter_path, "--adapter-path")
     _check_template(args)
-    flags.check_alone(args, "serve_model", "allow_any_model", "images")
+    flags.check_alone(args, "serve_model", "allow_any_model", "images", "unload_after", "keep_warm")
     if args.pipeline and mx.distributed.init().size() == 1:
         raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
     _read_api_key(args)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from .api.common import Usage, Writer
 from .engine.encode import encode
 from .engine.engine import Engine
-from .request import ApiError, Delta, Options, Prompt, Request, Waiting
+from .request import LOADING, ApiError, Delta, Options, Prompt, Request, Waiting
 
 KEEP_ALIVE = 5.0  # seconds between two reports of the progress of prefill
 POLL = 1.0  # seconds between two checks of the generation thread
@@ -53,7 +53,7 @@ class Frontend:
         prompt = await self.encode_request(request)
         if self.options.prompt_cache_dir is not None and prompt.pictured is None:
             # With images, the generation thread reads the files: their keys depend on the tower, which only that thread runs.
-            await in_thread(self.caches.load, request.key, prompt.tokens)
+            await in_thread(self.caches.load, request.key, prompt)
         request.encoded = prompt
         async for item in self._submit(request):
             yield item
@@ -212,6 +212,8 @@ class GeneratedResponse(Response):
             elif isinstance(item, Delta):
                 self.waiting.discard(self.choices[0].number)
                 yield self.writer.add(item, i)
+            elif item == LOADING:
+                yield self.writer.loading()
             elif not has_begun:
                 has_begun = True
                 yield self.writer.begin(self._usage())

@@ -23,6 +23,7 @@ NO_THINKING = ("none", "minimal")
 BUDGETS = {"low": 1024, "medium": 8192}  # tokens; other efforts have no limit
 VARIABLE = "reasoning_effort"  # the variable of chat templates that support efforts
 NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the rest of the context
+LOADING = "loading"  # a request's item when its model has to be loaded first
 STARTED = "started"  # a request's item when prefill of the tokens that are not cached begins
 NO_MEMORY = "insufficient_memory"  # the code of an error 507
 BytesOf = Callable[[list[int]], bytes]
@@ -45,6 +46,7 @@ class Prompt:
     in_reasoning: bool = False  # whether the answer begins with reasoning
     cuts: list[int] = field(default_factory=list)  # numbers of tokens after which to keep a snapshot, in order
     n_cached: int = 0
+    is_read: bool = False  # whether its caches were read from disk, if there are any
     handle: Handle | None = None  # the prefilled part in a prompt store
     pictured: ImagePrompt | None = None  # the prompt with its images
 
@@ -157,7 +159,7 @@ class Request:
     args: GenerationArguments = field(init=False)  # sampling parameters, limits and the like
     key: str = field(init=False)  # the path or repo of the model
     encoded: Prompt | None = field(init=False, default=None)
-    # Receives its items from the engine: STARTED, Waiting, Delta, ApiError, and None at the end.
+    # Receives its items from the engine: LOADING, STARTED, Waiting, Delta, ApiError, and None at the end.
     send: Callable[[Any], None] = field(init=False, default_factory=lambda: drop)
     is_gone: bool = field(init=False, default=False)  # whether its client has disconnected
 

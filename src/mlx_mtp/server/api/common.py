@@ -446,6 +446,10 @@ class Writer:
         """The progress of prefill in a stream, by default as a comment, which clients ignore."""
         return f": keepalive {n_read}/{n_prompt}\n\n".encode()
 
+    def loading(self) -> bytes:
+        """The first event of a stream whose model has to be loaded."""
+        return b""
+
     def add(self, step: Delta, choice: int = 0) -> bytes:
         """The part of a stream for a step; ``choice`` is the index of the answer, in APIs with several."""
         self.finish_reason = step.finish_reason or self.finish_reason

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import NO_LIMIT, ApiError, Delta, Effort, Likely, Request, StructuredOutput
+from ..request import LOADING, NO_LIMIT, ApiError, Delta, Effort, Likely, Request, StructuredOutput
 from ..structured_output import from_response_format, only_one
 from . import common
 from .common import Body, Item, Many, Natural, Part, Positive, Settings, Short, Usage, Writer, event
@@ -73,6 +73,10 @@ class OpenAIWriter(Writer):
         self.choices = [Choice(i) for i in range(body.n_choices)]
         for c in self.choices:
             c.whole = self._piece(c)
+
+    def loading(self) -> bytes:
+        empty = {"index": 0, "finish_reason": None, **self.content(None)}
+        return event({**self._head(self.chunk_kind), "choices": [empty], "status": LOADING})
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         c = self.choices[choice]

@@ -13,7 +13,7 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import ApiError, Delta, StructuredOutput, Thinking
+from ..request import LOADING, ApiError, Delta, StructuredOutput, Thinking
 from ..structured_output import from_response_format
 from . import common
 from .common import Body, Item, Many, Positive, Settings, Stop, Tool, Usage, Writer, event
@@ -53,6 +53,9 @@ class MessagesWriter(Writer):
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         return _event("ping")
+
+    def loading(self) -> bytes:
+        return _event("ping", status=LOADING)
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         self.stop_word = step.stop_word

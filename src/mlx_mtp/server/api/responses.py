@@ -35,11 +35,17 @@ class ResponsesWriter(Writer):
         self.n_reasoning = 0
         self.steps: list[Delta] = []  # kept for their log probabilities
         self.numbers = count()  # the numbers of events
+        self.is_queued = False  # whether the response was created while its model was loaded
         self.id, self.created = new_id("resp"), int(time.time())
+
+    def loading(self) -> bytes:
+        self.is_queued, response = True, self.message(None, "queued")
+        return self._event("created", response=response) + self._event("queued", response=response)
 
     def begin(self, usage: Usage) -> bytes:
         response = self.message(None, "in_progress")
-        return self._event("created", response=response) + self._event("in_progress", response=response)
+        created = b"" if self.is_queued else self._event("created", response=response)
+        return created + self._event("in_progress", response=response)
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         if self.body.top is not None:

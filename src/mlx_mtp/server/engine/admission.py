@@ -1,6 +1,5 @@
 """Admission of requests: the loaded model, its batch generator, and the memory that requests need."""
 
-import gc
 import logging
 from collections.abc import Iterable
 from functools import lru_cache, partial
@@ -16,7 +15,7 @@ from ...caches.prompt_cache import has_head
 from ...distributed.ranks import Ranks
 from ...drafts.options import TextOptions
 from ...images.prompt import ImageEmbeddings
-from ...memory import STEP, Account, Sizes, size, sizes_of
+from ...memory import CACHE_SHARE, STEP, Account, Sizes, size, sizes_of
 from ...sampling import sampler as sampling
 from ...text.answer import QwenReader, make_answer
 from ...text.grammar import llguidance_tokenizer
@@ -39,16 +38,20 @@ class Admission:
         self.sizes: Sizes  # the loaded model's
         self.max_cache_bytes = 0  # the limit of all prompt caches
 
+    def is_open(self, key: str) -> bool:
+        return self.batch is not None and self.models.key == key
+
     def open(self, key: str) -> None:
         """Replace the loaded model, its caches and its batch generator."""
-        if self.batch is not None and self.models.key == key:
+        if self.is_open(key):
             return
         self.close()
         self.models.load(key)
         model, tokenizer, given = self.models.model, self.models.tokenizer, self.options.prompt_cache_bytes
         self.sizes = sizes_of(model)
         self.account.expect_growth()
-        self.max_cache_bytes = self.account.cache_budget if given is None else given
+        own = int(CACHE_SHARE * self.caches.nbytes)  # of what is cached already
+        self.max_cache_bytes = self.account.cache_budget + own if given is None else given
         logging.info(f"Prompt caches: up to {self.max_cache_bytes / 1e9:.1f} GB")
         self.caches.use(key, model, tokenizer, self.max_cache_bytes)
         self.stop_sequences = make_stop_sequences(tokenizer)
@@ -57,6 +60,8 @@ class Admission:
     def restart(self) -> None:
         self.batch = None  # this restores the wired limit
         options, model = self.options, self.models.model
+        if model is None:
+            return  # the next request loads one
         drafts: dict[str, Any] = {} if has_head(model) else {"num_draft_tokens": 0, "copy_drafts": "auto"}
         self.batch = BatchGenerator(
             model,
@@ -78,9 +83,14 @@ class Admission:
             self.caches.store.model = None  # to free its weights for the next one
 
     def unload(self) -> None:
+        """Free the model. The prompt caches stay, and ``open`` loads it again."""
+        self.close()
+        self.models.reset()
+        self.account.release()
+
+    def end(self) -> None:
         """Drop the model and end the threads of its streams. Call in the thread that owns the streams."""
         self.models.reset()
-        gc.collect()
         mx.clear_streams()
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:

@@ -27,12 +27,13 @@ import mlx.core as mx
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import LOST, Ranks, differing_ranks, is_loss
 from ...memory import is_device_error, is_out_of_memory, size
-from ..request import NO_MEMORY, STARTED, ApiError, BytesOf, Delta, Likely, Metrics, Request, Waiting
+from ..request import LOADING, NO_MEMORY, STARTED, ApiError, BytesOf, Delta, Likely, Metrics, Request, Waiting
 from .admission import Admission
 
 STOP = 30.0  # seconds for the last step of running requests, and to write the prompt cache
 IDLE = 0.1  # seconds that an idle server waits for a request before it checks for other changes
 EVERY = 4  # turns between two exchanges while tokens are generated: one waits for the pass in flight
+WARM_EVERY = 1.0  # seconds between two operations of an idle server with --keep-warm
 REST_AFTER = 100  # exchanges without a request, about ten seconds, until a rank sleeps between two exchanges
 REST = 0.08  # seconds of that sleep; the exchanges of an idle server are 0.1 s apart
 # The requests that arrived, in order, and the numbers of those whose clients have disconnected.
@@ -55,6 +56,9 @@ class Engine:
         self.stops_at: float | None = None  # when to stop waiting for the thread
         self.error: BaseException | None = None  # the error that ended the thread
         self.n_failures = 0  # of the GPU since the last answer
+        self.last_active = self.warmed = (
+            time.monotonic()
+        )  # when it last had a request, and the last operation without one
         metrics["queue_length"].set_function(lambda: clients.arriving.qsize() + len(self.waiting))
         self.thread = Thread(target=self._run)
         self.thread.start()
@@ -81,7 +85,7 @@ class Engine:
         except BaseException as e:
             self.loaded.set_exception(e)
             self.admission.caches.close()
-            self.admission.unload()
+            self.admission.end()
             return
         self.loaded.set_result(None)
         try:
@@ -110,8 +114,24 @@ class Engine:
                     self._keep_within_memory()
                 if running:  # not all ended for memory
                     self._advance()
+                if running or arrived:
+                    self.last_active = time.monotonic()
+                else:
+                    self._rest(time.monotonic() - self.last_active)
             except Exception as e:
                 self._recover(e)
+
+    def _rest(self, seconds: float) -> None:
+        """Keep the weights of an idle server warm, or free them, as the flags say."""
+        options, admission = self.admission.options, self.admission
+        if admission.batch is None:
+            return
+        if options.unload_after is not None and seconds >= 60 * options.unload_after:
+            admission.unload()
+            logging.info(f"The model is unloaded after {options.unload_after:g} minutes without a request.")
+        elif seconds < options.keep_warm and time.monotonic() > self.warmed + WARM_EVERY:
+            mx.eval(mx.zeros(1) + 1)
+            self.warmed = time.monotonic()
 
     def _recover(self, error: Exception) -> None:
         """End the running requests after an error. Later requests use a new batch generator."""
@@ -148,6 +168,8 @@ class Engine:
     def _begin(self, request: Request) -> None:
         try:
             try:
+                if not self.admission.is_open(request.key):
+                    request.send(LOADING)
                 self.admission.open(request.key)
             except Exception as e:
                 logging.exception("A model could not be loaded.")
@@ -241,7 +263,7 @@ class Engine:
         self.clients.fail_all(ApiError(503, "The server is stopping."))
         self.admission.close()
         self.admission.caches.close()
-        self.admission.unload()
+        self.admission.end()
 
 
 def _failure(message: str, error: Exception) -> ApiError:

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ...caches.prompt_cache import has_head
 from ...checkpoint.config import context_length_of
+from ...checkpoint.hub import commit_of, fetch
 from ...checkpoint.load import load
 from ...checkpoint.settings import sampling_defaults
 from ...cli.flags import missing_head_note
@@ -45,6 +46,7 @@ class ModelProvider:
         self.has_head = False  # whether the loaded model drafts with a head
         self.tokenizer: Any = None
         self.tokenizers: dict[str, BoundedTokenizer] = {}
+        self.revisions: dict[str, str | None] = {}  # the commits that were loaded, which later loads repeat
 
     def resolve(self, name: str) -> str:
         """The path or repo of a request's model, or an ApiError. If only one model is served, any name refers to it."""
@@ -65,14 +67,17 @@ class ModelProvider:
         if key == self.key:
             return
         self.reset()
-        gc.collect()
-        mx.clear_cache()  # returns the old weights to the system
-        adapter_path = self.options.adapter_path if key == self.options.model else None
-        self.model, self.tokenizer = load(key, adapter_path=adapter_path, **self.options.load)
+        adapter_path, is_first = (
+            self.options.adapter_path if key == self.options.model else None,
+            key not in self.revisions,
+        )
+        revision = self.revisions.get(key)
+        self.model, self.tokenizer = load(key, adapter_path=adapter_path, revision=revision, **self.options.load)
+        self.revisions[key] = commit_of(fetch(key, revision, weights=()))
         if self.options.use_default_chat_template and self.tokenizer.chat_template is None:
             self.tokenizer.chat_template = self.tokenizer.default_chat_template
         self.key, self.has_head = key, has_head(self.model)
-        if self.options.mtp is None and not self.has_head and (note := missing_head_note(key)) is not None:
+        if is_first and self.options.mtp is None and not self.has_head and (note := missing_head_note(key)) is not None:
             logging.info(note)
         context_length = context_length_of(vars(self.model.args))
         vision = self.model.vision if self.model.ranks is None else None
@@ -84,7 +89,13 @@ class ModelProvider:
             self.tokenizers.pop(next(iter(self.tokenizers)))
 
     def reset(self) -> None:
+        """Free the loaded model and all vision encoders. Tokenizers stay."""
         self.key = self.model = self.tokenizer = None
+        for tokenizer in self.tokenizers.values():
+            if tokenizer.vision is not None:
+                tokenizer.vision.free()
+        gc.collect()
+        mx.clear_cache()
 
 
 @contextmanager
@@ -122,11 +133,12 @@ class Stores:
         self.store.model, self.store.max_bytes = model, max_bytes
         self.tokenizer = tokenizer
 
-    def load(self, key: str, tokens: list[int]) -> None:
-        """Read a prompt's caches from disk, in any thread, before ``fetch`` needs them."""
+    def load(self, key: str, prompt: Prompt) -> None:
+        """Read a prompt's caches from disk, in any thread, before ``fetch``, which does it if the model is not loaded."""
         if (store := self.stores.get(key)) is not None and store.disk is not None:
             with suppress(Exception):  # such as a change of the loaded model
-                store.load(tokens[:-1], self.options.kv)
+                store.load(prompt.tokens[:-1], self.options.kv)
+                prompt.is_read = True
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
         """The prompt cache to resume from, if any, and its number of tokens. Also sets the prompt's cuts after these tokens."""
@@ -147,8 +159,7 @@ class Stores:
         """A prompt cache of at most ``most`` tokens, their number, and the number of tokens shared with another prompt."""
         with _harmless("the whole prompt is prefilled"):
             key = prompt.key_of(prompt.tokens)
-            # ``load`` has read the files, except for images, and on several machines.
-            timeout = 0.0 if self.ranks is None and prompt.pictured is None else READ_TIMEOUT
+            timeout = 0.0 if self.ranks is None and prompt.is_read else READ_TIMEOUT
             cache, n, prompt.handle = self.store.fetch(key[:most], self.options.kv, timeout)
             return cache, n, self.store.n_common(key)
         return None, 0, 0

@@ -1,0 +1,220 @@
+"""Adapters of mlx-lm, which loads them itself, and of peft (LoRA), which become mlx-lm's layers.
+
+peft names layers as transformers does. The update of a weight [outputs, inputs] is ``alpha / r * B @ A``, of A [r, inputs] and
+B [outputs, r]; that of an embedding is transposed. Experts are adapted one by one, or as one fused tensor: then A is
+[E * r, inputs], and B [outputs, r * E] has its ranks outside, its experts inside.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
+from mlx_lm.utils import load_adapters
+
+from ..files import check_folder
+from ..models import BASES
+from .config import Config, read_json
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of peft
+# Initializations that leave the base model as it is
+INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+VARIANTS = (
+    "lora_bias", "layer_replication", "alora_invocation_tokens", "trainable_token_indices", "arrow_config", "kasa_config",
+    "monteclora_config",
+)  # fmt: skip
+MATRIX = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
+EXPERT = re.compile(r"(.+\.mlp)\.experts\.(\d+)\.(\w+)")
+FUSED = re.compile(r"(.+\.mlp)\.experts(\.base_layer)?")
+LAYERS: dict[Any, tuple[type[nn.Module], ...]] = {
+    LoRALinear: (nn.Linear, nn.QuantizedLinear),
+    LoRASwitchLinear: (SwitchLinear, QuantizedSwitchLinear),
+    LoRAEmbedding: (nn.Embedding, nn.QuantizedEmbedding),
+}
+Layers = dict[str, tuple[str, nn.Module]]  # by ``_place``: the path in the model, and the layer
+
+
+class Update(NamedTuple):
+    """The update ``scale * b @ a`` of a weight, or of those of all experts [E, outputs, inputs]."""
+
+    a: mx.array  # [(E,) r, inputs]
+    b: mx.array  # [(E,) outputs, r]
+    scale: float
+
+
+def check_adapter(path: str, name: str = "The adapter") -> None:
+    """Raise an error that begins with a name, such as that of a flag, if there is no such folder. Raise one for an adapter of
+    peft by a method other than LoRA, or without safetensors."""
+    check_folder(folder := Path(path), name)
+    if not is_peft(folder):
+        return
+    config = read_json(folder / CONFIG)
+    given = [key for key, value in config.items() if value and (key.startswith("use_") or key in VARIANTS)]
+    other = [key for key in given if key != "use_rslora"]
+    if config["peft_type"] != "LORA":
+        other.append(f"peft_type {config['peft_type']}")
+    if (start := config.get("init_lora_weights")) not in INITIALIZATIONS:
+        other.append(f"init_lora_weights {start}")  # the adapter is for a base model that this changes
+    if other:
+        raise ValueError(
+            f"The adapter {path} has {other[0]}, which is not supported: merge it into its model with peft."
+        )
+    if not (folder / WEIGHTS).exists():
+        raise FileNotFoundError(f"The adapter {path} has no {WEIGHTS}: save it with peft's safe_serialization.")
+
+
+def is_peft(folder: Path) -> bool:
+    return (folder / CONFIG).exists() and "peft_type" in read_json(folder / CONFIG)
+
+
+def with_adapter(model: Any, path: str) -> Any:
+    """Apply an adapter of ``mlx_lm.lora``, ``mlx_mtp fit`` or peft. Raises a ValueError if it does not fit the model."""
+    try:
+        if not is_peft(Path(path)):
+            return load_adapters(model, path).eval()
+        weights: Any = mx.load(str(Path(path) / WEIGHTS))
+        _apply(model, read_json(Path(path) / CONFIG), weights)
+        return model.eval()
+    except (AttributeError, KeyError, RuntimeError, TypeError) as e:  # mlx-lm checks only names and shapes
+        raise ValueError(f"The adapter {path} could not be loaded ({e!r}): was it trained for this model?") from e
+    except ValueError as e:
+        raise ValueError(f"The adapter {path} could not be loaded: {' '.join(str(e).split())}") from e
+
+
+def _apply(model: Any, config: Config, weights: Mapping[str, mx.array]) -> None:
+    """Put the layers of a peft adapter into a model."""
+    if getattr(model, "model_type", None) in BASES:
+        raise ValueError("the model is packed. Use its base model.")
+    layers: Layers = {_place(path): (path, layer) for path, layer in model.named_modules() if "mtp." not in path}
+    changed: Layers = {}
+    matrices: dict[str, dict[str, mx.array]] = {}
+    for name, w in weights.items():
+        name = name.removeprefix("base_model.model.").replace(".modules_to_save", "").replace(".default", "")
+        if found := MATRIX.fullmatch(name):
+            matrices.setdefault(found[1], {})[found[2]] = w
+        else:
+            base = name.removesuffix(".weight").removesuffix(".base_layer")
+            path, layer = _layer(layers, base)
+            changed[_place(base)] = path, _replaced(layer, w, name)
+    for base, update in _updates(matrices, config, layers).items():
+        path, layer = _layer(layers | changed, base)
+        changed[_place(base)] = path, _adapted(layer, update, base)
+    if "embed_tokens" in changed and "lm_head" not in layers:
+        raise ValueError("it changes the embedding, which is also the output layer of this model.")
+    model.update_modules(tree_unflatten([*changed.values()]))
+
+
+def _place(name: str) -> str:
+    """The part of a layer's name that is the same in transformers and here."""
+    if "mtp." in name or "visual." in name:
+        return name
+    return name[name.find("layers.") :] if "layers." in name else name.rpartition(".")[2]
+
+
+def _layer(layers: Layers, name: str) -> tuple[str, nn.Module]:
+    if _place(name) not in layers:
+        raise ValueError(f"it changes {name}, which is not a layer of the language model.")
+    return layers[_place(name)]
+
+
+def _updates(matrices: Mapping[str, Mapping[str, mx.array]], config: Config, layers: Layers) -> dict[str, Update]:
+    """The updates of an adapter by the names of layers. Those of experts are stacked."""
+    updates: dict[str, Update] = {}
+    experts: dict[str, dict[int, Update]] = {}
+    for name, pair in matrices.items():
+        if pair.keys() != {"A", "B"} or any(w.ndim != 2 for w in pair.values()):
+            raise ValueError(f"it does not have two matrices for {name}.")
+        if found := FUSED.fullmatch(name):
+            updates |= _of_fused_experts(found[1], _parameter(name, matrices, config), pair, config, layers)
+        elif found := EXPERT.fullmatch(name):
+            of_layer = experts.setdefault(f"{found[1]}.switch_mlp.{found[3]}", {})
+            of_layer[int(found[2])] = _update(pair["A"], pair["B"], name, config)
+        else:
+            updates[name] = _update(pair["A"], pair["B"], name, config)
+    return updates | {name: _stacked(each, _layer(layers, name)[1].num_experts) for name, each in experts.items()}
+
+
+def _update(a: mx.array, b: mx.array, name: str, config: Config) -> Update:
+    """An update with the scale of the config, where the first pattern that matches the name comes before the default."""
+
+    def setting(key: str, patterns: str) -> float:
+        found = (n for pattern, n in (config.get(patterns) or {}).items() if re.match(rf"(.*\.)?({pattern})$", name))
+        return float(next(found, config.get(key, 8)))
+
+    r, alpha = setting("r", "rank_pattern"), setting("lora_alpha", "alpha_pattern")
+    if (a.shape[-2], b.shape[-1]) != (r, r):
+        raise ValueError(f"its matrices for {name} have rank {a.shape[-2]}, and its config says {r:.0f}.")
+    return Update(a, b, alpha / (math.sqrt(r) if config.get("use_rslora") else r))
+
+
+def _parameter(name: str, matrices: Mapping[str, Any], config: Config) -> str:
+    """The fused tensor that an update is of. peft wraps the second one of a layer around the first."""
+    if name.endswith(".base_layer"):
+        return "gate_up_proj"
+    if f"{name}.base_layer" in matrices:
+        return "down_proj"
+    named = {target.rpartition(".")[2] for target in config.get("target_parameters") or ()}
+    if len(only := [*named & {"gate_up_proj", "down_proj"}]) != 1:
+        raise ValueError(f"its target_parameters do not say what its matrices for {name} change.")
+    return only[0]
+
+
+def _of_fused_experts(
+    mlp: str, parameter: str, pair: Mapping[str, mx.array], config: Config, layers: Layers
+) -> dict[str, Update]:
+    """The updates of ``switch_mlp`` that an update of a fused tensor [E, outputs, inputs] consists of."""
+    names = [
+        f"{mlp}.switch_mlp.{p}" for p in (("gate_proj", "up_proj") if parameter == "gate_up_proj" else ("down_proj",))
+    ]
+    layer: Any = _layer(layers, names[0])[1]
+    E = layer.num_experts
+    a = pair["A"].reshape(E, -1, pair["A"].shape[1])
+    b = pair["B"].reshape(pair["B"].shape[0], -1, E).transpose(2, 0, 1)
+    if a.shape[-1] != layer.input_dims:  # earlier versions of peft take [E, outputs, inputs] for [E, inputs, outputs]
+        a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
+    a, b, scale = _update(a, b, f"{mlp}.experts.{parameter}", config)
+    return {name: Update(a, part, scale) for name, part in zip(names, mx.split(b, len(names), axis=1))}
+
+
+def _stacked(each: Mapping[int, Update], n_experts: int) -> Update:
+    """The updates of single experts as one, with zeros for the others."""
+    r = max(update.a.shape[0] for update in each.values())
+    first = next(iter(each.values()))
+    none = Update(mx.zeros_like(first.a), mx.zeros_like(first.b), 0.0)
+    all_ = [each.get(e, none) for e in range(n_experts)]
+    a = mx.stack([mx.pad(u.a, [(0, r - u.a.shape[0]), (0, 0)]) for u in all_])
+    return Update(a, mx.stack([u.scale * mx.pad(u.b, [(0, 0), (0, r - u.b.shape[1])]) for u in all_]), 1.0)
+
+
+def _adapted(layer: nn.Module, update: Update, name: str) -> nn.Module:
+    """A layer with its update."""
+    kind = next((kind for kind, bases in LAYERS.items() if isinstance(layer, bases)), None)
+    if kind is None:
+        raise ValueError(f"it changes {name}, which is neither a linear layer nor an embedding.")
+    a, b = (update.a, update.b) if kind is LoRASwitchLinear else (update.a.T, update.b.T)
+    adapted = kind.from_base(layer, r=update.a.shape[-2], scale=update.scale)
+    if (adapted.lora_a.shape, adapted.lora_b.shape) != (a.shape, b.shape):
+        shapes = [list(w.shape) for w in (update.a, update.b)]
+        raise ValueError(f"its matrices for {name}, {shapes[0]} and {shapes[1]}, do not fit the model.")
+    adapted.lora_a, adapted.lora_b = a, b
+    return adapted
+
+
+def _replaced(layer: Any, w: mx.array, name: str) -> nn.Module:
+    """A linear layer or an embedding with another weight, quantized like its own."""
+    is_quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
+    if not name.endswith(".weight") or not (is_quantized or isinstance(layer, nn.Linear | nn.Embedding)):
+        raise ValueError(f"its tensor {name} is neither an update nor the weight of a linear layer or an embedding.")
+    own = layer.scales if is_quantized else layer.weight
+    shape = (own.shape[0], own.shape[1] * (layer.group_size if is_quantized else 1))
+    if w.shape != shape:
+        raise ValueError(f"its tensor {name} is {list(w.shape)}, not {list(shape)}.")
+    new = nn.Linear(1, 1, bias=False) if isinstance(layer, nn.Linear | nn.QuantizedLinear) else nn.Embedding(1, 1)
+    new.weight = w.astype(own.dtype) if mx.issubdtype(own.dtype, mx.floating) else w
+    return new.to_quantized(layer.group_size, layer.bits, mode=layer.mode) if is_quantized else new

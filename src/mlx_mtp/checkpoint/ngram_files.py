@@ -1,0 +1,145 @@
+"""The tables of n-gram embeddings in the files of a checkpoint, of which only the rows of a text's tokens are read.
+
+Rows are read by position. Mapping the files would count the pages around each row to the memory of the process, and a file that
+is cut while it is mapped would end the process.
+"""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from huggingface_hub.utils import TensorInfo
+
+from ..models.ngrams import NgramTable
+from .reader import CheckpointReader, n_bytes
+
+# In raw checkpoints shard_7.weight, in conversions shards.7.weight and .scales
+TENSOR = re.compile(
+    r"layers\.(\d+)\.ple\.ple_embedding\.ngram_embedding\.(?:shards?[._](\d+)\.)?(weight|scales|biases)$"
+)
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32, "U8": np.uint8}
+N_THREADS = 8  # that read at once: most of the time goes to waiting for the disk
+
+
+def place_of(tensor: str) -> tuple[int, int, str] | None:
+    """The layer, the part and the array that a tensor is of; ``None`` if it is not of a table."""
+    match = TENSOR.search(tensor)
+    return None if match is None else (int(match[1]), int(match[2] or 0), match[3])
+
+
+def without_tables(tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], int]:
+    """Tensors that are not of tables, and the bytes of those that are."""
+    others = {name: t for name, t in tensors.items() if place_of(name) is None}
+    return others, sum(n_bytes(t) for name, t in tensors.items() if name not in others)
+
+
+class FileArray(NamedTuple):
+    """A tensor [n, width] in a file."""
+
+    file: Path
+    start: int  # in the file, in bytes
+    tensor: TensorInfo
+
+    @property
+    def layout(self) -> tuple[int, Any]:
+        """The width, and the dtype."""
+        *_, width = self.tensor.shape
+        return width, DTYPES.get(self.tensor.dtype, self.tensor.dtype)
+
+
+class FileRows:
+    """The rows of a table in files, see ``models.ngrams.Rows``.
+
+    Args:
+        parts (List[Dict[str, FileArray]]): The arrays of each part of the rows.
+
+    Raises:
+        ValueError: The parts do not fit together.
+    """
+
+    def __init__(self, parts: list[dict[str, FileArray]]):
+        self.layout = {name: x.layout for name, x in parts[0].items()}
+        lengths = []
+        for j, part in enumerate(parts):
+            sizes = {x.tensor.shape[0] for x in part.values()}
+            if {name: x.layout for name, x in part.items()} != self.layout or len(sizes) > 1:
+                raise ValueError(f"has other arrays in part {j} than in part 0")
+            if unknown := next((dtype for _, dtype in self.layout.values() if isinstance(dtype, str)), None):
+                raise ValueError(f"is in {unknown}, which is not supported")
+            lengths.append(sizes.pop())
+        self.parts, self.starts = parts, np.cumsum([0, *lengths])  # the id of each part's first row
+        files = {x.file for part in parts for x in part.values()}
+        self.opened = {file: file.open("rb", buffering=0) for file in files}
+        self.pool = ThreadPoolExecutor(N_THREADS, "ngrams")
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        of_part = np.searchsorted(self.starts, ids, side="right") - 1
+        rows, reads = ids - self.starts[of_part], []
+        for name, (width, dtype) in self.layout.items():
+            n, own = width * np.dtype(dtype).itemsize, [part[name] for part in self.parts]
+            begins = np.array([x.start for x in own])[of_part] + n * rows
+            reads += [(self.opened[own[j].file].fileno(), n, at) for j, at in zip(of_part.tolist(), begins.tolist())]
+        step = -(-len(reads) // N_THREADS)
+        slices = (reads[i : i + step] for i in range(0, len(reads), step))
+        data, found, begin = b"".join(self.pool.map(_read_all, slices)), {}, 0
+        for name, (width, dtype) in self.layout.items():
+            x = np.frombuffer(data, dtype, len(ids) * width, begin)
+            found[name], begin = x.reshape(len(ids), width), begin + x.nbytes
+        return found
+
+    def read_range(self, begin: int, end: int) -> dict[str, np.ndarray]:
+        found: dict[str, list[np.ndarray]] = {name: [] for name in self.layout}
+        for start, stop, part in zip(self.starts.tolist(), self.starts[1:].tolist(), self.parts):
+            first, last = max(begin, start), min(end, stop)
+            for name, x in part.items() if first < last else ():
+                width, dtype = self.layout[name]
+                n = width * np.dtype(dtype).itemsize
+                data = _read_all([(self.opened[x.file].fileno(), n * (last - first), x.start + n * (first - start))])
+                found[name].append(np.frombuffer(data, dtype).reshape(-1, width))
+        return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def _read_all(reads: list[tuple[int, int, int]]) -> bytes:
+    """Read bytes of open files: (file descriptor, number of bytes, position)."""
+    data = b"".join([os.pread(*read) for read in reads])
+    if len(data) < sum(n for _, n, _ in reads):
+        raise ValueError("A file of the model's n-gram table has been cut: download or convert the model again.")
+    return data
+
+
+def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> None:
+    """Open the tables of a model's layers, if it has any, or read them into memory.
+
+    Raises:
+        ValueError: A table is incomplete, or does not fit the model.
+    """
+    if (ngrams := model.ngrams) is None:
+        return
+    found: dict[int, dict[int, dict[str, FileArray]]] = defaultdict(lambda: defaultdict(dict))
+    for file in checkpoint.model_files:
+        header = checkpoint.header(file)
+        for tensor, info in header.tensors.items():
+            if (place := place_of(tensor)) is not None:
+                layer, part, name = place
+                start = header.start + info.data_offsets[0]
+                found[layer][part][name] = FileArray(checkpoint.path / file, start, info)
+    for i in model.model.ngram_layers:
+        parts = [found[i][j] for j in sorted(found[i])]
+        if [*sorted(found[i])] != [*range(len(parts))] or not parts or any("weight" not in part for part in parts):
+            raise ValueError(f"{checkpoint.name} lacks a part of the n-gram table of layer {i}: download it again.")
+        try:
+            ngrams.tables[i] = NgramTable(FileRows(parts), ngrams.width, ngrams.hashes[i].n_rows)
+        except ValueError as e:
+            raise ValueError(
+                f"The n-gram table of layer {i} of {checkpoint.name} {e}: download or convert it again."
+            ) from e
+        if in_memory:
+            ngrams.tables[i].load()
