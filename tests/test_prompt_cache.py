@@ -14,7 +14,7 @@ import mlx_mtp
 from mlx_mtp import make_prompt_cache
 from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from tests.support.decoding import mtp, plain
-from tests.support.models import PACK, model_of, tiny_model
+from tests.support.models import FLASH, PACK, model_of, tiny_model
 from tests.support.profiles import examples
 
 TURNS = ([3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9])
@@ -37,7 +37,7 @@ class Counting:
 def test_greedy_turns_match_mlx_lm(data):
     """Two turns in one cache, also through a file, which mlx-lm does in a cache of its own, with the same options in each."""
     draw = data.draw
-    model = model_of(draw(st.sampled_from(["qwen3_5", "qwen3_next", PACK])), draw(st.integers(0, 2)))
+    model = model_of(draw(st.sampled_from(["qwen3_5", "qwen3_next", PACK, FLASH])), draw(st.integers(0, 2)))
     processors = make_logits_processors(
         logit_bias=draw(st.sampled_from([None, {3: 1.0}])),
         repetition_penalty=draw(st.sampled_from([None, 1.3])),
