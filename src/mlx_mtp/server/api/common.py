@@ -86,7 +86,6 @@ def _not_zero(n: int) -> int:
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # pydantic otherwise makes an error for each element
 Short = Annotated[str, Field(max_length=1000)]
-Positive = Annotated[int, Ge(1), Le(2**31)]
 Natural = Annotated[int, Ge(0), Le(2**31)]
 # -1 is no limit, as in llama.cpp
 Budget = Annotated[int, Ge(-1), Le(2**31), AfterValidator(lambda n: NO_LIMIT if n == -1 else n)]
