@@ -359,7 +359,8 @@ def progress(page: Page, shot: Shot) -> None:
     Fake(page)
     page.evaluate(
         """() => { window.fetch = async (_, { signal }) => new Response(new ReadableStream({ start(stream) {
-          stream.enqueue(new TextEncoder().encode(": keepalive 1024/4000\\n\\n"));
+          const chunk = { choices: [{ delta: {} }], prompt_progress: { processed: 1024, total: 4000 } };
+          stream.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(chunk)}\\n\\n`));
           signal.addEventListener("abort", () => stream.error(signal.reason));
         } })); }"""
     )

@@ -1,6 +1,9 @@
 """Anthropic's Messages and OpenAI's Responses, as their own Python clients get them, from a scripted model."""
 
 import json
+import re
+from collections.abc import Iterator
+from itertools import product
 from types import SimpleNamespace
 
 import openai
@@ -8,10 +11,14 @@ import pytest
 
 from mlx_mtp.server.api import messages
 from mlx_mtp.server.api.common import fold_roles
+from mlx_mtp.server.api.history import REASONING
 from mlx_mtp.server.app import APIS
 from mlx_mtp.server.engine.encode import BoundedTokenizer
+from mlx_mtp.server.request import ApiError
+from tests.support.prompts import Prompts
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, options_of, read
 from tests.support.scripted_server import said, serve_scripted
+from tests.support.sdk_types import values_of
 from tests.support.server_process import server_of
 from tests.support.tool_texts import SCHEMAS, make_model, render
 
@@ -22,6 +29,11 @@ RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for 
 
 TINY = "--served-model-name", "tiny", "--model"
 server = server_of(lambda folder: [*TINY, str(make_model(folder / "model"))], serve_scripted)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    return Prompts(tmp_path_factory.mktemp("prompts") / "model")
 
 
 # Messages
@@ -272,9 +284,29 @@ def test_an_answer_without_a_limit_goes_on():
     ):
         own = {limit: 9}
         for flags, asked, want in ((free, {}, 700), (same, {}, 700), (limited, {}, 5), (limited, own, 9)):
-            args = APIS[path].read_request({**body, **asked}, flags)[1].args
-            tokenizer.complete(300, args, flags.max_tokens, "input")
-            assert args.max_tokens == want, (path, asked)
+            request = APIS[path].read_request({**body, **asked}, flags)[1]
+            tokenizer.complete(300, request)
+            assert request.args.max_tokens == want, (path, asked)
+
+
+def test_limits_beyond_the_context():
+    """-1 is none. Agents send 32,000 to /v1/messages, whatever the model's context is: there, it is the rest of the context."""
+    tokenizer = BoundedTokenizer(SimpleNamespace(get_vocab=lambda: {"a": 0}), context_length=1000)
+    for path, body, limits in (
+        (RESPONSES, {"input": "a"}, ["max_output_tokens"]),
+        (MESSAGES, {"messages": ASK}, ["max_tokens"]),
+        (CHAT, {"messages": ASK}, ["max_completion_tokens", "max_tokens", "n_predict"]),
+        (TEXT, {"prompt": "a"}, ["max_completion_tokens", "max_tokens", "n_predict"]),
+    ):
+        for limit, n in product(limits, (-1, 701)):
+            request = APIS[path].read_request({**body, limit: n, "top_k": -1}, options_of("--max-tokens", "5"))[1]
+            if n < 0 or path == MESSAGES:
+                tokenizer.complete(300, request)
+                assert (request.args.max_tokens, request.args.sampling.top_k) == (700, 0), (path, limit)
+            else:
+                with pytest.raises(ApiError, match=f", and {limit} is 701") as e:
+                    tokenizer.complete(300, request)
+                assert e.value.param == limit
 
 
 def test_response_says_what_was_asked(client):
@@ -339,6 +371,138 @@ def test_items_become_messages_of_a_chat_template():
         {"role": "user", "content": "<system>\nGo on.\n</system>"},
     ]
     assert request.args.chat_template_kwargs == {"enable_thinking": False}
+
+
+# The choice of tools
+
+FUNCTIONS = [{"type": "function", "function": tool} for tool in RESPONSES_TOOLS]
+TOOLS_OF = {CHAT: FUNCTIONS, MESSAGES: MESSAGES_TOOLS, RESPONSES: RESPONSES_TOOLS}
+
+
+def request_with(path, choice, **fields):
+    body = {"input" if path == RESPONSES else "messages": ASK, "tools": TOOLS_OF[path], "tool_choice": choice}
+    return read(path, **body, **fields)
+
+
+def names_of(tools) -> list[str]:
+    return [tool["function"]["name"] for tool in tools or []]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_no_tool_is_none_in_the_prompt(path):
+    for choice in ({"type": "none"}, *(["none"] if path != MESSAGES else [])):
+        request = request_with(path, choice)
+        assert (request.tools, request.shown_tools, request.structured_output) == (None, None, None)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize(("path", "is_nested"), [(CHAT, True), (CHAT, False), (RESPONSES, False), (RESPONSES, True)])
+def test_only_the_allowed_tools_are_called(path, is_nested, mode):
+    """The prompt has all of them, and so remains in the cache."""
+    listed = [
+        {"type": "function", "name": "add"},
+        {"type": "function", "function": {"name": "now"}},
+        {"type": "web_search"},
+    ]
+    allowed = {"mode": mode, "tools": listed}
+    request = request_with(path, {"type": "allowed_tools", **({"allowed_tools": allowed} if is_nested else allowed)})
+    assert (names_of(request.tools), names_of(request.shown_tools)) == (["add", "now"], [*SCHEMAS])
+    output = request.structured_output
+    assert ([tool["name"] for tool in output.calls], output.is_required) == (["add", "now"], mode == "required")
+    everything = {"mode": "auto", "tools": [{"type": "function", "name": name} for name in SCHEMAS]}
+    assert request_with(path, {"type": "allowed_tools", **everything}).structured_output is None
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@pytest.mark.parametrize(
+    "wrong",
+    [{}, {"mode": "any"}, {"tools": [{"name": "rm"}]}, {"tools": "add"}, {"tools": [5]}, {"tools": []}],
+    ids=str,
+)
+def test_allowed_tools_that_are_none(path, wrong):
+    given = {"mode": "auto", "tools": [{"type": "function", "name": "add"}]} if "mode" in wrong else {}
+    for choice in (
+        {"type": "allowed_tools", **given, **wrong},
+        {"type": "allowed_tools", "allowed_tools": {**given, **wrong}},
+    ):
+        with pytest.raises(ApiError, match="allowed_tools must") as e:
+            request_with(path, choice)
+        assert (e.value.status, e.value.param) == (400, "tool_choice")
+
+
+def test_a_tool_that_is_not_allowed_is_not_called(client):
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+    options = dict(model="default_model", input="a", tools=RESPONSES_TOOLS)
+    for call, is_called in ((ADD, True), (render("now", {}), False)):
+        answer = client.responses.create(**options, tool_choice=choice, extra_body=said(f"Hm.\n\n{call}"))
+        assert [item.type for item in answer.output] == ["message", "function_call"] if is_called else ["message"]
+    sizes = [
+        client.responses.input_tokens.count(**options, tool_choice=x).input_tokens for x in (choice, "auto", "none")
+    ]
+    assert sizes[0] == sizes[1] > sizes[2]
+
+
+# Items of all kinds
+
+WORD = re.compile(r"word\d+")
+NOT_TEXT = re.compile("id$|^encrypted|signature|fingerprint|filename|media_type")  # names of fields
+# Kinds without text, for a model that takes no images
+SILENT = {"image", "item_reference", "container_upload", "computer_call_output", "compaction", "configuration_update"}
+SILENT |= {"compaction_trigger", "fallback", "ghost_snapshot"}
+QUESTION, ANSWER, THEN = (
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "x"},
+    {"role": "user", "content": "so?"},
+)
+GHOST = {
+    "type": "ghost_snapshot",
+    "ghost_commit": {"id": "word0", "parent": "word1", "preexisting_untracked_files": ["word2"]},
+}
+
+
+def histories(path: str) -> Iterator[tuple[dict, dict]]:
+    """Every kind of item that a client's package declares, and a body with it between other messages."""
+    if path == MESSAGES:
+        import anthropic.types as stable
+        from anthropic.types import beta
+
+        for first, blocks in enumerate((stable.ContentBlockParam, beta.BetaContentBlockParam)):
+            for i, item in enumerate(values_of(blocks), first):
+                role = ("user", "assistant")[i % 2]
+                yield item, {"messages": [QUESTION, {"role": role, "content": [item]}, ANSWER, THEN]}
+    else:
+        of_chat, of_responses = (
+            openai.types.chat.ChatCompletionMessageParam,
+            openai.types.responses.ResponseInputItemParam,
+        )
+        for item in [*values_of(of_chat if path == CHAT else of_responses), *([GHOST] if path == RESPONSES else [])]:
+            yield item, {"messages" if path == CHAT else "input": [QUESTION, item, ANSWER, THEN]}
+
+
+def words(value, is_text: bool = True) -> Iterator[tuple[str, bool]]:
+    """The words in a value, and whether their fields are text."""
+    if isinstance(value, str) and WORD.fullmatch(value):
+        yield value, is_text
+    for name, x in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from words(x, is_text and not NOT_TEXT.search(str(name)))
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_no_kind_of_item_ends_a_session(prompts, caplog, path):
+    """It is rendered as text where it has text, and left out with a line in the log otherwise."""
+    kinds, said = set(), set()
+    for item, body in histories(path):
+        caplog.clear()
+        text, kind = prompts.text(path, **body), item.get("type") or item["role"]
+        assert "\nso?<|im_end|>" in text, item
+        shown = {*WORD.findall(text)}
+        assert not shown & {word for word, is_text in words(item) if not is_text}, item
+        kinds.add(kind)
+        said |= {kind} if shown else set()
+        is_seen = shown or "<tool_call>" in text or "eft out" in caplog.text
+        assert is_seen or kind in REASONING or not any(is_text for _, is_text in words(item)), item
+    assert kinds - said <= {*SILENT, *REASONING}  # the template drops the thoughts of earlier turns
+    assert len(kinds) >= {CHAT: 6, RESPONSES: 28, MESSAGES: 20}[path]
 
 
 # Roles

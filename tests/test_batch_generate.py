@@ -18,8 +18,7 @@ from mlx_lm.sample_utils import make_sampler as stock_sampler
 import mlx_mtp
 from mlx_mtp import Depth, TextOptions, batch_generate, make_prompt_cache, make_sampler
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.caches.recurrent import ArraysCache
-from mlx_mtp.caches.rows import KVOptions
+from mlx_mtp.caches import rows
 from mlx_mtp.decoding.decoder import Decoder
 from mlx_mtp.layers.drafting import DraftLMHead
 from mlx_mtp.sampling.sampler import Sampler
@@ -28,6 +27,7 @@ from tests.support.decoding import mtp, plain
 from tests.support.distribution import LEVEL, PROMPT, Case, Counter
 from tests.support.models import model_of, tiny_model
 from tests.support.profiles import LONG
+from tests.support.prompt_store import names
 from tests.support.scripted import Scripted, script_copies
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
@@ -191,21 +191,50 @@ def test_sampler_that_raises_leaves_the_random_state_to_the_others(k, return_pro
     mx.eval(mx.random.uniform())
 
 
-@pytest.mark.parametrize(("k", "start"), [(0, 0), (3, 0), (0, 20)])
-def test_quantized_rows_have_the_texts_of_single_runs(k, start):
-    """From the first pass on, or from a token on that all reach together."""
-    model, kv = model_of("qwen3_5"), dict(kv_bits=8, kv_group_size=32, quantized_kv_start=start)
-    prompts = [PROMPTS[0] * 2, PROMPTS[2][:10], PROMPTS[2][-10:], [7] * (10 if start else 300)]
-    generator = BatchGenerator(model, num_draft_tokens=k, kv=KVOptions(**kv), **AT_ONCE)
-    generator.insert(prompts, max_tokens=[24] * 4)
-    for prompt, text in zip(prompts, run(generator).values()):
-        assert text.tokens == plain(prompt, model, max_tokens=24, **kv)
-        own = next(c for c in text.last.prompt_cache if not isinstance(c, ArraysCache))
-        assert own.bits == 8
-        more = mtp([7], model, max_tokens=4, prompt_cache=text.last.prompt_cache, **kv)
+@pytest.mark.parametrize("seed", range(20 if LONG else 4))
+def test_quantized_texts_depend_on_nothing_beside_them(seed, monkeypatch):
+    """Neither the chunks of their prompts, nor other rows that are quantized earlier or later, nor the step at which they join.
+
+    Two bits show each token that is read before or after its keys and values are quantized.
+    """
+    monkeypatch.setattr(rows, "EVERY", 16)  # mlx-lm's places, if its chunks are as long
+    model, coins = model_of("qwen3_5"), random.Random(seed)
+    kv = dict(kv_bits=2, kv_group_size=32, quantized_kv_start=coins.choice([0, 0, 1, 20, 40]))
+    options = dict(num_draft_tokens=coins.choice([0, 2, "auto"]), prefill_step_size=coins.choice([3, 16, 2048]))
+    generator, texts = BatchGenerator(model, completion_batch_size=coins.choice([2, 4]), **options, **kv), {}
+    prompts = [[coins.randrange(32) for _ in range(coins.choice([1, 1, 2, 9, 30, 50]))] for _ in range(10)]
+    for prompt in prompts:
+        generator.insert([prompt], max_tokens=[20])
+        run(generator, texts, coins.choice([0, 1, 4, 12]))
+    for prompt, text in zip(prompts, run(generator, texts).values()):
         theirs = stock_prompt_cache(model)
-        plain(prompt, model, max_tokens=len(text.tokens), prompt_cache=theirs, **kv)
+        assert text.tokens == plain(prompt, model, max_tokens=20, prompt_cache=theirs, prefill_step_size=16, **kv)
+        assert names(text.last.prompt_cache[: len(theirs)]) == names(theirs)
+        more = mtp([7], model, max_tokens=4, prompt_cache=text.last.prompt_cache, **kv)
         assert more == plain([7], model, max_tokens=4, prompt_cache=theirs, **kv)
+
+
+def test_a_quantized_cache_joins_rows_that_are_not():
+    """And leaves them: a row has the entries that a text alone would have."""
+    model, kv = model_of("qwen3_5"), dict(kv_bits=2, kv_group_size=32, quantized_kv_start=30)
+    history, cache = [*range(9)] * 4, make_prompt_cache(model)
+    history += mtp(history, model, max_tokens=6, prompt_cache=cache, **kv)
+    generator = BatchGenerator(model, num_draft_tokens=2, **kv)
+    first, _ = generator.insert([[1, 2, 3], [9] * 40], max_tokens=[12, 30])
+    texts = run(generator, n_steps=3)
+    last = generator.insert([[4, 5]], max_tokens=[16], caches=[cache])[0]
+    run(generator, texts, 3)
+    extracted, tokens = generator.extract_cache([first])[first]
+    texts = run(generator, texts)
+    assert texts[last].tokens == mtp([4, 5], model, max_tokens=16, prompt_cache=cache, **kv)
+    for prompt, text in (([1, 2, 3], texts[first]), ([9] * 40, texts[first + 1])):
+        assert text.tokens == plain(prompt, model, max_tokens=len(text.tokens), **kv)
+    theirs = stock_prompt_cache(model)
+    plain([1, 2, 3], model, max_tokens=len(tokens) - 3, prompt_cache=theirs, **kv)
+    assert names(extracted[: len(theirs)]) == names(theirs)
+    assert mtp([7], model, max_tokens=9, prompt_cache=extracted, **kv) == plain(
+        [7], model, max_tokens=9, prompt_cache=theirs, **kv
+    )
 
 
 def test_drafts_of_unsure_rows_are_dropped():
@@ -220,7 +249,7 @@ def test_quantized_prompt_cache_is_refused():
     model = model_of("qwen3_5")
     generator, cache = BatchGenerator(model), make_prompt_cache(model)
     mtp([1, 2, 3], model, max_tokens=4, prompt_cache=cache, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
-    with pytest.raises(ValueError, match="prompt 0 is quantized to 8 bits in groups of 32: give kv=KVOptions"):
+    with pytest.raises(ValueError, match="prompt 0 is quantized to 8 bits in groups of 32: give kv_bits=8 and"):
         generator.insert([[1]], caches=[cache])
     assert len(generator) == 0
 

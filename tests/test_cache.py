@@ -13,7 +13,7 @@ from mlx_mtp.caches.prompt_cache import open_prompt_cache, release
 from mlx_mtp.caches.recurrent import ArraysCache, Recorded, open_windows, rewound, rollback
 from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, Rows
 from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one
-from tests.support.models import FAMILIES, arrays_equal, deep_model, model_of, tiny_model
+from tests.support.models import FAMILIES, FLASH, arrays_equal, deep_model, model_of, tiny_model
 from tests.support.profiles import LONG
 
 
@@ -108,7 +108,7 @@ def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", FLASH])
 def test_window_over_a_quantized_cache(family, bits):
     """MLX has had a ``quantized_matmul`` that was wrong for two rows with several queries to a key-value head."""
     model, close = tiny_model(family, 3, num_attention_heads=8, num_key_value_heads=2), dict(rtol=1e-3, atol=1e-3)

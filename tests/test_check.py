@@ -36,7 +36,15 @@ def rounded_model(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 16}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 16},
+        {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": 0, "prefill_step_size": 3},
+    ],
+    ids=str,
+)
 def test_equal_tokens_pass(family, options):
     assert check(model_of(family), PROMPT, TextOptions(18, num_draft_tokens=3), **options) == Check(18)
 

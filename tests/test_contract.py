@@ -19,6 +19,7 @@ from mlx_lm.tuner import utils as tuner_utils
 from tokenizers import Tokenizer
 
 import mlx_mtp
+from mlx_mtp.caches import rows
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.layers.compiled import Compiler
@@ -169,6 +170,8 @@ def test_the_config_takes_the_stop_tokens_of_generation_config(tmp_path):
 
 def test_constants():
     assert generate.DEFAULT_QUANTIZED_KV_START == 5000, "mlx-lm's quantized_kv_start has another default"
+    chunk = inspect.signature(generate.generate_step).parameters["prefill_step_size"].default
+    assert chunk == rows.EVERY, "mlx-lm quantizes keys and values after other chunks"
     assert "model*.safetensors" in utils.DEFAULT_ALLOW_PATTERNS, "mlx-lm downloads files of weights by another pattern"
     assert isinstance(generate.generation_stream, mx.Stream | mx.ThreadLocalStream), "mlx-lm generates on no stream"
     assert set(convert.MODEL_CONVERSION_DTYPES) == {"float16", "bfloat16", "float32"}, "mlx-lm casts to other dtypes"

@@ -12,6 +12,7 @@ from mlx_lm.generate import generate_step, generation_stream
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.caches import rows
 from mlx_mtp.decoding import decoder, loop
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.pacing.depth import Depth
@@ -133,13 +134,17 @@ def test_a_prompt_without_a_text():
     assert mtp(PROMPT[-1:], model, max_tokens=6, prompt_cache=prefilled) == truth[:6]
 
 
-@pytest.mark.parametrize("start", [0, 5, 14, 23, 1000])
-def test_quantizes_keys_and_values_where_mlx_lm_does(start):
-    """Between two tokens, never within a window: few bits, and drafts that are right, show what is read too early."""
+@pytest.mark.parametrize("chunk", [3, 2048])
+@pytest.mark.parametrize("start", [0, 5, 8, 9, *range(len(PROMPT) - 2, len(PROMPT) + 3), 23, 1000])
+def test_quantizes_keys_and_values_where_mlx_lm_does(start, chunk, monkeypatch):
+    """Where mlx-lm does with its own chunks, of 8 tokens here, whatever the chunks of ours; between two tokens, never within a
+    window: few bits, and drafts that are right, show what is read too early.
+    """
+    monkeypatch.setattr(rows, "EVERY", 8)
     model, options = model_of(DENSE), dict(max_tokens=30, kv_bits=2, kv_group_size=32, quantized_kv_start=start)
-    truth = list(generate_step(PROMPT, model, **options))
+    truth = list(generate_step(PROMPT, model, prefill_step_size=8, **options))
     scripted = Scripted(model, PROMPT.tolist() + [token for token, _ in truth] + [0] * 10, lambda i: True)
-    steps = mtp_generate_step(PROMPT, scripted, num_draft_tokens=4, **options)
+    steps = mtp_generate_step(PROMPT, scripted, num_draft_tokens=4, prefill_step_size=chunk, **options)
     for (token, logprobs, _), (want, want_logprobs) in zip(steps, truth, strict=True):
         assert token == want
         assert mx.allclose(logprobs, want_logprobs, rtol=0, atol=1e-4)

@@ -23,7 +23,7 @@ from mlx_mtp.memory import Account, needs_of, sizes_of
 from mlx_mtp.server.request import ApiError
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
-from tests.support.models import TRAINED, tiny_model
+from tests.support.models import FLASH, TRAINED, tiny_model
 from tests.support.published import model_of
 
 SMALL = {
@@ -68,7 +68,7 @@ def test_what_is_used_is_what_was_estimated(name):
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next", FLASH])
 def test_bytes_of_a_text(kind, kv_bits):
     """As its caches have them, whose keys and values come in blocks of 256 tokens."""
     model = tiny_model(kind, head_dim=64)

@@ -9,12 +9,12 @@ import openai
 import pytest
 
 from mlx_mtp.server.api.completions import ChatBody, ChatWriter
-from mlx_mtp.server.request import Delta
+from mlx_mtp.server.request import STARTED, Delta, Waiting
 from mlx_mtp.text.grammar import llguidance_tokenizer
 from mlx_mtp.text.tool_calls import Text
 from tests.support.models import TRAINED
 from tests.support.profiles import LONG
-from tests.support.requests import ASK
+from tests.support.requests import ASK, client_of
 from tests.support.requests import CHAT as CHAT_PATH
 from tests.support.requests import TEXT as TEXT_PATH
 from tests.support.scripted_server import said, serve_scripted
@@ -76,6 +76,28 @@ def test_the_stream_helper_gets_usage_and_one_role_of_each_choice(client):
     with client.chat.completions.stream(**CHAT, extra_body=said("")) as stream:  # without text, it has a role
         message = stream.get_final_completion().choices[0].message
     assert (message.role, message.content) == ("assistant", None)
+
+
+def test_progress_of_a_long_prompt_is_a_chunk_without_text():
+    """For OpenAI's client and its stream helper, and for readers that take nothing but events."""
+
+    async def generate(request):
+        for item in (Waiting(0, 9), Waiting(4, 9), STARTED, Waiting(9, 9), Delta([Text("a")], 1, "stop")):
+            yield item
+
+    http = client_of(generate)
+    c = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
+    for n in (1, 2):
+        with http.stream("POST", CHAT_PATH, json={"messages": ASK, "stream": True, "n": n}) as response:
+            assert all(line.startswith("data: ") for line in response.iter_lines() if line)
+        with c.chat.completions.stream(**CHAT, n=n) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_completion()
+        assert [choice.message.content for choice in final.choices] == ["a"] * n
+        assert kinds.count("content.delta") == n
+        deltas = [chunk.choices[0].delta for chunk in c.chat.completions.create(**CHAT, n=n, stream=True)]
+        assert [delta.role for delta in deltas].count("assistant") == n
+        assert "".join(delta.content or "" for delta in deltas) == "a" * n
 
 
 # Log probabilities

@@ -22,7 +22,7 @@ from mlx_mtp.caches.validation import SIZE, digest
 from mlx_mtp.models import mixin
 from tests.support.checkpoints import copied, make_adapter
 from tests.support.decoding import PROMPT, mtp, plain
-from tests.support.models import ROPE, deep_model, tiny_model
+from tests.support.models import FLASH, ROPE, deep_model, tiny_model
 from tests.support.profiles import examples
 
 model_of = functools.cache(deep_model)  # entries: recurrent, attention, recurrent, attention, the head's, the last
@@ -69,6 +69,23 @@ QUANTIZED_DAMAGES = [
     ({"e1_1_2": lambda x: x.astype(mx.uint32)}, "Entry 1 .* as biases of the values"),
     ({"e1_3": mx.array(64)}, "Entry 1 .* is quantized to 8 bits in groups of 64"),
 ]
+
+
+SPARSE_DAMAGES = [
+    ({"e0_0_3": lambda x: x[:, :1]}, r"Entry 0 .* as last tokens \[1, 1, 1\] int32, not \[1, 2, 1\] int32"),
+    ({"e0_0_2": lambda x: x[..., :8]}, r"Entry 0 .* as convolution inputs of n-grams \[1, 9, 8\]"),
+    ({"e1_1_1": lambda x: x[:, :, :8]}, "Entry 1 .* is of 20 tokens, and its index keys of 8"),
+    ({"e4_1_1": lambda x: x[..., :8]}, r"Entry 4 .* as index keys \[1, 1, 256, 8\] float32, not \[1, 1, n, 32\]"),
+]
+
+
+def test_refuses_damaged_windows_and_index_keys(tmp_path):
+    for arrays, error in SPARSE_DAMAGES:
+        file = str(tmp_path / "damaged.safetensors")
+        Path(file).write_bytes(sound(False, FLASH)[0])
+        rewrite(file, **arrays)
+        with pytest.raises(ValueError, match=error):
+            mtp([7], model_of(FLASH), prompt_cache=load_prompt_cache(file))
 
 
 @pytest.mark.parametrize("options", [{}, KV], ids=["", "quantized"])
@@ -247,9 +264,9 @@ def damage(r: random.Random, file: str) -> str:
 
 
 @functools.cache
-def sound(quantized: bool) -> tuple[bytes, list[int]]:
+def sound(quantized: bool, family: str = "qwen3_5") -> tuple[bytes, list[int]]:
     """A file as it should be, and what mlx-lm goes on with behind its tokens."""
-    model, options, prompt_cache = model_of("qwen3_5"), KV if quantized else {}, make_prompt_cache(model_of("qwen3_5"))
+    model, options, prompt_cache = model_of(family), KV if quantized else {}, make_prompt_cache(model_of(family))
     theirs = model.make_cache()
     for run, cache in ((mtp, prompt_cache), (plain, theirs)):
         run(PROMPT, model, max_tokens=9, prompt_cache=cache, **options)
@@ -260,10 +277,10 @@ def sound(quantized: bool) -> tuple[bytes, list[int]]:
 
 
 @examples(60)
-@given(quantized=st.booleans(), seed=st.integers(0, 2**64 - 1))
-def test_random_damage_is_refused_or_harmless(quantized, seed):
+@given(quantized=st.booleans(), family=st.sampled_from(["qwen3_5", FLASH]), seed=st.integers(0, 2**64 - 1))
+def test_random_damage_is_refused_or_harmless(quantized, family, seed):
     """With one sentence, or the text continues as mlx-lm's does after the same tokens."""
-    data, want = sound(quantized)
+    data, want = sound(quantized, family)
     options = dict(max_tokens=4, num_draft_tokens=3, copy_drafts=4, **(KV if quantized else {}))
     with TemporaryDirectory() as folder:
         file = f"{folder}/damaged.safetensors"
@@ -275,7 +292,7 @@ def test_random_damage_is_refused_or_harmless(quantized, seed):
             return  # mlx-lm's own refusal
         error, got = "", None
         try:
-            got = mtp([7], model_of("qwen3_5"), prompt_cache=prompt_cache, **options)
+            got = mtp([7], model_of(family), prompt_cache=prompt_cache, **options)
         except ValueError as e:
             error = str(e)
     is_sentence = "prompt cache" in error and error.endswith(".") and "\n" not in error

@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import PromptStore, make_prompt_cache, make_sampler, stream_generate
+from mlx_mtp.caches import rows
 from mlx_mtp.caches.prompt_cache import PromptCache, fingerprint_of
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.caches.rows import KVOptions
@@ -261,6 +262,23 @@ def test_a_session_is_that_of_mlx_lm(trained, monkeypatch):
         assert sorted(calls) == calls
         assert calls[-1] == (len(tokens), len(tokens))
     assert calls[0] == (len(tokens) - 1, len(tokens))  # the first prompt again: its last token begins the generation
+
+
+@pytest.mark.parametrize("start", [0, 40, 60, 1000])
+def test_quantized_texts_do_not_depend_on_what_is_stored(start, trained, monkeypatch):
+    """Each prompt is quantized at its own place: keys and values of a text with another one are read anew."""
+    model, tokenizer = trained
+    monkeypatch.setattr(rows, "EVERY", 64)
+    monkeypatch.setattr(store_module, "choose_cuts", lambda _, n, __: [c for c in (20, 30, 70) if c < n])
+    store, text = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n" * 4)[:30]
+    kv = dict(kv_bits=2, kv_group_size=32, quantized_kv_start=start)
+    for question in ("", "import os\n", "import sys\n", "def write"):
+        text = text + tokenizer.encode(question)
+        want = plain(text, model, max_tokens=12, prefill_step_size=64, **kv)
+        for _ in range(2):
+            assert answer(model, tokenizer, text, store, max_tokens=12, **kv) == want
+        text += want
+    assert len(text) > 80
 
 
 def test_prompts_are_cut_where_messages_end(trained):

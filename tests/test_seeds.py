@@ -16,7 +16,7 @@ from mlx_mtp.layers.drafting import DraftLMHead
 from mlx_mtp.sampling.sampler import MAX_SEED, draw, noise, noise_words
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.distribution import LEVEL, independence, p_value
-from tests.support.models import model_of
+from tests.support.models import FLASH, model_of
 from tests.support.profiles import LONG
 from tests.support.scripted import Scripted
 from tests.support.ways import generate
@@ -135,8 +135,11 @@ def variants(model, sampler, n):
     model.drafting.lm_head = None
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_one_text_for_each_seed(model, options):
+@pytest.mark.parametrize(
+    ("family", "options"), [*(("qwen3_5", each) for each in OPTIONS), (FLASH, OPTIONS[-1])], ids=str
+)
+def test_one_text_for_each_seed(family, options):
+    model = model_of(family)
     texts, seeds = set(), [0, MAX_SEED, *range(1, 200 if LONG else 1)]
     for seed in seeds:
         for text in variants(model, make_sampler(**options, seed=seed), 12 if LONG else 9):

@@ -11,10 +11,10 @@ from mlx_mtp.layers import layer
 from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.pacing.step_times import times_of
 from tests.support.checkpoints import DATA
-from tests.support.models import GROUPED, deep_model, tiny_model
+from tests.support.models import FLASH, GROUPED, deep_model, tiny_model
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", FLASH])
 def test_the_cpu_gives_the_same_bits(family):
     result = self_test.run(deep_model(family, **GROUPED))
     assert result[:5] == (0, 0, 0, 0.01, 0)

@@ -83,7 +83,7 @@ INVALID = {
         n=[0, 9],
         temperature=[-0.1, "hot", 9],
         top_p=[1.1, -1],
-        top_k=[-1, 10**6, 2.5],
+        top_k=[-2, 10**6, 2.5],
         min_p=[2],
         repetition_penalty=[-1],
         repetition_context_size=[-1],
@@ -205,6 +205,45 @@ def test_rejects_more_tokens_than_the_context(server):
         assert content["error"]["code"] == "context_length_exceeded"
 
 
+LONG_TEXT = "import os\n" * 10_000
+CONTEXT = "This model's maximum context length is 8192 tokens"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        *((path, body, rf"^{CONTEXT}, but the prompt has 3\d{{4}}\.$") for path, body in (
+            (TEXT, {"prompt": LONG_TEXT}), (TEXT, {"prompt": LONG_TEXT, "max_tokens": -1}), (RESPONSES, {"input": LONG_TEXT}),
+            (CHAT, {"messages": user(LONG_TEXT)}), (CHAT, {"messages": user(LONG_TEXT), "max_completion_tokens": 5}),
+        )),
+        (MESSAGES, {"messages": user(LONG_TEXT)}, r"^prompt is too long: 3\d{4} tokens > 8192 maximum$"),
+        (MESSAGES, {"messages": user(LONG_TEXT), "max_tokens": 9000}, r"^prompt is too long: 3\d{4} tokens > 8192 maximum$"),
+        *((path, {**VALID[path], "max_tokens": None, x: 9000}, rf"^{CONTEXT}, but the prompt has \d+, and {x} is 9000\.$")
+            for path, x in ((TEXT, "max_tokens"), (TEXT, "n_predict"), (CHAT, "max_tokens"), (CHAT, "max_completion_tokens"),
+                            (RESPONSES, "max_output_tokens"))),
+    ],
+    ids=lambda x: str(x)[:40],
+)  # fmt: skip
+def test_a_limit_is_named_as_it_was_sent(server, path, body, message):
+    status, content = server.request(path, body)
+    assert (status, re.search(message, content["error"]["message"]) is not None) == (400, True), content
+
+
+def test_a_prompt_beyond_the_context_is_counted(server):
+    """The count is that of the error, and of the tokenizer."""
+    for n in (3_000, 10_000, 50_000):
+        messages = user("import os\n" * n)
+        status, counted = server.request(f"{MESSAGES}/count_tokens", {"messages": messages})
+        assert status == 200, counted
+        _, error = server.request(MESSAGES, {"messages": messages, "max_tokens": 1})
+        assert f"prompt is too long: {counted['input_tokens']} tokens > 8192 maximum" in error["error"]["message"]
+        assert counted["input_tokens"] == pytest.approx(3 * n, rel=0.01)
+        assert (
+            server.request(f"{RESPONSES}/input_tokens", {"input": messages})[1]["input_tokens"]
+            == counted["input_tokens"]
+        )
+
+
 def test_tokenizes_little_of_a_long_prompt(demo):
     _, tokenizer = demo
     counting = Mock(wraps=tokenizer)
@@ -236,8 +275,7 @@ def test_failed_generation_affects_no_other(tmp_path):
 NO_JSON = [
     b"", b"{", b"null", b"[]", b'"text"', b"5", b'{"prompt": "a", }', b"\x00\x01\x02", b"[" * 100_000, b'{"a":' * 100_000,
     *(b'{"prompt": "a", "temperature": %s}' % number for number in (b"NaN", b"Infinity", b"1e999", b"9" * 10_000)),
-    b'{"prompt": "\xff\xfe"}', b'{"prompt": "a", "stop": "\\ud800"}', b'{"prompt": "a\\udfff"}',
-    b'{"prompt": "a", "user": {"\\ud800": 1}}', b'{"prompt": "a", "user": [{"b": 1e999}]}',
+    b'{"prompt": "\xff\xfe"}', b'{"prompt": "a", "user": [{"b": 1e999}]}', b'{"prompt": "\0\\ud800"}',
 ]  # fmt: skip
 
 
@@ -245,6 +283,31 @@ def test_rejects_invalid_json_and_large_bodies(server):
     for raw in NO_JSON:
         assert_error(server.request(TEXT, raw, method="POST"), 400, of=raw[:50])
     assert_error(server.request(TEXT, b" " * (MAX_BODY + 1)), 413)
+
+
+HALVES = ["\\ud83d", "\\udc00", "\\uD83D\\uD83D", "\\udc00\\ud83d", "\\ud83d\\n\\ude00", "x\\ud83d\\ud83d\\ude00y"]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_a_character_is_replaced_in_every_string(half):
+    """A client that cuts a text may cut an emoji, and sends it again with each turn. Whole ones, and text like them, stay."""
+    want = json.loads(f'"{half}"').encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    assert "\ufffd" in want
+    message = f'{{"content": "\\\\ud83d \\ud83d\\ude00 \\\\{half}", "{half}x": "{half}"}}'
+    raw = f'{{"{half}": 1, "stop": ["{half}"], "messages": [{message}]}}'
+    content = {"content": f"\\ud83d \U0001f600 \\{want}", f"{want}x": want}
+    assert parse_json(raw.encode()) == {want: 1, "stop": [want], "messages": [content]}
+
+
+def test_half_a_character_in_utf_8_is_replaced():
+    assert parse_json(b'{"a": "\xed\xa0\xbd \xed\xb8\x80 \xf0\x9f\x98\x80"}') == {"a": "\ufffd \ufffd \U0001f600"}
+
+
+def test_half_a_character_costs_no_answer(server):
+    for path, body in VALID.items():
+        raw = json.dumps({**body, "user": "\ud83d"}).replace("import", "\\ud83d").encode()
+        for of in (path, *([f"{path}/count_tokens"] if path == MESSAGES else [])):
+            assert server.request(of, raw)[0] == 200, of
 
 
 HOST, POST = b" HTTP/1.1\r\nHost: localhost\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"

@@ -197,6 +197,15 @@ def test_each_api_says_that_it_waits_and_fails():
     comments, event, done = re.fullmatch(r"((?:: .*\n\n)+)data: (.*)\n\ndata: (.*)\n\n", answer.text).groups()
     assert (comments, done) == (": keepalive 0/9\n\n: keepalive 4/9\n\n", "[DONE]")
     assert json.loads(event)["error"]["message"] == "Rank 1 has died."
+    # In chats, each line is an event, which has the form of the others.
+    answer = client.post(requests.CHAT, json={"messages": requests.ASK, "stream": True})
+    *waiting, event, done = re.findall(r"data: (.*)\n\n", answer.text)
+    assert "".join(f"data: {x}\n\n" for x in (*waiting, event, done)) == answer.text
+    chunks = [json.loads(chunk) for chunk in waiting]
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [{"role": "assistant"}, {}]
+    assert [chunk["prompt_progress"] for chunk in chunks] == [{"processed": n, "total": 9} for n in (0, 4)]
+    assert ({chunk["object"] for chunk in chunks}, done) == ({"chat.completion.chunk"}, "[DONE]")
+    assert json.loads(event)["error"]["message"] == "Rank 1 has died."
     for path, body, waiting, event in (
         ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}, "event: ping", "error"),
         ("/v1/responses", {"input": "a"}, ": keepalive 0/9", "response.failed"),

@@ -7,11 +7,12 @@ import pytest
 
 from mlx_mtp import load, mtp_generate_step
 from mlx_mtp.server.engine.admission import make_budget
+from mlx_mtp.server.request import ApiError
 from mlx_mtp.text.answer import QwenReader, Reasoning
 from mlx_mtp.text.reasoning import end_of_reasoning
 from mlx_mtp.text.tool_calls import Text
 from tests.support.decoding import plain
-from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, read
+from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, read
 from tests.support.tool_texts import make_model
 
 # What ends it
@@ -80,12 +81,93 @@ LOW, MEDIUM, MAX = ({"enable_thinking": True, "reasoning_effort": effort} for ef
     ids=str,
 )  # fmt: skip
 def test_what_each_api_asks_for(path, fields, variables, budget):
-    request = read(path, **{"input" if path == RESPONSES else "messages": ASK, **fields})
+    request = asked(path, **fields)
     assert request.args.chat_template_kwargs == variables
     tokenizer = SimpleNamespace(chat_template="{{ enable_thinking }}", has_thinking=True)
     assert request.thinking.limit(tokenizer) == budget
     tokenizer.chat_template = "{{ reasoning_effort }}"  # one that knows of efforts needs no budget for them
     assert request.thinking.limit(tokenizer) == (None if {"low", "medium"} & {*variables.values()} else budget)
+
+
+CHATS = [CHAT, MESSAGES, RESPONSES]
+
+
+def asked(path, **fields):
+    return read(path, **{"input" if path == RESPONSES else "messages": ASK, **fields})
+
+
+ON = {"enable_thinking": True}
+
+
+@pytest.mark.parametrize("path", CHATS)
+@pytest.mark.parametrize(
+    ("fields", "variables", "budget"),
+    [
+        *((off, OFF, None) for off in (
+            {"reasoning_effort": "none"}, {"reasoning": {"effort": "none"}}, {"reasoning": {"enabled": False}},
+            {"reasoning": False}, {"reasoning": "none"}, {"thinking": {"type": "disabled"}}, {"thinking": False},
+            {"think": False}, {"think": "none"}, {"output_config": {"effort": "none"}}, {"enable_thinking": False},
+            {"reasoning": {"effort": "minimal", "exclude": False}},
+        )),
+        *((off, OFF, 0) for off in (
+            {"reasoning": {"max_tokens": 0}}, {"reasoning_budget": 0}, {"thinking_token_budget": 0}, {"thinking_budget": 0},
+        )),
+        *((on, ON, None) for on in (
+            {"thinking": {"type": "adaptive"}}, {"thinking": True}, {"think": True}, {"reasoning": {"enabled": True}},
+        )),
+        *((seven, ON, 7) for seven in (
+            {"reasoning": {"max_tokens": 7}}, {"reasoning_budget": 7}, {"thinking": {"type": "enabled", "budget_tokens": 7}},
+            {"thinking_token_budget": 7}, {"enable_thinking": True, "reasoning_budget": 7},
+        )),
+        *((low, LOW, 1024) for low in (
+            {"think": "low"}, {"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"},
+            {"output_config": {"effort": "low"}},
+        )),
+        ({"reasoning_budget": -1}, {}, None),
+        ({"include_reasoning": True}, {}, None),
+        ({"thinking": {"type": "disabled"}, "reasoning": {"effort": "low"}}, OFF, 1024),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_switch_means_the_same_in_each_api(path, fields, variables, budget):
+    """Whoever named it, also among the variables of the template."""
+    tokenizer = SimpleNamespace(chat_template="{{ enable_thinking }}", has_thinking=True)
+    request = asked(path, **fields)
+    assert (request.args.chat_template_kwargs, request.thinking.limit(tokenizer)) == (variables, budget)
+    if not {"include_reasoning", "output_config"} & {*fields}:
+        request = asked(path, chat_template_kwargs={name: x for name, x in fields.items() if not isinstance(x, dict)}, **{
+            name: x for name, x in fields.items() if isinstance(x, dict)
+        })  # fmt: skip
+        given = request.args.chat_template_kwargs
+        assert ({name: given[name] for name in variables}, request.thinking.limit(tokenizer)) == (variables, budget)
+
+
+@pytest.mark.parametrize("path", CHATS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"include_reasoning": False}, {"reasoning": {"exclude": True}}, {"reasoning": {"effort": "deep"}}, {"reasoning": 5},
+        {"reasoning": {"max_tokens": -2}}, {"thinking": {"type": "deep"}}, {"thinking": "loud"}, {"think": 1},
+        {"think": [True]}, {"reasoning_budget": -2}, {"reasoning_budget": True},
+        {"thinking_token_budget": "a"}, {"reasoning_effort": "deep"},
+        {"chat_template_kwargs": {"think": "loud"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_switch_that_is_not_honoured_is_refused_by_its_name(path, fields):
+    ((name, value),) = fields.items()
+    with pytest.raises(ApiError) as e:
+        asked(path, **fields)
+    name = name if name != "chat_template_kwargs" else next(iter(value))
+    assert (e.value.status, e.value.param) == (400, name)
+    assert e.value.message.startswith(name)
+
+
+def test_texts_have_no_switches():
+    for fields in ({"thinking": False}, {"reasoning": {"effort": "none"}}, {"think": False}, {"reasoning_budget": 0}):
+        with pytest.raises(ApiError) as e:
+            read(TEXT, prompt="a", **fields)
+        assert e.value.param in fields
 
 
 # The budget

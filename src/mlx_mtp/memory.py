@@ -207,6 +207,7 @@ class Sizes:
     value_bytes: int  # of a number in keys, values and activations
     backbone_values: int  # numbers in a token's keys and values, in all attention layers
     head_values: int = 0  # the same in the head
+    index_values: int = 0  # numbers in the keys of a token that attention's indexers have, which are never quantized
     state_bytes: int = 0  # of all recurrent layers
     chunk_bytes: int = 0  # of a pass for each token, without attention's scores
     score_bytes: int = 0  # of attention's scores and mask for each pair of a token and one before it
@@ -218,7 +219,8 @@ class Sizes:
         own: float = self.value_bytes
         if kv_bits is not None:
             own = kv_bits / 8 + 2 * self.value_bytes / kv_group_size  # each group has a scale and a bias
-        return self.state_bytes + int(n_tokens * (self.backbone_values * own + self.head_values * self.value_bytes))
+        others = (self.head_values + self.index_values) * self.value_bytes
+        return self.state_bytes + int(n_tokens * (self.backbone_values * own + others))
 
     def caches_of_several(self, lengths: Sequence[int], **kv: Any) -> int:
         """The bytes of the caches of several texts. In a batch each text takes as much as the longest, in whole steps."""
@@ -244,12 +246,15 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
     args = model.text_args
     return Sizes(
         value_bytes=n,
-        backbone_values=sum(map(_kv_values, attention)),
-        head_values=sum(map(_kv_values, head)),
+        backbone_values=sum(_row_values(layer, "keys", "values") for layer in attention),
+        head_values=sum(_row_values(layer) for layer in head),
+        index_values=sum(_row_values(layer, "index_keys") for layer in attention),
         state_bytes=sum(_state_bytes(own, n) for layer in recurrent for own in layer.states),
-        # A layer's input and output, and the larger of its two parts, which are computed one after the other.
-        chunk_bytes=2 * args.hidden_size * n + max(*passes, _mlp(args, n)),
-        score_bytes=max((layer.self_attn.num_attention_heads * n + 1 for layer in attention + head), default=0),
+        # A layer's input and output, with streams also what mixes them, and the larger of its two parts, which are computed one
+        # after the other.
+        chunk_bytes=(4 if model.hidden_size > args.hidden_size else 2) * model.hidden_size * n
+        + max(*passes, _mlp(args, n)),
+        score_bytes=max((_score_bytes(layer, n) for layer in attention + head), default=0),
         fixed_bytes=0 if mx.metal.is_available() else STATES_AT_ONCE * max(map(_states, own_states), default=0),
         max_scored=_max_scored({layer.self_attn.head_dim for layer in attention + head}),
     )
@@ -274,9 +279,17 @@ def _has_matrix_units() -> bool:
     return gpu is not None and int(gpu[1]) >= (18 if gpu[2] == "p" else 17) and system >= [26, 2]
 
 
-def _kv_values(layer: Any) -> int:
-    """The numbers in a token's keys and values."""
-    return sum(heads * dimensions for heads, dimensions in layer.row_sizes.values())
+def _score_bytes(layer: Any, n: int) -> int:
+    """The bytes of a query and a token before it: the scores and the mask, with an indexer also its scores of blocks."""
+    scores: int = layer.self_attn.num_attention_heads * n + 1
+    if (indexer := getattr(layer.self_attn, "indexer", None)) is not None:
+        scores += 2 + (indexer.n_heads + 2) * mx.float32.size // indexer.block_size
+    return scores
+
+
+def _row_values(layer: Any, *names: str) -> int:
+    """The numbers of a token in these arrays of an attention layer's cache, or in all."""
+    return sum(heads * size for name, (heads, size) in layer.row_sizes.items() if name in names or not names)
 
 
 def _state_bytes(state: Any, n: int) -> int:
@@ -303,7 +316,7 @@ def _recurrent(own: Any, n: int) -> int:
 def _attention(layer: Any, n: int) -> int:
     """The bytes of queries with gates, normed and rotated queries, the output before and after the gates, keys and values."""
     own = layer.self_attn
-    return n * (6 * own.num_attention_heads * own.head_dim + 2 * _kv_values(layer))
+    return n * (6 * own.num_attention_heads * own.head_dim + 2 * _row_values(layer))
 
 
 def _mlp(args: Any, n: int) -> int:

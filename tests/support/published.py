@@ -14,6 +14,12 @@ NEXT = {
     **QWEN35, "vocab_size": 151936, "rope_theta": 1e7, "partial_rotary_factor": 0.25, "max_position_embeddings": 262144,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "intermediate_size": 5632,
 }  # fmt: skip
+FLASH = {
+    **QWEN35, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12, "hc_count": 4, "hc_lowrank": 320,
+    "indexer_n_heads": 4, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid", "ple_layer_ids": [2], "ple_embed_dim": 2560, "eos_token_id": 248044,
+    "norm_topk_prob": True,
+}  # fmt: skip
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "linear_num_value_heads")
 DENSE, MOE = ("intermediate_size",), ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
@@ -35,6 +41,7 @@ ARCHITECTURES = {
     "35B-A3B": moe(2048, 40, 16, 2, 32, 256, 8, 512),
     "122B-A10B": moe(3072, 48, 32, 2, 64, 256, 8, 1024),
     "397B-A17B": moe(4096, 60, 32, 2, 64, 512, 10, 1024),
+    "Flash-Next": moe(2560, 48, 24, 2, 48, 512, 10, 640, family="qwen4_exp", base=FLASH),
     "80B-A3B": moe(2048, 48, 16, 2, 32, 512, 10, 512, family="qwen3_next", base=NEXT),
 }
 

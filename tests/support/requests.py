@@ -23,7 +23,7 @@ def options_of(*flags: str) -> Options:
 
 def client_of(generate: Any, *flags: str) -> TestClient:
     """A client of an app whose frontend answers by ``generate``."""
-    engine, models = SimpleNamespace(is_alive=True), SimpleNamespace(drafts=False)
+    engine, models = SimpleNamespace(is_alive=True), SimpleNamespace(drafts=False, key=None)
     given = dict(engine=engine, options=options_of(*flags), models=models, generate=generate)
     frontend = SimpleNamespace(metrics=Metrics(), **given)
     frontend.generate_all = partial(Frontend.generate_all, frontend)

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import StopSequences, generation_stream
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, StopSequences, generation_stream
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
@@ -56,7 +56,8 @@ class BatchGenerator:
           Default: ``0.33``.
         max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         return_prompt_caches (bool): Return a prompt cache with the last token of a sequence. Default: ``True``.
-        kv (KVOptions): The quantization of keys and values. Default: none.
+        kv_bits, kv_group_size, quantized_kv_start (optional): The quantization of the keys and values of each text, as in
+          ``mtp_generate_step``. Default: none.
         stream (mx.Stream, optional): The stream to run on. Default: ``None``, mlx-lm's generation stream.
 
     Raises:
@@ -82,7 +83,9 @@ class BatchGenerator:
         min_decode_share: float = MIN_DECODE_SHARE,
         max_kv_size: int | None = None,
         return_prompt_caches: bool = True,
-        kv: KVOptions = KVOptions(),  # noqa: B008
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
         if max_kv_size is not None:
@@ -100,14 +103,15 @@ class BatchGenerator:
         self.completion_batch_size = check_count("completion_batch_size", completion_batch_size)
         check_count("prefill_step_size", prefill_step_size)
         self.prefill_budget = PrefillBudget(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
-        self.prompts = Prompts(self.model, kv)
+        self.kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
+        self.prompts = Prompts(self.model)
         resolve_in_batch(self.model, TextOptions(), self.options)  # raises an error for invalid options
         self.stream = stream or generation_stream
         self.planner = Planner(self.model)
         if self.planner.exchange is not None:
             with mx.stream(self.stream):
                 self.planner.exchange.agree(mx.zeros(0, mx.uint32), 0, None)  # no sequences yet
-        self.decoder = Decoder(self.model, kv=kv, exchange=self.planner.exchange, stream=self.stream)
+        self.decoder = Decoder(self.model, kv=self.kv, exchange=self.planner.exchange, stream=self.stream)
         self.return_prompt_caches = return_prompt_caches
         self._uid_count = 0
         self._counters = BatchCounters()
@@ -216,8 +220,7 @@ class BatchGenerator:
         new = []
         for i, of_prompt in enumerate(segments):
             text = resolve_in_batch(self.model, options_of(i, **own[i]), self.options)
-            kv = self.prompts.kv
-            new.append(make_sequence(self.model, i, self._uid_count + i, text, of_prompt, kv=kv, **own_others[i]))
+            new.append(make_sequence(self.model, i, self._uid_count + i, text, of_prompt, kv=self.kv, **own_others[i]))
         self._uid_count += len(new)
         self.prompts.sequences.extend(new)
         return [s.uid for s in new]

@@ -92,7 +92,7 @@ def make_sequence(
         if isinstance(c, QuantizedKVCache) and (c.bits, c.group_size) != (kv.kv_bits, kv.kv_group_size):
             raise ValueError(
                 f"The prompt cache of prompt {i} is quantized to {c.bits} bits in groups of {c.group_size}: give "
-                f"kv=KVOptions(kv_bits={c.bits}, kv_group_size={c.group_size}) to all texts of the batch."
+                f"kv_bits={c.bits} and kv_group_size={c.group_size} to the batch."
             )
     n_prompt = sum(map(len, segments))
     if input_embeddings is not None:
@@ -105,6 +105,7 @@ def make_sequence(
         cache,
         options,
         counts or DraftCounts(),
+        kv.of_text(cache.n_tokens, n_prompt),
         segments=split_prompt(segments),
         tokens=list(all_tokens),
         embeddings=input_embeddings if isinstance(input_embeddings, mx.array) else None,
@@ -118,15 +119,14 @@ class Prompts:
 
     Args:
         model (MTPModel): The model to prefill with.
-        kv (KVOptions): The quantization of keys and values.
 
     Attributes:
         n_prefilled (int): The number of tokens prefilled so far, of all prompts.
         seconds (float): The time of this prefill.
     """
 
-    def __init__(self, model: MTPModel, kv: KVOptions):
-        self.model, self.kv = model, kv
+    def __init__(self, model: MTPModel):
+        self.model = model
         self.sequences: deque[Sequence] = deque()
         self.n_prefilled, self.seconds = 0, 0.0
 
@@ -197,6 +197,6 @@ class Prompts:
 
     def _prefill(self, s: Sequence, most: int) -> PromptResponse:
         n_segments = len(s.segments)
-        prefill_part(self.model, s, most, self.kv)
+        prefill_part(self.model, s, most)
         s.cache.record(s.cache.n_tokens, s.text_of(s.cache.n_tokens))
         return PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), len(s.segments) < n_segments, False)

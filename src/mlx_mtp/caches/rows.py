@@ -12,8 +12,9 @@ A row is made from the caches of one sequence, whose arrays it takes without a c
 such caches. This module does not depend on layers, drafts or acceptance.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +28,8 @@ from .indexed import NAMES, enlarged, names_of, size_of
 from .prompt_cache import PromptCache
 from .recurrent import ArraysCache, after_first, rewound
 
+EVERY = 2048  # tokens of a prompt after which mlx-lm quantizes: its default ``prefill_step_size``
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVOptions:
@@ -35,12 +38,30 @@ class KVOptions:
     Args:
         kv_bits (int, optional): Number of bits of a quantized key or value. Default: ``None``, no quantization.
         kv_group_size (int): Group size of the quantization.
-        quantized_kv_start (int): The number of tokens at which quantization begins; of several sequences, those of the longest.
+        quantized_kv_start (int): The number of tokens of a text from which on they may be quantized, see ``of_text``.
     """
 
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
+
+    def of_text(self, n_cached: int, n_prompt: int) -> "KVOptions":
+        """These options for one text: its keys and values are quantized once it has exactly ``quantized_kv_start`` tokens.
+
+        The place is that of mlx-lm's ``generate_step`` with its own chunks, whatever the chunks here: after a multiple of 2,048
+        tokens, before the last token of the prompt, or after any later token, and at least one token is read before.
+
+        Args:
+            n_cached (int): The number of tokens in the prompt cache.
+            n_prompt (int): The number of tokens of the prompt after them.
+        """
+        first, end = max(self.quantized_kv_start, n_cached + 1), n_cached + n_prompt - 1
+        return replace(self, quantized_kv_start=first if first > end else min(-(-first // EVERY) * EVERY, end))
+
+    def end_of_chunk(self, begin: int, most: int) -> int:
+        """The end of a chunk of up to ``most`` tokens from an index of the text on."""
+        at = self.quantized_kv_start
+        return min(begin + most, at) if self.kv_bits is not None and begin < at else begin + most
 
 
 @dataclass(frozen=True)
@@ -69,6 +90,10 @@ class Ends:
     def _next(self) -> dict[int, tuple[mx.array, mx.array]]:
         return {}
 
+    @cached_property
+    def _of(self) -> dict[tuple[int, ...], "Ends"]:
+        return {}
+
     def next(self, T: int) -> tuple[mx.array, mx.array]:
         """The rows, [B, 1], and columns, [B, T], of the next T tokens of each row: computed once for all layers."""
         if T not in self._next:
@@ -87,7 +112,11 @@ class Ends:
         return Ends(tuple(n + count for n, count in zip(self.lengths, counts)), self.shifts)
 
     def of(self, rows: Sequence[int]) -> "Ends":
-        return Ends(tuple(self.lengths[b] for b in rows), tuple(self.shifts[b] for b in rows))
+        """The ends of these rows: the same object for all layers."""
+        key = tuple(rows)
+        if key not in self._of:
+            self._of[key] = Ends(tuple(self.lengths[b] for b in rows), tuple(self.shifts[b] for b in rows))
+        return self._of[key]
 
     def joined(self, other: "Ends") -> "Ends":
         return Ends(self.lengths + other.lengths, self.shifts + other.shifts)
@@ -182,13 +211,6 @@ class KVRows:
     def _empty_cache(self) -> Any:
         return stock.KVCache() if self.names == NAMES else indexed.KVCache()
 
-    def to_quantized(self, group_size: int, bits: int) -> "QuantizedKVRows":
-        rows = QuantizedKVRows(group_size, bits, self.names)
-        for name, held in zip(self.names, self.arrays):
-            is_quantized = name in NAMES and held is not None
-            setattr(rows, name, list(mx.quantize(held, group_size, bits)) if is_quantized else held)
-        return rows
-
 
 class QuantizedKVRows(KVRows):
     """``KVRows`` of quantized keys and values: each a list of three arrays, as in mlx-lm's ``QuantizedKVCache``."""
@@ -206,6 +228,50 @@ class QuantizedKVRows(KVRows):
     def _empty_cache(self) -> Any:
         kind = stock.QuantizedKVCache if self.names == NAMES else indexed.QuantizedKVCache
         return kind(self.group_size, self.bits)
+
+
+class MixedKVRows(KVRows):
+    """The keys and values of a layer some of whose rows are quantized. Attention is computed for each part by itself.
+
+    Args:
+        parts (List[Tuple[List[int], KVRows]]): The rows that are not quantized, and those that are.
+    """
+
+    def __init__(self, parts: list[tuple[list[int], KVRows]]):
+        self.parts = parts
+        super().__init__(parts[0][1].names)
+
+    @property
+    def ends(self) -> Ends:
+        return self._ends
+
+    @ends.setter
+    def ends(self, ends: Ends) -> None:
+        self._ends = ends
+        if ends.lengths:
+            for rows, part in self.parts:
+                part.ends = ends.of(rows)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for _, part in self.parts)
+
+    def extract(self, b: int, n: int) -> Any:
+        rows, part = next((rows, part) for rows, part in self.parts if b in rows)
+        return part.extract(rows.index(b), n)
+
+
+def rows_of(caches: list[Any]) -> KVRows:
+    """The rows of a layer, made of a ``KVCache`` or a ``QuantizedKVCache`` for each."""
+    parts: list[tuple[list[int], KVRows]] = []
+    for is_quantized in (False, True):
+        if rows := [b for b, c in enumerate(caches) if hasattr(c, "bits") is is_quantized]:
+            own = [caches[b] for b in rows]
+            names = names_of(own[0])
+            part = QuantizedKVRows(own[0].group_size, own[0].bits, names) if is_quantized else KVRows(names)
+            part.join(own, Ends())
+            parts.append((rows, part))
+    return parts[0][1] if len(parts) == 1 else MixedKVRows(parts)
 
 
 def _row(x: mx.array, b: int, n: int) -> mx.array:
@@ -237,12 +303,14 @@ class RowsState:
     Args:
         ends (Ends): Their tokens.
         recurrent (List[List[mx.array]]): The arrays of each recurrent layer.
-        entries (List[Any]): A cache for each layer, for the model's call; ``QuantizedKVRows`` once that is due.
+        entries (List[Any]): A cache for each layer, for the model's call.
+        starts (Tuple[float]): The number of tokens at which each row is quantized; infinite if never, or already, [B].
     """
 
     ends: Ends
     recurrent: list[list[mx.array | None]]
     entries: list[Any]
+    starts: tuple[float, ...] = ()
 
 
 class Rows:
@@ -277,10 +345,6 @@ class Rows:
         return self.state.ends.lengths
 
     @property
-    def are_quantized(self) -> bool:
-        return any(isinstance(c, QuantizedKVRows) for c in self.entries)
-
-    @property
     def states(self) -> list[list[Any]]:
         """The arrays of the recurrent layers, which a pass in flight computes."""
         return [c.cache for c in self.recurrent]
@@ -311,17 +375,25 @@ class Rows:
         if windows and min(kept) < self.in_flight:
             recurrent = [[*arrays] for arrays in rewound(windows, kept)]
             mx.async_eval(recurrent)  # now: the device would otherwise idle while the host builds the next pass
-        self.state, self.in_flight = RowsState(ends, recurrent, self._quantized(self.entries, ends)), 0
+        entries, starts = self.entries, self.state.starts
+        due = [n >= start for n, start in zip(ends.lengths, starts)]
+        if any(due):
+            rows = [*enumerate(ends.lengths)]
+            entries = [rows_of([self._row(c, *row) for row in rows]) if isinstance(c, KVRows) else c for c in entries]
+            starts = tuple(math.inf if is_due else start for start, is_due in zip(starts, due))
+        self.state, self.in_flight = RowsState(ends, recurrent, entries, starts), 0
 
-    def _quantized(self, entries: list[Any], ends: Ends) -> list[Any]:
-        """The entries with quantized keys and values if that is due, as in mlx-lm after every pass."""
-        kv = self.kv
-        if kv.kv_bits is None or ends.longest < kv.quantized_kv_start:
-            return entries
-        return [c.to_quantized(kv.kv_group_size, kv.kv_bits) if type(c) is KVRows else c for c in entries]
+    def _row(self, entry: KVRows, b: int, n: int) -> Any:
+        """The first n tokens of row b of a layer, quantized if that is due."""
+        cache = entry.extract(b, n)
+        return cache.to_quantized(self.kv.kv_group_size, self.kv.kv_bits) if n >= self.state.starts[b] else cache
 
-    def join(self, caches: list[PromptCache]) -> None:
-        """Add a row for each prompt cache."""
+    def join(self, caches: list[PromptCache], starts: Sequence[float] | None = None) -> None:
+        """Add a row for each prompt cache.
+
+        Args:
+            starts (Sequence[float], optional): The number of tokens at which each is quantized. Default: ``None``, never.
+        """
         held, states = self.state, iter(self.state.recurrent)
         recurrent, entries = [], list[Any]()
         for entry, *new in zip(held.entries, *(c.backbone for c in caches)):
@@ -334,16 +406,21 @@ class Rows:
                 entries.append(_joined(entry, new, held.ends))
         shifts = tuple(sum(image.shift for image in c.images) for c in caches)
         ends = held.ends.joined(Ends(tuple(c.n_tokens for c in caches), shifts))
-        self.state = RowsState(ends, recurrent, entries)
+        are_quantized = [any(hasattr(entry, "bits") for entry in c.backbone) for c in caches]
+        later = zip(are_quantized, starts or [math.inf] * len(caches))
+        own = (math.inf if is_quantized else start for is_quantized, start in later)
+        self.state = RowsState(ends, recurrent, entries, (*held.starts, *own))
 
     def filter(self, keep: list[int]) -> None:
         """Keep these rows."""
-        ends, rows = self.state.ends.of(keep), mx.array(keep)
-        for entry in self.entries:
-            if isinstance(entry, KVRows):
+        ends, rows, entries = self.state.ends.of(keep), mx.array(keep), self.entries[:]
+        for i, entry in enumerate(entries):
+            if isinstance(entry, MixedKVRows):
+                entries[i] = rows_of([entry.extract(b, self.n_tokens[b]) for b in keep])
+            elif isinstance(entry, KVRows):
                 entry.filter(keep, ends.longest)
         recurrent = [[None if x is None else x[rows] for x in arrays] for arrays in self.state.recurrent]
-        self.state = RowsState(ends, recurrent, self.entries)
+        self.state = RowsState(ends, recurrent, entries, tuple(self.state.starts[b] for b in keep))
 
     def extract(self, b: int) -> list[Any]:
         """Row b's caches, one for each layer; with a pass in flight, after its first token."""
@@ -356,19 +433,16 @@ class Rows:
                 own.cache = [None if x is None else mx.contiguous(x[b : b + 1]) for x in arrays]
                 caches.append(own)
             else:
-                caches.append(c.extract(b, n))
+                caches.append(self._row(c, b, n))
         return caches
 
 
 def _joined(entry: KVRows, caches: list[Any], ends: Ends) -> KVRows:
-    """The keys and values of a layer, with a row more for each cache: quantized if any of them is."""
-    like = next((c for c in (entry, *caches) if hasattr(c, "bits")), None)
-    if like is not None:
-        if not isinstance(entry, QuantizedKVRows):
-            entry = entry.to_quantized(like.group_size, like.bits)
-        caches = [c if hasattr(c, "bits") else c.to_quantized(like.group_size, like.bits) for c in caches]
-    entry.join(caches, ends)
-    return entry
+    """The keys and values of a layer, with a row more for each cache."""
+    if all(type(entry) is (QuantizedKVRows if hasattr(c, "bits") else KVRows) for c in caches):
+        entry.join(caches, ends)
+        return entry
+    return rows_of([*(entry.extract(b, n) for b, n in enumerate(ends.lengths)), *caches])
 
 
 def _stacked(parts: list[tuple[mx.array | None, int]]) -> mx.array | None:

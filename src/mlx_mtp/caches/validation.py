@@ -115,6 +115,8 @@ def check_keys(i: int, entry: Any, layer: Any, may_be_quantized: bool = True) ->
         return
     for name, (H, D) in sizes.items():
         own: Any = getattr(entry, name, None)
+        if own is None and n == 0 and name not in NAMES:  # an interrupted pass has made only some
+            continue
         parts: list[tuple[str, int, tuple[mx.Dtype, ...]]] = [("", D, FLOATS)]
         if isinstance(entry, stock.QuantizedKVCache) and name in NAMES:
             parts = _quantized_parts(i, entry, D)

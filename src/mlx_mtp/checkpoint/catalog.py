@@ -27,6 +27,8 @@ class Published:
     layers: int
     hidden_size: int
     kv_heads: int  # of an attention layer, of 256 values each
+    index_dim: int = 0  # values of an indexer's key in an attention layer
+    ngrams_gb: float = 0.0  # of disk_gb, the n-gram table, which stays in its files
     others: Sequence[str] = ()  # replacements of 4bit in the names of conversions with more bits
 
     @property
@@ -50,11 +52,12 @@ class Published:
         return (text.get("num_hidden_layers"), text.get("hidden_size")) == (self.layers, self.hidden_size)
 
     def needs(self, n_tokens: int) -> Needs:
-        """The memory of the model with a text: its files, and 16-bit keys and values of every fourth layer and of the head."""
-        of_layer = 2 * self.kv_heads * HEAD_DIM
+        """The memory of the model with a text: its files, and 16-bit keys and values of every fourth layer and of the head.
+        An n-gram table stays in its files."""
+        of_layer = 2 * self.kv_heads * HEAD_DIM + self.index_dim
         sizes = Sizes(value_bytes=2, backbone_values=self.layers // 4 * of_layer, head_values=of_layer)
         head = int(self.head_gb * GB)
-        return Needs(weights=int(self.disk_gb * GB) - head, head=head, caches=sizes.caches(n_tokens))
+        return Needs(weights=int((self.disk_gb - self.ngrams_gb) * GB) - head, head=head, caches=sizes.caches(n_tokens))
 
 
 @cache

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
-from ..models import drafter_of
+from ..models import MODEL_TYPES, drafter_of, model_module
 from ..models.head_weights import sanitize_head, split_head
 from .config import Config, check_config, first_difference, skeleton, text_config_of
 from .hub import fetch
@@ -96,13 +96,19 @@ def has_raw_head(checkpoint: CheckpointReader, head: Iterable[str]) -> bool:
         return not record["norms_shifted"]
     from_torch = checkpoint.header(checkpoint.head_file).metadata.get("format") == "pt"
     is_unknown = not raw and (from_torch or any(".experts." in tensor for tensor in head))
-    if is_unknown and skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name).mtp.shifts_norms:
+    if is_unknown and shifts_norms(checkpoint):
         raise ValueError(
             f"The MTP head of {checkpoint.name} is in a separate file that looks like the base model's, but the weights are "
             "converted: whether its norms are shifted is unknown. Graft the base model's: `mlx_mtp convert "
             f"--graft-mtp-from BASE_MODEL --model {checkpoint.name} --mlx-path NEW`."
         )
     return raw
+
+
+def shifts_norms(checkpoint: CheckpointReader) -> bool:
+    """Whether the layouts of a checkpoint's family differ in its norms."""
+    model_type = (checkpoint.config or {}).get("model_type")
+    return model_type not in MODEL_TYPES or model_module(model_type).Model.shifts_norms
 
 
 def load_drafter(drafter: str, checkpoint: CheckpointReader) -> SeparateHead:

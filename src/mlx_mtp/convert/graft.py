@@ -72,7 +72,8 @@ def _head(
     if ours is not None and theirs is not None and ours.shape[0] != theirs.shape[0]:
         difference = f"its vocabulary has {theirs.shape[0]} rows, not {ours.shape[0]}"
         raise ValueError(f"{donor.name} does not fit {receiver.name}: {difference}.")
-    raw, skeleton_model = has_raw_head(donor, tensors), skeleton(config, receiver.name)
+    skeleton_model: Any = skeleton(config, receiver.name)
+    raw = has_raw_head(donor, tensors) and skeleton_model.shifts_norms
     print("[INFO] Reading the head")
     head = sanitize_head(skeleton_model.mtp, split_head(_read(donor, tensors, folder))[1], raw)
     if dtype is not None:

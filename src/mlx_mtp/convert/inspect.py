@@ -12,7 +12,9 @@ from ..checkpoint.head_formats import (
     first_tensor,
     has_raw_backbone,
     has_raw_head,
+    shifts_norms,
 )
+from ..checkpoint.ngram_files import place_of
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, n_bytes
 from ..memory import size, sizes_of
 
@@ -28,12 +30,14 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         raise FileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
     head, tower, verdict = checkpoint.head(), checkpoint.tower(), _verdict(checkpoint)
     commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
+    n_table = sum(map(n_bytes, checkpoint.tensors(n for n in checkpoint.weight_map if place_of(n)).values()))
     quantization = _quantization(config, first_tensor(checkpoint, "embed_tokens.weight"))
     lines = {
         "Model": checkpoint.name + commit,
         "Model type": config.get("model_type"),
-        "Backbone": f"{quantization}, {_layout(has_raw_backbone(checkpoint))}",
+        "Backbone": f"{quantization}, {_layout(checkpoint, has_raw_backbone(checkpoint))}",
         "Size": size(_total_size(checkpoint)),
+        **({"N-grams": f"{size(n_table)} of that size, read from the files by row"} if n_table else {}),
         "MTP head": _describe_head(checkpoint, head) if head else "none",
         "Vision": f"{len(tower)} tensors, {_size_of(tower.values())}" if tower else "none",
         "--mtp": verdict,
@@ -47,7 +51,7 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
 
 def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:
     try:
-        layout = _layout(has_raw_head(checkpoint, head))
+        layout = _layout(checkpoint, has_raw_head(checkpoint, head))
     except ValueError:
         layout = "raw or converted, which is unknown"
     where = f" in {checkpoint.head_file}" if checkpoint.head_file is not None else ""
@@ -74,13 +78,14 @@ def _quantization(config: Config, embedding: TensorInfo | None) -> str:
         return "not quantized" if embedding is None else f"not quantized ({embedding.dtype})"
     if "bits" not in quantization:
         return f"quantized ({quantization.get('quant_method')})"
-    own = sum(isinstance(value, dict) for value in quantization.values())
+    own = sum(isinstance(value, dict) and "ngram_embedding" not in name for name, value in quantization.items())
     bits, mode = quantization["bits"], quantization.get("mode", "affine")
     return f"{bits} bits in groups of {quantization['group_size']} ({mode})" + f", {own} modules otherwise" * (own > 0)
 
 
-def _layout(raw: bool) -> str:
-    return "raw (norms to be shifted)" if raw else "converted (norms shifted)"
+def _layout(checkpoint: CheckpointReader, raw: bool) -> str:
+    name, norms = ("raw", "to be shifted") if raw else ("converted", "shifted")
+    return f"{name} (norms {norms})" if shifts_norms(checkpoint) else name
 
 
 def _total_size(checkpoint: CheckpointReader) -> int:

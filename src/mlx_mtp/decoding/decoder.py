@@ -11,6 +11,7 @@ window, so a ``DecoderState`` can be restored until sequences join or leave.
 This module does not depend on samplers, layers or the head's architecture, nor on stop conditions.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,7 +216,8 @@ class Decoder:
         self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
         tokens = mx.array([[s.take_last()] for s in sequences], mx.uint32)  # [B, 1]
         embeddings = [self._own_embedding(s, token) for s, token in zip(sequences, tokens)]
-        self.cache.join([s.cache for s in sequences])
+        starts = [math.inf if s.kv.kv_bits is None else s.kv.quantized_kv_start for s in sequences]
+        self.cache.join([s.cache for s in sequences], starts)
         self.head.join([s.cache for s in sequences], tokens, embeddings)
         hidden = [None if s.cache.last_hidden is None else (s.cache.last_hidden, 0, 0) for s in sequences]
         held = self.last
@@ -274,18 +276,14 @@ class Decoder:
 
 def draft_limit(decoder: Decoder, b: int) -> int:
     """The most drafts that sequence b can take within its token limit: a window yields one more token than it accepts."""
-    s, k, kv = decoder.sequences[b], MAX_COPY_TOKENS, decoder.kv
+    s, k = decoder.sequences[b], MAX_COPY_TOKENS
     if s.end is not None or not decoder.head.can_draft(b):
         return 0
     if len(decoder) == 1 and s.n_generated == 0:  # the first token comes sooner so, and from the pass that mlx-lm runs
         return 0
     if s.max_tokens >= 0:
         k = max(min(k, s.max_tokens - s.n_unobserved - 1), 0)
-    if kv.kv_bits is not None:
-        n = max(map(sum, zip(decoder.cache.n_tokens, decoder.kept or [0] * len(decoder))))
-        # mlx-lm quantizes after a token, never within a window: after the first one if that is due at once.
-        if n < kv.quantized_kv_start:
-            k = min(k, kv.quantized_kv_start - n - 1)
-        elif decoder.window is None and not decoder.cache.are_quantized:
-            k = 0
+    n = decoder.cache.n_tokens[b] + (0 if decoder.kept is None else decoder.kept[b])
+    if s.kv.kv_bits is not None and n < s.kv.quantized_kv_start:  # quantized after a token, never within a window
+        k = min(k, s.kv.quantized_kv_start - n - 1)
     return k

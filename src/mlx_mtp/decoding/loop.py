@@ -90,7 +90,8 @@ def mtp_generate_step(
         kv_bits (int, optional): Number of bits to use for KV cache quantization. None implies no cache quantization.
           Default: ``None``.
         kv_group_size (int): Group size for KV cache quantization. Default: ``64``.
-        quantized_kv_start (int): Step to begin using a quantized KV cache when ``kv_bits`` is non-None. Default: ``5000``.
+        quantized_kv_start (int): Step to begin using a quantized KV cache when ``kv_bits`` is non-None. Default: ``5000``. In a
+          prompt, quantization begins at mlx-lm's chunks of 2,048 tokens, whatever ``prefill_step_size``.
         prompt_progress_callback (Callable[[int, int], None]): A call-back which takes the prompt tokens processed so far
           and the total number of prompt tokens.
         input_embeddings (mx.array, optional): Input embeddings to use instead of or in conjunction with prompt tokens,
@@ -114,12 +115,14 @@ def mtp_generate_step(
     options = options.resolve(mtp_model)
     cache = open_prompt_cache(model, prompt_cache)
     place_images(mtp_model, cache, images, input_embeddings is not None)
-    tokens: Any = prompt.tolist()
+    kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
+    tokens: Any = prompt.tolist() or [0] * len(input_embeddings)  # type: ignore[arg-type]
     sequence = Sequence(
         cache,
         options,
         counts or DraftCounts(),
-        segments=split_prompt([tokens or [0] * len(input_embeddings)]),  # type: ignore[arg-type]
+        kv.of_text(cache.n_tokens, len(tokens)),
+        segments=split_prompt([tokens]),
         tokens=[*all_tokens],
         embeddings=input_embeddings,
         has_tokens=len(prompt) > 0,
@@ -130,7 +133,6 @@ def mtp_generate_step(
     if planner.exchange is not None:
         with mx.stream(stream):
             sequence.sample_with(planner.exchange.agree(prompt, cache.n_tokens, sampler))
-    kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
     decoder = Decoder(mtp_model, kv=kv, exchange=planner.exchange, stream=stream)
     progress = prompt_progress_callback or (lambda *_: None)
     yield from _generate(decoder, planner, sequence, prefill_step_size, progress)
@@ -146,7 +148,7 @@ def _generate(
         progress(0, s.n_prompt)
         with mx.stream(decoder.stream):
             while s.segments and not (s.is_prefilled and s.max_tokens != 0 and not s.ends_with_image):
-                out = prefill_part(decoder.model, s, chunk, decoder.kv)
+                out = prefill_part(decoder.model, s, chunk)
                 progress(s.n_prefilled, s.n_prompt)
             first = _after_image(decoder, s, *out) if not s.segments and s.max_tokens != 0 else []
             if s.max_tokens != 0 or first:
@@ -239,7 +241,7 @@ def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yield
                 tokens = mx.array(missing, mx.uint32)
                 if embedding is not None:  # of the prompt's last position
                     embedding = mx.concatenate([embedding, decoder.model.model.embed_tokens(tokens[1:])])
-                prefill_chunk(decoder.model, s.cache, tokens, embedding, decoder.kv)
+                prefill_chunk(decoder.model, s.cache, tokens, embedding, s.kv)
         if decoder.exchange is not None:
             synchronize(decoder.stream)  # collectives of the pass in flight would corrupt those of another stream
         # Last: until here the cache is marked as unfinished.

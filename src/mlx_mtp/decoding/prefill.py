@@ -22,13 +22,14 @@ def split_prompt(segments: list[list[int]]) -> list[list[int]]:
     return [*before, end[:-1], end[-1:]] if len(end) > 1 else [*before, end]
 
 
-def prefill_part(model: MTPModel, s: Sequence, max_tokens: int, kv: KVOptions) -> tuple[mx.array, mx.array]:
+def prefill_part(model: MTPModel, s: Sequence, max_tokens: int) -> tuple[mx.array, mx.array]:
     """Prefill up to ``max_tokens`` tokens of a sequence's prompt, at most to the end of a segment. See ``prefill_chunk``."""
-    cache, tokens = s.cache, s.segments[0][:max_tokens]
+    cache, n_cached = s.cache, s.cache.n_tokens
+    tokens = s.segments[0][: s.kv.end_of_chunk(n_cached, max_tokens) - n_cached]
     n = len(tokens)
     own = None if s.embeddings is None else s.embeddings[:n]
     cache.images = s.images
-    out = prefill_chunk(model, cache, mx.array(tokens, mx.uint32), own, kv)
+    out = prefill_chunk(model, cache, mx.array(tokens, mx.uint32), own, s.kv)
     s.take_prompt(n)
     return out
 
@@ -38,7 +39,7 @@ def prefill_chunk(
 ) -> tuple[mx.array, mx.array]:
     """Run the model and its head over tokens [T], or embeddings [T, H] in their place, to fill a prompt cache.
 
-    After an error or an interrupt, the caches have none of these tokens.
+    After an error or an interrupt, the caches have none of these tokens. ``kv`` is that of the text.
 
     Returns:
         Tuple[mx.array, mx.array]: Logits [1, 1, V], not computed yet, and hidden state [1, 1, H] of the last token.

@@ -10,6 +10,7 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
+from ..caches.rows import KVOptions
 from ..drafts.options import TextOptions
 from ..drafts.sources import Source, make_sources
 from ..pacing.depth import MAX_DRAFT_TOKENS, Offer, Rates
@@ -38,6 +39,7 @@ class Sequence:
         cache (PromptCache): The prompt cache of its tokens, except for those that a pass in flight verifies.
         options (TextOptions): Its options, resolved. Its logits processors see ``tokens``.
         counts (DraftCounts): Counts its drafts.
+        kv (KVOptions): The quantization of its keys and values, of this text: see ``KVOptions.of_text``.
         segments (List[List[int]]): The part of its prompt that is not prefilled yet; the last segment is its last token.
         tokens (List[int]): The tokens that the host knows: the prefilled part of the prompt, and generated tokens.
         embeddings (mx.array, optional): The embeddings of the part of its prompt that is not prefilled yet, [T, H].
@@ -60,7 +62,8 @@ class Sequence:
 
     cache: PromptCache
     options: TextOptions
-    counts: DraftCounts = field(default_factory=DraftCounts)
+    counts: DraftCounts
+    kv: KVOptions
     segments: list[list[int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     embeddings: mx.array | None = None

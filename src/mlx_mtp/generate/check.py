@@ -99,9 +99,11 @@ def check(
         """Copies for plain mlx-lm. The positions of images are in the last entry."""
         return model.make_cache() if prompt_cache is None else copy.deepcopy(prompt_cache)
 
-    caches = backbone_caches()
+    caches, of_plain = backbone_caches(), options.copy()
+    if options.get("kv_bits") is not None:  # whose places are those of mlx-lm's own chunks
+        of_plain.pop("prefill_step_size", None)
     plain = generate_step(
-        prompt, model, max_tokens=max_tokens, prompt_cache=caches, logits_processors=[keep], **options
+        prompt, model, max_tokens=max_tokens, prompt_cache=caches, logits_processors=[keep], **of_plain
     )
     mtp = mtp_generate_step(
         prompt,
@@ -124,7 +126,7 @@ def check(
         size = 1 + text.resolve(model).most
         for n in {size, 1} if model.drafting.compiled else {size}:  # one by one they are compiled
             caches = backbone_caches()
-            for _ in generate_step(prompt, model, prompt_cache=caches, max_tokens=0, **options):
+            for _ in generate_step(prompt, model, prompt_cache=caches, max_tokens=0, **of_plain):
                 pass
             rounding = max(rounding, float(mx.abs(row - _run_in_windows(model, caches, same, n, **options)).max()))
     (second, first), (a, b) = mx.sort(row)[-2:], pair

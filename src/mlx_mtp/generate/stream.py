@@ -284,7 +284,9 @@ def stored_steps(
         raise ValueError("A prompt store serves one process: omit prompt_store on several machines.")
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
     key = tokens[:] if pictured is None else pictured.key[:]
-    kv = KVOptions(**{name: options[name] for name in KV_NAMES if name in options})
+    # Of the whole text, since its parts are read one by one.
+    kv = KVOptions(**{name: options[name] for name in KV_NAMES if name in options}).of_text(0, len(tokens))
+    options |= vars(kv)
     cache, n, handle = store.fetch(key[:-1], kv)
     n_stored, embeddings = n, None if pictured is None else pictured.embed(model, n)
     progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)

@@ -18,9 +18,10 @@ from ..models.mixin import MTPModel
 from .open import size_of
 from .vision import PLACEHOLDER, VIDEO_TOKEN, Vision
 
-MARK = f"<|image {secrets.token_hex(16)}|>"  # stands for an image until the text is tokenized; clients cannot guess it
+# Stand for an image, and for a place where a text is cut, until it is tokenized. Clients cannot guess them.
+MARK, CUT = f"<|image {secrets.token_hex(16)}|>", f"cut{secrets.token_hex(16)}"
 # Where to cut a quoted placeholder, so that it is tokenized as ordinary text.
-INSIDE_PLACEHOLDER = re.compile(r"(?<=<\|)(?=(?:image_pad|video_pad|vision_start|vision_end)\|>)")
+INSIDE_PLACEHOLDER = re.compile(rf"(?<=<\|)(?=(?:image_pad|video_pad|vision_start|vision_end)\|>)|{CUT}")
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,8 @@ def read_images(
 
 def encode_marked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
     """The tokens of a text with untrusted parts, as ``tokenizer.encode`` makes them: ``<|image_pad|>`` once for each ``MARK``
-    and nowhere else. A placeholder that the text quotes becomes ordinary tokens of its characters."""
+    and nowhere else. A placeholder that the text quotes becomes ordinary tokens of its characters, and so does any other token
+    with a ``CUT`` inside."""
     pieces: list[str] = []
     for i, part in enumerate(text.split(MARK)):
         pieces += [PLACEHOLDER] * (i > 0) + INSIDE_PLACEHOLDER.split(part)

@@ -23,6 +23,7 @@ from mlx_lm.models.gated_delta import compute_g, normalize_qk
 from ..caches import indexed
 from ..caches.indexed import NAMES
 from ..caches.recurrent import ArraysCache, State, recur
+from ..caches.rows import MixedKVRows
 from .passes import Pass, current_pass
 
 # The routing of MLX 0.32.4, ``ScaledDotProductAttention::use_fallback`` in backend/metal/scaled_dot_product_attention.cpp.
@@ -102,7 +103,9 @@ class Layer:
         if cache is not None and self.is_linear:
             if getattr(cache, "window", None) is not None or (this.compiler is not None and mask is None):
                 return self.recur(x, cache, this)
-        elif cache is not None and (this.compiler is not None or this.attention_rows != 0):
+        elif cache is not None and (
+            this.compiler is not None or this.attention_rows != 0 or isinstance(cache, MixedKVRows)
+        ):
             return self.attend(x, mask, cache, this)
         return super().__call__(x, mask, cache)  # type: ignore[misc]
 
@@ -141,6 +144,8 @@ class Layer:
         Args:
             arrays (Tuple[mx.array, ...]): Those of ``before_attention``, with queries of the last positions or all.
         """
+        if isinstance(cache, MixedKVRows):
+            return self.attention_in_parts(arrays, mask, cache, this, is_rotated=is_rotated)
         queries, keys, values, *index = arrays
         offset, rope, skipped = cache.offset, self.self_attn.rope, keys.shape[2] - queries.shape[2]
         if not is_rotated:
@@ -150,6 +155,18 @@ class Layer:
             queries = mx.depends(queries, index_keys)  # otherwise they would not be computed where none are needed
             mask = self.select(mask, index[0][:, :, skipped:], index_keys[0], offset + skipped)
         return attend(queries, keys, values, cache, self.self_attn.scale, mask, this.attention_rows)
+
+    def attention_in_parts(
+        self, arrays: Any, mask: Any, cache: MixedKVRows, this: Pass, *, is_rotated: bool
+    ) -> mx.array:
+        """``attention`` of the rows that are quantized, and of the others, each by themselves."""
+        out = mx.zeros_like(arrays[0])  # [B, Hq, T, D]
+        for rows, part in cache.parts:
+            b, own_mask = mx.array(rows), mask
+            if isinstance(mask, mx.array):
+                own_mask = mask[b, ..., : part.ends.longest + arrays[1].shape[2]]
+            out[b] = self.attention([x[b] for x in arrays], own_mask, part, this, is_rotated=is_rotated)
+        return out
 
 
 def recurrent_layer(

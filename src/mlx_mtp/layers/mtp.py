@@ -31,7 +31,6 @@ class MTPModule(nn.Module):
     pre_fc_norm_embedding: Any
     pre_fc_norm_hidden: Any
     norm: Any
-    shifts_norms = True  # whether 1 is added to the norms of a raw checkpoint, as in mlx-lm
 
     def __init__(self, args: Any, layer: nn.Module):
         super().__init__()

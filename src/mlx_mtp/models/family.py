@@ -16,6 +16,8 @@ from .rope import MRoPE, add_mrope
 class FamilyModel(MTPModel):
     """A model with its MTP head. List it before mlx-lm's model among the bases."""
 
+    shifts_norms = True  # whether 1 is added to the norms of a raw checkpoint
+
     @property
     def no_images(self) -> str | None:  # type: ignore[override]
         """Why it takes no images, if so: their positions have three axes."""
@@ -49,7 +51,9 @@ class FamilyModel(MTPModel):
             head, raw = inside, is_raw(weights)
         weights = super().sanitize(weights)  # type: ignore[misc]
         if (mtp := getattr(self, "mtp", None)) is not None:
-            weights.update({self.head_prefix + name: w for name, w in sanitize_head(mtp, head, raw).items()})
+            weights.update(
+                {self.head_prefix + name: w for name, w in sanitize_head(mtp, head, raw and self.shifts_norms).items()}
+            )
         return weights
 
 

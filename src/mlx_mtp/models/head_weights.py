@@ -36,8 +36,7 @@ def is_raw(weights: Mapping[str, mx.array]) -> bool:
 def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
     """Map a head's tensors to the names and values of ``MTPModule``'s parameters.
 
-    Experts may be stacked, separate, fused, or named as in a dense layer. In a raw checkpoint, 1 is added to every norm, if the
-    model ``shifts_norms``.
+    Experts may be stacked, separate, fused, or named as in a dense layer. If ``raw``, 1 is added to every norm.
 
     Raises:
         ValueError: Tensors are missing, unknown or of the wrong shape; the message names them.
@@ -76,7 +75,7 @@ def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> di
     elif experts:
         for p, name in stacked.items():
             weights[name] = mx.stack([weights.pop(n) for n in experts if n.endswith(f".{p}.weight")])  # [E, I, H]
-    if raw and mtp.shifts_norms:
+    if raw:
         for name, shape in expected.items():
             if len(shape) == 1:
                 weights[name] = weights[name] + 1.0

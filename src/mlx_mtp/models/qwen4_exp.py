@@ -278,8 +278,6 @@ class Head(MTPModule):
         layer (nn.Module): A decoder layer with sparse attention.
     """
 
-    shifts_norms = False
-
     def __init__(self, args: TextModelArgs, layer: nn.Module):
         nn.Module.__init__(self)
         self.n_streams = args.hc_count
@@ -320,6 +318,7 @@ class TextModel(stock.TextModel):
 
 class Model(FamilyModel, qwen3_5_moe.Model):
     head_prefix = "language_model.mtp."
+    shifts_norms = False
     no_shard = "its residual streams are mixed in each layer"
     no_images = "A model of type qwen4_exp takes text only here: leave the images out."
 

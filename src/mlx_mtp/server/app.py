@@ -51,6 +51,9 @@ MAX_VALUES = 300_000  # commas: a prompt may be 262,144 numbers of tokens
 # Messages, tools and their parts: validation takes 10 microseconds for each, and blocks all threads as well.
 MAX_PARTS = 10_000
 LISTS = "messages", "input", "system", "tools", "content", "tool_calls", "summary", "output"  # of parts
+# A first half of a character that is escaped in JSON without its second one, or the reverse; and halves in UTF-8
+HALF = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]..)", re.DOTALL)
+HALF_IN_UTF8 = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 LARGE_BODY = 1 << 16  # bytes; a larger body is parsed in a thread of its own
 BODY_TIMEOUT = 300.0  # seconds that a client may take to send a body
 
@@ -133,7 +136,7 @@ class Endpoints:
         async def endpoint(http: HTTPRequest) -> Response:
             _, request = await self._read(http, api)
             async with watched([request], http.receive):
-                return JSONResponse({**kind, "input_tokens": len((await self.frontend.encode_request(request)).tokens)})
+                return JSONResponse({**kind, "input_tokens": await self.frontend.count_tokens(request)})
 
         return endpoint
 
@@ -230,7 +233,7 @@ def parse_json(raw: bytes | bytearray) -> Json:
         allowed = f"{MAX_OBJECTS:,} opening brackets and braces, or {MAX_VALUES:,} commas"
         raise ApiError(413, f"The body has more than {allowed}: make it smaller.")
     try:
-        body = from_json(raw, allow_inf_nan=False)
+        body = _from_json(raw)
     except ValueError as e:
         raise ApiError(400, f"Invalid JSON in request body: {e}") from e
     if not isinstance(body, dict):
@@ -242,6 +245,18 @@ def parse_json(raw: bytes | bytearray) -> Json:
         except ValueError as e:  # numbers too large for a float are parsed as infinity
             raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100]) from e
     return {name: value for name, value in body.items() if value is not None}
+
+
+def _from_json(raw: bytes | bytearray) -> Any:
+    """The value of JSON. Half a character, as of an emoji that a client has cut in two, becomes U+FFFD."""
+    try:
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError:
+        if b"\0" in raw:
+            raise
+        escapes = raw.replace(rb"\\", b"\0")  # then every backslash begins an escape
+        escapes = HALF_IN_UTF8.sub(rb"\\ufffd", HALF.sub(rb"\\ufffd", escapes, MAX_OBJECTS), MAX_OBJECTS)
+        return from_json(escapes.replace(b"\0", rb"\\"), allow_inf_nan=False)
 
 
 def _check_parts(body: Json) -> None:

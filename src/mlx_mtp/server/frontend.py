@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from .api.common import Usage, Writer
-from .engine.encode import encode
+from .engine.encode import BoundedTokenizer, count_tokens, encode
 from .engine.engine import Engine
 from .request import LOADING, ApiError, Delta, Options, Prompt, Request, Waiting
 
@@ -98,12 +98,18 @@ class Frontend:
 
     async def encode_request(self, request: Request) -> Prompt:
         """Encode the prompt of a request, which may load its model first."""
+        tokenizer = await self._tokenizer_of(request)
+        return await in_thread(encode, tokenizer, request, self.options, self.engine.admission.account)
+
+    async def count_tokens(self, request: Request) -> int:
+        return await in_thread(count_tokens, await self._tokenizer_of(request), request, self.options)
+
+    async def _tokenizer_of(self, request: Request) -> BoundedTokenizer:
         request.key = self.models.resolve(request.args.model)
         if request.key not in self.models.tokenizers:  # go through the queue once to load the model
             async for _ in self._submit(request):
                 pass
-        tokenizer, account = self.models.tokenizers[request.key], self.engine.admission.account
-        return await in_thread(encode, tokenizer, request, self.options, account)
+        return self.models.tokenizers[request.key]
 
     async def _submit(self, request: Request) -> AsyncIterator[str | Waiting | Delta]:
         loop, items = asyncio.get_running_loop(), asyncio.Queue[Any]()

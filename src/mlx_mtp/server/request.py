@@ -40,6 +40,15 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
 
+class TooLong(ApiError):
+    """The prompt has ``n_tokens``, at least about, and the context ``most``. APIs have their own sentences for it."""
+
+    def __init__(self, n_tokens: int, most: int, param: str | None = None):
+        message = f"This model's maximum context length is {most} tokens, but the prompt has {n_tokens}."
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.n_tokens, self.most = n_tokens, most
+
+
 @dataclass
 class Prompt:
     tokens: list[int]
@@ -138,8 +147,9 @@ class Request:
     request_type: Literal["chat", "text"]
     prompt: str | list[int]  # the beginning of a text, or its tokens
     messages: list[Any]  # the messages of a chat, for the chat template
-    tools: list[Any] | None = None  # the tools of a chat, in OpenAI's format
+    tools: list[Any] | None = None  # the tools that the answer may call, in OpenAI's format
     role_mapping: dict[str, Any] | None = None  # as in mlx-lm's server, for a model without a chat template
+    shown_tools: list[Any] | None = None  # the tools in the prompt
     n: int = 1  # the number of answers to each prompt
     more_prompts: list[Any] = field(default_factory=list)  # the further prompts of a text
     copy_drafts: CopyDrafts | None = None
@@ -147,10 +157,12 @@ class Request:
     structured_output: StructuredOutput | None = None
     grammar: Grammar | None = None  # the compiled structured output; each sequence gets a copy
     images: list[str] = field(default_factory=list)  # URLs in the order of their marks; empty once fetched
+    n_asked_images: int = 0  # images in the user's messages after the last answer
     goes_on: bool = False  # whether the answer continues a text in the middle of a line
     min_tokens: int = 0  # before an end-of-text token or one of stop_token_ids
     stop_token_ids: list[int] = field(default_factory=list)  # further tokens that end the text
     one_call: bool = False  # whether the answer ends with its first call
+    limit: str | None = None  # the field that limits the answer's tokens, if it must fit in the context
     param: str = "messages"  # the field of the body with the prompt
     number: int = field(default_factory=numbers.__next__)
     arrived: float = field(default_factory=time.perf_counter)

@@ -1,17 +1,11 @@
-"""What the APIs have in common: the fields of a body and their validation, the messages of the chat template, and the writer of
-an answer.
-
-Qwen's templates accept one system message, at the beginning, and the roles user, assistant and tool. Messages with other roles
-are converted in place, so that the prompt of a conversation remains a prefix of its continuations.
-"""
+"""What the APIs have in common: the fields of a body and their validation, and the writer of an answer."""
 
 import inspect
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from annotated_types import Ge, Le
 from mlx_lm import server as stock
@@ -20,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...decoding.counts import DraftCounts
-from ...images.prompt import MARK
 from ...pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
-from ...text.answer import Reasoning
+from ...text.answer import Reasoning, functions_of
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import ApiError, Delta, Effort, Request, StructuredOutput, Thinking
+from ..request import NO_LIMIT, VARIABLE, ApiError, Delta, Effort, Request, StructuredOutput, Thinking
 from ..structured_output import from_strict_tools, from_tool_choice, only_one
+from .history import History, fold_roles
 
 MAX_BIASES = 10_000  # entries of logit_bias
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -34,6 +28,8 @@ NEVER = 2**31  # min_tokens of a text that no token of the model ends
 
 OUTPUTS = "docs/server.md#structured-output lists those that are supported"
 THINKING = "docs/server.md#thinking lists the fields of each API"
+# The fields for thinking, besides ``enable_thinking``
+SWITCHES = ("thinking", "reasoning", "think", VARIABLE, "thinking_budget", "reasoning_budget", "thinking_token_budget")
 # Fields that would change the answer: the values that change nothing, and the alternative. An API refuses those that it does
 # not have. All other unknown fields are ignored.
 REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
@@ -65,7 +61,8 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "conversation": ([], "send the whole conversation as input"),
     "prompt": ([], "send the conversation itself"),
     "background": ([False], "leave it out"),
-    **dict.fromkeys(("enable_thinking", "thinking_budget", "reasoning_effort"), ([], THINKING)),
+    "include_reasoning": ([True], "turn thinking off, or ignore the reasoning"),
+    **dict.fromkeys(("enable_thinking", *SWITCHES), ([], THINKING)),
 }
 
 
@@ -80,11 +77,20 @@ def at_most(n: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _not_zero(n: int) -> int:
+    if n == 0:
+        raise ValueError("Input should be at least 1, or -1 for no limit")
+    return n
+
+
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # pydantic otherwise makes an error for each element
 Short = Annotated[str, Field(max_length=1000)]
 Positive = Annotated[int, Ge(1), Le(2**31)]
 Natural = Annotated[int, Ge(0), Le(2**31)]
+# -1 is no limit, as in llama.cpp
+Budget = Annotated[int, Ge(-1), Le(2**31), AfterValidator(lambda n: NO_LIMIT if n == -1 else n)]
+Limit = Annotated[Budget, AfterValidator(_not_zero)]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
 Stop = Annotated[Many[Short], Field(max_length=64), BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
@@ -115,29 +121,25 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
+class Call(Part):
+    """A tool of chat completions, or a call in a message. A custom one has other fields."""
+
+    id: Any = None
+    type: Any = "function"
+    function: Json | None = None
+    custom: Json | None = None
+
+
 class Item(Part):
-    """A part of a conversation, or of its content. Its fields depend on its type and on the API."""
+    """A message or an item of a conversation. ``History`` reads its further fields."""
+
+    model_config = Part.model_config | {"extra": "allow"}
 
     type: str | None = None
     role: str | None = None
-    content: "str | Many[Item] | None" = None
-    text: str | None = None
-    image_url: Json | str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: Json | str | None = None
-    # Anthropic's
-    thinking: str | None = None
-    tool_use_id: str | None = None
-    is_error: bool | None = None
-    source: Json | None = None  # of an image
-    # Responses
-    summary: "Many[Item] | None" = None
-    encrypted_content: str | None = None
-    call_id: str | None = None
-    namespace: str | None = None
-    arguments: str | None = None
-    output: "str | Many[Item] | None" = None
+    content: str | Many[Json] | Json | None = None
+    tool_calls: Many[Call] | None = None
+    function_call: Json | None = None
 
 
 class Tool(Part):
@@ -153,16 +155,35 @@ class Tool(Part):
 
 
 class Settings(Part):
-    """The fields of ``stream_options``, ``output_config``, ``thinking`` and ``reasoning``."""
-
-    type: Literal["enabled", "adaptive", "disabled"] | None = None
-    budget_tokens: Positive | None = None
+    """The fields of ``stream_options`` and ``output_config``."""
 
     include_usage: bool = False
     include_sources: bool = False
     effort: Effort | None = None
-    summary: str | None = None
     format: Any = None
+
+
+class ThinkingSettings(Part):
+    """The fields of ``thinking`` and ``reasoning``."""
+
+    type: Literal["enabled", "adaptive", "disabled"] | None = None
+    enabled: bool | None = None
+    effort: Effort | None = None
+    budget_tokens: Budget | None = None
+    max_tokens: Budget | None = None
+    exclude: Literal[False] | None = None
+    summary: str | None = None
+
+    @property
+    def is_on(self) -> bool | None:
+        return self.enabled if self.type is None else self.type != "disabled"
+
+
+def _as_settings(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else {"effort": value} if isinstance(value, str) else value
+
+
+Switch = Annotated[ThinkingSettings, BeforeValidator(_as_settings)]  # also as ``false`` or an effort
 
 
 class Body(Part):
@@ -171,6 +192,7 @@ class Body(Part):
     NEEDED: ClassVar[str]  # the required field
     UNUSED: ClassVar[tuple[str, ...]] = ()  # the fields below that this API does not have
     LIMITS: ClassVar[tuple[str, ...]]  # the fields for the maximum number of tokens; the first one that is set counts
+    CLAMPS: ClassVar[bool] = False  # whether a limit beyond the context means the rest of the context
     writer: ClassVar[Any]  # the ``Writer`` of answers
     error_content: ClassVar[Callable[[ApiError], Json]] = error_content
 
@@ -178,7 +200,7 @@ class Body(Part):
     stream: bool = False
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Share | None = None
-    top_k: Natural | None = None
+    top_k: Annotated[int, Ge(-1), Le(2**31), AfterValidator(lambda n: max(n, 0))] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Ge(0), Le(100)] = 0.0
     repetition_context_size: Natural = 20
@@ -195,7 +217,14 @@ class Body(Part):
     seed: Annotated[int, Ge(-(2**63)), Le(2**64 - 1)] | None = None
     continue_final_message: bool = False
     enable_thinking: bool | None = None
-    thinking_budget: Natural | None = None
+    thinking: Switch | None = None
+    reasoning: Switch | None = None  # OpenRouter's and that of Responses
+    think: Switch | None = None  # Ollama's
+    reasoning_effort: Effort | None = None
+    output_config: Settings = Settings()
+    thinking_budget: Budget | None = None
+    reasoning_budget: Budget | None = None  # llama.cpp's
+    thinking_token_budget: Budget | None = None  # vLLM's
     chat_template_kwargs: Annotated[Variables, at_most(32), AfterValidator(_check_variables)] | None = None
     stop_words: Stop = Field([], alias="stop")
     tool_choice: Any = "auto"
@@ -205,11 +234,13 @@ class Body(Part):
 
     @property
     def thinking_wanted(self) -> Thinking:
-        return Thinking(self.enable_thinking, self.effort, self.thinking_budget)
-
-    @property
-    def effort(self) -> Effort | None:
-        return None
+        switches = [switch for switch in (self.thinking, self.reasoning, self.think) if switch is not None]
+        enabled = [*(switch.is_on for switch in switches), self.enable_thinking]
+        efforts = [self.reasoning_effort, *(switch.effort for switch in switches), self.output_config.effort]
+        budgets = [budget for switch in switches for budget in (switch.budget_tokens, switch.max_tokens)]
+        budgets += [self.thinking_budget, self.reasoning_budget, self.thinking_token_budget]
+        budget = _first(budgets)
+        return Thinking(_first(enabled), _first(efforts), None if budget == NO_LIMIT else budget)
 
     @property
     def top(self) -> int | None:
@@ -226,23 +257,31 @@ class Body(Part):
         """Whether the answer ends with its first call."""
         return not self.parallel_tool_calls
 
-    def conversation(self, content: Json, images: list[str]) -> tuple[list[Json], list[Json]]:
-        """The messages, with any role, and the tools, in OpenAI's format. Images are added to ``images``."""
+    def conversation(self, content: Json) -> tuple[History, list[Json]]:
+        """The history, and the tools in OpenAI's format."""
         raise NotImplementedError
 
     @classmethod
     def read_request(cls, content: Json, flags: Any) -> tuple[Self, Request]:
         """Make a request of the fields of a body; an ApiError if a field is wrong, or fields cannot be combined."""
+        variables = content.get("chat_template_kwargs")
+        if isinstance(variables, dict):  # some clients send these fields there
+            efforts = get_args(Effort)
+            switches = {name: variables[name] for name in SWITCHES if name in variables}
+            content = content | {name: x for name, x in switches.items() if name != VARIABLE or x in efforts}
         body = _validate(cls, content)
         request = body.to_request(content)
         body.set_arguments(request, flags)
         return body, request
 
     def to_request(self, content: Json) -> Request:
-        images: list[str] = []
-        messages, tools = self.conversation(content, images)
+        history, all_tools = self.conversation(content)
+        messages, images, n_asked_images = history.finish()
         messages = fold_roles(messages)
-        output = only_one(*self.outputs, from_tool_choice(self.tool_choice, tools)) or from_strict_tools(tools)
+        choice, tools = _allowed(self.tool_choice, all_tools)
+        output = only_one(*self.outputs, from_tool_choice(choice, tools)) or from_strict_tools(tools)
+        if output is None and 0 < len(tools) < len(all_tools):
+            output = StructuredOutput("tool_choice", calls=functions_of(tools), is_required=False)
         continues = goes_on(messages)
         if self.continue_final_message and not continues:
             message = "continue_final_message requires a last message of the assistant, with text and without calls."
@@ -255,9 +294,11 @@ class Body(Part):
             "",
             messages,
             tools or None,
+            shown_tools=(all_tools if tools else None) or None,
             thinking=self.thinking_wanted,
             structured_output=output,
             images=images,
+            n_asked_images=n_asked_images,
             goes_on=continues,
             one_call=self.one_call,
             param=self.NEEDED,
@@ -268,7 +309,9 @@ class Body(Part):
 
         Sampling parameters that the body does not set are ``None`` until the model is known.
         """
-        limits = (limit for name in self.LIMITS if (limit := getattr(self, name)) is not None)
+        limits = {name: limit for name in self.LIMITS if (limit := getattr(self, name)) is not None}
+        limit = next(iter(limits), None)
+        request.limit = None if self.CLAMPS or limit is None or limits[limit] == NO_LIMIT else limit
         request.copy_drafts = flags.copy_drafts if self.copy_drafts is None else self.copy_drafts
         request.min_tokens = NEVER if self.ignore_eos else self.min_tokens
         request.stop_token_ids = self.stop_token_ids
@@ -280,7 +323,7 @@ class Body(Part):
             sampling=self._fields_of(stock.SamplingArguments),
             logits=self._fields_of(stock.LogitsProcessorArguments),
             stop_words=self.stop_words,
-            max_tokens=next(limits, flags.max_tokens),
+            max_tokens=flags.max_tokens if limit is None else limits[limit],
             num_draft_tokens=flags.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens,
             seed=None if self.seed is None else self.seed % 2**64,
             chat_template_kwargs={**self.thinking_wanted.variables(), **(self.chat_template_kwargs or {})},
@@ -290,6 +333,10 @@ class Body(Part):
 
     def _fields_of(self, kind: Any) -> Any:
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
+
+
+def _first(values: Sequence[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)
 
 
 B = TypeVar("B", bound=Body)
@@ -314,66 +361,32 @@ def _validate(kind: type[B], body: Json) -> B:
         raise ApiError(400, f"{where}: {error['msg']}."[:500], param=param) from e
 
 
-SYSTEM = ("system", "developer")
-TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")  # types of parts
-IMAGES = ("image_url", "input_image", "image")
-
-
-def text_of(content: "str | list[Item] | None", where: str, images: list[str] | None = None, between: str = "") -> str:
-    """The text of a message's content, in the format of any API; ``between`` is put between its parts.
-
-    The URLs of its images are added to ``images``, if they are allowed, and a mark stands for each in the text.
-    """
-    if isinstance(content, str):
-        return content
-    return between.join(_part_text(part, where, images) for part in content or [])
-
-
-def _part_text(part: Item, where: str, images: list[str] | None) -> str:
-    if part.type in TEXTS and part.text is not None:
-        return part.text
-    source = part.source or part.image_url or {}
-    source = source if isinstance(source, dict) else {"url": source}
-    url = source.get("url")
-    if source.get("type") == "base64":
-        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-    if part.type in IMAGES and images is not None and isinstance(url, str):
-        images.append(url)
-        return MARK
-    kind = f"image of source {source.get('type')}" if part.type == "image" else part.type
-    raise unsupported(kind, where, "send text" if images is None else "send text, or images as data URLs or base64")
-
-
 def goes_on(messages: list[Any]) -> bool:
     """Whether the answer continues the last message: the assistant's, with text and without calls."""
     last = messages[-1]
     return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
 
 
-def fold_roles(messages: list[Json]) -> list[Json]:
-    """Make one system message of system and developer messages at the beginning, and marked user messages of later ones."""
-    n = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM), len(messages))
-    texts = [text for m in messages[:n] if (text := m.get("content"))]
-    folded = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
-    for m in messages[n:]:
-        text = f"<system>\n{m.get('content') or ''}\n</system>"
-        folded.append({"role": "user", "content": text} if m["role"] in SYSTEM else m)
-    return folded
+def _allowed(choice: Any, tools: list[Json]) -> tuple[Any, list[Json]]:
+    """The ``tool_choice`` without its list of allowed tools, if it has one, and the tools that may be called."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind == "none":
+        return "none", []
+    if kind != "allowed_tools":
+        return choice, tools
+    given = choice.get("allowed_tools", choice)  # nested in chat completions
+    listed, mode = (given.get("tools"), given.get("mode", "auto")) if isinstance(given, dict) else (None, None)
+    names = [_name_of(tool) for tool in listed] if isinstance(listed, list) else []
+    allowed = [tool for tool in tools if tool["function"].get("name") in names]
+    if mode not in ("auto", "required") or not allowed:
+        message = "tool_choice: allowed_tools must have a mode, auto or required, and tools of the request."
+        raise ApiError(400, message, param="tool_choice")
+    return mode, allowed
 
 
-def unsupported(kind: str | None, where: str, fix: str) -> ApiError:
-    message = f"{where}: {(kind or 'no type')[:50]} is not supported: {fix}."
-    return ApiError(400, message, param=where.partition("[")[0])
-
-
-def arguments_of(value: Any) -> Json:
-    """The arguments of a call in a message, as an object. Invalid JSON, such as cut arguments, is kept as text."""
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            read = json.loads(value) if value.strip() else None
-            json.dumps(read, ensure_ascii=False, allow_nan=False).encode()  # raises if a template could not write it
-            value = read
-    return value if isinstance(value, dict) else {} if value is None else {"arguments": value}
+def _name_of(tool: Any) -> Any:
+    inner = tool.get(str(tool.get("type")), tool) if isinstance(tool, dict) else {}
+    return inner.get("name") if isinstance(inner, dict) else None
 
 
 def function_tool(tool: Tool, name: str | None, parameters: Json | None) -> Json:
@@ -381,27 +394,6 @@ def function_tool(tool: Tool, name: str | None, parameters: Json | None) -> Json
         raise ApiError(400, "tools: a tool has no name.", param="tools")
     function = {"name": name, "description": tool.description or "", "parameters": parameters or {"type": "object"}}
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
-
-
-def assistant(messages: list[Json]) -> Json:
-    """The last message, if it is the assistant's, or a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
-
-
-def add_reasoning(messages: list[Json], text: str) -> None:
-    message = assistant(messages)
-    message["reasoning_content"] = message.get("reasoning_content", "") + text
-
-
-def add_call(messages: list[Json], id: str | None, name: str, arguments: Json) -> None:
-    call = {"id": id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
-    assistant(messages).setdefault("tool_calls", []).append(call)
-
-
-def add_result(messages: list[Json], id: str | None, text: str) -> None:
-    messages.append({"role": "tool", "content": text, "tool_call_id": id})
 
 
 # Answers
@@ -443,7 +435,7 @@ class Writer:
         return b""
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
-        """The progress of prefill in a stream, by default as a comment, which clients ignore."""
+        """The progress of prefill in a stream, by default as a comment."""
         return f": keepalive {n_read}/{n_prompt}\n\n".encode()
 
     def loading(self) -> bytes:

@@ -10,19 +10,20 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import LOADING, NO_LIMIT, ApiError, Delta, Effort, Likely, Request, StructuredOutput
+from ..request import LOADING, ApiError, Delta, Likely, Request, StructuredOutput
 from ..structured_output import from_response_format, only_one
 from . import common
-from .common import Body, Item, Many, Natural, Part, Positive, Settings, Short, Usage, Writer, event
+from .common import Body, Call, Item, Limit, Many, Natural, Settings, Short, Usage, Writer, event
+from .history import History
 
 DONE = b"data: [DONE]\n\n"
 MAX_CHOICES = 8  # answers to a prompt
@@ -115,7 +116,7 @@ class OpenAIWriter(Writer):
             piece["logprobs"] = self.logprobs(c, [c.steps[i] for i in e.tokens] if isinstance(e, Text) else [])
         return piece
 
-    def _chunk(self, c: Choice, piece: Json, finish_reason: str | None = None) -> bytes:
+    def _chunk(self, c: Choice, piece: Json, finish_reason: str | None = None, **fields: Any) -> bytes:
         """A chunk of a stream, with the sources of the tokens since the last chunk if the client requests them."""
         if not c.has_begun and "delta" in piece:
             piece = {**piece, "delta": {"role": "assistant", **piece["delta"]}}
@@ -123,7 +124,7 @@ class OpenAIWriter(Writer):
             piece, c.sources = {**piece, "sources": c.sources}, []
         c.has_begun = True
         choice = {"index": c.index, "finish_reason": finish_reason, **piece}
-        return event({**self._head(self.chunk_kind), "choices": [choice]})
+        return event({**self._head(self.chunk_kind), "choices": [choice], **fields})
 
     def _head(self, kind: str) -> Json:
         head = {"id": self.id, "system_fingerprint": fingerprint(), "object": kind}
@@ -132,6 +133,11 @@ class OpenAIWriter(Writer):
 
 class ChatWriter(OpenAIWriter):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def waiting(self, n_read: int, n_prompt: int) -> bytes:
+        """A chunk without text: strict readers take no comments. Its progress is named as in llama.cpp."""
+        c, progress = self.choices[0], {"processed": n_read, "total": n_prompt}
+        return self._chunk(c, self._piece(c), prompt_progress=progress)
 
     def content(self, e: Any) -> Json:
         if isinstance(e, Text):
@@ -236,10 +242,9 @@ def _name(t: Likely) -> str:
 class OpenAIBody(Body):
     LIMITS: ClassVar = ("max_completion_tokens", "max_tokens", "n_predict")
     stream_options: Settings = Settings()
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
-    # llama.cpp's; -1: no limit
-    n_predict: Annotated[Literal[-1] | Positive, AfterValidator(lambda n: NO_LIMIT if n == -1 else n)] | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    n_predict: Limit | None = None  # llama.cpp's
     n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1
     response_format: Any = None
     json_schema: Json | None = None  # llama.cpp's
@@ -264,37 +269,37 @@ class OpenAIBody(Body):
 
 # Chats
 
+# The fields of a message that ``History`` reads
+READ = (
+    "type",
+    "content",
+    "refusal",
+    "audio",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "tool_calls",
+    "function_call",
+)
 
-class Call(Part):
-    id: Any = None
-    type: Any = "function"
+
+class ChatTool(Call):
     function: Json
 
 
-class ChatMessage(Part):
-    """The fields of a message that the server uses. The chat template gets all fields."""
-
-    model_config = Part.model_config | {"extra": "allow"}
-
+class ChatMessage(Item):
     role: str
-    content: str | Many[Item] | None = None
-    tool_calls: Many[Call] | None = None
 
 
 class ChatBody(OpenAIBody):
     NEEDED: ClassVar = "messages"
     writer: ClassVar = ChatWriter
     messages: Annotated[Many[ChatMessage], Field(min_length=1)]
-    tools: Many[Call] | None = None
+    tools: Many[ChatTool] | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
-    reasoning_effort: Effort | None = None
     # As in mlx-lm: the prefix of a role, for prompts without a chat template.
     role_mapping: Annotated[dict[str, Short], common.at_most(32)] | None = None
-
-    @property
-    def effort(self) -> Effort | None:
-        return self.reasoning_effort
 
     @property
     def top(self) -> int | None:
@@ -307,21 +312,14 @@ class ChatBody(OpenAIBody):
         request.role_mapping = self.role_mapping
         return request
 
-    def conversation(self, content: Json, images: list[str]) -> tuple[list[Json], list[Json]]:
-        messages = [_message(m, f"messages[{i}].content", images) for i, m in enumerate(self.messages)]
-        # The client's own objects: the template writes their keys in the client's order.
-        return messages, content["tools"] if self.tools and self.tool_choice != "none" else []
-
-
-def _message(message: ChatMessage, where: str, images: list[str]) -> Json:
-    """A message for the chat template: without null fields, and with the arguments of calls as objects."""
-    content = {name: value for name, value in message.model_dump(exclude={"content"}).items() if value is not None}
-    content["content"] = common.text_of(message.content, where, images)
-    if isinstance(reasoning := content.pop("reasoning", None), str):  # a name that answers have
-        content.setdefault("reasoning_content", reasoning)
-    for call in content.get("tool_calls", []):
-        call["function"]["arguments"] = common.arguments_of(call["function"].get("arguments"))
-    return content
+    def conversation(self, content: Json) -> tuple[History, list[Json]]:
+        history = History()
+        for i, message in enumerate(content["messages"]):
+            history.add(message, f"messages[{i}]")
+            # The template gets the other fields as they are.
+            others = {name: x for name, x in message.items() if name not in READ and x is not None}
+            history.messages[-1] |= {name: x for name, x in others.items() if name not in history.messages[-1]}
+        return history, content["tools"] if self.tools else []
 
 
 # Texts
@@ -330,7 +328,7 @@ def _message(message: ChatMessage, where: str, images: list[str]) -> Json:
 class CompletionBody(OpenAIBody):
     NEEDED: ClassVar = "prompt"
     writer: ClassVar = CompletionWriter
-    UNUSED: ClassVar = ("tool_choice", "continue_final_message", "enable_thinking", "thinking_budget")
+    UNUSED: ClassVar = ("tool_choice", "continue_final_message", "enable_thinking", *common.SWITCHES)
     prompt: Prompt | Tokens | Prompts
     logprobs: TopLogprobs | None = None
 

@@ -13,10 +13,11 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import LOADING, ApiError, Delta, StructuredOutput, Thinking
+from ..request import LOADING, ApiError, Delta, StructuredOutput, TooLong
 from ..structured_output import from_response_format
 from . import common
-from .common import Body, Item, Many, Positive, Settings, Stop, Tool, Usage, Writer, event
+from .common import Body, Item, Limit, Many, Stop, Tool, Usage, Writer, event
+from .history import SYSTEM, History, arguments_of
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
@@ -27,7 +28,7 @@ ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-ROLES = ("user", "assistant", *common.SYSTEM)
+ROLES = ("user", "assistant", *SYSTEM)
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -37,7 +38,10 @@ def _event(kind: str, **data: Any) -> bytes:
 
 def error_content(error: ApiError) -> Json:
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    message = error.message
+    if isinstance(error, TooLong):  # Claude Code reads the numbers, and summarizes the conversation
+        message = f"prompt is too long: {error.n_tokens} tokens > {error.most} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class MessagesWriter(Writer):
@@ -81,7 +85,7 @@ class MessagesWriter(Writer):
     def closed(self, block: Json) -> bytes:
         signed = b""
         if block["type"] == "tool_use":
-            block["input"] = common.arguments_of(self.input)
+            block["input"] = arguments_of(self.input)
         elif block["type"] == "thinking":
             block["signature"] = SIGNATURE
             signed = self._delta({"type": "signature_delta", "signature": SIGNATURE})
@@ -130,25 +134,14 @@ class MessagesBody(Body):
     writer: ClassVar = MessagesWriter
     error_content: ClassVar = error_content
     LIMITS: ClassVar = ("max_tokens",)
-    max_tokens: Positive | None = None
-    system: str | Many[Item] | None = None
+    CLAMPS: ClassVar = True
+    max_tokens: Limit | None = None
+    system: str | Many[Json] | None = None
     messages: Annotated[Many[Item], Field(min_length=1)]
     tools: Many[Tool] | None = None
     tool_choice: Json = Field(default_factory=lambda: {"type": "auto"})
-    thinking: Settings | None = None
-    output_config: Settings = Settings()
     output_format: Any = None
     stop_words: Stop = Field([], alias="stop_sequences")
-
-    @property
-    def thinking_wanted(self) -> Thinking:
-        asked, effort = self.thinking, self.output_config.effort
-        if asked is None:
-            return Thinking(self.enable_thinking, effort, self.thinking_budget)
-        if asked.type is None:
-            raise ApiError(400, "thinking.type: Field required.", param="thinking")
-        budget = self.thinking_budget if asked.budget_tokens is None else asked.budget_tokens
-        return Thinking(asked.type != "disabled", effort, budget)
 
     @property
     def outputs(self) -> list[StructuredOutput | None]:
@@ -159,44 +152,15 @@ class MessagesBody(Body):
     def one_call(self) -> bool:
         return bool(self.tool_choice.get("disable_parallel_tool_use"))
 
-    def conversation(self, content: Json, images: list[str]) -> tuple[list[Json], list[Json]]:
-        parts = [self.system] if isinstance(self.system, str) else [[block] for block in self.system or []]
-        blocks = [BILLING.sub("", common.text_of(part, "system")).strip() for part in parts]
-        system = "\n\n".join(block for block in blocks if block)
-        messages = [{"role": "system", "content": system}] if system else []
-        for i, message in enumerate(self.messages):
-            if message.role not in ROLES or message.content is None:
-                kind = f"{message.role} without content" if message.role in ROLES else message.role
-                raise common.unsupported(kind, f"messages[{i}]", f"send content as {', '.join(ROLES)}")
-            _add_messages(messages, message, f"messages[{i}].content", images)
+    def conversation(self, content: Json) -> tuple[History, list[Json]]:
+        history = History(between="\n")
+        for block in [self.system] if isinstance(self.system, str) else self.system or []:
+            text = block if isinstance(block, str) else block.get("text")
+            part = block if not isinstance(text, str) else BILLING.sub("", text).strip()
+            history.add({"role": "system", "content": [part]}, "system")
+        for i, message in enumerate(content["messages"]):
+            if message.get("role") not in ROLES:
+                raise ApiError(400, f"messages[{i}].role: Input should be {', '.join(ROLES)}.", param="messages")
+            history.add(message, f"messages[{i}]")
         ours = [tool for tool in self.tools or [] if tool.type in (None, "custom")]
-        tools = ours if self.tool_choice.get("type") != "none" else []
-        return messages, [common.function_tool(tool, tool.name, tool.input_schema) for tool in tools]
-
-
-def _add_messages(messages: list[Json], message: Item, where: str, images: list[str]) -> None:
-    """Add a message as those of a chat template: each tool result is a message of its own."""
-    content = message.content
-    blocks = [Item(type="text", text=content)] if isinstance(content, str) else content or []
-    if message.role == "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    n = len(messages)
-    for block in blocks:
-        if message.role == "assistant":
-            _add_block(messages, block, where)
-        elif block.type == "tool_result":
-            result = common.text_of(block.content, where, images, between="\n")
-            common.add_result(messages, block.tool_use_id, f"Error: {result}" if block.is_error else result)
-        elif len(messages) > n and messages[-1]["role"] == message.role:
-            messages[-1]["content"] += "\n" + common.text_of([block], where, images)
-        else:
-            messages.append({"role": message.role, "content": common.text_of([block], where, images)})
-
-
-def _add_block(messages: list[Json], block: Item, where: str) -> None:
-    if block.type == "thinking":
-        common.add_reasoning(messages, block.thinking or "")
-    elif block.type == "tool_use" and block.name is not None:
-        common.add_call(messages, block.id, block.name, common.arguments_of(block.input))
-    elif block.type != "redacted_thinking":
-        common.assistant(messages)["content"] += common.text_of([block], where)
+        return history, [common.function_tool(tool, tool.name, tool.input_schema) for tool in ours]

@@ -13,19 +13,21 @@ from contextlib import suppress
 from itertools import count
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import ApiError, Delta, Effort, StructuredOutput
+from ..request import NO_LIMIT, ApiError, Delta, StructuredOutput
 from ..structured_output import from_response_format
 from . import common
-from .common import Body, Item, Many, Positive, Settings, Short, Tool, Usage, Writer, event, new_id
+from .common import Body, Item, Limit, Many, Short, ThinkingSettings, Tool, Usage, Writer, event, new_id
 from .completions import TopLogprobs, logprob_of
+from .history import History, arguments_of, full_name
 
 # The parameters of a custom tool.
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+TOOLS = TypeAdapter(Many[Tool])
 
 
 class ResponsesWriter(Writer):
@@ -85,7 +87,7 @@ class ResponsesWriter(Writer):
             arguments = item["arguments"]
             done = self._item_event("function_call_arguments.done", arguments=arguments, name=item["name"])
         elif item["type"] == "custom_tool_call":
-            item["input"] = text = str(common.arguments_of(item["arguments"]).get("input", ""))
+            item["input"] = text = str(arguments_of(item["arguments"]).get("input", ""))
             done = self._item_event("custom_tool_call_input.delta", delta=text)
             done += self._item_event("custom_tool_call_input.done", input=text)
         else:
@@ -137,12 +139,12 @@ class ResponsesWriter(Writer):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": None if body.max_output_tokens == NO_LIMIT else body.max_output_tokens,
             "model": body.model,
             "output": [_shown(item) for item in self.blocks],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": body.reasoning.model_dump(include={"effort", "summary"}),
+            "reasoning": (body.reasoning or ThinkingSettings()).model_dump(include={"effort", "summary"}),
             "store": False,
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}, **(body.text or {})},
@@ -179,17 +181,12 @@ class ResponsesBody(Body):
     LIMITS: ClassVar = ("max_output_tokens",)
     input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Positive | None = None
+    max_output_tokens: Limit | None = None
     tools: Many[Tool] | None = None
-    reasoning: Settings = Settings()
     text: Json | None = None
     include: Many[str] | None = None
     top_logprobs: TopLogprobs | None = None
     metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
-
-    @property
-    def effort(self) -> Effort | None:
-        return self.reasoning.effort
 
     @property
     def top(self) -> int | None:
@@ -200,55 +197,35 @@ class ResponsesBody(Body):
     def named_tools(self) -> dict[str, tuple[Tool, str | None]]:
         """The client's tools and their namespaces, by their names in the prompt."""
         named: dict[str, tuple[Tool, str | None]] = {}
-        for tool in self.tools or []:
+        for tool in [*(self.tools or []), *self.tools_of_history]:
             space = tool.name if tool.type == "namespace" else None
             for t in (tool.tools or []) if tool.type == "namespace" else [tool]:
                 if t.type in (None, "function", "custom") and t.name is not None:
-                    named[_full_name(space, t.name)] = t, space
+                    named[full_name(space, t.name)] = t, space
         return named
+
+    @property
+    def tools_of_history(self) -> list[Tool]:
+        """The tools that were added in the conversation: by the client, or as results of its tool search."""
+        tools: list[Tool] = []
+        for item in [] if isinstance(self.input, str) else self.input:
+            if item.type in ("additional_tools", "tool_search_output"):
+                with suppress(ValidationError):
+                    tools += TOOLS.validate_python((item.model_extra or {}).get("tools"))
+        return [tool.model_copy(update={"strict": None}) for tool in tools]
 
     @property
     def outputs(self) -> list[StructuredOutput | None]:
         return [from_response_format((self.text or {}).get("format"), "text.format")]
 
-    def conversation(self, content: Json, images: list[str]) -> tuple[list[Json], list[Json]]:
-        messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        for i, item in enumerate(items):
-            _add_item(messages, item, f"input[{i}]", images)
-        named = self.named_tools if self.tool_choice != "none" else {}
-        return messages, [
+    def conversation(self, content: Json) -> tuple[History, list[Json]]:
+        history = History(joins=True)
+        if self.instructions:
+            history.add({"role": "system", "content": self.instructions}, "instructions")
+        given = content["input"]
+        for i, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
+            history.add(item, f"input[{i}]")
+        return history, [
             common.function_tool(t, name, INPUT if t.type == "custom" else t.parameters)
-            for name, (t, _) in named.items()
+            for name, (t, _) in self.named_tools.items()
         ]
-
-
-def _full_name(space: str | None, name: str) -> str:
-    return name if space is None else f"{space}__{name}"
-
-
-def _add_item(messages: list[Json], item: Item, where: str, images: list[str]) -> None:
-    """Add an item to the conversation. Consecutive reasoning, text and calls are one message of the assistant."""
-    kind = item.type or "message"
-    if kind == "message" and item.role == "assistant":
-        common.assistant(messages)["content"] += common.text_of(item.content, where)
-    elif kind == "message" and item.role is not None:
-        messages.append({"role": item.role, "content": common.text_of(item.content, where, images)})
-    elif kind == "reasoning":
-        common.add_reasoning(messages, _reasoning(item, where))
-    elif kind in ("function_call", "custom_tool_call") and item.name is not None:
-        is_custom = kind == "custom_tool_call"
-        arguments = {"input": str(item.input or "")} if is_custom else common.arguments_of(item.arguments)
-        common.add_call(messages, item.call_id, _full_name(item.namespace, item.name), arguments)
-    elif kind in ("function_call_output", "custom_tool_call_output"):
-        common.add_result(messages, item.call_id, common.text_of(item.output, where, images))
-    elif not kind.endswith(("_call", "_call_output")):  # ignore calls of tools on OpenAI's servers
-        raise common.unsupported(kind, where, "send the item itself")
-
-
-def _reasoning(item: Item, where: str) -> str:
-    if item.content:
-        return common.text_of(item.content, where)
-    with suppress(ValueError):
-        return base64.b64decode(item.encrypted_content or "", validate=True).decode()
-    return ""

@@ -69,7 +69,7 @@ class Admission:
             prefill_step_size=options.prefill_step_size,
             max_token_gap=options.max_token_gap,
             min_decode_share=options.min_decode_share,
-            kv=options.kv,
+            **vars(options.kv),
             stream=mx.default_stream(mx.default_device()),
             **drafts,
         )

@@ -1,27 +1,41 @@
 """Encoding of texts, messages and images as tokens. A prompt beyond the context is refused before it is fully tokenized."""
 
 import logging
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
-from mlx_lm.server import GenerationArguments, convert_chat
+from mlx_lm.server import convert_chat
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ...checkpoint.settings import Sampling
-from ...images.open import MAX_BYTES, decode_url
-from ...images.prompt import ImagePrompt, encode_marked, read_images
+from ...images.open import MAX_BYTES, decode_url, size_of
+from ...images.prompt import CUT, MARK, ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
 from ...memory import Account, size
 from ...text.grammar import llguidance_tokenizer
-from ..request import NO_LIMIT, NO_MEMORY, ApiError, Options, Prompt, Request
+from ...text.schema import Json
+from ..request import NO_MEMORY, ApiError, Options, Prompt, Request, TooLong
 from ..structured_output import make_output_grammar
 
 QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
-CONTEXT = "This model's maximum context length is {} tokens"
 CHARS = 4  # per token; longer texts are counted before they are tokenized
 PIECE = 1 << 16  # characters that are counted at a time
-SLACK = 16  # tokens that a cut between two pieces may add
+SLACK = 16  # tokens that a cut within a line may add
+FAR = 8  # times the context: the tokens of longer texts are estimated
 MAX_PIXELS = 1 << 28  # of all images of a request; 22 photos of 12 megapixels
+
+# Stand for texts while a chat template is rendered. Qwen's refuse conversations without a question, and trim the text that the
+# answer continues.
+QUERY, PREFILL = f"query{secrets.token_hex(16)}", f"prefill{secrets.token_hex(16)}"
+OPENING = "<|im_start|>"
+QUERY_TURN = re.compile(rf"<\|im_start\|>user\s+{QUERY}\s*<\|im_end\|>\n?")
+LAST_WORD = re.compile(r"(.*\w(?=\W)|.)", re.DOTALL)
+RESPONSE = "<tool_response>", "</tool_response>"
 
 
 class BoundedTokenizer:
@@ -49,39 +63,55 @@ class BoundedTokenizer:
 
     def encode(self, text: str | list[int], **kwargs: Any) -> list[int]:
         """The tokens of a text, or tokens sent by the client. ``images.prompt.MARK`` stands for an image."""
+        most = self.context_length
         if isinstance(text, str):
-            self._check_length(text)
+            if most is not None and len(text) > CHARS * most and (n := self.count(text)) > most:
+                raise TooLong(n, most)
             return encode_marked(self.tokenizer, text, **kwargs)
-        if (most := max(text)) >= self.n_ids:
-            raise ApiError(400, f"The prompt has the token {most}, beyond the vocabulary of {self.n_ids}.")
+        if (last := max(text)) >= self.n_ids:
+            raise ApiError(400, f"The prompt has the token {last}, beyond the vocabulary of {self.n_ids}.")
         return text
 
-    def _check_length(self, text: str) -> None:
-        """Count a long text's tokens piece by piece until they exceed the context."""
-        most = self.context_length
-        if most is None or len(text) <= CHARS * most:
-            return
-        n = 0
-        for i in range(0, len(text), PIECE):
-            n += len(self.tokenizer.encode(text[i : i + PIECE], add_special_tokens=False)) - SLACK
-            if n > most:
-                raise ApiError(400, f"{CONTEXT.format(most)}, but the prompt has more.", code="context_length_exceeded")
+    def count(self, text: str) -> int:
+        """The number of tokens of a text, counted piece by piece. Far beyond the context, it is an estimate."""
+        n = start = 0
+        while (left := len(text) - start) > 0:
+            line = left if left <= PIECE else _last_line(text[start : start + PIECE + 1])
+            piece = text[start : start + (line or PIECE)]
+            n += len(encode_marked(self.tokenizer, piece, add_special_tokens=False)) - (0 if line else SLACK)
+            start += len(piece)
+            if self.context_length is not None and n > FAR * self.context_length:
+                return round(n * len(text) / start)
+        return n
 
-    def complete(self, n_prompt: int, args: GenerationArguments, default_max_tokens: int, param: str) -> None:
-        """Fill in the model's sampling parameters where the request sets none, and reduce the server's limit of tokens to the
-        context. An ApiError if the request does not fit the model; ``param`` is the field with the prompt.
+    @cached_property
+    def control_tokens(self) -> list[str]:
+        added = self.tokenizer.added_tokens_decoder.values()
+        return [t.content for t in added if (t.special or t.content.startswith("<|")) and len(t.content) > 1]
+
+    @cached_property
+    def tags(self) -> list[str]:
+        """The other tokens that the chat template writes, such as ``<think>``."""
+        added, template = self.tokenizer.added_tokens_decoder.values(), str(self.tokenizer.chat_template)
+        return [t.content for t in added if not t.special and t.content.startswith("<") and t.content in template]
+
+    def complete(self, n_prompt: int, request: Request) -> None:
+        """Fill in the model's sampling parameters where the request sets none, and reduce the limit of tokens to the context.
+        An ApiError if the request does not fit the model.
         """
+        args, most = request.args, self.context_length
         for field, value in asdict(self.sampling).items():
             if getattr(args.sampling, field) is None:
                 setattr(args.sampling, field, value)
         if n_prompt == 0:
-            raise ApiError(400, "The prompt is empty.", param=param)
-        most = self.context_length
+            raise ApiError(400, "The prompt is empty.", param=request.param)
         if most is not None and n_prompt + args.max_tokens > most:
-            if n_prompt >= most or args.max_tokens not in (default_max_tokens, NO_LIMIT):
-                message = f"{CONTEXT.format(most)}, but the prompt has {n_prompt} and max_tokens is {args.max_tokens}."
-                wrong = "max_tokens" if n_prompt < most else param
-                raise ApiError(400, message, param=wrong, code="context_length_exceeded")
+            error = TooLong(n_prompt, most, request.param)
+            if n_prompt >= most:
+                raise error
+            if request.limit is not None:
+                message = f"{error.message[:-1]}, and {request.limit} is {args.max_tokens}."
+                raise ApiError(400, message, param=request.limit, code=error.code)
             args.max_tokens = most - n_prompt
         if args.sampling.top_k >= self.n_ids:
             raise ApiError(400, f"top_k must be below the vocabulary's size of {self.n_ids}.", param="top_k")
@@ -92,16 +122,14 @@ class BoundedTokenizer:
 
 def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, account: Account) -> Prompt:
     """Encode the prompt of a request, which may take seconds; an ApiError if the request does not fit the model."""
-    try:
-        tokens, in_reasoning = _tokenize(tokenizer, request, options.chat_template_args)
+    with _errors_of(request):
+        is_chat = request.request_type == "chat"
+        text, in_reasoning = _render(tokenizer, request, options) if is_chat else (request.prompt, False)
+        has_template = is_chat and tokenizer.has_chat_template
+        tokens = tokenizer.encode(text, **({"add_special_tokens": False} if has_template else {}))
         pictured = _read_images(tokenizer, request, tokens, account) if request.images else None
-    except ApiError as e:
-        e.param = e.param or request.param
-        raise
-    except Exception as e:
-        raise ApiError(400, f"The prompt cannot be read: {e}", param=request.param) from e
     tokens = tokens if pictured is None else pictured.tokens
-    tokenizer.complete(len(tokens), request.args, options.max_tokens, request.param)
+    tokenizer.complete(len(tokens), request)
     # What takes long is made here, not in the generation thread.
     make_output_grammar(tokenizer.tokenizer, request, in_reasoning)
     if request.args.logprobs:
@@ -109,35 +137,109 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
     return Prompt(tokens, in_reasoning, pictured=pictured)
 
 
-def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict[str, Any]) -> tuple[list[int], bool]:
-    """The tokens, and whether they end within the reasoning."""
-    if request.request_type == "text":
-        return tokenizer.encode(request.prompt), False
+def count_tokens(tokenizer: BoundedTokenizer, request: Request, options: Options) -> int:
+    """The number of tokens of a chat's prompt, which may be longer than the context."""
+    with _errors_of(request):
+        n = tokenizer.count(_render(tokenizer, request, options)[0])
+        for i, image in enumerate(decode_all(request), 1):
+            rows, columns = _vision_of(tokenizer).processor.grid(*size_of(image, f"Image {i}"))
+            n += rows * columns - 1
+        return n
+
+
+@contextmanager
+def _errors_of(request: Request) -> Iterator[None]:
+    try:
+        yield
+    except ApiError as e:
+        e.param = e.param or request.param
+        raise
+    except Exception as e:
+        raise ApiError(400, f"The prompt cannot be read: {e}", param=request.param) from e
+
+
+def _last_line(text: str) -> int:
+    """The position of the last line that does not begin with white space: tokens end there. 0 if there is none."""
+    end = len(text)
+    while (end := text.rfind("\n", 0, end)) >= 0 and not text[end + 1 : end + 2].strip():
+        pass
+    return end + 1
+
+
+def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> tuple[str, bool]:
+    """The text of a chat's prompt, and whether it ends within the reasoning."""
+    messages = _messages_of(tokenizer, request)
     if not tokenizer.has_chat_template:
         if request.goes_on:  # only a template leaves a message open
             message = "A last message of the assistant cannot be continued without a chat template"
             raise ApiError(400, f"{message}: send it to /v1/completions.")
-        return tokenizer.encode(convert_chat(request.messages, request.role_mapping)), False
+        return convert_chat(messages, request.role_mapping), False
     if request.tools and not tokenizer.has_tool_calling:
         logging.warning("The request has tools, but the model's chat template does not support them.")
     elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
         raise ApiError(400, "The model does not write tool calls in Qwen's formats: use mlx_lm.server.", param="tools")
-    ending = "continue_final_message" if request.goes_on else "add_generation_prompt"
+    prefill = messages[-1]["content"] if request.goes_on else ""
+    if request.goes_on:
+        messages[-1]["content"] = PREFILL
+    marks = [*tokenizer.control_tokens, *tokenizer.tags]
     text: str = tokenizer.apply_chat_template(
-        [{**message, "content": message.get("content") or ""} for message in request.messages],
-        tools=request.tools,
+        _with_query(messages) if OPENING in str(tokenizer.chat_template) else messages,
+        tools=_cut(request.shown_tools, marks),
         tokenize=False,
-        **{ending: True},
-        **{**template_args, **(request.args.chat_template_kwargs or {})},
+        add_generation_prompt=not request.goes_on,
+        **{**options.chat_template_args, **_cut(request.args.chat_template_kwargs or {}, marks)},
     )
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
-    return tokens, thinks
+    text = QUERY_TURN.sub("", text).replace(QUERY, "")
+    if request.goes_on:
+        text = text[: text.rindex(PREFILL)] + prefill
+    if not tokenizer.has_thinking:
+        return text, False
+    start, end = tokenizer.think_start, tokenizer.think_end
+    begins = prefill.lstrip().startswith(f"{start}\n") and end not in prefill
+    return text, begins or text.rstrip().endswith(start)
+
+
+def _messages_of(tokenizer: BoundedTokenizer, request: Request) -> list[Json]:
+    """The messages for the chat template. Control tokens that a client quotes are cut, and so become ordinary tokens."""
+    # The text of the assistant has the tags that it was generated with.
+    marks = {True: tokenizer.control_tokens, False: [*tokenizer.control_tokens, *tokenizer.tags]}
+    messages = [_cut(m, marks[m["role"] == "assistant"]) for m in request.messages]
+    for message in messages:
+        message["content"] = message.get("content") or ""
+    if request.images and tokenizer.vision is None and request.n_asked_images == 0:
+        logging.warning("The model takes no images: those of the history are left out of the prompt.")
+        request.images = []
+        for message in messages:
+            message["content"] = message["content"].replace(MARK, "")
+    return messages
+
+
+def _with_query(messages: list[Json]) -> list[Json]:
+    """Put ``QUERY`` before a conversation that has no question, or begins with a tool's result."""
+    n = int(bool(messages) and messages[0]["role"] == "system")
+    texts = [m["content"].strip() for m in messages if m["role"] == "user"]
+    has_question = not all(text.startswith(RESPONSE[0]) and text.endswith(RESPONSE[1]) for text in texts)
+    if has_question and messages[n]["role"] != "tool":
+        return messages
+    return [*messages[:n], {"role": "user", "content": QUERY}, *messages[n:]]
+
+
+def _cut(value: Any, marks: list[str]) -> Any:
+    """The same value with these marks cut where they occur in its strings: before the punctuation at their end, as a tokenizer
+    splits them.
+    """
+    if isinstance(value, str):
+        for mark in marks:
+            if mark in value:
+                value = value.replace(mark, LAST_WORD.sub(rf"\1{CUT}", mark, count=1))
+        return value
+    if isinstance(value, dict):
+        return {_cut(name, marks): _cut(x, marks) for name, x in value.items()}
+    return [_cut(x, marks) for x in value] if isinstance(value, list) else value
 
 
 def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int], account: Account) -> ImagePrompt:
-    if tokenizer.vision is None:
-        raise ApiError(400, "The model takes no images: send text, or start the server with --images.")
+    vision = _vision_of(tokenizer)
 
     def before_each(n_bytes: int) -> None:
         check_client(request)
@@ -146,7 +248,13 @@ def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int
             raise ApiError(507, f"{needs}: send a smaller one.", code=NO_MEMORY)
 
     images = decode_all(request)
-    return read_images(tokenizer.vision, tokens, images, tokenizer.context_length, MAX_PIXELS, before_each)
+    return read_images(vision, tokens, images, tokenizer.context_length, MAX_PIXELS, before_each)
+
+
+def _vision_of(tokenizer: BoundedTokenizer) -> Vision:
+    if tokenizer.vision is None:
+        raise ApiError(400, "The model takes no images: send text, or start the server with --images.")
+    return tokenizer.vision
 
 
 def decode_all(request: Request) -> list[bytes]:

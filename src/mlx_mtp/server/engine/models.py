@@ -137,7 +137,7 @@ class Stores:
         """Read a prompt's caches from disk, in any thread, before ``fetch``, which does it if the model is not loaded."""
         if (store := self.stores.get(key)) is not None and store.disk is not None:
             with suppress(Exception):  # such as a change of the loaded model
-                store.load(prompt.tokens[:-1], self.options.kv)
+                store.load(prompt.tokens[:-1], self.options.kv.of_text(0, len(prompt.tokens)))
                 prompt.is_read = True
 
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
@@ -160,14 +160,16 @@ class Stores:
         with _harmless("the whole prompt is prefilled"):
             key = prompt.key_of(prompt.tokens)
             timeout = 0.0 if self.ranks is None and prompt.is_read else READ_TIMEOUT
-            cache, n, prompt.handle = self.store.fetch(key[:most], self.options.kv, timeout)
+            kv = self.options.kv.of_text(0, len(key))
+            cache, n, prompt.handle = self.store.fetch(key[:most], kv, timeout)
             return cache, n, self.store.n_common(key)
         return None, 0, 0
 
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any]) -> None:
         with _harmless("a text is not cached"):
             key = prompt.key_of(tokens)
-            prompt.handle = self.store.insert(key, prompt_cache, self.options.kv, prompt.handle)
+            kv = self.options.kv.of_text(0, len(prompt.tokens))
+            prompt.handle = self.store.insert(key, prompt_cache, kv, prompt.handle)
 
     def trim_to(self, n_bytes: int) -> None:
         """Evict snapshots until at most this many bytes are left, those of other models first."""

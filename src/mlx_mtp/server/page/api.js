@@ -1,6 +1,6 @@
 // Requests to the server.
 
-const WAITING = /^: keepalive (\d+)\/(\d+)/;  // tokens of the prompt: read, all
+const WAITING = /^: keepalive (\d+)\/(\d+)/;  // in a text: the tokens of the prompt that are read, and all
 
 export class ServerError extends Error {
   constructor(message, status) {
@@ -33,6 +33,7 @@ export async function* complete(body, key, signal) {
 
 function eventOf(chunk) {
   if (chunk.error) throw new ServerError(chunk.error.message);
+  if (chunk.prompt_progress) return { read: chunk.prompt_progress.processed, all: chunk.prompt_progress.total };
   return chunk.usage ? { usage: chunk.usage } : { choice: chunk.choices[0] };
 }
 

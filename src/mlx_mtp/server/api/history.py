@@ -1,0 +1,339 @@
+"""The history of a conversation: one translation of the messages and items of all APIs to the messages of the chat template.
+
+The model has no form for some items, such as search results of a vendor's servers. Those that have text are rendered as text,
+and the others are left out, with a line in the log. Only parts of the question are refused: the user's messages after the last
+answer.
+
+Qwen's templates accept one system message, at the beginning, and the roles user, assistant and tool. Messages with other roles
+are converted in place, so that the prompt of a conversation remains a prefix of its continuations.
+"""
+
+import base64
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import groupby
+from typing import Any
+
+from ...images.prompt import MARK
+from ...text.reasoning import end_of_reasoning
+from ...text.schema import Json
+from ..request import ApiError
+
+SYSTEM = ("system", "developer")
+THINK, END_OF_THINK = "<think>", "</think>"
+# Types of parts and items, or their endings, in the APIs of OpenAI and Anthropic
+TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
+IMAGES = ("image_url", "input_image", "image", "computer_screenshot")
+REASONING = ("reasoning", "thinking", "redacted_thinking")
+CALLS = ("_call", "tool_use", "program")
+RESULTS = ("_output", "tool_result")
+OF_CLIENTS = ("function_call", "custom_tool_call", "tool_use")  # calls of the client's tools
+ARGUMENTS = ("arguments", "input", "action", "operation")
+FIELDS = ("actions", "code", "queries", "revised_prompt")  # further arguments of calls on a vendor's servers
+# Types whose strings are not for the model. A document may have a text.
+NO_TEXT = re.compile("image|video|audio|file|document|upload|snapshot|item_reference|configuration|trigger|fallback")
+# Fields of unknown items that are not for the model, and those that are, though they are not strings
+HIDDEN = re.compile(
+    "type|(.*_)?id|encrypted_.*|status|role|index|caller|execution|signature|fingerprint|filename|media_type|cache_control|"
+    "citations|annotations|logprobs|parameters|.*_schema"
+)
+FACTS = ("exit_code", "return_code", "approve")
+ENCODED = re.compile(r"data:.*|[\w+/=-]{200,}", re.ASCII | re.DOTALL)
+Parts = list[tuple[str, Any]]  # parts of a content, each after its place in the body
+
+
+class History:
+    """Messages and items, added in order.
+
+    Args:
+        between (str): Put between two texts of a message, except of the assistant's.
+        joins (bool): Whether consecutive items of the assistant are one message.
+    """
+
+    def __init__(self, between: str = "", joins: bool = False):
+        self.between, self.joins = between, joins
+        self.messages: list[Json] = []  # with their "images", as URLs, and "errors", of the parts that are left out
+        self.errors: list[ApiError] = []  # of the items that are left out
+        self._turn: Json | None = None  # the message that a next part of its role belongs to
+
+    def add(self, item: Json, where: str) -> None:
+        """Add a message, or an item of Responses; ``where`` is its place in the body."""
+        role, content, n = item.get("role"), item.get("content"), len(self.messages)
+        if item.get("type") not in (None, "message"):
+            self._add_item(item, where)
+        elif not isinstance(role, str):
+            self.errors.append(_unsupported("item_reference" if "id" in item else None, where))
+        elif role in ("tool", "function"):
+            self._add_result(_id_of(item), content, f"{where}.content")
+        else:
+            if not (self.joins and role == "assistant"):
+                self._turn = None
+            names = ("reasoning_content", "reasoning", "thinking")  # those that answers have, and their clients
+            self._think(next((item[x] for x in names if isinstance(item.get(x), str)), ""))
+            for is_item, parts in groupby(_parts_of(content, f"{where}.content"), key=_is_item):
+                if is_item:
+                    for place, part in parts:
+                        self._add_item(part, place)
+                else:
+                    self._say(role, [*parts])
+            if content is None and item.get("refusal"):
+                self._say(role, [(where, {"type": "refusal", **item})])
+            for call in filter(None, [item.get("function_call"), *(item.get("tool_calls") or [])]):
+                kind = "custom_tool_call" if call.get("custom") else "function_call"
+                self._add_call({**call, **(call.get("custom") or call.get("function") or {})}, kind, where)
+            if len(self.messages) == n:
+                self._message(role)
+
+    def finish(self) -> tuple[list[Json], list[str], int]:
+        """The messages, the URLs of their images, and how many of these the question has. An ApiError if a part of the question
+        is not supported, or if there are no messages.
+        """
+        _sort_results(self.messages)
+        urls, n_asked, is_asked = list[str](), 0, True
+        for message in reversed(self.messages):
+            is_asked &= message["role"] != "assistant"
+            errors, images = message.pop("errors", []), message.pop("images", [])
+            if is_asked and message["role"] == "user":
+                n_asked += len(images)
+                for error in errors:
+                    raise error
+            urls += reversed(images)
+            self.errors += errors
+        if not self.messages:
+            raise next(iter(self.errors), ApiError(400, "The conversation is empty."))
+        if self.errors:
+            names = ", ".join(str(error).partition(" is not")[0] for error in self.errors)
+            logging.warning(f"Left out of the prompt: {names[:1000]!r}")
+        for message in self.messages:
+            if message["role"] == "assistant":
+                _split_thoughts(message, is_last=message is self.messages[-1])
+        return self.messages, urls[::-1], n_asked
+
+    def _message(self, role: str) -> Json:
+        if self._turn is None or self._turn["role"] != role:
+            self._turn = {"role": role, "content": ""}
+            self.messages.append(self._turn)
+        return self._turn
+
+    def _add_item(self, item: Json, where: str) -> None:
+        kind = item["type"]
+        if kind in REASONING:
+            self._think(_thought_of(item))
+        elif kind.endswith(CALLS):
+            self._add_call(item, kind, where)
+        elif kind.endswith(RESULTS):
+            given = (item[x] for x in ("content", "output", "result", "tools") if item.get(x) is not None)
+            self._add_result(_id_of(item), next(given, item.get("status")), where, item.get("is_error") is True)
+        elif text := _text_of_unknown(item):
+            self._turn = None
+            self._message("system")["content"] = text
+        else:
+            self.errors.append(_unsupported(kind, where))
+
+    def _say(self, role: str, parts: Parts) -> None:
+        message, between = self._message(role), "" if role == "assistant" else self.between
+        text = self._text_of(message, parts, between)
+        message["content"] += between + text if message["content"] and text else text
+
+    def _think(self, text: str) -> None:
+        if text:
+            message = self._message("assistant")
+            message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+    def _add_call(self, item: Json, kind: str, where: str) -> None:
+        """Add a call. One on a vendor's servers has its result in the same item."""
+        name, space, is_own = item.get("name"), item.get("namespace"), kind in OF_CLIENTS
+        arguments = next((item[x] for x in ARGUMENTS if item.get(x) is not None), None)
+        if kind == "custom_tool_call":
+            arguments = {"input": str(arguments or "")}
+        elif arguments is None:
+            arguments = {x: item[x] for x in FIELDS if item.get(x)}
+        result = text_in([item.get(x) for x in ("output", "outputs", "results", "error")])
+        if not isinstance(name, str):
+            if is_own or not (arguments or result):
+                self.errors.append(_unsupported(kind, where))
+                return
+            name = kind.removesuffix("_call")
+        name = full_name(space, name) if isinstance(space, str) else name
+        id = _id_of(item)
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments_of(arguments)}}
+        self._message("assistant").setdefault("tool_calls", []).append(call)
+        if kind.endswith("_call") and not is_own and "call_id" not in item:
+            self._add_result(id, result, where)
+
+    def _add_result(self, id: str, content: Any, where: str, is_error: bool = False) -> None:
+        self._turn, message = None, {"role": "tool", "content": "", "tool_call_id": id}
+        text = self._text_of(message, _parts_of(content, where), self.between)
+        message["content"] = f"Error: {text}" if is_error else text
+        self.messages.append(message)
+
+    def _text_of(self, message: Json, parts: Parts, between: str) -> str:
+        """The text of parts of a message. A mark stands for an image, and its URL is added to the message."""
+        texts = []
+        for where, part in parts:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(part, str):
+                texts.append(part)
+            elif kind in TEXTS:
+                name = "refusal" if kind == "refusal" else "text"
+                if not isinstance(part.get(name), str):
+                    raise _error(f"{where}.{name}: Input should be a valid string.", where)
+                texts.append(part[name])
+            elif kind in IMAGES:
+                url, form = _url_of(part)
+                if url.startswith("data:") and message["role"] != "assistant":
+                    message.setdefault("images", []).append(url)
+                    texts.append(MARK)
+                else:
+                    message.setdefault("errors", []).append(_unsupported(form, where, url))
+            elif isinstance(part, dict) and (text := _text_of_unknown(part)):
+                texts.append(text)
+                between = between or "\n"
+            else:
+                message.setdefault("errors", []).append(_unsupported(kind, where))
+        return between.join(texts)
+
+
+def _id_of(item: Json) -> str:
+    """The id of a call, in the call and in its result."""
+    ids = (item.get(name) for name in ("tool_call_id", "tool_use_id", "call_id", "id"))
+    return next((id for id in ids if isinstance(id, str)), "")
+
+
+def _parts_of(content: Any, where: str) -> Parts:
+    if isinstance(content, list):
+        return [(f"{where}[{i}]", part) for i, part in enumerate(content)]
+    return [] if content is None else [(where, content)]
+
+
+def _is_item(part: tuple[str, Any]) -> bool:
+    """Whether a part of a message is more than text: reasoning, a call or a result."""
+    kind = part[1].get("type") if isinstance(part[1], dict) else None
+    return isinstance(kind, str) and (kind in REASONING or kind.endswith(CALLS + RESULTS))
+
+
+def _url_of(image: Json) -> tuple[str, str]:
+    """The URL of an image in any API's form, ``""`` if it has none, and the name of the form."""
+    source = image.get("source") or image.get("image_url") or {}
+    source = source if isinstance(source, dict) else {"url": source}
+    url = source.get("url")
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    form = f"image of source {source.get('type')}" if image["type"] == "image" else image["type"]
+    return (url if isinstance(url, str) else ""), form
+
+
+def _unsupported(kind: Any, where: str, url: str = "") -> ApiError:
+    message = f"{where}: {str(kind or 'no type')[:50]} is not supported: send text, or images as data URLs or base64."
+    if url and not url.startswith("data:"):
+        message = f"{where}: the image is not a data URL (data:image/png;base64,...): it begins with {url[:20]!r}."
+    return _error(message, where)
+
+
+def _error(message: str, where: str) -> ApiError:
+    return ApiError(400, message, param=re.split(r"[\[.]", where)[0])
+
+
+def _text_of_unknown(part: Json) -> str:
+    kind, source = part.get("type"), part.get("source")
+    if not NO_TEXT.search(str(kind)):
+        return text_in(part)
+    is_text = kind == "document" and isinstance(source, dict) and source.get("type") in ("text", "content")
+    return text_in([part.get("title"), part.get("context"), source]) if is_text else ""
+
+
+def text_in(value: Any) -> str:
+    """The text of a value of any form: its strings, but for identifiers and encoded data, in lines."""
+    return "\n".join(_strings_in(value))
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str) and value.strip() and not ENCODED.fullmatch(value):
+        yield value
+    elif isinstance(value, list):
+        for x in value:
+            yield from _strings_in(x)
+    elif isinstance(value, dict):
+        for name, x in value.items():
+            if name in FACTS and isinstance(x, int):
+                yield f"{name}: {json.dumps(x)}"
+            elif not HIDDEN.fullmatch(name):
+                yield from _strings_in(x)
+
+
+def _thought_of(item: Json) -> str:
+    given = item.get("thinking") or item.get("content")
+    if isinstance(given, list):
+        given = "".join(str(part.get("text") or "") for part in given if isinstance(part, dict))
+    if isinstance(given, str):
+        return given
+    with suppress(ValueError):
+        return base64.b64decode(str(item.get("encrypted_content") or ""), validate=True).decode()
+    return text_in(item.get("summary"))
+
+
+def _split_thoughts(message: Json, is_last: bool) -> None:
+    """Tell the reasoning at the beginning of the assistant's text apart, as Qwen's templates do.
+
+    They also take any other text before ``</think>`` for reasoning, unless the message has ``reasoning_content``.
+    """
+    text = message["content"].lstrip()
+    if END_OF_THINK not in text or "reasoning_content" in message:
+        return
+    message["reasoning_content"] = ""
+    if text.startswith(THINK):
+        thought = text.removeprefix(THINK)
+        end = end_of_reasoning(thought, END_OF_THINK)
+        rest = "" if end is None else thought[end:].lstrip("\n")
+        if end is not None and (rest or not is_last):
+            message |= {"content": rest, "reasoning_content": thought[:end].removesuffix(END_OF_THINK)}
+
+
+def _sort_results(messages: list[Json]) -> None:
+    """Put the results of a turn's tools in the order of its calls. Those with other ids keep their places."""
+    order: dict[str, int] = {}
+    places: list[int] = []
+    has_results = False
+    for i, message in enumerate([*messages, {"role": "assistant"}]):
+        if message["role"] == "tool":
+            has_results = True
+            places += [i] if message["tool_call_id"] in order else []
+        elif message["role"] == "assistant":
+            if has_results:
+                results = sorted((messages[k] for k in places), key=lambda m: order[m["tool_call_id"]])
+                for k, result in zip(places, results):
+                    messages[k] = result
+                order, places, has_results = {}, [], False
+            for call in message.get("tool_calls", []):
+                if call["id"]:
+                    order.setdefault(call["id"], len(order))
+
+
+def fold_roles(messages: list[Json]) -> list[Json]:
+    """Make one system message of system and developer messages at the beginning, and marked user messages of later ones."""
+    n = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM), len(messages))
+    texts = [text for m in messages[:n] if (text := m.get("content"))]
+    folded = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    for m in messages[n:]:
+        if m["role"] not in SYSTEM:
+            folded.append(m)
+        elif text := m.get("content"):
+            folded.append({"role": "user", "content": f"<system>\n{text}\n</system>"})
+    return folded
+
+
+def full_name(space: str | None, name: str) -> str:
+    return name if space is None else f"{space}__{name}"
+
+
+def arguments_of(value: Any) -> Json:
+    """The arguments of a call in a message, as an object. Invalid JSON, such as cut arguments, is kept as text."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            read = json.loads(value) if value.strip() else None
+            json.dumps(read, ensure_ascii=False, allow_nan=False).encode()  # raises if a template could not write it
+            value = read
+    return value if isinstance(value, dict) else {} if value is None else {"arguments": value}
