@@ -138,7 +138,7 @@ def test_behind_the_tag_there_may_be_white_space(trained):
         grammar = make_grammar(tokenizer, regex="a+", after="```")
         tokens = [tokenizer.encode(text, add_special_tokens=False) for text in ("b ", "```", space, "aa")]
         assert grammar.advance_to([t for part in tokens for t in part]), space
-        assert grammar.taken, space
+        assert len(grammar.taken) > 0, space
 
 
 def test_a_quoted_tag_is_not_where_it_begins(demo):
@@ -152,6 +152,45 @@ def test_a_quoted_tag_is_not_where_it_begins(demo):
     n = len(thought) + len(end)
     assert skips_head == [i < n for i in range(len(tokens) + 1)]
     assert grammar.forced(tokens[: n - 1]) == []  # a draft is rejected
+
+
+class CountedTokenizer:
+    """Counts the tokens that are decoded."""
+
+    n = 0
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def decode_bytes(self, tokens):
+        self.n += len(tokens)
+        return self.tokenizer.decode_bytes(tokens)
+
+    def tokenize_bytes(self, text):
+        return self.tokenizer.tokenize_bytes(text)
+
+
+@examples(10)
+@given(data=st.data())
+def test_positions_of_windows_give_what_they_give_a_new_grammar(data, demo):
+    grammar = make_grammar(demo[1], regex="a+", after="</think>")
+    text, n = demo[1].encode("é and `</think>` " * 4 + "</think>\naaaaa", add_special_tokens=False), 0
+    while n < len(text):
+        for window in (text[n : n + 4], data.draw(st.lists(st.sampled_from(text), max_size=4))):
+            for i in range(len(window) + 1):
+                tokens, new = [*text[:n], *window[:i]], grammar.copy()
+                assert (grammar.advance_to(tokens), [*grammar.taken]) == (new.advance_to(tokens), [*new.taken])
+        n += data.draw(st.integers(1, 4))
+
+
+def test_a_text_before_the_beginning_is_decoded_once(demo):
+    grammar = make_grammar(demo[1], regex="a+", after="</think>")
+    decoder = grammar.beginning.tokenizer = CountedTokenizer(grammar.beginning.tokenizer)
+    text = demo[1].encode("a thought of many words, " * 10, add_special_tokens=False)
+    for n in range(len(text)):
+        grammar.advance_to(text[:n])
+        grammar.advance_to([*text[:n], 7])  # a wrong draft
+    assert decoder.n <= 4 * len(text)
 
 
 def test_slashes_of_a_regular_expression_are_its_own(trained):

@@ -86,10 +86,10 @@ class DraftLMHead:
     def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
         self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # a LoRA layer, with its adapter
         self._bits = bits
-        self._loaded = frozenset(ids or ())
-        self._added: tuple[int, ...] = ()
+        self._known = set(ids or ())
         self.ids = None if ids is None else mx.array(ids, mx.uint32)  # [n]
         self.layers = [self._rows(self.ids)]
+        self._sizes = [len(self._known)]  # the tokens of each layer
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[B, T, H] -> logits of ``ids`` [B, T, n]"""
@@ -105,14 +105,16 @@ class DraftLMHead:
         Returns:
             DraftLMHead: This layer if it has all of them, otherwise a new layer. New tokens come last in ``ids``.
         """
-        new = tuple(i for i in dict.fromkeys(tokens) if i not in self._loaded and i not in self._added)
+        new = [i for i in dict.fromkeys(tokens) if i not in self._known]
         if self.ids is None or not new:
             return self
         head = copy.copy(self)
-        head._added = self._added + new
-        more = mx.array(head._added, mx.uint32)
-        head.ids = mx.concatenate([self.ids[: len(self._loaded)], more])
-        head.layers = [self.layers[0], self._rows(more)]
+        head._known, head.ids = self._known | {*new}, mx.concatenate([self.ids, mx.array(new, mx.uint32)])
+        sizes, n = [*self._sizes], len(new)
+        # A layer takes the rows of those behind it that are no larger, so there are few, and each row is copied a few times.
+        while len(sizes) > 1 and sizes[-1] <= n:
+            n += sizes.pop()
+        head.layers, head._sizes = [*self.layers[: len(sizes)], self._rows(head.ids[-n:])], [*sizes, n]
         return head
 
     def _rows(self, ids: mx.array | None) -> nn.Module:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from numpy.typing import ArrayLike, NDArray
 
 from ..extras import require
 from ..pacing.depth import MAX_COPY_TOKENS, Rates
@@ -31,6 +32,8 @@ from .reasoning import end_of_reasoning
 from .schema import standard
 
 T = TypeVar("T")
+Tokens = NDArray[np.uint32]  # [N]
+NO_TOKENS: Tokens = np.array([], np.uint32)
 MAX_CHARACTERS = 1 << 19  # in a grammar in Lark
 MAX_MULTIPLE = 100_000  # for the least common multiple of all multipleOf, in units of the last decimal
 STACK = 1 << 29  # bytes, enough for a grammar of that size with all rules nested; untouched pages take no memory
@@ -47,22 +50,28 @@ class Beginning:
 
     def __init__(self, tokenizer: Any, find: Callable[[str], int | None]):
         self.tokenizer, self.find = tokenizer, find
-        self._known: list[int] = []  # the tokens of the text in which it was found
-        self._n = 0  # the number of tokens up to the beginning
-        self._head: list[int] = []  # the part of the last of them that is after the beginning
+        self._read = NO_TOKENS  # the tokens decoded so far
+        self._decoded = b""
+        # The number of tokens up to the beginning, and the part of the last of them that is after it.
+        self._start: tuple[int, list[int]] | None = None
+        self._n_found = 0  # the number of tokens in which it was found
 
-    def tokens_after(self, tokens: list[int]) -> list[int] | None:
-        """The tokens of a text after the grammar's beginning, or ``None`` before it."""
-        if not self._known or tokens[: len(self._known)] != self._known:
-            decoded: bytes = self.tokenizer.decode_bytes(tokens)
-            i = self.find(text := decoded.decode(errors="surrogateescape"))
+    def tokens_after(self, tokens: Tokens) -> Tokens | None:
+        """The tokens of a text after the grammar's beginning, or ``None`` before it. Decodes those that it has not seen."""
+        n = n_equal(tokens, self._read)
+        if self._start is None or n < self._n_found:
+            n_bytes = len(self._decoded) - len(self.tokenizer.decode_bytes(self._read[n:].tolist()))
+            self._decoded = self._decoded[:n_bytes] + self.tokenizer.decode_bytes(tokens[n:].tolist())
+            self._read, self._start = tokens, None
+            i = self.find(text := self._decoded.decode(errors="surrogateescape"))
             if i is None:
                 return None
-            start = len(text[:i].encode(errors="surrogateescape"))
-            self._n = bisect_left(range(len(tokens)), start, key=self._size_of(tokens))
-            self._head = self.tokenizer.tokenize_bytes(decoded[start : self._size_of(tokens)(self._n)])
-            self._known = tokens
-        return [*self._head, *tokens[self._n :]]
+            start, ids = len(text[:i].encode(errors="surrogateescape")), tokens.tolist()
+            n = bisect_left(range(len(ids)), start, key=self._size_of(ids))
+            self._start = n, self.tokenizer.tokenize_bytes(self._decoded[start : self._size_of(ids)(n)])
+            self._n_found = len(tokens)
+        n, first = self._start
+        return np.append(np.array(first, np.uint32), tokens[n:])
 
     def _size_of(self, tokens: list[int]) -> Callable[[int], int]:
         return lambda n: len(self.tokenizer.decode_bytes(tokens[:n]))
@@ -79,15 +88,14 @@ class Grammar:
 
     def __init__(self, matcher: Any, beginning: Beginning | None = None):
         self.matcher, self.beginning = matcher, beginning
-        self.taken: list[int] = []  # the tokens that the matcher has consumed
+        self.taken = NO_TOKENS  # the tokens that the matcher has consumed
         self.n_prompt: int | None = None  # known from the first call, which is for the first token
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """The text's tokens [N], logits [1, V] -> logits [1, V]"""
         if self.n_prompt is None:
             self.n_prompt = len(tokens)
-        generated: Any = tokens[self.n_prompt :].tolist()
-        if not self.advance_to(generated):
+        if not self.advance_to(np.array(tokens[self.n_prompt :])):
             return logits
         masked = mx.where(self._allowed(logits.shape[-1]), logits, -mx.inf)
         # The draft vocabulary may have none of the allowed tokens. Then all of it is allowed, and the draft will be rejected.
@@ -103,23 +111,23 @@ class Grammar:
         matcher.reset()
         return Grammar(matcher, beginning)
 
-    def forced(self, generated: list[int]) -> list[int]:
+    def forced(self, generated: ArrayLike) -> list[int]:
         """The tokens that must follow the generated ones, as long as the grammar allows one continuation only."""
         tokens: list[int] = self.matcher.compute_ff_tokens() if self.advance_to(generated) else []
         return tokens
 
-    def advance_to(self, generated: list[int]) -> bool:
+    def advance_to(self, generated: ArrayLike) -> bool:
         """Bring the matcher to its state after these tokens. ``False`` before the beginning, and after a wrong draft."""
-        tokens = generated if self.beginning is None else self.beginning.tokens_after(generated)
+        all_tokens = np.asarray(generated, np.uint32)
+        tokens = all_tokens if self.beginning is None else self.beginning.tokens_after(all_tokens)
         if tokens is None:
             return False
-        n = next((i for i, (a, b) in enumerate(zip(tokens, self.taken)) if a != b), min(len(tokens), len(self.taken)))
+        n = n_equal(tokens, self.taken)
         if n < len(self.taken):
             self.matcher.rollback(len(self.taken) - n)
-            del self.taken[n:]
-        n_more = self.matcher.try_consume_tokens(tokens[n:])
+        n_more = self.matcher.try_consume_tokens(tokens[n:].tolist())
         self._check()
-        self.taken += tokens[n : n + n_more]
+        self.taken = tokens[: n + n_more]
         return len(self.taken) == len(tokens)
 
     def _check(self) -> None:
@@ -137,6 +145,13 @@ class Grammar:
         return mx.pad(allowed, (0, size - allowed.size))
 
 
+def n_equal(a: Tokens, b: Tokens) -> int:
+    """The number of equal tokens at the beginning of two texts."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) > 0 else n
+
+
 class ForcedTokens:
     """The tokens that a grammar forces, as a source of drafts, see ``sources.Source``."""
 
@@ -145,7 +160,7 @@ class ForcedTokens:
 
     def __init__(self, grammar: Grammar):
         self.grammar = grammar
-        self.generated: list[int] = []
+        self.generated = NO_TOKENS
         self.rates = Rates(1)
         self._forced: list[int] | None = None  # the next tokens, once computed
 
@@ -163,7 +178,7 @@ class ForcedTokens:
                 is_forced = self.forced[0] == token
                 self.rates.count(0, is_forced)
                 self._forced = self.forced[1:] if is_forced else None
-            self.generated.append(token)
+            self.generated = np.append(self.generated, np.uint32(token))
             self._forced = self._forced or None
 
     def acceptance(self, n_unobserved: int) -> list[float]:
