@@ -6,6 +6,7 @@ import time
 from collections import abc, deque
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import islice
 from numbers import Integral
 from typing import Any
 
@@ -116,7 +117,7 @@ def make_sequence(
 
 
 class Prompts:
-    """Prefills prompts one after the other, without their last tokens.
+    """Prefills prompts one after the other, without their last tokens: no more of them than sequences that can join the batch.
 
     Args:
         model (MTPModel): The model to prefill with.
@@ -145,8 +146,12 @@ class Prompts:
         return {s.uid: (s.cache.entries, s.tokens) for s in self.sequences if s.uid in uids}
 
     def ready(self, most: int) -> list[Sequence]:
-        """The first sequences, up to a number, whose prompts are prefilled except for the last token."""
-        return [s for s in self.sequences if _is_prefilled(s)][: max(most, 0)]
+        """Those of the first ``most`` sequences whose prompts are prefilled except for the last token."""
+        return [s for s in islice(self.sequences, most) if _is_prefilled(s)]
+
+    def _unread(self, most: int) -> list[Sequence]:
+        """The others of them."""
+        return [s for s in islice(self.sequences, most) if not _is_prefilled(s)]
 
     def take(self, ready: list[Sequence]) -> None:
         """Remove sequences, which begin to generate from the last token of their prompts."""
@@ -157,14 +162,14 @@ class Prompts:
             if s.embeddings is not None and mx.array_equal(s.embeddings, self.model.model.embed_tokens(mx.array(last))):
                 s.embeddings = None  # the token's own: the head can draft after it
 
-    def prefill(self, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
-        """Prefill as many tokens between two steps as the budget allows.
+    def prefill(self, budget: PrefillBudget, is_running: bool, most: int) -> list[PromptResponse]:
+        """Prefill as many tokens between two steps as the budget allows, of the first ``most`` sequences.
 
         Args:
             budget (PrefillBudget): Gives the number of tokens to prefill, and observes their time.
             is_running (bool): Whether other sequences generate.
         """
-        waiting = [s for s in self.sequences if not _is_prefilled(s)]
+        waiting = self._unread(most)
         if not waiting:
             return []
         if waiting[0].pending is not None:
@@ -184,9 +189,9 @@ class Prompts:
             self.n_prefilled, self.seconds = self.n_prefilled + n - n_left, self.seconds + seconds
         return responses
 
-    def next_chunk(self, most: int) -> tuple[int, int]:
-        """The largest of the next chunks of up to ``most`` tokens: its length, and the length of its text up to its end."""
-        chunks = [(min(len(s.segments[0]), most), s.cache.n_tokens) for s in self.sequences if not _is_prefilled(s)]
+    def next_chunk(self, size: int, most: int) -> tuple[int, int]:
+        """The largest of the next chunks of up to ``size`` tokens: its length, and the length of its text up to its end."""
+        chunks = [(min(len(s.segments[0]), size), s.cache.n_tokens) for s in self._unread(most)]
         return max(((n, n_cached + n) for n, n_cached in chunks), key=math.prod, default=(0, 0))
 
     def _embed(self, s: Sequence, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
