@@ -162,6 +162,41 @@ def test_memory_is_flat_over_joins_and_leaves():
     assert max(used) - min(used) < 1000  # bytes: less than a layer of one row
 
 
+@pytest.mark.parametrize("return_prompt_caches", [True, False])
+def test_waiting_prompts_hold_no_memory(return_prompt_caches):
+    """A prompt is read once it can join. Those that take the place of texts that have just ended are held beside them."""
+    model, held = model_of("qwen3_5"), {}
+    options = dict(completion_batch_size=4, return_prompt_caches=return_prompt_caches, num_draft_tokens=0)
+    for n in (4, 32, *([256] if LONG else [])):
+        generator, nbytes, lengths = BatchGenerator(model, **options, **AT_ONCE), [], random.Random(n)
+        generator.insert(
+            [[i % 32] * lengths.randrange(1, 40) for i in range(n)], max_tokens=[2 + i % 7 for i in range(n)]
+        )
+        n_texts, n_rows = 0, []
+        while len(generator) > 0:
+            n_texts += sum(r.finish_reason is not None for r in generator.next()[1])
+            nbytes.append(generator.prompt_cache_nbytes)
+            n_rows.append(sum(s.n_prefilled > 0 for s in generator.prompts) + len(generator.decoder))
+        held[n] = max(nbytes)
+        assert n_texts == n
+        assert max(n_rows) < 8
+    assert max(held.values()) < 1.8 * held[4]
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_prompts_that_are_read_late_cost_no_step(k):
+    """A long batch takes as many steps as with prompts of one token, of which nothing is prefilled."""
+    n_steps = []
+    for n in (1, 5):
+        generator = BatchGenerator(model_of("qwen3_5"), completion_batch_size=3, num_draft_tokens=k, **AT_ONCE)
+        generator.insert([[i] * n for i in range(12)], max_tokens=[4, 7, 5] * 4)
+        run(generator, n_steps=1)
+        with generator.stats() as stats:
+            run(generator)
+        n_steps.append(stats.generation_steps)
+    assert n_steps[1] <= n_steps[0] + 1
+
+
 def test_one_step_waits_once_at_most(monkeypatch):
     """Without drafts no step waits before the next pass is on its way: plain decoding."""
     order: list[str] = []

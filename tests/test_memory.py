@@ -194,7 +194,7 @@ def test_a_tensor_larger_than_an_array_is_refused_before_it_is_read(monkeypatch)
     header = SimpleNamespace(tensors=experts)
     checkpoint = SimpleNamespace(name="model", model_files=["model.safetensors"], header=lambda file: header)
     with pytest.raises(ValueError, match=r"experts.up_proj.weight takes 0\.3 kB"):
-        check_memory(checkpoint, Account(), 0, True, False, False)
+        check_memory(checkpoint, Account(), 0, True, False, False, False)
 
 
 def test_a_refused_load_restores_the_limit_and_a_tight_one_is_warned_about(unlimited, caplog, demo):
@@ -229,7 +229,7 @@ def test_the_longest_context_that_fits_does():
     account, demo = SimpleNamespace(held=0, limit=20_000_000, left=20_000_000), CheckpointReader(str(DEMO))
 
     def check(n):
-        check_memory(demo, account, n, False, True, False)
+        check_memory(demo, account, n, False, True, False, False)
 
     with pytest.raises(ValueError, match="longest") as e:
         check(100_000)

@@ -37,7 +37,7 @@ class BatchGenerator:
     A batch generator implements continuous batching, as mlx-lm's ``BatchGenerator``, with drafts by the model's MTP head.
 
     Each sequence has its own prompt, cache, sampler, logits processors and stop tokens, and accepts or rejects its own drafts.
-    Prompts are prefilled one after the other, in chunks between two steps.
+    Prompts are prefilled one after the other, in chunks between two steps, once there is room for another sequence.
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
@@ -157,7 +157,12 @@ class BatchGenerator:
     @property
     def next_chunk(self) -> tuple[int, int]:
         """The maximum number of tokens of the next prompt chunk, and of its text up to its end; (0, 0) for none."""
-        return self.prompts.next_chunk(self.prefill_budget.sizes[0])
+        return self.prompts.next_chunk(self.prefill_budget.sizes[0], self._n_free)
+
+    @property
+    def _n_free(self) -> int:
+        """The number of sequences that could generate in addition to the running ones."""
+        return self.completion_batch_size - sum(s.end is None for s in self.decoder.sequences)
 
     # Sequences join and leave
 
@@ -252,19 +257,20 @@ class BatchGenerator:
 
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
         """
-        Prefill a part of the waiting prompts, and make a step of the sequences that generate.
+        Make a step of the sequences that generate, and prefill a part of the prompts that can join them.
 
         Returns:
             Tuple of prompt processing responses and generation responses.
         """
         with mx.stream(self.stream):
-            n_running = sum(s.end is None for s in self.decoder.sequences)
-            ready = self.prompts.ready(self.completion_batch_size - n_running)
+            ready = self.prompts.ready(self._n_free)
             finished = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in ready]
-            if chunks := self.prompts.prefill(self.prefill_budget, bool(ready) or n_running > 0):
+            responses = self._step(ready)
+            is_running = self._n_free < self.completion_batch_size
+            if chunks := self.prompts.prefill(self.prefill_budget, is_running, self._n_free):
                 self.planner.is_interrupted = True
             self._counters.prompt_tokens, self._counters.prompt_time = self.prompts.n_prefilled, self.prompts.seconds
-            return finished + chunks, self._step(ready)
+            return finished + chunks, responses
 
     def next_generated(self) -> list[Response]:
         """Return the next generated tokens, prefilling prompts until there are any. Empty if no sequence is left."""

@@ -6,6 +6,7 @@ import time
 from collections import abc, deque
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import islice
 from numbers import Integral
 from typing import Any
 
@@ -115,7 +116,7 @@ def make_sequence(
 
 
 class Prompts:
-    """Prefills prompts one after the other, without their last tokens.
+    """Prefills prompts one after the other, without their last tokens: no more of them than sequences that can join the batch.
 
     Args:
         model (MTPModel): The model to prefill with.
@@ -144,22 +145,26 @@ class Prompts:
         return {s.uid: (s.cache.entries, s.tokens) for s in self.sequences if s.uid in uids}
 
     def ready(self, most: int) -> list[Sequence]:
-        """The first sequences, up to a number, whose prompts are prefilled except for the last token."""
-        return [s for s in self.sequences if s.is_prefilled][: max(most, 0)]
+        """Those of the first ``most`` sequences whose prompts are prefilled except for the last token."""
+        return [s for s in islice(self.sequences, most) if s.is_prefilled]
+
+    def _unread(self, most: int) -> list[Sequence]:
+        """The others of them."""
+        return [s for s in islice(self.sequences, most) if not s.is_prefilled]
 
     def take(self, ready: list[Sequence]) -> None:
         """Remove sequences, which begin to generate from the last token of their prompts."""
         for s in ready:
             self.sequences.remove(s)
 
-    def prefill(self, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
-        """Prefill as many tokens between two steps as the budget allows.
+    def prefill(self, budget: PrefillBudget, is_running: bool, most: int) -> list[PromptResponse]:
+        """Prefill as many tokens between two steps as the budget allows, of the first ``most`` sequences.
 
         Args:
             budget (PrefillBudget): Gives the number of tokens to prefill, and observes their time.
             is_running (bool): Whether other sequences generate.
         """
-        waiting = [s for s in self.sequences if not s.is_prefilled]
+        waiting = self._unread(most)
         if not waiting:
             return []
         if waiting[0].pending is not None:
@@ -179,9 +184,9 @@ class Prompts:
             self.n_prefilled, self.seconds = self.n_prefilled + n - n_left, self.seconds + seconds
         return responses
 
-    def next_chunk(self, most: int) -> tuple[int, int]:
-        """The largest of the next chunks of up to ``most`` tokens: its length, and the length of its text up to its end."""
-        chunks = [(min(len(s.segments[0]), most), s.cache.n_tokens) for s in self.sequences if not s.is_prefilled]
+    def next_chunk(self, size: int, most: int) -> tuple[int, int]:
+        """The largest of the next chunks of up to ``size`` tokens: its length, and the length of its text up to its end."""
+        chunks = [(min(len(s.segments[0]), size), s.cache.n_tokens) for s in self._unread(most)]
         return max(((n, n_cached + n) for n, n_cached in chunks), key=math.prod, default=(0, 0))
 
     def _embed(self, s: Sequence, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:

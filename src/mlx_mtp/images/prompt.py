@@ -197,8 +197,8 @@ def vision_of(model: Any) -> Vision:
         raise ValueError(
             "Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True; in `mlx_mtp chat`, use --images."
         )
-    if model.no_images is not None:
-        raise ValueError(model.no_images)
+    if model.text_only is not None:
+        raise ValueError(model.text_only)
     if not isinstance(vision := model.vision, Vision):
         raise ValueError(
             "The model takes no images: its checkpoint has no vision encoder, or its positions are scaled (YaRN). Use its base "

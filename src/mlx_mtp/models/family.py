@@ -21,6 +21,8 @@ class FamilyModel(MTPModel):
     @property
     def no_images(self) -> str | None:  # type: ignore[override]
         """Why it takes no images, if so: their positions have three axes."""
+        if self.text_only is not None:
+            return self.text_only
         if all(isinstance(layer.self_attn.rope, MRoPE) for layer in self.layers if not layer.is_linear):
             return None
         return "The model takes no images: its positions have one axis, or are scaled (YaRN)."

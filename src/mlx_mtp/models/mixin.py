@@ -20,7 +20,8 @@ class MTPModel:
 
     head_prefix = "mtp."  # of the names of the head's parameters
     no_shard: str | None = None  # why ranks cannot have a part of each layer, if they cannot
-    no_images: str | None = None  # why the model takes no images, even if its checkpoint has a vision encoder
+    text_only: str | None = None  # why a family takes no images, even if its checkpoints have a vision encoder
+    no_images: str | None = None  # why a model takes no images
     args: Any
     mtp: Any
     model: Any  # the backbone, with ``embed_tokens``

@@ -320,7 +320,7 @@ class Model(FamilyModel, qwen3_5_moe.Model):
     head_prefix = "language_model.mtp."
     shifts_norms = False
     no_shard = "its residual streams are mixed in each layer"
-    no_images = "A model of type qwen4_exp takes text only here: leave the images out."
+    text_only = "A model of type qwen4_exp takes text only here: leave the images out."
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)
