@@ -42,7 +42,7 @@ class ApiError(Exception):
 @dataclass
 class Prompt:
     tokens: list[int]
-    in_reasoning: bool = False  # whether the answer begins with reasoning
+    in_reasoning: bool | None = None  # whether the answer begins with reasoning, see ``ends_in_reasoning``
     cuts: list[int] = field(default_factory=list)  # numbers of tokens after which to keep a snapshot, in order
     n_cached: int = 0
     handle: Handle | None = None  # the prefilled part in a prompt store
@@ -149,6 +149,7 @@ class Request:
     min_tokens: int = 0  # before an end-of-text token or one of stop_token_ids
     stop_token_ids: list[int] = field(default_factory=list)  # further tokens that end the text
     one_call: bool = False  # whether the answer ends with its first call
+    streams: bool = False  # whether the client receives the answer in pieces
     param: str = "messages"  # the field of the body with the prompt
     number: int = field(default_factory=numbers.__next__)
     arrived: float = field(default_factory=time.perf_counter)

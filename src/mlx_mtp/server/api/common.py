@@ -26,7 +26,7 @@ from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import ApiError, Delta, Effort, Request, StructuredOutput, Thinking
-from ..structured_output import from_strict_tools, from_tool_choice, only_one
+from ..structured_output import from_fields
 
 MAX_BIASES = 10_000  # entries of logit_bias
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -242,7 +242,7 @@ class Body(Part):
         images: list[str] = []
         messages, tools = self.conversation(content, images)
         messages = fold_roles(messages)
-        output = only_one(*self.outputs, from_tool_choice(self.tool_choice, tools)) or from_strict_tools(tools)
+        output = from_fields(self.outputs, self.tool_choice, tools)
         continues = goes_on(messages)
         if self.continue_final_message and not continues:
             message = "continue_final_message requires a last message of the assistant, with text and without calls."
@@ -272,6 +272,7 @@ class Body(Part):
         request.copy_drafts = flags.copy_drafts if self.copy_drafts is None else self.copy_drafts
         request.min_tokens = NEVER if self.ignore_eos else self.min_tokens
         request.stop_token_ids = self.stop_token_ids
+        request.streams = self.stream
         if request.min_tokens > 0 and request.structured_output is not None:
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise ApiError(400, f"{name} cannot be combined with structured output, which may end before.", param=name)

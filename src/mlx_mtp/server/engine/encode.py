@@ -12,6 +12,7 @@ from ...images.open import MAX_BYTES, decode_url
 from ...images.prompt import ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
 from ...memory import Account, size
+from ...text.answer import ends_in_reasoning, think_marks
 from ...text.grammar import llguidance_tokenizer
 from ..request import NO_LIMIT, NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar
@@ -109,15 +110,17 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
     return Prompt(tokens, in_reasoning, pictured=pictured)
 
 
-def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict[str, Any]) -> tuple[list[int], bool]:
-    """The tokens, and whether they end within the reasoning."""
+def _tokenize(
+    tokenizer: BoundedTokenizer, request: Request, template_args: dict[str, Any]
+) -> tuple[list[int], bool | None]:
+    """The tokens, and whether they end within reasoning, see ``ends_in_reasoning``."""
     if request.request_type == "text":
-        return tokenizer.encode(request.prompt), False
+        return tokenizer.encode(request.prompt), None
     if not tokenizer.has_chat_template:
         if request.goes_on:  # only a template leaves a message open
             message = "A last message of the assistant cannot be continued without a chat template"
             raise ApiError(400, f"{message}: send it to /v1/completions.")
-        return tokenizer.encode(convert_chat(request.messages, request.role_mapping)), False
+        return tokenizer.encode(convert_chat(request.messages, request.role_mapping)), None
     if request.tools and not tokenizer.has_tool_calling:
         logging.warning("The request has tools, but the model's chat template does not support them.")
     elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
@@ -130,9 +133,8 @@ def _tokenize(tokenizer: BoundedTokenizer, request: Request, template_args: dict
         **{ending: True},
         **{**template_args, **(request.args.chat_template_kwargs or {})},
     )
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
-    return tokens, thinks
+    prefill = request.messages[-1]["content"] if request.goes_on else ""
+    return tokenizer.encode(text, add_special_tokens=False), ends_in_reasoning(text, think_marks(tokenizer), prefill)
 
 
 def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int], account: Account) -> ImagePrompt:
