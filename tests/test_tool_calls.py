@@ -152,9 +152,10 @@ def test_loses_nothing(texts, sizes, cut):
 # Cases
 
 
+JSON = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 ADDED = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
 ONE_LINE = "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>"
-OPEN = "<parameter=b>\n", "a\n<tool_call>\n<function=write>\n<parameter=path>\nand so on"
+OPEN = "<parameter=b>\n"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ OPEN = "<parameter=b>\n", "a\n<tool_call>\n<function=write>\n<parameter=path>\na
         (ONE_LINE * 2, [("add", {"a": 1, "b": 2})] * 2),
         (f"<tool_call>\n{ADDED}", [("add", {"a": 1})]),
         # A quotation that is left open ends with the text, and a key comes once.
-        *((render("write", {"path": "a", "content": text}), [("write", {"path": "a", "content": text})]) for text in OPEN),
+        (render("write", {"path": "a", "content": OPEN}), [("write", {"path": "a", "content": OPEN})]),
         (render("add", {"a": 1}).replace("\n</function>", "\n<parameter=a>\n2\n</parameter>\n</function>"),
          [("add", {"a": "1\n</parameter>\n<parameter=a>\n2"})]),
         # What has no schema is a string.
@@ -206,14 +207,19 @@ def test_json_in_a_block(block, want):
         f"Write <tool_call>\n{ADDED}</tool_call> to call it.",
         "The tag <tool_call> begins a call,\n<tool_call> too, and `</tool_call>` ends it.",
         "```xml\n" + render("now", {}) + "\n```",
-        "~~~~\n~~~\n" + render("now", {}),
+        "~~~~\n~~~\n" + render("now", {}) + "\n~~~~",
         "    " + render("now", {}),
+        # Without its opening tag, one behind text, of a tool that is not offered, or quoted.
+        "Now:\n<function=now>\n</function>", "<function=later>\n</function>", "<function=now> is\n",
+        "- ```\n  <function=now>\n  </function>\n  ```", "> " + ONE_LINE, f"It is `{ONE_LINE}", f"`` ` {ONE_LINE}",
+        # Behind words, and in a fence, where text follows.
+        f"Look: {ONE_LINE} is how.", f"Look: {ONE_LINE}{ONE_LINE}\n\nThat is how.", f"```\n{ONE_LINE}\nNo fence closes.",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_call_is_content(text):
     assert calls_of(text) == (text, [])
     # and what follows it is read again
-    text += "\n~~~~\n" if text.startswith("~~~~") else "\n"
+    text += "\n" if "No fence" not in text else "\n```\n"
     assert calls_of(text + render("add", {"a": 1})) == (text, [("add", {"a": 1})])
 
 
@@ -231,6 +237,109 @@ def test_tags_in_a_value(value):
         for after in ([], [("now", {})], [("write", {"path": value})]):
             calls = [("write", arguments), *after]
             assert calls_of(rendered("", calls))[1] == calls
+
+
+# Tags that drift
+
+OPEN_FUNCTIONS = ["<function={}>", "<function={}", '<function="{}">', '<function name="{}">', "<function = {}>"]
+OPEN_PARAMETERS = [
+    "<parameter={}>", "<parameter={}", '<parameter="{}">', "<parameter='{}'>", '<parameter="{}"', '<parameter name="{}">',
+    "<parameter = {}>", "<parameter={} >", '<parameter={} type="string">',
+]  # fmt: skip
+CLOSE_PARAMETERS = [
+    "</parameter>",
+    "",
+    "</parameter",
+    "</parameter/>",
+    "</parameter={}>",
+    "</{}>",
+    "</parameters>",
+    "</param>",
+]
+CLOSE_FUNCTIONS = ["</function>", "", "</function", "</function={}>", "</function/>", "</function >"]
+ENDS = ["</tool_call>", ""]
+PROPER = [OPEN_FUNCTIONS[0], OPEN_PARAMETERS[0], CLOSE_PARAMETERS[0], CLOSE_FUNCTIONS[0], ENDS[0]]
+FORMS = [OPEN_FUNCTIONS, OPEN_PARAMETERS, CLOSE_PARAMETERS, CLOSE_FUNCTIONS, ENDS]
+DRIFTS = [[*PROPER[:i], form, *PROPER[i + 1 :]] for i, forms in enumerate(FORMS) for form in forms]
+DRIFTS += [
+    [*PROPER[:2], "", "", "</tool_call>"], [*PROPER[:2], "", "", ""], [*PROPER[:2], "</{}>", "</{}>", ""],
+    [*PROPER[:3], "", ""], [*PROPER[:3], "</{}>", "</tool_call>"],
+    [*PROPER[:2], "</parameter", "</function", ""], [*PROPER[:2], "", "</function", "</tool_call>"],
+]  # fmt: skip
+
+
+def write_call(name: str, arguments: dict, forms: list, between: str = "\n") -> str:
+    """A call with tags of these forms, each a template or a function that makes one out."""
+    open_function, open_parameter, close_parameter, close_function, end = forms
+    lines = ["<tool_call>", open_function.format(name)]
+    for key, value in arguments.items():
+        lines += [open_parameter.format(key) + between + str(value), close_parameter.format(key)]
+    lines += [close_function.format(name), end]
+    return between.join(line for line in lines if line)
+
+
+READ, WRITE = (
+    ("read", {"path": "a.py"}),
+    ("write", {"path": "a.py", "content": "x < 1\n\n    </b>  # `<parameter=mode>`"}),
+)
+FILES = {
+    "read": {"properties": {"path": STRING, "limit": INTEGER}, "required": ["path"]},
+    "write": {"properties": {"path": STRING, "content": STRING, "mode": STRING}},
+}
+
+
+@pytest.mark.parametrize("forms", DRIFTS, ids="".join)
+@pytest.mark.parametrize("call", [READ, WRITE, ("read", {"path": "b", "limit": 5})], ids=lambda call: "-".join(call[1]))
+def test_a_call_whose_tags_drift_is_the_one_that_is_meant(call, forms):
+    """Alone, before and after another, and before text if it has an end."""
+    proper, drifting = write_call(*WRITE, PROPER), write_call(*call, forms)
+    for text, calls in (
+        (drifting, [call]), (f"{drifting}\n{proper}", [call, WRITE]), (f"{proper}\n{drifting}", [WRITE, call]),
+        (f"{drifting}\n{drifting}\n\n{drifting}", [call] * 3), (f"{proper}{drifting}", [WRITE, call]),
+    ):  # fmt: skip
+        content, found = calls_of(text, schemas=FILES)
+        assert found == calls, text
+        assert content.strip() == ""
+    if forms[3] or forms[4]:
+        assert calls_of(f"{drifting}\n\nIt is so.", schemas=FILES) == ("\n\nIt is so.", [call])
+
+
+@pytest.mark.parametrize(
+    "forms", [f for f in DRIFTS if "\n" not in "".join(f) and f[1][-1] == f[0][-1] == ">"], ids="".join
+)
+def test_a_call_on_one_line_whose_tags_drift(forms):
+    call = ("read", {"path": "b", "limit": 5})
+    if forms[2] in ("</parameter", "") and forms[3] == "</function":
+        return
+    text = write_call(*call, forms, between="")
+    assert calls_of(text, schemas=FILES) == ("", [call])
+    assert calls_of(text + write_call(*READ, PROPER, between=""), schemas=FILES) == ("", [call, READ])
+
+
+# Calls that begin in other places
+
+
+@pytest.mark.parametrize(
+    "call", [ONE_LINE, f"{ONE_LINE}\n", f"{ONE_LINE} {ONE_LINE}", render("add", {"a": 1, "b": 2}), JSON]
+)
+@pytest.mark.parametrize(
+    "text", ["Let me look.", "Let me look: ", "**Now** `a` ", "```py\na\n", "- ```xml\n", "- Look.", "~~~\n```\n~~\n"]
+)
+def test_a_whole_block_that_ends_the_text_is_a_call_behind_words_and_in_an_open_fence(text, call):
+    content, calls = calls_of(text + call)
+    assert content == text
+    assert calls == [("add", {"a": 1, "b": 2})] * call.count("<tool_call>")
+    assert parse(text + call, cut=True) == [text + call]
+    assert parse(f"{text}{call} is how.") == [f"{text}{call} is how."]
+
+
+@pytest.mark.parametrize("before", ["", "\n\n", "See.\n\n", "- a\n\n", f"{ONE_LINE}\n", "```\na\n```\n \n"])
+@pytest.mark.parametrize("end", ["", "\n</tool_call>", "\n</tool_call>\n\nIt runs.", "\n\nIt runs."])
+def test_a_call_without_its_opening_tag(before, end):
+    content, calls = calls_of(f"{before}<function=add>\n<parameter=a>\n3\n</parameter>\n</function>{end}")
+    assert calls[-1] == ("add", {"a": 3})
+    want = before.replace(ONE_LINE, "") + end.replace("\n</tool_call>", "")
+    assert content == want
 
 
 def test_cut_call_keeps_its_beginning():

@@ -26,6 +26,7 @@ from ..images.open import size_of
 from ..images.prompt import read_images, vision_of
 from ..images.vision import IMAGE_TOKEN, PLACEHOLDER
 from ..models.mixin import MTPModel
+from ..text.answer import ends_in_reasoning, think_marks
 from ..text.grammar import Grammar, make_grammar
 from .check import check
 from .stream import print_text
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
             model,
             tokenizer,
             prompt,
-            logits_processors=make_processors(args.json_schema, tokenizer, prompt),
+            logits_processors=make_processors(args.json_schema, tokenizer, prompt, args.prefill_response or ""),
             verbose=args.verbose,
             show_drafts=args.show_drafts,
             mtp=args.mtp,
@@ -273,14 +274,13 @@ def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
         tokenizer.add_eos_token(token)
 
 
-def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: list[int]) -> list[Grammar]:
+def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: list[int], prefill: str) -> list[Grammar]:
     """The logits processor of ``--json-schema``, which begins after the reasoning. A ValueError if it is no JSON schema."""
     if schema is None:
         return []
     text = schema if is_json(schema) else Path(schema).read_text(encoding="utf-8")
-    after = ""
-    if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
-        after = tokenizer.think_end
+    in_reasoning = ends_in_reasoning(tokenizer.decode(prompt), think_marks(tokenizer), prefill)
+    after = tokenizer.think_end if in_reasoning else ""
     try:
         return [make_grammar(tokenizer, json_schema=text, after=after)]
     except ValueError as e:

@@ -52,7 +52,7 @@ class TooLong(ApiError):
 @dataclass
 class Prompt:
     tokens: list[int]
-    in_reasoning: bool = False  # whether the answer begins with reasoning
+    in_reasoning: bool | None = None  # whether the answer begins with reasoning, see ``ends_in_reasoning``
     cuts: list[int] = field(default_factory=list)  # numbers of tokens after which to keep a snapshot, in order
     n_cached: int = 0
     is_read: bool = False  # whether its caches were read from disk, if there are any
@@ -163,6 +163,7 @@ class Request:
     stop_token_ids: list[int] = field(default_factory=list)  # further tokens that end the text
     one_call: bool = False  # whether the answer ends with its first call
     limit: str | None = None  # the field that limits the answer's tokens, if it must fit in the context
+    streams: bool = False  # whether the client receives the answer in pieces
     param: str = "messages"  # the field of the body with the prompt
     number: int = field(default_factory=numbers.__next__)
     arrived: float = field(default_factory=time.perf_counter)

@@ -6,6 +6,7 @@ error for ``strict`` tools, and is left free for others.
 """
 
 import json
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,9 +15,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ..text.answer import functions_of, start_of_calls, think_marks
-from ..text.grammar import Grammar, in_deep_stack, make_grammar, reason
+from ..text.grammar import SPACE, Grammar, in_deep_stack, make_grammar, reason, rule_of
 from ..text.schema import STRING, Json, Schema, listed, to_json
-from ..text.tool_calls import END, LONGEST_KEY, START
+from ..text.tags import END, LONGEST_KEY, START
 from .request import ApiError, Request, StructuredOutput
 
 END_OF_PARAMETER = "\n</parameter>\n"
@@ -79,7 +80,17 @@ def from_strict_tools(tools: list[Json]) -> StructuredOutput | None:
     return StructuredOutput("strict", calls=functions, is_required=False) if is_strict else None
 
 
-def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reasoning: bool) -> list[Grammar]:
+def from_fields(outputs: list[StructuredOutput | None], tool_choice: Any, tools: list[Json]) -> StructuredOutput | None:
+    """The structured output of a request's fields. An answer that may call tools has the requested form, or it calls; a grammar
+    in Lark, which may have any rules, allows no calls.
+    """
+    output = only_one(*outputs, from_tool_choice(tool_choice, tools)) or from_strict_tools(tools)
+    if output is None or output.calls or "lark" in output.grammar:
+        return output
+    return replace(output, calls=functions_of(tools))
+
+
+def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reasoning: bool | None) -> list[Grammar]:
     """The logits processor of a request's structured output, if any. It begins after the reasoning, or with the first call.
 
     Compilation may take seconds, so the first call runs in the thread that tokenizes the prompt. The request keeps the grammar,
@@ -97,34 +108,42 @@ def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reason
     return [request.grammar.copy()]
 
 
-def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning: bool) -> Grammar:
+def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning: bool | None) -> Grammar:
     after: Any = tokenizer.think_end if in_reasoning else ""
     if not output.is_required:
         after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
-    grammar = output.grammar
-    if output.calls:
-        grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, output.calls, output.is_required).lark)}
+    grammar, calls = output.grammar, output.calls
+    if grammar and calls and tokenizer.has_tool_calling:
+        text = f"{'SPACE? ' if after else ''}{rule_of(**grammar)}"
+        grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, calls, text=text).lark)}
+    elif calls and not grammar:
+        grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, calls, output.is_required).lark)}
     return make_grammar(tokenizer, **grammar, after=after)
 
 
 class CallGrammar:
     """The grammar of one or more calls of these functions, given in OpenAI's format.
 
-    If it is required, the answer consists of calls only, whose arguments follow their schemas. Otherwise only the arguments of
-    ``strict`` functions do. A ValueError if the model has another format of calls, or a schema is none or cannot be enforced.
+    If it is required, the answer consists of calls only, whose arguments follow their schemas, or of ``text``, a rule in Lark.
+    Otherwise only the arguments of ``strict`` functions follow them, and the first call may lack its opening tag. A ValueError
+    if the model has another format of calls, or a schema is none or cannot be enforced.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, tools: list[Json], is_required: bool = True):
+    def __init__(self, tokenizer: TokenizerWrapper, tools: list[Json], is_required: bool = True, text: str = ""):
         writers = {qwen3_coder.parse_tool_call: self._xml_call, json_tools.parse_tool_call: self._json_call}
         write = writers.get(tokenizer.tool_parser)
         if write is None:
             raise ValueError("no grammar describes the calls of this model: leave it out")
         begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
-        names = [f"call_{i}" for i in range(len(tools))]
+        names = [f"function_{i}" for i in range(len(tools))]
+        start = r"/\n{0,2}/ calls" if is_required else "calls"
+        first = "call" if is_required or write == self._json_call else f"(call | function {end})"
         self._rules = [
-            r"start: /\n{0,2}/ calls" if is_required else "start: calls",
-            r"calls: call (/\n{0,2}/ call)* /\n?/",
-            f"call: {' | '.join(names)}",
+            f"start: {start} | {text}" if text else f"start: {start}",
+            rf"calls: {first} (/\n{{0,2}}/ call)* /\n?/",
+            f"call: {begin} {_quote(chr(10))} function {end}",
+            f"function: {' | '.join(names)}",
+            SPACE,
             f"value: {_free_value(tokenizer)}",
             rf"end_of_value{SUFFIX}: /(.|\n)*/",
         ]
@@ -135,7 +154,7 @@ class CallGrammar:
             self._terminals: dict[int, str] = {}  # of the strings of a schema, by its id
             if not isinstance(self.schema.root, dict) or not self.schema.types(self.schema.root) >= {"object"}:
                 raise ValueError(f"{self.path} allows no object: it is not the schema of an object")
-            self._rules.append(f"{name}: {begin} {write(tool['name'])} {end}")
+            self._rules.append(f"{name}: {write(tool['name'])}")
 
     @property
     def lark(self) -> str:
@@ -147,7 +166,7 @@ class CallGrammar:
         return name
 
     def _json_call(self, name: str) -> str:
-        opening = f'\n{{"name": {json.dumps(name)}, "arguments": '
+        opening = f'{{"name": {json.dumps(name)}, "arguments": '
         arguments = self._json({"$ref": Schema.ROOT}, frozenset({"object"}), self.path)
         return f"{_quote(opening)} {arguments} {_quote('}' + chr(10))}"
 
@@ -173,7 +192,7 @@ class CallGrammar:
             schema = others[0] if len(others) == 1 else {"anyOf": others}
             value = self._value(schema, f"{self.path}.additionalProperties")
             parts.append(_parameter(self._add("KEY", f"{KEY}{f' & ~/({known})/' if known else ''}"), value) + "*")
-        opening = f"\n<function={name}>\n"
+        opening = f"<function={name}>\n"
         return f"{_quote(opening)} {' '.join(parts)} {_quote('</function>' + chr(10))}"
 
     def _check_top(self) -> None:

@@ -5,6 +5,8 @@ searched in the answer's text, not in its reasoning and calls. For ``logprobs`` 
 with the tokens that it came from: some of them are sent later than their tokens arrive.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,7 +15,8 @@ from typing import Any
 from . import tool_calls
 from .reasoning import ReasoningReader, overlap
 from .schema import Json
-from .tool_calls import START, CallBegins, CallEnds, Text, ToolCallParser
+from .tags import OPEN_FUNCTION, START
+from .tool_calls import CallBegins, CallEnds, Mark, Text, ToolCallParser
 
 
 @dataclass(frozen=True)
@@ -178,17 +181,36 @@ class QwenReader:
 
     ``<think>`` begins reasoning at the start of the answer or in the prompt, and ``ReasoningReader`` finds its end. If the
     model ends its turn with a tool call and without ``</think>``, the call is valid, although its text was sent as reasoning.
-    Without ``schemas``, tool calls are text.
+
+    After the end of reasoning, a model may go on with it. A line that is ``</think>`` or ``<think>`` is then no content, and
+    the text before this line is reasoning. So the text waits for such a line: until a call, the end, or more than
+    ``patience`` characters.
+
+    Args:
+        think (Tuple[str, str], optional): The marks of reasoning; ``None``: there is none.
+        in_reasoning (bool, optional): Whether the prompt ends within reasoning; ``None`` if it ends with neither of the marks.
+        schemas (Mapping[str, Any], optional): Those of ``ToolCallParser``; ``None``: tool calls are text.
+        patience (float, optional): ``None``: all that follows the end of reasoning is content.
     """
 
-    def __init__(self, think: tuple[str, str] | None, in_reasoning: bool, schemas: Mapping[str, Any] | None):
+    def __init__(
+        self,
+        think: tuple[str, str] | None,
+        in_reasoning: bool | None,
+        schemas: Mapping[str, Any] | None,
+        patience: float | None = math.inf,
+    ):
         self.begin, self.end = think or ("", "")
-        self.schemas = schemas
+        self.schemas, self.patience = schemas, patience
         self.reasoning = ReasoningReader(self.end)
-        self._calls: ToolCallParser | None = None  # of the text after the reasoning
+        self._calls = ToolCallParser(schemas)  # of the text after the reasoning
         self._read = self._text if think is None else self._thoughts if in_reasoning else self._beginning
         self._rest = ""  # the text that is not parsed yet
         self._n = 0  # characters so far
+        self._waiting: list[Event] = []
+        self._room = -1.0  # the number of characters that may still wait, or less than 0
+        if think is not None and in_reasoning is False:
+            self._end_reasoning(patience and (math.inf if patience == math.inf else 0))
 
     @property
     def in_reasoning(self) -> bool:
@@ -197,7 +219,7 @@ class QwenReader:
     @property
     def is_at_call(self) -> bool:
         """Whether the text ends with the tag at the beginning of a call."""
-        return self._read == self._text and self._calls is not None and self._calls.is_at_start
+        return self._read == self._text and self._calls.is_at_start
 
     def add(self, text: str) -> list[Event]:
         self._rest += text
@@ -206,15 +228,18 @@ class QwenReader:
 
     def finish(self, cut: bool) -> list[Event]:
         events: list[Event] = []
-        if self.in_reasoning:
-            events += self._thoughts(is_last=True)
-        if self.in_reasoning:
-            if cut:
-                return events
-            if not self.reasoning.unquoted.strip():
-                return events + self._calls_at_end()
-            self._rest = self.reasoning.unquoted
-        return events + self._text() + (self._calls.finish(cut) if self._calls is not None else [])
+        while True:
+            if self.in_reasoning:
+                events += self._thoughts(is_last=True)
+            if self.in_reasoning:
+                if cut:
+                    return events
+                if not self.reasoning.unquoted.strip():
+                    return events + self._calls_at_end()
+                self._rest, self._read = self.reasoning.unquoted, self._text
+            events += self._text() + self._after_reasoning(self._calls.finish(cut))
+            if not self.in_reasoning:
+                return events + self._waiting
 
     def _beginning(self) -> list[Event]:
         start = self._rest.lstrip()
@@ -232,16 +257,35 @@ class QwenReader:
         if behind is None:
             return [Reasoning(thought)] if thought else []
         self._rest, self._read = behind, self._text
+        self._end_reasoning(self.patience)
         return [Reasoning(thought), *self._read()]
+
+    def _end_reasoning(self, patience: float | None) -> None:
+        if patience is not None:
+            self._calls.marks, self._room = (self.begin, self.end), patience
 
     def _text(self) -> list[Event]:
         text, self._rest = self._rest, ""
-        start = self._n - len(text)
-        if self.schemas is None:
-            return [Text(text, start)] if text else []
-        if self._calls is None:
-            self._calls = ToolCallParser(self.schemas, start)
-        return [*self._calls.add(text)]
+        self._calls.n_taken = self._n - len(text) - len(self._calls.rest)
+        return self._after_reasoning(self._calls.add(text))
+
+    def _after_reasoning(self, found: list[tool_calls.Event | Mark]) -> list[Event]:
+        events: list[Event] = []
+        for event in found:
+            if isinstance(event, Mark):  # the last one
+                events += [Reasoning(e.text) for e in self._waiting if isinstance(e, Text)]
+                self._waiting = []
+                self._end_reasoning(self.patience)
+                if event.text == self.begin:
+                    self.reasoning, self._read = ReasoningReader(self.end), self._thoughts
+                    self._rest, self._calls.rest = self._calls.rest, ""
+                return events + self._read()
+            self._waiting.append(event)
+            self._room = self._room - len(event.text) if isinstance(event, Text) else -1
+            if self._room < 0:
+                events += self._waiting
+                self._waiting = []
+        return events
 
     def _calls_at_end(self) -> list[Event]:
         """The complete calls after the last words of the reasoning."""
@@ -250,43 +294,64 @@ class QwenReader:
         parser = ToolCallParser(self.schemas)
         found = parser.add(self.reasoning.text) + parser.finish(cut=False)
         words = [i for i, event in enumerate(found) if isinstance(event, Text) and event.text.strip()]
-        calls = [event for event in found[max(words, default=-1) + 1 :] if not isinstance(event, Text)]
+        calls = [event for event in found[max(words, default=-1) + 1 :] if isinstance(event, tool_calls.Call)]
         if not calls or not isinstance(calls[-1], CallEnds):
             return []
         return [replace(call, index=call.index - calls[0].index) for call in calls]
 
 
-def start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool) -> int | None:
+def ends_in_reasoning(prompt: str, think: tuple[str, str] | None, prefill: str = "") -> bool | None:
+    """Whether a prompt ends within reasoning; ``None`` if it has ended none. Its end alone decides: a mark that the template
+    writes there, and behind it the beginning of the answer (``prefill``).
+    """
+    if think is None:
+        return None
+    begun = prefill.strip()
+    n = prompt.rfind(begun) if begun and begun in prompt else len(prompt)
+    opens, ends = (prompt[:n].rstrip().endswith(mark) for mark in think)
+    reader = QwenReader(think, opens, None, patience=None)
+    reader.add(prompt[n:])
+    return True if reader.in_reasoning else False if opens or ends else None
+
+
+def start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool | None) -> int | None:
     """The position of the first call's opening tag, even if the call is incomplete. Arguments: see ``QwenReader``."""
-    i = text.rfind(START)
-    return None if i < 0 else _start_of_calls(text[: i + len(START) + 1], think, in_reasoning)
+    end = max(i + len(tag) if (i := text.rfind(tag)) >= 0 else 0 for tag in (START, OPEN_FUNCTION))
+    return _start_of_calls(text[: end + 1], think, in_reasoning) if end > 0 else None
 
 
 @lru_cache(maxsize=8)  # for the positions of a window after a quoted tag
-def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool) -> int | None:
+def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool | None) -> int | None:
     reader, n = QwenReader(think, in_reasoning, {}), 0
-    while (i := text.find(START, n)) >= 0:
-        end = i + len(START)
-        reader.add(text[n:end])
-        if reader.is_at_call and text[end : end + 1] in ("", "\n"):
-            return i
-        n = end
+    for m in re.finditer(f"{START}|{OPEN_FUNCTION}", text):
+        reader.add(text[n : m.end()])
+        if reader.is_at_call and (m[0] == OPEN_FUNCTION or text[m.end() : m.end() + 1] in ("", "\n")):
+            return m.start()
+        n = m.end()
     return None
 
 
 def make_answer(
-    tokenizer: Any, in_reasoning: bool, tools: list[Any] | None, stop_words: list[str], *, is_chat: bool, one_call: bool
+    tokenizer: Any,
+    in_reasoning: bool | None,
+    tools: list[Any] | None,
+    stop_words: list[str],
+    *,
+    is_chat: bool,
+    one_call: bool,
+    patience: float | None = math.inf,
 ) -> Answer:
     """Make the parser of a request's answer.
 
-    Without tools, calls are text. If the prompt follows no chat template (``is_chat``), its marks are text, too.
+    Without tools, calls are text. If the prompt follows no chat template (``is_chat``), its marks are text, too. ``patience``:
+    see ``QwenReader``.
     """
     if not is_chat:
         return Answer(QwenReader(None, False, None), stop_words, is_chat=False)
     schemas = None
     if tools and tokenizer.has_tool_calling:
         schemas = {function["name"]: function.get("parameters") for function in functions_of(tools)}
-    return Answer(QwenReader(think_marks(tokenizer), in_reasoning, schemas), stop_words, one_call=one_call)
+    return Answer(QwenReader(think_marks(tokenizer), in_reasoning, schemas, patience), stop_words, one_call=one_call)
 
 
 def think_marks(tokenizer: Any) -> tuple[str, str] | None:

@@ -39,6 +39,7 @@ MAX_MULTIPLE = 100_000  # for the least common multiple of all multipleOf, in un
 STACK = 1 << 29  # bytes, enough for a grammar of that size with all rules nested; untouched pages take no memory
 STACK_LOCK = threading.Lock()
 TOO_LARGE = ("too big", "too large", "symbols.len()")  # in llguidance's messages
+SPACE = r"SPACE: /[ \n]{1,3}/"  # a terminal in Lark, for white space after reasoning
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as Python writes JSON
 
 
@@ -213,14 +214,9 @@ def make_grammar(
         ValueError: None or several of the three are given, or llguidance cannot read the grammar.
     """
     require("server", "A grammar")
-    rules = []
-    if json_schema is not None:
-        rules.append(f"%json {_with_separators(json_schema)}")
-    if regex is not None:
-        rules.append(f"/{_in_lark(regex)}/")
-    grammars = [
-        f"start: SPACE? answer\nSPACE: /[ \\n]{{1,3}}/\nanswer: {rule}" if after else f"start: {rule}" for rule in rules
-    ]
+    rules = [rule_of(json_schema=json_schema)] if json_schema is not None else []
+    rules += [rule_of(regex=regex)] if regex is not None else []
+    grammars = [f"start: SPACE? answer\n{SPACE}\nanswer: {rule}" if after else f"start: {rule}" for rule in rules]
     if lark is not None:
         grammars.append(lark)
     if len(grammars) != 1:
@@ -230,6 +226,11 @@ def make_grammar(
         return Grammar(matcher)
     find = functools.partial(end_of_reasoning, end=after) if isinstance(after, str) else after
     return Grammar(matcher, Beginning(llguidance_tokenizer(tokenizer), find))
+
+
+def rule_of(json_schema: dict[str, Any] | str | None = None, regex: str | None = None) -> str:
+    """The rule in Lark for JSON of a schema, or for a text that matches a regular expression."""
+    return f"/{_in_lark(regex)}/" if regex is not None else f"%json {_with_separators(json_schema or {})}"
 
 
 def _in_lark(regex: str) -> str:

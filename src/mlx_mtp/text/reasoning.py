@@ -1,14 +1,13 @@
 """Streaming parser of a model's reasoning, up to the tag that ends it.
 
-A quoted tag, between backticks or in a fenced code block (an open ``` or ~~~), does not end the reasoning. A model may forget
-to close a block: if its turn ends within the reasoning, the last tag alone on a line of a block counts as its end, and the text
-after that tag is the answer.
+A quoted tag, between backticks or in a fenced code block, does not end the reasoning. A model may forget to close a block: if
+its turn ends within the reasoning, the last tag alone on a line of a block counts as its end, and the text after that tag is
+the answer.
 """
 
-import re
 from functools import lru_cache
 
-FENCE = re.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
+from .markdown import Lines
 
 
 def end_of_reasoning(text: str, end: str) -> int | None:
@@ -30,7 +29,7 @@ class ReasoningReader:
         self.end = end
         self._pieces: list[str] = []  # the reasoning so far
         self._rest = ""  # the text that is not parsed yet
-        self._line = self._fence = ""  # the last line so far, and the marks that opened a code block
+        self._lines, self._line = Lines(), ""  # the lines so far, and the last one
         self._answer: int | None = None  # the first piece after the last quoted tag that stood alone on a line
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, str | None]:
@@ -40,7 +39,7 @@ class ReasoningReader:
         while (i := self._rest.find(self.end)) >= 0:
             self._take(i)
             behind = self._rest[len(self.end) :]
-            if not (behind or is_last or self._open) and self._line.endswith("`"):
+            if not (behind or is_last) and self._line.endswith("`") and not self._lines.is_code(self._line):
                 break  # the next character decides
             if not self._is_quoted(behind):
                 return "".join(self._pieces[n:]), behind
@@ -63,37 +62,24 @@ class ReasoningReader:
         """The text that would end the reasoning here, as in a chat template; it closes an open code block first."""
         if self._rest.startswith(self.end):
             return "\n\n"  # then no backtick follows
-        breaks = "\n" if self._line or self._rest else ""
-        return f"{breaks}{self._open}\n{self.end}\n\n" if self._open else f"{breaks}{self.end}\n\n"
-
-    @property
-    def _open(self) -> str:
-        """The marks of the open code block, if the line ended here."""
-        return self._fence and fence_after(self._line, self._fence)
+        line = self._line + self._rest
+        lines, breaks = (self._lines.add(line), "\n") if line else (self._lines, "")
+        fence = f"{lines.marks}\n" if lines.is_code(self.end) else ""
+        return f"{breaks}{fence}{self.end}\n\n"
 
     def _take(self, n: int) -> None:
         text, self._rest = self._rest[:n], self._rest[n:]
         self._pieces.append(text)
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            self._fence = fence_after(line, self._fence)
+            self._lines = self._lines.add(line)
 
     def _is_quoted(self, behind: str) -> bool:
-        if self._open:
+        if self._lines.is_code(self._line):
             if not self._line.strip():
                 self._answer = len(self._pieces) + 1
             return True
         return self._line.endswith("`") and behind.startswith("`")
-
-
-def fence_after(line: str, fence: str) -> str:
-    """The marks of the code block that is open after a line, given those before it."""
-    m = FENCE.fullmatch(line)
-    if m is None:
-        return fence
-    if not fence:
-        return m["marks"] if m["marks"][0] == "~" or "`" not in m["info"] else ""
-    return "" if m["marks"].startswith(fence) and not m["info"].strip() else fence
 
 
 def overlap(text: str, word: str) -> int:

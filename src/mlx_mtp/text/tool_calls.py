@@ -13,29 +13,32 @@ The format is that of Qwen3.5 and Qwen3-Coder. In older Qwen models and Qwen3-Ne
 A block may have several functions. Text that is not a valid call remains content. The rules:
 
 - A block begins with ``<tool_call>`` at the beginning of a line or after a block, followed by JSON or by a function with its
-  first parameter (or its end). The tag in prose or in a fenced code block (an open ``` or ~~~) is content.
+  first parameter (or its end). Without this tag, a function that the request offers begins one after a blank line.
+- The tag behind words or in a fenced code block begins a block only if the text ends with it.
 - One line break on either side of a value belongs to the format. Further line breaks belong to the value.
 - A value may contain the format's own tags. ``</parameter>`` ends it only before the next ``<parameter=KEY>``, or before
   ``</function>`` and then ``</tool_call>`` or the next function. A key that the call already has is not the next one.
-- A value may quote calls. A ``<parameter=KEY>`` on a line of its own within a value opens a quotation, which the next
-  ``</parameter>`` closes. That tag ends the value only if the text ends with this block, or if a parameter follows that the
-  tool's schema declares and the quotation has not named a function. A value with the whole end of a block and without its
-  beginning is ambiguous.
-- A JSON block ends at the first ``</tool_call>`` outside its strings. If it is not JSON, it is content, and the text after its
-  first tag is parsed again.
+- A value may quote calls, and parameters on lines of their own: each quotation ends with its own ``</parameter>``.
+- Tags may be missing or malformed. Where a value would end if they were, the following text is held back. The value continues
+  there if it has a proper end later, outside of quotations, and otherwise it ended there, at the end of the text.
+- A JSON block ends at the first ``</tool_call>`` or ``<tool_call>`` outside its strings. If it is not JSON, it is content, and
+  the text after its first tag is parsed again.
 - Arguments are streamed (docs/develop/tool-calls.md). Those of an incomplete call end within a string, so that they are never
   valid JSON.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import regex
 
-from .reasoning import fence_after
+from .markdown import Lines
+from .reasoning import overlap
 from .schema import Schema, is_string, parse_json, to_json
+from .tags import CLOSE_FUNCTION, END, FUNCTION, OPEN_FUNCTION, PARAMETER, SPACE, START, EndOfValue, key_of
 
 
 @dataclass(frozen=True)
@@ -67,38 +70,39 @@ class CallEnds:
     index: int
 
 
-Event = Text | CallBegins | CallArguments | CallEnds
+@dataclass(frozen=True)
+class Mark:
+    """A line of content that is one of the parser's marks. It is the last event of those that are returned."""
 
-# Bounded, so that little text is held back, and matched again with each piece.
-_S, _NAME = r"\s{0,64}", r"[^\s<>]{1,256}"
-LONGEST_KEY = 256  # characters of a parameter's name
-_KEY = rf"<parameter=(?P<key>[^\n<>]{{1,{LONGEST_KEY}}})>"
-_FUNCTION = rf"<function=(?P<name>{_NAME})>{_S}(?:{_KEY}|(?P<empty></function>))"
-START, END = "<tool_call>", "</tool_call>"
-BLOCK = regex.compile(rf" {{0,3}}{START}{_S}(?:{_FUNCTION}|(?P<json>(?:\[{_S})?\{{{_S}\"))")
-IN_VALUE = regex.compile(
-    rf"(?P<quoted>\n(?P<function><function={_NAME}>\n)?<parameter=[^\n<>]{{1,{LONGEST_KEY}}}>\n)|\n?</parameter>"
+    text: str
+
+
+Call = CallBegins | CallArguments | CallEnds
+Event = Text | Call
+
+BLOCK = regex.compile(
+    rf" {{0,3}}(?:(?P<start>{START}{SPACE})?{FUNCTION}|(?P<json>{START}{SPACE}(?:\[{SPACE})?\{{{SPACE}\"))"
 )
-CLOSED = "</parameter>"
-AFTER_VALUE = regex.compile(rf"{_S}(?:{_KEY}|</function>{_S}(?:(?P<end>{END})|{_FUNCTION}))")
-LAST_FUNCTION = regex.compile(r"\s*</function>\s*")
-AFTER_FUNCTION = regex.compile(rf"{_S}(?:(?P<end>{END})|{_FUNCTION})")
+PART = regex.compile(rf"{SPACE}(?:{PARAMETER}|{FUNCTION}|(?P<close>{CLOSE_FUNCTION})|{END})")
+AFTER_FUNCTION = regex.compile(rf"{SPACE}(?:(?P<end>{END})|{FUNCTION})")
+BLOCK_TAG = re.compile(f"{START}|{END}")
 
 
 class _Buffer:
-    """The text that is not parsed yet, the events, and the last line of content outside of blocks."""
+    """The text that is not parsed yet, the events, and the lines of content outside of blocks."""
 
     def __init__(self, start: int) -> None:
         self.rest = ""  # the text that is not parsed yet
         self.n_taken = start  # the characters of the output before it
         self.is_last = self.is_cut = False  # whether no text will follow, and whether it was cut off there
-        self.events: list[Event] = []  # the events that were not returned yet
+        self.events: list[Event | Mark] = []  # the events that were not returned yet
         self.n_calls = 0
         self.line = ""  # the last line of content so far
-        self.fence = ""  # the marks that opened a code block
+        self.lines = Lines()  # those before it
+        self.is_after_blank = True  # whether the line before it is blank or a block, or there is none
 
-    def match(self, pattern: Any, pos: int = 0) -> Any:
-        return pattern.match(self.rest, pos, partial=not self.is_last)
+    def match(self, pattern: Any) -> Any:
+        return pattern.match(self.rest, partial=not self.is_last)
 
     def take(self, n: int) -> str:
         taken, self.rest = self.rest[:n], self.rest[n:]
@@ -114,8 +118,13 @@ class _Buffer:
             self.events.append(Text(text, start))
         self.line += text
         if text.endswith("\n"):
-            self.fence = fence_after(self.line.rstrip("\n"), self.fence)
+            self.lines = self.lines.add(self.line.rstrip("\n"))
+            self.is_after_blank = not self.line.strip()
             self.line = ""
+
+    def is_text_line(self, start: str) -> bool:
+        """Whether a line begins here, with this text, that is in no code block."""
+        return not self.line and not self.lines.is_code(start[: len(start) - len(start.lstrip())])
 
     def begin_call(self, name: str) -> None:
         self.events.append(CallBegins(self.n_calls, name))
@@ -126,6 +135,10 @@ class _Buffer:
             self.events[-1] = CallArguments(last.index, last.text + text)
         elif text:
             self.events.append(CallArguments(self.n_calls - 1, text))
+
+    def end_call(self) -> None:
+        self.events.append(CallEnds(self.n_calls - 1))
+        self.line, self.is_after_blank = "", True
 
 
 class _Value:
@@ -152,18 +165,22 @@ class _Value:
 
 
 class ToolCallParser(_Buffer):
-    """Makes events of a text, with the JSON schemas of the parameters of each tool, by name.
+    """Makes events of a text.
 
-    ``start`` is the text's position in the output of the model.
+    Args:
+        schemas (Mapping[str, Any], optional): The JSON schemas of each tool's parameters, by name; ``None``: calls are text.
+        start (int): The text's position in the output of the model.
+        marks (Sequence[str]): Tags that are a ``Mark`` on a line of their own, outside of calls and code blocks.
     """
 
-    def __init__(self, schemas: Mapping[str, Any], start: int = 0):
+    def __init__(self, schemas: Mapping[str, Any] | None, start: int = 0, marks: Sequence[str] = ()):
         super().__init__(start)
-        self.schemas = schemas
-        # Parses a part of the rest and returns whether to continue: content, a value, the text after a function, or JSON.
+        self.schemas, self.marks = schemas, marks
+        # Parses a part of the rest and returns whether to continue: content, a part of a function, a value, the text after a
+        # function, JSON, or blocks that count if the text ends with them.
         self._read = self._content
 
-    def add(self, text: str) -> list[Event]:
+    def add(self, text: str) -> list[Event | Mark]:
         """Add the next piece of the text. Return its events. Text that may be the beginning of a tag is held back."""
         self.rest += text
         while self._read():
@@ -171,155 +188,178 @@ class ToolCallParser(_Buffer):
         events, self.events = self.events, []
         return events
 
-    def finish(self, cut: bool) -> list[Event]:
+    def finish(self, cut: bool) -> list[Event | Mark]:
         """End the text. Return the last events. If it was cut, such as by a token limit, the last tags are not assumed."""
         self.is_last, self.is_cut = True, cut
-        events = self.add("")
-        if self._read == self._in_value and not self.value.is_string:
-            events.append(CallArguments(self.n_calls - 1, '"' + _escape(self.value.text)))
-        return events
+        return self.add("")
 
     @property
     def is_at_start(self) -> bool:
         """Whether the text ends with a tag that may begin a block."""
-        return self._read == self._content and self.rest.lstrip(" ") == START
+        tag = self.rest.lstrip(" ")
+        may_begin = tag == START or (tag == OPEN_FUNCTION and self.is_after_blank)
+        return self._read == self._content and may_begin and self.is_text_line(self.rest)
+
+    # Content
 
     def _content(self) -> bool:
-        # A block begins at the beginning of a line, and in no code block.
-        if not self.line and not self.fence and (m := self.match(BLOCK)) is not None:
-            if m.partial:
+        if self.marks and self.is_text_line(self.rest):
+            line, is_whole, _ = self.rest.partition("\n")
+            if (tag := line.strip()) in self.marks and (is_whole or self.is_last):
+                self.take(len(line) + 1)
+                self.events.append(Mark(tag))
                 return False
-            if m["json"] is None:
-                self.take(m.end())
-                self._begin_function(m)
+            if not is_whole and not self.is_last and any(mark.startswith(tag) for mark in self.marks):
+                return False
+        is_place = self.schemas is not None and not (self.line and self.rest.startswith(" "))
+        m = self.match(BLOCK) if is_place else None
+        if m is not None and m.partial:
+            return False
+        if m is not None and self._begins(m):
+            if m["json"]:
+                self.start = self.searched = self.rest.index(START) + len(START)
+                self._read = self._json
             else:
-                self.start = self.searched = m.start("json")
-                self._read = self._in_json
-            return True
-        self.take_content(self.rest.find("\n") + 1 or len(self.rest))
+                self.take(m.end())
+                self._begin_function(m["name"])
+        elif m is not None and (m["json"] or m["start"]) and self._may_end_text():
+            self.tail, self.tail_events, self.n_tail = ToolCallParser(self.schemas, self.n_taken), list[Any](), 0
+            self._read = self._tail
+        else:
+            self.take_content(self._next_place())
         return bool(self.rest)
+
+    def _begins(self, m: Any) -> bool:
+        """Whether a block begins with this tag at the beginning of a line."""
+        is_offered = self.is_after_blank and m["name"] in (self.schemas or ())
+        return self.is_text_line(m[0]) and bool(m["json"] or m["start"] or is_offered)
+
+    def _may_end_text(self) -> bool:
+        """Whether a block here counts if the text ends with it: in a code block, or behind words that do not quote it."""
+        words = self.line.strip()
+        is_quoted = words.startswith(">") or words.count("`") % 2 or self.lines.is_code(self.line)
+        return not self.line or (words != "" and not is_quoted)
+
+    def _next_place(self) -> int:
+        """The number of characters up to the next place where a block may begin: a line, or its tag."""
+        n = self.rest.find("\n") + 1
+        if self.schemas is None:
+            return n or len(self.rest)
+        i = self.rest.find(START, 1, n or None)
+        if i > 0 or n > 0:
+            return i if i > 0 else n
+        return len(self.rest) - (0 if self.is_last else overlap(self.rest[1:], START))
+
+    def _tail(self) -> bool:
+        """Blocks that count if the text ends with them."""
+        self.tail_events += self.tail.add(self.rest[self.n_tail :])
+        self.n_tail = len(self.rest)
+        is_end = self.is_last and not self.is_cut and self.rest.rstrip().endswith(END)
+        if is_end:
+            self.tail_events += self.tail.finish(cut=False)
+        is_text = any(isinstance(event, Text) and event.text.strip() for event in self.tail_events)
+        if not is_text and not self.is_last:
+            return False
+        self._read = self._content
+        if is_text or not is_end:
+            self.take_content(self.rest.index(START) + len(START))
+            return True
+        calls = [event for event in self.tail_events if isinstance(event, Call)]
+        self.events += [replace(call, index=call.index + self.n_calls) for call in calls]
+        self.n_calls += self.tail.n_calls
+        self.take(len(self.rest))
+        return False
 
     # A block in Qwen's format, with one function or several
 
-    def _begin_function(self, m: Any) -> None:
+    def _begin_function(self, name: str) -> None:
+        self.name = name
         try:
-            self.schema = Schema(self.schemas.get(m["name"]))
+            self.schema = Schema(self.schemas.get(name) if self.schemas else None)
         except RecursionError:
             self.schema = Schema(None)  # it is too deep, and says nothing
         self.keys: set[str] = set()
-        self.begin_call(m["name"])
-        if m["empty"] is None:
-            self._begin_value(m["key"])
-        else:
-            self._end_function("{}")
+        self.begin_call(name)
+        self._read = self._part
 
-    def _end_function(self, last: str) -> None:
-        self.add_arguments(last)
-        self.events.append(CallEnds(self.n_calls - 1))
+    def _part(self) -> bool:
+        """The next parameter of a function, or its end."""
+        m = self.match(PART)
+        if m is not None and m.partial:
+            return False
+        if m is not None and m["key"]:
+            self.take(m.end())
+            self._begin_value(key_of(m["key"], self.schema.properties()))
+            return True
+        self.take(m.end() if m is not None and m["close"] else 0)
+        self._end_function()
+        return True
+
+    def _end_function(self) -> None:
+        self.add_arguments("}" if self.keys else "{}")
+        self.end_call()
         self._read = self._after_function
 
     def _begin_value(self, key: str) -> None:
         self.add_arguments(("{" if not self.keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         self.keys.add(key)
         self.value = _Value(self.schema.types_of_property(key))
-        self.n_quoted = self.n_functions = 0  # open quotations of parameters and functions
+        declared, names = self.schema.properties().keys(), (self.schemas or {}).keys()
+        self.end = EndOfValue(self.name, key, self.keys, declared, names)
         self._read = self._in_value
 
     def _in_value(self) -> bool:
-        m = IN_VALUE.search(self.rest, partial=not self.is_last)
-        if m is None or m.start() > 0:
-            self.add_arguments(self.value.write(self.take(len(self.rest) if m is None else m.start())))
-            return bool(self.rest)
-        if m.partial:
+        n, tags, ends_function = self.end.search(self.rest, self.is_last and not self.is_cut)
+        self.add_arguments(self.value.write(self.take(n)))
+        if tags is None:
+            if self.is_cut:
+                written = self.value.write(self.take(len(self.rest)))
+                self.add_arguments(written if self.value.is_string else '"' + _escape(self.value.text))
             return False
-        if m["quoted"]:
-            return self._quote(m)
-        after = self.match(AFTER_VALUE, m.end())
-        if after is not None and (after.partial or self._waits(after)):
-            return False
-        if after is None or not self._ends(after):
-            if self.is_last and not self.is_cut and LAST_FUNCTION.fullmatch(self.rest, m.end()):
-                self.take(len(self.rest))
-                self.add_arguments(self.value.end())
-                self._end_function("}")
-            else:
-                self.n_quoted = max(0, self.n_quoted - 1)
-                if after is not None and (after["end"] or after["name"]):
-                    self.n_functions = max(0, self.n_functions - 1)
-                self.add_arguments(self.value.write(self.take(m.end())))
-            return bool(self.rest)
-        self.take(after.end())
+        self.take(tags)
         self.add_arguments(self.value.end())
-        if after["name"] is None and after["key"] is not None:
-            self._begin_value(after["key"])
+        if ends_function:
+            self._end_function()
         else:
-            self._end_function("}")
-            self._follow(after)
+            self._read = self._part
         return True
-
-    def _quote(self, m: Any) -> bool:
-        """``<parameter=KEY>`` on a line of its own. Before a closing tag, this line is the end of the value."""
-        behind = self.rest[m.end() : m.end() + len(CLOSED)]
-        if CLOSED.startswith(behind) and len(behind) < len(CLOSED) and not self.is_last:
-            return False
-        if behind != CLOSED:
-            self.n_quoted += 1
-            self.n_functions += m["function"] is not None
-        self.add_arguments(self.value.write(self.take(m.end() - 1)))
-        return True
-
-    def _waits(self, after: Any) -> bool:
-        """Whether the following text decides if a quotation ends here or the block."""
-        is_at_end = not self.is_last and not self.rest[after.end() :].strip()
-        return bool(self.n_quoted + self.n_functions and after["end"] and is_at_end)
-
-    def _ends(self, after: Any) -> bool:
-        if after["name"] is None and after["key"] is not None:
-            is_next = not self.n_functions and (not self.n_quoted or after["key"] in self.schema.properties())
-            return is_next and after["key"] not in self.keys
-        is_at_end = after["end"] is not None and not self.rest[after.end() :].strip()
-        return is_at_end or not self.n_quoted + self.n_functions
 
     def _after_function(self) -> bool:
         m = self.match(AFTER_FUNCTION)
-        if m is None:  # the block has no end
-            self._read = self._content
-        elif m.partial:
+        if m is not None and m.partial:
             return False
-        else:
+        if m is not None and m["end"] is None:
             self.take(m.end())
-            self._follow(m)
+            self._begin_function(m["name"])
+        else:
+            self.take(0 if m is None else m.end())
+            self._read = self._content
         return bool(self.rest)
 
-    def _follow(self, m: Any) -> None:
-        if m["end"] is None:
-            self._begin_function(m)
-        else:
-            self._read = self._content
+    # A block of JSON, up to the first tag of a block outside its strings
 
-    # A block of JSON, up to the first ``</tool_call>`` outside its strings
-
-    def _in_json(self) -> bool:
-        end = self.rest.find(END, self.searched)
-        if end < 0 and not self.is_last:
+    def _json(self) -> bool:
+        tag = BLOCK_TAG.search(self.rest, self.searched)
+        if tag is None and not self.is_last:
             self.searched = max(self.searched, len(self.rest) - len(END) + 1)
             return False
         calls: list[tuple[str, str]] = []
         try:
-            if end >= 0 or not self.is_cut:
-                calls = _json_calls(self.rest[self.start : end if end >= 0 else None])
+            if tag is not None or not self.is_cut:
+                calls = _json_calls(self.rest[self.start : tag.start() if tag is not None else None])
         except Exception as e:  # any error of the parser, or of a value that JSON lacks
-            if end >= 0 and str(e).startswith("Unterminated string"):  # which has the tag
-                self.searched = end + len(END)
+            if tag is not None and str(e).startswith("Unterminated string"):  # which has the tag
+                self.searched = tag.end()
                 return True
         self._read = self._content
         if not calls:
             self.take_content(self.start)
             return True
-        self.take(end + len(END) if end >= 0 else len(self.rest))
         for name, arguments in calls:
             self.begin_call(name)
-            self.events += [CallArguments(self.n_calls - 1, arguments), CallEnds(self.n_calls - 1)]
+            self.add_arguments(arguments)
+            self.end_call()
+        self.take(len(self.rest) if tag is None else tag.start() if tag[0] == START else tag.end())
         return bool(self.rest)
 
 

@@ -19,7 +19,7 @@ from ...text.answer import Reasoning, functions_of
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import NO_LIMIT, VARIABLE, ApiError, Delta, Effort, Request, StructuredOutput, Thinking
-from ..structured_output import from_strict_tools, from_tool_choice, only_one
+from ..structured_output import from_fields
 from .history import History, fold_roles
 
 MAX_BIASES = 10_000  # entries of logit_bias
@@ -278,7 +278,7 @@ class Body(Part):
         messages, images, n_asked_images = history.finish()
         messages = fold_roles(messages)
         choice, tools = _allowed(self.tool_choice, all_tools)
-        output = only_one(*self.outputs, from_tool_choice(choice, tools)) or from_strict_tools(tools)
+        output = from_fields(self.outputs, choice, tools)
         if output is None and 0 < len(tools) < len(all_tools):
             output = StructuredOutput("tool_choice", calls=functions_of(tools), is_required=False)
         continues = goes_on(messages)
@@ -314,6 +314,7 @@ class Body(Part):
         request.copy_drafts = flags.copy_drafts if self.copy_drafts is None else self.copy_drafts
         request.min_tokens = NEVER if self.ignore_eos else self.min_tokens
         request.stop_token_ids = self.stop_token_ids
+        request.streams = self.stream
         if request.min_tokens > 0 and request.structured_output is not None:
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise ApiError(400, f"{name} cannot be combined with structured output, which may end before.", param=name)

@@ -1,6 +1,7 @@
 """Admission of requests: the loaded model, its batch generator, and the memory that requests need."""
 
 import logging
+import math
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any
@@ -23,6 +24,7 @@ from ..request import NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar
 from .models import ModelProvider, Stores
 
+PATIENCE, PATIENCE_AT_LIMIT = 200, 2000  # characters of streamed text; a model whose reasoning is cut goes on with it
 MOST_FORCED = 64  # tokens to end the reasoning: line breaks, the end of a code block, and the tag
 
 
@@ -155,6 +157,7 @@ class Admission:
             args.stop_words,
             is_chat=request.request_type == "chat",
             one_call=request.one_call,
+            patience=_patience(tokenizer, request),
         )
         stops = self.stop_sequences
         if request.stop_token_ids:
@@ -210,6 +213,17 @@ def _make_processors(tokenizer: TokenizerWrapper, request: Request, prompt: Prom
     return processors
 
 
+def _patience(tokenizer: TokenizerWrapper, request: Request) -> float | None:
+    """The characters of text after reasoning that may wait, see ``QwenReader``."""
+    if (output := request.structured_output) is not None and output.is_required:
+        return None
+    if request.args.stop_words:  # they end the text at once
+        return 0
+    if not request.streams:
+        return math.inf
+    return PATIENCE if request.thinking.limit(tokenizer) is None else PATIENCE_AT_LIMIT
+
+
 def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -> mx.array:
     """Exclude these tokens until a text has ``n`` tokens: tokens [N], logits [1, V]."""
     if tokens.size < n:
@@ -217,7 +231,7 @@ def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -
     return logits
 
 
-def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool, budget: int) -> LogitsProcessor:
+def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool | None, budget: int) -> LogitsProcessor:
     """A logits processor that ends reasoning after ``budget`` tokens, as in the chat template. It closes a code block first.
 
     It has no state, so it may be called for any position of a window. ``in_reasoning``: whether the prompt ends within it.

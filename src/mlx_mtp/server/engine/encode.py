@@ -17,6 +17,7 @@ from ...images.open import MAX_BYTES, decode_url, size_of
 from ...images.prompt import CUT, MARK, ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
 from ...memory import Account, size
+from ...text.answer import ends_in_reasoning, think_marks
 from ...text.grammar import llguidance_tokenizer
 from ...text.schema import Json
 from ..request import NO_MEMORY, ApiError, Options, Prompt, Request, TooLong
@@ -124,7 +125,7 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
     """Encode the prompt of a request, which may take seconds; an ApiError if the request does not fit the model."""
     with _errors_of(request):
         is_chat = request.request_type == "chat"
-        text, in_reasoning = _render(tokenizer, request, options) if is_chat else (request.prompt, False)
+        text, in_reasoning = _render(tokenizer, request, options) if is_chat else (request.prompt, None)
         has_template = is_chat and tokenizer.has_chat_template
         tokens = tokenizer.encode(text, **({"add_special_tokens": False} if has_template else {}))
         pictured = _read_images(tokenizer, request, tokens, account) if request.images else None
@@ -166,14 +167,14 @@ def _last_line(text: str) -> int:
     return end + 1
 
 
-def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> tuple[str, bool]:
-    """The text of a chat's prompt, and whether it ends within the reasoning."""
+def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> tuple[str, bool | None]:
+    """The text of a chat's prompt, and whether it ends within reasoning, see ``ends_in_reasoning``."""
     messages = _messages_of(tokenizer, request)
     if not tokenizer.has_chat_template:
         if request.goes_on:  # only a template leaves a message open
             message = "A last message of the assistant cannot be continued without a chat template"
             raise ApiError(400, f"{message}: send it to /v1/completions.")
-        return convert_chat(messages, request.role_mapping), False
+        return convert_chat(messages, request.role_mapping), None
     if request.tools and not tokenizer.has_tool_calling:
         logging.warning("The request has tools, but the model's chat template does not support them.")
     elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
@@ -192,11 +193,7 @@ def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> 
     text = QUERY_TURN.sub("", text).replace(QUERY, "")
     if request.goes_on:
         text = text[: text.rindex(PREFILL)] + prefill
-    if not tokenizer.has_thinking:
-        return text, False
-    start, end = tokenizer.think_start, tokenizer.think_end
-    begins = prefill.lstrip().startswith(f"{start}\n") and end not in prefill
-    return text, begins or text.rstrip().endswith(start)
+    return text, ends_in_reasoning(text, think_marks(tokenizer), prefill)
 
 
 def _messages_of(tokenizer: BoundedTokenizer, request: Request) -> list[Json]:
