@@ -5,6 +5,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from huggingface_hub.utils import TensorInfo
@@ -14,18 +15,20 @@ from ..memory import CHUNK, Account, Needs, Sizes, check_fits, max_array_bytes, 
 from ..models.head_weights import split_head
 from .catalog import published
 from .config import check_config, skeleton
-from .head_formats import SeparateHead
+from .head_formats import Head
 from .hub import WEIGHTS, sizes_to_download
 from .reader import CheckpointReader, n_bytes
 
 NORM = "layers.0.input_layernorm.weight"  # has the dtype of all unquantized weights
 
 
-def check_before_download(name: str, revision: str | None, account: Account | None, *args: Any) -> None:
+def check_before_download(checkpoint: CheckpointReader, account: Account | None, *args: Any) -> None:
     """Do ``check_memory`` for a checkpoint on the hub, before its weights are downloaded. Its headers are read if the files to
     download take more than half of the memory left."""
-    if account is not None and sum(sizes_to_download(name, revision, [WEIGHTS]).values()) > account.left / 2:
-        check_memory(CheckpointReader(name, revision), account, *args)
+    if account is None or checkpoint.folder is not None:
+        return
+    if sum(sizes_to_download(checkpoint.name, checkpoint.revision, [WEIGHTS]).values()) > account.left / 2:
+        check_memory(checkpoint, account, *args)
 
 
 def check_memory(
@@ -35,10 +38,10 @@ def check_memory(
     is_plain: bool,
     has_head: bool,
     has_tower: bool,
-    separate_head: SeparateHead | None = None,
+    head: Head | None = None,
 ) -> None:
-    """Raise a ValueError if the tensors of a checkpoint, and a separate head, do not fit in memory with a text of ``context``
-    tokens; in plain mlx-lm, which drops heads and towers, without a text. No ``account``, no check."""
+    """Raise a ValueError if the tensors of a checkpoint, and a head that may be another's, do not fit in memory with a text of
+    ``context`` tokens; in plain mlx-lm, which drops heads and towers, without a text. No ``account``, no check."""
     if account is None:
         return
     tensors, name = model_tensors(checkpoint), checkpoint.name
@@ -49,8 +52,8 @@ def check_memory(
         return
     _check_arrays(tensors, name)
     needs, sizes = needs_of(checkpoint, context, has_head, has_tower)
-    if separate_head is not None:
-        needs = needs._replace(head=sum(w.nbytes for w in separate_head.weights.values()))
+    if head is not None:
+        needs = needs._replace(head=sum(w.nbytes for w in head.weights.values()))
     check_fits(name, needs, account, _advice(needs, sizes, account, context))
 
 
@@ -72,6 +75,8 @@ def needs_of(checkpoint: CheckpointReader, context: int, has_head: bool, has_tow
     config = check_config(checkpoint.config, checkpoint.name)
     language, tower = split_tower(model_tensors(checkpoint))
     backbone, head = split_head(language)
+    with suppress(OSError, ValueError):  # a head that cannot be used
+        head = checkpoint.head()
     norm = next((t for n, t in backbone.items() if n.endswith(NORM)), None)
     value_bytes = 2 if norm is None else _nbytes({NORM: norm}) // math.prod(norm.shape)
     sizes = sizes_of(skeleton(config, checkpoint.name, has_head), value_bytes)
