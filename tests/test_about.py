@@ -11,7 +11,8 @@ from mlx_mtp import about
 from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.about import doctor, models
 from mlx_mtp.checkpoint.catalog import published, resolve
-from tests.support.checkpoints import configure, copied, no_head
+from mlx_mtp.models.mixin import MTPModel
+from tests.support.checkpoints import accepting, configure, copied, no_head
 from tests.support.commands import refusal, run_command
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.models import DATA
@@ -67,7 +68,7 @@ def test_an_unknown_name_suggests_the_nearest():
 
 
 def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mlx_mtp.checkpoint.load.measure_acceptance", lambda model, tokenizer: 0.8)
+    accepting(monkeypatch, 0.8)
     model = published()["qwen3.5-0.8b-4bit"]
     hub.publish(model.original, DATA / "dense")
     no_head(copy := copied(tmp_path))
@@ -98,7 +99,7 @@ def test_models_lists_all(capsys, monkeypatch):
 
 def test_doctor_of_models_that_draft_and_that_do_not(hub, capsys, monkeypatch, tmp_path):
     for accepted, verdict in ((0.94, "ready; "), (0.1, "the model rejects most drafts")):
-        monkeypatch.setattr(about, "measure_acceptance", lambda model, tokenizer, accepted=accepted: accepted)
+        monkeypatch.setattr(MTPModel, "head_acceptance", accepted)
         status, out, _ = run_command(doctor.main, capsys)
         assert status == 0
         assert "Model:      Demo model: completes Python only" in out

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 import mlx_mtp
-from mlx_mtp.checkpoint import fetched
-from mlx_mtp.checkpoint.fetched import CHECK_TOKENS, FLOOR
-from mlx_mtp.convert import graft as grafting
+from mlx_mtp.checkpoint.acceptance import FLOOR, N_TOKENS, PARTS, measure_readings, told_by
 from mlx_mtp.fit.fitting import write_checkpoint
-from mlx_mtp.models.head_weights import split_head
-from mlx_mtp.prompts import PYTHON
+from mlx_mtp.models.head_weights import norms_of, split_head
+from mlx_mtp.prompts import copying_kinds
 from tests.support.bad_checkpoints import configured, narrow_fc, removed, written
 from tests.support.checkpoints import (
     INDEX,
@@ -28,10 +26,10 @@ from tests.support.checkpoints import (
     differing,
     edit,
     no_head,
+    parameters,
     quantize_head,
     tensors,
 )
-from tests.support.decoding import mtp
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.images import VISION_CONFIG, add_tower, picture
 from tests.support.models import DATA
@@ -78,8 +76,7 @@ def assert_indexed(folder):
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights.values())
 
 
-def test_grafts_and_checks_a_head(bare, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(grafting, "CHECK_TOKENS", 8)
+def test_grafts_and_checks_a_head(bare, tmp_path, capsys):
     assert_is(graft(DENSE, bare, tmp_path / "out", skip_check=False), converted(DENSE, tmp_path / "with"))
     rate = re.search(r"Drafts accepted on built-in text: (\d+)%", capsys.readouterr().out)
     assert int(rate[1]) > 100 * FLOOR
@@ -204,9 +201,7 @@ def of_another_run(name, w, size=192):
     return w[order] if name.endswith(("o_proj.weight", "down_proj.weight")) else w[:, order]
 
 
-def test_rejects_another_models_head(bare, tmp_path, monkeypatch):
-    monkeypatch.setattr(grafting, "CHECK_TOKENS", 12)
-    monkeypatch.setattr(fetched, "PYTHON", PYTHON[:2])
+def test_rejects_another_models_head(bare, tmp_path):
     other = shutil.copytree(DENSE, tmp_path / "other")
     edit(other, lambda w: w.update({name: of_another_run(name, w[name]) for name in w if name.startswith("mtp.")}))
     with pytest.raises(ValueError, match=r"accepts [0-9]% of the drafts .* nothing was written") as e:
@@ -227,10 +222,11 @@ def test_a_damaged_model_is_named_as_the_user_did(bare, tmp_path):
 
 def test_floor_separates_the_models_head_from_others(trained):
     model, tokenizer = trained
-    counts, tokens = mlx_mtp.DraftCounts(), []
-    for prompt in PYTHON:  # as measure_acceptance does
-        tokens += mtp(tokenizer.encode(prompt), model, max_tokens=CHECK_TOKENS, num_draft_tokens=1, counts=counts)
-    assert sum(counts.accepted) / sum(counts.drafted) > 1.5 * FLOOR
+    norms = norms_of(parameters(model.mtp))
+    rates = measure_readings(model, tokenizer, norms, told_by(raw=False))
+    assert rates[()] > 1.5 * FLOOR
+    assert rates[PARTS] < FLOOR / 2
+    tokens = tokenizer.encode(copying_kinds()["edit_file"])[:N_TOKENS]
     most_frequent = max(tokens.count(t) for t in set(tokens)) / len(tokens)
     assert most_frequent < FLOOR / 2
 

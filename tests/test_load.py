@@ -361,7 +361,8 @@ def test_loads_a_drafter(family, raw, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES[:3])
 @pytest.mark.parametrize("where", ["inside", "file", "drafter"])
-def test_warns_of_few_bits_with_the_fix(family, where, tmp_path, caplog):
+def test_a_quantized_head_keeps_its_bits(family, where, tmp_path, caplog):
+    """Whatever the backbone's are. That they are few is no reason for a warning: the acceptance rate is measured."""
     model, folder, backbone, head = headless(tmp_path, family)
     mtp, small = True, quantized(head)
     if where == "drafter":
@@ -374,8 +375,7 @@ def test_warns_of_few_bits_with_the_fix(family, where, tmp_path, caplog):
     assert {m.bits for _, m in got.mtp.named_modules() if hasattr(m, "bits")} == {4}
     assert mx.array_equal(got.mtp.fc.scales, mx.quantize(model.mtp.fc.weight, group_size=32, bits=4)[1])
     assert not any(hasattr(m, "bits") for _, m in got.model.named_modules())
-    [record] = caplog.records
-    assert f"--graft-mtp-from BASE_MODEL --model {folder}" in record.message
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("name", ["mtp.safetensors", "mtp/weights.safetensors"])
@@ -420,10 +420,7 @@ def test_config_record_decides_the_layout(shifted, tmp_path):
 
 def test_rejects_a_bad_head_file(tmp_path):
     _, folder, _, head = headless(tmp_path, "qwen3_5_moe")
-    for tensors, metadata in ((head, {"format": "pt"}), (unstacked(head), None)):
-        add_file(folder, tensors, metadata=metadata)
-        with pytest.raises(ValueError, match=r"whether its norms are shifted is unknown\. Graft"):
-            loaded(folder)
+    add_file(folder, head)
     outside = [(name, "not in its folder") for name in ("../mtp.safetensors", "/tmp/mtp.safetensors", 5)]
     for name, message in (*outside, ("gone.safetensors", "lacks gone.safetensors, which its config names")):
         configure(folder, mlx_lm_extra_tensors={"mtp_file": name})

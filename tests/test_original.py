@@ -14,15 +14,27 @@ import pytest
 from mlx_lm.models import qwen3_5
 
 import mlx_mtp
-from mlx_mtp.checkpoint import catalog, fetched, originals
-from mlx_mtp.checkpoint import load as loading
-from mlx_mtp.checkpoint.fetched import FLOOR, fetch_missing_head, fetched_heads, head_to_fetch
+from mlx_mtp.checkpoint import acceptance, catalog, originals
+from mlx_mtp.checkpoint.acceptance import FLOOR, told_by
+from mlx_mtp.checkpoint.acceptance import measure_readings as acceptance_measured
+from mlx_mtp.checkpoint.fetched import fetch_missing_head, fetched_heads, head_to_fetch
 from mlx_mtp.checkpoint.originals import MAX_STEPS
 from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
+from mlx_mtp.models.head_weights import norms_of
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.models import ModelProvider
 from tests.support.bad_checkpoints import configured, dropped
-from tests.support.checkpoints import WEIGHTS, config_of, configure, converted, copied, edit, no_head
+from tests.support.checkpoints import (
+    WEIGHTS,
+    accepting,
+    config_of,
+    configure,
+    converted,
+    copied,
+    edit,
+    no_head,
+    parameters,
+)
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.images import add_tower, picture
@@ -36,7 +48,7 @@ DENSE, BASE_MODEL = DATA / "dense", "org/original"
 @pytest.fixture(autouse=True)
 def accepted(monkeypatch):
     """These models were never trained on the built-in text."""
-    monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: 0.8)
+    accepting(monkeypatch, 0.8)
 
 
 @pytest.fixture
@@ -141,7 +153,7 @@ def test_a_head_fetched_before_is_used_without_asking(hub, folder, go_offline, m
     go_offline()
     assert load(folder).fetched_head.source == BASE_MODEL
     assert mlx_mtp.load(str(folder), mtp="cached")[0].fetched_head.source == BASE_MODEL
-    monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: 0.1)
+    accepting(monkeypatch, 0.1)
     tune(folder)
     assert "accepts 10% of the drafts" in error_of(folder)
     assert isinstance(mlx_mtp.load(str(folder), mtp="cached")[0], qwen3_5.Model)
@@ -292,8 +304,7 @@ def test_a_broken_download_resumes(hub, folder, monkeypatch):
 
 def test_a_head_that_is_not_accepted_is_not_used(hub, folder, monkeypatch):
     """The verdict is remembered; for another backbone the head is tried anew."""
-    runs = []
-    monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: runs.append(model) or FLOOR / 2)
+    runs = accepting(monkeypatch, FLOOR / 2)
     for _ in range(2):
         message = error_of(folder)
         assert "accepts 15% of the drafts from the head of org/original" in message
@@ -306,14 +317,15 @@ def test_a_head_that_is_not_accepted_is_not_used(hub, folder, monkeypatch):
 
 def test_the_head_is_tried_on_text(hub, tmp_path, monkeypatch):
     """Its acceptance is that of the base model with its own head, on the same text."""
-    monkeypatch.setattr(loading, "measure_acceptance", fetched.measure_acceptance)
-    monkeypatch.setattr(fetched, "PYTHON", fetched.PYTHON[:1])
+    monkeypatch.setattr(acceptance, "measure_readings", acceptance_measured)
     hub.publish(BASE_MODEL, DENSE)
     bare = card(converted(DENSE, tmp_path / "bare", mtp=False), BASE_MODEL)
     configure(bare, mlx_mtp=None)
     model = load(bare)
     whole, tokenizer = mlx_mtp.load(str(DENSE))
-    assert model.fetched_head.acceptance(model.fingerprint()) == fetched.measure_acceptance(whole, tokenizer) > FLOOR
+    told = told_by(raw=False)
+    own = acceptance_measured(whole, tokenizer, norms_of(parameters(whole.mtp)), told)[told]
+    assert model.head_acceptance == own > FLOOR
 
 
 # The vision encoder

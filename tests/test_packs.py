@@ -13,7 +13,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 import mlx_mtp
-from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.catalog import originals_like, published
 from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.part import Stage
@@ -21,7 +20,17 @@ from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.fit import fit
 from mlx_mtp.models.shard import check_shard
-from tests.support.checkpoints import config_of, configure, converted, drop, edit, parameters, tensors, write_tiny
+from tests.support.checkpoints import (
+    accepting,
+    config_of,
+    configure,
+    converted,
+    drop,
+    edit,
+    parameters,
+    tensors,
+    write_tiny,
+)
 from tests.support.commands import report, run_command
 from tests.support.decoding import PROMPT
 from tests.support.models import PACK, WIDE, arrays_equal, tiny_config
@@ -61,7 +70,7 @@ def models(grafted):
 @pytest.fixture
 def pack(hub, original, bare, tmp_path, monkeypatch):
     """The pack, whose card names its base model. The model is random."""
-    monkeypatch.setattr(loading, "measure_acceptance", lambda model, tokenizer: 0.8)
+    accepting(monkeypatch, 0.8)
     hub.publish("Qwen/original", original)
     folder = shutil.copytree(bare, tmp_path / "pack")
     (folder / "README.md").write_text("---\nbase_model: Qwen/original\n---\n")

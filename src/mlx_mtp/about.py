@@ -12,8 +12,9 @@ from huggingface_hub import constants
 
 from ._version import __version__
 from .caches.prompt_cache import has_head
+from .checkpoint.acceptance import FLOOR
 from .checkpoint.catalog import published
-from .checkpoint.fetched import FLOOR, fetched_heads, head_to_fetch, measure_acceptance
+from .checkpoint.fetched import fetched_heads, has_usable_head, head_to_fetch
 from .checkpoint.hub import WEIGHTS, cached_repositories, sizes_to_download
 from .checkpoint.load import DEMO, DEMO_NOTE, load
 from .checkpoint.memory_check import needs_of_checkpoint
@@ -129,24 +130,21 @@ def _remote(name: str, n_bytes: int) -> Lines:
 
 def _local(name: str) -> Lines:
     """A model that can be loaded as it is."""
-    model, tokenizer = load(name, mtp="cached")
+    model, _ = load(name, mtp="cached")
     if isinstance(model, MTPModel):
-        yield "Self-test", str(ensure_tested(model, name))
+        yield "Self-test", str(ensure_tested(model, name) or "could not run")
     if not has_head(model):
         yield "Head", (head := _to_fetch(name))
         yield "Verdict", f"no drafts: its head is {head}"
         return
     yield "Needs", f"{needs_of(model, CONTEXT)} with a text of {CONTEXT} tokens"
-    if (fetched := model.fetched_head) is None:
-        yield "Head", "its own"
-        accepted = measure_acceptance(model, tokenizer)
-    else:
-        yield "Head", f"of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB"
-        accepted = fetched.acceptance(model.fingerprint()) or 0.0
+    fetched, accepted = model.fetched_head, model.head_acceptance
+    yield "Head", "its own" if fetched is None else f"of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB"
     tuned = model.drafting.tuned
     yield "Settings", "none: `mlx_mtp benchmark --tune` finds the fastest" if tuned is None else str(tuned)
-    yield "Accepted", f"{accepted:.0%} of first drafts on built-in text"
-    if accepted < FLOOR:
+    if accepted is not None:
+        yield "Accepted", f"{accepted:.0%} of first drafts on built-in text"
+    if accepted is not None and accepted < FLOOR:
         yield (
             "Verdict",
             ("the model rejects most drafts: `mlx_mtp fit` trains the head, `--copy-drafts auto` drafts without it"),
@@ -157,6 +155,10 @@ def _local(name: str) -> Lines:
 
 def _to_fetch(name: str) -> str:
     """The head of a checkpoint without one."""
+    try:
+        has_usable_head(CheckpointReader(name))
+    except (OSError, ValueError) as e:
+        return f"not usable: {e}"
     if (found := head_to_fetch(name)) is None:
         return "missing, and its base model was not found: name a head with --mtp HEAD"
     return f"that of {found[0]}, {size(found[1])}: --mtp fetches it"

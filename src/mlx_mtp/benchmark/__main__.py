@@ -14,7 +14,7 @@ from ..checkpoint import settings
 from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
-from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.reader import fetch_checkpoint
 from ..cli.display import one_line_errors, table
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
@@ -161,13 +161,13 @@ def read_texts(args: argparse.Namespace) -> dict[str, str]:
 
 def run_tune(args: argparse.Namespace) -> None:
     name = args.model or str(DEMO)
-    path = fetch(name, None)
+    checkpoint = fetch_checkpoint(name)
     if isinstance(args.mtp, str):
         heads = [fetch(args.mtp, None)]
     else:
-        head = fetch_missing_head(CheckpointReader(name, folder=path))
+        head = fetch_missing_head(checkpoint)
         heads = [] if head is None else [head.folder]
-    key = settings.key_of(path, *heads)  # heads from outside the checkpoint
+    key = settings.key_of(checkpoint.path, *heads)  # heads from outside the checkpoint
     file = settings.default_file(key) if args.tune is True else Path(args.tune)
     settings.check_writable(file)
     model, tokenizer = load(name, **load_options(args) | {"draft_vocab": 0, "settings": False})

@@ -41,7 +41,7 @@ def read_json(file: Path) -> Config:
 def read_config(folder: Path, name: str) -> Config:
     """Read the config of a supported model; ``name`` is the checkpoint's, for the error."""
     file = folder / "config.json"
-    return check_config(read_json(file) if file.exists() else None, name)
+    return check_config(canonical(read_json(file)) if file.exists() else None, name)
 
 
 def check_config(config: Config | None, name: str) -> Config:
@@ -77,6 +77,24 @@ def _mlx_lm_has(model_type: Any) -> bool:
     """Whether mlx-lm can load models of this type, without a head."""
     module = MODEL_REMAPPING.get(model_type, model_type) if isinstance(model_type, str) else ""
     return module.isidentifier() and find_spec(f"mlx_lm.models.{module}") is not None
+
+
+def canonical(config: Config) -> Config:
+    """A config with mlx-lm's model types: Qwen3.8 has those of Qwen3.5, and a text model alone that of the whole model."""
+    config = dict(config)
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = dict(config["text_config"])
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and isinstance(part.get("model_type"), str):
+            part["model_type"] = part["model_type"].replace("qwen3_8", "qwen3_5")
+    if str(config.get("model_type")).startswith("qwen3_5"):
+        config["model_type"] = config["model_type"].removesuffix("_text")
+    return config
+
+
+def model_type_of(config: Config | None) -> Config:
+    """The part of a ``canonical`` config that mlx-lm reads itself."""
+    return {key: value for key, value in (config or {}).items() if key == "model_type"}
 
 
 def text_config_of(config: Config) -> Config:

@@ -7,31 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from ..decoding.counts import DraftCounts
-from ..decoding.loop import mtp_generate_step
 from ..images.vision import CONFIG_FILES, Vision, settings_of
 from ..memory import GB
 from ..models import drafter_of
 from ..models.head_weights import split_head
-from ..prompts import PYTHON
 from . import originals
 from .config import Config, check_config, read_json, text_config_of
 from .head_formats import check_head, check_shapes, has_raw_head
-from .hub import fetch
 from .originals import Tensors
 from .reader import CheckpointReader, n_bytes
 
-ACCEPTANCE = "acceptance.json"
-DTYPES = ("BF16", "F16", "F32")
-# On the built-in prompts a model accepts 0.5 to 0.9 of its own head's drafts. A constant draft is right as often as the most
-# frequent token occurs, 0.1 to 0.15 there; random heads and heads of other models reach 0 to 0.03.
-FLOOR = 0.3
+DTYPES = ("BF16", "F16", "F32", "F8_E4M3")
 PATIENCE = 5  # seconds to wait for the hub's answer about a head that the user has not asked for
-CHECK_TOKENS = 32  # after each prompt; enough to tell whether the head is the model's
 
 
 @dataclass(frozen=True)
@@ -59,14 +46,6 @@ class FetchedHead:
     def nbytes(self) -> int:
         return (self.folder / originals.WEIGHTS).stat().st_size
 
-    def acceptance(self, fingerprint: bytes) -> float | None:
-        """The stored acceptance rate of a model; ``None`` if it has not been measured."""
-        return originals.read_own(self.folder / ACCEPTANCE).get(fingerprint.hex())
-
-    def remember(self, fingerprint: bytes, acceptance: float) -> None:
-        """Store the acceptance rate of a model."""
-        originals.update_own(self.folder / ACCEPTANCE, fingerprint.hex(), acceptance)
-
 
 def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
     """Fetch the head of a checkpoint's original, see ``fetch_from_original``. ``None`` if the checkpoint has its own head."""
@@ -81,8 +60,16 @@ def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
 
 
 def has_own_head(checkpoint: CheckpointReader) -> bool:
-    """Whether a checkpoint has its own head, or names a file for it."""
-    return checkpoint.head_file is not None or bool(split_head(checkpoint.weight_map)[1])
+    """Whether a checkpoint has its own head. An error tells if a file of it is missing or damaged."""
+    return bool(checkpoint.head_map)
+
+
+def has_usable_head(checkpoint: CheckpointReader) -> bool:
+    """Whether a checkpoint has its own head. An error tells if that cannot be used."""
+    if has_own_head(checkpoint):
+        check_head(checkpoint)
+        return True
+    return False
 
 
 def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[str, int] | None:
@@ -91,9 +78,10 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
     The catalog tells most; otherwise the hub is asked, for a few seconds at most. ``None`` if neither knows one, also without a
     network. Nothing of the head is downloaded.
     """
-    folder = fetch(path_or_hf_repo, revision, weights=())
-    checkpoint = CheckpointReader(path_or_hf_repo, folder=folder)
+    checkpoint = CheckpointReader(path_or_hf_repo, revision)
     check_config(checkpoint.config, path_or_hf_repo)
+    if has_own_head(checkpoint):
+        return None  # which cannot be used
     if (known := originals.published_base(checkpoint)) is not None:
         return known.original, int(known.head_gb * GB)
     found: list[tuple[str, int]] = []
@@ -117,7 +105,7 @@ def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Te
     if not (tensors := original.head()):
         raise ValueError(f"{original.name} has no MTP head: the base model of {checkpoint.name} has.")
     check_head(original)
-    if any(t.dtype not in DTYPES for t in tensors.values()):
+    if original.name != checkpoint.name and any(t.dtype not in DTYPES for t in tensors.values()):
         raise ValueError(f"The MTP head of {original.name} is quantized: the base model's is in bfloat16.")
     check_shapes(checkpoint, tensors)
     return tensors
@@ -126,21 +114,11 @@ def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Te
 def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
     """Write the head as a drafter. Return its config."""
     own = original.config or {}
-    prefix = "mtp." if has_raw_head(original, tensors) else ""  # the names of a drafter's tensors imply its layout
+    prefix = "mtp." if has_raw_head(original) else ""  # the names of a drafter's tensors imply its layout
     names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
     originals.copy_tensors(original, tensors, target / originals.WEIGHTS, names)
     record = own.get("mlx_mtp") or {"source": original.name, "revision": original.revision}
     return {"model_type": drafter_of(own["model_type"]), "text_config": text_config_of(own), "mlx_mtp": record}
-
-
-def measure_acceptance(model: nn.Module, tokenizer: TokenizerWrapper, max_tokens: int = CHECK_TOKENS) -> float:
-    """Measure the acceptance rate of greedy decoding with one draft a step, over the tokens after each built-in prompt."""
-    counts = DraftCounts()
-    for prompt in PYTHON:
-        tokens = mx.array(tokenizer.encode(prompt))
-        for _ in mtp_generate_step(tokens, model, max_tokens=max_tokens, num_draft_tokens=1, counts=counts):
-            pass
-    return sum(counts.accepted) / max(sum(counts.drafted), 1)
 
 
 def fetched_heads() -> Iterator[FetchedHead]:

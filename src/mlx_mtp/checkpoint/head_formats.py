@@ -1,10 +1,9 @@
-"""The places and layouts of MTP heads in checkpoints.
+"""The layouts of MTP heads in checkpoints, and whether a head can be used.
 
-A head is among the model's tensors, in a separate file named in config.json, or in a drafter: a folder with only a head. In the
-Hugging Face layout ("raw") its norms are stored without the 1 that MLX's layout adds.
+In the Hugging Face layout ("raw"), norms are stored without the 1 that MLX's layout adds. A drafter is a folder with a head.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,33 +11,38 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.utils import TensorInfo
-from mlx.utils import tree_flatten
 
 from ..models import MODEL_TYPES, drafter_of, model_module
-from ..models.head_weights import sanitize_head, split_head
+from ..models.head_weights import MARKER, check_quantized, is_head, norms_of, sanitize_head, split_head
 from .config import Config, check_config, first_difference, skeleton, text_config_of
-from .hub import fetch
-from .reader import CheckpointReader
+from .reader import CheckpointReader, fetch_checkpoint
 
-FEW_BITS = 4
+RUNTIME = "mtplx_runtime.json"  # MTPLX's settings beside config.json
+# The keys of config.json and RUNTIME that tell the encoding of the head's norms, and the values that mean without the 1.
+ENCODINGS = ("mtplx_mtp_norm_encoding", "mtp_norm_encoding", "norm_encoding", "norm_weight_encoding")
+WITHOUT_ONE = ("delta", "delta_plus_one", "mlx_delta")
+DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32}  # MLX has others as uint8
 
 
 @dataclass(frozen=True)
-class SeparateHead:
-    """A head that is not among the model's tensors."""
+class Head:
+    """A head that is read from a checkpoint in a folder."""
 
-    weights: dict[str, mx.array]  # under names without "mtp."
+    source: CheckpointReader
+    weights: dict[str, mx.array]  # under names without a prefix; MLX reads a tensor when it is used
     raw: bool  # whether it is in the Hugging Face layout
+    norms: dict[str, mx.array]  # those of ``weights``, which are empty once the model has them
 
 
 def check_head(checkpoint: CheckpointReader) -> None:
-    """Raise an error if a checkpoint has no MTP head among its tensors; the message has the fix."""
+    """Raise an error if a checkpoint has no MTP head, or it cannot be used; the message has the fix."""
     name, text_config = checkpoint.name, text_config_of(checkpoint.config or {})
     if text_config.get("mtp_use_dedicated_embeddings"):
         raise ValueError(
             f"The MTP head of {name} has its own embeddings, which is not supported: generate with --no-mtp."
         )
-    if checkpoint.head():
+    if head := checkpoint.head():
+        check_shapes(checkpoint, head)
         return
     fix = (
         'load it with mtp="auto", which fetches its base model\'s head, add that head with `mlx_mtp convert --graft-mtp-from '
@@ -49,30 +53,25 @@ def check_head(checkpoint: CheckpointReader) -> None:
     raise ValueError(f"{name} has no MTP head: {fix}")
 
 
-def check_shapes(checkpoint: CheckpointReader, head: Mapping[str, TensorInfo]) -> int | None:
-    """Raise a ValueError if tensors of a head for a checkpoint are missing, unknown or of the wrong shape. Return the fewest
-    bits of a quantized one."""
+def check_shapes(checkpoint: CheckpointReader, head: Mapping[str, TensorInfo]) -> None:
+    """Raise a ValueError if tensors of a head for a checkpoint are missing, unknown or of the wrong shape."""
     mtp = skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name).mtp
     # Zeros that are never evaluated take no memory.
-    weights = sanitize_head(mtp, {name: mx.zeros(t.shape) for name, t in split_head(head)[1].items()}, False)
-    parameters: Any = tree_flatten(mtp.parameters())
-    shapes = {name: p.shape for name, p in parameters}
-    quantized = [name for name in shapes if name.removesuffix("weight") + "scales" in weights]
-    return min((32 * weights[name].shape[-1] // shapes[name][-1] for name in quantized), default=None)
+    zeros = {n: mx.zeros(t.shape, DTYPES.get(str(t.dtype), mx.uint8)) for n, t in split_head(head)[1].items()}
+    check_quantized(mtp, sanitize_head(mtp, zeros, False))
 
 
-def load_head_file(checkpoint: CheckpointReader) -> SeparateHead | None:
-    """Load a checkpoint's head from a separate file, if its config names one."""
-    if checkpoint.head_file is None:
-        return None
-    weights = split_head(load_tensors(checkpoint.path / checkpoint.head_file))[1]
-    return SeparateHead(weights, has_raw_head(checkpoint, weights))
+def read_head(source: CheckpointReader) -> Head:
+    files = {file: load_tensors(source.path / file) for file in {*source.head_map.values()}}
+    weights = split_head({name: files[file][name] for name, file in source.head_map.items()})[1]
+    return Head(source, weights, has_raw_head(source), norms_of(weights))
 
 
 def first_tensor(checkpoint: CheckpointReader, suffix: str) -> TensorInfo | None:
     """Describe the first tensor whose name has this suffix, among the files that exist."""
-    names = [name for name, file in checkpoint.weight_map.items() if name.endswith(suffix) and checkpoint.has(file)][:1]
-    return next(iter(checkpoint.tensors(names).values()), None)
+    own = checkpoint.model_map.items()
+    first = [(name, file) for name, file in own if name.endswith(suffix) and checkpoint.has(file)][:1]
+    return next(iter(checkpoint.tensors(dict(first)).values()), None)
 
 
 def has_raw_backbone(checkpoint: CheckpointReader) -> bool:
@@ -81,28 +80,36 @@ def has_raw_backbone(checkpoint: CheckpointReader) -> bool:
     return convolution is not None and convolution.shape[-1] != 1
 
 
-def has_raw_head(checkpoint: CheckpointReader, head: Iterable[str]) -> bool:
-    """Whether the head with these tensors is in the Hugging Face layout, so that 1 must be added to its norms.
+def has_raw_head(checkpoint: CheckpointReader) -> bool:
+    """Whether a checkpoint's head is in the Hugging Face layout, so that 1 must be added to its norms.
 
-    It has the layout of the backbone, except in a separate file. There, conversions by this package record it in
-    config.json, and a file from PyTorch, or with experts named as in an original, may have either layout beside a
-    converted backbone: a ValueError. The values of the norms can be near 0 or near 1 in both layouts.
+    The config or a file of MTPLX may tell. Otherwise a head without a prefix is converted, as in mlx-vlm's drafters, and a head
+    has the layout of the backbone. A head in a file of its own beside a converted backbone may have either: then this is a
+    guess, by the format of the file and by the names of experts. The values of the norms can be near 0 or near 1 in both
+    layouts, but only the right ones make drafts that the model accepts, see ``acceptance.py``.
     """
-    raw = has_raw_backbone(checkpoint)
-    if checkpoint.head_file is None:
-        return raw
     record = (checkpoint.config or {}).get("mlx_mtp")
     if isinstance(record, dict) and isinstance(record.get("norms_shifted"), bool):
         return not record["norms_shifted"]
-    from_torch = checkpoint.header(checkpoint.head_file).metadata.get("format") == "pt"
-    is_unknown = not raw and (from_torch or any(".experts." in tensor for tensor in head))
-    if is_unknown and shifts_norms(checkpoint):
-        raise ValueError(
-            f"The MTP head of {checkpoint.name} is in a separate file that looks like the base model's, but the weights are "
-            "converted: whether its norms are shifted is unknown. Graft the base model's: `mlx_mtp convert "
-            f"--graft-mtp-from BASE_MODEL --model {checkpoint.name} --mlx-path NEW`."
-        )
-    return raw
+    runtime = checkpoint.read_json(RUNTIME) if RUNTIME in checkpoint.files else None
+    if encodings := [*_encodings(checkpoint.config), *_encodings(runtime)]:
+        return any(encoding.strip().lower() in WITHOUT_ONE for encoding in encodings)
+    if MARKER in checkpoint.head_map:
+        return False
+    if first_tensor(checkpoint, "conv1d.weight") is None or has_raw_backbone(checkpoint):
+        return True
+    from_torch = any(checkpoint.header(file).metadata.get("format") == "pt" for file in checkpoint.head_files)
+    return from_torch or (
+        bool(checkpoint.head_files) and any(".experts.0." in tensor for tensor in checkpoint.head_map)
+    )
+
+
+def _encodings(config: Any) -> Iterator[str]:
+    """The encodings of norms that a config has, also in its parts."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if key in ENCODINGS and isinstance(value, str):
+            yield value
+        yield from _encodings(value)
 
 
 def shifts_norms(checkpoint: CheckpointReader) -> bool:
@@ -111,12 +118,9 @@ def shifts_norms(checkpoint: CheckpointReader) -> bool:
     return model_type not in MODEL_TYPES or model_module(model_type).Model.shifts_norms
 
 
-def load_drafter(drafter: str, checkpoint: CheckpointReader) -> SeparateHead:
-    """Load the head of a drafter in mlx-vlm's layout, for a checkpoint.
-
-    As in mlx-vlm, the names of its tensors imply the layout: ``mtp.norm.weight`` is raw, ``norm.weight`` is converted.
-    """
-    name, reader = checkpoint.name, CheckpointReader(drafter, folder=fetch(drafter, None))
+def fetch_drafter(drafter: str, checkpoint: CheckpointReader) -> CheckpointReader:
+    """Fetch a drafter for a checkpoint. Raise a ValueError if it is none, or its head cannot be used."""
+    name, reader = checkpoint.name, fetch_checkpoint(drafter)
     own = reader.config or {}
     if own.get("model_type") != (wanted := drafter_of((checkpoint.config or {})["model_type"])):
         raise ValueError(
@@ -125,11 +129,8 @@ def load_drafter(drafter: str, checkpoint: CheckpointReader) -> SeparateHead:
         )
     if difference := first_difference(own.get("text_config", {}), text_config_of(checkpoint.config or {})):
         raise ValueError(f"The drafter {drafter} does not fit {name}: {difference}.")
-    weights: dict[str, mx.array] = {}
-    for file in set(reader.weight_map.values()):
-        weights.update(load_tensors(reader.path / file))
-    raw = any(tensor.startswith("mtp.") for tensor in weights)
-    return SeparateHead({tensor.removeprefix("mtp."): w for tensor, w in weights.items()}, raw)
+    check_shapes(checkpoint, reader.head())
+    return reader
 
 
 def load_tensors(file: Path) -> dict[str, mx.array]:
@@ -152,21 +153,6 @@ def quantization_beside(config: Config, head: Iterable[str]) -> Config:
     return {}
 
 
-def is_head(path: str) -> bool:
-    """Whether this parameter or module of a model belongs to its head."""
-    return path.startswith(("mtp.", "language_model.mtp."))
-
-
 def head_bits(mtp: nn.Module) -> int | None:
     """The fewest bits that a layer of the head is quantized to."""
     return min((m.bits for _, m in mtp.named_modules() if hasattr(m, "bits")), default=None)
-
-
-def few_bits_warning(head_of: str, bits: int | None, model: str) -> str | None:
-    """A warning about a head of few bits, with the command that fixes it. ``None`` for more."""
-    if bits is None or bits > FEW_BITS:
-        return None
-    return (
-        f"the MTP head of {head_of} is quantized to {bits} bits, so the model may reject most drafts. Add the base model's "
-        f"head: `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {model} --mlx-path NEW`."
-    )

@@ -42,7 +42,7 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
             check_format(name, [file.name for file in folder.iterdir()])
         return folder
     patterns = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != WEIGHTS]
-    patterns += [HEAD_FILE, "README.md", *files, *([WEIGHTS] if weights is None else weights)]
+    patterns += ["README.md", *files, *([WEIGHTS] if weights is None else weights)]
     is_cached = False
     try:
         commit, listed = list_files(name, revision)

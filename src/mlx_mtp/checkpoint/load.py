@@ -19,22 +19,24 @@ from ..models import MODEL_TYPES, model_module
 from ..models.mixin import MTPModel
 from ..models.shard import check_shard
 from . import head_formats
+from .acceptance import FLOOR, settle
 from .adapters import check_adapter, with_adapter
 from .config import (
     Config,
     check_config,
     ends_of_text,
     loading_errors,
+    model_type_of,
     read_config,
     runs_here_only,
     runs_in_mlx_lm_only,
     with_output_layer,
 )
-from .fetched import FLOOR, FetchedHead, fetch_missing_head, fetch_tower, has_own_head, measure_acceptance
-from .hub import HEAD_FILE, fetch
+from .fetched import fetch_missing_head, fetch_tower, has_usable_head
+from .hub import fetch
 from .memory_check import check_before_download, check_memory
 from .ngram_files import open_tables
-from .originals import HEADS, fetched_before, forget
+from .originals import HEADS, check_not_fp8, fetched_before, forget
 from .part import Stage, check_complete, divide, evaluate, make_ranks
 from .reader import CheckpointReader
 from .self_test import ensure_tested
@@ -108,45 +110,42 @@ def load(
         ValueError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
           original's head, a file is damaged, the model does not fit in the memory, or it cannot be divided among the processes.
     """
-    name, drafting = path_or_hf_repo, (draft_vocab, mtp_bits, draft_head_bits)
+    name, asked, drafting = path_or_hf_repo, mtp, (draft_vocab, mtp_bits, draft_head_bits)
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
     account = None if lazy or ranks is not None else Account(max_memory)
     with raise_on_all(ranks):  # before the weights are downloaded
         _check_arguments(mtp, drafting, settings, adapter_path)
-        checkpoint = CheckpointReader(name, folder=fetch(name, revision, weights=()))
+        checkpoint = CheckpointReader(name, revision)
         if mtp in ("auto", "cached") and not copy_drafts and runs_in_mlx_lm_only(checkpoint.config):
             mtp = False
         copy_drafts = copy_drafts or runs_here_only(checkpoint.config)
+        check_not_fp8(checkpoint)
         stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
         is_plain = not mtp and not copy_drafts and ranks is None
         if not is_plain:
             check_config(checkpoint.config, name)
-        check_before_download(name, revision, account, context, is_plain, bool(mtp), vision == "auto", ngram_memory)
-        head_file, files = checkpoint.head_file if mtp else None, None if stage is None else stage.files
-        folder = fetch(name, revision, head_file or HEAD_FILE, weights=files)
+        check_before_download(checkpoint, account, context, is_plain, bool(mtp), vision == "auto", ngram_memory)
+        files = None if stage is None else stage.files
+        folder = fetch(name, checkpoint.revision or revision, *_head_files(checkpoint, mtp), weights=files)
         checkpoint = CheckpointReader(name, folder=folder, needed=files)
+    own = {**(model_config or {}), **model_type_of(checkpoint.config)}
     if mtp == "cached":
         mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
     _check_drafting(mtp, drafting, settings)
     if (checkpoint.config or {}).get("model_type") in MODEL_TYPES:
         config = check_config(checkpoint.config, checkpoint.name)
-        model_config = with_output_layer(config, checkpoint.is_tied) | (model_config or {})
+        own = with_output_layer(config, checkpoint.is_tied) | own
     if not mtp and not copy_drafts and ranks is None:
         check_memory(checkpoint, account, context, True, False, False, False)
-        return _load_in_mlx_lm(
-            checkpoint, adapter_path, trust_remote_code, tokenizer_config, model_config, lazy, return_config
-        )
+        return _load_in_mlx_lm(checkpoint, adapter_path, trust_remote_code, tokenizer_config, own, lazy, return_config)
     with raise_on_all(ranks):
         fetched = fetch_missing_head(checkpoint) if mtp == "auto" else None
         if mtp == "auto":
             mtp = True if fetched is None else str(fetched.folder)
-        head = _separate_head(checkpoint, mtp)
+        head = _head_of(checkpoint, mtp)
         holds = check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", ngram_memory, head)
-        changes = {**(model_config or {}), "mtp_num_hidden_layers": int(bool(mtp))}
+        changes = {**own, "mtp_num_hidden_layers": int(bool(mtp))}
         model, config = _load_model(checkpoint, head, changes, lazy or ranks is not None, trust_remote_code, stage)
-        bits = head_formats.head_bits(model.mtp) if mtp else None
-        if warning := head_formats.few_bits_warning(mtp if isinstance(mtp, str) else name, bits, name):
-            log.warning(f"[WARNING] {warning}")
         open_tables(model, checkpoint, in_memory=holds and not lazy)
         model = model if adapter_path is None else with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
@@ -167,10 +166,11 @@ def load(
             model.shard(tensor_group)
         if not lazy:
             evaluate(model)
-    if not lazy and ranks is None:
-        ensure_tested(model, name)
-    if fetched is not None:
-        _check_accepted(model, tokenizer, fetched, checkpoint)
+    runs_here = ranks is not None or (not lazy and ensure_tested(model, name) is not None)
+    if head is not None:
+        may_measure = runs_here or (fetched is not None and not lazy)
+        settle(model, tokenizer, checkpoint, head, adapter_path, drafting[1], may_measure)
+        _check_accepted(model, checkpoint, asked)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -200,11 +200,23 @@ def _check_drafting(mtp: bool | str, drafting: tuple[Any, ...], settings: bool |
         )
 
 
+def _head_files(checkpoint: CheckpointReader, mtp: bool | str) -> list[str]:
+    """The files of a checkpoint's own head that mlx-lm does not load, if the head may be used."""
+    with suppress(OSError, ValueError):  # the error is raised, or logged, when the head is read
+        return checkpoint.head_files if mtp in (True, "auto", "cached") else []
+    return []
+
+
 def _cached_head(checkpoint: CheckpointReader) -> bool | str:
-    """``mtp="cached"`` as another value: ``"auto"`` finds a head that was downloaded, without the hub."""
+    """``mtp="cached"`` as another value: ``"auto"`` finds a head that was downloaded, without the hub. A head of its own that
+    cannot be used is no error, since nobody has asked for it."""
     check_config(checkpoint.config, checkpoint.name)
-    if has_own_head(checkpoint):
-        return True
+    try:
+        if has_usable_head(checkpoint):
+            return True
+    except (OSError, ValueError) as e:
+        log.warning(f"[WARNING] {checkpoint.name} generates without drafts: {e}")
+        return False
     return "auto" if fetched_before(HEADS, checkpoint) is not None else False
 
 
@@ -227,39 +239,42 @@ def _load_in_mlx_lm(
     return loaded
 
 
-def _separate_head(checkpoint: CheckpointReader, mtp: bool | str) -> head_formats.SeparateHead | None:
-    """Load a head that is not among the model's tensors. An error tells if there is no head, or a file is missing."""
+def _head_of(checkpoint: CheckpointReader, mtp: bool | str) -> head_formats.Head | None:
+    """The head to load. An error tells if there is none, it cannot be used, or a file is missing."""
     if isinstance(mtp, str):
-        _ = checkpoint.weight_map  # checks the index
-        return head_formats.load_drafter(mtp, checkpoint)
+        _ = checkpoint.model_map  # checks the index
+        return head_formats.read_head(head_formats.fetch_drafter(mtp, checkpoint))
     if not mtp:
         return None
     head_formats.check_head(checkpoint)
-    return head_formats.load_head_file(checkpoint)
+    return head_formats.read_head(checkpoint)
 
 
-def _check_accepted(
-    model: MTPModel, tokenizer: TokenizerWrapper, head: FetchedHead, checkpoint: CheckpointReader
-) -> None:
-    """Measure the acceptance rate of another checkpoint's head once, and store it. A ValueError tells if it is too low."""
-    acceptance = from_rank_0(model.ranks, lambda: head.acceptance(model.fingerprint()))
-    if acceptance is None:
-        acceptance = measure_acceptance(model, tokenizer)  # type: ignore[arg-type]
-        with suppress(OSError):  # otherwise it is measured again the next time
-            head.remember(model.fingerprint(), acceptance)
-    if acceptance < FLOOR:
+def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, asked: bool | str) -> None:
+    """Warn of a head whose drafts the model rejects. That of another checkpoint is not used: a ValueError, or where nobody has
+    asked for it, the model loses it."""
+    accepted, name, fetched = model.head_acceptance, checkpoint.name, model.fetched_head
+    if accepted is None or accepted >= FLOOR:
+        return
+    whose = "its MTP head" if fetched is None else f"the head of {fetched.source}"
+    message = (
+        f"{name} accepts {accepted:.0%} of the drafts from {whose} on built-in text, and a matching head reaches {FLOOR:.0%} "
+        f"or more: use another head with --mtp HEAD, fit this one with `mlx_mtp fit --model {name} --mlx-path NEW`, or "
+        "generate without a head (--no-mtp)."
+    )
+    if fetched is not None:
         with suppress(OSError):  # a read-only folder
             forget(HEADS, checkpoint)  # so that mtp="cached" loads without it
-        raise ValueError(
-            f"{checkpoint.name} accepts {acceptance:.0%} of the drafts from the head of {head.source} on built-in text, and "
-            f"a matching head reaches {FLOOR:.0%} or more: use another head with --mtp HEAD, fit this one with `mlx_mtp fit "
-            f"--model {checkpoint.name} --mlx-path NEW`, or generate without a head (--no-mtp)."
-        )
+        if asked != "cached":
+            raise ValueError(message)
+        model.fetched_head = None
+        model.drop_head()
+    log.warning(f"[WARNING] {message}")
 
 
 def _load_model(
     checkpoint: CheckpointReader,
-    head: head_formats.SeparateHead | None,
+    head: head_formats.Head | None,
     changes: Config,
     lazy: bool,
     trust_remote_code: bool,
@@ -285,8 +300,8 @@ def _load_model(
     return model, config
 
 
-def _class_of(base: Any, head: head_formats.SeparateHead | None, stage: Stage | None) -> Any:
-    """A model class that loads a separate head, or only the tensors of a stage, and has the names of those that it loaded."""
+def _class_of(base: Any, head: head_formats.Head | None, stage: Stage | None) -> Any:
+    """A model class that loads a head, or only the tensors of a stage, and has the names of those that it loaded."""
     if head is None and stage is None:
         return base
 
@@ -295,7 +310,9 @@ def _class_of(base: Any, head: head_formats.SeparateHead | None, stage: Stage | 
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             own = weights if stage is None else stage.own(weights)
-            separate = () if head is None else (head.weights, head.raw)
+            separate = () if head is None else (dict(head.weights), head.raw)
+            if head is not None:
+                head.weights.clear()  # so that tensors of which others are made are freed
             sanitized: dict[str, mx.array] = super().sanitize(own, *separate)
             self.loaded.update(sanitized)
             return sanitized

@@ -5,6 +5,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from huggingface_hub.utils import TensorInfo
@@ -24,7 +25,7 @@ from ..memory import (
 from ..models.head_weights import split_head
 from .catalog import published
 from .config import check_config, skeleton
-from .head_formats import SeparateHead
+from .head_formats import Head
 from .hub import WEIGHTS, sizes_to_download
 from .ngram_files import without_tables
 from .reader import CheckpointReader, n_bytes
@@ -33,11 +34,13 @@ from .reader import CheckpointReader, n_bytes
 NORMS = "layers.0.input_layernorm.weight", "layers.0.attn_hyper_connection.hc_norm.weight"
 
 
-def check_before_download(name: str, revision: str | None, account: Account | None, *args: Any) -> None:
+def check_before_download(checkpoint: CheckpointReader, account: Account | None, *args: Any) -> None:
     """Do ``check_memory`` for a checkpoint on the hub, before its weights are downloaded. Its headers are read if the files to
     download take more than half of the memory left."""
-    if account is not None and sum(sizes_to_download(name, revision, [WEIGHTS]).values()) > account.left / 2:
-        check_memory(CheckpointReader(name, revision), account, *args)
+    if account is None or checkpoint.folder is not None:
+        return
+    if sum(sizes_to_download(checkpoint.name, checkpoint.revision, [WEIGHTS]).values()) > account.left / 2:
+        check_memory(checkpoint, account, *args)
 
 
 def check_memory(
@@ -48,10 +51,10 @@ def check_memory(
     has_head: bool,
     has_tower: bool,
     ngram_memory: bool | None,
-    separate_head: SeparateHead | None = None,
+    head: Head | None = None,
 ) -> bool:
-    """Raise a ValueError if the tensors of a checkpoint, and a separate head, do not fit in memory with a text of ``context``
-    tokens; in plain mlx-lm, which drops heads and towers, without a text. No ``account``, no check.
+    """Raise a ValueError if the tensors of a checkpoint, and a head that may be another's, do not fit in memory with a text of
+    ``context`` tokens; in plain mlx-lm, which drops heads and towers, without a text. No ``account``, no check.
 
     Tables of n-gram embeddings are in memory if ``ngram_memory``; ``None``: if they leave a share of the memory free.
 
@@ -69,8 +72,8 @@ def check_memory(
     others, table_bytes = without_tables(tensors)
     _check_arrays(others, name)
     needs, sizes = needs_of_checkpoint(checkpoint, context, has_head, has_tower)
-    if separate_head is not None:
-        needs = needs._replace(head=sum(w.nbytes for w in separate_head.weights.values()))
+    if head is not None:
+        needs = needs._replace(head=sum(w.nbytes for w in head.weights.values()))
     if ngram_memory is None:
         ngram_memory = needs.total + table_bytes <= memory.NGRAM_SHARE * min(memory.total_memory(), account.limit)
     if ngram_memory:
@@ -99,6 +102,8 @@ def needs_of_checkpoint(
     config = check_config(checkpoint.config, checkpoint.name)
     language, tower = split_tower(without_tables(model_tensors(checkpoint))[0])
     backbone, head = split_head(language)
+    with suppress(OSError, ValueError):  # a head that cannot be used
+        head = checkpoint.head()
     norm = next((t for n, t in backbone.items() if n.endswith(NORMS)), None)
     value_bytes = 2 if norm is None else n_bytes(norm) // math.prod(norm.shape)
     sizes = sizes_of(skeleton(config, checkpoint.name, has_head), value_bytes)

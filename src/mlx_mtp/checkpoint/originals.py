@@ -12,6 +12,7 @@ HF_HOME/mlx_mtp/heads/Qwen--Qwen3.6-27B/<commit>/config.json
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -24,6 +25,8 @@ from tqdm import tqdm
 from yaml import YAMLError
 
 from ..files import write_atomic, writing
+from ..models import MODEL_TYPES
+from ..models.head_weights import split_head
 from .catalog import Published, originals_like, published
 from .config import Config, check_config, first_difference, parse_json, read_json, text_config_of
 from .reader import CheckpointReader, n_bytes
@@ -115,6 +118,25 @@ def base_models(checkpoint: CheckpointReader) -> list[str]:
     except (ValueError, YAMLError):
         return []  # written by hand
     return [base for base in (bases if isinstance(bases, list) else [bases]) if isinstance(base, str) and base]
+
+
+def check_not_fp8(checkpoint: CheckpointReader) -> None:
+    """Raise a ValueError for a model of this family in FP8 that mlx-lm does not load, with the model's 16-bit checkpoint."""
+    config, names = checkpoint.config or {}, dict[str, str]()
+    quantization = config.get("quantization_config")
+    if config.get("model_type") not in MODEL_TYPES or not isinstance(quantization, dict):
+        return
+    if quantization.get("quant_method") != "fp8" or quantization.get("scale_fmt") == "ue8m0":
+        return
+    with suppress(OSError, ValueError):  # the error is raised when the model is loaded
+        names = split_head(checkpoint.model_map)[0]
+    if any(name.endswith("_scale_inv") for name in names):
+        bases = [base for base in base_models(checkpoint) if "fp8" not in base.lower()]
+        base = next(iter(bases), re.sub("[-_]fp8", "", checkpoint.name, flags=re.IGNORECASE))
+        other = "its 16-bit base model" if base == checkpoint.name else f"{base}, which has 16 bits"
+        raise ValueError(
+            f"{checkpoint.name} is in FP8, which mlx-lm does not load: use {other}, or a conversion of it."
+        )
 
 
 # Fetching

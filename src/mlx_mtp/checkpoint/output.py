@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from ..files import writing
 from ..models.head_weights import split_head
 from .config import EXTRA_TENSORS, Config, text_config_of
 from .head_formats import load_tensors, quantization_beside
+from .head_places import INDEX_FILE
 from .hub import HEAD_FILE, TOWER_FILE, check_path
-from .reader import INDEX_FILE, CheckpointReader, n_bytes
+from .reader import CheckpointReader, n_bytes
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ def write_weights(
         if tensors:
             save(folder / file, tensors)
             weight_map.update(dict.fromkeys(tensors, file))
-    _link_files(receiver.path, folder, receiver.head_file if head else None)
+    _link_files(receiver, folder, old=receiver.head_files if head else ())
     metadata = receiver.read_json(INDEX_FILE).get("metadata", {}) if INDEX_FILE in receiver.files else {}
     if "total_size" in metadata:
         metadata["total_size"] = sum(map(n_bytes, receiver.tensors(linked).values()))
@@ -133,18 +134,26 @@ def write_weights(
     check_written(folder, head | tower, weight_map)
 
 
-def _link_files(source: Path, folder: Path, old_head: str | None) -> None:
-    """Link a checkpoint's weights and copy its other files, except existing files and an old head."""
-    for file in source.iterdir():
-        if not file.is_file() or file.name == old_head or (folder / file.name).exists():
+def rewrite_head(folder: Path, head: dict[str, mx.array]) -> None:
+    """Replace the head that ``write_weights`` has written."""
+    save(folder / HEAD_FILE, head)
+    check_written(folder, head, dict.fromkeys(head, HEAD_FILE))
+
+
+def _link_files(source: CheckpointReader, folder: Path, old: Collection[str]) -> None:
+    """Link a checkpoint's weights and copy its other files, except existing files and those of an old head."""
+    for name in {*(name for name in source.files if "/" not in name), *source.head_files}.difference(old):
+        file, target = source.path / name, folder / name
+        if not file.is_file() or target.exists():
             continue
+        target.parent.mkdir(exist_ok=True)
         if file.suffix == ".safetensors":
             try:
-                os.link(file.resolve(), folder / file.name)  # files of the hub's cache are links
+                os.link(file.resolve(), target)  # files of the hub's cache are links
                 continue
             except OSError:
                 pass  # another disk, or no support for links
-        shutil.copy(file, folder / file.name)
+        shutil.copy(file, target)
 
 
 def write_config(folder: Path, config: Config, head: dict[str, mx.array], origin: Config) -> None:

@@ -5,15 +5,20 @@ On the hub, parts are read by HTTP range requests, all from the commit of the re
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from fnmatch import fnmatch
 from functools import cache, cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from huggingface_hub import constants, hf_hub_url, is_offline_mode, parse_local_safetensors_file_metadata
+from huggingface_hub import (
+    constants,
+    hf_hub_url,
+    is_offline_mode,
+    parse_local_safetensors_file_metadata,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import HTTPError, SafetensorsParsingError
 from huggingface_hub.utils import TensorInfo, build_hf_headers, hf_raise_for_status, http_stream_backoff
 from safetensors import SafetensorError, safe_open
@@ -21,12 +26,13 @@ from safetensors import SafetensorError, safe_open
 from ..images.tower import split_tower
 from ..models.head_weights import split_head
 from .catalog import resolve
-from .config import EXTRA_TENSORS, Config, parse_json
-from .hub import WEIGHTS, check_path, commit_of, fetch, hub_errors, is_inside, list_files
+from .config import Config, canonical, parse_json
+from .head_places import INDEX_FILE, check_inside, is_models, missing_file, places_of_heads
+from .hub import check_format, check_path, commit_of, fetch, hub_errors, list_files
 
-INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES = 100_000  # requested at first, enough for most headers
 TRIES = 5  # for a body that breaks off
+DEPTH = 3  # of the folders in which a head may be
 
 
 class Header(NamedTuple):
@@ -57,16 +63,22 @@ class CheckpointReader:
         folder: Path | None = None,
         needed: Collection[str] | None = None,
     ):
+        check_path(path_or_hf_repo)
+        check_format(path_or_hf_repo, [path_or_hf_repo])
         self.name, self.folder, self._needed = resolve(path_or_hf_repo), folder, needed
         self.revision: str | None
-        if folder is None and (Path(self.name).exists() or is_offline_mode()):
-            self.folder = fetch(self.name, revision)
+        self.files: list[str] = []
+        if folder is None:
+            with suppress(FileNotFoundError):  # the cache may have the files
+                if not Path(self.name).exists() and not is_offline_mode():
+                    self.revision, self.files = list_files(self.name, revision)
+                    check_format(self.name, self.files)
+            if not self.files:
+                self.folder = fetch(self.name, revision, weights=())
         if self.folder is not None:
-            self.revision, self.files = commit_of(self.folder), [f.name for f in self.folder.glob("*")]
-        else:
-            check_path(self.name)
-            self.revision, self.files = list_files(self.name, revision)
-        self.config: Config | None = self.read_json("config.json") if "config.json" in self.files else None
+            self.revision, self.files = commit_of(self.folder), _files_in(self.folder)
+        has_config = "config.json" in self.files
+        self.config: Config | None = canonical(self.read_json("config.json")) if has_config else None
 
     @property
     def path(self) -> Path:
@@ -74,12 +86,19 @@ class CheckpointReader:
         assert self.folder is not None
         return self.folder
 
+    def _here(self, file: str) -> Path | None:
+        """A file in the checkpoint's folder or in the hub's cache."""
+        if self.folder is not None:
+            return self.folder / file
+        cached = try_to_load_from_cache(self.name, file, revision=self.revision)
+        return Path(cached) if isinstance(cached, str) else None
+
     def read(self, file: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read the bytes of a file from ``start`` to before ``stop``."""
-        if self.folder is None:
+        if (here := self._here(file)) is None:
             data, _ = _download(self.name, self.revision, file, start, stop)
         else:
-            with (self.folder / file).open("rb") as f:
+            with here.open("rb") as f:
                 f.seek(start)
                 data = f.read(-1 if stop is None else stop - start)
         if stop is not None and len(data) != stop - start:
@@ -92,8 +111,8 @@ class CheckpointReader:
     @cache  # noqa: B019 (a command makes a few readers)
     def header(self, file: str) -> Header:
         """Read and check the header of a safetensors file, see ``read_header``."""
-        if self.folder is not None:
-            return read_header(self.folder / file, f"{file} of {self.name}")
+        if (here := self._here(file)) is not None:
+            return read_header(here, f"{file} of {self.name}")
         data, size = _download(self.name, self.revision, file, 0, HEADER_BYTES)
         length = min(8 + int.from_bytes(data[:8], "little"), size)
         if length > len(data):
@@ -107,21 +126,10 @@ class CheckpointReader:
     def has(self, file: str) -> bool:
         return file in self.files if self.folder is None else (self.folder / file).exists()
 
-    @cached_property
-    def head_file(self) -> str | None:
-        """The file that the config names for the head. It may be missing. A ValueError tells if it is outside the folder."""
-        extra = (self.config or {}).get(EXTRA_TENSORS)
-        file = extra.get("mtp_file") if isinstance(extra, dict) else None
-        if file is not None and not is_inside(file):
-            raise ValueError(
-                f"The config of {self.name} names {file!r} as the file of its MTP head, which is not in its folder."
-            )
-        return file
-
     @property
     def model_files(self) -> list[str]:
         """The files that mlx-lm loads."""
-        files = sorted(file for file in self.files if fnmatch(file, WEIGHTS) and "/" not in file)
+        files = sorted(filter(is_models, self.files))
         if not files:
             raise FileNotFoundError(f"No safetensors found in {self.name}")
         return files
@@ -135,58 +143,95 @@ class CheckpointReader:
     @cached_property
     def index(self) -> dict[str, str]:
         """The file of every tensor in the index; empty without one."""
-        if INDEX_FILE not in self.files:
-            return {}
-        weights = self.read_json(INDEX_FILE).get("weight_map")
-        if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
-            raise ValueError(f"{INDEX_FILE} of {self.name} has no weight_map: download it again.")
+        return self.read_index(INDEX_FILE) if INDEX_FILE in self.files else {}
+
+    def read_index(self, file: str) -> dict[str, str]:
+        """The file of every tensor in an index. A ValueError tells if it is damaged, or names a file outside the checkpoint."""
+        weights = self.read_json(file).get("weight_map")
+        if not isinstance(weights, dict) or not all(isinstance(own, str) for own in weights.values()):
+            raise ValueError(f"{file} of {self.name} has no weight_map: download it again.")
+        weights = {name: str(PurePosixPath(file).parent / own) for name, own in weights.items()}
+        for own in set(weights.values()):
+            check_inside(own, file, self.name)
         return weights
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
+        """The file of every tensor of the model and of the head, see ``model_map`` and ``head_map``."""
+        return self.model_map | self.head_map
+
+    @cached_property
+    def model_map(self) -> dict[str, str]:
         """The file of every tensor, from the index, and in a folder, or without an index, from the headers.
 
         Raises:
             FileNotFoundError: There are no weights, or a file that the index names is missing.
             ValueError: A file is damaged, or lacks a tensor that the index names.
         """
-        absent = {file for file in self.index.values() if not self.has(file)}
+        named = set(self.index.values())
+        absent = {file for file in named if not self.has(file)}
         if missing := sorted(absent if self._needed is None else absent.intersection(self._needed)):
-            raise self._missing(missing[0], "index")
-        read = [] if self.folder is None and self.index else self.model_files
-        if self.head_file is not None and self.has(self.head_file):
-            read.append(self.head_file)
-        found = {name: file for file in read for name in self.header(file).tensors}
+            raise missing_file(self, missing[0], "index")
+        read = set() if self.folder is None and self.index else {*self.model_files, *named} - absent
+        found = {name: file for file in sorted(read) for name in self.header(file).tensors}
         if lost := sorted(name for name, file in self.index.items() if file in read and name not in found):
             raise self._lacks(lost[0])
         return self.index | found
 
-    def _missing(self, file: str, named_by: str) -> FileNotFoundError:
-        return FileNotFoundError(f"{self.name} lacks {file}, which its {named_by} names: download it again.")
+    @cached_property
+    def head_map(self) -> dict[str, str]:
+        """The file of every tensor of the head, see ``places_of_heads``; of several heads the first. Empty without a head.
+
+        Raises:
+            FileNotFoundError: A file that the config or an index names is missing.
+            ValueError: Such a file is damaged.
+        """
+        for place in places_of_heads(self):
+            if head := split_head({name: name for name in place})[1]:
+                return {name: place[name] for name in head.values()}
+        return {}
+
+    @property
+    def head_files(self) -> list[str]:
+        """The files of the head that mlx-lm does not load."""
+        if not any(file.endswith(".safetensors") and not is_models(file) for file in self.files):
+            return []  # no header is read on the hub
+        return sorted({file for file in self.head_map.values() if not is_models(file)})
 
     def _lacks(self, tensor: str) -> ValueError:
         return ValueError(f"{self.name} lacks the tensor {tensor}, which its index names: download it again.")
 
-    def tensors(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Describe some tensors. Raises a ValueError if the index names one that its file lacks."""
+    def tensors(self, files: Mapping[str, str]) -> dict[str, TensorInfo]:
+        """Describe tensors in these files. Raises a ValueError if a file lacks one that the index names."""
         found = {}
-        for name in names:
-            tensor = self.header(self.weight_map[name]).tensors.get(name)
+        for name, file in files.items():
+            tensor = self.header(file).tensors.get(name)
             if tensor is None:
                 raise self._lacks(name)
             found[name] = tensor
         return found
 
     def head(self) -> dict[str, TensorInfo]:
-        """Describe the head's tensors; empty if there is none. Raises a FileNotFoundError if its file is missing."""
-        names = split_head({name: name for name in self.weight_map})[1]
-        if self.head_file is not None and not self.has(self.head_file):
-            raise self._missing(self.head_file, "config")
-        return self.tensors(names.values())
+        """Describe the head's tensors; empty if there is none. Raises an error as ``head_map``."""
+        return self.tensors(self.head_map)
 
     def tower(self) -> dict[str, TensorInfo]:
         """Describe the vision encoder's tensors; empty if there is none."""
-        return self.tensors(split_tower({name: name for name in self.weight_map})[1].values())
+        names = split_tower({name: name for name in self.model_map})[1].values()
+        return self.tensors({name: self.model_map[name] for name in names})
+
+
+def fetch_checkpoint(path_or_hf_repo: str, revision: str | None = None) -> CheckpointReader:
+    """Fetch a checkpoint with all files of its head."""
+    checkpoint = CheckpointReader(path_or_hf_repo, revision)
+    folder = fetch(path_or_hf_repo, checkpoint.revision or revision, *checkpoint.head_files)
+    return CheckpointReader(path_or_hf_repo, folder=folder)
+
+
+def _files_in(folder: Path) -> list[str]:
+    """The files in a folder and its folders, and the folders in it, relative to it."""
+    found = (file.relative_to(folder) for depth in range(DEPTH) for file in folder.glob("/".join(["*"] * (depth + 1))))
+    return [file.as_posix() for file in found if not file.parts[0].startswith(".")]
 
 
 def read_header(file: Path, name: str) -> Header:

@@ -1,8 +1,9 @@
 """A test of a model's passes on this device, which ``load`` runs once for each kind of model, chip and version.
 
 A kernel may be wrong on a chip that its authors do not have. So passes whose logits must be equal, to within rounding, are
-compared over a short window. The steps that "auto" chooses from are timed as well: a pass over one more token is free on some
-chips, and takes twice the time on others.
+compared over a short window. The steps that "auto" chooses from are timed as well, for a few seconds: a pass over one more
+token is free on some chips, and takes twice the time on others. Times that were not measured are guessed from the others, and "auto"
+measures them when it uses them.
 """
 
 import copy
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from platformdirs import user_cache_path
+from tqdm import tqdm
 
 from ..caches.prompt_cache import has_head
 from ..caches.recurrent import restore, rollback, snapshot
@@ -25,7 +27,8 @@ from ..layers.drafting import Settings
 from ..layers.layer import FEW, group_size
 from ..layers.mtp import run_head
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from ..pacing.step_times import Plan, StepTimes
+from ..pacing.step_times import Plan, StepTimes, on_lines
+from .hub import first_line
 from .originals import read_own, update_own
 from .settings import machine
 
@@ -34,7 +37,10 @@ ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
 HEAD_TOKENS = 8192 - 64  # before drafts that may copy the keys and values of the head; MLX adds space for 256 at a time
 N_DRAFTS = 4
 N_TIMES = 3  # of each step
+MAX_SECONDS = 3.0  # of all steps and passes that are timed
 N_SEQUENCES, ROWS = 2, (12, 16, 24, 32)  # of passes with more rows than one sequence's drafts make
+N_COMPARISONS = 3  # and the number of all parts, for the progress bar
+N_PARTS = N_COMPARISONS + (N_TIMES + 1) * (MAX_DRAFT_TOKENS + 1) + 3 + len(ROWS)
 DEPTHS = (*range(MAX_DRAFT_TOKENS + 1), *(n - 1 for n in ROWS))  # of the steps that are timed
 
 log = logging.getLogger(__name__)
@@ -61,13 +67,18 @@ class SelfTest(NamedTuple):
         return f"{verdict}; differences of logits: {differences}; {self.head_copies} copies of the head's cache"
 
 
-def ensure_tested(model: Any, name: str) -> SelfTest:
-    """The result of a model's test on this machine, which runs if it has not yet. What is wrong is off, with a warning."""
+def ensure_tested(model: Any, name: str) -> SelfTest | None:
+    """The result of a model's test on this machine, which runs if it has not yet. What is wrong is off, with a warning. If the
+    test itself fails, that is a warning, and there is no result."""
     file, key = user_cache_path("mlx_mtp", appauthor=False) / "self-test.json", _key_of(model)
     try:
         result = SelfTest(*read_own(file)[key])
     except (KeyError, TypeError):
-        result = run(model)
+        try:
+            result = run(model)
+        except Exception as e:  # MLX's, such as of memory, or of a kernel that this device does not have
+            log.warning(f"[WARNING] The passes of {name} could not be tested on this device: {first_line(e)}")
+            return None
         with suppress(OSError):  # otherwise it runs again the next time
             file.parent.mkdir(parents=True, exist_ok=True)
             update_own(file, key, result)
@@ -94,7 +105,12 @@ def _key_of(model: Any) -> str:
 
 
 def run(model: Any) -> SelfTest:
-    """Compare passes after a short prompt."""
+    """Compare and time passes after a short prompt, under a progress bar in a terminal."""
+    with tqdm(total=N_PARTS, desc="Testing this device", leave=False, disable=None) as bar:
+        return _run(model, bar)
+
+
+def _run(model: Any, bar: Any) -> SelfTest:
     prompt = (mx.arange(12) * 977 + 11) % model.vocab_size
     window = (mx.arange(FEW + 1) * 613 + 7)[None] % model.vocab_size  # [1, 9]: longer than a group
     caches, kept, rows = _prefilled(model, prompt), 3, model.drafting.attention_rows
@@ -102,11 +118,15 @@ def run(model: Any) -> SelfTest:
     try:
         model.drafting.attention_rows = 0
         whole = model(window, cache=copy.deepcopy(caches), n_confirmed=1)
+        mx.eval(whole)
+        bar.update()
         drafted = copy.deepcopy(caches)
         model(window[:, : kept + 2], cache=drafted, n_confirmed=1)
         rollback(drafted, prompt.size, kept)
         after = model(window[:, kept : kept + 1], cache=drafted)
         fresh = model(window[:, kept : kept + 1], cache=_prefilled(model, mx.concatenate([prompt, window[0, :kept]])))
+        mx.eval(after, fresh)
+        bar.update()
         compiled = max(_compiled_difference(model, caches, window[:, :n]) for n in (1, kept + 2))
         model.drafting.attention_rows = group_size(
             window.size, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
@@ -114,6 +134,7 @@ def run(model: Any) -> SelfTest:
         grouped = model(window, cache=caches, n_confirmed=1)
     finally:
         model.drafting.attention_rows = rows
+    bar.update()
     largest = float(mx.abs(whole).max())
     return SelfTest(
         compiled / largest,
@@ -121,7 +142,7 @@ def run(model: Any) -> SelfTest:
         _difference(after, fresh) / largest,
         ROUNDING[whole.dtype],
         _head_copies(model) if has_head(model) else 0,
-        *(_step_seconds(model, prompt) if has_head(model) else ([], 0.0)),
+        *(_step_seconds(model, prompt, bar) if has_head(model) else ([], 0.0)),
     )
 
 
@@ -163,13 +184,15 @@ def _head_copies(model: Any) -> int:
 
 
 class _EveryDepth(Depth):
-    """Chooses all depths in turn, then plain steps, and keeps the shortest time of each: others may include a pause."""
+    """Chooses all depths in turn, and keeps the shortest time of each: others may include a pause.
+
+    The first step at a depth makes traces and is not timed, so each depth is chosen several times before the next.
+    """
 
     def __init__(self, most: int):
         super().__init__(most)
         self.shortest: dict[int, float] = {}
-        # At first, traces are made in steps that are not timed.
-        self.left = [*range(1, most + 1)] * N_TIMES + [0] * 2 * N_TIMES
+        self.left = [k for k in range(most + 1) for _ in range(N_TIMES + 1)]
 
     def for_text(self) -> "_EveryDepth":
         return self
@@ -182,31 +205,46 @@ class _EveryDepth(Depth):
             self.shortest[plan.k] = min(seconds, self.shortest.get(plan.k, seconds))
 
 
-def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
-    depth = _EveryDepth(MAX_DRAFT_TOKENS)
+def _step_seconds(model: Any, prompt: mx.array, bar: Any) -> tuple[list[float], float]:
+    """The times of steps, see ``step_seconds``. None if plain steps, or all others, were not timed in ``MAX_SECONDS``."""
+    depth, end = _EveryDepth(MAX_DRAFT_TOKENS), perf_counter() + MAX_SECONDS
+    n = len(depth.left)
     steps = mtp_generate_step(prompt, model, max_tokens=1000, num_draft_tokens=depth, copy_drafts="off")
     with closing(steps):
         for _ in steps:
-            if not depth.left and len(depth.shortest) > MAX_DRAFT_TOKENS:
+            bar.update(n - len(depth.left) - (bar.n - N_COMPARISONS))
+            if not depth.left or perf_counter() > end:
                 break
-        else:
-            return [], 0.0
-    passes = {n: _pass_seconds(model, 1, n) for n in (1, 9)}
-    passes |= {n: _pass_seconds(model, N_SEQUENCES, n // N_SEQUENCES) for n in (8, *ROWS)}
-    return step_seconds([depth.shortest[k] for k in range(MAX_DRAFT_TOKENS + 1)], passes)
+    times, passes = sorted(depth.shortest.items()), dict[int, float]()
+    if len(times) < 2 or times[0][0] > 0:
+        return [], 0.0
+    for rows in (1, 8, 9, *ROWS):
+        sequences = N_SEQUENCES if rows % N_SEQUENCES == 0 else 1
+        if perf_counter() + _guess(passes, rows) < end:
+            passes[rows] = _pass_seconds(model, sequences, rows // sequences)
+        bar.update()
+    return step_seconds(on_lines(times, MAX_DRAFT_TOKENS), passes)
+
+
+def _guess(passes: Mapping[int, float], rows: int) -> float:
+    """At most the time in which a pass over this many rows is prefilled and timed, given passes over fewer."""
+    return max((seconds * rows / n for n, seconds in passes.items()), default=0.0) * (N_TIMES + 1)
 
 
 def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple[list[float], float]:
     """
     Args:
         seconds (Sequence[float]): The times of steps of one sequence with 0 to 8 drafts.
-        passes (Mapping[int, float]): The times of passes over 1, 8 and 9 rows, and over those of ``ROWS``.
+        passes (Mapping[int, float]): The times of passes over 1, 8 and 9 rows, and over ``ROWS``, or the first of them.
 
     Returns:
-        Tuple[list[float], float]: The times of steps at ``DEPTHS``, and the time of a draft in plain steps.
+        Tuple[list[float], float]: The times of steps at ``DEPTHS``, or the first of them, and the time of a draft in plain steps,
+          0 if it is unknown.
     """
+    if not {1, 8, 9} <= passes.keys():
+        return [*seconds], 0.0
     draft = max(seconds[8] - seconds[0] - (passes[9] - passes[1]), 0.0) / 8
-    deeper = [seconds[7] + passes[n] - passes[8] + (n - 8) * draft for n in ROWS]
+    deeper = [seconds[7] + passes[n] - passes[8] + (n - 8) * draft for n in ROWS if n in passes]
     return [*seconds, *deeper], draft / seconds[0]
 
 

@@ -28,7 +28,7 @@ from ..layers.drafting import DraftLMHead, Settings
 from ..models.head_weights import quantize_head
 from ..models.mixin import MTPModel
 from .config import parse_json, read_json
-from .hub import HEAD_FILE, WEIGHTS, fetch
+from .hub import fetch
 
 # The lowest and the highest value of each field of generation_config.json.
 RANGES: dict[str, tuple[float, float]] = {
@@ -49,7 +49,7 @@ def key_of(*folders: Path, n_ranks: int = 1) -> dict[str, str]:
         digest.update(str(folder.resolve()).encode())
         config = folder / "config.json"
         digest.update(config.read_bytes() if config.exists() else b"")
-        files = {f.name: f.stat().st_size for pattern in (WEIGHTS, HEAD_FILE, "adapter*") for f in folder.glob(pattern)}
+        files = {str(f): f.stat().st_size for pattern in ("**/*.safetensors", "adapter*") for f in folder.glob(pattern)}
         digest.update(json.dumps(sorted(files.items())).encode())
     return {"checkpoint": digest.hexdigest()[:16], **machine(n_ranks)}
 

@@ -20,13 +20,15 @@ from tqdm import tqdm
 from ..checkpoint import output
 from ..checkpoint.adapters import check_adapter
 from ..checkpoint.config import EXTRA_TENSORS, Config, check_config, read_json, text_config_of, with_ends
-from ..checkpoint.head_formats import head_bits, is_head
-from ..checkpoint.hub import HEAD_FILE, commit_of, fetch, first_line
+from ..checkpoint.head_formats import head_bits
+from ..checkpoint.hub import HEAD_FILE, fetch, first_line
 from ..checkpoint.load import find_vision, load
+from ..checkpoint.originals import check_not_fp8
 from ..checkpoint.reader import CheckpointReader
 from ..files import writing
 from ..images.vision import CONFIG_FILES
 from ..models import BASES
+from ..models.head_weights import is_head
 from ..models.mixin import MTPModel
 from .graft import graft, named_tower
 from .ngram_tables import Written, write_tables
@@ -100,14 +102,15 @@ def convert(
         how.check()
         if adapter_path is not None:
             check_adapter(adapter_path, "--adapter-path")
+        checkpoint = CheckpointReader(hf_path, revision)
+        check_not_fp8(checkpoint)
         print("[INFO] Loading")
-        source = fetch(hf_path, revision)
-        commit, checkpoint = commit_of(source), CheckpointReader(hf_path, folder=source)
         if (model_type := check_config(checkpoint.config, hf_path).get("model_type")) in BASES:
             raise ValueError(
                 f"{hf_path} is packed, and nothing in a model of type {model_type} can be converted: load it as it is, or add "
                 "its base model's head with --graft-mtp-from or vision encoder with --graft-vision-from."
             )
+        source, commit = fetch(hf_path, checkpoint.revision or revision), checkpoint.revision
         model, tokenizer, config = load(
             hf_path, revision=commit or revision, return_config=True, adapter_path=adapter_path, lazy=True, mtp=mtp,
             tokenizer_config={"trust_remote_code": trust_remote_code}, trust_remote_code=trust_remote_code,
@@ -119,7 +122,7 @@ def convert(
             model.update_modules(tree_unflatten(fused))
         cast(model, dtype, config)
         model, config = how.apply(model, config)
-        images = find_vision(checkpoint, config) if vision else None
+        images = find_vision(CheckpointReader(hf_path, folder=source), config) if vision else None
         sees = images is not None and getattr(model, "no_images", None) is None
         _record_head(config, model if mtp else None, hf_path, commit)
         config = with_ends(config, tokenizer.eos_token_ids)

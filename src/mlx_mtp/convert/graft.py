@@ -1,5 +1,6 @@
 """``mlx_mtp convert --graft-mtp-from`` and ``--graft-vision-from``: add a base model's head or vision encoder."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,24 +9,17 @@ import mlx.nn as nn
 from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
+from ..checkpoint.acceptance import FLOOR, Reading, best_of, key_of, known, measure_readings, told_by, with_ones
 from ..checkpoint.config import Config, check_config, skeleton
-from ..checkpoint.fetched import (
-    CHECK_TOKENS,
-    FLOOR,
-    copy_image_settings,
-    fitting_head,
-    fitting_tower,
-    measure_acceptance,
-)
+from ..checkpoint.fetched import copy_image_settings, fitting_head, fitting_tower
 from ..checkpoint.head_formats import first_tensor, has_raw_head, load_tensors
-from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
-from ..checkpoint.originals import copy_tensors
-from ..checkpoint.output import IMAGES, USAGE, atomic_directory, naming, write_config, write_weights
-from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.originals import check_not_fp8, copy_tensors
+from ..checkpoint.output import IMAGES, USAGE, atomic_directory, naming, rewrite_head, write_config, write_weights
+from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
 from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
 from ..images.vision import Vision, settings_of
-from ..models.head_weights import sanitize_head, split_head
+from ..models.head_weights import norms_of, sanitize_head, split_head
 
 
 def graft(
@@ -45,7 +39,8 @@ def graft(
     The conversion's weights are hard-linked or, if that is not possible, copied. Only the tensors to add and the headers of
     their files are downloaded from the hub. Nothing is written if one does not fit. ``name`` is the result's in its card.
     """
-    receiver = CheckpointReader(model, folder=fetch(model, revision))
+    check_not_fp8(CheckpointReader(model, revision))
+    receiver = fetch_checkpoint(model, revision)
     config, origin = check_config(receiver.config, model), Config()
     head, tower = dict[str, mx.array](), dict[str, mx.array]()
     with atomic_directory(target) as folder:
@@ -54,32 +49,43 @@ def graft(
                 raise ValueError(f"{model} has a vision encoder already.")
             tower = _tower(CheckpointReader(vision_from, original_revision), receiver, config, folder)
         if mtp_from is not None:
-            head, origin = _head(CheckpointReader(mtp_from, original_revision), receiver, config, dtype, folder)
+            donor = CheckpointReader(mtp_from, original_revision)
+            stored, told = _head(donor, receiver, config, dtype, folder)
+            head = _as_parameters(stored, told, config, receiver.name)
+            origin = (donor.config or {}).get("mlx_mtp") or {"source": donor.name, "revision": donor.revision}
         write_weights(folder, receiver, head, tower)
         write_config(folder, config, head, origin)
         with (folder / "README.md").open("a") as f:
             f.write((USAGE * bool(head) + IMAGES * bool(tower)).format(name=name or target))
         if mtp_from is not None and not skip_check:
-            check_acceptance(folder, mtp_from, model)
+            best = check_acceptance(folder, norms_of(stored), told, mtp_from, model)
+            if best != told:
+                rewrite_head(folder, _as_parameters(stored, best, config, receiver.name))
 
 
 def _head(
     donor: CheckpointReader, receiver: CheckpointReader, config: Config, dtype: str | None, folder: Path
-) -> tuple[dict[str, mx.array], Config]:
-    """Read a head. Return its tensors as parameters of the model, and the record of its origin."""
+) -> tuple[dict[str, mx.array], Reading]:
+    """Read a head. Return its tensors with the names of ``MTPModule``, and the reading of its norms, which are as stored."""
     tensors = fitting_head(donor, receiver)
     ours, theirs = (first_tensor(reader, "embed_tokens.weight") for reader in (receiver, donor))
     if ours is not None and theirs is not None and ours.shape[0] != theirs.shape[0]:
         difference = f"its vocabulary has {theirs.shape[0]} rows, not {ours.shape[0]}"
         raise ValueError(f"{donor.name} does not fit {receiver.name}: {difference}.")
-    skeleton_model: Any = skeleton(config, receiver.name)
-    raw = has_raw_head(donor, tensors) and skeleton_model.shifts_norms
     print("[INFO] Reading the head")
-    head = sanitize_head(skeleton_model.mtp, split_head(_read(donor, tensors, folder))[1], raw)
+    weights, measured = split_head(_read(donor, tensors, folder))[1], known(key_of(donor, donor))
+    head = sanitize_head(skeleton(config, receiver.name).mtp, weights, raw=False)
     if dtype is not None:
-        head = {name: w.astype(getattr(mx, dtype)) for name, w in head.items()}
-    origin = (donor.config or {}).get("mlx_mtp") or {"source": donor.name, "revision": donor.revision}
-    return {skeleton_model.head_prefix + name: w for name, w in head.items()}, origin
+        head = {n: w.astype(getattr(mx, dtype)) if mx.issubdtype(w.dtype, mx.floating) else w for n, w in head.items()}
+    if measured is None or measured.reading is None:
+        return head, told_by(has_raw_head(donor))
+    return head, measured.reading
+
+
+def _as_parameters(head: Mapping[str, mx.array], reading: Reading, config: Config, name: str) -> dict[str, mx.array]:
+    """The parameters of a model for a head whose norms are read in this way."""
+    prefix, norms = skeleton(config, name).head_prefix, with_ones(norms_of(head), reading)
+    return {prefix + name: w for name, w in {**head, **norms}.items()}
 
 
 def _tower(donor: CheckpointReader, receiver: CheckpointReader, config: Config, folder: Path) -> dict[str, mx.array]:
@@ -107,18 +113,21 @@ def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path)
     return weights
 
 
-def check_acceptance(folder: Path, mtp_from: str, model: str) -> None:
-    """Raise a ValueError if the model rejects nearly all drafts of the grafted head."""
+def check_acceptance(folder: Path, norms: Mapping[str, mx.array], told: Reading, mtp_from: str, model: str) -> Reading:
+    """Return the reading of the grafted head's norms with which the model accepts the most drafts, or raise a ValueError if it
+    rejects nearly all of them."""
     print("[INFO] Checking the head on built-in text")
     try:
         with naming(folder, model):
-            loaded, tokenizer = load(str(folder))
-        acceptance = measure_acceptance(loaded, tokenizer, CHECK_TOKENS)
+            loaded, tokenizer = load(str(folder), lazy=True)
+        rates = measure_readings(loaded, tokenizer, norms, told)
     except RuntimeError as e:
         raise ValueError(f"{model} cannot be run here ({e}): --skip-check skips the check of its head.") from e
-    if acceptance < FLOOR:
+    best = best_of(rates, told)
+    if rates[best] < FLOOR:
         raise ValueError(
-            f"The model accepts {acceptance:.0%} of the drafts of the head of {mtp_from} on built-in text, and at least "
+            f"The model accepts {rates[best]:.0%} of the drafts of the head of {mtp_from} on built-in text, and at least "
             f"{FLOOR:.0%} of its own head's: nothing was written. Graft from the base model that {model} was converted from."
         )
-    print(f"[INFO] Drafts accepted on built-in text: {acceptance:.0%}")
+    print(f"[INFO] Drafts accepted on built-in text: {rates[best]:.0%}")
+    return best

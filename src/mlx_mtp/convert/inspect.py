@@ -1,21 +1,17 @@
 """``mlx_mtp convert --inspect``: describe a checkpoint and whether its head can be used, from config and headers."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from huggingface_hub.utils import TensorInfo
 
+from ..checkpoint.acceptance import Measured, key_of, known, shifted
 from ..checkpoint.config import Config, check_config, skeleton
-from ..checkpoint.head_formats import (
-    check_head,
-    check_shapes,
-    few_bits_warning,
-    first_tensor,
-    has_raw_backbone,
-    has_raw_head,
-    shifts_norms,
-)
+from ..checkpoint.head_formats import check_head, first_tensor, has_raw_backbone, has_raw_head, shifts_norms
+from ..checkpoint.head_places import INDEX_FILE
 from ..checkpoint.ngram_files import place_of
-from ..checkpoint.reader import INDEX_FILE, CheckpointReader, n_bytes
+from ..checkpoint.originals import check_not_fp8
+from ..checkpoint.reader import CheckpointReader, n_bytes
 from ..memory import size, sizes_of
 
 
@@ -28,9 +24,13 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     config = checkpoint.config
     if config is None:
         raise FileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
-    head, tower, verdict = checkpoint.head(), checkpoint.tower(), _verdict(checkpoint)
+    tower, verdict, head = checkpoint.tower(), _verdict(checkpoint), dict[str, TensorInfo]()
+    with suppress(FileNotFoundError, ValueError):  # told by the verdict
+        head = checkpoint.head()
     commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
-    n_table = sum(map(n_bytes, checkpoint.tensors(n for n in checkpoint.weight_map if place_of(n)).values()))
+    n_table = sum(
+        map(n_bytes, checkpoint.tensors({n: file for n, file in checkpoint.model_map.items() if place_of(n)}).values())
+    )
     quantization = _quantization(config, first_tensor(checkpoint, "embed_tokens.weight"))
     lines = {
         "Model": checkpoint.name + commit,
@@ -50,26 +50,29 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
 
 
 def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:
-    try:
-        layout = _layout(checkpoint, has_raw_head(checkpoint, head))
-    except ValueError:
-        layout = "raw or converted, which is unknown"
-    where = f" in {checkpoint.head_file}" if checkpoint.head_file is not None else ""
-    return f"{len(head)} tensors{where}, {_size_of(head.values())}, {layout}"
+    where = f" in {', '.join(files)}" if (files := checkpoint.head_files) else ""
+    quantized = ", quantized" if any(name.endswith(".scales") for name in head) else ""
+    layout, measured = _layout(checkpoint, has_raw_head(checkpoint)), _measured(checkpoint)
+    if measured is not None and measured.reading is not None:
+        layout = f"norms to be shifted: {shifted(measured.reading)}"
+    return f"{len(head)} tensors{where}, {_size_of(head.values())}{quantized}, {layout}"
 
 
 def _verdict(checkpoint: CheckpointReader) -> str:
     """The outcome of loading the checkpoint with its head."""
-    name, head = checkpoint.name, checkpoint.head()
     try:
-        check_config(checkpoint.config, name)
+        check_not_fp8(checkpoint)
+        check_config(checkpoint.config, checkpoint.name)
         check_head(checkpoint)
-        has_raw_head(checkpoint, head)
-        bits = check_shapes(checkpoint, head)
-    except ValueError as e:
+    except (FileNotFoundError, ValueError) as e:
         return str(e)
-    warning = few_bits_warning(name, bits, name)
-    return "ready" if warning is None else f"ready, but {warning}"
+    measured = _measured(checkpoint)
+    return "ready" if measured is None else f"ready, {measured.rate:.0%} of drafts accepted on built-in text"
+
+
+def _measured(checkpoint: CheckpointReader) -> Measured | None:
+    """The acceptance rate of the head's drafts, if the checkpoint was loaded before on this machine."""
+    return known(key_of(checkpoint, checkpoint))
 
 
 def _quantization(config: Config, embedding: TensorInfo | None) -> str:
@@ -91,7 +94,7 @@ def _layout(checkpoint: CheckpointReader, raw: bool) -> str:
 def _total_size(checkpoint: CheckpointReader) -> int:
     index = checkpoint.read_json(INDEX_FILE) if INDEX_FILE in checkpoint.files else {}
     total = (index.get("metadata") or {}).get("total_size")
-    return total if isinstance(total, int) else sum(map(n_bytes, checkpoint.tensors(checkpoint.weight_map).values()))
+    return total if isinstance(total, int) else sum(map(n_bytes, checkpoint.tensors(checkpoint.model_map).values()))
 
 
 def _size_of(tensors: Iterable[TensorInfo]) -> str:

@@ -12,10 +12,9 @@ from ..checkpoint.adapters import check_adapter
 from ..checkpoint.config import Config, check_config, read_json
 from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.head_formats import head_bits
-from ..checkpoint.hub import fetch
 from ..checkpoint.load import load
 from ..checkpoint.output import atomic_directory, check_new, write_config, write_weights
-from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
 from ..cli.display import say
 from ..files import check_folder, write_atomic
 from .comparison import Comparison, compare, measure
@@ -80,8 +79,9 @@ def fit(
         check_adapter(adapter_path, "--adapter-path")
     if work.exists():
         check_folder(work, "--cache-path")
-    source = fetch(model, None)
-    head = fetch_missing_head(CheckpointReader(model, folder=source))  # not checked: the head may need the fit
+    checkpoint = fetch_checkpoint(model)
+    source = checkpoint.path
+    head = fetch_missing_head(checkpoint)  # not checked: the head may need the fit
     mtp = True if head is None else str(head.folder)
     loaded, tokenizer = load(model, adapter_path=adapter_path, lazy=True, mtp=mtp, draft_vocab=0, settings=False)
     loaded.fetched_head = head

@@ -16,8 +16,6 @@ from .rope import MRoPE, add_mrope
 class FamilyModel(MTPModel):
     """A model with its MTP head. List it before mlx-lm's model among the bases."""
 
-    shifts_norms = True  # whether 1 is added to the norms of a raw checkpoint
-
     @property
     def no_images(self) -> str | None:  # type: ignore[override]
         """Why it takes no images, if so: their positions have three axes."""

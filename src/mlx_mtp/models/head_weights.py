@@ -1,28 +1,49 @@
 """The tensors of MTP heads in checkpoints: the names of the head's, and the layouts that its parameters may have there."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.utils import infer_quant_config
 
 from ..layers.drafting import quantized_group_size
-from ..layers.mtp import MTPModule
 
 T = TypeVar("T")
 
+MARKER = "pre_fc_norm_hidden.weight"  # a tensor that only heads have
+OF_HEAD = re.compile(r"(?:.*?\.)?mtp\.(.+)")  # such as model.language_model.mtp.fc.weight
+BACKBONE = ("model.", "language_model.", "lm_head.", "vision_tower.", "visual.")  # beside a head without a prefix
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# Experts in one array or numbered, with or without gate and up in one, and named as in a dense layer.
+EXPERT = re.compile(
+    r"layers\.0\.mlp\.(?:switch_mlp\.|experts\.)?(?:(\d+)\.)?((?:gate|up|down|gate_up)_proj)(?:\.(\d+))?"
+    r"(?:\.(weight|scales|biases))?"
+)
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+FP8_SCALES = ("_scale_inv", "_scale")  # after the name of a weight in FP8
+
+Shape = tuple[int | None, ...]  # None for any size
+
+
+def is_head(path: str) -> bool:
+    """Whether this tensor or module of a model belongs to its head."""
+    return OF_HEAD.match(path) is not None
 
 
 def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """Split a checkpoint's tensors into (backbone, head). The head's names lose the prefix ``mtp.``."""
-    backbone, head = {}, {}
+    """Split a checkpoint's tensors into (backbone, head). The head's names lose their prefix, which ends in ``mtp.``.
+
+    A head in a file of its own may have no prefix.
+    """
+    backbone, head, is_bare = {}, {}, MARKER in weights
     for name, w in weights.items():
-        prefix, dot, rest = name.partition("mtp.")
-        if dot and prefix in ("", "model.", "language_model.", "language_model.model.", "model.language_model."):
-            head[rest] = w
+        if (found := OF_HEAD.fullmatch(name)) is not None:
+            head[found[1]] = w
+        elif is_bare and not name.startswith(BACKBONE):
+            head[name] = w
         else:
             backbone[name] = w
     return backbone, head
@@ -33,65 +54,103 @@ def is_raw(weights: Mapping[str, mx.array]) -> bool:
     return any("conv1d.weight" in name and w.shape[-1] != 1 for name, w in weights.items())
 
 
-def sanitize_head(mtp: MTPModule, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
+def sanitize_head(mtp: nn.Module, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
     """Map a head's tensors to the names and values of ``MTPModule``'s parameters.
 
-    Experts may be stacked, separate, fused, or named as in a dense layer. If ``raw``, 1 is added to every norm.
+    Experts may have any of the names of ``EXPERT``, and weights may be in FP8. If ``raw``, 1 is added to every norm.
 
     Raises:
-        ValueError: Tensors are missing, unknown or of the wrong shape; the message names them.
+        ValueError: Tensors are missing or of the wrong shape; the message names them.
     """
     parameters: Any = tree_flatten(mtp.parameters())
-    expected = {name: p.shape for name, p in parameters}
-    weights = dict(head)
+    expected: dict[str, Shape] = {name: p.shape for name, p in parameters}
+    weights = _with_stacked_experts(_dequantized(head), expected)
+    # The shapes of quantized tensors depend on their bits, see ``check_quantized``.
+    _check(weights, {n: None if n.removesuffix("weight") + "scales" in weights else s for n, s in expected.items()})
+    return weights | {name: w + 1.0 for name, w in norms_of(weights).items() if raw}
 
-    # The experts' tensors if they are not stacked: {name: shape}
-    experts, mlp = {}, "layers.0.mlp"
-    stacked = {p: f"{mlp}.switch_mlp.{p}.weight" for p in EXPERT_PROJECTIONS}
-    gate_up, down = f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj"
-    if stacked["up_proj"] in expected:
-        n_experts, size, hidden = expected[stacked["up_proj"]]
-        for part in ("weight", "scales", "biases"):
-            for p in EXPERT_PROJECTIONS:  # the layout of heads published in separate files
-                if (name := f"{mlp}.{p}.{part}") in weights:
-                    weights[f"{mlp}.switch_mlp.{p}.{part}"] = weights.pop(name)
-        if gate_up in weights:
-            experts = {gate_up: (n_experts, 2 * size, hidden), down: (n_experts, hidden, size)}
-        elif any(name.startswith(f"{mlp}.experts.") for name in weights):
-            experts = {
-                f"{mlp}.experts.{e}.{p}.weight": expected[name][1:]
-                for p, name in stacked.items()
-                for e in range(n_experts)
-            }
-    if experts:
-        _check({name: shape for name, shape in expected.items() if name not in stacked.values()} | experts, weights)
-    else:
-        _check(expected, weights)
 
-    if gate_up in experts:
-        gate, up = mx.split(weights.pop(gate_up), 2, axis=-2)  # [E, I, H] each
-        weights[stacked["gate_proj"]], weights[stacked["up_proj"]] = gate, up
-        weights[stacked["down_proj"]] = weights.pop(down)
-    elif experts:
-        for p, name in stacked.items():
-            weights[name] = mx.stack([weights.pop(n) for n in experts if n.endswith(f".{p}.weight")])  # [E, I, H]
-    if raw:
-        for name, shape in expected.items():
-            if len(shape) == 1:
-                weights[name] = weights[name] + 1.0
+def norms_of(head: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """The norms of a head: the only vectors among its tensors."""
+    return {name: w for name, w in head.items() if w.ndim == 1}
+
+
+def check_quantized(mtp: nn.Module, weights: Mapping[str, mx.array]) -> None:
+    """Raise a ValueError if ``sanitize_head``'s tensors do not fit the head of a skeleton, once mlx-lm has quantized it."""
+
+    def predicate(path: str, module: Any) -> Any:
+        if f"{path}.scales" not in weights:
+            return False
+        try:
+            how = infer_quant_config(path, module, weights)
+            mx.quantize(module.weight, **how)
+        except (ValueError, ZeroDivisionError) as e:
+            raise ValueError(f"mtp.{path} is quantized otherwise ({e})") from e
+        return how
+
+    try:
+        nn.quantize(mtp, class_predicate=predicate)
+        mtp.load_weights(list(weights.items()))
+    except ValueError as e:
+        raise ValueError(f"The MTP head does not fit this model: {' '.join(str(e).split())}") from e
+
+
+def _with_stacked_experts(weights: dict[str, mx.array], expected: Mapping[str, Shape]) -> dict[str, mx.array]:
+    """Tensors with experts as in MLX, [E, ...] for each projection; those of a dense layer as they are."""
+    mlp = next(name for name in expected if name.endswith("gate_proj.weight") and "shared" not in name)
+    mlp = mlp.removesuffix("gate_proj.weight")
+    shapes = {p: expected[f"{mlp}{p}.weight"] for p in EXPERT_PROJECTIONS}
+    *n_experts, size, hidden = shapes["up_proj"]
+    shapes["gate_up_proj"] = (*n_experts, 2 * (size or 0), hidden)
+
+    stored: dict[
+        tuple[str, str], tuple[str, ...]
+    ] = {}  # the name before and after an expert's number, or the whole name
+    for name in weights:
+        if (found := EXPERT.fullmatch(name)) is not None:
+            i, j = max(found.span(1), found.span(3))
+            stored[found[2], found[4] or "weight"] = (name,) if i < 0 else (name[:i], name[j:])
+    for (projection, part), names in stored.items():
+        shape, gate_and_up = shapes[projection], EXPERT_PROJECTIONS[:2]
+        if part != "weight" or (projection, "scales") in stored:
+            shape = (*shape[:-1], None)
+        if len(names) == 1:
+            _check(weights, {names[0]: shape})
+            w = weights.pop(names[0])
+        else:
+            each = [str(e).join(names) for e in range(shape[0] or 0)]
+            _check(weights, dict.fromkeys(each, shape[1:]))
+            w = mx.stack([weights.pop(name) for name in each])
+        if projection == "gate_up_proj":
+            weights |= {f"{mlp}{p}.{part}": half for p, half in zip(gate_and_up, mx.split(w, 2, axis=-2))}
+        else:
+            weights[f"{mlp}{projection}.{part}"] = w
     return weights
 
 
-def _check(expected: Mapping[str, tuple[int, ...]], weights: Mapping[str, mx.array]) -> None:
+def _dequantized(head: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """A head's tensors, those in FP8 with their scales of blocks [..., N / n, K / k] in bfloat16."""
+    weights = dict(head)
+    for name, suffix in ((n, s) for n in head for s in FP8_SCALES if n + s in head):
+        w, scale = weights[name], weights.pop(name + suffix)
+        for axis in (-2, -1) if scale.ndim > 1 else ():
+            n, n_blocks = w.shape[axis], scale.shape[axis]
+            # The blocks are the smallest power of two that gives this number of them.
+            block = next(1 << i for i in range(n.bit_length() + 1) if n <= n_blocks << i)
+            scale = mx.take(mx.repeat(scale, block, axis), mx.arange(n), axis)
+        weights[name] = (mx.from_fp8(w, mx.float32) * scale).astype(mx.bfloat16)
+    return weights
+
+
+def _check(weights: Mapping[str, mx.array], expected: Mapping[str, Shape | None]) -> None:
+    """Raise a ValueError if tensors are missing or of the wrong shape; ``None`` for any."""
     if missing := [name for name in expected if name not in weights]:
         raise ValueError(f"The MTP head lacks {_listed(missing)}.")
-    # mlx-lm checks the shapes of quantized tensors.
-    quantized = {name.removesuffix("scales") + "weight" for name in weights if name.endswith(".scales")}
-    wrong = [
-        f"mtp.{name} is {list(weights[name].shape)}, not {list(shape)}"
-        for name, shape in expected.items()
-        if name not in quantized and weights[name].shape != shape
-    ]
+    wrong = []
+    for name, shape in expected.items():
+        own = weights[name].shape
+        if shape is not None and (len(own) != len(shape) or any(n not in (None, m) for n, m in zip(shape, own))):
+            wrong.append(f"mtp.{name} is {list(own)}, not {list(shape)}")
     if wrong:
         raise ValueError(f"The MTP head does not fit this model: {'; '.join(wrong[:4])}.")
 

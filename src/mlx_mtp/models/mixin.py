@@ -30,6 +30,8 @@ class MTPModel:
     ngrams: Any = None  # the hashes and tables of n-gram embeddings, if the model has any
     ranks: Ranks | None = None  # the ranks that run the model, set by ``mlx_mtp.load``
     vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
+    shifts_norms = True  # whether checkpoints may store norms with or without 1
+    head_acceptance: float | None = None  # of first drafts on built-in text, set by ``mlx_mtp.load``
     fetched_head: Any = None  # the ``checkpoint.fetched.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
     _fingerprint: bytes | None = None  # computed on the first call
 
@@ -104,6 +106,10 @@ class MTPModel:
     def update_modules(self, *args: Any, **kwargs: Any) -> Any:
         self._fingerprint = None
         return super().update_modules(*args, **kwargs)  # type: ignore[misc]
+
+    def drop_head(self) -> None:
+        """Generate without drafts of the head from now on."""
+        self._text.pop("mtp")
 
     @property
     def _text(self) -> Any:

@@ -61,7 +61,7 @@ class StepTimes:
     def __init__(self, seconds: Mapping[int, float] | None = None, draft_cost: float = 0.0):
         self.max_free, self.draft_cost = self.FIRST_FREE, draft_cost  # the most drafts of other sources to try next
         first = seconds if seconds and {0} < seconds.keys() else TYPICAL
-        self.shape = _on_lines(sorted(first.items()), N_LENGTHS - 1)
+        self.shape = on_lines(sorted(first.items()), N_LENGTHS - 1)
         self.seconds: dict[Plan, float] = {}  # measured
         self.n_counted: dict[Plan, int] = {}
         self.n_odd: dict[Plan, int] = {}  # steps in succession far longer than expected, or far shorter if negative
@@ -148,7 +148,7 @@ class StepTimes:
         m = max(m for m in self.by_size if m < n)
         draft = self.draft_cost * self.estimate[0]
         rows = [(m * (k + 1), t - k * draft) for k, t in enumerate(self.by_size[m].estimate)]
-        seconds = _on_lines(rows, n * N_LENGTHS)
+        seconds = on_lines(rows, n * N_LENGTHS)
         return {k: seconds[n * (k + 1) - m] + k * draft for k in range(N_LENGTHS)}
 
 
@@ -160,7 +160,7 @@ def times_of(model: MTPModel) -> StepTimes:
     return cast(StepTimes, drafting.times)
 
 
-def _on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
+def on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
     """The values of the lines through the points, from the first x to n.
 
     A value is at most as large as any after it: a longer pass does more. From the last point to n the line rises as from the

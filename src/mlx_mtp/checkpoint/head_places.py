@@ -1,0 +1,83 @@
+"""The places of MTP heads in checkpoints: among the model's tensors, in files that the config or an index names, in others."""
+
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from ..models.head_weights import MARKER, split_head
+from .config import EXTRA_TENSORS
+from .hub import WEIGHTS, is_inside
+
+if TYPE_CHECKING:
+    from .reader import CheckpointReader
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def places_of_heads(checkpoint: "CheckpointReader") -> Iterator[Mapping[str, str]]:
+    """The files of tensors among which a head may be: in the file that the config names, the model's, in another index, and in
+    files that nothing names. Errors are those of ``CheckpointReader.head_map``."""
+    model_map = checkpoint.model_map  # its errors first
+    if (named := _file_in_config(checkpoint)) is not None:
+        yield dict.fromkeys(checkpoint.header(named).tensors, named)
+    yield model_map
+    for file in checkpoint.files:
+        if file.endswith(".safetensors.index.json") and file != INDEX_FILE:
+            place = checkpoint.read_index(file)
+            if MARKER in split_head(place)[1]:
+                for own in sorted({*place.values()}):
+                    if not checkpoint.has(own):
+                        raise missing_file(checkpoint, own, file)
+                yield place
+    yield _in_unnamed_files(checkpoint)
+
+
+def _file_in_config(checkpoint: "CheckpointReader") -> str | None:
+    """The file that the config names for the head."""
+    extra = (checkpoint.config or {}).get(EXTRA_TENSORS)
+    file = extra.get("mtp_file") if isinstance(extra, dict) else None
+    if file is not None:
+        check_inside(file, "config.json", checkpoint.name)
+        if not checkpoint.has(file):
+            raise missing_file(checkpoint, file, "config")
+    return file
+
+
+def _in_unnamed_files(checkpoint: "CheckpointReader") -> dict[str, str]:
+    """The file of every tensor of a head in files that mlx-lm does not load, those named like a head first. Files whose names
+    differ only in numbers belong together."""
+    files = [file for file in checkpoint.files if file.endswith(".safetensors") and not is_models(file)]
+    files.sort(key=lambda file: ("mtp" not in file, file.count("/"), file))
+    for group in dict.fromkeys(map(_without_numbers, files)):
+        found: dict[str, str] = {}
+        for file in (file for file in files if _without_numbers(file) == group):
+            try:
+                names = {name: name for name in checkpoint.header(file).tensors}
+            except ValueError:
+                if "mtp" in file:
+                    raise
+            else:
+                found |= dict.fromkeys(split_head(names)[1].values(), file)
+        if MARKER in split_head(found)[1]:
+            return found
+    return {}
+
+
+def _without_numbers(file: str) -> str:
+    return re.sub(r"\d+", "", file)
+
+
+def is_models(file: str) -> bool:
+    """Whether mlx-lm loads this file of a checkpoint."""
+    return fnmatch(file, WEIGHTS) and "/" not in file
+
+
+def check_inside(file: Any, named_by: str, name: str) -> None:
+    """Raise a ValueError if a file that a file of a checkpoint names is not in the checkpoint's folder."""
+    if not is_inside(file):
+        raise ValueError(f"The {named_by} of {name} names the file {file!r}, which is not in its folder.")
+
+
+def missing_file(checkpoint: "CheckpointReader", file: str, named_by: str) -> FileNotFoundError:
+    return FileNotFoundError(f"{checkpoint.name} lacks {file}, which its {named_by} names: download it again.")

@@ -1,0 +1,217 @@
+"""Heads in the layouts that others publish: a layout is one choice for each axis, and the axes are independent."""
+
+import json
+import re
+import shutil
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_mtp.models.head_weights import split_head
+
+from .checkpoints import INDEX, WEIGHTS, config_of, configure
+
+PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
+INSIDE = ("inside", "model-mtp")  # files that mlx-lm loads: their tensors have a prefix
+# A file that the config names, files that the index names, files of another index, and files that nothing names.
+PLACES = (
+    *INSIDE, "config", "index", "index of two", "other index", "mtp.safetensors", "mtp/weights.safetensors",
+    "a/b/draft.safetensors",
+)  # fmt: skip
+EXPERTS = ("switch_mlp", "each", "numbers last", "fused", "fused in switch_mlp", "stacked", "as dense")
+QUANTIZATIONS = (
+    None,
+    (4, 64, "affine"),
+    (8, 32, "affine"),
+    (3, 32, "affine"),
+    (4, 32, "mxfp4"),
+    (8, 32, "mxfp8"),
+    "fp8",
+)
+ENCODINGS = [
+    lambda value: {"mtplx_mtp_norm_encoding": value},
+    lambda value: {"mtp_norm_encoding": value},
+    lambda value: {"mtplx_mtp_quantization": {"norm_encoding": value, "bits": 4}},
+    lambda value: {"mtplx_mtp_quantization": {"norm_weight_encoding": value}},
+]
+
+
+@dataclass(frozen=True)
+class Layout:
+    place: str = "inside"
+    prefix: str = "language_model.mtp."
+    experts: str = "switch_mlp"
+    quantization: tuple | str | None = None
+    without_one: tuple[str, ...] = ()  # the parts whose norms are stored without 1
+    told: dict = field(default_factory=dict)  # what the config tells of it
+    told_in: str = "config.json"
+
+
+def write_layout(source: Path, target: Path, layout: Layout) -> Path:
+    """Copy a converted checkpoint of one file, with its head in another layout."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
+    weights = mx.load(str(source / WEIGHTS))
+    backbone, head = split_head(weights)
+    head = {name: w - 1 if w.ndim == 1 and name.startswith(layout.without_one) else w for name, w in head.items()}
+    head = _experts(_quantized(head, layout.quantization), layout.experts)
+    head = {layout.prefix + name: w for name, w in head.items()}
+    _place(target, backbone, head, layout.place)
+    config = config_of(target)
+    config.pop("mlx_mtp", None)
+    (target / "config.json").write_text(json.dumps(config))
+    if layout.told:
+        file = target / layout.told_in
+        file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | layout.told))
+    return target
+
+
+def _quantized(head, how):
+    out = dict(head)
+    for name, w in head.items():
+        if how is None or w.ndim < 2 or name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
+            continue
+        if how == "fp8":
+            out[name], out[name + "_scale_inv"] = _fp8(w)
+        else:
+            bits, group_size, mode = how
+            parts = mx.quantize(out.pop(name), group_size, bits, mode)
+            out |= {name.removesuffix("weight") + part: x for part, x in zip(("weight", "scales", "biases"), parts)}
+    return out
+
+
+def _fp8(w, block=128):
+    """Blocks as in Qwen's: the last ones may be smaller."""
+    rows, columns = w.shape[-2:]
+    padded = mx.pad(w.astype(mx.float32), [(0, 0)] * (w.ndim - 2) + [(0, -rows % block), (0, -columns % block)])
+    blocks = padded.reshape(*w.shape[:-2], -(-rows // block), block, -(-columns // block), block)
+    scale = mx.maximum(mx.abs(blocks).max(axis=(-3, -1)), 1e-6) / 448
+    whole = mx.repeat(mx.repeat(scale, block, -2), block, -1)[..., :rows, :columns]
+    return mx.to_fp8(w / whole), scale
+
+
+def _experts(head, how):
+    if not any(".switch_mlp." in name for name in head):
+        return head
+    out = {}
+    for name, w in head.items():
+        mlp, _, rest = name.partition("switch_mlp.")
+        if not rest:
+            out[name] = w
+            continue
+        projection, _, part = rest.partition(".")
+        is_bare = part.startswith("weight") and how in (
+            "fused",
+            "stacked",
+        )  # parameters of raw checkpoints have no .weight
+        end = (
+            part.removeprefix("weight")
+            if is_bare and f"{mlp}switch_mlp.{projection}.scales" not in head
+            else "." + part
+        )
+        if how == "switch_mlp":
+            out[name] = w
+        elif how == "as dense":
+            out[f"{mlp}{rest}"] = w
+        elif how == "each":
+            out |= {f"{mlp}experts.{e}.{rest}": w[e] for e in range(len(w))}
+        elif how == "numbers last":
+            out |= {f"{mlp}experts.{projection}.{e}.{part}": w[e] for e in range(len(w))}
+        elif how == "stacked" or projection == "down_proj":
+            out[f"{mlp}{'switch_mlp' if 'switch' in how else 'experts'}.{projection}{end}"] = w
+        elif projection == "gate_proj":
+            both = mx.concatenate([w, head[f"{mlp}switch_mlp.up_proj.{part}"]], axis=-2)
+            out[f"{mlp}{'switch_mlp' if 'switch' in how else 'experts'}.gate_up_proj{end}"] = both
+    return out
+
+
+def _place(folder, backbone, head, place):
+    if place in INSIDE:
+        file = WEIGHTS if place == "inside" else "model-mtp.safetensors"
+        _save(folder, backbone | head if place == "inside" else backbone)
+        if place != "inside":
+            _save(folder, head, file)
+        return
+    _save(folder, backbone)
+    names = sorted(head)
+    if place == "config":
+        _save(folder, head, "optiq/mtp.safetensors")
+        configure(folder, mlx_lm_extra_tensors={"mtp_file": "optiq/mtp.safetensors"})
+    elif place in ("index", "index of two", "other index"):
+        n = 1 if place == "index" else 2
+        files = {f"mtp-{i + 1:05d}-of-{n:05d}.safetensors": names[i::n] for i in range(n)}
+        for file, own in files.items():
+            _save(folder, {name: head[name] for name in own}, file)
+        weight_map = {name: file for file, own in files.items() for name in own}
+        if place != "other index":
+            weight_map |= dict.fromkeys(backbone, WEIGHTS)
+        index = "mtp.safetensors.index.json" if place == "other index" else INDEX
+        (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    else:
+        _save(folder, head, place)
+
+
+def _save(folder, tensors, name=WEIGHTS):
+    """MLX writes FP8 as bytes, and its type is written over them."""
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / name), tensors)
+    fp8 = {name for name in tensors if f"{name}_scale_inv" in tensors}
+    if not fp8:
+        return
+    data = (folder / name).read_bytes()
+    n = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + n])
+    header.pop("__metadata__", None)
+    for own in fp8:
+        header[own]["dtype"] = "F8_E4M3"
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / name).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + n :])
+
+
+def write_fp8(source: Path, target: Path, base_model: str) -> Path:
+    """A raw checkpoint of one file with the matrices of all layers in FP8, as Qwen publishes them."""
+    shutil.copytree(source, target)
+    weights = mx.load(str(source / WEIGHTS))
+    matrices = {
+        name: w for name, w in weights.items() if ".layers." in name and w.ndim == 2 and name.endswith("proj.weight")
+    }
+    for name, w in matrices.items():
+        weights[name], weights[name + "_scale_inv"] = _fp8(w)
+    _save(target, weights)
+    how = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    configure(target, quantization_config=how)
+    (target / "README.md").write_text(f"---\nbase_model:\n- {base_model}\n---\n")
+    return target
+
+
+def as_experts(dense: Path, target: Path, n_experts: int = 4) -> Path:
+    """A mixture of experts that computes what a converted dense checkpoint does: each expert is the dense layer, a shared one
+    adds nothing. In float32, since MLX's CPU backend multiplies gathered matrices in nothing else."""
+    shutil.copytree(dense, target, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
+    out, size = {}, 64
+    for name, w in mx.load(str(dense / WEIGHTS)).items():
+        w = w.astype(mx.float32)
+        if (found := re.fullmatch(r"(.*\.mlp\.)(gate|up|down)_proj\.weight", name)) is None:
+            out[name] = w
+            continue
+        mlp, projection = found.groups()
+        out[f"{mlp}switch_mlp.{projection}_proj.weight"] = mx.repeat(w[None], n_experts, 0)
+        hidden = w.shape[0 if projection == "down" else 1]
+        own = (hidden, size) if projection == "down" else (size, hidden)
+        out[f"{mlp}shared_expert.{projection}_proj.weight"] = mx.zeros(own)
+        out[f"{mlp}gate.weight"], out[f"{mlp}shared_expert_gate.weight"] = (
+            mx.zeros((n_experts, hidden)),
+            mx.zeros((1, hidden)),
+        )
+    mx.save_safetensors(str(target / WEIGHTS), out)
+    text = config_of(target)["text_config"]
+    configure(
+        target, model_type="qwen3_5_moe",
+        text={
+            "model_type": "qwen3_5_moe_text", "num_experts": n_experts, "num_experts_per_tok": 2,
+            "moe_intermediate_size": text["intermediate_size"], "shared_expert_intermediate_size": size,
+        },
+    )  # fmt: skip
+    return target

@@ -1,0 +1,373 @@
+"""Every published layout of a head is read, each axis on its own; what cannot be read ends no run that did not ask for it."""
+
+import json
+import re
+import shutil
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlx_mtp
+from mlx_mtp.checkpoint import acceptance
+from mlx_mtp.checkpoint import load as loading
+from mlx_mtp.checkpoint.acceptance import PARTS
+from mlx_mtp.convert.__main__ import main as convert
+from mlx_mtp.convert.inspect import inspect
+from mlx_mtp.generate.__main__ import main as generate
+from tests.support.checkpoints import (
+    WEIGHTS,
+    config_of,
+    configure,
+    converted,
+    differing,
+    edit,
+    parameters,
+    tensors,
+    write,
+    write_tiny,
+)
+from tests.support.commands import refusal, report, run_command
+from tests.support.hub_stand_in import HEADER_BYTES
+from tests.support.layouts import (
+    ENCODINGS,
+    EXPERTS,
+    INSIDE,
+    PLACES,
+    PREFIXES,
+    QUANTIZATIONS,
+    Layout,
+    as_experts,
+    write_fp8,
+    write_layout,
+)
+from tests.support.models import DATA, FAMILIES
+
+DELTA = {"without_one": PARTS}
+WIDER = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "vocab_size": 512}  # for groups of 64
+
+
+def loaded(folder, mtp=True, **options):
+    return mlx_mtp.load(str(folder), mtp=mtp, **options)[0]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A converted checkpoint of each family, with random weights."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return {family: write_tiny(folder / family, family, **WIDER) for family in FAMILIES[:3]}
+
+
+def head_of(source, folder, layout, **options):
+    model = loaded(write_layout(source, folder, layout), **options)
+    return parameters(model.mtp)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("prefix", ["", *PREFIXES])
+def test_a_head_is_read_from_any_file_under_any_prefix(place, prefix, tiny, tmp_path, hub):
+    """Also from the hub, where no other file is downloaded, and ``--inspect`` names the file."""
+    layout = Layout(place, prefix or (PREFIXES[0] if place in INSIDE else ""))
+    want = parameters(loaded(tiny["qwen3_5"]).mtp)
+    folder = write_layout(tiny["qwen3_5"], tmp_path / "model", layout)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), {"layers.0.lora_a": mx.zeros((200, 200))})
+    assert not differing(parameters(loaded(folder).mtp), want)
+    hub.publish(name := f"org/{PLACES.index(place)}-{len(prefix)}", folder)
+    lines = report(inspect(name))
+    assert lines["--mtp"] == "ready"
+    files = {*re.findall(r"[\w/-]+\.safetensors", lines["MTP head"])}
+    others = [file for file in folder.rglob("*.safetensors") if not file.name.startswith(("model", "adapters"))]
+    assert files == {file.relative_to(folder).as_posix() for file in others}
+    assert not differing(parameters(loaded(name).mtp), want)
+    assert hub.served["adapters.safetensors"] <= 2 * HEADER_BYTES
+    hub.reset_counts()
+    assert hasattr(loaded(name, "cached"), "mtp")
+    assert not [file for file in hub.served if file.endswith("safetensors") and file != "adapters.safetensors"]
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_experts_are_read_in_any_form_with_any_quantization(experts, quantization, tiny, tmp_path):
+    plain = Layout(quantization=quantization)
+    want = head_of(tiny["qwen3_5_moe"], tmp_path / "plain", plain)
+    layout = Layout(
+        "config", "mtp.", experts, quantization, told={"mtplx_mtp_quantization": {"norm_encoding": "plain"}}
+    )
+    assert not differing(head_of(tiny["qwen3_5_moe"], tmp_path / "model", layout), want)
+    if quantization == "fp8":
+        original = parameters(loaded(tiny["qwen3_5_moe"]).mtp)
+        assert want.keys() == original.keys()
+        assert all(mx.allclose(want[name], w, rtol=0.08, atol=0.02) for name, w in original.items())
+
+
+@pytest.mark.parametrize("value", ["delta", "delta_plus_one", "mlx_delta", " Delta ", "absolute", "plus_one"])
+@pytest.mark.parametrize("file", ["config.json", "mtplx_runtime.json"])
+@pytest.mark.parametrize("encoding", range(len(ENCODINGS)))
+def test_a_config_tells_the_encoding_of_norms(encoding, file, value, tiny, tmp_path):
+    parts = PARTS if "delta" in value.lower() else ()
+    layout = Layout("config", "mtp.", without_one=parts, told=ENCODINGS[encoding](value), told_in=file)
+    got, want = head_of(tiny["qwen3_5"], tmp_path / "model", layout), parameters(loaded(tiny["qwen3_5"]).mtp)
+    assert all(mx.allclose(got[name], w, rtol=0, atol=1e-6) for name, w in want.items())
+    assert ("raw" in report(inspect(str(tmp_path / "model")))["MTP head"]) == bool(parts)
+
+
+@st.composite
+def layouts(draw):
+    place = draw(st.sampled_from(PLACES))
+    told = draw(st.one_of(st.none(), st.sampled_from(ENCODINGS)))
+    is_delta = told is not None and draw(st.booleans())
+    return Layout(
+        place,
+        draw(st.sampled_from([*PREFIXES, *([] if place in INSIDE else [""])])),
+        draw(st.sampled_from(EXPERTS)),
+        draw(st.sampled_from(QUANTIZATIONS)),
+        PARTS if is_delta else (),
+        told("delta" if is_delta else "absolute") if told is not None else {"mtp_norm_encoding": "none"},
+        draw(st.sampled_from(["config.json", "mtplx_runtime.json"])),
+    )
+
+
+@settings(max_examples=25)
+@given(family=st.sampled_from(FAMILIES[:3]), layout=layouts())
+def test_any_combination_is_read(family, layout, tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layout")
+    plain = Layout(prefix="language_model.mtp.", quantization=layout.quantization)
+    want, got = (head_of(tiny[family], folder / name, own) for name, own in (("plain", plain), ("other", layout)))
+    assert got.keys() == want.keys()
+    for name, w in want.items():
+        assert mx.array_equal(got[name], w) or (w.ndim == 1 and mx.allclose(got[name], w, rtol=0, atol=1e-6)), name
+
+
+def test_of_two_copies_the_first_is_used(tiny, tmp_path):
+    """That in the file which the config names; otherwise the model's own, that of an index, and one named like a head."""
+    folder = write_layout(tiny["qwen3_5"], tmp_path / "model", Layout("config", "mtp."))
+    want = parameters(loaded(tiny["qwen3_5"]).mtp)
+    other = {f"mtp.{name}": mx.zeros_like(w) for name, w in want.items()}
+    for name in ("model-a.safetensors", "mtp.safetensors", "heads/draft.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        mx.save_safetensors(str(folder / name), other)
+    assert not differing(parameters(loaded(folder).mtp), want)
+    (folder / "model-a.safetensors").unlink()
+    configure(folder, mlx_lm_extra_tensors=None)
+    shutil.move(folder / "optiq" / "mtp.safetensors", folder / "model-head.safetensors")
+    assert not differing(parameters(loaded(folder).mtp), want)
+    shutil.move(folder / "model-head.safetensors", folder / "a-mtp.safetensors")
+    assert not differing(parameters(loaded(folder).mtp), want)
+
+
+# Model types
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_8", "qwen3_8_moe", "qwen3_8_text", "qwen3_5_text", "qwen3_8_moe_text"])
+def test_model_types_of_qwen38_are_those_of_qwen35(model_type, tiny, tmp_path, hub):
+    """With the head, without it, and with a drafter; a conversion has the type that mlx-lm knows."""
+    family = "qwen3_5_moe" if "moe" in model_type else "qwen3_5"
+    folder = shutil.copytree(tiny[family], tmp_path / "model")
+    text = config_of(folder)["text_config"] | {"model_type": model_type.removesuffix("_text") + "_text"}
+    config = text if model_type.endswith("_text") else {"text_config": text}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    want = parameters(loaded(tiny[family]))
+    assert not differing(parameters(loaded(folder)), want)
+    plain = loaded(folder, mtp=False)
+    assert type(plain).__module__ == f"mlx_lm.models.{family}"
+    assert report(inspect(str(folder)))["--mtp"] == "ready"
+    head = {name.removeprefix("language_model.mtp."): w for name, w in want.items() if "mtp." in name}
+    drafter = write(tmp_path / "drafter", {"model_type": "qwen3_8_mtp", "text_config": text}, head)
+    assert not differing(parameters(loaded(folder, str(drafter)).mtp), parameters(loaded(tiny[family]).mtp))
+    if not model_type.endswith("_text"):
+        out = converted(folder, tmp_path / "out")
+        assert config_of(out)["model_type"] == family
+        assert type(mlx_lm.load(str(out))[0]).__module__ == f"mlx_lm.models.{family}"
+
+
+# A head that cannot be used
+
+
+def no_fc(folder):
+    edit(folder, lambda w: w.pop("language_model.mtp.fc.weight"))
+
+
+def unknown_tensor(folder):
+    edit(folder, lambda w: w.update({"language_model.mtp.layers.0.bias": mx.zeros(3)}))
+
+
+def wrong_bits(folder):
+    """As many scales as for other groups."""
+    names = (f"language_model.mtp.fc.{part}" for part in ("weight", "scales", "biases"))
+    edit(folder, lambda w: w.update(zip(names, mx.quantize(mx.zeros((64, 96)), 32, 4))))
+
+
+def missing_file(folder):
+    configure(folder, mlx_lm_extra_tensors={"mtp_file": "gone/mtp.safetensors"})
+
+
+def missing_in_index(folder):
+    (folder / "mtp.safetensors.index.json").write_text(
+        json.dumps(
+            {"weight_map": dict.fromkeys(["mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight"], "mtp-00001.safetensors")}
+        )
+    )
+    edit(folder, lambda w: [w.pop(name) for name in [*w] if "mtp." in name])
+
+
+def damaged(folder):
+    (folder / "mtp.safetensors").write_bytes(b"\x08" + bytes(30))
+    edit(folder, lambda w: [w.pop(name) for name in [*w] if "mtp." in name])
+
+
+def own_embeddings(folder):
+    configure(folder, text={"mtp_use_dedicated_embeddings": True})
+
+
+UNUSABLE = {
+    no_fc: "The MTP head lacks mtp.fc.weight",
+    unknown_tensor: "does not fit this model: .*layers.0.bias",
+    wrong_bits: "does not fit this model: .*fc",
+    missing_file: "lacks gone/mtp.safetensors, which its config names",
+    missing_in_index: "lacks mtp-00001.safetensors, which its mtp.safetensors.index.json names",
+    damaged: "mtp.safetensors of .* is truncated or damaged",
+    own_embeddings: "has its own embeddings",
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), UNUSABLE.items(), ids=lambda x: getattr(x, "__name__", ""))
+def test_a_head_that_cannot_be_used_ends_no_run_that_did_not_ask_for_it(spoil, message, tiny, tmp_path, capsys, caplog):
+    spoil(folder := shutil.copytree(tiny["qwen3_5"], tmp_path / "model"))
+    prompt = ["--model", folder, "--prompt", "a", "--ignore-chat-template", "--max-tokens", 3]
+    assert run_command(generate, capsys, *prompt, "--no-mtp")[0] == 0
+    assert caplog.records == []
+    for flags in ([], ["--copy-drafts", "auto"]):
+        caplog.clear()
+        assert run_command(generate, capsys, *prompt, *flags)[0] == 0
+        [record] = caplog.records
+        assert re.search(f"generates without drafts: .*{message}", record.message)
+    status, _, err = run_command(generate, capsys, *prompt, "--mtp")
+    assert status == 2
+    assert re.search(message, err)
+    assert re.search(message, report(inspect(str(folder)))["--mtp"])
+
+
+# Measured acceptance
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return converted(DATA / "dense", tmp_path_factory.mktemp("trained") / "dense")
+
+
+@pytest.fixture
+def measures(monkeypatch, tmp_path):
+    """Every load measures, as where the test of the device ran; nothing was measured before. The models that were measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(loading, "ensure_tested", lambda *_: "ran")
+    measured, original = [], acceptance.measure_readings
+    monkeypatch.setattr(acceptance, "measure_readings", lambda *args: measured.append(args[0]) or original(*args))
+    return measured
+
+
+def test_a_head_is_measured_once(trained, measures, caplog):
+    for _ in range(2):
+        model = loaded(trained)
+        assert model.head_acceptance > 0.4
+    assert len(measures) == 1
+    assert caplog.records == []
+    assert re.fullmatch(r"ready, \d\d% of drafts accepted on built-in text", report(inspect(str(trained)))["--mtp"])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("inside", "mtp.", **DELTA),
+        Layout("model-mtp", "model.language_model.mtp.", **DELTA),
+        Layout("mtp.safetensors", "", quantization=(4, 64, "affine"), **DELTA),
+        Layout("config", "mtp.", told={"mtp_norm_encoding": "absolute"}, **DELTA),  # which is wrong
+        Layout("config", "mtp.", told={"mtp_norm_encoding": "delta"}),
+        Layout("inside", "mtp.", without_one=("layers.",)),
+        Layout("inside", "mtp.", without_one=("norm.", "pre_fc_norm_")),
+    ],
+    ids=str,
+)
+def test_the_norms_are_read_so_that_drafts_are_accepted(layout, trained, measures, tmp_path, caplog):
+    """One line tells it at the first use, with the command that writes a head without doubt."""
+    want = loaded(trained, lazy=True)
+    folder = write_layout(trained, tmp_path / "model", layout)
+    models = [loaded(folder) for _ in range(2)] + [loaded(folder, lazy=True)]
+    assert len(measures) == 1
+    [record] = caplog.records
+    command = f"`mlx_mtp convert --graft-mtp-from {folder} --model {folder} --mlx-path NEW`"
+    assert command in record.message
+    for model in models:
+        norms = {n: w for n, w in parameters(model.mtp).items() if w.ndim == 1 and n != "norm.weight"}
+        assert all(mx.allclose(w, parameters(want.mtp)[n], rtol=0.01, atol=0.01) for n, w in norms.items())
+    assert models[0].head_acceptance > 0.4
+    converted(folder, tmp_path / "repaired", graft_mtp_from=str(folder))
+    caplog.clear()
+    assert loaded(tmp_path / "repaired").head_acceptance == models[0].head_acceptance
+    assert caplog.records == []
+    assert (tmp_path / "repaired" / WEIGHTS).samefile(folder / WEIGHTS)
+
+
+def test_a_head_whose_drafts_are_rejected_is_told(trained, measures, tmp_path, caplog):
+    folder = shutil.copytree(trained, tmp_path / "model")
+    edit(folder, lambda w: w.update({n: mx.flip(x, 0) for n, x in w.items() if n.endswith("mtp.fc.weight")}))
+    for _ in range(2):
+        assert loaded(folder).head_acceptance < 0.1
+    assert len(measures) == 1
+    assert len(caplog.records) == 2
+    assert "accepts 0% of the drafts from its MTP head" in caplog.records[0].message
+
+
+def test_a_model_that_cannot_be_run_is_loaded(trained, measures, monkeypatch, caplog):
+    """Such as a mixture of experts in bfloat16 on MLX's CPU backend."""
+
+    def fail(*args):
+        raise RuntimeError("[GatherMM] Only real float32 is supported\non the CPU")
+
+    monkeypatch.setattr(acceptance, "measure_readings", fail)
+    assert loaded(trained).head_acceptance is None
+    [record] = caplog.records
+    assert record.message.endswith("could not be tested: [GatherMM] Only real float32 is supported")
+
+
+# FP8
+
+
+def test_a_model_in_fp8_is_refused_before_its_weights_are_downloaded(hub, tmp_path, capsys):
+    """With the 16-bit checkpoint that its card names."""
+    hub.publish("org/tiny-FP8", write_fp8(DATA / "dense", tmp_path / "model", "org/tiny"))
+    message = (
+        "org/tiny-FP8 is in FP8, which mlx-lm does not load: use org/tiny, which has 16 bits, or a conversion of it."
+    )
+    for mtp in (True, False, "auto", "cached"):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            loaded("org/tiny-FP8", mtp)
+    assert message in refusal(convert, capsys, "--hf-path", "org/tiny-FP8", "--mlx-path", tmp_path / "out")
+    assert report(inspect("org/tiny-FP8"))["--mtp"] == message
+    assert hub.served[WEIGHTS] <= 6 * HEADER_BYTES
+    # A card that names none
+    (tmp_path / "model" / "README.md").unlink()
+    with pytest.raises(ValueError, match=r"use org/tiny, which has 16 bits"):
+        loaded("org/tiny-FP8")
+
+
+def test_a_head_in_fp8_is_grafted_and_fetched(hub, trained, measures, tmp_path):
+    hub.publish("org/tiny-FP8", write_fp8(DATA / "dense", tmp_path / "fp8", "org/tiny"))
+    bare = converted(trained, tmp_path / "bare", mtp=False)
+    graft = converted(bare, tmp_path / "graft", graft_mtp_from="org/tiny-FP8")
+    (bare / "README.md").write_text("---\nbase_model: org/tiny-FP8\n---\n")
+    plain, models = loaded(trained), (loaded(graft), loaded(bare, "auto"))
+    assert not differing(*(parameters(model.mtp) for model in models))
+    for model in models:
+        assert model.head_acceptance > plain.head_acceptance - 0.05
+        assert {w.dtype for w in parameters(model.mtp).values()} == {mx.bfloat16}
+
+
+def test_experts_that_compute_what_a_dense_layer_does(trained, tmp_path):
+    """For drafts of a mixture of experts that are accepted: no trained one is small."""
+    dense, experts = loaded(trained), loaded(as_experts(trained, tmp_path / "experts"))
+    dense.set_dtype(mx.float32)
+    tokens = mx.arange(20)[None]
+    assert mx.allclose(dense(tokens), experts(tokens), rtol=0, atol=1e-2)
+    assert tensors(tmp_path / "experts").keys() > {"language_model.mtp.layers.0.mlp.switch_mlp.up_proj.weight"}
