@@ -113,7 +113,7 @@ def convert(
         cast(model, dtype, config)
         model, config = how.apply(model, config)
         images = find_vision(checkpoint, config) if vision else None
-        sees = images is not None and model.no_images is None
+        sees = images is not None and getattr(model, "no_images", None) is None
         _record_head(config, model if mtp else None, hf_path, commit)
         usage = (output.USAGE + output.IMAGES * sees).format(name=upload_repo or target) if mtp else ""
         with output.atomic_directory(target) as folder:

@@ -25,7 +25,8 @@ def write_tables(folder: Path, model: Any, config: Config, quantize: bool, dtype
         dtype (mx.Dtype, optional): Of rows that are not quantized. Default: ``None``, as they are.
     """
     written: Written = {}
-    for i, table in (model.ngrams.tables if model.ngrams is not None else {}).items():
+    ngrams = getattr(model, "ngrams", None)  # mlx-lm's own models have none
+    for i, table in (ngrams.tables if ngrams is not None else {}).items():
         of_rows = table.quantized or (FOUR_BITS if quantize else None)
         size, others = divmod(len(table.rows), n := model.text_args.split_ngram_parts)
         ends = [*accumulate((size + (j < others) for j in range(n)), initial=0)]  # parts as mlx-vlm reads them
