@@ -3,12 +3,27 @@
 What it has in common with other families is tested with theirs: ``FAMILIES`` in ``support/models.py`` has it.
 """
 
+import json
+import os
+import shutil
+from itertools import pairwise
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.support.decoding import mtp
-from tests.support.models import DATA, load_reference
+from mlx_mtp import load, mtp_generate_step
+from mlx_mtp.caches.prompt_cache import has_head
+from mlx_mtp.convert.inspect import inspect
+from mlx_mtp.images.prompt import vision_of
+from mlx_mtp.memory import Account, needs_of
+from mlx_mtp.models.head_weights import split_head
+from mlx_mtp.models.ngrams import NgramHash
+from mlx_mtp.models.qwen4_exp import TextModelArgs
+from tests.support.checkpoints import config_of, configure, converted, differing, edit, parameters, tensors, write_tiny
+from tests.support.commands import report
+from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.models import DATA, FLASH, add_tables, load_reference, tiny_config, tiny_model
 from tests.support.profiles import LONG
 
 FOLDER = DATA / "flash_next"
@@ -28,8 +43,7 @@ def difference(ours: mx.array, name: str) -> float:
     return float(np.abs(np.array(ours)[-len(theirs) :] - theirs).max())
 
 
-@pytest.mark.parametrize("j", PROMPTS)
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize(("j", "chunk"), [(j, n) for j in PROMPTS for n in (1, 7, 1000) if LONG or n > 1 or j < 5])
 def test_values_of_transformers(model, j, chunk):
     """In chunks, token by token and in one piece; prompts from 36 tokens on select blocks."""
     ids, cache, head = mx.array(VALUES[f"ids{j}"]), model.make_cache(), model.head_layer.make_cache()
@@ -53,3 +67,204 @@ def test_greedy_tokens(model, j):
     for k in range(9) if LONG else (0, 3):
         options = dict(max_tokens=len(want), num_draft_tokens=k, prefill_step_size=11)
         assert mtp(mx.array(VALUES[f"ids{j}"]), model, **options) == want
+
+
+# Tables of n-gram embeddings
+
+
+@pytest.mark.parametrize("eos", [5, [5, 9]])
+def test_ids_on_the_host_and_on_the_device(eos):
+    """The same, also where n-grams would cross the end of a text, for tokens up to the last of a large vocabulary."""
+    args = TextModelArgs.from_dict(tiny_config(FLASH, vocab_size=248320, eos_token_id=eos)["text_config"])
+    own, tokens = NgramHash(args, 0), np.random.default_rng(0).integers(0, 248320, (3, 40))
+    tokens[:, ::7] = 5
+    ids = own(tokens)
+    assert np.array_equal(np.array(own(mx.array(tokens))), ids)
+    assert ids.shape == (3, 38, 4)
+    assert ((ids >= own.offsets) & (ids < own.offsets + own.sizes)).all()
+    # What is before the end of a text does not count
+    other = np.where(np.arange(40) < 6, 7, tokens)
+    assert np.array_equal(own(other)[:, 6:], ids[:, 6:])
+
+
+def table_files(folder, kind, n_rows=184, width=64, n_parts=3):
+    """A checkpoint whose table is stored in some way, and the rows."""
+    sizes = dict(ple_embed_dim=4 * width)
+    write_tiny(folder, FLASH, **sizes)
+    rows = mx.random.normal((n_rows, width), key=mx.random.key(1))
+    if kind in FLOATS:
+        arrays = {"weight": rows.astype(FLOATS[kind])}
+        rows = arrays["weight"]
+    else:
+        how = QUANTIZED[kind]
+        arrays = dict(zip(("weight", "scales", "biases"), mx.quantize(rows.astype(mx.bfloat16), **how)))
+        rows = mx.dequantize(arrays["weight"], arrays["scales"], arrays.get("biases"), **how)
+    edit(folder, lambda weights: [weights.pop(name) for name in [*weights] if "ngram" in name])
+    ends = [0, *(n_rows * (j + 1) // n_parts for j in range(n_parts))]
+    for j, (begin, end) in enumerate(pairwise(ends)):
+        name = f"language_model.model.layers.0.ple.ple_embedding.ngram_embedding.shards.{j}"
+        part = {f"{name}.{of}": x[begin:end] for of, x in arrays.items()}
+        mx.save_safetensors(str(folder / f"model-part{j}.safetensors"), part)
+    return folder, rows
+
+
+FLOATS = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+QUANTIZED = {
+    "4 bits": dict(group_size=32, bits=4), "8 bits": dict(group_size=64, bits=8),
+    "nvfp4": dict(group_size=16, bits=4, mode="nvfp4"), "mxfp4": dict(group_size=32, bits=4, mode="mxfp4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED])
+def test_rows_are_those_of_the_files(kind, tmp_path):
+    """By row from the files, and in memory: the same text."""
+    folder, rows = table_files(tmp_path / "model", kind)
+    texts, fingerprints = [], set()
+    for in_memory in (False, True):
+        model, _ = load(str(folder), mtp=True, ngram_memory=in_memory)
+        table, ids = model.ngrams.tables[0], np.array([[[0, 60, 61], [183, 0, 122]]])
+        assert (table.nbytes > 0) is in_memory
+        assert mx.array_equal(table(mx.array(ids) if in_memory else ids), rows[mx.array(ids)])
+        texts.append(mtp(PROMPT, model, max_tokens=12, num_draft_tokens=3))
+        assert texts[-1] == plain(PROMPT, model, max_tokens=12)
+        fingerprints.add(model.fingerprint())
+    assert texts[0] == texts[1]
+    assert len(fingerprints) == 1
+    add_tables(model, 7)
+    model.update({})  # the digest is kept until then
+    assert model.fingerprint() not in fingerprints
+
+
+def cut(folder):
+    file = folder / "model-part1.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+def no_part(folder):
+    (folder / "model-part1.safetensors").unlink()
+
+
+def rewritten(change):
+    def spoil(folder):
+        file = str(folder / "model-part1.safetensors")
+        weights = mx.load(file)
+        mx.eval(weights)
+        mx.save_safetensors(file, {name: change(w) if name.endswith("weight") else w for name, w in weights.items()})
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (cut, "model-part1.safetensors of .* is truncated or damaged"),
+        (no_part, "lacks a part of the n-gram table of layer 0: download it again"),
+        (rewritten(lambda w: w[:, :-1]), "has other arrays in part 1 than in part 0"),
+        (rewritten(lambda w: w[:-1]), "has other arrays in part 1 than in part 0"),
+        (rewritten(lambda w: w.astype(mx.int32)), "has other arrays in part 1 than in part 0"),
+    ],
+    ids=["cut", "no part", "narrow", "short", "dtype"],
+)
+def test_a_damaged_table_is_refused(spoil, error, tmp_path):
+    folder, _ = table_files(tmp_path / "model", "4 bits")
+    spoil(folder)
+    with pytest.raises(ValueError, match=error):
+        load(str(folder), mtp=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        (dict(n_rows=180), "has 180 rows, not 184"),
+        (dict(width=32), "has rows that are not 64 numbers, quantized or not"),
+        (dict(kind="int8"), "is in I8, which is not supported"),
+    ],
+    ids=["rows", "width", "dtype"],
+)
+def test_a_table_of_another_model_is_refused(sizes, error, tmp_path):
+    """Once it is told by the config, with one sentence."""
+    kind = sizes.pop("kind", "bfloat16")
+    FLOATS["int8"] = mx.int8
+    folder, _ = table_files(tmp_path / "model", kind, **sizes)
+    del FLOATS["int8"]
+    configure(folder, text={"ple_embed_dim": 256})
+    edit(folder, lambda w: w.update(parameters(tiny_model(FLASH, ple_embed_dim=256))))
+    with pytest.raises(ValueError, match=error):
+        load(str(folder), mtp=True)
+
+
+def test_a_file_that_is_cut_later_is_an_error(tmp_path):
+    folder, _ = table_files(tmp_path / "model", "float32")
+    model, _ = load(str(folder), mtp=True, ngram_memory=False)
+    os.truncate(folder / "model-part2.safetensors", 100)
+    with pytest.raises(ValueError, match="n-gram table has been cut"):
+        model.ngrams.tables[0](np.array([183]))
+
+
+def test_memory_is_that_of_what_is_held(tmp_path):
+    """A table in files takes none. By default it is loaded if the model with it leaves enough."""
+    folder, rows = table_files(tmp_path / "model", "float32", n_rows=100_000)
+    for max_memory, asked, is_held in ((10**9, None, True), (10**9, False, False), (2 * 10**7, None, False)):
+        before, limit = mx.get_active_memory(), Account().held + max_memory
+        model, _ = load(str(folder), mtp=True, ngram_memory=asked, max_memory=limit, context=64)
+        assert needs_of(model, 100).ngrams == (rows.nbytes if is_held else 0)
+        assert (mx.get_active_memory() - before > rows.nbytes) is is_held
+        del model
+    with pytest.raises(ValueError, match=r"does not fit: it needs .*ngrams 25\.6 MB"):
+        load(str(folder), mtp=True, ngram_memory=True, max_memory=Account().held + 2 * 10**7, context=64)
+
+
+# Conversions
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory):
+    folder = shutil.copytree(FOLDER, tmp_path_factory.mktemp("raw") / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "moe35" / name, folder)
+    return folder
+
+
+def test_a_conversion_keeps_the_head_and_quantizes_the_table(raw, tmp_path):
+    """The table in 4 bits in groups of 32, or in less where rows are shorter, and routers in 8 bits."""
+    source, _ = table_files(tmp_path / "source", "float32")
+    out = converted(source, tmp_path / "out", quantize=True, q_bits=3, q_group_size=32)
+    weights, config = tensors(out), config_of(out)
+    assert not differing(split_head(weights)[1], split_head(tensors(source))[1])
+    name = "language_model.model.layers.0.ple.ple_embedding.ngram_embedding.shards.{}"
+    parts = [weights[name.format(j) + ".weight"] for j in range(3)]  # as many as its config has
+    assert [len(part) for part in parts] == [62, 61, 61]
+    assert all(config["quantization"][name.format(j)]["group_size"] == 32 for j in range(3))
+    assert json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].keys() == weights.keys()
+    ours, theirs = (load(str(folder), mtp=True)[0] for folder in (out, source))
+    ids = np.arange(184)
+    want = mx.dequantize(*mx.quantize(theirs.ngrams.tables[0](ids), 32, 4), 32, 4)
+    assert mx.array_equal(ours.ngrams.tables[0](ids), want)
+    assert (ours.layers[0].mlp.gate.bits, ours.layers[0].linear_attn.in_proj_z.bits) == (8, 3)
+    assert mtp(PROMPT, ours, max_tokens=12, num_draft_tokens=3) == plain(PROMPT, ours, max_tokens=12)
+    again = load(str(converted(raw, tmp_path / "mlx")), mtp=True)[0]  # other names, other convolutions, no other number
+    ids = mx.array(VALUES["ids3"])
+    assert difference(again(ids[None])[0], "logits3") <= TOLERANCE
+
+
+def test_a_head_is_grafted_and_described(raw, tmp_path):
+    without = converted(raw, tmp_path / "without", mtp=False)
+    grafted = converted(without, tmp_path / "grafted", graft_mtp_from=str(raw), skip_check=True)
+    lines = report(inspect(str(grafted)))
+    assert (lines["Backbone"], lines["--mtp"]) == ("not quantized (F32), converted", "ready")
+    assert lines["N-grams"] == "0.2 MB of that size, read from the files by row"
+    assert not differing(parameters(load(str(grafted), mtp=True)[0]), parameters(load(str(raw), mtp=True)[0]))
+
+
+def test_without_a_head_and_without_images(raw):
+    """mlx-lm has no such model: without its head it is loaded here."""
+    model, _ = load(str(raw), mtp=False)
+    want = VALUES["greedy0"][:8].tolist()
+    assert not has_head(model)
+    assert plain(mx.array(VALUES["ids0"]), model, max_tokens=8) == want
+    assert mtp(mx.array(VALUES["ids0"]), model, max_tokens=8, copy_drafts=3) == want
+    for use in (lambda: load(str(raw), vision="auto"), lambda: vision_of(model)):
+        with pytest.raises(ValueError, match="qwen4_exp takes text only here"):
+            use()
+    with pytest.raises(ValueError, match="does not support input embeddings"):
+        next(mtp_generate_step(mx.array([1]), model, num_draft_tokens=0, input_embeddings=mx.zeros((1, 64))))

@@ -46,6 +46,13 @@ def sizes(name, bits):
     return sum(w.nbytes for _, w in weights) / 1e9, sum(w.nbytes for path, w in weights if is_head(path)) / 1e9
 
 
+def table_gb(name) -> float:
+    """The GB of the n-gram table of a published model, with rows in 4 bits in groups of 32."""
+    ngrams = model_of(name)[0].ngrams
+    rows = 0 if ngrams is None else sum(own.n_rows for own in ngrams.hashes.values())
+    return rows * (ngrams.width / 2 + ngrams.width / 32 * 4) / 1e9 if rows else 0.0
+
+
 @pytest.mark.parametrize("model", published().values(), ids=lambda model: model.name)
 def test_the_catalog_has_the_models_sizes(model):
     architecture = next(name for name in ARCHITECTURES if f"-{name}" in model.original)
@@ -56,8 +63,9 @@ def test_the_catalog_has_the_models_sizes(model):
     head = sum(w.nbytes for path, w in parameters(architecture).items() if is_head(path))
     assert model.head_gb == pytest.approx(head / 1e9, abs=0.005)
     cache = [c for c in model_of(architecture)[0].make_cache() if isinstance(c, KVCache)]
-    n_layers = len(cache) + 1  # the head's
-    assert model.needs(1000).caches == 1000 * n_layers * 2 * 2 * text["num_key_value_heads"] * text["head_dim"]
+    n_layers, of_layer = len(cache) + 1, 2 * text["num_key_value_heads"] * text["head_dim"]  # with the head's
+    assert model.needs(1000).caches == 1000 * n_layers * 2 * (of_layer + text.get("indexer_head_dim", 0))
+    assert model.needs(1).weights == pytest.approx(1e9 * (model.disk_gb - model.ngrams_gb - model.head_gb))
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -66,9 +74,9 @@ def test_recipe_states_the_size_of_its_result(name):
     owner, _, model = recipe.original.partition("/")
     assert owner == ("ornith-ai" if name.startswith("ornith") else "Qwen")
     assert name == f"{model}-4bit".lower()
-    disk, _ = sizes(architecture(recipe), 4)
-    needs = recipe.disk_gb, recipe.memory_gb
-    assert needs == (round(disk, 1), next(gb for gb in MAC_GB if 2 / 3 * gb >= disk + 2))
+    (held, _), table = sizes(architecture(recipe), 4), table_gb(architecture(recipe))
+    needs = recipe.disk_gb, recipe.memory_gb, recipe.ngrams_gb
+    assert needs == (round(held + table, 1), next(gb for gb in MAC_GB if 2 / 3 * gb >= held + 2), round(table, 1))
 
 
 def test_readme_lists_every_recipe():

@@ -25,7 +25,7 @@ def fingerprint(model: Any) -> bytes:
     They are separate since the text depends only on the backbone: a prompt cache stays valid if the head is quantized or
     fitted.
     """
-    parameters: Any = tree_flatten(model.parameters())
+    parameters: Any = [*tree_flatten(model.parameters()), *model.other_weights()]
     args = {name: x for name, x in vars(model.text_args).items() if not name.startswith("mtp_")}
 
     def part(is_head: bool) -> bytes:

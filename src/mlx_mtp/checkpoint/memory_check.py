@@ -75,7 +75,8 @@ def check_memory(
     if head is not None:
         needs = needs._replace(head=sum(w.nbytes for w in head.weights.values()))
     if ngram_memory is None:
-        ngram_memory = needs.total + table_bytes <= memory.NGRAM_SHARE * min(memory.total_memory(), account.limit)
+        most = min(memory.NGRAM_SHARE * min(memory.total_memory(), account.limit), account.left)
+        ngram_memory = needs.total + table_bytes <= most
     if ngram_memory:
         needs = needs._replace(ngrams=table_bytes)
     check_fits(name, needs, account, _advice(needs, sizes, account, context))

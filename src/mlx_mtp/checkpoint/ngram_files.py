@@ -6,6 +6,7 @@ is cut while it is mapped would end the process.
 
 import os
 import re
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -74,7 +75,8 @@ class FileRows:
             lengths.append(sizes.pop())
         self.parts, self.starts = parts, np.cumsum([0, *lengths])  # the id of each part's first row
         files = {x.file for part in parts for x in part.values()}
-        self.opened = {file: file.open("rb", buffering=0) for file in files}
+        self.opened = {file: os.open(file, os.O_RDONLY) for file in files}  # their descriptors
+        weakref.finalize(self, _close, [*self.opened.values()])
         self.pool = ThreadPoolExecutor(N_THREADS, "ngrams")
 
     def __len__(self) -> int:
@@ -86,7 +88,7 @@ class FileRows:
         for name, (width, dtype) in self.layout.items():
             n, own = width * np.dtype(dtype).itemsize, [part[name] for part in self.parts]
             begins = np.array([x.start for x in own])[of_part] + n * rows
-            reads += [(self.opened[own[j].file].fileno(), n, at) for j, at in zip(of_part.tolist(), begins.tolist())]
+            reads += [(self.opened[own[j].file], n, at) for j, at in zip(of_part.tolist(), begins.tolist())]
         step = -(-len(reads) // N_THREADS)
         slices = (reads[i : i + step] for i in range(0, len(reads), step))
         data, found, begin = b"".join(self.pool.map(_read_all, slices)), {}, 0
@@ -102,9 +104,14 @@ class FileRows:
             for name, x in part.items() if first < last else ():
                 width, dtype = self.layout[name]
                 n = width * np.dtype(dtype).itemsize
-                data = _read_all([(self.opened[x.file].fileno(), n * (last - first), x.start + n * (first - start))])
+                data = _read_all([(self.opened[x.file], n * (last - first), x.start + n * (first - start))])
                 found[name].append(np.frombuffer(data, dtype).reshape(-1, width))
         return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _read_all(reads: list[tuple[int, int, int]]) -> bytes:

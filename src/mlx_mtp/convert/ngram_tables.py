@@ -25,7 +25,7 @@ def write_tables(folder: Path, model: Any, config: Config, quantize: bool, dtype
         dtype (mx.Dtype, optional): Of rows that are not quantized. Default: ``None``, as they are.
     """
     written: Written = {}
-    ngrams = getattr(model, "ngrams", None)  # which plain models of mlx-lm lack
+    ngrams = getattr(model, "ngrams", None)  # mlx-lm's own models have none
     for i, table in (ngrams.tables if ngrams is not None else {}).items():
         of_rows = table.quantized or (FOUR_BITS if quantize else None)
         size, others = divmod(len(table.rows), n := model.text_args.split_ngram_parts)

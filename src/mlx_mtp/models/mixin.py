@@ -99,6 +99,10 @@ class MTPModel:
         self._fingerprint = self._fingerprint or fingerprint(self)
         return self._fingerprint
 
+    def other_weights(self) -> list[tuple[str, mx.array]]:
+        """Named samples of the weights that are no parameters, for the fingerprint."""
+        return []
+
     def update(self, *args: Any, **kwargs: Any) -> Any:
         self._fingerprint = None  # new weights, such as those of an adapter
         return super().update(*args, **kwargs)  # type: ignore[misc]

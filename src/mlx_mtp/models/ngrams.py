@@ -149,7 +149,7 @@ class NgramTable:
     def __call__(self, ids: Array) -> mx.array:
         """Ids [...] -> rows [..., width]. Unless the rows are in memory, ids are on the host."""
         if self.arrays is not None:
-            return self.values({name: x[ids] for name, x in self.arrays.items()})
+            return self.values({name: x[mx.array(ids)] for name, x in self.arrays.items()})
         unique, where = np.unique(ids, return_inverse=True)
         values = self.values({name: mx.array(x) for name, x in self.rows.read(unique).items()})
         return values[mx.array(where.reshape(ids.shape).astype(np.int32))]

@@ -208,7 +208,7 @@ class DecoderLayer(Layer, nn.Module):
             return self.attend(x, mask, cache, current_pass())
         if mask is not None:
             raise ValueError(
-                "This model does not run over padded prompts: give texts of several lengths to BatchGenerator."
+                "This model does not run over padded prompts: use batch_generate of mlx_mtp, not of mlx-lm."
             )
         return self.recur(x, cache, current_pass())
 
@@ -333,6 +333,10 @@ class Model(FamilyModel, qwen3_5_moe.Model):
     def logits(self, hidden: mx.array) -> mx.array:
         (mixed,) = self.model.hyper_connection_mixer(hidden)
         return self.project(mixed)
+
+    def other_weights(self) -> list[tuple[str, mx.array]]:
+        tables = self.ngrams.tables.items()
+        return [(f"ngrams.{i}", table(np.linspace(0, len(table.rows) - 1, 16).astype(int))) for i, table in tables]
 
     @property
     def ngrams(self) -> Ngrams:
