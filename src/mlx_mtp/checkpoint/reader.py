@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ class CheckpointReader:
         needed: Collection[str] | None = None,
     ):
         self.name, self.folder, self._needed = resolve(path_or_hf_repo), folder, needed
+        self._headers: dict[str, Header] = {}
         self.revision: str | None
         if folder is None and (Path(self.name).exists() or is_offline_mode()):
             self.folder = fetch(self.name, revision)
@@ -89,9 +90,13 @@ class CheckpointReader:
     def read_json(self, file: str) -> Config:
         return parse_json(self.read(file), f"{file} of {self.name}")
 
-    @cache  # noqa: B019 (a command makes a few readers)
     def header(self, file: str) -> Header:
-        """Read and check the header of a safetensors file, see ``read_header``."""
+        """Read and check the header of a safetensors file once, see ``read_header``."""
+        if file not in self._headers:
+            self._headers[file] = self._read_header(file)
+        return self._headers[file]
+
+    def _read_header(self, file: str) -> Header:
         if self.folder is not None:
             return read_header(self.folder / file, f"{file} of {self.name}")
         data, size = _download(self.name, self.revision, file, 0, HEADER_BYTES)
