@@ -1,13 +1,16 @@
 """A server without requests: it frees the model's memory after a while, and keeps the weights warm before."""
 
+import gc
 import json
 import threading
 import time
 
 import mlx.core as mx
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.testclient import TestClient
 
+from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.command_line import check, make_parser
 from tests.support import profiles
@@ -41,6 +44,7 @@ def test_the_weights_go_and_come_back_and_the_prompts_stay(engine):
     first = engine.ask(ASKED, max_tokens=8)
     admission, held = engine.engine.admission, []
     loaded, limit = mx.get_active_memory(), admission.max_cache_bytes
+    n_objects = sum(isinstance(x, TokenizerWrapper | CheckpointReader) for x in gc.get_objects())
     for _ in range(20 if profiles.LONG else 3):
         rest(engine)
         held.append((mx.get_active_memory(), mx.get_cache_memory(), threading.active_count()))
@@ -48,6 +52,7 @@ def test_the_weights_go_and_come_back_and_the_prompts_stay(engine):
         assert (again.tokens, again.logprobs) == (first.tokens, first.logprobs)
         assert again.n_read < 8
     assert {*held[1:]} == {held[1]}
+    assert sum(isinstance(x, TokenizerWrapper | CheckpointReader) for x in gc.get_objects()) <= n_objects
     assert held[0][0] < admission.caches.nbytes + loaded / 50
     assert admission.max_cache_bytes == pytest.approx(limit, rel=0.05)
 

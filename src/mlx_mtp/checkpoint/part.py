@@ -96,4 +96,5 @@ def evaluate(model: Any) -> None:
     for layer in model.layers:
         mx.eval(layer.parameters())
     lm_head = model.drafting.lm_head
-    mx.eval(model.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
+    # The graph of the random numbers of new layers, which their weights have replaced, would grow with each model.
+    mx.eval(model.parameters(), [] if lm_head is None else lm_head.layers[0].parameters(), mx.random.state)

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -66,6 +66,7 @@ class CheckpointReader:
         check_path(path_or_hf_repo)
         check_format(path_or_hf_repo, [path_or_hf_repo])
         self.name, self.folder, self._needed = resolve(path_or_hf_repo), folder, needed
+        self._headers: dict[str, Header] = {}
         self.revision: str | None
         self.files: list[str] = []
         if folder is None:
@@ -108,9 +109,13 @@ class CheckpointReader:
     def read_json(self, file: str) -> Config:
         return parse_json(self.read(file), f"{file} of {self.name}")
 
-    @cache  # noqa: B019 (a command makes a few readers)
     def header(self, file: str) -> Header:
-        """Read and check the header of a safetensors file, see ``read_header``."""
+        """Read and check the header of a safetensors file once, see ``read_header``."""
+        if file not in self._headers:
+            self._headers[file] = self._read_header(file)
+        return self._headers[file]
+
+    def _read_header(self, file: str) -> Header:
         if (here := self._here(file)) is not None:
             return read_header(here, f"{file} of {self.name}")
         data, size = _download(self.name, self.revision, file, 0, HEADER_BYTES)

@@ -67,26 +67,28 @@ class ModelProvider:
         if key == self.key:
             return
         self.reset()
-        adapter_path, is_first = (
-            self.options.adapter_path if key == self.options.model else None,
-            key not in self.revisions,
-        )
+        adapter_path = self.options.adapter_path if key == self.options.model else None
         revision = self.revisions.get(key)
-        self.model, self.tokenizer = load(key, adapter_path=adapter_path, revision=revision, **self.options.load)
+        self.model, tokenizer = load(key, adapter_path=adapter_path, revision=revision, **self.options.load)
         self.revisions[key] = commit_of(fetch(key, revision, weights=()))
-        if self.options.use_default_chat_template and self.tokenizer.chat_template is None:
-            self.tokenizer.chat_template = self.tokenizer.default_chat_template
-        self.key, self.has_head = key, has_head(self.model)
-        if is_first and self.options.mtp is None and not self.has_head and (note := missing_head_note(key)) is not None:
+        self.has_head = has_head(self.model)
+        known = self.tokenizers.pop(key, None)  # for which grammars are compiled
+        self.tokenizers[key] = self._bound(key, tokenizer) if known is None else known
+        self.key, self.tokenizer = key, self.tokenizers[key].tokenizer
+        if len(self.tokenizers) > MAX_TOKENIZERS:
+            self.tokenizers.pop(next(iter(self.tokenizers)))
+
+    def _bound(self, key: str, tokenizer: Any) -> BoundedTokenizer:
+        """The tokenizer of the model, which is loaded for the first time, with the model's limits and defaults."""
+        if self.options.use_default_chat_template and tokenizer.chat_template is None:
+            tokenizer.chat_template = tokenizer.default_chat_template
+        if self.options.mtp is None and not self.has_head and (note := missing_head_note(key)) is not None:
             logging.info(note)
         context_length = context_length_of(vars(self.model.args))
         vision = self.model.vision if self.model.ranks is None else None
         sampling = sampling_defaults(key, self.options.sampling, self.model.ranks)
         logging.info(f"Default sampling: {sampling}")
-        self.tokenizers.pop(key, None)
-        self.tokenizers[key] = BoundedTokenizer(self.tokenizer, context_length, vision, sampling)
-        if len(self.tokenizers) > MAX_TOKENIZERS:
-            self.tokenizers.pop(next(iter(self.tokenizers)))
+        return BoundedTokenizer(tokenizer, context_length, vision, sampling)
 
     def reset(self) -> None:
         """Free the loaded model and all vision encoders. Tokenizers stay."""
