@@ -146,6 +146,13 @@ def test_draft_vocabulary_of_a_batch():
     assert set(generator.decoder.drafter.lm_head.ids.tolist()) == {0, 1, 2, *itertools.chain(*PROMPTS), *written}
     texts = run(generator, texts)
     assert [texts[uid].tokens for uid in range(3)] == [plain(p, model, max_tokens=20) for p in PROMPTS]
+    # And of the text before, in a prompt cache
+    cache, before = texts[0].last.prompt_cache, set(texts[0].last.all_tokens)
+    generator.insert([[7], [8]], max_tokens=[20, 2], caches=[cache, None])
+    run(generator, n_steps=2)
+    assert before | {7, 8} <= set(generator.decoder.drafter.lm_head.ids.tolist())
+    run(generator, n_steps=4)  # one text has left
+    assert before <= set(generator.decoder.drafter.lm_head.ids.tolist())
 
 
 def test_memory_is_flat_over_joins_and_leaves():

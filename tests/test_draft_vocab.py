@@ -70,6 +70,11 @@ def test_draft_logits_are_the_models_rows(name, form):
         assert arrays_equal(h(hidden), model.logits(hidden)[..., h.ids])
     whole = DraftLMHead(model.output_layer, None)
     assert whole.with_tokens([300]) is whole
+    for i in range(100, 200):  # one at a time, as a text is written
+        most = most.with_tokens([i])
+    assert len(most.layers) <= 2 + 7  # each is larger than the next
+    assert arrays_equal(most(hidden), model.logits(hidden)[..., most.ids])
+    assert sorted(most.ids.tolist()) == sorted({0, 5, 9, 300, 2, 7, *range(100, 200)})
 
 
 def in_bits(weight, bits):

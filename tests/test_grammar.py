@@ -1,6 +1,7 @@
 """Text of a given form: the grammar's own rules, and that drafts change nothing."""
 
 import json
+import random
 import re
 
 import mlx.core as mx
@@ -170,17 +171,15 @@ class CountedTokenizer:
         return self.tokenizer.tokenize_bytes(text)
 
 
-@examples(10)
-@given(data=st.data())
-def test_positions_of_windows_give_what_they_give_a_new_grammar(data, demo):
-    grammar = make_grammar(demo[1], regex="a+", after="</think>")
-    text, n = demo[1].encode("é and `</think>` " * 4 + "</think>\naaaaa", add_special_tokens=False), 0
-    while n < len(text):
-        for window in (text[n : n + 4], data.draw(st.lists(st.sampled_from(text), max_size=4))):
+def test_positions_of_windows_give_what_they_give_a_new_grammar(demo):
+    grammar, rng = make_grammar(demo[1], regex="a+", after="</think>"), random.Random(1)
+    text = demo[1].encode("é and `</think>` </think>\naaaaa", add_special_tokens=False)
+    for n in range(0, len(text), 2):
+        for window in (text[n : n + 4], rng.choices(text, k=2)):
             for i in range(len(window) + 1):
                 tokens, new = [*text[:n], *window[:i]], grammar.copy()
-                assert (grammar.advance_to(tokens), [*grammar.taken]) == (new.advance_to(tokens), [*new.taken])
-        n += data.draw(st.integers(1, 4))
+                assert (is_there := grammar.advance_to(tokens)) == new.advance_to(tokens)
+                assert not is_there or [*grammar.taken] == [*new.taken]
 
 
 def test_a_text_before_the_beginning_is_decoded_once(demo):

@@ -228,7 +228,7 @@ class Decoder:
         for s in sequences:
             release(s.cache)
             s.start()
-            self.drafter.observe(s.tokens)
+            self.drafter.observe([*s.cached_text, *s.tokens])
 
     def _own_embedding(self, s: Sequence, token: mx.array) -> mx.array | None:
         """The embedding of a prompt's last position, [1, H]; ``None`` if it is its token's [1], so that the head can draft."""
@@ -251,7 +251,7 @@ class Decoder:
         own = [(held.embeddings[b], held.hidden[b]) for b in keep]
         self.last = Last(held.tokens[mx.array(keep)], *zip(*own))
         self.sequences = [self.sequences[b] for b in keep]
-        self.drafter.forget(token for s in self.sequences for token in s.tokens)
+        self.drafter.forget(token for s in self.sequences for token in [*s.cached_text, *s.tokens])
 
     def extract(self, sequence: Sequence, cache: PromptCache) -> int:
         """Put a sequence's tokens into a prompt cache; with a window in flight, up to its first token. ``record`` completes it.
