@@ -19,12 +19,14 @@ from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.memory_check import check_memory
 from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.memory import Account, needs_of, sizes_of
-from mlx_mtp.server.request import ApiError
+from mlx_mtp.memory import STEP, Account, needs_of, sizes_of
+from mlx_mtp.server.engine.admission import Admission
+from mlx_mtp.server.request import ApiError, Prompt, Request
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.models import FLASH, TRAINED, tiny_model
 from tests.support.published import model_of
+from tests.support.requests import options_of
 
 SMALL = {
     **COMMON, "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
@@ -112,6 +114,38 @@ def test_bytes_of_texts_together():
     generator.next()
     assert generator.prompt_cache_nbytes == sizes_of(model).caches_of_several([20, 300])
     generator.close()
+
+
+@pytest.mark.parametrize(("n", "start"), [(300, 1000), (300, 300), (300, 299), (300, 200), (300, 0), (9, 0), (1, 0)])
+def test_what_a_request_is_admitted_for_is_what_it_takes(n, start):
+    """Neither more nor less, where its keys and values are quantized at once, later, or not yet; nor does a step need more."""
+    model, bits = tiny_model("qwen3_5", head_dim=64), {"kv_bits": 4, "kv_group_size": 32}
+    flags = ("--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", str(start))
+    options, nothing = options_of("--mtp", *flags), SimpleNamespace(nbytes=0)
+    admission = Admission(options, SimpleNamespace(model=model, key=None), nothing, None, None)
+    admission.sizes = sizes = replace(sizes_of(model), chunk_bytes=0, score_bytes=0, fixed_bytes=0)
+    admission.account = SimpleNamespace(left=0, release=lambda: None)
+    admission.batch = generator = BatchGenerator(model, num_draft_tokens=1, quantized_kv_start=start, **bits)
+    request = Request("text", "a", [], None, None)
+    request.encoded = Prompt([1] * n)
+    need = admission.need(request, [request])  # in a batch, caches are in whole steps
+    generator.insert([request.encoded.tokens] * 2, max_tokens=[40, 40])
+    while len(generator.decoder) < 2 or generator.decoder.head.nbytes == 0:
+        generator.next()
+    is_quantized = start <= n
+    own = bits if is_quantized else {}
+    held = generator.prompt_cache_nbytes
+    assert held == sizes.caches_of_several([n, n], **own)
+    twice = 0
+    if is_quantized:  # not before the prompt's last token; the keys and values then exist twice
+        at = max(start, n - 1, 1)
+        twice = sizes.caches(at) + sizes.caches(at, **bits) - sizes.state_bytes - sizes.caches(n, **bits)
+    assert need == held + max(twice, 0)
+    step = sizes.caches(STEP, **own) - sizes.state_bytes
+    assert admission.lack() == 2 * step
+    generator.insert([[2] * 20], max_tokens=[9])
+    assert admission.lack() == 2 * step + sizes.caches(STEP) - sizes.state_bytes
+    assert admission.held_by(request) == sizes.caches(n, **own)
 
 
 # What a process may hold

@@ -7,6 +7,7 @@ from collections import abc
 from collections.abc import Generator
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -158,6 +159,13 @@ class BatchGenerator:
     def next_chunk(self) -> tuple[int, int]:
         """The maximum number of tokens of the next prompt chunk, and of its text up to its end; (0, 0) for none."""
         return self.prompts.next_chunk(self.prefill_budget.sizes[0], self._n_free)
+
+    @property
+    def growing(self) -> list[tuple[int, KVOptions]]:
+        """The number of tokens in the caches of each sequence that the next step may extend, and its quantization."""
+        waiting = islice(self.prompts, self._n_free)
+        texts = [*zip(self.decoder.sequences, self.decoder.cache.n_tokens), *((s, s.cache.n_tokens) for s in waiting)]
+        return [(n, s.kv) for s, n in texts]
 
     @property
     def _n_free(self) -> int:

@@ -58,6 +58,12 @@ class KVOptions:
         first, end = max(self.quantized_kv_start, n_cached + 1), n_cached + n_prompt - 1
         return replace(self, quantized_kv_start=first if first > end else min(-(-first // EVERY) * EVERY, end))
 
+    def at(self, n_tokens: int) -> dict[str, int]:
+        """The bits and the group size of a text of so many tokens, as arguments; empty if it is not quantized."""
+        if self.kv_bits is None or n_tokens < self.quantized_kv_start:
+            return {}
+        return {"kv_bits": self.kv_bits, "kv_group_size": self.kv_group_size}
+
     def end_of_chunk(self, begin: int, most: int) -> int:
         """The end of a chunk of up to ``most`` tokens from an index of the text on."""
         at = self.quantized_kv_start

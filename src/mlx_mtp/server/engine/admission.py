@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...batch.generator import BatchGenerator
 from ...caches.prompt_cache import has_head
+from ...caches.rows import KVOptions
 from ...distributed.ranks import Ranks
 from ...drafts.options import TextOptions
 from ...images.prompt import ImageEmbeddings
@@ -106,13 +107,31 @@ class Admission:
 
     def need(self, request: Request, running: Iterable[Request] = ()) -> int:
         """The bytes that a request's prompt needs in addition to the running requests."""
-        options = self.options
-        lengths = [r.n_prompt + r.n_tokens for r in (*running, request)]
-        caches = self.sizes.caches_of_several(lengths, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
-        n, chunk = request.n_prompt, min(request.n_prompt, options.prefill_step_size)
+        kinds: dict[
+            tuple[Any, ...], list[int]
+        ] = {}  # a batch pads those that are quantized and those that are not apart
+        for r in (*running, request):
+            n = r.n_prompt + r.n_tokens
+            kinds.setdefault(tuple(self._kv(r).at(n).items()), []).append(n)
+        caches = sum(self.sizes.caches_of_several(lengths, **dict(kind)) for kind, lengths in kinds.items())
+        kv, n, sizes = self._kv(request), request.n_prompt, self.sizes
+        chunk, start = min(n, self.options.prefill_step_size), kv.quantized_kv_start
+        most = sizes.chunk(chunk, n, kv.at(n).get("kv_bits"))
+        if kv.at(n):  # where keys and values are quantized, they exist twice
+            twice = sizes.caches(start) + sizes.caches(start, **kv.at(n)) - sizes.state_bytes
+            most = max(most, twice - sizes.caches(n, **kv.at(n)))
         pictured = None if request.encoded is None else request.encoded.pictured
         tower = 0 if pictured is None else pictured.vision.unread_bytes
-        return caches - self.batch.prompt_cache_nbytes + self.sizes.chunk(chunk, n, options.kv_bits) + tower
+        return caches - self.batch.prompt_cache_nbytes + most + tower
+
+    def _kv(self, request: Request) -> KVOptions:
+        """The quantization of a request's text."""
+        return self.options.kv.of_text(0, request.n_prompt)
+
+    def held_by(self, request: Request) -> int:
+        """The bytes of the caches of a running request."""
+        n = request.n_prompt + request.n_tokens
+        return self.sizes.caches(n, **self._kv(request).at(n))
 
     def _free(self) -> int:
         """The free bytes, including MLX's buffers and the prompt caches of earlier requests, which can be freed."""
@@ -125,7 +144,7 @@ class Admission:
         """
         n, n_context = self.batch.next_chunk
         need = self.sizes.chunk(n, n_context, self.options.kv_bits)
-        need += len(self.batch) * (self.sizes.caches(STEP) - self.sizes.state_bytes)
+        need += sum(self.sizes.caches(STEP, **kv.at(n)) - self.sizes.state_bytes for n, kv in self.batch.growing)
         if need <= self.account.left:
             return 0
         self.account.release()

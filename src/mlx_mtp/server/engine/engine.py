@@ -151,7 +151,7 @@ class Engine:
         while lack > 0 and self.running:
             uid, request = next(reversed(self.running.items()))
             admission.batch.remove([uid])
-            lack -= admission.sizes.caches(request.n_prompt + request.n_tokens)
+            lack -= admission.held_by(request)
             message = (
                 f"The answer was stopped after {request.n_tokens} tokens: the server has reached its memory limit of "
                 f"{size(admission.account.limit)}. Try again later, or start it with a larger --max-memory."
