@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx_mtp
 from benchmarks.synthetic import synthetic_model
 from benchmarks.timing import ratios, spread, time_in_turns
-from mlx_mtp.decoding import decoder
+from mlx_mtp.decoding import loop
 from mlx_mtp.decoding.head import HeadDrafter
 from mlx_mtp.sampling.sampler import Sampler
 from scripts.shared import script_parser
@@ -65,13 +65,13 @@ def cpu_seconds(call: Callable[[], Any]) -> float:
 def work_of_a_step(steps: Iterator[Any]) -> Counter[str]:
     """The calls of samplers, and the primitives of the graphs of drafts and of the choice of tokens."""
     counts: Counter[str] = Counter()
-    choose, propose, call = decoder.choose, HeadDrafter.propose, Sampler.support
+    choose, propose, call = loop.choose, HeadDrafter.propose, Sampler.support
 
     def counted_choose(window: Any) -> Any:
         mx.eval(window.logits, window.drafts.tokens)
-        step = choose(window)
-        counts["choice"] += len(operations(step.choices, step.accepted))
-        return step
+        choice = choose(window)
+        counts["choice"] += len(operations(choice.tokens, choice.accepted))
+        return choice
 
     def counted_propose(self: Any, *args: Any) -> Any:
         drafts = propose(self, *args)
@@ -84,7 +84,7 @@ def work_of_a_step(steps: Iterator[Any]) -> Counter[str]:
 
     next(steps)
     with (
-        patch.object(decoder, "choose", counted_choose),
+        patch.object(loop, "choose", counted_choose),
         patch.object(HeadDrafter, "propose", counted_propose),
         patch.object(Sampler, "support", counted_call),
     ):

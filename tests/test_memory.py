@@ -15,6 +15,7 @@ import mlx_mtp
 from benchmarks.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
 from mlx_mtp import memory as account_of
+from mlx_mtp.checkpoint import self_test
 from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.memory_check import check_memory
 from mlx_mtp.checkpoint.reader import CheckpointReader
@@ -24,7 +25,7 @@ from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.request import ApiError, Prompt, Request
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
-from tests.support.models import FLASH, TRAINED, tiny_model
+from tests.support.models import FAMILIES, FLASH, TRAINED, tiny_model
 from tests.support.published import model_of
 from tests.support.requests import options_of
 
@@ -360,3 +361,16 @@ def test_a_failed_allocation_is_a_507_and_the_server_goes_on(engine, monkeypatch
         engine.ask(HELLO, max_tokens=20)
     assert_507(refused.value, "Generation failed")
     assert engine.ask(HELLO, max_tokens=20).tokens == right
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3])
+def test_the_test_of_the_device_takes_no_more_than_estimated(family):
+    """With large recurrent states, and with a large cache of the head."""
+    large = dict(linear_num_value_heads=16, linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=8)
+    for changes in (large, dict(num_key_value_heads=2, head_dim=256)):
+        model = tiny_model(family, **changes)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        self_test.run(model)
+        assert mx.get_peak_memory() - before < sizes_of(model).of_test

@@ -316,6 +316,73 @@ def test_a_call_on_one_line_whose_tags_drift(forms):
     assert calls_of(text + write_call(*READ, PROPER, between=""), schemas=FILES) == ("", [call, READ])
 
 
+# Answers of prose, quotations and calls
+
+PROSE = [
+    "It is so.", "Use `<tool_call>` or <tool_call> for it.", "- a `</parameter>`", "1. The </function> tag\n   ends it.",
+    "The form is `<function=read>`.", "> <tool_call>\n> <function=read>", "<parameter=path>", "a < b, c > d",
+    "<functions> are\n</so>",
+]  # fmt: skip
+VALUES = [
+    "a.py", "", "x < 1\n\n  y > 2", "<path>x</path>", "<b>\n  </i>", "see `<parameter=mode>` in",
+    "the </function> tag", "` ``` `", "<tool_call>", "``\n~~~\nx", "`</parameter>`.", "use <function=read>: now",
+]  # fmt: skip
+arguments_ = st.one_of(
+    st.fixed_dictionaries({"path": st.sampled_from(VALUES)}, optional={"limit": st.integers(-9, 99)}).map(
+        lambda a: ("read", a)
+    ),
+    st.fixed_dictionaries({"path": st.sampled_from(VALUES), "content": st.sampled_from(VALUES)}).map(
+        lambda a: ("write", a)
+    ),
+)
+QUOTED = write_call(*WRITE, PROPER)
+
+
+@st.composite
+def spoken(draw) -> tuple[str, str, list]:
+    """(text, content, calls)"""
+    text = content = ""
+    calls = []
+
+    def say(words: str) -> None:
+        nonlocal text, content
+        text, content = text + words, content + words
+
+    for i in range(draw(st.integers(1, 5))):
+        kind = draw(st.sampled_from(["prose", "quoted", "proper", "drifting", "drifting", "bare"]))
+        if kind == "prose":
+            say(f"w{i}w {draw(st.sampled_from(PROSE))}\n\n")
+        elif kind == "quoted":
+            marker, indentation = draw(
+                st.sampled_from([("", ""), ("- ", "  "), ("1) ", "   "), ("- [ ] ", "  "), ("> ", "> ")])
+            )
+            fence = draw(st.sampled_from(["```", "~~~~"]))
+            lines = [f"{fence}xml", *QUOTED.split("\n"), fence]
+            say(marker + f"\n{indentation}".join(lines) + f"\n\nw{i}w\n\n")
+        else:
+            call = draw(arguments_)
+            forms = PROPER if kind != "drifting" else [draw(st.sampled_from(of_a_tag)) for of_a_tag in FORMS]
+            if kind == "drifting" and not forms[4]:  # text may follow
+                forms[2:4] = draw(st.sampled_from(CLOSE_PARAMETERS).filter(bool)), CLOSE_FUNCTIONS[0]
+            text += write_call(*call, forms).removeprefix("<tool_call>\n" * (kind == "bare")) + "\n\n"
+            calls.append(call)
+    last = draw(st.sampled_from(["", "Now:", "```xml\n", "- ~~~\n  a\n"]))
+    if last:
+        say(f"w {last}" if last == "Now:" else last)
+        call = draw(arguments_)
+        text, calls = text + write_call(*call, PROPER), [*calls, call]
+    return text, content, calls
+
+
+@settings(max_examples=6000, deadline=None, **laws)
+@given(spoken(), sizes_)
+def test_an_answer_is_its_words_and_its_calls(answer, sizes):
+    text, content, calls = answer
+    found, read = calls_of(text, sizes, FILES)
+    assert read == calls
+    assert found.split() == content.split()
+
+
 # Calls that begin in other places
 
 

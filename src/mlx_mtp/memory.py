@@ -30,6 +30,7 @@ NGRAM_SHARE = (
     0.6  # of the memory, of a model with its tables of n-gram embeddings, which are otherwise read from their files
 )
 TIGHT = 0.9  # the share of the memory left above which a warning is logged
+TEST_TOKENS, TEST_CHUNK, TEST_STATES = 8192, 64, 6  # of the test of the device, see ``checkpoint/self_test.py``
 STEP = KVCache.step  # tokens by which caches grow
 STATES_AT_ONCE = 4  # recurrent states held at once by a recurrence of many small operations
 # Attention of MLX 0.32.4 on Metal that writes no scores to memory (``use_fallback`` in scaled_dot_product_attention.cpp): more
@@ -233,6 +234,13 @@ class Sizes:
         """
         n_scored = n_tokens if self.max_scored is None or kv_bits is not None else min(n_tokens, self.max_scored)
         return n_tokens * self.chunk_bytes + n_scored * n_context * self.score_bytes + self.fixed_bytes
+
+    @property
+    def of_test(self) -> int:
+        """The most bytes of the test of the device: copies of the recurrent states, a pass over some tokens, and long keys and
+        values of the head, for which MLX allocates a quarter more."""
+        keys = TEST_TOKENS * self.head_values * self.value_bytes
+        return TEST_STATES * self.state_bytes + keys + keys // 4 + self.chunk(TEST_CHUNK, TEST_CHUNK)
 
 
 def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from platformdirs import user_cache_path
 
 from ..distributed.ranks import from_rank_0
+from ..memory import TEST_CHUNK
 from ..models.mixin import MTPModel
 from ..prompts import copying_kinds
 from .head_formats import Head
@@ -33,6 +35,7 @@ FLOOR = 0.3
 BETTER = 0.1  # how many more drafts must be accepted with another reading than the one that a checkpoint tells
 NEAR = 0.03  # a difference that is chance
 N_TOKENS = 256  # of the built-in text
+MAX_SECONDS = 3.0  # after which no more of the text is read
 PARTS = ("layers.", "norm.", "pre_fc_norm_")  # the beginnings of the names of norms that conversions treat alike
 
 Reading = tuple[str, ...]  # the PARTS whose norms are stored without the 1
@@ -123,8 +126,15 @@ def measure_readings(
     """
     ids = tokenizer.encode(copying_kinds()["edit_file"])
     tokens = mx.array([i for i in ids if i < model.vocab_size][:N_TOKENS], mx.uint32)[None]  # [1, T]
-    logits, hidden = model(tokens, cache=model.make_cache(), return_hidden=True)
-    text = tokens, hidden, mx.argmax(logits, axis=-1)
+    cache, end, read = model.make_cache(), perf_counter() + MAX_SECONDS, list[tuple[mx.array, mx.array]]()
+    for i in range(0, tokens.size, TEST_CHUNK):
+        logits, hidden = model(tokens[:, i : i + TEST_CHUNK], cache=cache, return_hidden=True)
+        read.append((hidden, mx.argmax(logits, axis=-1)))
+        mx.eval(read, [c.state for c in cache])
+        if model.ranks is None and perf_counter() > end:
+            break
+    hidden, choices = (mx.concatenate([*x], axis=1) for x in zip(*read))
+    text = tokens[:, : hidden.shape[1]], hidden, choices
     if not model.shifts_norms:
         return {told: _rate(model, *text)}
     rates = {}

@@ -118,7 +118,9 @@ def model_tensors(checkpoint: CheckpointReader) -> dict[str, TensorInfo]:
 
 
 def _with_text(needs: Needs, sizes: Sizes, context: int) -> Needs:
-    return needs._replace(caches=sizes.caches(context), chunk=sizes.chunk(min(CHUNK, context), context))
+    """With a text, or with the test of the device if that takes more."""
+    caches = sizes.caches(context)
+    return needs._replace(caches=caches, chunk=max(sizes.chunk(min(CHUNK, context), context), sizes.of_test - caches))
 
 
 def _advice(needs: Needs, sizes: Sizes, account: Account, context: int) -> str:

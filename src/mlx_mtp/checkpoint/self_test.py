@@ -2,8 +2,8 @@
 
 A kernel may be wrong on a chip that its authors do not have. So passes whose logits must be equal, to within rounding, are
 compared over a short window. The steps that "auto" chooses from are timed as well, for a few seconds: a pass over one more
-token is free on some chips, and takes twice the time on others. Times that were not measured are guessed from the others, and "auto"
-measures them when it uses them.
+token is free on some chips, and takes twice the time on others. Other times follow from those that were measured, and "auto"
+measures them when it drafts as many tokens.
 """
 
 import copy
@@ -26,6 +26,7 @@ from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
 from ..layers.layer import FEW, group_size
 from ..layers.mtp import run_head
+from ..memory import TEST_TOKENS
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import Plan, StepTimes, on_lines
 from .hub import first_line
@@ -34,7 +35,9 @@ from .settings import machine
 
 # A share of the largest logit; wrong kernels miss by more.
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
-HEAD_TOKENS = 8192 - 64  # before drafts that may copy the keys and values of the head; MLX adds space for 256 at a time
+HEAD_TOKENS = (
+    TEST_TOKENS - 64
+)  # before drafts that may copy the head's keys and values; MLX adds space for 256 at a time
 N_DRAFTS = 4
 N_TIMES = 3  # of each step
 MAX_SECONDS = 3.0  # of all steps and passes that are timed
@@ -235,11 +238,11 @@ def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple
     """
     Args:
         seconds (Sequence[float]): The times of steps of one sequence with 0 to 8 drafts.
-        passes (Mapping[int, float]): The times of passes over 1, 8 and 9 rows, and over ``ROWS``, or the first of them.
+        passes (Mapping[int, float]): The times of passes over 1, 8 and 9 rows and those of ``ROWS``, or the first of them.
 
     Returns:
-        Tuple[list[float], float]: The times of steps at ``DEPTHS``, or the first of them, and the time of a draft in plain steps,
-          0 if it is unknown.
+        Tuple[list[float], float]: The times of steps at ``DEPTHS``, or the first of them, and the time of a draft in plain
+          steps, 0 if it is unknown.
     """
     if not {1, 8, 9} <= passes.keys():
         return [*seconds], 0.0

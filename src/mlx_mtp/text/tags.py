@@ -149,7 +149,11 @@ class EndOfValue:
             if not is_proper and kinds.startswith("pp"):
                 return False  # the next one closes it
         if self.quoted and (self.quoted[-1] is None) == (kind != "p"):
-            self.quoted.pop()
+            behind = text[m.end() :].lstrip(" \t")
+            if not behind and not is_last:
+                return None
+            if behind[:1] in ("", "\n", "<"):  # otherwise it is in the middle of a line
+                self.quoted.pop()
         return False
 
     @property
