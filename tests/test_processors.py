@@ -6,10 +6,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import categorical_sampling, make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
+from mlx_lm.server import LogitsProcessorArguments
 
 from mlx_mtp import make_grammar, make_sampler
 from mlx_mtp.sampling.processors import keeps_state
-from mlx_mtp.server.engine.admission import _allow_no_end, make_budget
+from mlx_mtp.server.engine.admission import _allow_no_end, make_budget, make_penalties
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain
 from tests.support.models import model_of
@@ -112,3 +113,20 @@ def test_sampler_that_raises_ends_its_own_text(way):
         assert len(text.tokens) < n_calls
         assert text.last.all_tokens == truth[: len(PROMPT) + len(text.tokens)]
         assert_goes_on(model, text.last.prompt_cache, text.last.all_tokens)
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_openais_penalties_count_the_tokens_of_the_answer(size):
+    """All of them, and none of the prompt. With a context size, they are mlx-lm's."""
+    prompt, answer = [1, 2, 2], [5, 7, 5, *range(10, 40), 5]
+    given = LogitsProcessorArguments(None, 0.0, 20, 0.5, size, 0.25, size)
+    logits = mx.zeros((1, 64))
+    for process in make_penalties(given, len(prompt)):
+        logits = process(mx.array(prompt + answer), logits)
+    counted = answer if size is None else (prompt + answer)[-size:]
+    want = [-(0.5 * (i in counted) + 0.25 * counted.count(i)) for i in range(64)]
+    assert logits[0].tolist() == want
+    first = mx.zeros((1, 64))
+    for process in make_penalties(given, len(prompt)):
+        first = process(mx.array(prompt), first)
+    assert bool(mx.any(first)) == (size is not None)

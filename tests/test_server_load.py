@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+import uvicorn
 
 from mlx_mtp import make_sampler
 from mlx_mtp.memory import sizes_of
-from mlx_mtp.server import frontend
+from mlx_mtp.server import frontend, serve
 from mlx_mtp.server.engine import engine as generation
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.engine.engine import Clients
@@ -62,7 +63,7 @@ def test_no_more_than_max_queue_wait():
         arrived.set()
         await in_thread(begin.wait)
         yield STARTED
-        yield Delta([], 1, 0.0, (), "stop")
+        yield Delta([], 1, "stop")
 
     client, body = client_of(generate, "--max-queue", "1"), {"prompt": "a"}
     with ThreadPoolExecutor(1) as pool:
@@ -130,7 +131,7 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch):
     f = frontend_of()
     f.models.resolve, f.models.tokenizers = lambda model: KEY, {KEY: "a tokenizer"}
     monkeypatch.setattr(frontend, "encode", lambda *_: Prompt([1]))
-    start, step = STARTED, Delta([], 1, 0.0, (), "stop")
+    start, step = STARTED, Delta([], 1, "stop")
 
     async def run():
         """Stands for the generation thread as well, which is at work on another request, then reads, then answers."""
@@ -252,3 +253,39 @@ def test_an_error_where_a_client_leaves_ends_what_runs_and_not_the_thread():
     engine._recover(e.value)
     assert ([e.status for e in said], len(restarts), engine.running) == ([500, 500], 1, {})
     mx.eval(mx.random.uniform())  # the error has left a random state that nothing could be drawn from
+
+
+# Connections
+
+
+async def answer_ok(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+def test_a_connection_whose_header_is_never_complete_is_closed(monkeypatch):
+    """One that has no bytes, one that has some, and one whose second request has some. Idle ones stay."""
+    monkeypatch.setattr(serve, "HEADER", 0.2)
+
+    async def main():
+        config = uvicorn.Config(answer_ok, http=serve.Protocol, lifespan="off", log_config=None)
+        server = uvicorn.Server(config)
+        with serve.listen("127.0.0.1", 0) as s:
+            running, port = asyncio.create_task(server.serve(sockets=[s])), s.getsockname()[1]
+            whole, part = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HTTP/1.1\r\nHo"
+            for sent in (b"", part, whole + part):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(sent)
+                data = await asyncio.wait_for(reader.read(), 20)  # up to the end of the connection
+                assert data.count(b"200 OK") == sent.count(whole)
+                writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for pause in (0.0, 0.5):
+                await asyncio.sleep(pause)
+                writer.write(whole)
+                assert (await asyncio.wait_for(reader.readuntil(b"ok"), 20)).startswith(b"HTTP/1.1 200")
+            writer.close()
+            server.should_exit = True
+            await running
+
+    asyncio.run(main())

@@ -374,7 +374,7 @@ def spoken(draw) -> tuple[str, str, list]:
     return text, content, calls
 
 
-@settings(max_examples=6000, deadline=None, **laws)
+@settings(examples(100), **laws)
 @given(spoken(), sizes_)
 def test_an_answer_is_its_words_and_its_calls(answer, sizes):
     text, content, calls = answer

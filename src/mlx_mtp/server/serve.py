@@ -1,6 +1,7 @@
 """What ``mlx_mtp server`` runs: the generation thread, and the HTTP server before it."""
 
 import argparse
+import asyncio
 import errno
 import logging
 import os
@@ -14,9 +15,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from ipaddress import ip_address
 from types import FrameType
 
+import h11
 import mlx.core as mx
 import uvicorn
 from mlx_lm.utils import maybe_set_recommended_wired_limit
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..cli.display import INTERRUPTED, one_line_errors
@@ -34,6 +37,7 @@ from .request import Metrics, Options
 OPEN_FILES = 4096
 LAST_ANSWERS = 5  # seconds to send the last answers when the server stops
 IDLE = 75  # seconds until a connection without a request is closed
+HEADER = 20  # seconds from a connection, or from the first byte of a further request, until its header must be complete
 MAX_CONNECTIONS = 2000  # a request above this limit gets status 503
 BACKLOG = 512  # connections that wait to be accepted
 MAX_HEADERS = 64 << 10  # bytes
@@ -101,6 +105,36 @@ def serve(options: Options, engine: Engine, s: socket.socket) -> None:
     server.run(sockets=[s])
 
 
+class Protocol(H11Protocol):
+    """uvicorn's protocol, which closes a connection whose request has no complete header after some seconds."""
+
+    timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_header()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is not h11.IDLE and self.timer is not None:  # the header is complete
+            self.timer.cancel()
+            self.timer = None
+
+    def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.IDLE:  # of the next request: uvicorn's own timer ends with its first byte
+            self._expect_header()
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        super().connection_lost(exc)
+
+    def _expect_header(self) -> None:
+        if self.timer is None:
+            self.timer = self.loop.call_later(HEADER, self.transport.close)
+
+
 class Server(uvicorn.Server):
     """uvicorn's server. When it stops, it stops the engine, and running requests get one last token."""
 
@@ -108,7 +142,7 @@ class Server(uvicorn.Server):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         config = uvicorn.Config(
             make_app(Frontend(options, engine)),
-            http="h11",
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

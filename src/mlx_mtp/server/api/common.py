@@ -204,9 +204,9 @@ class Body(Part):
     repetition_penalty: Annotated[float, Ge(0), Le(100)] = 0.0
     repetition_context_size: Natural = 20
     presence_penalty: Penalty = 0.0
-    presence_context_size: Natural = 20
+    presence_context_size: Natural | None = None
     frequency_penalty: Penalty = 0.0
-    frequency_context_size: Natural = 20
+    frequency_context_size: Natural | None = None
     xtc_probability: Share = 0.0
     xtc_threshold: Annotated[float, Ge(0), Le(0.5)] = 0.1
     logit_bias: Annotated[dict[Token, Penalty], at_most(MAX_BIASES)] | None = None

@@ -222,7 +222,7 @@ class Admission:
 
 
 def _make_processors(tokenizer: TokenizerWrapper, request: Request, prompt: Prompt) -> list[LogitsProcessor]:
-    processors: list[LogitsProcessor] = make_logits_processors(**vars(request.args.logits))
+    processors = make_penalties(request.args.logits, len(prompt.tokens))
     processors += make_output_grammar(tokenizer, request, prompt.in_reasoning)
     if request.min_tokens > 0:
         ends = [*tokenizer.eos_token_ids, *request.stop_token_ids]
@@ -241,6 +241,23 @@ def _patience(tokenizer: TokenizerWrapper, request: Request) -> float | None:
     if not request.streams:
         return math.inf
     return PATIENCE if request.thinking.limit(tokenizer) is None else PATIENCE_AT_LIMIT
+
+
+def make_penalties(given: Any, n_prompt: int) -> list[LogitsProcessor]:
+    """The logits processors of ``LogitsProcessorArguments``.
+
+    As in OpenAI's API, presence and frequency penalties count all tokens of the answer, and none of the prompt. With a context
+    size, they are mlx-lm's.
+    """
+    own = {**vars(given)}
+    of_answer = {n: own.pop(n) for n in ("presence_penalty", "frequency_penalty") if own[f"{n[:-7]}context_size"] is None}
+    processors: list[LogitsProcessor] = make_logits_processors(**own)
+    sizes = dict.fromkeys(("presence_context_size", "frequency_context_size"), 2**31 - 1)
+    return processors + [partial(_of_answer, p, n_prompt) for p in make_logits_processors(**of_answer, **sizes)]
+
+
+def _of_answer(penalty: LogitsProcessor, n_prompt: int, tokens: mx.array, logits: mx.array) -> mx.array:
+    return penalty(tokens[n_prompt:], logits)
 
 
 def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -> mx.array:
