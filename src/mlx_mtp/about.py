@@ -134,7 +134,12 @@ def _local(name: str) -> Lines:
     if isinstance(model, MTPModel):
         yield "Self-test", str(ensure_tested(model, name) or "could not run")
     if not has_head(model):
-        yield "Head", (head := _to_fetch(name))
+        try:
+            has_usable_head(CheckpointReader(name))
+            head = _to_fetch(name)
+        except (OSError, ValueError) as e:
+            head = f"not usable: {e}"
+        yield "Head", head
         yield "Verdict", f"no drafts: its head is {head}"
         return
     yield "Needs", f"{needs_of(model, CONTEXT)} with a text of {CONTEXT} tokens"
@@ -155,10 +160,6 @@ def _local(name: str) -> Lines:
 
 def _to_fetch(name: str) -> str:
     """The head of a checkpoint without one."""
-    try:
-        has_usable_head(CheckpointReader(name))
-    except (OSError, ValueError) as e:
-        return f"not usable: {e}"
     if (found := head_to_fetch(name)) is None:
         return "missing, and its base model was not found: name a head with --mtp HEAD"
     return f"that of {found[0]}, {size(found[1])}: --mtp fetches it"

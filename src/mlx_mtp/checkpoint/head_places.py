@@ -3,21 +3,18 @@
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..models.head_weights import MARKER, split_head
 from .config import EXTRA_TENSORS
 from .hub import WEIGHTS, is_inside
 
-if TYPE_CHECKING:
-    from .reader import CheckpointReader
-
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def places_of_heads(checkpoint: "CheckpointReader") -> Iterator[Mapping[str, str]]:
-    """The files of tensors among which a head may be: in the file that the config names, the model's, in another index, and in
-    files that nothing names. Errors are those of ``CheckpointReader.head_map``."""
+def places_of_heads(checkpoint: Any) -> Iterator[Mapping[str, str]]:
+    """The files of tensors among which a head may be, in a ``CheckpointReader``: those in the file that the config names, the
+    model's, those of another index, and those in files that nothing names. Errors are those of its ``head_map``."""
     model_map = checkpoint.model_map  # its errors first
     if (named := _file_in_config(checkpoint)) is not None:
         yield dict.fromkeys(checkpoint.header(named).tensors, named)
@@ -33,7 +30,7 @@ def places_of_heads(checkpoint: "CheckpointReader") -> Iterator[Mapping[str, str
     yield _in_unnamed_files(checkpoint)
 
 
-def _file_in_config(checkpoint: "CheckpointReader") -> str | None:
+def _file_in_config(checkpoint: Any) -> str | None:
     """The file that the config names for the head."""
     extra = (checkpoint.config or {}).get(EXTRA_TENSORS)
     file = extra.get("mtp_file") if isinstance(extra, dict) else None
@@ -44,7 +41,7 @@ def _file_in_config(checkpoint: "CheckpointReader") -> str | None:
     return file
 
 
-def _in_unnamed_files(checkpoint: "CheckpointReader") -> dict[str, str]:
+def _in_unnamed_files(checkpoint: Any) -> dict[str, str]:
     """The file of every tensor of a head in files that mlx-lm does not load, those named like a head first. Files whose names
     differ only in numbers belong together."""
     files = [file for file in checkpoint.files if file.endswith(".safetensors") and not is_models(file)]
@@ -79,5 +76,5 @@ def check_inside(file: Any, named_by: str, name: str) -> None:
         raise ValueError(f"The {named_by} of {name} names the file {file!r}, which is not in its folder.")
 
 
-def missing_file(checkpoint: "CheckpointReader", file: str, named_by: str) -> FileNotFoundError:
+def missing_file(checkpoint: Any, file: str, named_by: str) -> FileNotFoundError:
     return FileNotFoundError(f"{checkpoint.name} lacks {file}, which its {named_by} names: download it again.")

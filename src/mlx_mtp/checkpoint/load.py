@@ -126,7 +126,7 @@ def load(
             check_config(checkpoint.config, name)
         check_before_download(checkpoint, account, context, is_plain, bool(mtp), vision == "auto", ngram_memory)
         files = None if stage is None else stage.files
-        folder = fetch(name, checkpoint.revision or revision, *_head_files(checkpoint, mtp), weights=files)
+        folder = fetch(name, revision, *_head_files(checkpoint, mtp), weights=files)
         checkpoint = CheckpointReader(name, folder=folder, needed=files)
     own = {**(model_config or {}), **model_type_of(checkpoint.config)}
     if mtp == "cached":
@@ -142,8 +142,9 @@ def load(
         fetched = fetch_missing_head(checkpoint) if mtp == "auto" else None
         if mtp == "auto":
             mtp = True if fetched is None else str(fetched.folder)
-        head = _head_of(checkpoint, mtp)
-        holds = check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", ngram_memory, head)
+        source = _source_of_head(checkpoint, mtp)
+        holds = check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", ngram_memory, source)
+        head = None if source is None else head_formats.read_head(source)
         changes = {**own, "mtp_num_hidden_layers": int(bool(mtp))}
         model, config = _load_model(checkpoint, head, changes, lazy or ranks is not None, trust_remote_code, stage)
         open_tables(model, checkpoint, in_memory=holds and not lazy)
@@ -239,15 +240,15 @@ def _load_in_mlx_lm(
     return loaded
 
 
-def _head_of(checkpoint: CheckpointReader, mtp: bool | str) -> head_formats.Head | None:
-    """The head to load. An error tells if there is none, it cannot be used, or a file is missing."""
+def _source_of_head(checkpoint: CheckpointReader, mtp: bool | str) -> CheckpointReader | None:
+    """The checkpoint of the head to load. An error tells if there is none, it cannot be used, or a file is missing."""
     if isinstance(mtp, str):
         _ = checkpoint.model_map  # checks the index
-        return head_formats.read_head(head_formats.fetch_drafter(mtp, checkpoint))
+        return head_formats.fetch_drafter(mtp, checkpoint)
     if not mtp:
         return None
     head_formats.check_head(checkpoint)
-    return head_formats.read_head(checkpoint)
+    return checkpoint
 
 
 def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, asked: bool | str) -> None:

@@ -25,7 +25,6 @@ from ..memory import (
 from ..models.head_weights import split_head
 from .catalog import published
 from .config import check_config, skeleton
-from .head_formats import Head
 from .hub import WEIGHTS, sizes_to_download
 from .ngram_files import without_tables
 from .reader import CheckpointReader, n_bytes
@@ -51,12 +50,12 @@ def check_memory(
     has_head: bool,
     has_tower: bool,
     ngram_memory: bool | None,
-    head: Head | None = None,
+    source: CheckpointReader | None = None,
 ) -> bool:
-    """Raise a ValueError if the tensors of a checkpoint, and a head that may be another's, do not fit in memory with a text of
-    ``context`` tokens; in plain mlx-lm, which drops heads and towers, without a text. No ``account``, no check.
+    """Raise a ValueError if a checkpoint, with the head of ``source``, does not fit in memory with a text of ``context`` tokens.
 
-    Tables of n-gram embeddings are in memory if ``ngram_memory``; ``None``: if they leave a share of the memory free.
+    In plain mlx-lm, which drops heads and towers, it is checked without a text. No ``account``, no check. Tables of n-gram
+    embeddings are in memory if ``ngram_memory``; ``None``: if they leave a share of the memory free.
 
     Returns:
         bool: Whether there are such tables in memory.
@@ -72,8 +71,8 @@ def check_memory(
     others, table_bytes = without_tables(tensors)
     _check_arrays(others, name)
     needs, sizes = needs_of_checkpoint(checkpoint, context, has_head, has_tower)
-    if head is not None:
-        needs = needs._replace(head=sum(w.nbytes for w in head.weights.values()))
+    if source is not None:
+        needs = needs._replace(head=_nbytes(source.head()))
     if ngram_memory is None:
         most = min(memory.NGRAM_SHARE * min(memory.total_memory(), account.limit), account.left)
         ngram_memory = needs.total + table_bytes <= most

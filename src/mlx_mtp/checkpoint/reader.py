@@ -229,7 +229,7 @@ class CheckpointReader:
 def fetch_checkpoint(path_or_hf_repo: str, revision: str | None = None) -> CheckpointReader:
     """Fetch a checkpoint with all files of its head."""
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
-    folder = fetch(path_or_hf_repo, checkpoint.revision or revision, *checkpoint.head_files)
+    folder = fetch(path_or_hf_repo, revision, *checkpoint.head_files)
     return CheckpointReader(path_or_hf_repo, folder=folder)
 
 

@@ -250,7 +250,9 @@ def make_penalties(given: Any, n_prompt: int) -> list[LogitsProcessor]:
     size, they are mlx-lm's.
     """
     own = {**vars(given)}
-    of_answer = {n: own.pop(n) for n in ("presence_penalty", "frequency_penalty") if own[f"{n[:-7]}context_size"] is None}
+    of_answer = {
+        n: own.pop(n) for n in ("presence_penalty", "frequency_penalty") if own[f"{n[:-7]}context_size"] is None
+    }
     processors: list[LogitsProcessor] = make_logits_processors(**own)
     sizes = dict.fromkeys(("presence_context_size", "frequency_context_size"), 2**31 - 1)
     return processors + [partial(_of_answer, p, n_prompt) for p in make_logits_processors(**of_answer, **sizes)]
