@@ -52,7 +52,7 @@ def check_memory(
     ngram_memory: bool | None,
     source: CheckpointReader | None = None,
 ) -> bool:
-    """Raise a ValueError if a checkpoint, with the head of ``source``, does not fit in memory with a text of ``context`` tokens.
+    """Raise a ValueError if a checkpoint, with a head of ``source``, does not fit in memory with a text of ``context`` tokens.
 
     In plain mlx-lm, which drops heads and towers, it is checked without a text. No ``account``, no check. Tables of n-gram
     embeddings are in memory if ``ngram_memory``; ``None``: if they leave a share of the memory free.
