@@ -54,7 +54,12 @@ def test_an_answer_is_taken_apart_and_a_stop_word_ends_its_content():
 
 def test_tools_are_refused_where_the_model_writes_calls_as_others_do():
     tokenizer = SimpleNamespace(
-        has_chat_template=True, has_tool_calling=True, tool_parser=pythonic.parse_tool_call, get_vocab=lambda: {"a": 0}
+        has_chat_template=True,
+        has_tool_calling=True,
+        tool_parser=pythonic.parse_tool_call,
+        get_vocab=lambda: {"a": 0},
+        added_tokens_decoder={},
+        chat_template="",
     )
     request = Request("chat", "", [{"role": "user", "content": "a"}], TOOLS, None)
     request.args = SimpleNamespace(chat_template_kwargs=None)

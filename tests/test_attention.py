@@ -32,7 +32,7 @@ def calls(monkeypatch):
         calls.append((queries.shape[2], (keys[0] if isinstance(keys, tuple | list) else keys).shape[2]))
         return original(queries, keys, *args, **kwargs)
 
-    for module in ("mlx_mtp.layers.layer", "mlx_mtp.layers.mtp", "mlx_lm.models.qwen3_next"):
+    for module in ("mlx_mtp.layers.layer", "mlx_lm.models.qwen3_next"):
         monkeypatch.setattr(f"{module}.scaled_dot_product_attention", attention)
     return calls
 

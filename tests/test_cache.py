@@ -11,7 +11,7 @@ from mlx_lm.models import cache as stock
 from mlx_mtp.caches import indexed
 from mlx_mtp.caches.prompt_cache import open_prompt_cache, release
 from mlx_mtp.caches.recurrent import ArraysCache, Recorded, open_windows, rewound, rollback
-from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, Rows
+from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, QuantizedKVRows, Rows
 from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one
 from tests.support.models import FAMILIES, FLASH, arrays_equal, deep_model, model_of, tiny_model
 from tests.support.profiles import LONG
@@ -148,8 +148,7 @@ def test_rows_of_named_arrays(bits, tmp_path):
     stock.save_prompt_cache(str(tmp_path / "caches.safetensors"), alone)
     loaded = [indexed.adopted(c) for c in stock.load_prompt_cache(str(tmp_path / "caches.safetensors"))]
     assert [type(c) for c in loaded[1:]] == [type(c) for c in alone[1:]]
-    rows = KVRows(alone[0].names)
-    rows = rows.to_quantized(32, bits) if bits else rows
+    rows = QuantizedKVRows(32, bits, alone[0].names) if bits else KVRows(alone[0].names)
     rows.join([alone[0], *loaded[1:]], Ends())
     rows.ends = Ends(lengths, (0, 0, 0))
     new = tokens(5)

@@ -67,7 +67,7 @@ def test_it_ends_when_its_time_is_over(cache_folder, monkeypatch, n_calls):
     model = tiny_model("qwen3_5")
     result = self_test.ensure_tested(model, "NAME")
     assert result.wrong == []
-    assert len(n_steps) <= n_calls
+    assert len(n_steps) <= n_calls + 1  # the step after which it ends
     times = times_of(model).estimate
     assert times == sorted(times)
     assert bool(result.seconds) == (n_calls > 10)
@@ -95,7 +95,7 @@ def test_an_error_of_the_test_ends_no_load(cache_folder, monkeypatch, caplog, er
     [record] = caplog.records
     assert "dense could not be tested on this device: " in record.message
     assert "\n" not in record.message
-    assert (model.drafting.timing, model.drafting.seconds) == (None, {})
+    assert model.drafting.times is None
     assert mlx_mtp.generate(model, mlx_mtp.load(str(DATA / "dense"), lazy=True)[1], "def", max_tokens=4)
 
 

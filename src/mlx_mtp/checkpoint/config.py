@@ -137,7 +137,7 @@ def with_output_layer(config: Config, is_tied: bool) -> Config:
 
 def first_difference(config: Config, other: Config) -> str:
     """Describe the first size in which two models differ; empty if all known sizes agree."""
-    a, b = ({**c.get("text_config", {}), **c} for c in (config, other))
+    a, b = (canonical({**c.get("text_config", {}), **c}) for c in (config, other))
     for c in (a, b):
         if (base := BASES.get(str(c.get("model_type")))) is not None:
             c["model_type"] = base
