@@ -302,13 +302,15 @@ class QwenReader:
 
 def ends_in_reasoning(prompt: str, think: tuple[str, str] | None, prefill: str = "") -> bool | None:
     """Whether a prompt ends within reasoning; ``None`` if it has ended none. Its end alone decides: a mark that the template
-    writes there, and behind it the beginning of the answer (``prefill``).
+    writes there, and behind it the beginning of the answer (``prefill``). A mark within a line of the prefill is a mention.
     """
     if think is None:
         return None
     begun = prefill.strip()
     n = prompt.rfind(begun) if begun and begun in prompt else len(prompt)
     opens, ends = (prompt[:n].rstrip().endswith(mark) for mark in think)
+    if not opens and begun.split("\n", 1)[0].strip() != think[0]:
+        return False if ends else None
     reader = QwenReader(think, opens, None, patience=None)
     reader.add(prompt[n:])
     return True if reader.in_reasoning else False if opens or ends else None
