@@ -131,7 +131,7 @@ def test_refuses_by_name():
         (dict(tool_choice="required", tools=PICKS, guided_regex="a"), "tool_choice cannot be combined with guided_re"),
         (dict(tool_choice="required"), "requires a call, but the request has no tools"),
         (dict(tool_choice={"type": "function", "function": {"name": "rm"}}, tools=PICKS), "there is no tool 'rm'"),
-        (dict(tool_choice={"type": "allowed_tools"}, tools=PICKS), none),
+        (dict(tool_choice={"type": "allowed_tools"}, tools=PICKS), "allowed_tools must have a mode"),
         *(
             (dict(tool_choice={"type": "function", "function": f}, tools=PICKS), none)
             for f in ("f", 5, {"name": []}, {})

@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 import time
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -53,7 +54,8 @@ def test_the_weights_go_and_come_back_and_the_prompts_stay(engine):
         assert again.n_read < 8
     assert {*held[1:]} == {held[1]}
     assert sum(isinstance(x, TokenizerWrapper | CheckpointReader) for x in gc.get_objects()) <= n_objects
-    assert held[0][0] < admission.caches.nbytes + loaded / 50
+    weights = sum(file.stat().st_size for file in Path(TRAINED).glob("*.safetensors"))
+    assert loaded - held[0][0] > 0.9 * weights  # beside what other tests of this process hold
     assert admission.max_cache_bytes == pytest.approx(limit, rel=0.05)
 
 

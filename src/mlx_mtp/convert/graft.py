@@ -84,8 +84,9 @@ def _head(
 
 def _as_parameters(head: Mapping[str, mx.array], reading: Reading, config: Config, name: str) -> dict[str, mx.array]:
     """The parameters of a model for a head whose norms are read in this way."""
-    prefix, norms = skeleton(config, name).head_prefix, with_ones(norms_of(head), reading)
-    return {prefix + name: w for name, w in {**head, **norms}.items()}
+    model = skeleton(config, name)
+    norms = with_ones(norms_of(head), reading) if model.shifts_norms else {}
+    return {model.head_prefix + name: w for name, w in {**head, **norms}.items()}
 
 
 def _tower(donor: CheckpointReader, receiver: CheckpointReader, config: Config, folder: Path) -> dict[str, mx.array]:
