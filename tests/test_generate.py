@@ -170,7 +170,8 @@ def test_resumes_a_prompt_cache_file(capsys, trained, tmp_path):
     args = ["--mtp", "-m", 15, "--verbose", "F", "--prompt-cache-file", file, "--prompt", more]
     tokens = tokenizer.encode(PROMPT) + tokenizer.encode(more)
     want = mlx_lm.generate(model, tokenizer, tokens, max_tokens=15).rstrip("\n")
-    assert run(capsys, *args)[1].rstrip("\n") == want
+    status, out, err = run(capsys, *args)
+    assert (status, out.rstrip("\n")) == (0, want), err
 
     assert refused(capsys, *args, "--model", mlx_mtp.DEMO)
     cache[-1][2] = mx.array([4_000_000], mx.uint32)
