@@ -147,13 +147,9 @@ def measure_readings(
 
 def _rate(model: MTPModel, tokens: mx.array, hidden: mx.array, choices: mx.array) -> float:
     """The share of the head's drafts that are the model's choices, given tokens [1, T] and hidden states [1, T, H]."""
-    lm_head, model.drafting.lm_head = model.drafting.lm_head, None  # a cheaper output layer is not the head's
-    try:
-        out = model.mtp(model.model.embed_tokens(tokens[:, 1:]), hidden[:, :-1])
-        drafts = mx.argmax(model.draft_logits(out), axis=-1)
-        return float(mx.mean(drafts == choices[:, 1:]))
-    finally:
-        model.drafting.lm_head = lm_head
+    out = model.mtp(model.model.embed_tokens(tokens[:, 1:]), hidden[:, :-1])
+    drafts = mx.argmax(model.project(model.mtp.output(out)), axis=-1)  # not a cheaper output layer's
+    return float(mx.mean(drafts == choices[:, 1:]))
 
 
 def read_norms(model: Any, norms: Mapping[str, mx.array], reading: Reading) -> None:

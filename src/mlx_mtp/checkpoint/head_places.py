@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
+from pathlib import PurePosixPath
 from typing import Any
 
 from ..models.head_weights import MARKER, split_head
@@ -21,7 +22,7 @@ def places_of_heads(checkpoint: Any) -> Iterator[Mapping[str, str]]:
     yield model_map
     for file in checkpoint.files:
         if file.endswith(".safetensors.index.json") and file != INDEX_FILE:
-            place = checkpoint.read_index(file)
+            place = read_index(checkpoint, file)
             if MARKER in split_head(place)[1]:
                 for own in sorted({*place.values()}):
                     if not checkpoint.has(own):
@@ -59,6 +60,17 @@ def _in_unnamed_files(checkpoint: Any) -> dict[str, str]:
         if MARKER in split_head(found)[1]:
             return found
     return {}
+
+
+def read_index(checkpoint: Any, file: str) -> dict[str, str]:
+    """The file of every tensor in an index. A ValueError tells if it is damaged, or names a file outside the checkpoint."""
+    weights = checkpoint.read_json(file).get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(own, str) for own in weights.values()):
+        raise ValueError(f"{file} of {checkpoint.name} has no weight_map: download it again.")
+    weights = {name: str(PurePosixPath(file).parent / own) for name, own in weights.items()}
+    for own in set(weights.values()):
+        check_inside(own, file, checkpoint.name)
+    return weights
 
 
 def _without_numbers(file: str) -> str:

@@ -38,7 +38,7 @@ from .memory_check import check_before_download, check_memory
 from .ngram_files import open_tables
 from .originals import HEADS, check_not_fp8, fetched_before, forget
 from .part import Stage, check_complete, divide, evaluate, make_ranks
-from .reader import CheckpointReader
+from .reader import CheckpointReader, is_tied
 from .self_test import ensure_tested
 from .settings import cheapen_drafts, check_bits, find
 from .settings import read as read_settings
@@ -134,7 +134,7 @@ def load(
     _check_drafting(mtp, drafting, settings)
     if (checkpoint.config or {}).get("model_type") in MODEL_TYPES:
         config = check_config(checkpoint.config, checkpoint.name)
-        own = with_output_layer(config, checkpoint.is_tied) | own
+        own = with_output_layer(config, is_tied(checkpoint)) | own
     if not mtp and not copy_drafts and ranks is None:
         check_memory(checkpoint, account, context, True, False, False, False)
         return _load_in_mlx_lm(checkpoint, adapter_path, trust_remote_code, tokenizer_config, own, lazy, return_config)
@@ -151,12 +151,7 @@ def load(
         model = model if adapter_path is None else with_adapter(model, adapter_path)
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
     model.ranks, model.fetched_head = ranks, fetched
-    if model.no_images is None:
-        model.vision = find_vision(checkpoint, config)
-    elif vision == "auto":
-        raise ValueError(model.no_images)
-    if model.vision is None and vision == "auto":
-        model.vision = fetch_tower(checkpoint, config)
+    model.vision = _vision_of(model, checkpoint, config, may_fetch=vision == "auto")
     if mtp:
         if all(x is None for x in drafting):
             drafting = _apply_settings(model, settings, checkpoint.path, mtp, adapter_path)
@@ -319,6 +314,16 @@ def _class_of(base: Any, head: head_formats.Head | None, stage: Stage | None) ->
             return sanitized
 
     return Model
+
+
+def _vision_of(model: MTPModel, checkpoint: CheckpointReader, config: Config, may_fetch: bool) -> Vision | None:
+    """The vision of a loaded model: its checkpoint's, or its base model's if that may be fetched."""
+    if model.no_images is not None:
+        if may_fetch:
+            raise ValueError(model.no_images)
+        return None
+    own = find_vision(checkpoint, config)
+    return fetch_tower(checkpoint, config) if own is None and may_fetch else own
 
 
 def find_vision(checkpoint: CheckpointReader, config: Config) -> Vision | None:

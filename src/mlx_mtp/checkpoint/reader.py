@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from ..images.tower import split_tower
 from ..models.head_weights import split_head
 from .catalog import resolve
 from .config import Config, canonical, parse_json
-from .head_places import INDEX_FILE, check_inside, is_models, missing_file, places_of_heads
+from .head_places import INDEX_FILE, is_models, missing_file, places_of_heads, read_index
 from .hub import check_format, check_path, commit_of, fetch, hub_errors, list_files
 
 HEADER_BYTES = 100_000  # requested at first, enough for most headers
@@ -112,21 +112,10 @@ class CheckpointReader:
     def header(self, file: str) -> Header:
         """Read and check the header of a safetensors file once, see ``read_header``."""
         if file not in self._headers:
-            self._headers[file] = self._read_header(file)
+            name, here = f"{file} of {self.name}", self._here(file)
+            own = _download_header(self.name, self.revision, file, name) if here is None else read_header(here, name)
+            self._headers[file] = own
         return self._headers[file]
-
-    def _read_header(self, file: str) -> Header:
-        if (here := self._here(file)) is not None:
-            return read_header(here, f"{file} of {self.name}")
-        data, size = _download(self.name, self.revision, file, 0, HEADER_BYTES)
-        length = min(8 + int.from_bytes(data[:8], "little"), size)
-        if length > len(data):
-            data += self.read(file, len(data), length)
-        with TemporaryDirectory() as folder:
-            copy = Path(folder) / "header"
-            copy.write_bytes(data[:length])
-            os.truncate(copy, size)  # a sparse file of the same size takes no space
-            return read_header(copy, f"{file} of {self.name}")
 
     def has(self, file: str) -> bool:
         return file in self.files if self.folder is None else (self.folder / file).exists()
@@ -139,26 +128,10 @@ class CheckpointReader:
             raise FileNotFoundError(f"No safetensors found in {self.name}")
         return files
 
-    @property
-    def is_tied(self) -> bool:
-        """Whether the embedding is the output layer: where no ``lm_head`` is stored, whatever the config says."""
-        tensors = (name for file in self.model_files for name in self.header(file).tensors)
-        return not any(name.removeprefix("language_model.").startswith("lm_head.") for name in tensors)
-
     @cached_property
     def index(self) -> dict[str, str]:
         """The file of every tensor in the index; empty without one."""
-        return self.read_index(INDEX_FILE) if INDEX_FILE in self.files else {}
-
-    def read_index(self, file: str) -> dict[str, str]:
-        """The file of every tensor in an index. A ValueError tells if it is damaged, or names a file outside the checkpoint."""
-        weights = self.read_json(file).get("weight_map")
-        if not isinstance(weights, dict) or not all(isinstance(own, str) for own in weights.values()):
-            raise ValueError(f"{file} of {self.name} has no weight_map: download it again.")
-        weights = {name: str(PurePosixPath(file).parent / own) for name, own in weights.items()}
-        for own in set(weights.values()):
-            check_inside(own, file, self.name)
-        return weights
+        return read_index(self, INDEX_FILE) if INDEX_FILE in self.files else {}
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -180,7 +153,7 @@ class CheckpointReader:
         read = set() if self.folder is None and self.index else {*self.model_files, *named} - absent
         found = {name: file for file in sorted(read) for name in self.header(file).tensors}
         if lost := sorted(name for name, file in self.index.items() if file in read and name not in found):
-            raise self._lacks(lost[0])
+            raise _lacking(self.name, lost[0])
         return self.index | found
 
     @cached_property
@@ -203,16 +176,13 @@ class CheckpointReader:
             return []  # no header is read on the hub
         return sorted({file for file in self.head_map.values() if not is_models(file)})
 
-    def _lacks(self, tensor: str) -> ValueError:
-        return ValueError(f"{self.name} lacks the tensor {tensor}, which its index names: download it again.")
-
     def tensors(self, files: Mapping[str, str]) -> dict[str, TensorInfo]:
         """Describe tensors in these files. Raises a ValueError if a file lacks one that the index names."""
         found = {}
         for name, file in files.items():
             tensor = self.header(file).tensors.get(name)
             if tensor is None:
-                raise self._lacks(name)
+                raise _lacking(self.name, name)
             found[name] = tensor
         return found
 
@@ -224,6 +194,16 @@ class CheckpointReader:
         """Describe the vision encoder's tensors; empty if there is none."""
         names = split_tower({name: name for name in self.model_map})[1].values()
         return self.tensors({name: self.model_map[name] for name in names})
+
+
+def _lacking(name: str, tensor: str) -> ValueError:
+    return ValueError(f"{name} lacks the tensor {tensor}, which its index names: download it again.")
+
+
+def is_tied(checkpoint: CheckpointReader) -> bool:
+    """Whether the embedding is the output layer: where no ``lm_head`` is stored, whatever the config says."""
+    tensors = (name for file in checkpoint.model_files for name in checkpoint.header(file).tensors)
+    return not any(name.removeprefix("language_model.").startswith("lm_head.") for name in tensors)
 
 
 def fetch_checkpoint(path_or_hf_repo: str, revision: str | None = None) -> CheckpointReader:
@@ -256,6 +236,19 @@ def read_header(file: Path, name: str) -> Header:
     with file.open("rb") as f:
         start = 8 + int.from_bytes(f.read(8), "little")
     return Header(header.tensors, header.metadata or {}, start)
+
+
+def _download_header(repo: str, revision: str | None, file: str, name: str) -> Header:
+    """``read_header`` of a file on the hub."""
+    data, size = _download(repo, revision, file, 0, HEADER_BYTES)
+    length = min(8 + int.from_bytes(data[:8], "little"), size)
+    if length > len(data):
+        data += _download(repo, revision, file, len(data), length)[0]
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / "header"
+        copy.write_bytes(data[:length])
+        os.truncate(copy, size)  # a sparse file of the same size takes no space
+        return read_header(copy, name)
 
 
 def n_bytes(tensor: TensorInfo) -> int:

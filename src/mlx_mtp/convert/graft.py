@@ -74,19 +74,19 @@ def _head(
         raise ValueError(f"{donor.name} does not fit {receiver.name}: {difference}.")
     print("[INFO] Reading the head")
     weights, measured = split_head(_read(donor, tensors, folder))[1], known(key_of(donor, donor))
-    head = sanitize_head(skeleton(config, receiver.name).mtp, weights, raw=False)
+    model = skeleton(config, receiver.name)
+    head = sanitize_head(model.mtp, weights, raw=False)
     if dtype is not None:
         head = {n: w.astype(getattr(mx, dtype)) if mx.issubdtype(w.dtype, mx.floating) else w for n, w in head.items()}
     if measured is None or measured.reading is None:
-        return head, told_by(has_raw_head(donor))
+        return head, told_by(model.shifts_norms and has_raw_head(donor))
     return head, measured.reading
 
 
 def _as_parameters(head: Mapping[str, mx.array], reading: Reading, config: Config, name: str) -> dict[str, mx.array]:
     """The parameters of a model for a head whose norms are read in this way."""
-    model = skeleton(config, name)
-    norms = with_ones(norms_of(head), reading) if model.shifts_norms else {}
-    return {model.head_prefix + name: w for name, w in {**head, **norms}.items()}
+    prefix, norms = skeleton(config, name).head_prefix, with_ones(norms_of(head), reading)
+    return {prefix + name: w for name, w in {**head, **norms}.items()}
 
 
 def _tower(donor: CheckpointReader, receiver: CheckpointReader, config: Config, folder: Path) -> dict[str, mx.array]:

@@ -215,7 +215,7 @@ class Decoder:
         self.commit()
         self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
         tokens = mx.array([[s.take_last()] for s in sequences], mx.uint32)  # [B, 1]
-        embeddings = [self._own_embedding(s, token) for s, token in zip(sequences, tokens)]
+        embeddings = [_own_embedding(self.model, s, token) for s, token in zip(sequences, tokens)]
         starts = [math.inf if s.kv.kv_bits is None else s.kv.quantized_kv_start for s in sequences]
         self.cache.join([s.cache for s in sequences], starts)
         self.head.join([s.cache for s in sequences], tokens, embeddings)
@@ -229,12 +229,6 @@ class Decoder:
             release(s.cache)
             s.start()
             self.drafter.observe([*s.cached_text, *s.tokens])
-
-    def _own_embedding(self, s: Sequence, token: mx.array) -> mx.array | None:
-        """The embedding of a prompt's last position, [1, H]; ``None`` if it is its token's [1], so that the head can draft."""
-        if s.embeddings is None or mx.array_equal(s.embeddings, self.model.model.embed_tokens(token)):
-            return None
-        return s.embeddings
 
     def filter(self, sequences: list[Sequence]) -> None:
         """Keep these sequences."""
@@ -272,6 +266,13 @@ class Decoder:
         # Now: until then they keep the caches of all sequences alive, and another thread cannot evaluate arrays of this one.
         mx.async_eval([c.state for c in cache.entries])
         return n
+
+
+def _own_embedding(model: MTPModel, s: Sequence, token: mx.array) -> mx.array | None:
+    """The embedding of a prompt's last position, [1, H]; ``None`` if it is its token's [1], so that the head can draft."""
+    if s.embeddings is None or mx.array_equal(s.embeddings, model.model.embed_tokens(token)):
+        return None
+    return s.embeddings
 
 
 def draft_limit(decoder: Decoder, b: int) -> int:

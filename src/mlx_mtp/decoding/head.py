@@ -35,7 +35,7 @@ from ..models.mixin import MTPModel
 from ..sampling.acceptance import Drafted, n_leading
 from ..sampling.processors import restoring_random_state
 from .sequence import Sequence
-from .window import NO_TOKENS, groups_of, normalized, rows_of
+from .window import NO_TOKENS, groups_of, normalized, of_members
 
 MAX_PENDING = 512  # pairs that steps without the head's drafts leave to it for later
 
@@ -234,7 +234,7 @@ class HeadDrafter:
                     continue
                 try:
                     with restoring_random_state():
-                        chosen, proposal, processed = _draft(sequences, members, rows_of(logits, members), drafts)
+                        chosen, proposal, processed = _draft(sequences, members, of_members(logits, members), drafts)
                 except Exception:  # no draft, and the target calls them again
                     for b in members:
                         counts[b] = min(counts[b], i)

@@ -38,6 +38,7 @@ from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..pacing.depth import Depth
 from ..pacing.step_times import PLAIN_PLAN
+from ..sampling.acceptance import make_acceptance
 from .counts import DraftCounts
 from .decoder import Decoder, DecoderState
 from .planner import Planner
@@ -132,7 +133,7 @@ def mtp_generate_step(
     planner = Planner(mtp_model, number if isinstance(number, Depth) else None, uses_times)
     if planner.exchange is not None:
         with mx.stream(stream):
-            sequence.sample_with(planner.exchange.agree(prompt, cache.n_tokens, sampler))
+            sequence.acceptance = make_acceptance(planner.exchange.agree(prompt, cache.n_tokens, sampler))
     decoder = Decoder(mtp_model, kv=kv, exchange=planner.exchange, stream=stream)
     progress = prompt_progress_callback or (lambda *_: None)
     yield from _generate(decoder, planner, sequence, prefill_step_size, progress)

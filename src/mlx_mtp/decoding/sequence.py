@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
-from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
@@ -85,15 +84,11 @@ class Sequence:
         self.prompt_end = self.cache.n_tokens + self.n_prompt  # the index after the prompt
         self.n_generated = self.n_observed = 0
         self.context: mx.array | None = None  # [N], for the logits processors
-        self.sample_with(self.options.sampler)
+        self.acceptance = make_acceptance(self.options.sampler)
         number = self.options.num_draft_tokens
         self.number = number if isinstance(number, int) else None  # of drafts; ``None`` if it is chosen at every step
         self.rates = Rates(MAX_DRAFT_TOKENS)  # of the head's drafts
         self.sources: dict[str, Source] = {}  # other than the head, by name
-
-    def sample_with(self, sampler: AnySampler | None) -> None:
-        """Raise a ValueError if the sampler is for a text that has begun."""
-        self.acceptance = make_acceptance(sampler)
 
     @property
     def needs_tokens(self) -> bool:

@@ -139,7 +139,7 @@ def choose(window: Window) -> Choice:
         running = [sequences[b] for b in members if sequences[b].end is None]
         with own_errors(running):
             if running:
-                (first, *_), own = members, rows_of(logprobs, members)
+                (first, *_), own = members, of_members(logprobs, members)
                 if sequences[first].logits_processors:
                     own = own_logprobs[first] = _processed(window, first)
                 verdict = _verdict(window, members, own, proposals)
@@ -163,7 +163,7 @@ def _verdict(window: Window, members: list[int], logprobs: mx.array, proposals: 
     """The verdict on the drafts of sequences with equal samplers, by their log probabilities, [G, n, V]."""
     sequences, plans = window.sequences, window.drafts.plans
     n = min(max(plans[b].k for b in members) + 1, logprobs.shape[1])
-    drafts = rows_of(window.drafts.tokens, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
+    drafts = of_members(window.drafts.tokens, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
     own = [(sequences[b], plans[b]) for b in members]
     texts = [Drafted(s.acceptance, s.n_generated, plan.k, plan.skips_head) for s, plan in own]
     return sequences[members[0]].acceptance.accept(texts, logprobs[:, :n], drafts, proposals)
@@ -177,7 +177,8 @@ def groups_of(sequences: list[Sequence]) -> list[list[int]]:
     return list(groups.values())
 
 
-def rows_of(x: mx.array, members: list[int]) -> mx.array:
+def of_members(x: mx.array, members: list[int]) -> mx.array:
+    """The rows of some sequences, [G, ...] of [B, ...]."""
     return x if len(members) == len(x) else x[mx.array(members)]
 
 

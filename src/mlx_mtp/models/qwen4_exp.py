@@ -25,6 +25,7 @@ from ..layers.passes import Pass, current_pass
 from ..layers.sparse import Indexer, Norm
 from . import qwen3_5
 from .family import FamilyModel
+from .head_weights import is_raw
 from .ngrams import NgramEmbedding, NgramHash, NgramTable, add_ngrams
 
 TABLE = ".ple.ple_embedding.ngram_embedding."  # in the names of a table's tensors
@@ -312,8 +313,7 @@ class TextModel(stock.TextModel):
         weights = {name: w for name, w in weights.items() if TABLE not in name}
         if self.args.tie_word_embeddings:
             weights.pop("lm_head.weight", None)
-        is_raw = lambda name, w: "conv1d.weight" in name and w.shape[-1] != 1  # noqa: E731
-        return {name: w.moveaxis(2, 1) if is_raw(name, w) else w for name, w in weights.items()}
+        return {name: w.moveaxis(2, 1) if is_raw({name: w}) else w for name, w in weights.items()}
 
 
 class Model(FamilyModel, qwen3_5_moe.Model):

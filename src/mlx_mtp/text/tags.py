@@ -23,7 +23,6 @@ _OPENED = r"(?:>|(?=\n))"  # the end of an opening tag
 _CLOSED = rf"[^\n<>]{{0,{LONGEST_KEY}}}(?:>|(?=[\n<]))"  # the end of a closing tag
 PARAMETER = rf"<parameter{_IS}(?P<key>{_KEY}){_OPENED}"
 CLOSE_FUNCTION = rf"</function{_CLOSED}"
-_FUNCTION = rf"</function{_CLOSED}"
 _FUNCTION = rf"<function{_IS}[\"']?(?P<name>[^\s<>\"']{{1,256}})[\"']? ?{_OPENED}"
 FUNCTION = rf"{_FUNCTION}(?={SPACE}(?:<parameter{_IS}{_KEY}{_OPENED}|{CLOSE_FUNCTION}|{END}))"
 NEXT = regex.compile(

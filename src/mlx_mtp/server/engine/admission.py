@@ -112,9 +112,9 @@ class Admission:
         ] = {}  # a batch pads those that are quantized and those that are not apart
         for r in (*running, request):
             n = r.n_prompt + r.n_tokens
-            kinds.setdefault(tuple(self._kv(r).at(n).items()), []).append(n)
+            kinds.setdefault(tuple(_kv_of(self.options, r).at(n).items()), []).append(n)
         caches = sum(self.sizes.caches_of_several(lengths, **dict(kind)) for kind, lengths in kinds.items())
-        kv, n, sizes = self._kv(request), request.n_prompt, self.sizes
+        kv, n, sizes = _kv_of(self.options, request), request.n_prompt, self.sizes
         chunk, start = min(n, self.options.prefill_step_size), kv.quantized_kv_start
         most = sizes.chunk(chunk, n, kv.at(n).get("kv_bits"))
         if kv.at(n):  # where keys and values are quantized, they exist twice
@@ -124,14 +124,10 @@ class Admission:
         tower = 0 if pictured is None else pictured.vision.unread_bytes
         return caches - self.batch.prompt_cache_nbytes + most + tower
 
-    def _kv(self, request: Request) -> KVOptions:
-        """The quantization of a request's text."""
-        return self.options.kv.of_text(0, request.n_prompt)
-
     def held_by(self, request: Request) -> int:
         """The bytes of the caches of a running request."""
         n = request.n_prompt + request.n_tokens
-        return self.sizes.caches(n, **self._kv(request).at(n))
+        return self.sizes.caches(n, **_kv_of(self.options, request).at(n))
 
     def _free(self) -> int:
         """The free bytes, including MLX's buffers and the prompt caches of earlier requests, which can be freed."""
@@ -219,6 +215,11 @@ class Admission:
     def make_room(self) -> None:
         """Evict snapshots until all caches, including those of running requests, fit into ``--prompt-cache-bytes``."""
         self.caches.trim_to(self.max_cache_bytes - self.batch.prompt_cache_nbytes)
+
+
+def _kv_of(options: Options, request: Request) -> KVOptions:
+    """The quantization of a request's text."""
+    return options.kv.of_text(0, request.n_prompt)
 
 
 def _make_processors(tokenizer: TokenizerWrapper, request: Request, prompt: Prompt) -> list[LogitsProcessor]:
