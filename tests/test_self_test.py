@@ -8,11 +8,11 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp.checkpoint import load, self_test, settings
-from mlx_mtp.layers import compiled, layer
+from mlx_mtp.layers import layer
 from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.pacing.step_times import TYPICAL, times_of
 from tests.support.checkpoints import DATA
-from tests.support.models import FLASH, GROUPED, deep_model, tiny_model
+from tests.support.models import FLASH, GROUPED, deep_model, tiny_model, trace_anew
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", FLASH])
@@ -60,7 +60,7 @@ def test_its_times_serve_the_process_that_measured_them(cache_folder, monkeypatc
 @pytest.mark.parametrize("n_calls", [2, 6, 20, 45])
 def test_it_ends_when_its_time_is_over(cache_folder, monkeypatch, n_calls):
     """What was measured until then serves, and the rest is guessed from it."""
-    monkeypatch.setattr(compiled, "_traces", compiled._Traces())  # a step that makes traces is not timed
+    trace_anew(monkeypatch)  # a step that makes traces is not timed
     monkeypatch.setattr(self_test, "perf_counter", itertools.count(0, self_test.MAX_SECONDS / n_calls).__next__)
     n_steps, original = [], self_test.mtp_generate_step
     steps = lambda *args, **options: (n_steps.append(1) or step for step in original(*args, **options))  # noqa: E731
