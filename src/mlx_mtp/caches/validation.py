@@ -23,17 +23,15 @@ def fingerprint(model: Any) -> bytes:
     """The digest of the backbone, [16], followed by the digest of the head, [16].
 
     They are separate since the text depends only on the backbone: a prompt cache stays valid if the head is quantized or
-    fitted.
+    fitted. The model's own attributes are left out: they tell where its head is from and what it accepted.
     """
     parameters: Any = [*tree_flatten(model.parameters()), *model.other_weights()]
     args = {name: x for name, x in vars(model.text_args).items() if not name.startswith("mtp_")}
 
     def part(is_head: bool) -> bytes:
         own = [(name, p) for name, p in parameters if name.startswith(model.head_prefix) is is_head]
-        modules = [
-            (name, m) for name, m in model.named_modules() if f"{name}.".startswith(model.head_prefix) is is_head
-        ]
-        return digest(own, [args, [(name, _numbers(m)) for name, m in modules]])
+        of_part = lambda name: bool(name) and f"{name}.".startswith(model.head_prefix) is is_head  # noqa: E731
+        return digest(own, [args, [(name, _numbers(m)) for name, m in model.named_modules() if of_part(name)]])
 
     return part(False) + part(True)
 
