@@ -4,8 +4,9 @@
     0f3a...9c.safetensors    a span: tokens, keys and values; or a snapshot: the states after a span's last token
     new.safetensors          the file that is being written
 
-A file is named by the digest of its bytes, so a damaged one is never used, and it names the span that it continues. It gets
-its name when it is complete, so a killed process leaves no part of one. Files are not synchronized with the disk: a power
+A file is named by digests of its header and tokens, which are checked when the folder is opened, and of its bytes, checked when
+it is read, so a damaged one is never used. It names the span that it continues. It gets its name when it is complete, so a
+killed process leaves no part of one. Files are not synchronized with the disk: a power
 failure may damage some.
 """
 
@@ -35,7 +36,7 @@ from ..caches.prompt_cache import part_of
 from .arrays import Arrays, Format, Tokens, nbytes
 from .tree import File, Forest, Node, StoredArrays, above
 
-LAYOUT = "4"  # version of the files; files of another version are removed
+LAYOUT = "5"  # version of the files; files of another version are removed
 FLUSH = 10.0  # seconds to write the rest when a store is closed
 LAST_FILE = 5.0  # seconds more for the file that is being written at that time
 READ_TIMEOUT = 5.0  # seconds to wait for a file; prefill takes over then
@@ -122,7 +123,7 @@ class Folder:
         if (file := self.files.get(name)) is None:
             return None
         try:
-            if _digest(self._file(name)) != name:
+            if _name_of(self._file(name), file.tokens) != name:
                 raise ValueError(f"{self._file(name)} is damaged: its bytes do not match its name.")
             found: Any = mx.load(str(self._file(name)))
             mx.eval(found)
@@ -156,7 +157,7 @@ class Folder:
             try:
                 new.touch(mode=0o600)
                 mx.save_safetensors(str(new), arrays, {"layout": LAYOUT, "model": model, "parent": parent})
-                file = File(_digest(new), model, parent, tokens, new.stat().st_size)
+                file = File(_name_of(new, tokens), model, parent, tokens, new.stat().st_size)
                 if file.name in self.files:  # the same text, read alike
                     new.unlink()
                 else:
@@ -348,16 +349,23 @@ def _read_entry(file: Path) -> File | None:
             metadata = opened.metadata()
             tokens = opened.get_tensor("tokens") if "tokens" in opened.keys() else None  # noqa: SIM118
         is_text = tokens is None or (tokens.dtype == np.int64 and tokens.ndim == 1 and len(tokens) > 0)
-        if metadata["layout"] != LAYOUT or not is_text:
+        if metadata["layout"] != LAYOUT or not is_text or not file.stem.startswith(_digest_of_header(file, tokens)):
             return None
         return File(file.stem, metadata["model"], metadata["parent"], tokens, file.stat().st_size)
     except Exception:  # whatever a damaged header leads to
         return None
 
 
-def _digest(file: Path) -> str:
+def _name_of(file: Path, tokens: Tokens | None) -> str:
+    """The digest of a file's header and tokens, followed by that of its bytes."""
     with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()[:32]
+        return _digest_of_header(file, tokens) + hashlib.file_digest(opened, "sha256").hexdigest()[:24]
+
+
+def _digest_of_header(file: Path, tokens: Tokens | None) -> str:
+    with file.open("rb") as opened:
+        header = opened.read(min(int.from_bytes(opened.read(8), "little"), file.stat().st_size))
+    return hashlib.sha256(header + (b"" if tokens is None else tokens.tobytes())).hexdigest()[:8]
 
 
 def _own(path: Path) -> Any:
