@@ -7,8 +7,8 @@
 npm must be allowed to run the install script of opencode (``npm install --allow-scripts``, or ``node postinstall.mjs`` in its
 folder). Each client runs in a network namespace that has nothing but the loopback device (``unshare -n``, as root), with an
 empty environment and a HOME of its own, against ``mlx_mtp server`` with a tiny model: nothing leaves the machine. What it left
-on disk must be right, it must say the model's last words, and the server's log may have no traceback. Takes a minute or two for
-each client.
+on disk must be right, it must say the model's last words, and the server's log may have no traceback. With ``--drifts``, the
+model leaves tags of its calls out. Takes a minute or two for each client.
 """
 
 import json
@@ -103,7 +103,8 @@ def check_version(client: Client, agents: Path) -> None:
 
 
 def main() -> None:
-    parser = script_parser(__doc__, inside=(False, "The network has nothing but the loopback device."))
+    inside, drifts = "The network has nothing but the loopback device.", "The tags of the model's calls drift."
+    parser = script_parser(__doc__, inside=(False, inside), drifts=(False, drifts))
     parser.add_argument("agents", type=Path, help="The folder that npm has installed them in.")
     parser.add_argument("--client", action="append", choices=CLIENTS, help="Try this one; repeatable (default: all).")
     args = parser.parse_args()
@@ -113,6 +114,8 @@ def main() -> None:
     if not args.inside:
         again = [sys.executable, "-m", "scripts.try_agents", *sys.argv[1:], "--inside"]
         os.execvp("unshare", ["unshare", "-n", "bash", "-c", 'ip link set lo up; exec "$@"', "bash", *again])
+    if args.drifts:
+        os.environ["AGENT_DRIFTS"] = "1"  # for the script, too
     n_failed = 0
     for name in names:
         own = Path(tempfile.mkdtemp(prefix=f"{name}-"))

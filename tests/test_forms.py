@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+import re
 import threading
 from types import SimpleNamespace
 
@@ -244,6 +245,34 @@ def test_the_grammar_of_calls(monkeypatch, tokenizer):
         text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
         assert allows(tokenizer, text) == is_allowed, (name, arguments)
         assert is_left(tokenizer, strict_grammar(tokenizer), f"Yes.\n{text}") == where_strict, (name, arguments)
+
+
+@pytest.mark.parametrize("thought", ["", "Hm.\n<tool_call>\n</think>\n\n"], ids=["", "thinking"])
+def test_an_answer_with_tools_is_a_call_or_a_text_of_the_form(tokenizer, thought):
+    person, tools = json.dumps({"name": "Ann", "age": 3}), functions(*TOOLS[1:])
+    body, form = {"messages": ASK, "tools": tools, "tool_choice": "auto"}, {"response_format": json_schema(PERSON)}
+    bad = ["Yes.", "{}", f"{person}\n{ADD}", f"{ADD}\n{person}", render("remove", {}), ""]
+    for fields, good in (
+        ({**body, **form}, [person, ADD, f"{ADD}\n{NOW}"]),
+        ({**body, "guided_regex": re.escape(person)}, [person, ADD, f"{ADD}\n{NOW}"]),
+        ({**body, **form, "tool_choice": "none"}, [person]),
+    ):
+        (grammar,) = structured_output.make_output_grammar(tokenizer, read(CHAT, **fields), thought != "")
+        texts = [person, ADD, f"{ADD}\n{NOW}", *bad]
+        assert [text for text in texts if is_left(tokenizer, grammar.copy(), thought + text)] == good
+
+
+def test_each_api_reads_a_form_with_tools():
+    flat = {"type": "json_schema", "schema": PERSON}
+    for request in (
+        read(CHAT, messages=ASK, tools=PICKS, response_format=json_schema(PERSON)),
+        read(RESPONSES, input="a", tools=[{"type": "function", **TOOLS[-1]}], text={"format": flat}),
+        read(MESSAGES, messages=ASK, tools=[{"name": "pick", "input_schema": PICK}], output_config={"format": flat}),
+        read(MESSAGES, messages=ASK, tools=[{"name": "pick", "input_schema": PICK}], output_format=flat),
+    ):
+        output = request.structured_output
+        assert (output.grammar, output.is_required) == ({"json_schema": PERSON}, True)
+        assert [(call["name"], call["parameters"]) for call in output.calls] == [("pick", PICK)]
 
 
 def test_calls_of_other_models_cannot_be_required(tokenizer):

@@ -8,7 +8,7 @@ import pytest
 from mlx_mtp import load, mtp_generate_step
 from mlx_mtp.server.engine.admission import make_budget
 from mlx_mtp.server.request import ApiError
-from mlx_mtp.text.answer import QwenReader, Reasoning
+from mlx_mtp.text.answer import QwenReader, Reasoning, ends_in_reasoning
 from mlx_mtp.text.reasoning import end_of_reasoning
 from mlx_mtp.text.tool_calls import Text
 from tests.support.decoding import plain
@@ -33,6 +33,7 @@ THOUGHTS = [
     ("Like\n```html\n<think>\n</think>\n\nx\n```\nso.", "\n\nYes."),
     ("~~~\n```\n</think>\n~~~\n", "Yes."),
     ("```\na\n```", "\nYes.\n```\nb\n```\n"),
+    *((f"So:\n{mark}\n  </think>\n  {mark[-3:]}\n", "Yes.") for mark in ("- ```", "* ~~~", "- [ ] ```")),
 ]
 
 
@@ -52,6 +53,27 @@ def test_a_tag_in_a_code_block_that_nothing_closes_was_the_end():
         assert parts_of(text, size) == (text, "\n\nYes.")
         assert parts_of(text, size, cut=True) == (text, "")
         assert parts_of("So:\n```c\nint x = </think>;", size)[1] == ""
+
+
+MARKS = "<think>", "</think>"
+
+
+@pytest.mark.parametrize(
+    ("end", "prefill", "want"),
+    [
+        ("", "", None), ("<think>\n", "", True), ("<think>", "", True), ("<think>\n\n</think>\n\n", "", False),
+        # The beginning of the answer, which may go on with its reasoning.
+        ("<think>\n", "Hm. ", True), ("<think>\n", "Hm.\n</think>\n\nYes", False), ("<think>\n", "The `</think>` tag", True),
+        ("<think>\n\n</think>\n\n", "The <think> tag", False), ("", "The <think> tag", None), ("", "<think> opens it", None),
+        ("", "<think>\nHm.", True), ("", "<think>\nHm.\n</think>\n\nYes", False), ("", "Say </think>", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "said", ["Hi.", "Say <think>", "<think>\n", "<think>\nHm.\n</think>\n", "```\n<think>\n", "</think>"]
+)
+def test_the_end_of_the_prompt_alone_tells_whether_it_is_in_reasoning(end, prefill, want, said):
+    prompt = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n{end}{prefill}"
+    assert ends_in_reasoning(prompt, MARKS, prefill) == want
 
 
 # What a request asks for

@@ -241,10 +241,13 @@ def test_tags_in_a_value(value):
 
 # Tags that drift
 
-OPEN_FUNCTIONS = ["<function={}>", "<function={}", '<function="{}">', '<function name="{}">', "<function = {}>"]
+OPEN_FUNCTIONS = [
+    "<function={}>", "<function={}", '<function="{}">', '<function name="{}">', "<function = {}>", "<function={}/>",
+    "<function {}>", "<function:{}>",
+]  # fmt: skip
 OPEN_PARAMETERS = [
     "<parameter={}>", "<parameter={}", '<parameter="{}">', "<parameter='{}'>", '<parameter="{}"', '<parameter name="{}">',
-    "<parameter = {}>", "<parameter={} >", '<parameter={} type="string">',
+    "<parameter = {}>", "<parameter={} >", '<parameter={} type="string">', "<parameter {}>", "<parameter:{}>",
 ]  # fmt: skip
 CLOSE_PARAMETERS = [
     "</parameter>",
@@ -255,9 +258,11 @@ CLOSE_PARAMETERS = [
     "</{}>",
     "</parameters>",
     "</param>",
+    "</ parameter>",
+    "</parameter>>",
 ]
-CLOSE_FUNCTIONS = ["</function>", "", "</function", "</function={}>", "</function/>", "</function >"]
-ENDS = ["</tool_call>", ""]
+CLOSE_FUNCTIONS = ["</function>", "", "</function", "</function={}>", "</function/>", "</function >", "</functions>"]
+ENDS = ["</tool_call>", "", "</tool_call></tool_call>"]
 PROPER = [OPEN_FUNCTIONS[0], OPEN_PARAMETERS[0], CLOSE_PARAMETERS[0], CLOSE_FUNCTIONS[0], ENDS[0]]
 FORMS = [OPEN_FUNCTIONS, OPEN_PARAMETERS, CLOSE_PARAMETERS, CLOSE_FUNCTIONS, ENDS]
 DRIFTS = [[*PROPER[:i], form, *PROPER[i + 1 :]] for i, forms in enumerate(FORMS) for form in forms]
@@ -265,6 +270,7 @@ DRIFTS += [
     [*PROPER[:2], "", "", "</tool_call>"], [*PROPER[:2], "", "", ""], [*PROPER[:2], "</{}>", "</{}>", ""],
     [*PROPER[:3], "", ""], [*PROPER[:3], "</{}>", "</tool_call>"],
     [*PROPER[:2], "</parameter", "</function", ""], [*PROPER[:2], "", "</function", "</tool_call>"],
+    [*PROPER[:2], "</function>", *PROPER[3:]], [*PROPER[:2], "</tool_call>", *PROPER[3:]],
 ]  # fmt: skip
 
 
@@ -304,9 +310,10 @@ def test_a_call_whose_tags_drift_is_the_one_that_is_meant(call, forms):
         assert calls_of(f"{drifting}\n\nIt is so.", schemas=FILES) == ("\n\nIt is so.", [call])
 
 
-@pytest.mark.parametrize(
-    "forms", [f for f in DRIFTS if "\n" not in "".join(f) and f[1][-1] == f[0][-1] == ">"], ids="".join
-)
+NEED_LINES = {"<function={}", "<function {}>", "<parameter={}", '<parameter="{}"', "<parameter {}>"}
+
+
+@pytest.mark.parametrize("forms", [f for f in DRIFTS if not NEED_LINES & {*f}], ids="".join)
 def test_a_call_on_one_line_whose_tags_drift(forms):
     call = ("read", {"path": "b", "limit": 5})
     if forms[2] in ("</parameter", "") and forms[3] == "</function":
@@ -314,6 +321,44 @@ def test_a_call_on_one_line_whose_tags_drift(forms):
     text = write_call(*call, forms, between="")
     assert calls_of(text, schemas=FILES) == ("", [call])
     assert calls_of(text + write_call(*READ, PROPER, between=""), schemas=FILES) == ("", [call, READ])
+
+
+TAG = re.compile(r"</?(?:tool_call|function|parameter)[^<>]*>")
+CALLS = [
+    READ,
+    ("write", {"path": "a", "content": "x < 1\n\n  </b>\n"}),
+    ("read", {"path": "b", "limit": 5}),
+    ("now", {}),
+]
+ALTER = {
+    "drop": lambda tag: "", "drop its end": lambda tag: tag[:-1], "drop its beginning": lambda tag: tag[1:],
+    "twice": lambda tag: f"{tag}\n{tag}", "open": lambda tag: tag.replace("/", ""), "close": lambda tag: f"</{tag[1:]}",
+    "of a parameter": lambda tag: "</parameter>", "of a function": lambda tag: "</function>",
+    "of all": lambda tag: "</tool_call>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("alter", ALTER.values(), ids=ALTER)
+@settings(examples(8), **laws)
+@given(st.lists(st.sampled_from(CALLS), min_size=1, max_size=3), st.data(), sizes_)
+def test_one_tag_that_is_wrong_is_wrong_for_its_call_alone(alter, calls, data, sizes):
+    """The other calls are as they were, and no call has another one in it, or a value of a wrong type."""
+    blocks, schemas = [write_call(*call, PROPER) for call in calls], {**FILES, "now": {}}
+    i = data.draw(st.integers(0, len(calls) - 1))
+    tag = data.draw(st.sampled_from([*TAG.finditer(blocks[i])]))
+    blocks[i] = blocks[i][: tag.start()] + alter(tag[0]) + blocks[i][tag.end() :]
+    text = "\n".join(blocks)
+    _, found = calls_of(text, sizes, schemas)
+    assert calls_of(text, [len(text)], schemas)[1] == found
+    others = [call for n, call in enumerate(calls) if n != i]
+    n = next((n for n, call in enumerate(found) if found[:n] + found[n + 1 :] == others), None)
+    assert n is not None or found == others, text
+    if n is not None:
+        name, arguments = found[n]
+        assert name == calls[i][0]
+        assert arguments.keys() <= calls[i][1].keys()
+        assert type(arguments.get("limit", 1)) is int
+        assert not re.search("<tool_call>|<function=", str(arguments)), text
 
 
 # Answers of prose, quotations and calls

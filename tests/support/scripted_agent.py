@@ -2,10 +2,11 @@
 
 It reads ``notes.txt``, makes "three" of "two" in it, runs a command and ends, with the tools that the client offers. Which step
 comes next is told by the results of tools in the conversation. Where the client offers no tools, it edits as Aider reads it, or
-says a title.
+says a title. With ``AGENT_DRIFTS`` in the environment, the tags of each call drift in another way.
 """
 
 import os
+import re
 from typing import Any
 
 from mlx_mtp.server import frontend, serve
@@ -17,6 +18,12 @@ PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n one\n-two\n+three\n**
 SHELL_PATCH = f"apply_patch <<'EOF'\n{PATCH}EOF"
 BLOCK = "notes.txt\n```\n<<<<<<< SEARCH\ntwo\n=======\nthree\n>>>>>>> REPLACE\n```\nIt is done."
 encode = frontend.encode
+# Each step's drift of its call, as a pattern and what takes its place.
+DRIFTS = [
+    ("<tool_call>\n", ""),
+    (r"</parameter>\n(<parameter=|</function>\n</tool_call>)", r"\1"),
+    ("(?<=<parameter=)(.*)(?=>)", r'"\1"'),
+]
 
 
 def steps(tools: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -46,6 +53,8 @@ def next_text(messages: list[Any], tools: list[Any] | None) -> str:
     script = steps({tool["function"]["name"]: tool["function"] for tool in tools})
     n_done = sum(message["role"] == "tool" for message in messages)
     said = "It is done." if n_done >= len(script) else rendered("I go on.", script[n_done : n_done + 1])
+    if "AGENT_DRIFTS" in os.environ:
+        said = re.sub(*DRIFTS[n_done % len(DRIFTS)], said)
     return f"Step {n_done}.\n</think>\n\n{said}"
 
 

@@ -313,7 +313,7 @@ def ends_in_reasoning(prompt: str, think: tuple[str, str] | None, prefill: str =
         return False if ends else None
     reader = QwenReader(think, opens, None, patience=None)
     reader.add(prompt[n:])
-    return True if reader.in_reasoning else False if opens or ends else None
+    return reader.in_reasoning
 
 
 def start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool | None) -> int | None:

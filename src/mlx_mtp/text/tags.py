@@ -17,13 +17,13 @@ SPACE = r"\s{0,64}"
 LONGEST_KEY = 256  # characters of a parameter's name
 START, END = "<tool_call>", "</tool_call>"
 OPEN_FUNCTION = "<function="
-_IS = r"(?: ?= ?| name ?= ?)"
+_IS = r"(?: ?[=:] ?| name ?= ?| (?=[^\s<>=]{1,256}>\n))"
 _KEY = rf"[^\n<>]{{1,{LONGEST_KEY}}}"
 _OPENED = r"(?:>|(?=\n))"  # the end of an opening tag
 _CLOSED = rf"[^\n<>]{{0,{LONGEST_KEY}}}(?:>|(?=[\n<]))"  # the end of a closing tag
 PARAMETER = rf"<parameter{_IS}(?P<key>{_KEY}){_OPENED}"
-CLOSE_FUNCTION = rf"</function{_CLOSED}"
-_FUNCTION = rf"<function{_IS}[\"']?(?P<name>[^\s<>\"']{{1,256}})[\"']? ?{_OPENED}"
+CLOSE_FUNCTION = rf"</ ?function{_CLOSED}"
+_FUNCTION = rf"<function{_IS}[\"']?(?P<name>[^\s<>\"']{{1,256}}?)[\"']? ?/?{_OPENED}"
 FUNCTION = rf"{_FUNCTION}(?={SPACE}(?:<parameter{_IS}{_KEY}{_OPENED}|{CLOSE_FUNCTION}|{END}))"
 NEXT = regex.compile(
     rf"{SPACE}(?:{PARAMETER}|(?P<start>{START}{SPACE})?{FUNCTION}|(?P<json>{START}{SPACE}[\[{{])|(?P<last>\Z))"
@@ -31,14 +31,17 @@ NEXT = regex.compile(
 PROPER = "</parameter>"
 AFTER_VALUE = regex.compile(rf"{SPACE}(?:<parameter=(?P<key>{_KEY})>|</function>{SPACE}(?:{END}|{FUNCTION}))")
 LAST_LINE = regex.compile(rf"\n{PROPER}")
-END_OF_TEXT = regex.compile(r"(?:\n[ \t]*)?(?:</(?:parameter|function|tool_call)[^\n<>]*>?\s*)*\Z")
+END_OF_TEXT = regex.compile(r"(?:\n[ \t]*)?(?:</(?:parameter|function|tool_call)[^\n<>]*>?\s*)*\Z", regex.REVERSE)
+# Behind a value that is no string: also tags of other names, and those without their beginning.
+BEHIND_VALUE = regex.compile(r"(?:(?:</[^\n<>]*|<?/{0,2}(?:parameter|function|tool_call))>?\s*)*\Z", regex.REVERSE)
 
 
 @lru_cache(maxsize=512)
 def _tags_in_value(function: str, key: str) -> tuple[Any, Any]:
     """Patterns of the tags in a value of this function's parameter, and of the closing tags alone."""
     function, key = regex.escape(function), regex.escape(key)
-    close = rf"</(?P<closed>(?:param|function)\b[^\s<>/]{{0,{LONGEST_KEY}}}|parameters?|tool_call|{function}|{key}){_CLOSED}"
+    names = rf"(?:param|function)\b[^\s<>/]{{0,{LONGEST_KEY}}}|parameters?|functions|tool_call|{function}|{key}"
+    close = rf"</ ?(?P<closed>{names}){_CLOSED}>?"
     begin = rf"(?P<begin>(?P<start>{START}{SPACE})?{FUNCTION})"
     tags = rf"(?P<parameter>{PARAMETER})|{begin}|{close}|(?P<own><{key}[\s>])"
     return regex.compile(rf"(?P<break>(?:\n[ \t]{{0,64}}){{1,64}})?(?:{tags})"), regex.compile(SPACE + close)
@@ -205,11 +208,18 @@ class EndOfValue:
         if m["last"] is not None:
             return kinds, m.end(), True
         key = m["key"] and key_of(m["key"], self.declared)
-        is_next = key and key not in self.keys and (key in self.declared or (kinds.startswith("p") and not self.quoted))
-        return kinds, end, bool(is_next or m["start"] or m["name"] in self.names or m["json"])
+        if key and key not in self.keys and (key in self.declared or (kinds.startswith("p") and not self.quoted)):
+            return "p", end, True  # the function goes on
+        return kinds, end, bool(m["start"] or m["name"] in self.names or m["json"])
 
 
 def key_of(raw: str, declared: Collection[str]) -> str:
     """The key of an opening tag: as written if the function declares it, and else without quotes."""
     clean = raw.strip(" \"'/")
     return next((key for key in (raw, clean, *clean.split()[:1]) if key in declared), clean)
+
+
+def bare_value(text: str, key: str) -> str:
+    """The text of a parameter's value that is no string, without tags at its beginning and end."""
+    text = text.strip().removeprefix(f"<parameter={key}>")
+    return text[: BEHIND_VALUE.search(text).start()]

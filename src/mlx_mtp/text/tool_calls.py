@@ -38,7 +38,7 @@ import regex
 from .markdown import Lines
 from .reasoning import overlap
 from .schema import Schema, is_string, parse_json, to_json
-from .tags import CLOSE_FUNCTION, END, FUNCTION, OPEN_FUNCTION, PARAMETER, SPACE, START, EndOfValue, key_of
+from .tags import CLOSE_FUNCTION, END, FUNCTION, OPEN_FUNCTION, PARAMETER, SPACE, START, EndOfValue, bare_value, key_of
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,11 @@ Call = CallBegins | CallArguments | CallEnds
 Event = Text | Call
 
 BLOCK = regex.compile(
-    rf" {{0,3}}(?:(?P<start>{START}{SPACE})?{FUNCTION}|(?P<json>{START}{SPACE}(?:\[{SPACE})?\{{{SPACE}\"))"
+    rf" {{0,3}}(?:(?P<start>(?:{START}\n?)?{START}{SPACE})?{FUNCTION}|(?P<json>{START}{SPACE}(?:\[{SPACE})?\{{{SPACE}\"))"
 )
 PART = regex.compile(rf"{SPACE}(?:{PARAMETER}|{FUNCTION}|(?P<close>{CLOSE_FUNCTION})|{END})")
 AFTER_FUNCTION = regex.compile(rf"{SPACE}(?:(?P<end>{END})|{FUNCTION})")
+AFTER_BLOCK = regex.compile(rf"{SPACE}{END}")  # a model may write it twice
 BLOCK_TAG = re.compile(f"{START}|{END}")
 
 
@@ -144,8 +145,8 @@ class _Buffer:
 class _Value:
     """Converts a parameter's value to JSON: a string piece by piece, another value when it is complete."""
 
-    def __init__(self, types: frozenset[str]):
-        self.types = types
+    def __init__(self, key: str, types: frozenset[str]):
+        self.key, self.types = key, types
         self.text = ""  # until it is known to be a string
         self.is_string = self.has_begun = False
 
@@ -161,7 +162,9 @@ class _Value:
 
     def end(self) -> str:
         written = self.write("")
-        return written + ('"' if self.is_string else to_json(self.text, self.types))
+        if self.is_string:
+            return f'{written}"'
+        return written + to_json(self.text if "string" in self.types else bare_value(self.text, self.key), self.types)
 
 
 class ToolCallParser(_Buffer):
@@ -303,7 +306,7 @@ class ToolCallParser(_Buffer):
     def _begin_value(self, key: str) -> None:
         self.add_arguments(("{" if not self.keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         self.keys.add(key)
-        self.value = _Value(self.schema.types_of_property(key))
+        self.value = _Value(key, self.schema.types_of_property(key))
         declared, names = self.schema.properties().keys(), (self.schemas or {}).keys()
         self.end = EndOfValue(self.name, key, self.keys, declared, names)
         self._read = self._in_value
@@ -333,7 +336,15 @@ class ToolCallParser(_Buffer):
             self._begin_function(m["name"])
         else:
             self.take(0 if m is None else m.end())
-            self._read = self._content
+            self._read = self._after_block
+        return bool(self.rest)
+
+    def _after_block(self) -> bool:
+        m = self.match(AFTER_BLOCK)
+        if m is not None and m.partial:
+            return False
+        self.take(0 if m is None else m.end())
+        self._read = self._after_block if m is not None else self._content
         return bool(self.rest)
 
     # A block of JSON, up to the first tag of a block outside its strings
@@ -360,6 +371,7 @@ class ToolCallParser(_Buffer):
             self.add_arguments(arguments)
             self.end_call()
         self.take(len(self.rest) if tag is None else tag.start() if tag[0] == START else tag.end())
+        self._read = self._after_block
         return bool(self.rest)
 
 
