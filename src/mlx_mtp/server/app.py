@@ -6,8 +6,8 @@ page, even to servers on its own machine: those of other pages are refused.
 
 import asyncio
 import hmac
-import json
 import logging
+import math
 import re
 from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime
@@ -240,10 +240,8 @@ def parse_json(raw: bytes | bytearray) -> Json:
         raise ApiError(400, "Request should be a JSON dictionary")
     _check_parts(body)
     for name, field in body.items():
-        try:
-            json.dumps(field, allow_nan=False)
-        except ValueError as e:  # numbers too large for a float are parsed as infinity
-            raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100]) from e
+        if _has_infinity(field):  # as which numbers too large for a float are parsed
+            raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100])
     return {name: value for name, value in body.items() if value is not None}
 
 
@@ -257,6 +255,19 @@ def _from_json(raw: bytes | bytearray) -> Any:
         escapes = raw.replace(rb"\\", b"\0")  # then every backslash begins an escape
         escapes = HALF_IN_UTF8.sub(rb"\\ufffd", HALF.sub(rb"\\ufffd", escapes, MAX_OBJECTS), MAX_OBJECTS)
         return from_json(escapes.replace(b"\0", rb"\\"), allow_inf_nan=False)
+
+
+def _has_infinity(value: Any) -> bool:
+    values = [value]
+    while values:
+        x = values.pop()
+        if isinstance(x, dict):
+            values += x.values()
+        elif isinstance(x, list):
+            values += [y for y in x if type(y) is not int]
+        elif isinstance(x, float) and math.isinf(x):
+            return True
+    return False
 
 
 def _check_parts(body: Json) -> None:
