@@ -5,7 +5,6 @@ import math
 import time
 from collections import abc, deque
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from itertools import islice
 from numbers import Integral
 from typing import Any
@@ -14,14 +13,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
 from ..caches.positions import ImageSpan
-from ..caches.prompt_cache import open_prompt_cache, place_images
+from ..caches.prompt_cache import PromptCache, open_prompt_cache, place_images
 from ..caches.rows import KVOptions
 from ..decoding.counts import DraftCounts
 from ..decoding.prefill import check_embeddings, prefill_part, split_prompt
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..drafts.options import TextOptions
 from ..models.mixin import MTPModel
-from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from .prefill_budget import PrefillBudget
 from .responses import PromptResponse
 
@@ -45,29 +43,33 @@ def entries_of(options: abc.Mapping[str, Any], n: int) -> list[dict[str, Any]]:
     return [{name: values[i] for name, values in given.items()} for i in range(n)]
 
 
-def options_of(i: int, options: TextOptions | None = None, **own: Any) -> TextOptions:
-    """The options of a call's prompt i: its own, each an entry of an argument of ``insert_segments``, over others. Raises a
-    ValueError if the maximum number of tokens is out of range; only ``options`` may have one below 0, for no limit."""
-    if "max_tokens" in own:
-        check_count(f"max_tokens of prompt {i}", own["max_tokens"])
-    elif options is not None and (n := options.max_tokens) is not None and not (isinstance(n, Integral) and n < 0):
-        check_count(f"max_tokens of prompt {i}", n)
-    if "logits_processors" in own:
-        own["logits_processors"] = list(own["logits_processors"] or ())  # as in mlx-lm, ``None`` is for none
-    own["sampler"] = own.pop("samplers", None)
-    return TextOptions(**own).over(options or TextOptions())
+def options_of_each(
+    n: int, options: abc.Sequence[TextOptions] | None, lists: abc.Mapping[str, Any]
+) -> abc.Sequence[TextOptions]:
+    """The options of each of n prompts: those that are given, or made of lists with an entry for each prompt.
 
-
-def resolve_in_batch(model: Any, own: TextOptions, defaults: TextOptions) -> TextOptions:
-    """Resolve a sequence's options: its own or the generator's, whose number of drafts is the upper limit. Raises a ValueError
-    if an option is out of range."""
-    options = own.over(defaults).resolve(model)
-    numbers = [options.num_draft_tokens, defaults.num_draft_tokens]
-    for number in numbers:
-        if isinstance(number, Depth):  # a Depth has the times of one sequence
-            raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {number}.")
-    most = min((n for n in numbers if isinstance(n, int)), default=None)
-    return options if most is None else replace(options, num_draft_tokens=most)
+    Raises:
+        ValueError: Both are given, a list has another number of entries, or a maximum number of tokens is out of range; only
+          ``options`` may have one below 0, for no limit.
+    """
+    if options is None:
+        own = entries_of(lists, n)
+        for i, entry in enumerate(own):
+            if "max_tokens" in entry:
+                check_count(f"max_tokens of prompt {i}", entry["max_tokens"])
+            if "logits_processors" in entry:
+                entry["logits_processors"] = list(
+                    entry["logits_processors"] or ()
+                )  # as in mlx-lm, ``None`` is for none
+            entry["sampler"] = entry.pop("samplers", None)
+        return [TextOptions(**entry) for entry in own]
+    if name := next((name for name, values in lists.items() if values is not None), None):
+        raise ValueError(f"options and {name} cannot be combined.")
+    entries_of({"options": options}, n)
+    for i, text in enumerate(options):
+        if (limit := text.max_tokens) is not None and not (isinstance(limit, Integral) and limit < 0):
+            check_count(f"max_tokens of prompt {i}", limit)
+    return options
 
 
 def make_sequence(
@@ -78,7 +80,7 @@ def make_sequence(
     segments: list[list[int]],
     *,
     kv: KVOptions,
-    caches: list[Any] | None = None,
+    caches: list[Any] | PromptCache | None = None,
     all_tokens: abc.Sequence[int] = (),
     counts: DraftCounts | None = None,
     input_embeddings: mx.array | PendingEmbeddings | None = None,
@@ -89,16 +91,16 @@ def make_sequence(
     segments = [list(segment) for segment in segments if segment]
     if not segments:
         raise ValueError(f"Prompt {i} is empty.")
-    for c in caches or []:
+    n_prompt = sum(map(len, segments))
+    if input_embeddings is not None:
+        check_embeddings(model, n_prompt, input_embeddings)
+    cache = open_prompt_cache(model, caches if isinstance(caches, PromptCache) else copy.deepcopy(caches))
+    for c in cache.backbone:
         if isinstance(c, QuantizedKVCache) and (c.bits, c.group_size) != (kv.kv_bits, kv.kv_group_size):
             raise ValueError(
                 f"The prompt cache of prompt {i} is quantized to {c.bits} bits in groups of {c.group_size}: give "
                 f"kv_bits={c.bits} and kv_group_size={c.group_size} to the batch."
             )
-    n_prompt = sum(map(len, segments))
-    if input_embeddings is not None:
-        check_embeddings(model, n_prompt, input_embeddings)
-    cache = open_prompt_cache(model, copy.deepcopy(caches))
     place_images(model, cache, images, input_embeddings is not None)
     if cache.images and (end_of_images := cache.images[-1].end) >= (n := cache.n_tokens + n_prompt):
         raise ValueError(f"Prompt {i} ends with token {n}, and its last image with {end_of_images}: text must follow.")

@@ -174,19 +174,22 @@ def empty_head(model: Any) -> Any:
     return model.head_layer.make_cache() if has_head(model) else stock.KVCache()
 
 
-def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCache:
+def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None) -> PromptCache:
     """Check a prompt cache, and complete it in place to one of ``make_prompt_cache``.
 
     A cache from mlx-lm has no keys and values of the head, and those of another head are dropped. The head then begins with the
     tokens that follow, since only relative positions matter to it, and its first drafts are worse.
 
     Args:
-        entries (List[Any], optional): A cache of ``make_prompt_cache``, of mlx-lm or from a file; ``None`` for an empty one.
+        entries (Union[List[Any], PromptCache], optional): A cache of ``make_prompt_cache``, of mlx-lm or from a file; ``None``
+          for an empty one. A ``PromptCache`` was made for this model, and is returned as it is.
 
     Raises:
         ValueError: The cache is damaged, from another model or rank, or in use by a generation.
     """
     n_layers = len(model.layers)
+    if isinstance(entries, PromptCache):
+        return entries
     if entries is None:
         return PromptCache(model.make_cache() + make_head_cache(model, False), n_layers)
     if len(entries) not in (n_layers, n_layers + 2):

@@ -32,7 +32,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, StopSequences, generatio
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from ..caches.positions import ImageSpan
-from ..caches.prompt_cache import open_prompt_cache, place_images
+from ..caches.prompt_cache import PromptCache, open_prompt_cache, place_images
 from ..caches.rows import KVOptions
 from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
@@ -60,7 +60,7 @@ def mtp_generate_step(
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     max_kv_size: int | None = None,
-    prompt_cache: list[Any] | None = None,
+    prompt_cache: list[Any] | PromptCache | None = None,
     all_tokens: Iterable[int] = (),
     prefill_step_size: int = 2048,
     kv_bits: int | None = None,
@@ -70,6 +70,7 @@ def mtp_generate_step(
     input_embeddings: mx.array | None = None,
     images: Iterable[ImageSpan] = (),
     counts: DraftCounts | None = None,
+    options: TextOptions | None = None,
 ) -> Generator[Token, None, None]:
     """
     A generator producing the tokens of mlx-lm's ``generate_step``, with the model's MTP head as the draft model.
@@ -100,6 +101,8 @@ def mtp_generate_step(
         images (Iterable[ImageSpan]): The spans of the text's images, counted from the first token in the prompt cache; their
           embeddings are among ``input_embeddings``. Images that are in the prompt cache may be left out.
         counts (DraftCounts, optional): Counts drafts as the steps go.
+        options (TextOptions, optional): The options of the text in one object, in place of the arguments above. Default:
+          ``None``.
 
     Yields:
         Tuple[int, mx.array, bool]: One token, a vector of log probabilities [V], and whether it was drafted.
@@ -108,9 +111,10 @@ def mtp_generate_step(
         ValueError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
           argument is out of range.
     """
-    options = TextOptions(
-        max_tokens, sampler, logits_processors, stop_sequences, num_draft_tokens, copy_drafts, draft_p_min
-    )
+    if options is None:
+        options = TextOptions(
+            max_tokens, sampler, logits_processors, stop_sequences, num_draft_tokens, copy_drafts, draft_p_min
+        )
     mtp_model = check_model(model, options)
     check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
     options = options.resolve(mtp_model)
@@ -133,7 +137,7 @@ def mtp_generate_step(
     planner = Planner(mtp_model, number if isinstance(number, Depth) else None, uses_times)
     if planner.exchange is not None:
         with mx.stream(stream):
-            sequence.acceptance = make_acceptance(planner.exchange.agree(prompt, cache.n_tokens, sampler))
+            sequence.acceptance = make_acceptance(planner.exchange.agree(prompt, cache.n_tokens, options.sampler))
     decoder = Decoder(mtp_model, kv=kv, exchange=planner.exchange, stream=stream)
     progress = prompt_progress_callback or (lambda *_: None)
     yield from _generate(decoder, planner, sequence, prefill_step_size, progress)

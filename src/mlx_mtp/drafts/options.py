@@ -15,6 +15,7 @@ from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 from ..sampling.processors import keeps_state
 
+MAX_TOKENS = 256  # as mlx-lm
 NumDraftTokens = int | Literal["auto"] | Depth
 CopyDrafts = int | Literal["auto", "off"]
 
@@ -54,29 +55,38 @@ class TextOptions:
     copy_drafts: CopyDrafts | None = None
     draft_p_min: float | None = None
 
-    def over(self, defaults: "TextOptions") -> "TextOptions":
-        """These options, and the defaults where they are ``None``."""
-        return replace(defaults, **{name: value for name, value in vars(self).items() if value is not None})
-
-    def resolve(self, model: MTPModel) -> "TextOptions":
-        """Complete the options of drafts by the tuned settings. A given number of drafts turns copies off by default.
+    def resolve(self, model: MTPModel, batch: "TextOptions | None" = None) -> "TextOptions":
+        """Complete the options by those of the batch and by the tuned settings. A given number of drafts turns copies off by
+        default; that of the batch is also the upper limit.
 
         Raises:
-            ValueError: An option is out of range, or requires a head.
+            ValueError: An option is out of range, requires a head, or is not for batches.
         """
-        tuned = model.drafting.tuned or Settings()
-        n, copies, p_min = self.num_draft_tokens, self.copy_drafts, self.draft_p_min
+        tuned, options = model.drafting.tuned or Settings(), self
+        limit = None
+        if batch is not None:
+            limit = batch.num_draft_tokens
+            options = replace(batch, **{name: value for name, value in vars(self).items() if value is not None})
+            for n in (options.num_draft_tokens, limit):
+                if isinstance(n, Depth):  # it has the times of one sequence
+                    raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
+        n, copies, p_min = options.num_draft_tokens, options.copy_drafts, options.draft_p_min
         if copies is None:
             copies = "off" if isinstance(n, int) else "auto"
         if n is None:
             n = tuned.num_draft_tokens if has_head(model) else 0
         if p_min is None:
             p_min = tuned.draft_p_min
-        resolved = replace(self, num_draft_tokens=n, copy_drafts=copies, draft_p_min=p_min)
-        resolved.check()
+        max_tokens = MAX_TOKENS if options.max_tokens is None else options.max_tokens
+        options = replace(options, max_tokens=max_tokens, num_draft_tokens=n, copy_drafts=copies, draft_p_min=p_min)
+        options.check()
         if not has_head(model) and n != 0:
             raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {n}.")
-        return replace(resolved, num_draft_tokens=0, copy_drafts="off") if self.keeps_state else resolved
+        if options.keeps_state:
+            return replace(options, num_draft_tokens=0, copy_drafts="off")
+        if isinstance(limit, int) and not (isinstance(n, int) and n <= limit):
+            return replace(options, num_draft_tokens=limit)
+        return options
 
     def check(self) -> None:
         """Raise a ValueError if an option of drafts is out of range, or the number of tokens is no integer."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ COUNTED = {
     "grammar": ("forced", "forced_accepted"),
 }
 KV_NAMES = [field.name for field in fields(KVOptions)]
+OPTIONS = [field.name for field in fields(TextOptions)]
 
 
 @dataclass
@@ -97,19 +98,19 @@ def stream_generate(
     Yields:
         GenerationResponse: mlx-lm's response, with the drafts made and accepted.
     """
-    if options is not None:
-        given = {name: value for name, value in vars(options).items() if value is not None}
-        max_tokens = given.pop("max_tokens", max_tokens)
-        kwargs = {**given, **kwargs}
+    own = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    options = replace(options or TextOptions(max_tokens), **own)
+    if options.max_tokens is None:
+        options = replace(options, max_tokens=max_tokens)
     mtp = has_head(model) if mtp is None else mtp
-    drafts = mtp or asks_for_copies(kwargs.get("copy_drafts"))
+    drafts = mtp or asks_for_copies(options.copy_drafts)
     if kwargs.pop("draft_model", None) is not None:
         raise ValueError("A draft model requires mlx_lm.stream_generate.")
-    if not mtp and kwargs.get("draft_p_min"):
+    if not mtp and options.draft_p_min:
         raise ValueError("draft_p_min requires mtp=True.")
     if not drafts and prompt_store is not None:
         raise ValueError("prompt_store requires mtp=True or copy_drafts.")
-    if max_tokens == 0:
+    if options.max_tokens == 0:
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
@@ -124,16 +125,13 @@ def stream_generate(
             else:
                 kwargs["prompt_cache"] = pictured.cache(model, kwargs.get("prompt_cache"))
     if drafts:
-        if not mtp:
-            kwargs["num_draft_tokens"] = 0
+        options = options if mtp else replace(options, num_draft_tokens=0)
         steps = mtp_generate_step if prompt_store is None else partial(stored_steps, prompt_store, tokenizer, pictured)
-        yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, steps, **kwargs)
+        yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), stream, steps, options, **kwargs)
         return
-    for name in ("copy_drafts", "draft_p_min", "num_draft_tokens"):
-        kwargs.pop(name, None)
-    kwargs["sampler"] = for_one_text(kwargs.get("sampler"))
+    kwargs |= {"sampler": for_one_text(options.sampler), "logits_processors": options.logits_processors}
     with same_random_state(getattr(model, "ranks", None), stream):
-        for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, stream=stream, **kwargs):
+        for r in plain_stream_generate(model, tokenizer, prompt, options.max_tokens, stream=stream, **kwargs):
             yield GenerationResponse(**vars(r))
 
 
@@ -151,17 +149,17 @@ def _stream_mtp(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     prompt: mx.array,
-    max_tokens: int,
     stream: mx.Stream | mx.ThreadLocalStream,
     make_steps: Callable[..., Generator[Token, None, None]],
+    options: TextOptions,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
     """Convert the steps of ``mtp_generate_step`` to responses, as mlx-lm's ``stream_generate``."""
     detokenizer = tokenizer.detokenizer
     counts = DraftCounts()
     # As a stop sequence, so that the steps end with it: no tokens after it are to be removed from the prompt cache.
-    stop = StopSequences([[token] for token in tokenizer.eos_token_ids])
-    steps = make_steps(prompt, model, stream, max_tokens=max_tokens, stop_sequences=stop, counts=counts, **kwargs)
+    options = replace(options, stop_sequences=StopSequences([[token] for token in tokenizer.eos_token_ids]))
+    steps = make_steps(prompt, model, stream, options=options, counts=counts, **kwargs)
 
     def response(finish_reason: str | None = None) -> GenerationResponse:
         return GenerationResponse(
@@ -191,7 +189,7 @@ def _stream_mtp(
                 if token in tokenizer.eos_token_ids:
                     break
                 detokenizer.add_token(token)
-                if n == max_tokens:
+                if n == options.max_tokens:
                     break
                 yield response()
         detokenizer.finalize()
@@ -287,7 +285,8 @@ def stored_steps(
     # Of the whole text, since its parts are read one by one.
     kv = KVOptions(**{name: options[name] for name in KV_NAMES if name in options}).of_text(0, len(tokens))
     options |= vars(kv)
-    cache, n, handle = store.fetch(key[:-1], kv)
+    entries, n, handle = store.fetch(key[:-1], kv)
+    cache = PromptCache(entries, len(model.layers))
     n_stored, embeddings = n, None if pictured is None else pictured.embed(model, n)
     progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)
     # Of a part, as of the whole.
@@ -307,7 +306,7 @@ def stored_steps(
             prefill(**part(cut), num_draft_tokens=0, copy_drafts="auto", **shared)  # its text is kept for copies
             n = cut
             with mx.stream(stream):
-                handle = store.insert(key[:n], cache, kv, handle)
+                handle = store.insert(key[:n], entries, kv, handle)
     is_sound = True
     try:
         with closing(mtp_generate_step(**part(len(tokens)), all_tokens=tokens[:n], **options)) as steps:
@@ -319,7 +318,7 @@ def stored_steps(
         raise
     finally:
         # Fewer tokens after Ctrl-C before the first one; unknown ones after a failure in the end of the steps.
-        n_read = PromptCache(cache, len(model.layers)).n_recorded
+        n_read = cache.n_recorded
         if is_sound and n_read >= 0:
             with mx.stream(stream):
-                store.insert(key[:n_read], cache, kv, handle)
+                store.insert(key[:n_read], entries, kv, handle)

@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...batch.generator import BatchGenerator
-from ...caches.prompt_cache import has_head
+from ...caches.prompt_cache import PromptCache, has_head
 from ...caches.rows import KVOptions
 from ...distributed.ranks import Ranks
 from ...drafts.options import TextOptions
@@ -188,7 +188,7 @@ class Admission:
         (uid,) = self.batch.insert_segments(
             segments=[prompt.segments],
             options=[options],
-            caches=[cache],
+            caches=[None if cache is None else PromptCache(cache, len(self.models.model.layers))],
             all_tokens=[prompt.tokens[:n_cached]],
             counts=[request.counts],
             input_embeddings=[None if pictured is None else ImageEmbeddings(pictured, self.models.model, n_cached)],
