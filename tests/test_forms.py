@@ -167,7 +167,7 @@ def test_nothing_is_compiled_in_the_generation_thread(engine, monkeypatch):
 
 def test_a_grammar_that_is_given_up_fails_its_own_request_alone(engine, monkeypatch, caplog):
     """Its matcher fails behind three tokens, while another request runs, whose answer is as without it."""
-    go_to, why = grammar.Grammar.advance_to, "llguidance gave the grammar up: too complex"
+    go_to, why = grammar.Grammar.advance_to, "llguidance aborted: too complex"
 
     def fail(self, generated):
         if len(generated) == 3:

@@ -106,7 +106,7 @@ class Account:
     GPU's buffers to the process, and MLX does not know the tokenizer, images that are decoded, or Python itself.
 
     Args:
-        limit (int, optional): The most bytes to hold. Default: ``None``, MLX's limit on this machine.
+        limit: The most bytes to hold. Default: ``None``, MLX's limit on this machine.
     """
 
     def __init__(self, limit: int | None = None):

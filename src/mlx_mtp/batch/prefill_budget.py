@@ -22,10 +22,10 @@ class PrefillBudget:
     one. Without a measured speed the chunk is short.
 
     Args:
-        prefill_step_size (int): The most tokens of a chunk.
-        max_token_gap (float): The target for the time between two tokens of a running answer, in seconds, or ``math.inf``.
-        min_decode_share (float): The share of the time for running answers while prompts are prefilled, from 0 to below 1.
-        ranks (Ranks, optional): The ranks that run the model, of which rank 0 chooses. Default: ``None``, one process.
+        prefill_step_size: The most tokens of a chunk.
+        max_token_gap: The target for the time between two tokens of a running answer, in seconds, or ``math.inf``.
+        min_decode_share: The share of the time for running answers while prompts are prefilled, from 0 to below 1.
+        ranks: The ranks that run the model, of which rank 0 chooses. Default: ``None``, one process.
 
     Raises:
         ValueError: An argument is out of range.
@@ -63,8 +63,8 @@ class PrefillBudget:
         The number of prompt tokens to prefill before the next step; 0 if a step is due.
 
         Args:
-            n_cached (int): The number of tokens in the prompt cache.
-            is_running (bool): Whether answers are being generated.
+            n_cached: The number of tokens in the prompt cache.
+            is_running: Whether answers are being generated.
         """
         if not is_running:
             self.owed, self.n_steps = 0.0, 0

@@ -121,11 +121,11 @@ class Prompts:
     """Prefills prompts one after the other, without their last tokens: no more of them than sequences that can join the batch.
 
     Args:
-        model (MTPModel): The model to prefill with.
+        model: The model to prefill with.
 
     Attributes:
-        n_prefilled (int): The number of tokens prefilled so far, of all prompts.
-        seconds (float): The time of this prefill.
+        n_prefilled: The number of tokens prefilled so far, of all prompts.
+        seconds: The time of this prefill.
     """
 
     def __init__(self, model: MTPModel):
@@ -146,27 +146,27 @@ class Prompts:
         """The prompt caches of waiting sequences, and the tokens in each."""
         return {s.uid: (s.cache.entries, s.tokens) for s in self.sequences if s.uid in uids}
 
-    def ready(self, most: int) -> list[Sequence]:
-        """Those of the first ``most`` sequences whose prompts are prefilled except for the last token."""
-        return [s for s in islice(self.sequences, most) if s.is_prefilled]
+    def ready(self, max_sequences: int) -> list[Sequence]:
+        """Those of the first ``max_sequences`` sequences whose prompts are prefilled except for the last token."""
+        return [s for s in islice(self.sequences, max_sequences) if s.is_prefilled]
 
-    def _unread(self, most: int) -> list[Sequence]:
+    def _unread(self, max_sequences: int) -> list[Sequence]:
         """The others of them."""
-        return [s for s in islice(self.sequences, most) if not s.is_prefilled]
+        return [s for s in islice(self.sequences, max_sequences) if not s.is_prefilled]
 
     def take(self, ready: list[Sequence]) -> None:
         """Remove sequences, which begin to generate from the last token of their prompts."""
         for s in ready:
             self.sequences.remove(s)
 
-    def prefill(self, budget: PrefillBudget, is_running: bool, most: int) -> list[PromptResponse]:
-        """Prefill as many tokens between two steps as the budget allows, of the first ``most`` sequences.
+    def prefill(self, budget: PrefillBudget, is_running: bool, max_sequences: int) -> list[PromptResponse]:
+        """Prefill as many tokens between two steps as the budget allows, of the first ``max_sequences`` sequences.
 
         Args:
-            budget (PrefillBudget): Gives the number of tokens to prefill, and observes their time.
-            is_running (bool): Whether other sequences generate.
+            budget: Gives the number of tokens to prefill, and observes their time.
+            is_running: Whether other sequences generate.
         """
-        waiting = self._unread(most)
+        waiting = self._unread(max_sequences)
         if not waiting:
             return []
         if waiting[0].pending is not None:
@@ -186,9 +186,9 @@ class Prompts:
             self.n_prefilled, self.seconds = self.n_prefilled + n - n_left, self.seconds + seconds
         return responses
 
-    def next_chunk(self, size: int, most: int) -> tuple[int, int]:
+    def next_chunk(self, size: int, max_sequences: int) -> tuple[int, int]:
         """The largest of the next chunks of up to ``size`` tokens: its length, and the length of its text up to its end."""
-        chunks = [(min(len(s.segments[0]), size), s.cache.n_tokens) for s in self._unread(most)]
+        chunks = [(min(len(s.segments[0]), size), s.cache.n_tokens) for s in self._unread(max_sequences)]
         return max(((n, n_cached + n) for n, n_cached in chunks), key=math.prod, default=(0, 0))
 
     def _embed(self, s: Sequence, budget: PrefillBudget, is_running: bool) -> list[PromptResponse]:
@@ -202,8 +202,8 @@ class Prompts:
         budget.record(time.perf_counter() - start)
         return [PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), False, False)]
 
-    def _prefill(self, s: Sequence, most: int) -> PromptResponse:
+    def _prefill(self, s: Sequence, max_tokens: int) -> PromptResponse:
         n_segments = len(s.segments)
-        prefill_part(self.model, s, most)
+        prefill_part(self.model, s, max_tokens)
         s.cache.record(s.cache.n_tokens, s.text_of(s.cache.n_tokens))
         return PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), len(s.segments) < n_segments, False)

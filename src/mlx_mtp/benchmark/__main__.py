@@ -77,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         const=4,
         metavar="K",
-        help="Also measure the head at each fixed depth from 1 to K, or to 4 without K.",
+        help="Also measure the head at each fixed draft length from 1 to K, or to 4 without K.",
     )
     add(
         "--tune",
@@ -85,11 +85,16 @@ def make_parser() -> argparse.ArgumentParser:
         const=True,
         default=False,
         metavar="FILE",
-        help="Measure auto, fixed depths and cheaper drafts against plain decoding, and write the best settings to FILE "
+        help="Measure auto, fixed draft lengths and cheaper drafts against plain decoding, and write the best settings to FILE "
         "(default: one in the user's cache folder, where --mtp finds it).",
     )
     add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
-    add("--plot", type=Path, metavar="FILE", help="Draw speed by depth into this image; requires --compare-depths.")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="Draw speed by draft length into this image; requires --compare-depths.",
+    )
     add(
         "--prompts",
         metavar="FILE|KIND",
@@ -210,7 +215,7 @@ def check_flags(args: argparse.Namespace) -> None:
             check_target(file)
     if args.plot:
         if args.compare_depths is None:
-            raise ValueError("--plot draws speed by depth and requires --compare-depths.")
+            raise ValueError("--plot draws speed by draft length and requires --compare-depths.")
         check_plot(args.plot)
 
 
@@ -280,20 +285,20 @@ def check_plot(file: Path) -> None:
 
 
 def plot(report: Report) -> Any:
-    """Draw the head's speed by depth for all prompts together, with auto as lines. The report must have a fixed depth."""
+    """Draw the head's speed by draft length for all prompts together, with auto as lines. The report has a fixed one."""
     from matplotlib.figure import Figure
 
     fixed = [r for r in report.of(OVERALL) if isinstance(r.run, int)]
-    depths, ratios = [int(r.run) for r in fixed], [r.ratio for r in fixed]
+    lengths, ratios = [int(r.run) for r in fixed], [r.ratio for r in fixed]
     spread = [[r.ratio - r.ratio_low for r in fixed], [r.ratio_high - r.ratio for r in fixed]]
     figure = Figure(layout="constrained")
     axes = figure.subplots()
     axes.axhline(1, color="gray", label="plain mlx-lm")
-    axes.errorbar(depths, ratios, spread, fmt="o-", capsize=3, label="head, fixed depth")
+    axes.errorbar(lengths, ratios, spread, fmt="o-", capsize=3, label="head, fixed draft length")
     for r, color in zip((r for r in report.of(OVERALL) if r.run in (NO_COPIES, AUTO)), ("C1", "C2")):
         axes.axhline(r.ratio, color=color, linestyle=":", label=f"{r.run}: {r.ratio:.2f}")
     axes.set_title(f"{Path(report.model).name}, {report.max_tokens} tokens a prompt, {report.repeat} rounds")
-    axes.set(xticks=depths, xlabel="drafts in a step", ylabel="speed, plain mlx-lm = 1", ylim=(0, None))
+    axes.set(xticks=lengths, xlabel="drafts in a step", ylabel="speed, plain mlx-lm = 1", ylim=(0, None))
     axes.legend(loc="lower right")
     return figure
 

@@ -34,7 +34,7 @@ from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import times_of
 
 PLAIN, NO_DRAFTS, NO_COPIES, COPIES, AUTO = "plain", "no drafts", "auto, no copies", "copies alone", "auto"
-Run = int | str  # a fixed depth, or one of these
+Run = int | str  # a fixed draft length, or one of these
 # The source of a token: an accepted draft of the head, an accepted copy, or the target's own choice. Each pass has one choice
 # of the target: the token of a plain step, or the token after the accepted drafts.
 HEAD, COPIED, TARGET = "head", "copies", "target"  # the origin of a token
@@ -122,10 +122,10 @@ def measure(
     """Time plain and MTP generation, alternating. The report has a result of each run for each prompt and for all.
 
     Args:
-        prompts (Mapping[str, mx.array]): The tokens of each prompt, [T], by name.
-        runs (Sequence[Union[int, str]]): Names of runs, see above.
-        stop (Collection[int]): Tokens that end a text. Default: none.
-        name (str): The model's name, for the report.
+        prompts: The tokens of each prompt, [T], by name.
+        runs: Names of runs, see above.
+        stop: Tokens that end a text. Default: none.
+        name: The model's name, for the report.
 
     Raises:
         ValueError: A number is out of range, or a text ends at once.
@@ -169,7 +169,7 @@ def generate(
     stop: Collection[int] = (),
     draft_p_min: float | None = None,
 ) -> Generation:
-    """Time one run on one prompt, [T], with the depth of auto, by default the model's own. ``stop`` tokens end the text.
+    """Time one run on one prompt, [T], with the ``Depth`` of auto, by default the model's own. ``stop`` tokens end the text.
 
     Raise a ValueError if the text ends with its first token.
     """

@@ -26,8 +26,8 @@ class ImageSpan(NamedTuple):
     """An image in a text.
 
     Args:
-        start (int): The index of its first token in the text.
-        rows, columns (int): The grid of its tokens.
+        start: The index of its first token in the text.
+        rows, columns: The grid of its tokens.
     """
 
     start: int
@@ -58,8 +58,8 @@ def check_images(images: Sequence[ImageSpan]) -> None:
 class Positions:
     """
     Args:
-        images (Tuple[ImageSpan]): The images of the text, in order.
-        start (int): The index in the text of the first token in the cache.
+        images: The images of the text, in order.
+        start: The index in the text of the first token in the cache.
     """
 
     images: tuple[ImageSpan, ...]

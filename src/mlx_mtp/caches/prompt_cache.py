@@ -33,8 +33,8 @@ class PromptCache:
     """A view of a prompt cache with names for its entries. The list belongs to the caller.
 
     Args:
-        entries (List[Any]): A list of ``make_prompt_cache``.
-        n_layers (int): The number of the backbone's layers.
+        entries: A list of ``make_prompt_cache``.
+        n_layers: The number of the backbone's layers.
     """
 
     def __init__(self, entries: list[Any], n_layers: int):
@@ -94,8 +94,8 @@ class PromptCache:
         """Mark the cache as complete, with the head's keys and values for the same tokens.
 
         Args:
-            n_tokens (int): The number of tokens in the backbone's caches.
-            text (Sequence[int]): The last known tokens.
+            n_tokens: The number of tokens in the backbone's caches.
+            text: The last known tokens.
         """
         self._last[TEXT] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
         self.images = [image for image in self.images if image.start < n_tokens]  # including an image prefilled in part
@@ -113,12 +113,12 @@ class PromptCache:
 
     @property
     def first_position(self) -> int:
-        """The index of the head's first pair: 0, unless mlx-lm filled the backbone's caches without the head."""
+        """The index of the head's first input: 0, unless mlx-lm filled the backbone's caches without the head."""
         return self.n_tokens if self.last_hidden is None else self.n_tokens - 1 - self.head.offset
 
     @property
     def head_positions(self) -> Positions | None:
-        """The positions of the head's pairs, which are those of their hidden states; ``None`` without images."""
+        """The positions of the head's inputs, which are those of their hidden states; ``None`` without images."""
         return Positions(tuple(self.images), self.first_position) if self.images else None
 
 
@@ -181,7 +181,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
     tokens that follow, since only relative positions matter to it, and its first drafts are worse.
 
     Args:
-        entries (Union[List[Any], PromptCache], optional): A cache of ``make_prompt_cache``, of mlx-lm or from a file; ``None``
+        entries: A cache of ``make_prompt_cache``, of mlx-lm or from a file; ``None``
           for an empty one. A ``PromptCache`` was made for this model, and is returned as it is.
 
     Raises:
@@ -218,9 +218,9 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
         entries[n_layers] = empty_head(model)
     else:
         check_keys(n_layers, cache.head, model.head_layer, may_be_quantized=False)
-        most = 0 if cache.last_hidden is None else n_tokens - 1
-        if cache.head.offset > most:
-            raise misfit(n_layers, f"is of {cache.head.offset} tokens, and the head has seen {most} at most")
+        max_offset = 0 if cache.last_hidden is None else n_tokens - 1
+        if cache.head.offset > max_offset:
+            raise misfit(n_layers, f"is of {cache.head.offset} tokens, and the head has seen {max_offset} at most")
     entries[-1][FINGERPRINT], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
     return cache
 
@@ -229,8 +229,8 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
     """Record the spans of a prompt's images in its cache, before prefill.
 
     Args:
-        images (Iterable[ImageSpan]): The images of the prompt, which may include images in the cache.
-        are_embedded (bool): Whether embeddings are given for the prompt.
+        images: The images of the prompt, which may include images in the cache.
+        are_embedded: Whether embeddings are given for the prompt.
 
     Raises:
         ValueError: Images overlap or have no embeddings, or the model does not support images.
@@ -265,8 +265,10 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
         ("fingerprint", (2 * SIZE,), (mx.uint8,)),
         ("images", (None, 3), (mx.int32,)),
     )
-    if (most := max(cache.text, default=0)) >= model.vocab_size:
-        raise misfit(len(cache.entries) - 1, f"has the token {most}, and the vocabulary ends at {model.vocab_size - 1}")
+    if (token := max(cache.text, default=0)) >= model.vocab_size:
+        raise misfit(
+            len(cache.entries) - 1, f"has the token {token}, and the vocabulary ends at {model.vocab_size - 1}"
+        )
     try:
         check_images(cache.images)
     except ValueError as e:

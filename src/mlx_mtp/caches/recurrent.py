@@ -15,12 +15,12 @@ def recur(inputs: Sequence[mx.array], state: mx.array, mask: mx.array | None = N
     """The part of mlx-lm's ``gated_delta_update`` (0.32.2) after its gates.
 
     Args:
-        inputs (Sequence[mx.array]): Normalized q and k [B, T, Hk, Dk], v [B, T, Hv, Dv], the gates g and beta [B, T, Hv].
-        state (mx.array): [B, Hv, Dv, Dk]
-        mask (mx.array, optional): Whether each token changes the state, [B, T].
+        inputs: Normalized q and k [B, T, Hk, Dk], v [B, T, Hv, Dv], the gates g and beta [B, T, Hv].
+        state: [B, Hv, Dv, Dk]
+        mask: Whether each token changes the state, [B, T].
 
     Returns:
-        Tuple[mx.array, mx.array]: The output [B, T, Hv, Dv], and the state after the tokens.
+        The output [B, T, Hv, Dv], and the state after the tokens.
     """
     has_kernel = mx.default_device() == mx.gpu and mx.metal.is_available() and inputs[1].shape[-1] % 32 == 0
     return (gated_delta_kernel if has_kernel else gated_delta_ops)(*inputs, state, mask)
@@ -55,8 +55,8 @@ def rewound(windows: Sequence[Recorded], kept: Sequence[int]) -> list[list[mx.ar
     """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence.
 
     Args:
-        windows (Sequence[Recorded]): The window of each recurrent layer.
-        kept (Sequence[int]): From the number of confirmed tokens to the number of all tokens, [B].
+        windows: The window of each recurrent layer.
+        kept: From the number of confirmed tokens to the number of all tokens, [B].
     """
     # Lists, which the host makes once for all layers: a range of the device would be more operations.
     n_tokens, n_confirmed = windows[0].n_tokens, windows[0].n_confirmed
@@ -106,7 +106,7 @@ class ArraysCache(stock.ArraysCache):
         """Record the layer's next call.
 
         Args:
-            n_confirmed (int): The number of its leading tokens that are final.
+            n_confirmed: The number of its leading tokens that are final.
 
         Raises:
             ValueError: The last window is still open, or the cache is for padded prompts.
@@ -123,7 +123,7 @@ class ArraysCache(stock.ArraysCache):
         The recurrence is replayed from the recorded inputs, without products of weight matrices.
 
         Args:
-            n (int): From the number of confirmed tokens to the number of all tokens.
+            n: From the number of confirmed tokens to the number of all tokens.
 
         Raises:
             ValueError: No window is open, or the state after ``n`` tokens was not recorded.

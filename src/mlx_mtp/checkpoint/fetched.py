@@ -99,7 +99,7 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
 
 
 def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
-    """Describe the tensors of a base model's head, for a checkpoint. A ValueError tells if there is none, it does not fit, or
+    """Describe the tensors of a base model's head, for a checkpoint. Raises ValueError if there is none, it does not fit, or
     it is quantized."""
     originals.check_sizes(original, checkpoint)
     if not (tensors := original.head()):
@@ -136,7 +136,7 @@ def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:
 
 
 def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
-    """Describe the tensors of a base model's tower. A ValueError tells if there is none, or the sizes of the models differ."""
+    """Describe the tensors of a base model's tower. Raises ValueError if there is none, or the sizes of the models differ."""
     own, tensors = originals.check_sizes(original, checkpoint), original.tower()
     if not tensors or not isinstance(own.get("vision_config"), dict):
         raise ValueError(f"{original.name} has no vision encoder: the base model of {checkpoint.name} has.")

@@ -63,7 +63,7 @@ def _in_unnamed_files(checkpoint: Any) -> dict[str, str]:
 
 
 def read_index(checkpoint: Any, file: str) -> dict[str, str]:
-    """The file of every tensor in an index. A ValueError tells if it is damaged, or names a file outside the checkpoint."""
+    """The file of every tensor in an index. Raises ValueError if it is damaged, or names a file outside the checkpoint."""
     weights = checkpoint.read_json(file).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(own, str) for own in weights.values()):
         raise ValueError(f"{file} of {checkpoint.name} has no weight_map: download it again.")

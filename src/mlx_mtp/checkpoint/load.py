@@ -350,8 +350,8 @@ def _load_tokenizer(
 
 
 def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None:
-    """Add the ends of text. Warn if text is split otherwise than by the checkpoint's tokenizer.json, as by some versions of
-    transformers."""
+    """Add the ends of text. Warn if transformers tokenizes differently from the checkpoint's tokenizer.json, as some
+    versions do."""
     tokenizer.eos_token_ids |= ends_of_text(checkpoint.path)
     file, backend = checkpoint.path / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not file.exists():
@@ -359,7 +359,7 @@ def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None
     own = type(backend).from_file(str(file))
     if tokenizer.encode(SPLIT, add_special_tokens=False) != own.encode(SPLIT, add_special_tokens=False).ids:
         log.warning(
-            f"[WARNING] transformers {version('transformers')} splits text otherwise than the tokenizer.json of "
+            f"[WARNING] transformers {version('transformers')} tokenizes differently from the tokenizer.json of "
             f"{checkpoint.name}: answers may be worse, and fewer drafts accepted. Try another version: "
             "`pip install -U transformers`."
         )

@@ -58,7 +58,7 @@ def check_memory(
     embeddings are in memory if ``ngram_memory``; ``None``: if they leave a share of the memory free.
 
     Returns:
-        bool: Whether there are such tables in memory.
+        Whether there are such tables in memory.
     """
     if account is None:
         return bool(ngram_memory)
@@ -74,8 +74,8 @@ def check_memory(
     if source is not None:
         needs = needs._replace(head=_nbytes(source.head()))
     if ngram_memory is None:
-        most = min(memory.NGRAM_SHARE * min(memory.total_memory(), account.limit), account.left)
-        ngram_memory = needs.total + table_bytes <= most
+        max_bytes = min(memory.NGRAM_SHARE * min(memory.total_memory(), account.limit), account.left)
+        ngram_memory = needs.total + table_bytes <= max_bytes
     if ngram_memory:
         needs = needs._replace(ngrams=table_bytes)
     check_fits(name, needs, account, _advice(needs, sizes, account, context))
@@ -84,13 +84,13 @@ def check_memory(
 
 def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
     """Raise a ValueError if a tensor is too large for the device. Experts that are stored one by one become one array."""
-    most, arrays = max_array_bytes(), Counter[str]()
+    max_bytes, arrays = max_array_bytes(), Counter[str]()
     for tensor, info in tensors.items():
         arrays[re.sub(r"\.experts\.\d+\.", ".experts.", tensor)] += _nbytes({tensor: info})
     for tensor, largest in arrays.most_common(1):
-        if most is not None and largest > most:
+        if max_bytes is not None and largest > max_bytes:
             raise ValueError(
-                f"{name} does not fit: {tensor} takes {size(largest)}, and an array on this GPU at most {size(most)}. "
+                f"{name} does not fit: {tensor} takes {size(largest)}, and an array on this GPU at most {size(max_bytes)}. "
                 "Use a conversion with fewer bits."
             )
 

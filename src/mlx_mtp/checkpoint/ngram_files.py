@@ -57,7 +57,7 @@ class FileRows:
     """The rows of a table in files, see ``models.ngrams.Rows``.
 
     Args:
-        parts (List[Dict[str, FileArray]]): The arrays of each part of the rows.
+        parts: The arrays of each part of the rows.
 
     Raises:
         ValueError: The parts do not fit together.

@@ -47,9 +47,9 @@ class CheckpointReader:
     """Reads only the requested parts of a checkpoint, a folder or a repository.
 
     Args:
-        path_or_hf_repo (str): The checkpoint, by which errors name it.
-        folder (Path, optional): Its folder, if it was downloaded.
-        needed (Collection[str], optional): The files of the index that must exist. Default: ``None``, all.
+        path_or_hf_repo: The checkpoint, by which errors name it.
+        folder: Its folder, if it was downloaded.
+        needed: The files of the index that must exist. Default: ``None``, all.
 
     Raises:
         FileNotFoundError: It cannot be read.

@@ -22,7 +22,7 @@ T = TypeVar("T")
 # By source: green, yellow and blue. The model's own tokens have the terminal's color, and a prompt is dim.
 COLORS = {"head": 32, "copies": 33, "grammar": 34, "prompt": 2}
 DELAY = 1.0  # seconds that a prompt takes without a bar
-MOST_REPEATS = 6  # of a run that is not timed
+MAX_REPEATS = 6  # of a run that is not timed
 INTERRUPTED = 130  # exit status after Ctrl-C
 OTHERS = 3.0  # seconds in which mlx.launch ends the other ranks
 BROKEN_PIPE = 141  # exit status after SIGPIPE
@@ -82,12 +82,12 @@ def prepare(runs: Iterable[Callable[[], Any]], ranks: Ranks | None = None) -> No
     backend compiles kernels once on a machine.
 
     Args:
-        runs (Iterable[Callable]): Whole runs as those that are timed afterwards. With other shapes, other traces are made.
+        runs: Whole runs as those that are timed afterwards. With other shapes, other traces are made.
     """
     description = "Preparing: kernels are compiled once on a machine"
     with tqdm(desc=description, unit="run", leave=False, disable=None) as progress:
         for run in runs:
-            for _ in range(MOST_REPEATS):
+            for _ in range(MAX_REPEATS):
                 n_before = n_traces()
                 run()
                 progress.update()

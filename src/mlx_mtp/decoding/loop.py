@@ -1,26 +1,7 @@
-"""Speculative decoding with the model's own MTP head: draft, verify, accept, roll back.
+"""The loop of speculative decoding, over the moves of ``Decoder``: plan, draft, verify, accept, commit, roll back.
 
-A step over a window of the committed token b and k drafts, with N tokens in the backbone's cache:
+docs/develop/design.md draws a step: its positions, the target model's choices, and the head's inputs.
 
-    position               N         N+1       ...   N+k
-    verify: input          b         d_1             d_k        one backbone pass
-            hidden         h_N       h_N+1           h_N+k
-            choice         c_1       c_2             c_k+1      given all tokens before it
-    accept j drafts        d_1 = c_1, ..., d_j = c_j; the next committed token is c_j+1
-    roll back              the caches keep b, d_1, ..., d_j
-    draft:  hidden         h_N       ...   h_N+j                one pass of the head over the window: pair N+i:
-            token          d_1       ...   c_j+1                the verified hidden state and the token after it
-            further drafts feed the head's own output, and their keys and values are trimmed
-
-So the head's cache has keys and values for each of the backbone's tokens, each made from a verified hidden state. A step
-without drafts (k = 0) leaves its pair pending and does not wait for the host: that is plain decoding. Between generations the
-token after the last one is not known yet, so the head's cache is one token shorter, and the last hidden state is kept in the
-last entry of the prompt cache.
-
-Drafts may also be copied from the text (``drafts/sources.py``); the head then gets their pairs when they are accepted.
-
-This module is the loop. ``decoder.Decoder`` has its moves, for one sequence or several. ``planner.Planner`` chooses the number
-of drafts and their source.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -146,7 +127,7 @@ def mtp_generate_step(
 def _generate(
     decoder: Decoder, planner: Planner, s: Sequence, chunk: int, progress: Callable[[int, int], Any]
 ) -> Generator[Token, None, None]:
-    """Prefill the prompt of a sequence in chunks of so many tokens, and generate its tokens, alone in the decoder."""
+    """Prefill a prompt in chunks of ``chunk`` tokens, and generate its tokens, alone in the decoder."""
     n_yielded, before = 0, None
     s.cache.begin(s.cache.n_tokens)
     try:
@@ -180,10 +161,7 @@ def _generate(
 
 
 def _after_image(decoder: Decoder, s: Sequence, logits: mx.array, hidden: mx.array) -> list[Token]:
-    """Choose the first token after a prompt that ends with an image, by the outputs of its last token, each [1, 1, ...].
-
-    The sequence joins with this token, since rows have no positions in three axes.
-    """
+    """Choose the first token after a prompt that ends with an image: rows have no positions in three axes."""
     plan = WindowPlan([s], (PLAIN_PLAN,), PLAIN_PLAN, False)
     choice = choose(Window(plan, Drafts(plan.plans), logits, hidden))
     ((_, tokens),) = decoder.read(choice).tokens_of_each()
@@ -193,14 +171,10 @@ def _after_image(decoder: Decoder, s: Sequence, logits: mx.array, hidden: mx.arr
 
 
 def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: None) -> list[Stepped]:
-    """
-    Accept or reject the drafts of the window in flight, and draft, commit and verify the next window.
+    """Accept the drafts of the window in flight; draft, commit and verify the next -> the tokens of each sequence.
 
-    Args:
-        move (Callable): Lets sequences leave and join, once the tokens of the window are accepted.
+    ``move`` lets sequences leave and join, once the tokens of the window are accepted.
 
-    Returns:
-        List[Tuple[Sequence, List[Token]]]: The tokens of each sequence of the window; empty if none was in flight.
     """
     with mx.stream(decoder.stream):
         done = None
@@ -226,15 +200,10 @@ def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: 
 
 
 def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yielded: int) -> None:
-    """
-    End the generation of one sequence: its prompt cache holds the prompt and exactly the tokens yielded.
+    """End a generation, also after an error or an interrupt: its prompt cache holds exactly the prompt and the tokens yielded.
 
-    May be called after an error or an interrupt at any line, in any thread, and again after an interrupt of itself.
+    ``before`` is the state before the latest step, if its tokens were not all yielded.
 
-    Args:
-        before (DecoderState, optional): The state before the latest step, if its tokens were not all yielded. One pass over the
-          tokens that were yielded since then completes it. ``None`` if the last token is the first of the window in flight.
-        n_yielded (int): The number of tokens yielded.
     """
     with mx.stream(decoder.stream):
         if before is not None:
@@ -254,10 +223,6 @@ def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yield
 
 
 def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:
-    """Prefill a prompt [T] into a prompt cache, as a generation of no tokens.
-
-    Args:
-        kwargs: ``prompt_cache`` and the other options of ``mtp_generate_step``.
-    """
+    """Prefill a prompt [T] into a prompt cache, with the options of ``mtp_generate_step``."""
     for _ in mtp_generate_step(prompt, model, max_tokens=0, **kwargs):
         pass

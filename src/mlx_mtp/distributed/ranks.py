@@ -21,7 +21,7 @@ LOST = "Another rank has ended: see its error, or the line of mlx.launch."
 class Ranks:
     """
     Args:
-        group (mx.distributed.Group): A group of two or more processes.
+        group: A group of two or more processes.
     """
 
     def __init__(self, group: mx.distributed.Group):
@@ -31,8 +31,8 @@ class Ranks:
         """Gather every rank's numbers, [R, n] float32, by rank. Does not wait: evaluate the result with a pass of the model.
 
         Args:
-            numbers (List[float]): This rank's numbers, the same number of them on every rank.
-            after (mx.array): An output of the pass. Stages of a pipeline run different graphs; this dependency orders the
+            numbers: This rank's numbers, the same number of them on every rank.
+            after: An output of the pass. Stages of a pipeline run different graphs; this dependency orders the
               collective after those of the pass on each of them.
         """
         mine: Any = mx.depends(mx.array(numbers, mx.float32), after)

@@ -106,7 +106,7 @@ class TextOptions:
         return any(map(keeps_state, (self.sampler or greedy_sampler, *(self.logits_processors or ()))))
 
     @property
-    def most(self) -> int:
+    def max_drafts(self) -> int:
         """The most drafts that a step may have, of resolved options."""
         n = self.num_draft_tokens if isinstance(self.num_draft_tokens, int) else MAX_DRAFT_TOKENS
         return max(n, {"auto": MAX_COPY_TOKENS, "off": 0}.get(self.copy_drafts, self.copy_drafts))  # type: ignore

@@ -56,11 +56,11 @@ def fit(
     far.
 
     Args:
-        model (str): The path or the Hugging Face repository of a checkpoint. If it has no head, the head of its base model is
+        model: The path or the Hugging Face repository of a checkpoint. If it has no head, the head of its base model is
           fetched and fitted.
-        mlx_path (str): The folder of the checkpoint to write.
-        adapter_path (str, optional): A trained adapter of ``mlx_lm.lora`` for the backbone. Default: ``None``.
-        cache_path (Union[str, Path], optional): The folder for recorded states, which is kept. Default: ``None``, a folder
+        mlx_path: The folder of the checkpoint to write.
+        adapter_path: A trained adapter of ``mlx_lm.lora`` for the backbone. Default: ``None``.
+        cache_path: The folder for recorded states, which is kept. Default: ``None``, a folder
           next to ``mlx_path``, which is removed at the end.
         options: The texts and the training, see :class:`FitOptions`.
 

@@ -22,20 +22,20 @@ LIMITS: dict[str, tuple[float, float]] = {
 class FitOptions:
     """
     Args:
-        corpus (Sequence[Union[str, Path]], optional): Files of text like the model's future output, or ``.jsonl`` files
+        corpus: Files of text like the model's future output, or ``.jsonl`` files
           of ``mlx_lm.lora``. Default: ``None``, prompts.
-        prompts (Union[str, Path], optional): A file of prompts, separated by lines of three dashes, which the model answers
+        prompts: A file of prompts, separated by lines of three dashes, which the model answers
           first. Default: ``None``, built-in ones.
-        drafts (int): The number of drafts to train and measure at each position. Default: ``4``.
-        iters (int): Iterations to train for. Default: ``500``.
-        batch_size (int): Texts in an iteration. Default: ``4``.
-        learning_rate (float): AdamW's highest learning rate. Default: ``1e-4``.
-        max_seq_length (int): Cut texts into pieces of this many tokens; use the end of longer answers. Default: ``512``.
-        steps_per_eval (int): Iterations between validations; the best head is kept. Default: ``50``.
-        answers (int): Answers to each prompt. Default: ``8``.
-        max_tokens (int): The length of an answer, and of a measured continuation. Default: ``256``.
-        temp (float): The temperature of the answers. Default: ``0.7``.
-        seed (int): The seed for dividing and ordering the texts. Default: ``0``.
+        drafts: The number of drafts to train and measure at each position. Default: ``4``.
+        iters: Iterations to train for. Default: ``500``.
+        batch_size: Texts in an iteration. Default: ``4``.
+        learning_rate: AdamW's highest learning rate. Default: ``1e-4``.
+        max_seq_length: Cut texts into pieces of this many tokens; use the end of longer answers. Default: ``512``.
+        steps_per_eval: Iterations between validations; the best head is kept. Default: ``50``.
+        answers: Answers to each prompt. Default: ``8``.
+        max_tokens: The length of an answer, and of a measured continuation. Default: ``256``.
+        temp: The temperature of the answers. Default: ``0.7``.
+        seed: The seed for dividing and ordering the texts. Default: ``0``.
     """
 
     corpus: Sequence[str | Path] | None = None

@@ -96,7 +96,7 @@ def read_prompts(file: Path | None, tokenizer: TokenizerWrapper) -> list[Documen
 
 
 def split(texts: Sequence[Document], how: FitOptions) -> Split:
-    """Divide texts by source, without short ones of a corpus, and shuffle each part. A ValueError tells of too few sources."""
+    """Divide texts by source, without short ones of a corpus, and shuffle each part. Raises ValueError if there are too few."""
     shortest = 1 if how.corpus is None else SHORTEST
     texts = list({tuple(text.tokens): text for text in texts if len(text.tokens) >= shortest}.values())  # each once
     sources = sorted({text.source for text in texts})

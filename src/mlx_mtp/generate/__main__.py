@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> None:
     options["prompt_cache"] = None if saved is None else saved.caches
     if args.check:
         if args.image:
-            pictured = read_images(vision_of(model), prompt, args.image)
-            prompt, options["input_embeddings"] = pictured.tokens, pictured.embed(model)
-            options["prompt_cache"] = pictured.cache(model, options["prompt_cache"])
+            image_prompt = read_images(vision_of(model), prompt, args.image)
+            prompt, options["input_embeddings"] = image_prompt.tokens, image_prompt.embed(model)
+            options["prompt_cache"] = image_prompt.cache(model, options["prompt_cache"])
         result = check(
             model, mx.array(prompt), flags.text_options(args), stop_tokens=tokenizer.eos_token_ids, **options
         )

@@ -114,19 +114,21 @@ def stream_generate(
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    pictured = None
+    image_prompt = None
     if images:
-        pictured = read_images(vision_of(model), _encode(tokenizer, prompt).tolist(), images)  # type: ignore[arg-type]
-        prompt = pictured.tokens
+        image_prompt = read_images(vision_of(model), _encode(tokenizer, prompt).tolist(), images)  # type: ignore[arg-type]
+        prompt = image_prompt.tokens
         if prompt_store is None:
-            kwargs["input_embeddings"] = pictured.embed(model)
+            kwargs["input_embeddings"] = image_prompt.embed(model)
             if drafts:
-                kwargs["images"] = pictured.spans(n_tokens(kwargs.get("prompt_cache") or []))
+                kwargs["images"] = image_prompt.spans(n_tokens(kwargs.get("prompt_cache") or []))
             else:
-                kwargs["prompt_cache"] = pictured.cache(model, kwargs.get("prompt_cache"))
+                kwargs["prompt_cache"] = image_prompt.cache(model, kwargs.get("prompt_cache"))
     if drafts:
         options = options if mtp else replace(options, num_draft_tokens=0)
-        steps = mtp_generate_step if prompt_store is None else partial(stored_steps, prompt_store, tokenizer, pictured)
+        steps = (
+            mtp_generate_step if prompt_store is None else partial(stored_steps, prompt_store, tokenizer, image_prompt)
+        )
         yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), stream, steps, options, **kwargs)
         return
     kwargs |= {"sampler": for_one_text(options.sampler), "logits_processors": options.logits_processors}
@@ -262,14 +264,14 @@ def _print_figures(response: GenerationResponse, mtp: bool) -> None:
 def stored_steps(
     store: PromptStore,
     tokenizer: TokenizerWrapper,
-    pictured: ImagePrompt | None,
+    image_prompt: ImagePrompt | None,
     prompt: mx.array,
     model: Any,
     stream: Any,
     **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """``mtp_generate_step`` with a prompt store in place of a prompt cache: prefill begins after the stored prefix of the
-    prompt, and the rest is stored. ``pictured`` is the prompt with images, if it has any.
+    prompt, and the rest is stored. ``image_prompt`` is the prompt with images, if it has any.
 
     Raise a ValueError if an option cannot be combined with a store, or the store is for another model.
     """
@@ -281,13 +283,13 @@ def stored_steps(
     if model.ranks is not None:
         raise ValueError("A prompt store serves one process: omit prompt_store on several machines.")
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
-    key = tokens[:] if pictured is None else pictured.key[:]
+    key = tokens[:] if image_prompt is None else image_prompt.key[:]
     # Of the whole text, since its parts are read one by one.
     kv = KVOptions(**{name: options[name] for name in KV_NAMES if name in options}).of_text(0, len(tokens))
     options |= vars(kv)
     entries, n, handle = store.fetch(key[:-1], kv)
     cache = PromptCache(entries, len(model.layers))
-    n_stored, embeddings = n, None if pictured is None else pictured.embed(model, n)
+    n_stored, embeddings = n, None if image_prompt is None else image_prompt.embed(model, n)
     progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)
     # Of a part, as of the whole.
     options["prompt_progress_callback"] = lambda n_read, _: progress(n + n_read, len(tokens))
@@ -295,8 +297,8 @@ def stored_steps(
     def part(end: int) -> dict[str, Any]:
         """The next part of the prompt, as arguments of the functions that prefill it."""
         given = {"prompt": prompt[n:end], "model": model, "stream": stream, "prompt_cache": cache}
-        if pictured is not None and embeddings is not None:
-            given |= {"input_embeddings": embeddings[n - n_stored : end - n_stored], "images": pictured.images}
+        if image_prompt is not None and embeddings is not None:
+            given |= {"input_embeddings": embeddings[n - n_stored : end - n_stored], "images": image_prompt.images}
         return given
 
     names = ("prefill_step_size", "prompt_progress_callback", *KV_NAMES)

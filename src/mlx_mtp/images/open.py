@@ -29,9 +29,9 @@ def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name
     """Open an image as a viewer shows it: upright, in RGB, its first frame, transparent parts on white.
 
     Args:
-        source (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): A file, a ``data:`` URL, bytes, uint8 values
+        source: A file, a ``data:`` URL, bytes, uint8 values
           [height, width, 3] in RGB, or an image of Pillow.
-        name (str, optional): Its name in errors. Default: ``None``, the file's path or "The image".
+        name: Its name in errors. Default: ``None``, the file's path or "The image".
 
     Raises:
         FileNotFoundError: There is no such file.

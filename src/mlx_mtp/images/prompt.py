@@ -28,10 +28,10 @@ INSIDE_PLACEHOLDER = re.compile(rf"(?<=<\|)(?=(?:image_pad|video_pad|vision_star
 class ImagePrompt:
     """
     Args:
-        tokens (List[int]): The tokens, with ``<|image_pad|>`` for each token of an image.
-        images (List[ImageSpan]): The spans of these tokens.
-        pixel_values (List[mx.array]): The patches of each image, from ``Processor.preprocess_image``.
-        vision (Vision): The vision encoder of the model.
+        tokens: The tokens, with ``<|image_pad|>`` for each token of an image.
+        images: The spans of these tokens.
+        pixel_values: The patches of each image, from ``Processor.preprocess_image``.
+        vision: The vision encoder of the model.
     """
 
     tokens: list[int]
@@ -71,10 +71,10 @@ class ImageEmbeddings:
     """The embeddings of a prompt with images, which the vision encoder computes between two steps of running answers.
 
     Args:
-        begin (int): The index of the first token; images before it are not decoded. Default: ``0``.
+        begin: The index of the first token; images before it are not decoded. Default: ``0``.
 
     Attributes:
-        array (mx.array): [T, H], complete once ``advance`` has returned ``True``.
+        array: [T, H], complete once ``advance`` has returned ``True``.
     """
 
     FIRST = 1 << 24  # multiplications of the first piece, before the speed is known
@@ -125,12 +125,12 @@ def read_images(
     """Open the images of a prompt, and repeat its placeholders for their tokens. All sizes are checked before any is decoded.
 
     Args:
-        vision (Vision): The model's, see ``vision_of``.
-        tokens (Sequence[int]): The prompt, with ``<|image_pad|>`` once for each image.
-        images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): In order.
-        max_tokens (int, optional): The most tokens of all images. Default: ``None``, any number.
-        max_pixels (int, optional): The most pixels of all images. Default: ``None``, any number.
-        before_each (Callable[[int], None]): Called before an image is decoded, with the most bytes that this takes. It may
+        vision: The model's, see ``vision_of``.
+        tokens: The prompt, with ``<|image_pad|>`` once for each image.
+        images: In order.
+        max_tokens: The most tokens of all images. Default: ``None``, any number.
+        max_pixels: The most pixels of all images. Default: ``None``, any number.
+        before_each: Called before an image is decoded, with the most bytes that this takes. It may
           raise an error.
 
     Raises:
@@ -148,10 +148,10 @@ def read_images(
         sizes.append((width, height))
         rows, columns = vision.processor.grid(width, height)
         n_tokens, n_pixels = n_tokens + rows * columns, n_pixels + width * height
-        for count, most, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
-            if most is not None and count > most:
+        for count, maximum, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
+            if maximum is not None and count > maximum:
                 raise ValueError(
-                    f"The images up to number {i} have more than {most} {unit}: send fewer or smaller ones."
+                    f"The images up to number {i} have more than {maximum} {unit}: send fewer or smaller ones."
                 )
     pixel_values: list[mx.array] = []
     try:

@@ -137,8 +137,8 @@ class Block(nn.Module):
             return y + self.mlp(self.norm2(y))
 
         I = self.mlp.linear_fc1.weight.shape[0]
-        most = max(1, SCORE_BYTES // (4 * self.attn.num_heads * N))
-        return (yield from _in_pieces(N, size, 2 * N * D + D * D + 2 * D * I, rest, most))
+        max_size = max(1, SCORE_BYTES // (4 * self.attn.num_heads * N))
+        return (yield from _in_pieces(N, size, 2 * N * D + D * D + 2 * D * I, rest, max_size))
 
 
 class Merger(nn.Module):
@@ -179,15 +179,15 @@ class VisionTower(nn.Module):
         """A generator computing the embeddings of one image, a piece at a time, so that other work can run in between.
 
         Args:
-            pixel_values (mx.array): [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of
+            pixel_values: [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of
               m x m, row by row, and their values, channels * frames * height * width.
-            size (Callable[[], float]): The multiplications of the next piece, at most where a patch of a layer takes fewer.
+            size: The multiplications of the next piece, at most where a patch of a layer takes fewer.
 
         Yields:
-            int: The multiplications of the piece that was computed.
+            The multiplications of the piece that was computed.
 
         Returns:
-            mx.array: [rows * columns, H of the language model], evaluated.
+            [rows * columns, H of the language model], evaluated.
 
         Raises:
             ValueError: The patches are not of this tower, or more than ``MAX_PATCHES``.
@@ -237,12 +237,12 @@ class VisionTower(nn.Module):
 
 
 def _in_pieces(
-    n: int, size: Size, cost: int, compute: Callable[[slice], mx.array], most: int = MAX_PATCHES
+    n: int, size: Size, cost: int, compute: Callable[[slice], mx.array], max_size: int = MAX_PATCHES
 ) -> Generator[int, None, mx.array]:
     """Compute n rows, which take ``cost`` multiplications each, some at a time -> all of them, [n, ...]"""
     out, i = [], 0
     while i < n:
-        k = min(n, i + most, i + max(int(min(size() / cost, n)), 1))
+        k = min(n, i + max_size, i + max(int(min(size() / cost, n)), 1))
         out.append(compute(slice(i, k)))
         mx.eval(out[-1])
         yield cost * (k - i)

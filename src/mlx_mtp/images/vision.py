@@ -39,7 +39,7 @@ class Processor:
     """transformers' image processor, which turns an image into the patches of its tokens.
 
     Args:
-        settings (Mapping[str, Any]): A preprocessor_config.json. The defaults are the published Qwen3.5's.
+        settings: A preprocessor_config.json. The defaults are the published Qwen3.5's.
 
     Raises:
         ValueError: A setting is not usable.
@@ -76,10 +76,10 @@ class Processor:
     def preprocess_image(self, image: Any, name: str | None = None) -> mx.array:
         """
         Args:
-            image (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): The image and its name, as for ``open_image``.
+            image: The image and its name, as for ``open_image``.
 
         Returns:
-            mx.array: [rows, columns, merge_size**2, P] in float32: the grid of its tokens, and the patches of each.
+            [rows, columns, merge_size**2, P] in float32: the grid of its tokens, and the patches of each.
 
         Raises:
             ValueError: The image cannot be opened.
@@ -99,9 +99,9 @@ class Vision:
     """The images of a model: ``model.vision`` of ``mlx_mtp.load``, or ``None`` where the checkpoint has no tower.
 
     Args:
-        folder (Path): The checkpoint.
-        config (Mapping[str, Any]): Its config.json.
-        files (List[str]): The files with the tower's tensors.
+        folder: The checkpoint.
+        config: Its config.json.
+        files: The files with the tower's tensors.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], files: Sequence[str]):

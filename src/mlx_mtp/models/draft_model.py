@@ -56,9 +56,9 @@ class ArraysCache(recurrent.ArraysCache):
 
 
 class DraftCache(stock._BaseCache):
-    """The draft model's state: the head's keys and values, and the tokens and hidden states of the next pairs.
+    """The draft model's state: the head's keys and values, and the tokens and hidden states of the head's next inputs.
 
-    Pair i of the head is token i with the target's hidden state of token i - 1, so token 0 has no pair. ``n_verified`` is the
+    Input i of the head is token i with the target's hidden state of token i - 1, so token 0 has none. ``n_verified`` is the
     number of keys and values made from the target's hidden states. Later ones belong to drafts, and are made from the head's
     own output.
     """
@@ -119,7 +119,7 @@ class DraftCache(stock._BaseCache):
         self.n_tokens = self.n_final + n
 
     def catch_up(self, model: Any) -> None:
-        """Run the head over the pairs whose token and hidden state are both known."""
+        """Run the head over the inputs whose token and hidden state are both known."""
         n = min(self.n_tokens, self.n_seen - 1) - self.n_verified
         if n > 0:
             assert self.hidden is not None
@@ -163,7 +163,7 @@ class DraftModel:
     """The head of a model as a draft model for mlx-lm's speculative loop. Made by ``model.make_draft_model()``.
 
     Attributes:
-        target (Target): The model to pass to that loop.
+        target: The model to pass to that loop.
     """
 
     def __init__(self, model: Any):
@@ -181,11 +181,11 @@ class DraftModel:
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """
         Args:
-            inputs (mx.array): Token ids, [1, T].
-            cache (List[Any]): Of ``make_cache``.
+            inputs: Token ids, [1, T].
+            cache: Of ``make_cache``.
 
         Returns:
-            mx.array: Logits of the token after the last, [1, 1, V]. Zeros for a chunk of the prompt, whose logits are not used,
+            Logits of the token after the last, [1, 1, V]. Zeros for a chunk of the prompt, whose logits are not used,
               and after the first token of a text, which has no hidden state before it.
         """
         if not cache or not isinstance(cache[0], DraftCache):

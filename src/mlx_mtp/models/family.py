@@ -41,10 +41,10 @@ class FamilyModel(MTPModel):
         """mlx-lm's ``sanitize``, which drops the head, and then the head's.
 
         Args:
-            weights (Dict[str, mx.array]): The tensors of a checkpoint.
-            head (Dict[str, mx.array], optional): The head's tensors, under names without ``mtp.``, if they are not in
+            weights: The tensors of a checkpoint.
+            head: The head's tensors, under names without ``mtp.``, if they are not in
               ``weights``.
-            raw (bool): Whether ``head`` is in the Hugging Face layout.
+            raw: Whether ``head`` is in the Hugging Face layout.
         """
         weights, inside = split_head(weights)
         if head is None:

@@ -155,9 +155,9 @@ def _check(weights: Mapping[str, mx.array], expected: Mapping[str, Shape | None]
         raise ValueError(f"The MTP head does not fit this model: {'; '.join(wrong[:4])}.")
 
 
-def _listed(names: list[str], most: int = 4) -> str:
-    shown = ", ".join("mtp." + name for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more tensors"
+def _listed(names: list[str], max_names: int = 4) -> str:
+    shown = ", ".join("mtp." + name for name in names[:max_names])
+    return shown if len(names) <= max_names else f"{shown} and {len(names) - max_names} more tensors"
 
 
 def quantize_head(mtp: nn.Module, bits: int) -> None:

@@ -47,7 +47,7 @@ class NgramHash:
 
     Args:
         args: The text arguments.
-        place (int): The layer's place among those with n-gram embeddings.
+        place: The layer's place among those with n-gram embeddings.
     """
 
     def __init__(self, args: Any, place: int):
@@ -110,9 +110,9 @@ class NgramTable:
     """A table of n-gram embeddings, whose rows are read when they are used.
 
     Args:
-        rows (Rows): The rows.
-        width (int): The numbers in a row.
-        n_rows (int): The least number of rows.
+        rows: The rows.
+        width: The numbers in a row.
+        n_rows: The least number of rows.
 
     Raises:
         ValueError: The rows are not those of such a table.
@@ -204,13 +204,13 @@ class NgramEmbedding(nn.Module):
 def add_ngrams(own: Any, x: mx.array, embeddings: mx.array, last: mx.array) -> tuple[mx.array, mx.array]:
     """
     Args:
-        own (NgramEmbedding): The weights.
-        x (mx.array): The streams, [B, T, n H].
-        embeddings (mx.array): [B, T, P]
-        last (mx.array): The last inputs of the convolution, [B, K, n H].
+        own: The weights.
+        x: The streams, [B, T, n H].
+        embeddings: [B, T, P]
+        last: The last inputs of the convolution, [B, K, n H].
 
     Returns:
-        Tuple[mx.array, mx.array]: The streams, and the inputs of the convolution, [B, K + T, n H].
+        The streams, and the inputs of the convolution, [B, K + T, n H].
     """
     streams, embeddings = (*x.shape[:2], own.n_streams, -1), embeddings.astype(x.dtype)
     keys, queries = own.norm_key(own.key_proj(embeddings)).reshape(streams), own.norm_query(x).reshape(streams)

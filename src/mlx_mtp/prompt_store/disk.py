@@ -58,16 +58,16 @@ class Folder:
     """A folder of files, of which the least recently used go first when it is full. Several stores of a process may share it.
 
     Args:
-        path (Path): The folder, which is created if it does not exist. Only its owner may read it and its files.
-        max_bytes (int): The maximum size of all files.
+        path: The folder, which is created if it does not exist. Only its owner may read it and its files.
+        max_bytes: The maximum size of all files.
 
     Raises:
         BlockingIOError: Another process owns the folder, or another ``Folder`` of this one.
         OSError: The folder cannot be used.
 
     Attributes:
-        files (OrderedDict[str, File]): By name, the least recently used first. A file comes before the one that it continues.
-        n_users (int): The number of stores that use it. The last one to close gives up the folder.
+        files: By name, the least recently used first. A file comes before the one that it continues.
+        n_users: The number of stores that use it. The last one to close gives up the folder.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_DISK_BYTES):
@@ -204,13 +204,13 @@ class Disk:
     """The threads between a store and its folder: no other thread waits for the disk.
 
     Args:
-        folder (Folder): The folder, which may be shared by several stores.
-        forest (Forest): The texts of the store.
-        lock (threading.RLock): Protects the forest.
+        folder: The folder, which may be shared by several stores.
+        forest: The texts of the store.
+        lock: Protects the forest.
 
     Attributes:
-        bytes_written (int): Bytes that this store has written.
-        bytes_read (int): Bytes that it has read.
+        bytes_written: Bytes that this store has written.
+        bytes_read: Bytes that it has read.
     """
 
     def __init__(self, folder: Folder, forest: Forest, lock: "threading.RLock"):

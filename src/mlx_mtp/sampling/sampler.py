@@ -1,6 +1,6 @@
 """Samplers with a method for their distribution, which rejection sampling and coupled drafts need, and the noise of seeds.
 
-MLX's generator has one state for the process, so its numbers depend on earlier draws of other requests and drafts. A sampler
+MLX's generator has one state for the process, so its numbers depend on earlier samples of other requests and drafts. A sampler
 with a seed has a key for each position of a text instead, hashed from (seed, position).
 """
 
@@ -19,7 +19,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_p, greedy_sampler
 
 MAX_SEED = 2**64 - 1
 BLOCK = 64  # tokens
-DRAFT_TOP_K = 1024  # tokens that drafts of top-p are drawn from
+DRAFT_TOP_K = 1024  # tokens that drafts of top-p are sampled from
 
 
 def noise_words(seed: int, position: int) -> tuple[int, int, int]:
@@ -43,8 +43,8 @@ def _mixed(x: mx.array) -> mx.array:
     return x ^ (x >> 16)
 
 
-def draw(p: mx.array, u: mx.array) -> mx.array:
-    """Draw from each row of probabilities, which need not be normalized, by uniform numbers, [n, m] each -> indices [n]
+def sample(p: mx.array, u: mx.array) -> mx.array:
+    """Sample from each row of probabilities, which need not be normalized, by uniform numbers, [n, m] each -> indices [n]
 
     Of independent exponential numbers with rates p, each is the smallest with its probability.
     """
@@ -60,8 +60,8 @@ class Support(NamedTuple):
     """The tokens that rows may have.
 
     Args:
-        ids (mx.array, optional): The tokens of each row, [B, m]. ``None``: all tokens, m = V.
-        p (mx.array): Their probabilities after all filters and the temperature, float32, [B, m]; 0 where filtered out.
+        ids: The tokens of each row, [B, m]. ``None``: all tokens, m = V.
+        p: Their probabilities after all filters and the temperature, float32, [B, m]; 0 where filtered out.
     """
 
     ids: mx.array | None
@@ -110,7 +110,7 @@ class Sampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [B, V] -> tokens [B], as mlx-lm's samplers."""
         support = self.support(logprobs, self.uniforms(len(logprobs)))
-        return support.tokens(draw(support.p, mx.random.uniform(shape=support.p.shape)))
+        return support.tokens(sample(support.p, mx.random.uniform(shape=support.p.shape)))
 
     def uniforms(self, n: int) -> mx.array:
         """n uniform numbers, which decide whether XTC applies to a position, [n, 1]."""
@@ -122,11 +122,11 @@ class Sampler:
         return mx.log(p if ids is None else mx.put_along_axis(mx.zeros(logprobs.shape), ids, p, axis=-1))
 
     def support(self, logits: mx.array, uniforms: mx.array) -> Support:
-        """Apply the filters and the temperature. Draws no random number.
+        """Apply the filters and the temperature. Takes no random number.
 
         Args:
-            logits (mx.array): Logits or log probabilities, [B, V].
-            uniforms (mx.array): A uniform number for each token to draw, [B, 1].
+            logits: Logits or log probabilities, [B, V].
+            uniforms: A uniform number for each token to sample, [B, 1].
         """
         x, ids = logits, None
         if self.top_k == 0 or self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1):
@@ -148,11 +148,11 @@ class Sampler:
         """The sampler of drafts, whose distribution is free: for top-p, of the likeliest of ``size`` tokens, without a sort."""
         return replace(self, top_k=min(DRAFT_TOP_K, size - 1)) if self.top_k == 0 and 0 < self.top_p < 1 else self
 
-    def draw(self, logits: mx.array, words: mx.array) -> mx.array:
-        """The tokens that ``noise_words`` [B, 3] draw from logits [B, V] -> [B]"""
+    def sample(self, logits: mx.array, words: mx.array) -> mx.array:
+        """The tokens that ``noise_words`` [B, 3] sample from logits [B, V] -> [B]"""
         support = self.support(logits, words[:, 2:] * 2.0**-32)
         ids = mx.arange(logits.shape[-1], dtype=mx.uint32) if support.ids is None else support.ids
-        return support.tokens(draw(support.p, noise(words[:, :2], ids)))
+        return support.tokens(sample(support.p, noise(words[:, :2], ids)))
 
     def _filtered(self, x: mx.array, uniforms: mx.array) -> mx.array:
         """Apply mlx-lm's filters other than top-k, [B, V] -> [B, V]"""
@@ -170,7 +170,7 @@ class Sampler:
 class SeededSampler:
     """A sampler whose token at a position depends only on the seed, the position and the distribution there.
 
-    It draws with the noise of the position. MLX's random state is neither read nor written.
+    It samples with the noise of the position. MLX's random state is neither read nor written.
     """
 
     sampler: Sampler
@@ -180,8 +180,8 @@ class SeededSampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Raise a ValueError, since a call has no position."""
         raise ValueError(
-            "A sampler with a seed draws by position, which mlx-lm's functions do not tell: give them sampler.at(0), a new one "
-            "for each text."
+            "A sampler with a seed samples by position, which mlx-lm's functions do not tell: give them sampler.at(0), a new "
+            "one for each text."
         )
 
     def at(self, position: int) -> "TextSampler":
@@ -190,14 +190,14 @@ class SeededSampler:
 
 
 class TextSampler:
-    """A ``SeededSampler`` for one text: each call draws its next token, the first at position ``start``."""
+    """A ``SeededSampler`` for one text: each call samples its next token, the first at position ``start``."""
 
     keeps_state = False  # in mlx_mtp, which asks its sampler by position
 
     def __init__(self, sampler: SeededSampler, start: int):
         if start < 0:
             raise ValueError(f"The position of a token must be 0 or more, not {start}.")
-        self.sampler, self.start, self.n_drawn = sampler, start, 0
+        self.sampler, self.start, self.n_sampled = sampler, start, 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [1, V] -> the next token, [1]. A ValueError for those of several texts."""
@@ -206,9 +206,9 @@ class TextSampler:
                 f"sampler.at({self.start}) is for one text, not for {len(logprobs)}: give each its own, as `samplers` of "
                 "BatchGenerator.insert, or use mlx_mtp.batch_generate."
             )
-        words = noise_words(self.sampler.seed, self.start + self.n_drawn)
-        self.n_drawn += 1
-        return self.sampler.sampler.draw(logprobs, mx.array([words], mx.uint32))
+        words = noise_words(self.sampler.seed, self.start + self.n_sampled)
+        self.n_sampled += 1
+        return self.sampler.sampler.sample(logprobs, mx.array([words], mx.uint32))
 
 
 def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
@@ -216,17 +216,17 @@ def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
     if isinstance(sampler, SeededSampler):
         return sampler.at(0)
     if isinstance(sampler, TextSampler):
-        if sampler.n_drawn > 0:
+        if sampler.n_sampled > 0:
             raise ValueError(
-                f"sampler.at({sampler.start}) is for one text, and has drawn {sampler.n_drawn} of its tokens: give the sampler "
-                "itself, or a new sampler.at(...)."
+                f"sampler.at({sampler.start}) is for one text, and has sampled {sampler.n_sampled} of its tokens: give the "
+                "sampler itself, or a new sampler.at(...)."
             )
         return sampler.sampler.at(sampler.start)
     return sampler
 
 
 def exclude_top_choices(logits: mx.array, threshold: float, special_tokens: Sequence[int]) -> mx.array:
-    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, but without drawing a random number: [B, V] -> [B, V].
+    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, but without taking a random number: [B, V] -> [B, V].
 
     Of the tokens more likely than the threshold, only the least likely remains, and the special tokens always do.
     """

@@ -124,9 +124,9 @@ class Endpoints:
     def generate(self, api: type[Body]) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
             body, request = await self._read(http, api)
-            most = self.frontend.options.max_queue
-            if most is not None and len(self.waiting) >= most:
-                raise ApiError(429, f"{most} requests are waiting: try again later.", code="rate_limit_exceeded")
+            max_queue = self.frontend.options.max_queue
+            if max_queue is not None and len(self.waiting) >= max_queue:
+                raise ApiError(429, f"{max_queue} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
             return GeneratedResponse(self.frontend, request.choices(), api.writer(body), body.stream, self.waiting)
 

@@ -84,7 +84,7 @@ class Frontend:
         """Encode a request's prompt, which may load its model first, and submit the request."""
         tokenizer = await self._tokenizer_of(request)
         prompt = await in_thread(encode, tokenizer, request, self.options, self.engine.admission.account)
-        if self.options.prompt_cache_dir is not None and prompt.pictured is None:
+        if self.options.prompt_cache_dir is not None and prompt.image_prompt is None:
             # With images, the generation thread reads the files: their keys depend on the tower, which only that thread runs.
             await in_thread(self.caches.load, request.key, prompt)
         request.encoded = prompt

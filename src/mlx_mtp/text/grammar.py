@@ -134,7 +134,7 @@ class Grammar:
     def _check(self) -> None:
         """Raise a ValueError if llguidance has stopped because the grammar is too complex."""
         if self.matcher.is_error():
-            raise ValueError(f"llguidance gave the grammar up: {self.matcher.get_error().splitlines()[0]}")
+            raise ValueError(f"llguidance aborted: {self.matcher.get_error().splitlines()[0]}")
 
     def _allowed(self, size: int) -> mx.array:
         """The tokens that may come next, [V], bool, including end-of-text tokens where the text may end."""
