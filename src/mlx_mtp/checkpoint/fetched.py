@@ -60,12 +60,12 @@ def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
 
 
 def has_own_head(checkpoint: CheckpointReader) -> bool:
-    """Whether a checkpoint has its own head. An error tells if a file of it is missing or damaged."""
+    """Whether a checkpoint has its own head. Raises an error if a file of it is missing or damaged."""
     return bool(checkpoint.head_map)
 
 
 def has_usable_head(checkpoint: CheckpointReader) -> bool:
-    """Whether a checkpoint has its own head. An error tells if that cannot be used."""
+    """Whether a checkpoint has its own head. Raises an error if that cannot be used."""
     if has_own_head(checkpoint):
         check_head(checkpoint)
         return True

@@ -236,7 +236,7 @@ def _load_in_mlx_lm(
 
 
 def _source_of_head(checkpoint: CheckpointReader, mtp: bool | str) -> CheckpointReader | None:
-    """The checkpoint of the head to load. An error tells if there is none, it cannot be used, or a file is missing."""
+    """The checkpoint of the head to load. Raises an error if there is none, it cannot be used, or a file is missing."""
     if isinstance(mtp, str):
         _ = checkpoint.model_map  # checks the index
         return head_formats.fetch_drafter(mtp, checkpoint)

@@ -54,8 +54,8 @@ def make_ranks(
 
 
 def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> Stage | None:
-    """The stage of a pipeline that is this rank's part of a checkpoint; ``None`` if it has a share of each layer. A ValueError
-    tells if the model cannot be divided."""
+    """The stage of a pipeline that is this rank's part of a checkpoint; ``None`` if it has a share of each layer. Raises
+    ValueError if the model cannot be divided."""
     config = checkpoint.config or {}
     if "model_type" in config and config["model_type"] not in MODEL_TYPES:
         raise ValueError(

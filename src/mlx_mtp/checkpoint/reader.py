@@ -274,7 +274,7 @@ def _download(repo: str, revision: str | None, file: str, start: int, stop: int 
 
 
 def _size_of_part(response: Any, file: str, start: int, stop: int) -> int:
-    """The size of a file, of which a part was requested. An OSError tells if the body, still unread, is not this part."""
+    """The size of a file, of which a part was requested. Raises OSError if the body, still unread, is not this part."""
     if response.status_code != 206:
         raise OSError("its server does not support range requests.")
     sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
