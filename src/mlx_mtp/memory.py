@@ -17,6 +17,8 @@ import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
+from .errors import MTPError
+
 GB = 1e9
 CACHE_SHARE = 0.5  # of the memory left by the model; the rest is for activations and other programs
 GROWTH = 50_000_000  # bytes that Python, threads and traces took while 30 requests ran, see scripts/serve_limited.py
@@ -343,7 +345,7 @@ def check_fits(name: str, needs: Needs, account: Account, advice: str = "") -> N
     held = account.held
     left = account.limit - held
     if needs.total > left:
-        raise ValueError(
+        raise MTPError(
             f"{name} does not fit: it needs {needs}, and of the {size(account.limit)} that this process may hold, {size(held)} "
             f"are in use. {advice}".rstrip()
         )

@@ -27,6 +27,7 @@ from ..decoding.planner import Planner
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
+from ..errors import MTPError
 from .prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from .prompts import Prompts, check_count, entries_of, make_sequence, options_of_each
 from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, responses_of
@@ -91,7 +92,7 @@ class BatchGenerator:
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
         if max_kv_size is not None:
-            raise ValueError("max_kv_size is not supported: the caches of these models do not rotate.")
+            raise MTPError("max_kv_size is not supported: the caches of these models do not rotate.")
         self.options = TextOptions(
             check_count("max_tokens", max_tokens),
             sampler,

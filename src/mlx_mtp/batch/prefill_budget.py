@@ -9,6 +9,7 @@ shapes repeat. Nothing here reads a clock.
 import math
 
 from ..distributed.ranks import Ranks
+from ..errors import MTPError
 
 MAX_TOKEN_GAP = 0.5  # seconds
 MIN_DECODE_SHARE = 0.33
@@ -44,9 +45,9 @@ class PrefillBudget:
         ranks: Ranks | None = None,
     ):
         if not max_token_gap > 0:
-            raise ValueError(f"max_token_gap must be more than 0 seconds, not {max_token_gap}.")
+            raise MTPError(f"max_token_gap must be more than 0 seconds, not {max_token_gap}.")
         if not 0 <= min_decode_share < 1:
-            raise ValueError(f"min_decode_share must be from 0 to below 1, not {min_decode_share}.")
+            raise MTPError(f"min_decode_share must be from 0 to below 1, not {min_decode_share}.")
         self.max_token_gap, self.ranks = max_token_gap, ranks
         self.decode_per_prefill = min_decode_share / (1 - min_decode_share)  # seconds of decoding for one of prefill
         sizes = [prefill_step_size >> i for i in range(prefill_step_size.bit_length())]

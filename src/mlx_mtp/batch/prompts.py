@@ -19,6 +19,7 @@ from ..decoding.counts import DraftCounts
 from ..decoding.prefill import check_embeddings, prefill_part, split_prompt
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..drafts.options import TextOptions
+from ..errors import MTPError
 from ..models.mixin import MTPModel
 from .prefill_budget import PrefillBudget
 from .responses import PromptResponse
@@ -27,7 +28,7 @@ from .responses import PromptResponse
 def check_count(name: str, value: Any) -> int:
     """Return the value, or raise a ValueError if it is not an integer of 1 or more."""
     if not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be an integer of 1 or more, not {value}.")
+        raise MTPError(f"{name} must be an integer of 1 or more, not {value}.")
     return int(value)
 
 
@@ -39,7 +40,7 @@ def entries_of(options: abc.Mapping[str, Any], n: int) -> list[dict[str, Any]]:
         is_list = isinstance(values, abc.Sequence) and not isinstance(values, str)
         if not is_list or len(values) != n:
             got = len(values) if is_list else values
-            raise ValueError(f"{name} must have an entry for each prompt: {n}, not {got}.")
+            raise MTPError(f"{name} must have an entry for each prompt: {n}, not {got}.")
     return [{name: values[i] for name, values in given.items()} for i in range(n)]
 
 
@@ -64,7 +65,7 @@ def options_of_each(
             entry["sampler"] = entry.pop("samplers", None)
         return [TextOptions(**entry) for entry in own]
     if name := next((name for name, values in lists.items() if values is not None), None):
-        raise ValueError(f"options and {name} cannot be combined.")
+        raise MTPError(f"options and {name} cannot be combined.")
     entries_of({"options": options}, n)
     for i, text in enumerate(options):
         if (limit := text.max_tokens) is not None and not (isinstance(limit, Integral) and limit < 0):
@@ -90,20 +91,20 @@ def make_sequence(
     ValueError if the prompt is empty, or the cache or the embeddings do not fit."""
     segments = [list(segment) for segment in segments if segment]
     if not segments:
-        raise ValueError(f"Prompt {i} is empty.")
+        raise MTPError(f"Prompt {i} is empty.")
     n_prompt = sum(map(len, segments))
     if input_embeddings is not None:
         check_embeddings(model, n_prompt, input_embeddings)
     cache = open_prompt_cache(model, caches if isinstance(caches, PromptCache) else copy.deepcopy(caches))
     for c in cache.backbone:
         if isinstance(c, QuantizedKVCache) and (c.bits, c.group_size) != (kv.kv_bits, kv.kv_group_size):
-            raise ValueError(
+            raise MTPError(
                 f"The prompt cache of prompt {i} is quantized to {c.bits} bits in groups of {c.group_size}: give "
                 f"kv_bits={c.bits} and kv_group_size={c.group_size} to the batch."
             )
     place_images(model, cache, images, input_embeddings is not None)
     if cache.images and (end_of_images := cache.images[-1].end) >= (n := cache.n_tokens + n_prompt):
-        raise ValueError(f"Prompt {i} ends with token {n}, and its last image with {end_of_images}: text must follow.")
+        raise MTPError(f"Prompt {i} ends with token {n}, and its last image with {end_of_images}: text must follow.")
     return Sequence(
         cache,
         options,

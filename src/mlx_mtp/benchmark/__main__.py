@@ -18,6 +18,7 @@ from ..checkpoint.reader import fetch_checkpoint
 from ..cli.display import one_line_errors, table
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
+from ..errors import MTPError
 from ..extras import require
 from ..files import check_target, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
@@ -199,23 +200,23 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.tune:
         for name in ("compare_depths", "plot", "draft_vocab", "mtp_bits", "draft_head_bits", "settings"):
             if getattr(args, name) is not None:
-                raise ValueError(f"--tune chooses what to measure: remove {flag_of(name)}.")
+                raise MTPError(f"--tune chooses what to measure: remove {flag_of(name)}.")
         if args.repeat < 2:
-            raise ValueError("--tune requires --repeat 2 or more: it compares a gain with the spread of the rounds.")
+            raise MTPError("--tune requires --repeat 2 or more: it compares a gain with the spread of the rounds.")
         if args.tune is not True:
             settings.check_writable(Path(args.tune))
     read_texts(args)
     check_limits(vars(args), {"compare_depths": (1, MAX_DRAFT_TOKENS)})
     if min(args.context) < 0:
-        raise ValueError(f"--context must be a number of tokens, not {min(args.context)}.")
+        raise MTPError(f"--context must be a number of tokens, not {min(args.context)}.")
     for flag in (flag for flag in ("tune", "plot") if len(args.context) > 1 and getattr(args, flag)):
-        raise ValueError(f"--{flag} takes one length: give --context one number.")
+        raise MTPError(f"--{flag} takes one length: give --context one number.")
     for file in (args.json, args.plot):
         if file:
             check_target(file)
     if args.plot:
         if args.compare_depths is None:
-            raise ValueError("--plot draws speed by draft length and requires --compare-depths.")
+            raise MTPError("--plot draws speed by draft length and requires --compare-depths.")
         check_plot(args.plot)
 
 
@@ -279,7 +280,7 @@ def check_plot(file: Path) -> None:
 
     formats = Figure().canvas.get_supported_filetypes()
     if file.suffix[1:] not in formats:
-        raise ValueError(
+        raise MTPError(
             f"{file} is not an image that matplotlib can write: name it with one of .{', .'.join(sorted(formats))}."
         )
 

@@ -29,6 +29,7 @@ from ..cli.display import alternate
 from ..decoding.counts import DraftCounts, OfSource
 from ..decoding.loop import mtp_generate_step
 from ..drafts.sources import N_GRAM
+from ..errors import MTPError
 from ..memory import GB, needs_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import times_of
@@ -204,7 +205,7 @@ def generate(
     steps.close()
     mx.synchronize(generation_stream)  # finish the pass in flight, which is not part of the next run
     if len(tokens) < 2:
-        raise ValueError(f"The model ends its text at once on a prompt of {prompt.size} tokens: leave this prompt out.")
+        raise MTPError(f"The model ends its text at once on a prompt of {prompt.size} tokens: leave this prompt out.")
     return Generation(tokens, origins, first - start, end - first, mx.get_peak_memory() / 1e9, counts)
 
 
@@ -295,6 +296,6 @@ def loop_warning(shares: Mapping[str, float]) -> str | None:
 
 def check_sizes(max_tokens: int, repeat: int) -> None:
     if max_tokens < 2:
-        raise ValueError(f"max_tokens must be 2 or more, not {max_tokens}: times start at the first token.")
+        raise MTPError(f"max_tokens must be 2 or more, not {max_tokens}: times start at the first token.")
     if repeat < 1:
-        raise ValueError(f"repeat must be 1 or more, not {repeat}.")
+        raise MTPError(f"repeat must be 1 or more, not {repeat}.")

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import MTPError
+
 
 class ImageSpan(NamedTuple):
     """An image in a text.
@@ -48,10 +50,10 @@ def check_images(images: Sequence[ImageSpan]) -> None:
     """Raise a ValueError if images are empty, overlap, or are not in order."""
     for image in images:
         if image.start < 0 or image.rows < 1 or image.columns < 1:
-            raise ValueError(f"An image cannot have {image.rows} x {image.columns} tokens from token {image.start} on.")
+            raise MTPError(f"An image cannot have {image.rows} x {image.columns} tokens from token {image.start} on.")
     for a, b in pairwise(images):
         if a.end > b.start:
-            raise ValueError(f"The image at token {b.start} begins before that at token {a.start} has ended.")
+            raise MTPError(f"The image at token {b.start} begins before that at token {a.start} has ended.")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
+from ..errors import MTPError
 from .indexed import adopted, names_of
 from .positions import ImageSpan, Positions, check_images
 from .recurrent import ArraysCache
@@ -193,7 +194,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
     if entries is None:
         return PromptCache(model.make_cache() + make_head_cache(model, False), n_layers)
     if len(entries) not in (n_layers, n_layers + 2):
-        raise ValueError(
+        raise MTPError(
             f"The prompt cache has {len(entries)} entries, and this model needs {n_layers + 2}: make it with "
             "mlx_mtp.make_prompt_cache(model)."
         )
@@ -240,13 +241,11 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
         return
     check_images(both)
     if model.no_images is not None:
-        raise ValueError(model.no_images)
+        raise MTPError(model.no_images)
     if model.ranks is not None:
-        raise ValueError("Images are processed in one process: omit them on several machines.")
+        raise MTPError("Images are processed in one process: omit them on several machines.")
     if both[-1].end > cache.n_tokens and not are_embedded:
-        raise ValueError(
-            f"The image at token {both[-1].start} is not prefilled yet: give input_embeddings with its own."
-        )
+        raise MTPError(f"The image at token {both[-1].start} is not prefilled yet: give input_embeddings with its own.")
     cache.images = both
 
 
@@ -275,17 +274,17 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
         raise misfit(len(cache.entries) - 1, f"has images that no text has ({e})") from e
     part = [] if last[PART] is None else last[PART].tolist()
     if part != part_of(model):
-        raise ValueError(
+        raise MTPError(
             f"The prompt cache belongs to {_name(part)} and this is {_name(part_of(model))}: "
             "give each rank its own, on as many ranks as made it."
         )
     if cache.n_recorded < 0:
-        raise ValueError(
+        raise MTPError(
             "This prompt cache is of a generation that has not ended: close its generator first, copy a cache (copy.deepcopy) "
             "before a generation starts on it, or make a new one with mlx_mtp.make_prompt_cache(model)."
         )
     if (fingerprint := fingerprint_of(cache)) and fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
-        raise ValueError(
+        raise MTPError(
             "The prompt cache belongs to another model, or to other weights, settings or adapters of this model. Make a new "
             "one with mlx_mtp.make_prompt_cache(model)."
         )

@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 
+from ..errors import MTPError
 from ..traces import compiled
 
 
@@ -112,9 +113,9 @@ class ArraysCache(stock.ArraysCache):
             ValueError: The last window is still open, or the cache is for padded prompts.
         """
         if self.window is not None:
-            raise ValueError("The last verify pass on this cache was not finished: call rollback first.")
+            raise MTPError("The last verify pass on this cache was not finished: call rollback first.")
         if self.lengths is not None or self.left_padding is not None:
-            raise ValueError("A cache of padded prompts cannot roll back.")
+            raise MTPError("A cache of padded prompts cannot roll back.")
         self.window = Recorded(n_confirmed)
 
     def rollback(self, n: int) -> None:
@@ -130,9 +131,9 @@ class ArraysCache(stock.ArraysCache):
         """
         window = self.window
         if window is None:
-            raise ValueError("There is nothing to roll back: call the model with n_confirmed to record a window.")
+            raise MTPError("There is nothing to roll back: call the model with n_confirmed to record a window.")
         if not window.n_confirmed <= n <= window.n_tokens:
-            raise ValueError(
+            raise MTPError(
                 f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
             )
         if n < window.n_tokens:
@@ -143,11 +144,11 @@ class ArraysCache(stock.ArraysCache):
 def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int) -> None:
     """Open a window in each recurrent layer's cache. Key-value caches need none, since they can be trimmed."""
     if caches is None:
-        raise ValueError("With n_confirmed, the model needs a cache to record in.")
+        raise MTPError("With n_confirmed, the model needs a cache to record in.")
     for c in caches[:n_layers]:
         if isinstance(c, stock.ArraysCache):
             if not isinstance(c, ArraysCache):
-                raise ValueError("This cache cannot roll back: make it with model.make_cache().")
+                raise MTPError("This cache cannot roll back: make it with model.make_cache().")
             c.open_window(n_confirmed)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
+from ..errors import MTPError
 from .indexed import NAMES
 
 SIZE = 16  # bytes of a digest
@@ -158,8 +159,8 @@ def _check_array(i: int, x: Any, name: str, shape: tuple[int | None, ...], dtype
         raise misfit(i, f"has as {name} {_described(x)}, not {wanted}")
 
 
-def misfit(i: int, what: str) -> ValueError:
-    return ValueError(
+def misfit(i: int, what: str) -> MTPError:
+    return MTPError(
         f"Entry {i} of the prompt cache {what}: it is damaged, or belongs to another model. Make a new one with "
         "mlx_mtp.make_prompt_cache(model)."
     )

@@ -13,6 +13,7 @@ from ..cli import flags
 from ..cli.display import one_line_errors, sentence
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import Ranks
+from ..errors import MTPError
 from ..extras import require
 from ..generate.stream import GenerationResponse
 from ..memory import is_device_error
@@ -116,13 +117,13 @@ def obey(line: str, conversation: Conversation) -> str:
     argument = argument.strip()
     command = COMMANDS.get(name)
     if command is None:
-        raise ValueError(f"There is no command {name}: see /help, or put a space before it to send it to the model.")
+        raise MTPError(f"There is no command {name}: see /help, or put a space before it to send it to the model.")
     if command.argument == "FILE":
         argument = argument.strip("'\"")  # terminals quote dropped files
         if not argument:
-            raise ValueError(f"{name} takes a file: {name} FILE.")
+            raise MTPError(f"{name} takes a file: {name} FILE.")
     if argument and not command.argument:
-        raise ValueError(f"{name} takes no argument.")
+        raise MTPError(f"{name} takes no argument.")
     return command.do(conversation, argument)
 
 

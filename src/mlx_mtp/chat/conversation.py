@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..caches.prompt_cache import make_prompt_cache, n_tokens
 from ..cli.display import paint, prompt_progress
 from ..cli.flags import sampler_of, text_options
+from ..errors import MTPError
 from ..generate.stream import GenerationResponse, stream_generate
 from ..images.open import open_image
 from ..images.prompt import vision_of
@@ -84,7 +85,7 @@ class Conversation:
         """Switch thinking on or off for the next answers, or raise a ValueError if the chat template has no such switch."""
         question = [Message("user", "a")]
         if self._render(question, True) == self._render(question, False):
-            raise ValueError(f"The chat template of {self.args.model} has no switch for thinking.")
+            raise MTPError(f"The chat template of {self.args.model} has no switch for thinking.")
         self.thinking = thinking
 
     def answer(self, query: str, show: Callable[[str], None]) -> GenerationResponse | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..errors import MTPError
 from ..images.vision import CONFIG_FILES, Vision, settings_of
 from ..memory import GB
 from ..models import drafter_of
@@ -103,10 +104,10 @@ def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Te
     it is quantized."""
     originals.check_sizes(original, checkpoint)
     if not (tensors := original.head()):
-        raise ValueError(f"{original.name} has no MTP head: the base model of {checkpoint.name} has.")
+        raise MTPError(f"{original.name} has no MTP head: the base model of {checkpoint.name} has.")
     check_head(original)
     if original.name != checkpoint.name and any(t.dtype not in DTYPES for t in tensors.values()):
-        raise ValueError(f"The MTP head of {original.name} is quantized: the base model's is in bfloat16.")
+        raise MTPError(f"The MTP head of {original.name} is quantized: the base model's is in bfloat16.")
     check_shapes(checkpoint, tensors)
     return tensors
 
@@ -139,7 +140,7 @@ def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> T
     """Describe the tensors of a base model's tower. Raises ValueError if there is none, or the sizes of the models differ."""
     own, tensors = originals.check_sizes(original, checkpoint), original.tower()
     if not tensors or not isinstance(own.get("vision_config"), dict):
-        raise ValueError(f"{original.name} has no vision encoder: the base model of {checkpoint.name} has.")
+        raise MTPError(f"{original.name} has no vision encoder: the base model of {checkpoint.name} has.")
     return tensors
 
 

@@ -12,6 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
 from ..distributed.ranks import from_rank_0, raise_on_all
+from ..errors import MTPError
 from ..images.tower import split_tower
 from ..images.vision import Vision
 from ..memory import CONTEXT, Account, limit_restored_on_error
@@ -191,7 +192,7 @@ def _check_arguments(
 def _check_drafting(mtp: bool | str, drafting: tuple[Any, ...], settings: bool | str | Path) -> None:
     """Raise a ValueError if an argument requires the head, and there is none."""
     if not mtp and (any(x is not None for x in drafting) or not isinstance(settings, bool)):
-        raise ValueError(
+        raise MTPError(
             "draft_vocab, mtp_bits, draft_head_bits and settings require the MTP head: omit them, or load it."
         )
 
@@ -262,7 +263,7 @@ def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, asked: bool |
         with suppress(OSError):  # a read-only folder
             forget(HEADS, checkpoint)  # so that mtp="cached" loads without it
         if asked != "cached":
-            raise ValueError(message)
+            raise MTPError(message)
         model.fetched_head = None
         model.drop_head()
     log.warning(f"[WARNING] {message}")
@@ -320,7 +321,7 @@ def _vision_of(model: MTPModel, checkpoint: CheckpointReader, config: Config, ma
     """The vision of a loaded model: its checkpoint's, or its base model's if that may be fetched."""
     if model.no_images is not None:
         if may_fetch:
-            raise ValueError(model.no_images)
+            raise MTPError(model.no_images)
         return None
     own = find_vision(checkpoint, config)
     return fetch_tower(checkpoint, config) if own is None and may_fetch else own
@@ -340,9 +341,9 @@ def _load_tokenizer(
     try:
         tokenizer = load_tokenizer(checkpoint.path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
         if not tokenizer.encode("a", add_special_tokens=False):
-            raise ValueError("it encodes no text")
+            raise MTPError("it encodes no text")
     except Exception as e:  # tokenizers has no more specific exception
-        raise ValueError(
+        raise MTPError(
             f"The tokenizer of {checkpoint.name} is missing or damaged ({e}): download its files again."
         ) from e
     _complete(tokenizer, checkpoint)

@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub.utils import TensorInfo
 
 from .. import memory
+from ..errors import MTPError
 from ..images.tower import split_tower
 from ..memory import (
     CHUNK,
@@ -89,7 +90,7 @@ def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
         arrays[re.sub(r"\.experts\.\d+\.", ".experts.", tensor)] += _nbytes({tensor: info})
     for tensor, largest in arrays.most_common(1):
         if max_bytes is not None and largest > max_bytes:
-            raise ValueError(
+            raise MTPError(
                 f"{name} does not fit: {tensor} takes {size(largest)}, and an array on this GPU at most {size(max_bytes)}. "
                 "Use a conversion with fewer bits."
             )

@@ -24,6 +24,7 @@ from huggingface_hub.utils import TensorInfo, WeakFileLock
 from tqdm import tqdm
 from yaml import YAMLError
 
+from ..errors import MTPError, MTPFileNotFoundError
 from ..files import write_atomic, writing
 from ..models import MODEL_TYPES
 from ..models.head_weights import split_head
@@ -55,7 +56,7 @@ def find_original(kind: str, checkpoint: CheckpointReader, describe: Describe) -
         except (FileNotFoundError, ValueError) as e:
             tried[original] = str(e)
     reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
-    raise FileNotFoundError(f"{checkpoint.name} has no {PARTS[kind]}, and its base model was not found. {reasons}")
+    raise MTPFileNotFoundError(f"{checkpoint.name} has no {PARTS[kind]}, and its base model was not found. {reasons}")
 
 
 def check_sizes(original: CheckpointReader, checkpoint: CheckpointReader) -> Config:
@@ -66,7 +67,7 @@ def check_sizes(original: CheckpointReader, checkpoint: CheckpointReader) -> Con
     if not difference and ties[0] != ties[1]:
         difference = f"tie_word_embeddings is {ties[0]}, not {ties[1]}"
     if difference:
-        raise ValueError(f"{original.name} does not fit {checkpoint.name}: {difference}.")
+        raise MTPError(f"{original.name} does not fit {checkpoint.name}: {difference}.")
     return own
 
 
@@ -134,9 +135,7 @@ def check_not_fp8(checkpoint: CheckpointReader) -> None:
         bases = [base for base in base_models(checkpoint) if "fp8" not in base.lower()]
         base = next(iter(bases), re.sub("[-_]fp8", "", checkpoint.name, flags=re.IGNORECASE))
         other = "its 16-bit base model" if base == checkpoint.name else f"{base}, which has 16 bits"
-        raise ValueError(
-            f"{checkpoint.name} is in FP8, which mlx-lm does not load: use {other}, or a conversion of it."
-        )
+        raise MTPError(f"{checkpoint.name} is in FP8, which mlx-lm does not load: use {other}, or a conversion of it.")
 
 
 # Fetching
@@ -165,7 +164,7 @@ def fetch_from_original(
     try:
         original, tensors = find_original(kind, checkpoint, describe)
     except FileNotFoundError as e:
-        raise FileNotFoundError(f"{e} {advice}") from e
+        raise MTPFileNotFoundError(f"{e} {advice}") from e
     root = folder_of(kind)
     target = root / original.name.strip("/").replace("/", "--") / (original.revision or _revision_of(original))
     with writing(target):

@@ -15,6 +15,7 @@ import mlx.core as mx
 from huggingface_hub import ModelCard, ModelCardData
 from yaml import YAMLError
 
+from ..errors import MTPError, MTPOSError
 from ..files import writing
 from ..models.head_weights import split_head
 from .config import EXTRA_TENSORS, Config, text_config_of
@@ -30,7 +31,7 @@ def check_new(target: Path) -> None:
     """Raise a ValueError if the target exists, or MLX cannot write there."""
     check_path(target.absolute())
     if target.exists():
-        raise ValueError(
+        raise MTPError(
             f"Cannot save to the path {target} as it already exists."
             " Please delete the file/directory or specify a new path to save to."
         )
@@ -87,7 +88,7 @@ def check_written(folder: Path, tensors: Mapping[str, mx.array], weight_map: Map
     for name, w in tensors.items():
         back = written[weight_map[name]][name]
         if back.dtype != w.dtype or not mx.array_equal(back, w, equal_nan=True):
-            raise OSError(f"{name} was not read back as it was written to {folder / weight_map[name]}.")
+            raise MTPOSError(f"{name} was not read back as it was written to {folder / weight_map[name]}.")
 
 
 def describe_head(config: Config, origin: Config, dtype: mx.Dtype, bits: int | None, separate: bool) -> None:

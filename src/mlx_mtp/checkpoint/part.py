@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..distributed.ranks import Ranks
+from ..errors import MTPError
 from ..images.tower import split_tower
 from ..models import MODEL_TYPES
 from ..models.head_weights import split_head
@@ -42,14 +43,14 @@ def make_ranks(
 ) -> Ranks | None:
     """The ranks that run the model together; ``None`` for one process. Raises a ValueError for arguments that exclude ranks."""
     if tensor_group is not None and pipeline_group is not None:
-        raise ValueError("tensor_group and pipeline_group cannot be combined.")
+        raise MTPError("tensor_group and pipeline_group cannot be combined.")
     group = tensor_group or pipeline_group
     if group is None or group.size() == 1:
         return None
     if adapter_path is not None:
-        raise ValueError("Adapters are not supported on several machines: fuse it first with `mlx_lm.fuse`.")
+        raise MTPError("Adapters are not supported on several machines: fuse it first with `mlx_lm.fuse`.")
     if pipeline_group is not None and group.size() != mx.distributed.init().size():
-        raise ValueError("pipeline_group must have all processes: mlx-lm's pipelines use the global group.")
+        raise MTPError("pipeline_group must have all processes: mlx-lm's pipelines use the global group.")
     return Ranks(group)
 
 
@@ -58,7 +59,7 @@ def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> Sta
     ValueError if the model cannot be divided."""
     config = checkpoint.config or {}
     if "model_type" in config and config["model_type"] not in MODEL_TYPES:
-        raise ValueError(
+        raise MTPError(
             f"Model type {config['model_type']} does not run on several machines (supported: {', '.join(MODEL_TYPES)}): "
             "use `mlx_lm.chat` or `mlx_lm.server`."
         )
@@ -88,7 +89,7 @@ def check_complete(model: Any, loaded: Iterable[str], name: str) -> None:
     """Raise a ValueError if the tensors lack a parameter of the model."""
     parameters: Any = tree_flatten(model.parameters())
     if missing := sorted({path for path, _ in parameters}.difference(loaded)):
-        raise ValueError(f"{name} lacks the tensor {missing[0]}: download it again.")
+        raise MTPError(f"{name} lacks the tensor {missing[0]}: download it again.")
 
 
 def evaluate(model: Any) -> None:

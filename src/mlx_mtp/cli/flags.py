@@ -24,6 +24,7 @@ from ..checkpoint.load import DEMO, DEMO_NOTE, check_family, load
 from ..checkpoint.settings import Sampling, sampling_defaults
 from ..distributed.ranks import Ranks
 from ..drafts.options import TextOptions, asks_for_copies
+from ..errors import MTPError
 from ..files import make_folder
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..prompt_store import PromptStore
@@ -294,7 +295,7 @@ def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, fl
         value = values.get(name)
         if value is not None and not (low <= value <= high and value < math.inf):
             allowed = f"{low} or more" if high == math.inf else f"from {low} to {high}"
-            raise ValueError(f"{flag_of(name)} must be {allowed}, not {value}.")
+            raise MTPError(f"{flag_of(name)} must be {allowed}, not {value}.")
 
 
 def check_generation_flags(args: argparse.Namespace) -> None:
@@ -304,11 +305,11 @@ def check_generation_flags(args: argparse.Namespace) -> None:
     """
     check_limits(vars(args), LIMITS)
     if args.max_tokens < 1 and args.max_tokens != -1:
-        raise ValueError(f"--max-tokens must be 1 or more, or -1 for no limit, not {args.max_tokens}.")
+        raise MTPError(f"--max-tokens must be 1 or more, or -1 for no limit, not {args.max_tokens}.")
     for name, values in (("kv_bits", BITS), ("kv_group_size", GROUP_SIZES)):
         value = getattr(args, name, None)
         if value is not None and value not in values:
-            raise ValueError(f"{flag_of(name)} must be one of {', '.join(map(str, values))}, not {value}.")
+            raise MTPError(f"{flag_of(name)} must be one of {', '.join(map(str, values))}, not {value}.")
     make_sampler(**_sampling(args), seed=getattr(args, "seed", None))
     check_head(args)
     text_options(args).check()
@@ -319,7 +320,7 @@ def check_generation_flags(args: argparse.Namespace) -> None:
         check_without_head(args, "remove --no-mtp or --max-kv-size.")
     if max_kv_size is not None and (args.mtp is not False or copies or getattr(args, "images", False)):
         flag = "--mtp" if args.mtp else "--copy-drafts" if copies else "--images"
-        raise ValueError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
+        raise MTPError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
 
 
 def check_without_head(args: argparse.Namespace, advice: str) -> None:
@@ -332,7 +333,7 @@ def check_without_head(args: argparse.Namespace, advice: str) -> None:
     if not asks_for_copies(args.copy_drafts):
         needs += [name for name in ("show_drafts", "prompt_cache_dir") if getattr(args, name, None)]
     if needs:
-        raise ValueError(f"{flag_of(needs[0])} requires an MTP head: {advice}")
+        raise MTPError(f"{flag_of(needs[0])} requires an MTP head: {advice}")
 
 
 def check_head(args: argparse.Namespace) -> None:
@@ -347,7 +348,7 @@ def check_head(args: argparse.Namespace) -> None:
     if not is_name:
         text = args.mtp[:60] + "..." * (len(args.mtp) > 60)
         prompt = " Pass the prompt with --prompt." if hasattr(args, "prompt") else ""
-        raise ValueError(f"--mtp takes a head, and {text!r} is neither a folder nor the name of a repository.{prompt}")
+        raise MTPError(f"--mtp takes a head, and {text!r} is neither a folder nor the name of a repository.{prompt}")
 
 
 def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
@@ -361,7 +362,7 @@ def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> No
         try:
             mx.eval(QuantizedKVCache(args.kv_group_size, kv_bits).update_and_fetch(row, row))
         except ValueError as e:
-            raise ValueError(
+            raise MTPError(
                 f"--kv-bits {kv_bits} with --kv-group-size {args.kv_group_size} does not fit the model, whose attention "
                 f"heads have {head_dim} values: use --kv-bits 4 or 8 and --kv-group-size 32 or 64."
             ) from e
@@ -373,7 +374,7 @@ def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
         return
     for name in flags:
         if getattr(args, name):
-            raise ValueError(f"--prompt-cache-dir and {flag_of(name)} cannot be combined.")
+            raise MTPError(f"--prompt-cache-dir and {flag_of(name)} cannot be combined.")
     make_folder(Path(args.prompt_cache_dir), "--prompt-cache-dir")
 
 
@@ -382,4 +383,4 @@ def check_alone(args: argparse.Namespace, *flags: str) -> None:
     if (n := mx.distributed.init().size()) > 1:
         for name in flags:
             if getattr(args, name):
-                raise ValueError(f"{flag_of(name)} runs in one process, not in {n}: leave it out.")
+                raise MTPError(f"{flag_of(name)} runs in one process, not in {n}: leave it out.")

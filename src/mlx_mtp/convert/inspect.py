@@ -12,6 +12,7 @@ from ..checkpoint.head_places import INDEX_FILE
 from ..checkpoint.ngram_files import place_of
 from ..checkpoint.originals import check_not_fp8
 from ..checkpoint.reader import CheckpointReader, n_bytes
+from ..errors import MTPFileNotFoundError
 from ..memory import size, sizes_of
 
 
@@ -23,7 +24,7 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     config = checkpoint.config
     if config is None:
-        raise FileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
+        raise MTPFileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
     tower, verdict, head = checkpoint.tower(), _verdict(checkpoint), dict[str, TensorInfo]()
     with suppress(FileNotFoundError, ValueError):  # told by the verdict
         head = checkpoint.head()

@@ -16,6 +16,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..distributed.ranks import Ranks, differing_ranks, synchronize
+from ..errors import MTPError
 from ..pacing.step_times import StepTimes
 from ..sampling.sampler import SeededSampler, TextSampler
 
@@ -48,7 +49,7 @@ class Exchange:
     def _check(self, numbers: list[float], what: str) -> None:
         by_rank: Any = self.ranks.gather(numbers, mx.array(0)).tolist()
         if others := differing_ranks(by_rank):
-            raise ValueError(f"{others} {what}.")
+            raise MTPError(f"{others} {what}.")
 
     def send(self, hidden: mx.array) -> list[mx.array]:
         """The message to evaluate with a pass with this output [B, T, H]."""

@@ -11,6 +11,7 @@ from mlx_lm.utils import does_model_support_input_embeddings
 from ..caches.prompt_cache import PromptCache, has_head
 from ..caches.recurrent import restore, snapshot
 from ..caches.rows import KVOptions
+from ..errors import MTPError
 from ..layers.mtp import run_head
 from ..models.mixin import MTPModel
 from .sequence import Sequence
@@ -74,20 +75,20 @@ def check_arguments(
     input_embeddings: mx.array | None,
 ) -> None:
     if prefill_step_size < 1:
-        raise ValueError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
+        raise MTPError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
     if max_kv_size is not None:
-        raise ValueError("max_kv_size is not supported: the caches of this model do not rotate.")
+        raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
     if input_embeddings is not None:
         check_embeddings(model, len(prompt), input_embeddings)
     elif len(prompt) == 0:
-        raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
+        raise MTPError("Either input_embeddings or prompt (or both) must be provided.")
 
 
 def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:
     if not does_model_support_input_embeddings(model):
-        raise ValueError("Model does not support input embeddings.")
+        raise MTPError("Model does not support input embeddings.")
     if n_prompt not in (0, len(input_embeddings)):
-        raise ValueError(
+        raise MTPError(
             f"When providing input_embeddings, their sequence length ({len(input_embeddings)}) must match the sequence "
             f"length of the prompt ({n_prompt}), or the prompt must be empty."
         )

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
+from ..errors import MTPError
+
 T = TypeVar("T")
 LOST = "Another rank has ended: see its error, or the line of mlx.launch."
 
@@ -106,4 +108,4 @@ def raise_on_all(ranks: Ranks | None) -> Iterator[None]:
         raise error
     for rank, message in enumerate(messages):
         if message is not None:
-            raise ValueError(f"Rank {rank}: {message}")
+            raise MTPError(f"Rank {rank}: {message}")

@@ -10,6 +10,7 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from ..caches.prompt_cache import has_head
+from ..errors import MTPError
 from ..layers.drafting import Settings
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
@@ -69,7 +70,7 @@ class TextOptions:
             options = replace(batch, **{name: value for name, value in vars(self).items() if value is not None})
             for n in (options.num_draft_tokens, limit):
                 if isinstance(n, Depth):  # it has the times of one sequence
-                    raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
+                    raise MTPError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
         n, copies, p_min = options.num_draft_tokens, options.copy_drafts, options.draft_p_min
         if copies is None:
             copies = "off" if isinstance(n, int) else "auto"
@@ -81,7 +82,7 @@ class TextOptions:
         options = replace(options, max_tokens=max_tokens, num_draft_tokens=n, copy_drafts=copies, draft_p_min=p_min)
         options.check()
         if not has_head(model) and n != 0:
-            raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {n}.")
+            raise MTPError(f"num_draft_tokens must be 0 for a model without an MTP head, not {n}.")
         if options.keeps_state:
             return replace(options, num_draft_tokens=0, copy_drafts="off")
         if isinstance(limit, int) and not (isinstance(n, int) and n <= limit):
@@ -92,13 +93,13 @@ class TextOptions:
         """Raise a ValueError if an option of drafts is out of range, or the number of tokens is no integer."""
         n, copies, p_min = self.num_draft_tokens, self.copy_drafts, self.draft_p_min
         if self.max_tokens is not None and not isinstance(self.max_tokens, Integral):
-            raise ValueError(f"max_tokens must be an integer, not {self.max_tokens}.")
+            raise MTPError(f"max_tokens must be an integer, not {self.max_tokens}.")
         if n not in (None, "auto") and not isinstance(n, Depth) and not _is_number(n, 0, MAX_DRAFT_TOKENS):
-            raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
+            raise MTPError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
         if copies not in (None, "auto", "off") and not _is_number(copies, 1, MAX_COPY_TOKENS):
-            raise ValueError(f"copy_drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {copies}.")
+            raise MTPError(f"copy_drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {copies}.")
         if p_min is not None and not 0 <= p_min <= 1:
-            raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {p_min}.")
+            raise MTPError(f"draft_p_min must be a probability, from 0 to 1, not {p_min}.")
 
     @property
     def keeps_state(self) -> bool:
@@ -124,9 +125,9 @@ def check_model(model: nn.Module, options: TextOptions) -> MTPModel:
     """Return the model, or raise a ValueError if it cannot make such drafts."""
     if not has_head(model):
         if not asks_for_copies(options.copy_drafts) and options.num_draft_tokens != 0:
-            raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+            raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
         if not isinstance(model, MTPModel):
-            raise ValueError(
+            raise MTPError(
                 "Copy drafts require a model that can roll back: load it with mlx_mtp.load(..., copy_drafts=True)."
             )
     return cast(MTPModel, model)

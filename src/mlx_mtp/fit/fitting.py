@@ -16,6 +16,7 @@ from ..checkpoint.load import load
 from ..checkpoint.output import atomic_directory, check_new, write_config, write_weights
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
 from ..cli.display import say
+from ..errors import MTPError
 from ..files import check_folder, write_atomic
 from .comparison import Comparison, compare, measure
 from .options import FitOptions
@@ -110,9 +111,9 @@ def fit(
 def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
     """Raise a ValueError if a model's head is quantized, or has an adapter."""
     if any("lora_a" in module for _, module in model.mtp.named_modules()):
-        raise ValueError(f"The adapter {adapter_path} also adapts the head: give an adapter of the backbone only.")
+        raise MTPError(f"The adapter {adapter_path} also adapts the head: give an adapter of the backbone only.")
     if head_bits(model.mtp) is not None:
-        raise ValueError(
+        raise MTPError(
             f"The MTP head of {name} is quantized: give it the base model's, `mlx_mtp convert --graft-mtp-from BASE_MODEL "
             f"--model {name} --mlx-path NEW`, and fit that."
         )
@@ -123,7 +124,7 @@ def open_work(work: Path, source: Any) -> None:
     file, wanted = work / "fit.json", {"digest": hashlib.sha256(repr(source).encode()).hexdigest()}
     if file.exists():
         if read_json(file) != wanted:
-            raise ValueError(f"{work} was recorded with other arguments or texts: repeat them, or delete it.")
+            raise MTPError(f"{work} was recorded with other arguments or texts: repeat them, or delete it.")
         return
     work.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(wanted))

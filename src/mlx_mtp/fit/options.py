@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cli.flags import check_limits
+from ..errors import MTPError
 from ..files import check_source
 from ..pacing.depth import MAX_DRAFT_TOKENS
 
@@ -54,10 +55,10 @@ class FitOptions:
     def check(self) -> None:
         """Raise an error if an option is out of range, two contradict each other, or a file is missing."""
         if self.corpus is not None and self.prompts is not None:
-            raise ValueError("Choose either --corpus or --prompts, not both.")
+            raise MTPError("Choose either --corpus or --prompts, not both.")
         check_limits(vars(self), LIMITS)
         if self.learning_rate <= 0:
-            raise ValueError(f"--learning-rate must be more than 0, not {self.learning_rate}.")
+            raise MTPError(f"--learning-rate must be more than 0, not {self.learning_rate}.")
         for file in self.corpus or ():
             check_source(Path(file), "--corpus")
         if self.prompts is not None:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from .. import prompts
 from ..cli.display import say
 from ..decoding.loop import mtp_generate_step
+from ..errors import MTPError
 from ..files import write_atomic
 from ..sampling.sampler import make_sampler
 from .options import SHORTEST, FitOptions
@@ -67,7 +68,7 @@ def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int)
             else:
                 texts += _pieces(str(file), tokenizer.encode(content, verbose=False), length)
         except (LookupError, TypeError, ValueError) as e:  # all raised by mlx-lm and chat templates
-            raise ValueError(f"{file} cannot be read as a corpus ({e}): remove it, or correct it.") from e
+            raise MTPError(f"{file} cannot be read as a corpus ({e}): remove it, or correct it.") from e
     return texts
 
 
@@ -113,7 +114,7 @@ def split(texts: Sequence[Document], how: FitOptions) -> Split:
 
     parts = Split(part(train), part(valid)[:MAX_HELD_OUT], part(test)[:MAX_HELD_OUT])
     if not parts.train or len(parts.test) < MIN_TEXTS:
-        raise ValueError(
+        raise MTPError(
             f"There are {len(sources)} sources of text, too few to train on some and to measure on "
             "others: give --corpus more files, or --prompts more prompts."
         )

@@ -20,6 +20,7 @@ from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import from_rank_0
+from ..errors import MTPError, MTPFileNotFoundError
 from ..extras import require
 from ..files import check_source
 from ..images.open import size_of
@@ -129,14 +130,12 @@ def run(args: argparse.Namespace) -> None:
 def check_flags(args: argparse.Namespace) -> None:
     """Raise a ValueError if a flag is out of range or cannot be combined with another."""
     if args.draft_model is not None:
-        raise ValueError(
-            f"--draft-model runs in mlx-lm's own command: mlx_lm.generate --draft-model {args.draft_model}."
-        )
+        raise MTPError(f"--draft-model runs in mlx-lm's own command: mlx_lm.generate --draft-model {args.draft_model}.")
     flags.check_generation_flags(args)
     flags.check_prompt_cache_dir(args, "prompt_cache_file", "check")
     flags.check_alone(args, *ALONE)
     if args.prompt == "-" and mx.distributed.init().size() > 1:
-        raise ValueError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
+        raise MTPError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
     for file in args.image or ():
         size_of(file)
     template_options(args.chat_template_config)
@@ -146,11 +145,11 @@ def check_flags(args: argparse.Namespace) -> None:
         check_source(Path(args.json_schema), "--json-schema")
     if args.check:
         if args.json_schema is not None:
-            raise ValueError("--check compares free text and cannot be combined with --json-schema.")
+            raise MTPError("--check compares free text and cannot be combined with --json-schema.")
         if args.temp > 0:
-            raise ValueError("--check compares greedy tokens and cannot be combined with --temp.")
+            raise MTPError("--check compares greedy tokens and cannot be combined with --temp.")
         if args.settings is not True:
-            raise ValueError("--check ignores tuned settings and cannot be combined with --settings.")
+            raise MTPError("--check ignores tuned settings and cannot be combined with --settings.")
 
 
 def load_model(args: argparse.Namespace, saved: PromptCacheFile | None) -> tuple[nn.Module, TokenizerWrapper]:
@@ -175,22 +174,22 @@ def load_model(args: argparse.Namespace, saved: PromptCacheFile | None) -> tuple
 def load_prompt_cache(file: str, model: str | None, kv_bits: int | None, kv_group_size: int) -> PromptCacheFile:
     """Read a file of ``mlx_lm.cache_prompt``. As there, its model and quantization must be those of the flags."""
     if not Path(file).is_file():
-        raise FileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
+        raise MTPFileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
     try:
         caches, metadata = load_caches(file, return_metadata=True)
         if missing := {"model", "tokenizer_config"} - metadata.keys():
-            raise ValueError(f"its metadata lack {', '.join(sorted(missing))}")
+            raise MTPError(f"its metadata lack {', '.join(sorted(missing))}")
         saved = PromptCacheFile(metadata["model"], caches, json.loads(metadata["tokenizer_config"]))
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as e:  # mlx-lm does not check its content
-        raise ValueError(f"{file} is not a prompt cache of `mlx_lm.cache_prompt`: {e}") from e
+        raise MTPError(f"{file} is not a prompt cache of `mlx_lm.cache_prompt`: {e}") from e
     first = saved.caches[0]
     if isinstance(first, QuantizedKVCache):
         if kv_bits is not None and kv_bits != first.bits:
-            raise ValueError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
+            raise MTPError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
         if kv_group_size != first.group_size:
-            raise ValueError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
+            raise MTPError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
     if model not in (None, saved.model):
-        raise ValueError(
+        raise MTPError(
             f"Providing a different model ({model}) than that used to create the prompt cache ({saved.model}) is an error."
         )
     return saved
@@ -201,9 +200,9 @@ def template_options(text: str | None) -> dict[str, Any]:
     try:
         config = json.loads(text or "{}")
     except json.JSONDecodeError as e:
-        raise ValueError(f"--chat-template-config is not JSON: {e}.") from e
+        raise MTPError(f"--chat-template-config is not JSON: {e}.") from e
     if not isinstance(config, dict):
-        raise ValueError(f"--chat-template-config must be a JSON object, not {text}.")
+        raise MTPError(f"--chat-template-config must be a JSON object, not {text}.")
     return config
 
 
@@ -220,7 +219,7 @@ def encode_prompt(
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise ValueError("The prompt is not text in UTF-8.") from e
+        raise MTPError("The prompt is not text in UTF-8.") from e
     if args.image:
         vision_of(model)  # or an error
         if IMAGE_TOKEN not in text:
@@ -230,7 +229,7 @@ def encode_prompt(
         text = _apply_chat_template(args, tokenizer, text, is_suffix)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=not use_chat_template)
     if not tokens:
-        raise ValueError("The prompt is empty: give --prompt some text.")
+        raise MTPError("The prompt is empty: give --prompt some text.")
     return tokens
 
 
@@ -268,7 +267,7 @@ def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
     ids = set(map(str, vocab.values()))
     for token in tokens:
         if token not in vocab and token not in ids:
-            raise ValueError(
+            raise MTPError(
                 f"--extra-eos-token {token} is not a token of the model: give one of its vocabulary, or its id."
             )
         tokenizer.add_eos_token(token)
@@ -284,7 +283,7 @@ def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: lis
     try:
         return [make_grammar(tokenizer, json_schema=text, after=after)]
     except ValueError as e:
-        raise ValueError(f"--json-schema {schema}: {e}") from e
+        raise MTPError(f"--json-schema {schema}: {e}") from e
 
 
 def is_json(schema: str) -> bool:

@@ -22,6 +22,7 @@ from ..decoding.exchange import same_random_state
 from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.window import Token
 from ..drafts.options import TextOptions, asks_for_copies
+from ..errors import MTPError
 from ..images.prompt import ImagePrompt, read_images, vision_of
 from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
@@ -105,13 +106,13 @@ def stream_generate(
     mtp = has_head(model) if mtp is None else mtp
     drafts = mtp or asks_for_copies(options.copy_drafts)
     if kwargs.pop("draft_model", None) is not None:
-        raise ValueError("A draft model requires mlx_lm.stream_generate.")
+        raise MTPError("A draft model requires mlx_lm.stream_generate.")
     if not mtp and options.draft_p_min:
-        raise ValueError("draft_p_min requires mtp=True.")
+        raise MTPError("draft_p_min requires mtp=True.")
     if not drafts and prompt_store is not None:
-        raise ValueError("prompt_store requires mtp=True or copy_drafts.")
+        raise MTPError("prompt_store requires mtp=True or copy_drafts.")
     if options.max_tokens == 0:
-        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+        raise MTPError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     image_prompt = None
@@ -277,11 +278,11 @@ def stored_steps(
     """
     for name in ("prompt_cache", "input_embeddings"):
         if options.pop(name, None) is not None:
-            raise ValueError(f"prompt_store and {name} cannot be combined.")
+            raise MTPError(f"prompt_store and {name} cannot be combined.")
     if store.model is not model:
-        raise ValueError("The prompt store belongs to another model: make one with PromptStore(model).")
+        raise MTPError("The prompt store belongs to another model: make one with PromptStore(model).")
     if model.ranks is not None:
-        raise ValueError("A prompt store serves one process: omit prompt_store on several machines.")
+        raise MTPError("A prompt store serves one process: omit prompt_store on several machines.")
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
     key = tokens[:] if image_prompt is None else image_prompt.key[:]
     # Of the whole text, since its parts are read one by one.

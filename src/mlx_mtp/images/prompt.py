@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
+from ..errors import MTPError
 from ..models.mixin import MTPModel
 from .open import size_of
 from .vision import PLACEHOLDER, VIDEO_TOKEN, Vision
@@ -138,9 +139,9 @@ def read_images(
     """
     placeholder = vision.config["image_token_id"]
     if (video := vision.config.get("video_token_id")) is not None and video in tokens:
-        raise ValueError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
+        raise MTPError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
     if (n := list(tokens).count(placeholder)) != len(images):
-        raise ValueError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
+        raise MTPError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
     n_tokens = n_pixels = 0
     sizes = []
     for i, image in enumerate(images, 1):
@@ -150,7 +151,7 @@ def read_images(
         n_tokens, n_pixels = n_tokens + rows * columns, n_pixels + width * height
         for count, maximum, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
             if maximum is not None and count > maximum:
-                raise ValueError(
+                raise MTPError(
                     f"The images up to number {i} have more than {maximum} {unit}: send fewer or smaller ones."
                 )
     pixel_values: list[mx.array] = []
@@ -194,18 +195,18 @@ def vision_of(model: Any) -> Vision:
         ValueError: The model has no vision encoder, or is spread over several machines.
     """
     if not isinstance(model, MTPModel):
-        raise ValueError(
+        raise MTPError(
             "Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True; in `mlx_mtp chat`, use --images."
         )
     if model.text_only is not None:
-        raise ValueError(model.text_only)
+        raise MTPError(model.text_only)
     if not isinstance(vision := model.vision, Vision):
-        raise ValueError(
+        raise MTPError(
             "The model takes no images: its checkpoint has no vision encoder, or its positions are scaled (YaRN). Use its base "
             'model\'s encoder: with --images in mlx_mtp chat and mlx_mtp server, with vision="auto" in mlx_mtp.load.'
         )
     if model.ranks is not None:
-        raise ValueError("Images are processed in one process: omit them on several machines.")
+        raise MTPError("Images are processed in one process: omit them on several machines.")
     return vision
 
 

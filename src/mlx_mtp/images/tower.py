@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import BaseModelArgs
 
+from ..errors import MTPError
 from ..models.rope import rotate
 
 T = TypeVar("T")
@@ -48,11 +49,11 @@ class VisionArgs(BaseModelArgs):
 
     def __post_init__(self) -> None:
         if self.deepstack_visual_indexes:
-            raise ValueError(f"deepstack_visual_indexes must be empty, not {self.deepstack_visual_indexes}.")
+            raise MTPError(f"deepstack_visual_indexes must be empty, not {self.deepstack_visual_indexes}.")
         if self.hidden_act != "gelu_pytorch_tanh":
-            raise ValueError(f"The vision encoder's hidden_act must be gelu_pytorch_tanh, not {self.hidden_act}.")
+            raise MTPError(f"The vision encoder's hidden_act must be gelu_pytorch_tanh, not {self.hidden_act}.")
         if self.hidden_size % (4 * self.num_heads):
-            raise ValueError(
+            raise MTPError(
                 f"The vision encoder's hidden_size {self.hidden_size} must be a multiple of 4 * num_heads ({self.num_heads})."
             )
         self.head_dim = self.hidden_size // self.num_heads
@@ -210,10 +211,10 @@ class VisionTower(nn.Module):
     def _check(self, pixel_values: mx.array) -> tuple[int, int]:
         shape, merged = pixel_values.shape, self.args.spatial_merge_size**2
         if len(shape) != 4 or shape[2:] != (merged, self.args.patch_dim) or 0 in shape:
-            raise ValueError(f"An image must be [rows, columns, {merged}, {self.args.patch_dim}], not {list(shape)}.")
+            raise MTPError(f"An image must be [rows, columns, {merged}, {self.args.patch_dim}], not {list(shape)}.")
         if (n := shape[0] * shape[1] * merged) > MAX_PATCHES:
             pixels = self.args.patch_size**2
-            raise ValueError(
+            raise MTPError(
                 f"An image of {n * pixels:,} pixels is larger than the {MAX_PATCHES * pixels:,} that the vision encoder takes: "
                 "make it smaller."
             )
@@ -287,14 +288,12 @@ def make_tower(args: VisionArgs, weights: Mapping[str, mx.array]) -> VisionTower
     """
     tower, tensors = VisionTower(args), dict(weights)
     if any(name.endswith(".scales") for name in tensors):
-        raise ValueError("The vision encoder is quantized: graft the base model's, in bfloat16.")
+        raise MTPError("The vision encoder is quantized: graft the base model's, in bfloat16.")
     channels_first = (args.in_channels, args.temporal_patch_size, args.patch_size, args.patch_size)
     if PATCH_KERNEL in tensors and tensors[PATCH_KERNEL].shape[1:] == channels_first:
         tensors[PATCH_KERNEL] = tensors[PATCH_KERNEL].transpose(0, 2, 3, 4, 1)  # [D, T, h, w, C]
     try:
         tower.load_weights(list(tensors.items()))
     except ValueError as e:  # mlx's message has a line for each tensor that differs
-        raise ValueError(
-            f"The vision encoder does not match its vision_config: {' '.join(str(e).split())[:200]}"
-        ) from e
+        raise MTPError(f"The vision encoder does not match its vision_config: {' '.join(str(e).split())[:200]}") from e
     return tower

@@ -15,6 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..caches.validation import digest
+from ..errors import MTPError
 from ..extras import require
 from ..memory import nbytes_of
 from .open import open_image
@@ -56,9 +57,9 @@ class Processor:
             with np.errstate(all="ignore"):
                 patches = self.preprocess_image(np.zeros((1, 1, 3), np.uint8))
             if not self._theirs.do_resize or not bool(mx.isfinite(patches).all()):
-                raise ValueError("images are not resized, or divided by zero")
+                raise MTPError("images are not resized, or divided by zero")
         except Exception as e:  # whatever a setting leads to
-            raise ValueError(f"they are not those of a Qwen2VLImageProcessor ({e!r})") from e
+            raise MTPError(f"they are not those of a Qwen2VLImageProcessor ({e!r})") from e
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """The rows and columns of image tokens of an image with these sides in pixels."""
@@ -116,10 +117,10 @@ class Vision:
         try:
             processor = Processor(own | self._settings())
         except (AttributeError, TypeError, ValueError) as e:  # an object in place of a number, or not JSON
-            raise ValueError(f"The image settings of {self.folder} are not usable: {e}") from e
+            raise MTPError(f"The image settings of {self.folder} are not usable: {e}") from e
         for key, n in own.items():
             if getattr(processor, key) != n:
-                raise ValueError(
+                raise MTPError(
                     f"The image settings of {self.folder} have {key} {getattr(processor, key)}, its vision encoder {n}."
                 )
         return processor
@@ -151,18 +152,18 @@ class Vision:
                 tensors |= split_tower(weights)[1]
             return make_tower(self._args, tensors)
         except (RuntimeError, ValueError) as e:  # mlx raises a RuntimeError for an unreadable file
-            raise ValueError(f"The images of {self.folder} cannot be used: {e}") from e
+            raise MTPError(f"The images of {self.folder} cannot be used: {e}") from e
 
     @cached_property
     def _args(self) -> VisionArgs:
         try:
             args, n = VisionArgs.from_dict(self.config["vision_config"]), self.config["text_config"]["hidden_size"]
         except (KeyError, TypeError) as e:  # text in place of a number
-            raise ValueError(
+            raise MTPError(
                 f"The vision_config of {self.folder} is not usable ({e!r}): is it as it was published?"
             ) from e
         if args.out_hidden_size != n:
-            raise ValueError(
+            raise MTPError(
                 f"The vision encoder of {self.folder} makes embeddings of {args.out_hidden_size}, its model takes {n}."
             )
         return args

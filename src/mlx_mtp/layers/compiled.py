@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..errors import MTPError
 from ..traces import compiled
 
 # Traces that a thread keeps, the latest used ones; each takes some 100 KB, and a few milliseconds to make.
@@ -44,7 +45,7 @@ class Kind:
     def filled(self, arrays: dict[str, mx.array]) -> nn.Module:
         """A module of this kind with the arrays of another one, which a trace has by the same names."""
         if arrays.keys() != self.placeholders.keys():
-            raise ValueError("The modules of a model cannot be replaced while it generates: end the generation before.")
+            raise MTPError("The modules of a model cannot be replaced while it generates: end the generation before.")
         return copy.deepcopy(self.template, {id(x): arrays[name] for name, x in self.placeholders.items()})
 
 

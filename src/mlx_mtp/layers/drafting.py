@@ -13,6 +13,8 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import MTPError
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -149,7 +151,7 @@ def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
     weight = layer.weight
     if "scales" in layer:
         if bits >= layer.bits:
-            raise ValueError(
+            raise MTPError(
                 f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
             )
         weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)

@@ -24,6 +24,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from ..caches import recurrent
+from ..errors import MTPError
 from ..layers.drafting import draft_logits
 from ..layers.mtp import run_head
 
@@ -91,7 +92,7 @@ class DraftCache(stock._BaseCache):
     def trim(self, n: int) -> int:
         n_drafts = self.tokens.size if self.verified else 0
         if n > n_drafts:
-            raise ValueError(f"The draft model can trim its last {n_drafts} tokens, not {n}.")
+            raise MTPError(f"The draft model can trim its last {n_drafts} tokens, not {n}.")
         self.verified = False
         self.tokens = self.tokens[: self.tokens.size - n]
         self.n_seen -= n
@@ -173,7 +174,7 @@ class DraftModel:
         """Raises a ValueError if no cache of the target is waiting for one of the draft model."""
         waiting, self.target._waiting = self.target._waiting, None
         if waiting is None or (draft := waiting()) is None:
-            raise ValueError(
+            raise MTPError(
                 "Make the target's cache first: call target.make_cache() before each draft_model.make_cache()."
             )
         return [draft]
@@ -189,7 +190,7 @@ class DraftModel:
               and after the first token of a text, which has no hidden state before it.
         """
         if not cache or not isinstance(cache[0], DraftCache):
-            raise ValueError("The draft model needs its cache: append draft_model.make_cache() to target.make_cache().")
+            raise MTPError("The draft model needs its cache: append draft_model.make_cache() to target.make_cache().")
         c, model = cache[0], self.model
         c.see(inputs[0])
         c.catch_up(model)

@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import MTPError
 from ..layers.mtp import MTPModule
 from .draft_model import DraftModel
 from .head_weights import is_raw, sanitize_head, split_head
@@ -32,7 +33,7 @@ class FamilyModel(MTPModel):
             ValueError: The model has no head.
         """
         if getattr(self, "mtp", None) is None:
-            raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+            raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
         return DraftModel(self)
 
     def sanitize(

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..errors import MTPError
 from ..layers.sparse import Norm
 
 Array = Any  # an mx.array or np.ndarray
@@ -121,7 +122,7 @@ class NgramTable:
     def __init__(self, rows: Rows, width: int, n_rows: int):
         self.rows, self.quantized = rows, _quantization(rows.layout, width)
         if len(rows) < n_rows:
-            raise ValueError(f"has {len(rows)} rows, not {n_rows}")
+            raise MTPError(f"has {len(rows)} rows, not {n_rows}")
         self.arrays: dict[str, mx.array] | None = None  # all rows, once they are in memory
 
     @property
@@ -175,7 +176,7 @@ def _quantization(layout: Mapping[str, tuple[int, Any]], width: int) -> Quantize
         if mode is not None and (mode == "affine") == (of_scales != np.uint8):
             return Quantized(group_size, bits, mode)
     found = ", ".join(f"{name} of {n} {np.dtype(dtype).name}" for name, (n, dtype) in layout.items())
-    raise ValueError(f"has rows that are not {width} numbers, quantized or not ({found})")
+    raise MTPError(f"has rows that are not {width} numbers, quantized or not ({found})")
 
 
 def floats(x: mx.array) -> mx.array:

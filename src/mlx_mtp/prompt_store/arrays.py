@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..caches.indexed import NAMES, names_of, size_of
 from ..caches.prompt_cache import PromptCache, has_head, make_prompt_cache
 from ..caches.rows import KVOptions
+from ..errors import MTPError
 
 Arrays = dict[str, mx.array]
 Tokens = NDArray[np.int64]  # token ids, and negative numbers for the tokens of images
@@ -40,7 +41,7 @@ def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
     quantized = {(c.bits, c.group_size) for c in cache.backbone if isinstance(c, stock.QuantizedKVCache)}
     if quantized and (kv is None or quantized != {(kv.kv_bits, kv.kv_group_size)}):
         bits, size = next(iter(quantized))
-        raise ValueError(
+        raise MTPError(
             f"The prompt cache has keys and values of {bits} bits in groups of {size}: give kv=KVOptions(...), as it was read "
             f"with, not {kv}."
         )

@@ -32,6 +32,7 @@ import numpy as np
 from safetensors import safe_open
 
 from ..caches.prompt_cache import part_of
+from ..errors import MTPError
 from .arrays import Arrays, Format, Tokens, nbytes
 from .tree import File, Forest, Node, StoredArrays, above
 
@@ -123,11 +124,11 @@ class Folder:
             return None
         try:
             if _digest(self._file(name)) != name:
-                raise ValueError(f"{self._file(name)} is damaged: its bytes do not match its name.")
+                raise MTPError(f"{self._file(name)} is damaged: its bytes do not match its name.")
             found: Any = mx.load(str(self._file(name)))
             mx.eval(found)
             if file.tokens is not None and not np.array_equal(found.pop("tokens"), file.tokens):
-                raise ValueError(f"{self._file(name)} is damaged: it holds another text than before.")
+                raise MTPError(f"{self._file(name)} is damaged: it holds another text than before.")
         except FileNotFoundError:
             self._remove(name)
             return None

@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache
 from ..caches.rows import KVOptions
+from ..errors import MTPError
 from ..memory import Account, check_device
 from . import arrays
 from .arrays import Format, Tokens
@@ -154,7 +155,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             self._prepare(kv)
             cache = open_prompt_cache(self.model, list(prompt_cache))
             if cache.n_tokens != len(text):
-                raise ValueError(f"The prompt cache is of {cache.n_tokens} tokens, not of these {len(text)}.")
+                raise MTPError(f"The prompt cache is of {cache.n_tokens} tokens, not of these {len(text)}.")
             if len(text) == 0:
                 return None
             format = arrays.format_of(self.model, cache, kv)

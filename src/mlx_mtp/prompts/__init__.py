@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..errors import MTPError
 from ..files import check_source
 
 FOLDER = Path(__file__).parent
@@ -51,10 +52,10 @@ def read_prompts(file: Path) -> dict[str, str]:
     try:
         texts = file.read_text(encoding="utf-8").split("\n---\n")
     except UnicodeDecodeError as e:
-        raise ValueError(f"{file} is not text in UTF-8: {e}") from e
+        raise MTPError(f"{file} is not text in UTF-8: {e}") from e
     prompts = {f"prompt_{i}": text for i, text in enumerate(texts, 1) if text.strip()}
     if not prompts:
-        raise ValueError(f"{file} has no prompts: write texts, separated by lines of three dashes.")
+        raise MTPError(f"{file} has no prompts: write texts, separated by lines of three dashes.")
     return prompts
 
 

@@ -17,6 +17,8 @@ from mlx_lm import sample_utils
 from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import apply_min_p, apply_top_p, greedy_sampler
 
+from ..errors import MTPError
+
 MAX_SEED = 2**64 - 1
 BLOCK = 64  # tokens
 DRAFT_TOP_K = 1024  # tokens that drafts of top-p are sampled from
@@ -79,7 +81,7 @@ def largest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """
     B, V = x.shape
     if not isinstance(k, int) or not 0 < k < V:
-        raise ValueError(f"top_k must be an integer below the vocabulary's size of {V}, not {k}.")
+        raise MTPError(f"top_k must be an integer below the vocabulary's size of {V}, not {k}.")
     if V % BLOCK > 0 or 4 * BLOCK * k > V:
         ids = mx.argpartition(-x, kth=k - 1, axis=-1)[:, :k]
         return ids, mx.take_along_axis(x, ids, axis=-1)
@@ -179,7 +181,7 @@ class SeededSampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Raise a ValueError, since a call has no position."""
-        raise ValueError(
+        raise MTPError(
             "A sampler with a seed samples by position, which mlx-lm's functions do not tell: give them sampler.at(0), a new "
             "one for each text."
         )
@@ -196,13 +198,13 @@ class TextSampler:
 
     def __init__(self, sampler: SeededSampler, start: int):
         if start < 0:
-            raise ValueError(f"The position of a token must be 0 or more, not {start}.")
+            raise MTPError(f"The position of a token must be 0 or more, not {start}.")
         self.sampler, self.start, self.n_sampled = sampler, start, 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [1, V] -> the next token, [1]. A ValueError for those of several texts."""
         if len(logprobs) != 1:
-            raise ValueError(
+            raise MTPError(
                 f"sampler.at({self.start}) is for one text, not for {len(logprobs)}: give each its own, as `samplers` of "
                 "BatchGenerator.insert, or use mlx_mtp.batch_generate."
             )
@@ -217,7 +219,7 @@ def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
         return sampler.at(0)
     if isinstance(sampler, TextSampler):
         if sampler.n_sampled > 0:
-            raise ValueError(
+            raise MTPError(
                 f"sampler.at({sampler.start}) is for one text, and has sampled {sampler.n_sampled} of its tokens: give the "
                 "sampler itself, or a new sampler.at(...)."
             )
@@ -269,25 +271,21 @@ def make_sampler(
         ValueError: An argument is out of range, or the seed cannot be combined with ``acceptance``.
     """
     if acceptance is not None and acceptance not in get_args(AcceptanceName):
-        raise ValueError(f"acceptance must be one of {', '.join(get_args(AcceptanceName))}, not {acceptance!r}.")
+        raise MTPError(f"acceptance must be one of {', '.join(get_args(AcceptanceName))}, not {acceptance!r}.")
     acceptance = acceptance or ("rejection" if seed is None else "coupled")
     if seed is not None and acceptance != "coupled":
-        raise ValueError(
-            f'acceptance="{acceptance}" draws from MLX\'s random state: use mx.random.seed instead of seed.'
-        )
+        raise MTPError(f'acceptance="{acceptance}" draws from MLX\'s random state: use mx.random.seed instead of seed.')
     if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
-        raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
+        raise MTPError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
     # Here, since an error of mlx-lm inside a compiled function invalidates the random state.
     limits: dict[str, tuple[float, float]] = {"temp": (temp, math.inf), "top_k": (top_k, math.inf)}
     limits |= {"top_p": (top_p, 1), "min_p": (min_p, 1)}
     limits |= {"xtc_probability": (xtc_probability, 1), "xtc_threshold": (xtc_threshold, 0.5)}
     for name, (value, limit) in limits.items():
         if not 0 <= value <= limit or value == math.inf:  # or nan
-            raise ValueError(
-                f"{name} must be {'0 or more' if limit == math.inf else f'from 0 to {limit}'}, not {value}."
-            )
+            raise MTPError(f"{name} must be {'0 or more' if limit == math.inf else f'from 0 to {limit}'}, not {value}.")
     if min_tokens_to_keep < 1:
-        raise ValueError(f"min_tokens_to_keep must be 1 or more, not {min_tokens_to_keep}.")
+        raise MTPError(f"min_tokens_to_keep must be 1 or more, not {min_tokens_to_keep}.")
     if temp == 0:
         return greedy_sampler
     special_tokens = xtc_special_tokens or []

@@ -13,6 +13,7 @@ from mlx_lm.server import convert_chat
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ...checkpoint.settings import Sampling
+from ...errors import MTPError
 from ...images.open import MAX_BYTES, decode_url, size_of
 from ...images.prompt import CUT, MARK, ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
@@ -262,7 +263,7 @@ def decode_all(request: Request) -> list[bytes]:
         images.append(decode_url(url, f"Image {i}"))
         if i > 1 and sum(map(len, images)) > MAX_BYTES:
             many = f"The images up to number {i} have more than {MAX_BYTES:,} bytes"
-            raise ValueError(f"{many}: send fewer or smaller ones.")
+            raise MTPError(f"{many}: send fewer or smaller ones.")
     request.images = []
     return images
 
