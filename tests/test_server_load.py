@@ -13,10 +13,12 @@ import pytest
 import uvicorn
 
 from mlx_mtp import make_sampler
+from mlx_mtp.errors import MTPError
 from mlx_mtp.memory import sizes_of
 from mlx_mtp.server import frontend, serve
 from mlx_mtp.server.engine import engine as generation
 from mlx_mtp.server.engine.admission import Admission
+from mlx_mtp.server.engine.encode import _errors_of
 from mlx_mtp.server.engine.engine import Clients
 from mlx_mtp.server.engine.models import Stores
 from mlx_mtp.server.frontend import Frontend, in_thread
@@ -223,6 +225,41 @@ def test_each_api_says_that_it_waits_and_fails():
         assert "Rank 1 has died." in last, path
     answer = client.post(requests.TEXT, json={"prompt": "a"})  # no byte before the status of one that is no stream
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "Rank 1 has died.")
+
+
+# Errors of requests
+
+ERRORS = pytest.mark.parametrize(("error", "status"), [(MTPError("Mend it."), 400), (ValueError("[matmul] no"), 500)])
+
+
+@ERRORS
+def test_a_request_that_the_client_cannot_mend_is_logged(caplog, error, status):
+    async def fail(request):
+        raise error
+        yield
+
+    client = client_of(fail)
+    client._transport.raise_server_exceptions = False
+    answer = client.post(requests.TEXT, json={"prompt": "a"})
+    assert (answer.status_code, str(error) in answer.text) == (status, True)
+    assert any(record.exc_info for record in caplog.records) is (status == 500)
+
+
+@ERRORS
+def test_a_prompt_that_the_client_cannot_mend_is_no_400(error, status):
+    kind = ApiError if status == 400 else ValueError
+    with pytest.raises(kind, match=re.escape(str(error))) as raised, _errors_of(request_of()):
+        raise error
+    assert getattr(raised.value, "status", 500) == status
+
+
+@ERRORS
+def test_an_answer_that_the_client_cannot_mend_is_logged(caplog, error, status):
+    engine, request, said = frontend_of().engine, request_of(), []
+    engine.running, request.send = {0: request}, said.append
+    engine._answer(SimpleNamespace(uid=0, error=error), None, None)
+    assert [e.status for e in said] == [status]
+    assert any(record.exc_info for record in caplog.records) is (status == 500)
 
 
 # Clients that leave

@@ -114,7 +114,7 @@ def _model(name: str) -> Lines:
     try:
         missing = sizes_to_download(name, None, [WEIGHTS])
         yield from _remote(name, sum(missing.values())) if missing else _local(name)
-    except (OSError, ValueError) as e:
+    except (MTPError, OSError) as e:
         yield "Verdict", f"no drafts: {' '.join(str(e).split())}"
 
 
@@ -138,7 +138,7 @@ def _local(name: str) -> Lines:
         try:
             has_usable_head(CheckpointReader(name))
             head = _to_fetch(name)
-        except (OSError, ValueError) as e:
+        except (MTPError, OSError) as e:
             head = f"not usable: {e}"
         yield "Head", head
         yield "Verdict", f"no drafts: its head is {head}"

@@ -341,7 +341,7 @@ def _mlp(args: Any, n: int) -> int:
 
 
 def check_fits(name: str, needs: Needs, account: Account, advice: str = "") -> None:
-    """Raise a ValueError, which ends with ``advice``, if a model does not fit. Log a warning if it barely fits."""
+    """Raise an MTPError, which ends with ``advice``, if a model does not fit. Log a warning if it barely fits."""
     held = account.held
     left = account.limit - held
     if needs.total > left:

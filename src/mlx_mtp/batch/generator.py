@@ -64,7 +64,7 @@ class BatchGenerator:
         stream (mx.Stream, optional): The stream to run on. Default: ``None``, mlx-lm's generation stream.
 
     Raises:
-        ValueError: The model has no MTP head, or an argument is out of range.
+        MTPError: The model has no MTP head, or an argument is out of range.
     """
 
     _old_wired_limit: int | None = None
@@ -220,7 +220,7 @@ class BatchGenerator:
             List[int]: Their uids.
 
         Raises:
-            ValueError: A prompt is empty, a cache does not fit, or an option is out of range or has another number of entries.
+            MTPError: A prompt is empty, a cache does not fit, or an option is out of range or has another number of entries.
               No sequence is then added.
         """
         lists = {

@@ -29,7 +29,7 @@ class PrefillBudget:
         ranks: The ranks that run the model, of which rank 0 chooses. Default: ``None``, one process.
 
     Raises:
-        ValueError: An argument is out of range.
+        MTPError: An argument is out of range.
     """
 
     SHORTEST, UNMEASURED = 16, 64  # tokens of a chunk, unless the step size is less

@@ -26,14 +26,14 @@ from .responses import PromptResponse
 
 
 def check_count(name: str, value: Any) -> int:
-    """Return the value, or raise a ValueError if it is not an integer of 1 or more."""
+    """Return the value, or raise an MTPError if it is not an integer of 1 or more."""
     if not isinstance(value, Integral) or value < 1:
         raise MTPError(f"{name} must be an integer of 1 or more, not {value}.")
     return int(value)
 
 
 def entries_of(options: abc.Mapping[str, Any], n: int) -> list[dict[str, Any]]:
-    """The options of each of n prompts, by name, without those that are ``None`` for all. Raises a ValueError if an option does
+    """The options of each of n prompts, by name, without those that are ``None`` for all. Raises an MTPError if an option does
     not have one entry for each prompt."""
     given = {name: values for name, values in options.items() if values is not None}
     for name, values in given.items():
@@ -50,7 +50,7 @@ def options_of_each(
     """The options of each of n prompts: those that are given, or made of lists with an entry for each prompt.
 
     Raises:
-        ValueError: Both are given, a list has another number of entries, or a maximum number of tokens is out of range; only
+        MTPError: Both are given, a list has another number of entries, or a maximum number of tokens is out of range; only
           ``options`` may have one below 0, for no limit.
     """
     if options is None:
@@ -87,8 +87,8 @@ def make_sequence(
     input_embeddings: mx.array | PendingEmbeddings | None = None,
     images: abc.Sequence[ImageSpan] = (),
 ) -> Sequence:
-    """Make the sequence of a call's prompt i. Each option is its entry of an argument of ``insert_segments``. Raises a
-    ValueError if the prompt is empty, or the cache or the embeddings do not fit."""
+    """Make the sequence of a call's prompt i. Each option is its entry of an argument of ``insert_segments``. Raises an
+    MTPError if the prompt is empty, or the cache or the embeddings do not fit."""
     segments = [list(segment) for segment in segments if segment]
     if not segments:
         raise MTPError(f"Prompt {i} is empty.")

@@ -193,7 +193,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise a ValueError if a flag is out of range or cannot be combined with another, before anything is measured."""
+    """Raise an MTPError if a flag is out of range or cannot be combined with another, before anything is measured."""
     check_alone(args, "tune")
     check_head(args)
     check_sizes(args.max_tokens, args.repeat)
@@ -274,7 +274,7 @@ def gain(report: Report, name: str = "auto") -> str:
 
 
 def check_plot(file: Path) -> None:
-    """Raise a ValueError if a picture could not be drawn into this file."""
+    """Raise an MTPError if a picture could not be drawn into this file."""
     require("plot", "A plot")
     from matplotlib.figure import Figure
 

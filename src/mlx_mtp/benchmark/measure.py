@@ -129,7 +129,7 @@ def measure(
         name: The model's name, for the report.
 
     Raises:
-        ValueError: A number is out of range, or a text ends at once.
+        MTPError: A number is out of range, or a text ends at once.
     """
     check_sizes(max_tokens, repeat)
     turns: list[Run] = [PLAIN, *runs]
@@ -172,7 +172,7 @@ def generate(
 ) -> Generation:
     """Time one run on one prompt, [T], with the ``Depth`` of auto, by default the model's own. ``stop`` tokens end the text.
 
-    Raise a ValueError if the text ends with its first token.
+    Raise an MTPError if the text ends with its first token.
     """
     counts = DraftCounts()
     steps: Any

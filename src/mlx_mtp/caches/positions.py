@@ -47,7 +47,7 @@ class ImageSpan(NamedTuple):
 
 
 def check_images(images: Sequence[ImageSpan]) -> None:
-    """Raise a ValueError if images are empty, overlap, or are not in order."""
+    """Raise an MTPError if images are empty, overlap, or are not in order."""
     for image in images:
         if image.start < 0 or image.rows < 1 or image.columns < 1:
             raise MTPError(f"An image cannot have {image.rows} x {image.columns} tokens from token {image.start} on.")

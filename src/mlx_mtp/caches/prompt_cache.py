@@ -186,7 +186,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
           for an empty one. A ``PromptCache`` was made for this model, and is returned as it is.
 
     Raises:
-        ValueError: The cache is damaged, from another model or rank, or in use by a generation.
+        MTPError: The cache is damaged, from another model or rank, or in use by a generation.
     """
     n_layers = len(model.layers)
     if isinstance(entries, PromptCache):
@@ -234,7 +234,7 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
         are_embedded: Whether embeddings are given for the prompt.
 
     Raises:
-        ValueError: Images overlap or have no embeddings, or the model does not support images.
+        MTPError: Images overlap or have no embeddings, or the model does not support images.
     """
     both = sorted({*cache.images, *images})
     if not both:
@@ -250,7 +250,7 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
 
 
 def _check_owner(model: Any, cache: PromptCache) -> None:
-    """Raise a ValueError if the cache is from another model or rank, or in use by a generation."""
+    """Raise an MTPError if the cache is from another model or rank, or in use by a generation."""
     last = cache.entries[-1]
     if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
         last.cache += [None] * (IMAGES + 1 - len(last.cache))  # an earlier version had fewer

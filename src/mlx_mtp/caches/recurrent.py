@@ -110,7 +110,7 @@ class ArraysCache(stock.ArraysCache):
             n_confirmed: The number of its leading tokens that are final.
 
         Raises:
-            ValueError: The last window is still open, or the cache is for padded prompts.
+            MTPError: The last window is still open, or the cache is for padded prompts.
         """
         if self.window is not None:
             raise MTPError("The last verify pass on this cache was not finished: call rollback first.")
@@ -127,7 +127,7 @@ class ArraysCache(stock.ArraysCache):
             n: From the number of confirmed tokens to the number of all tokens.
 
         Raises:
-            ValueError: No window is open, or the state after ``n`` tokens was not recorded.
+            MTPError: No window is open, or the state after ``n`` tokens was not recorded.
         """
         window = self.window
         if window is None:

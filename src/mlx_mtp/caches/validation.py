@@ -76,7 +76,7 @@ Wanted = tuple[
 
 
 def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
-    """Raise a ValueError if a cache does not fit its layer, or is of another number of tokens than the others."""
+    """Raise an MTPError if a cache does not fit its layer, or is of another number of tokens than the others."""
     counts, filled = [], []
     for i, (c, layer) in enumerate(zip(caches, layers)):
         if layer.is_linear:
@@ -95,7 +95,7 @@ def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
 
 
 def check_arrays(i: int, entry: Any, *wanted: Wanted) -> None:
-    """Raise a ValueError unless an entry is an ``ArraysCache`` of these arrays, each of which may be missing."""
+    """Raise an MTPError unless an entry is an ``ArraysCache`` of these arrays, each of which may be missing."""
     _check_kind(i, entry, stock.ArraysCache)
     if entry.left_padding is not None or entry.lengths is not None:
         raise misfit(i, "is that of padded prompts")
@@ -107,7 +107,7 @@ def check_arrays(i: int, entry: Any, *wanted: Wanted) -> None:
 
 
 def check_keys(i: int, entry: Any, layer: Any, may_be_quantized: bool = True) -> None:
-    """Raise a ValueError if keys and values do not fit an attention layer."""
+    """Raise an MTPError if keys and values do not fit an attention layer."""
     _check_kind(i, entry, stock.KVCache, *([stock.QuantizedKVCache] if may_be_quantized else []))
     n, sizes, S = entry.offset, layer.row_sizes, None  # S: the allocated length, the same in keys and values
     if type(n) is not int or n < 0:

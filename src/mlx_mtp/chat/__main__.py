@@ -13,7 +13,7 @@ from ..cli import flags
 from ..cli.display import one_line_errors, sentence
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import Ranks
-from ..errors import MTPError
+from ..errors import MTPError, is_mendable
 from ..extras import require
 from ..generate.stream import GenerationResponse
 from ..memory import is_device_error
@@ -85,8 +85,8 @@ def respond(line: str, conversation: Conversation) -> None:
             print()
             if response is not None:
                 print(f"[{figures(response)}]", flush=True)
-    except (ValueError, OSError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not is_device_error(e):
+    except Exception as e:
+        if not is_mendable(e) and not is_device_error(e):
             raise
         print(sentence(e))
 

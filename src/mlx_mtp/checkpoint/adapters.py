@@ -73,7 +73,7 @@ def is_peft(folder: Path) -> bool:
 
 
 def with_adapter(model: Any, path: str) -> Any:
-    """Apply an adapter of ``mlx_lm.lora``, ``mlx_mtp fit`` or peft. Raises a ValueError if it does not fit the model."""
+    """Apply an adapter of ``mlx_lm.lora``, ``mlx_mtp fit`` or peft. Raises an MTPError if it does not fit the model."""
     try:
         if not is_peft(Path(path)):
             return load_adapters(model, path).eval()

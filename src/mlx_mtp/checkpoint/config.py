@@ -108,7 +108,7 @@ def ends_of_text(folder: Path) -> set[int]:
     """The ids of the tokens that end a text. Each file of a checkpoint may name other ones, and all of them count."""
     ends: set[int] = set()
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        with suppress(OSError, ValueError):  # missing or no JSON, which those report that need it
+        with suppress(MTPError, OSError):  # missing or no JSON, which those report that need it
             config = read_json(folder / name)
             ends |= _named_ends(config) | _named_ends(config.get("text_config"))
     return ends
@@ -150,11 +150,11 @@ def first_difference(config: Config, other: Config) -> str:
 
 @contextmanager
 def loading_errors(name: str) -> Iterator[None]:
-    """Turn MLX's error for an unreadable file, and mlx-lm's for a bad config, into a ValueError that names the checkpoint."""
+    """Turn MLX's error for an unreadable file, and mlx-lm's for a bad config, into an MTPError that names the checkpoint."""
     try:
         yield
     except (ValueError, RuntimeError) as e:
-        if isinstance(e, ValueError) and name in str(e):
+        if isinstance(e, OSError) or (isinstance(e, MTPError) and name in str(e)):
             raise
         raise MTPError(f"{name} could not be loaded: {e}") from e
     except (AttributeError, KeyError, TypeError) as e:

@@ -88,7 +88,7 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
     found: list[tuple[str, int]] = []
 
     def ask() -> None:
-        with suppress(OSError, ValueError):
+        with suppress(MTPError, OSError):
             describe = partial(fitting_head, checkpoint=checkpoint)
             original, tensors = originals.find_original(originals.HEADS, checkpoint, describe)
             found.append((original.name, sum(map(n_bytes, tensors.values()))))
@@ -100,7 +100,7 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
 
 
 def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
-    """Describe the tensors of a base model's head, for a checkpoint. Raises ValueError if there is none, it does not fit, or
+    """Describe the tensors of a base model's head, for a checkpoint. Raises MTPError if there is none, it does not fit, or
     it is quantized."""
     originals.check_sizes(original, checkpoint)
     if not (tensors := original.head()):
@@ -137,7 +137,7 @@ def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:
 
 
 def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
-    """Describe the tensors of a base model's tower. Raises ValueError if there is none, or the sizes of the models differ."""
+    """Describe the tensors of a base model's tower. Raises MTPError if there is none, or the sizes of the models differ."""
     own, tensors = originals.check_sizes(original, checkpoint), original.tower()
     if not tensors or not isinstance(own.get("vision_config"), dict):
         raise MTPError(f"{original.name} has no vision encoder: the base model of {checkpoint.name} has.")

@@ -55,7 +55,7 @@ def check_head(checkpoint: CheckpointReader) -> None:
 
 
 def check_shapes(checkpoint: CheckpointReader, head: Mapping[str, TensorInfo]) -> None:
-    """Raise a ValueError if tensors of a head for a checkpoint are missing, unknown or of the wrong shape."""
+    """Raise an MTPError if tensors of a head for a checkpoint are missing, unknown or of the wrong shape."""
     mtp = skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name).mtp
     # Zeros that are never evaluated take no memory.
     zeros = {n: mx.zeros(t.shape, DTYPES.get(str(t.dtype), mx.uint8)) for n, t in split_head(head)[1].items()}
@@ -120,7 +120,7 @@ def shifts_norms(checkpoint: CheckpointReader) -> bool:
 
 
 def fetch_drafter(drafter: str, checkpoint: CheckpointReader) -> CheckpointReader:
-    """Fetch a drafter for a checkpoint. Raise a ValueError if it is none, or its head cannot be used."""
+    """Fetch a drafter for a checkpoint. Raise an MTPError if it is none, or its head cannot be used."""
     name, reader = checkpoint.name, fetch_checkpoint(drafter)
     own = reader.config or {}
     if own.get("model_type") != (wanted := drafter_of((checkpoint.config or {})["model_type"])):

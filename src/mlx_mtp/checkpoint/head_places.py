@@ -53,8 +53,8 @@ def _in_unnamed_files(checkpoint: Any) -> dict[str, str]:
         for file in (file for file in files if _without_numbers(file) == group):
             try:
                 names = {name: name for name in checkpoint.header(file).tensors}
-            except ValueError:
-                if "mtp" in file:
+            except MTPError as e:
+                if "mtp" in file or isinstance(e, OSError):
                     raise
             else:
                 found |= dict.fromkeys(split_head(names)[1].values(), file)
@@ -64,7 +64,7 @@ def _in_unnamed_files(checkpoint: Any) -> dict[str, str]:
 
 
 def read_index(checkpoint: Any, file: str) -> dict[str, str]:
-    """The file of every tensor in an index. Raises ValueError if it is damaged, or names a file outside the checkpoint."""
+    """The file of every tensor in an index. Raises MTPError if it is damaged, or names a file outside the checkpoint."""
     weights = checkpoint.read_json(file).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(own, str) for own in weights.values()):
         raise MTPError(f"{file} of {checkpoint.name} has no weight_map: download it again.")
@@ -84,7 +84,7 @@ def is_models(file: str) -> bool:
 
 
 def check_inside(file: Any, named_by: str, name: str) -> None:
-    """Raise a ValueError if a file that a file of a checkpoint names is not in the checkpoint's folder."""
+    """Raise an MTPError if a file that a file of a checkpoint names is not in the checkpoint's folder."""
     if not is_inside(file):
         raise MTPError(f"The {named_by} of {name} names the file {file!r}, which is not in its folder.")
 

@@ -33,7 +33,7 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
     Raises:
         FileNotFoundError: It is missing or cannot be downloaded; the message has the reason in one line.
         OSError: The disk has no room for it.
-        ValueError: It is in another format.
+        MTPError: It is in another format.
     """
     check_path(path_or_hf_repo)
     check_format(path_or_hf_repo, [path_or_hf_repo])
@@ -133,7 +133,7 @@ def _check_etag(file: str, etag: str | None) -> None:
 
 
 def check_format(name: str, files: Collection[str]) -> None:
-    """Raise a ValueError for a checkpoint whose weights are GGUF files."""
+    """Raise an MTPError for a checkpoint whose weights are GGUF files."""
     if not any(file.endswith(".gguf") for file in files) or any(file.endswith(".safetensors") for file in files):
         return
     conversion = conversion_like(name)
@@ -142,7 +142,7 @@ def check_format(name: str, files: Collection[str]) -> None:
 
 
 def check_path(path: str | Path) -> None:
-    """Raise a ValueError for a path that is empty or not UTF-8, which MLX does not support."""
+    """Raise an MTPError for a path that is empty or not UTF-8, which MLX does not support."""
     if path == "":
         raise MTPError("The name of a model is empty: give a folder or a Hugging Face repo.")
     try:

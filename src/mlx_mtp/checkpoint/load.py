@@ -108,7 +108,7 @@ def load(
     Raises:
         FileNotFoundError: The model or one of its files is missing, or with ``mtp="auto"`` the original of a model without a
           head.
-        ValueError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
+        MTPError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
           original's head, a file is damaged, the model does not fit in the memory, or it cannot be divided among the processes.
     """
     name, asked, drafting = path_or_hf_repo, mtp, (draft_vocab, mtp_bits, draft_head_bits)
@@ -172,7 +172,7 @@ def load(
 
 
 def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
-    """Raise a ValueError for ``--mtp`` with a model of a family that only mlx-lm supports. Weights are not downloaded."""
+    """Raise an MTPError for ``--mtp`` with a model of a family that only mlx-lm supports. Weights are not downloaded."""
     with suppress(OSError):  # load tells why
         read_config(fetch(path_or_hf_repo, revision, weights=()), path_or_hf_repo)
 
@@ -190,7 +190,7 @@ def _check_arguments(
 
 
 def _check_drafting(mtp: bool | str, drafting: tuple[Any, ...], settings: bool | str | Path) -> None:
-    """Raise a ValueError if an argument requires the head, and there is none."""
+    """Raise an MTPError if an argument requires the head, and there is none."""
     if not mtp and (any(x is not None for x in drafting) or not isinstance(settings, bool)):
         raise MTPError(
             "draft_vocab, mtp_bits, draft_head_bits and settings require the MTP head: omit them, or load it."
@@ -199,7 +199,7 @@ def _check_drafting(mtp: bool | str, drafting: tuple[Any, ...], settings: bool |
 
 def _head_files(checkpoint: CheckpointReader, mtp: bool | str) -> list[str]:
     """The files of a checkpoint's own head that mlx-lm does not load, if the head may be used."""
-    with suppress(OSError, ValueError):  # the error is raised, or logged, when the head is read
+    with suppress(MTPError, OSError):  # the error is raised, or logged, when the head is read
         return checkpoint.head_files if mtp in (True, "auto", "cached") else []
     return []
 
@@ -211,7 +211,7 @@ def _cached_head(checkpoint: CheckpointReader) -> bool | str:
     try:
         if has_usable_head(checkpoint):
             return True
-    except (OSError, ValueError) as e:
+    except (MTPError, OSError) as e:
         log.warning(f"[WARNING] {checkpoint.name} generates without drafts: {e}")
         return False
     return "auto" if fetched_before(HEADS, checkpoint) is not None else False
@@ -248,7 +248,7 @@ def _source_of_head(checkpoint: CheckpointReader, mtp: bool | str) -> Checkpoint
 
 
 def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, asked: bool | str) -> None:
-    """Warn of a head whose drafts the model rejects. That of another checkpoint is not used: a ValueError, or where nobody has
+    """Warn of a head whose drafts the model rejects. That of another checkpoint is not used: an MTPError, or where nobody has
     asked for it, the model loses it."""
     accepted, name, fetched = model.head_acceptance, checkpoint.name, model.fetched_head
     if accepted is None or accepted >= FLOOR:

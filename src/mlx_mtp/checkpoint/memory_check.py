@@ -53,7 +53,7 @@ def check_memory(
     ngram_memory: bool | None,
     source: CheckpointReader | None = None,
 ) -> bool:
-    """Raise a ValueError if a checkpoint, with a head of ``source``, does not fit in memory with a text of ``context`` tokens.
+    """Raise an MTPError if a checkpoint, with a head of ``source``, does not fit in memory with a text of ``context`` tokens.
 
     In plain mlx-lm, which drops heads and towers, it is checked without a text. No ``account``, no check. Tables of n-gram
     embeddings are in memory if ``ngram_memory``; ``None``: if they leave a share of the memory free.
@@ -84,7 +84,7 @@ def check_memory(
 
 
 def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
-    """Raise a ValueError if a tensor is too large for the device. Experts that are stored one by one become one array."""
+    """Raise an MTPError if a tensor is too large for the device. Experts that are stored one by one become one array."""
     max_bytes, arrays = max_array_bytes(), Counter[str]()
     for tensor, info in tensors.items():
         arrays[re.sub(r"\.experts\.\d+\.", ".experts.", tensor)] += _nbytes({tensor: info})
@@ -103,7 +103,7 @@ def needs_of_checkpoint(
     config = check_config(checkpoint.config, checkpoint.name)
     language, tower = split_tower(without_tables(model_tensors(checkpoint))[0])
     backbone, head = split_head(language)
-    with suppress(OSError, ValueError):  # a head that cannot be used
+    with suppress(MTPError, OSError):  # a head that cannot be used
         head = checkpoint.head()
     norm = next((t for n, t in backbone.items() if n.endswith(NORMS)), None)
     value_bytes = 2 if norm is None else n_bytes(norm) // math.prod(norm.shape)

@@ -61,7 +61,7 @@ class FileRows:
         parts: The arrays of each part of the rows.
 
     Raises:
-        ValueError: The parts do not fit together.
+        MTPError: The parts do not fit together.
     """
 
     def __init__(self, parts: list[dict[str, FileArray]]):
@@ -127,7 +127,7 @@ def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> No
     """Open the tables of a model's layers, if it has any, or read them into memory.
 
     Raises:
-        ValueError: A table is incomplete, or does not fit the model.
+        MTPError: A table is incomplete, or does not fit the model.
     """
     if (ngrams := model.ngrams) is None:
         return

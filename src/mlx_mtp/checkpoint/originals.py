@@ -53,14 +53,14 @@ def find_original(kind: str, checkpoint: CheckpointReader, describe: Describe) -
         try:
             reader = CheckpointReader(original)
             return reader, describe(reader)
-        except (FileNotFoundError, ValueError) as e:
+        except MTPError as e:
             tried[original] = str(e)
     reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
     raise MTPFileNotFoundError(f"{checkpoint.name} has no {PARTS[kind]}, and its base model was not found. {reasons}")
 
 
 def check_sizes(original: CheckpointReader, checkpoint: CheckpointReader) -> Config:
-    """Return the config of an original, or raise a ValueError if a size differs from a checkpoint's."""
+    """Return the config of an original, or raise an MTPError if a size differs from a checkpoint's."""
     own, config = (check_config(reader.config, reader.name) for reader in (original, checkpoint))
     ties = [bool(c.get("tie_word_embeddings", text_config_of(c).get("tie_word_embeddings"))) for c in (own, config)]
     difference = first_difference(own, config)
@@ -81,7 +81,7 @@ def _candidates(checkpoint: CheckpointReader) -> Iterator[str]:
             if base not in seen:
                 seen.add(base)
                 yield base
-                with suppress(FileNotFoundError, ValueError):  # reported when its part is tried
+                with suppress(FileNotFoundError, MTPError):  # reported when its part is tried
                     found += base_models(CheckpointReader(base))
         bases = found
     for other in _named(checkpoint):
@@ -122,14 +122,14 @@ def base_models(checkpoint: CheckpointReader) -> list[str]:
 
 
 def check_not_fp8(checkpoint: CheckpointReader) -> None:
-    """Raise a ValueError for a model of this family in FP8 that mlx-lm does not load, with the model's 16-bit checkpoint."""
+    """Raise an MTPError for a model of this family in FP8 that mlx-lm does not load, with the model's 16-bit checkpoint."""
     config, names = checkpoint.config or {}, dict[str, str]()
     quantization = config.get("quantization_config")
     if config.get("model_type") not in MODEL_TYPES or not isinstance(quantization, dict):
         return
     if quantization.get("quant_method") != "fp8" or quantization.get("scale_fmt") == "ue8m0":
         return
-    with suppress(OSError, ValueError):  # the error is raised when the model is loaded
+    with suppress(MTPError, OSError):  # the error is raised when the model is loaded
         names = split_head(checkpoint.model_map)[0]
     if any(name.endswith("_scale_inv") for name in names):
         bases = [base for base in base_models(checkpoint) if "fp8" not in base.lower()]
@@ -155,7 +155,7 @@ def fetch_from_original(
 ) -> Path:
     """Fetch a part of a checkpoint's original, unless it was fetched before. Return its folder.
 
-    ``describe`` returns the tensors of the part in an original, or raises a ValueError. ``write`` writes them to a folder and
+    ``describe`` returns the tensors of the part in an original, or raises an MTPError. ``write`` writes them to a folder and
     returns its config.json, which is written last: another call resumes in a folder without one. ``advice`` ends the
     FileNotFoundError if there is no original.
     """

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def check_new(target: Path) -> None:
-    """Raise a ValueError if the target exists, or MLX cannot write there."""
+    """Raise an MTPError if the target exists, or MLX cannot write there."""
     check_path(target.absolute())
     if target.exists():
         raise MTPError(
@@ -62,13 +62,12 @@ def naming(folder: Path, name: str) -> Iterator[None]:
     """A context that replaces this temporary folder in errors by a name that the user knows."""
     try:
         yield
-    except (OSError, ValueError) as e:
+    except (MTPError, OSError) as e:
         if str(folder) not in str(e):
             raise
         if isinstance(e, OSError) and e.strerror and e.filename:  # an error of the system
             raise OSError(e.errno, e.strerror, str(e.filename).replace(str(folder), name)) from e
-        kind = OSError if isinstance(e, OSError) else ValueError
-        raise kind(str(e).replace(str(folder), name)) from e
+        raise type(e)(str(e).replace(str(folder), name)) from e
 
 
 def save(file: Path, weights: dict[str, mx.array]) -> None:

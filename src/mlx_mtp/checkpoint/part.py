@@ -41,7 +41,7 @@ class Stage:
 def make_ranks(
     tensor_group: mx.distributed.Group | None, pipeline_group: mx.distributed.Group | None, adapter_path: str | None
 ) -> Ranks | None:
-    """The ranks that run the model together; ``None`` for one process. Raises a ValueError for arguments that exclude ranks."""
+    """The ranks that run the model together; ``None`` for one process. Raises an MTPError for arguments that exclude ranks."""
     if tensor_group is not None and pipeline_group is not None:
         raise MTPError("tensor_group and pipeline_group cannot be combined.")
     group = tensor_group or pipeline_group
@@ -56,7 +56,7 @@ def make_ranks(
 
 def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> Stage | None:
     """The stage of a pipeline that is this rank's part of a checkpoint; ``None`` if it has a share of each layer. Raises
-    ValueError if the model cannot be divided."""
+    MTPError if the model cannot be divided."""
     config = checkpoint.config or {}
     if "model_type" in config and config["model_type"] not in MODEL_TYPES:
         raise MTPError(
@@ -86,7 +86,7 @@ def names_of(names: Collection[str], layers: range) -> list[str]:
 
 
 def check_complete(model: Any, loaded: Iterable[str], name: str) -> None:
-    """Raise a ValueError if the tensors lack a parameter of the model."""
+    """Raise an MTPError if the tensors lack a parameter of the model."""
     parameters: Any = tree_flatten(model.parameters())
     if missing := sorted({path for path, _ in parameters}.difference(loaded)):
         raise MTPError(f"{name} lacks the tensor {missing[0]}: download it again.")

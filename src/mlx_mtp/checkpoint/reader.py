@@ -145,7 +145,7 @@ class CheckpointReader:
 
         Raises:
             FileNotFoundError: There are no weights, or a file that the index names is missing.
-            ValueError: A file is damaged, or lacks a tensor that the index names.
+            MTPError: A file is damaged, or lacks a tensor that the index names.
         """
         named = set(self.index.values())
         absent = {file for file in named if not self.has(file)}
@@ -163,7 +163,7 @@ class CheckpointReader:
 
         Raises:
             FileNotFoundError: A file that the config or an index names is missing.
-            ValueError: Such a file is damaged.
+            MTPError: Such a file is damaged.
         """
         for place in places_of_heads(self):
             if head := split_head({name: name for name in place})[1]:
@@ -178,7 +178,7 @@ class CheckpointReader:
         return sorted({file for file in self.head_map.values() if not is_models(file)})
 
     def tensors(self, files: Mapping[str, str]) -> dict[str, TensorInfo]:
-        """Describe tensors in these files. Raises a ValueError if a file lacks one that the index names."""
+        """Describe tensors in these files. Raises an MTPError if a file lacks one that the index names."""
         found = {}
         for name, file in files.items():
             tensor = self.header(file).tensors.get(name)
@@ -224,7 +224,7 @@ def read_header(file: Path, name: str) -> Header:
     """Read and check the header of a safetensors file. No tensor is read, so a file may have the right size and no data.
 
     The safetensors library checks that the tensors have known dtypes and the sizes of their shapes, and cover the file
-    without a gap or an overlap; MLX and huggingface_hub do not. ``name`` is the file's in a ValueError about it.
+    without a gap or an overlap; MLX and huggingface_hub do not. ``name`` is the file's in an MTPError about it.
     """
     if file.is_dir():
         raise MTPError(f"{name} is not a safetensors file but a folder: remove or rename it.")

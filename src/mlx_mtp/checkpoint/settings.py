@@ -75,7 +75,7 @@ def default_file(key: Mapping[str, str]) -> Path:
 
 def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> Settings | None:
     """Find the settings of a checkpoint in these folders; ``file`` is ``settings`` in ``mlx_mtp.load``. ``None`` if there are
-    none or, with a warning, if their key differs. Raise a FileNotFoundError or a ValueError for a file that cannot be read."""
+    none or, with a warning, if their key differs. Raise a FileNotFoundError or an MTPError for a file that cannot be read."""
     if file is False:
         return None
     key = key_of(*folders, n_ranks=n_ranks)
@@ -138,7 +138,7 @@ def check_writable(file: Path) -> None:
 
 
 def check_bits(mtp_bits: int | None, draft_head_bits: int | None) -> None:
-    """Raise a ValueError if MLX does not quantize to this number of bits."""
+    """Raise an MTPError if MLX does not quantize to this number of bits."""
     for name, bits in (("mtp_bits", mtp_bits), ("draft_head_bits", draft_head_bits)):
         if bits is not None and bits not in BITS:
             raise MTPError(f"{name} is {bits}; MLX quantizes to {', '.join(map(str, BITS))} bits.")
@@ -193,7 +193,7 @@ class Sampling:
 
 def sampling_defaults(name: str, given: Mapping[str, float | None], ranks: Ranks | None = None) -> Sampling:
     """The sampling of a model: the values given by the user, then its generation_config.json, which rank 0 reads for all ranks,
-    then mlx-lm's defaults. Raise a ValueError if a value of the file is out of range."""
+    then mlx-lm's defaults. Raise an MTPError if a value of the file is out of range."""
     own = {field: value for field, value in given.items() if value is not None}
     if own.keys() == RANGES.keys():
         return Sampling(**own)  # type: ignore[arg-type]

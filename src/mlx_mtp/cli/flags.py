@@ -259,7 +259,7 @@ def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextMa
 
 def missing_head_note(name: str) -> str | None:
     """A line about the head that ``--mtp`` would download for a model that was loaded without one, if there is one."""
-    with suppress(OSError, ValueError):  # other families of models
+    with suppress(MTPError, OSError):  # other families of models
         if (found := head_to_fetch(name)) is not None:
             source, n_bytes = found
             return f"Generating without drafts: --mtp downloads the MTP head of {source} once, {n_bytes / 1e9:.2f} GB."
@@ -267,7 +267,7 @@ def missing_head_note(name: str) -> str | None:
 
 
 def settle_drafts(args: argparse.Namespace, model: Any) -> None:
-    """Set ``mtp`` to whether the loaded model has a head, or raise a ValueError if a flag requires one. Print notes."""
+    """Set ``mtp`` to whether the loaded model has a head, or raise an MTPError if a flag requires one. Print notes."""
     has_none = not has_head(model)
     if has_none:
         check_without_head(args, f"{args.model} has none here: --mtp downloads one, or takes one with --mtp HEAD.")
@@ -290,7 +290,7 @@ def settle_drafts(args: argparse.Namespace, model: Any) -> None:
 
 
 def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, float]]) -> None:
-    """Raise a ValueError if the value of a flag is not within its limits. Missing flags and ``None`` are not checked."""
+    """Raise an MTPError if the value of a flag is not within its limits. Missing flags and ``None`` are not checked."""
     for name, (low, high) in limits.items():
         value = values.get(name)
         if value is not None and not (low <= value <= high and value < math.inf):
@@ -299,7 +299,7 @@ def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, fl
 
 
 def check_generation_flags(args: argparse.Namespace) -> None:
-    """Raise a ValueError if a flag of sampling, sizes or drafts is out of range or cannot be combined with another.
+    """Raise an MTPError if a flag of sampling, sizes or drafts is out of range or cannot be combined with another.
 
     ``--max-kv-size`` turns off the head.
     """
@@ -324,7 +324,7 @@ def check_generation_flags(args: argparse.Namespace) -> None:
 
 
 def check_without_head(args: argparse.Namespace, advice: str) -> None:
-    """Raise a ValueError with this advice if a flag requires a head."""
+    """Raise an MTPError with this advice if a flag requires a head."""
     needs = [name for name in ("check", "draft_p_min") if getattr(args, name, None)]
     if args.num_draft_tokens is not None:
         needs.append("num_draft_tokens")
@@ -337,7 +337,7 @@ def check_without_head(args: argparse.Namespace, advice: str) -> None:
 
 
 def check_head(args: argparse.Namespace) -> None:
-    """Raise a ValueError if the value of ``--mtp`` cannot be a head, such as a prompt."""
+    """Raise an MTPError if the value of ``--mtp`` cannot be a head, such as a prompt."""
     if not isinstance(args.mtp, str) or os.path.isdir(args.mtp):
         return
     try:
@@ -352,7 +352,7 @@ def check_head(args: argparse.Namespace) -> None:
 
 
 def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a flag does not fit the model of this config; mlx-lm would in the middle of a text."""
+    """Raise an MTPError if a flag does not fit the model of this config; mlx-lm would in the middle of a text."""
     text_config = config.get("text_config", config)
     size, head_dim, kv_bits = text_config.get("vocab_size"), text_config.get("head_dim"), getattr(args, "kv_bits", None)
     if size is not None:
@@ -379,7 +379,7 @@ def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
 
 
 def check_alone(args: argparse.Namespace, *flags: str) -> None:
-    """Raise a ValueError if there are several processes and one of the flags, which are for one process, is given."""
+    """Raise an MTPError if there are several processes and one of the flags, which are for one process, is given."""
     if (n := mx.distributed.init().size()) > 1:
         for name in flags:
             if getattr(args, name):

@@ -109,7 +109,7 @@ def finish(
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line, or raise a ValueError if a flag is unknown or its value is empty."""
+    """Parse the command line, or raise an MTPError if a flag is unknown or its value is empty."""
     args, unknown = parser.parse_known_args()
     if unknown:
         raise MTPError(_explain(unknown, parser._option_string_actions))

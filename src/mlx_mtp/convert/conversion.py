@@ -82,7 +82,7 @@ def convert(
 
     Raises:
         FileNotFoundError: The checkpoint or one of its files is missing.
-        ValueError: The target exists, the head or the tower is missing, damaged or from another model, or arguments contradict
+        MTPError: The target exists, the head or the tower is missing, damaged or from another model, or arguments contradict
           each other.
     """
     target = Path(mlx_path)
@@ -155,7 +155,7 @@ def _write_files(folder: Path, source: Path, ends: set[int], others: Iterable[st
             with writing(copy):
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copy(file, copy)
-    with suppress(FileNotFoundError, ValueError):  # none, or no JSON
+    with suppress(FileNotFoundError, MTPError):  # none, or no JSON
         if (complete := with_ends(own := read_json(folder / GENERATION), ends)) != own:
             (folder / GENERATION).write_text(json.dumps(complete, indent=4) + "\n")
 
@@ -271,7 +271,7 @@ class Quantization:
         return [flag for flag in given if given[flag]]
 
     def check(self) -> None:
-        """Raise a ValueError if arguments contradict each other, or MLX does not support the quantization."""
+        """Raise an MTPError if arguments contradict each other, or MLX does not support the quantization."""
         if self.quantize and self.dequantize:
             raise MTPError("Choose either quantize or dequantize, not both.")
         if not self.quantize and self.flags:
@@ -294,7 +294,7 @@ class Quantization:
             raise MTPError(f"MLX cannot quantize with {given}: {e}") from e
 
     def apply(self, model: Any, config: Config) -> tuple[Any, Config]:
-        """Quantize or dequantize a model, and record it in the config. Raises a ValueError if there is nothing to quantize.
+        """Quantize or dequantize a model, and record it in the config. Raises an MTPError if there is nothing to quantize.
 
         mlx-lm's ``quantize_model`` skips layers whose width is not a multiple of the group size.
         """

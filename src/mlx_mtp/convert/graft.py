@@ -116,7 +116,7 @@ def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path)
 
 
 def check_acceptance(folder: Path, norms: Mapping[str, mx.array], told: Reading, mtp_from: str, model: str) -> Reading:
-    """Return the reading of the grafted head's norms with which the model accepts the most drafts, or raise a ValueError if it
+    """Return the reading of the grafted head's norms with which the model accepts the most drafts, or raise an MTPError if it
     rejects nearly all of them."""
     print("[INFO] Checking the head on built-in text")
     try:

@@ -35,7 +35,7 @@ class Exchange:
         self.sent: deque[mx.array | None] = deque()  # the message of each pass whose tokens are not received yet
 
     def agree(self, prompt: mx.array, n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
-        """Give all ranks rank 0's random state, seed and times -> the sampler. Raises ValueError if their texts differ."""
+        """Give all ranks rank 0's random state, seed and times -> the sampler. Raises MTPError if their texts differ."""
         tokens: Any = prompt.tolist()
         self._check([_checksum(tokens, 0), n_cached % 2**24], "were given other prompts or prompt caches than rank 0")
         seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None

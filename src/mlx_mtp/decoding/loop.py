@@ -89,7 +89,7 @@ def mtp_generate_step(
         Tuple[int, mx.array, bool]: One token, a vector of log probabilities [V], and whether it was drafted.
 
     Raises:
-        ValueError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
+        MTPError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
           argument is out of range.
     """
     if options is None:

@@ -92,7 +92,7 @@ def raise_on_all(ranks: Ranks | None) -> Iterator[None]:
     """A context for work of each rank by itself, without collectives: if it fails on one rank, it fails on all.
 
     Raises:
-        ValueError: The work failed on other ranks, not on this one; the message is that of the first of them.
+        MTPError: The work failed on other ranks, not on this one; the message is that of the first of them.
     """
     if ranks is None:
         yield

@@ -61,7 +61,7 @@ class TextOptions:
         default; that of the batch is also the upper limit.
 
         Raises:
-            ValueError: An option is out of range, requires a head, or is not for batches.
+            MTPError: An option is out of range, requires a head, or is not for batches.
         """
         tuned, options = model.drafting.tuned or Settings(), self
         limit = None
@@ -90,7 +90,7 @@ class TextOptions:
         return options
 
     def check(self) -> None:
-        """Raise a ValueError if an option of drafts is out of range, or the number of tokens is no integer."""
+        """Raise an MTPError if an option of drafts is out of range, or the number of tokens is no integer."""
         n, copies, p_min = self.num_draft_tokens, self.copy_drafts, self.draft_p_min
         if self.max_tokens is not None and not isinstance(self.max_tokens, Integral):
             raise MTPError(f"max_tokens must be an integer, not {self.max_tokens}.")
@@ -122,7 +122,7 @@ def asks_for_copies(copy_drafts: CopyDrafts | None) -> bool:
 
 
 def check_model(model: nn.Module, options: TextOptions) -> MTPModel:
-    """Return the model, or raise a ValueError if it cannot make such drafts."""
+    """Return the model, or raise an MTPError if it cannot make such drafts."""
     if not has_head(model):
         if not asks_for_copies(options.copy_drafts) and options.num_draft_tokens != 0:
             raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")

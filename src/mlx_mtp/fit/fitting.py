@@ -70,7 +70,7 @@ def fit(
 
     Raises:
         FileNotFoundError: The checkpoint or a file is missing.
-        ValueError: An argument is out of range, the target exists, there is too little text, or the head is quantized.
+        MTPError: An argument is out of range, the target exists, there is too little text, or the head is quantized.
     """
     target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
     check_new(target)
@@ -109,7 +109,7 @@ def fit(
 
 
 def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
-    """Raise a ValueError if a model's head is quantized, or has an adapter."""
+    """Raise an MTPError if a model's head is quantized, or has an adapter."""
     if any("lora_a" in module for _, module in model.mtp.named_modules()):
         raise MTPError(f"The adapter {adapter_path} also adapts the head: give an adapter of the backbone only.")
     if head_bits(model.mtp) is not None:
@@ -120,7 +120,7 @@ def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
 
 
 def open_work(work: Path, source: Any) -> None:
-    """Make the folder of recorded states, or raise a ValueError if an existing one is for other texts or another model."""
+    """Make the folder of recorded states, or raise an MTPError if an existing one is for other texts or another model."""
     file, wanted = work / "fit.json", {"digest": hashlib.sha256(repr(source).encode()).hexdigest()}
     if file.exists():
         if read_json(file) != wanted:

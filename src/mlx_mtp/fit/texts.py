@@ -55,7 +55,7 @@ def read_texts(tokenizer: TokenizerWrapper, how: FitOptions) -> list[Document]:
 
 
 def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int) -> list[Document]:
-    """Read files of text, and ``.jsonl`` files in the formats of ``mlx_lm.lora``. Raise an OSError or a ValueError for others.
+    """Read files of text, and ``.jsonl`` files in the formats of ``mlx_lm.lora``. Raise an OSError or an MTPError for others.
 
     A source is a file, or a line of a ``.jsonl`` file. Texts without a prompt are cut into pieces of at most ``length`` tokens.
     """
@@ -97,7 +97,7 @@ def read_prompts(file: Path | None, tokenizer: TokenizerWrapper) -> list[Documen
 
 
 def split(texts: Sequence[Document], how: FitOptions) -> Split:
-    """Divide texts by source, without short ones of a corpus, and shuffle each part. Raises ValueError if there are too few."""
+    """Divide texts by source, without short ones of a corpus, and shuffle each part. Raises MTPError if there are too few."""
     shortest = 1 if how.corpus is None else SHORTEST
     texts = list({tuple(text.tokens): text for text in texts if len(text.tokens) >= shortest}.values())  # each once
     sources = sorted({text.source for text in texts})

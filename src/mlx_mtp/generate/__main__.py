@@ -20,7 +20,7 @@ from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import from_rank_0
-from ..errors import MTPError, MTPFileNotFoundError
+from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 from ..extras import require
 from ..files import check_source
 from ..images.open import size_of
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise a ValueError if a flag is out of range or cannot be combined with another."""
+    """Raise an MTPError if a flag is out of range or cannot be combined with another."""
     if args.draft_model is not None:
         raise MTPError(f"--draft-model runs in mlx-lm's own command: mlx_lm.generate --draft-model {args.draft_model}.")
     flags.check_generation_flags(args)
@@ -211,15 +211,11 @@ def encode_prompt(
 ) -> list[int]:
     """The prompt's token ids.
 
-    ``is_suffix``: a prompt cache has the beginning of the conversation. Raise a ValueError if the prompt is empty or no text,
+    ``is_suffix``: a prompt cache has the beginning of the conversation. Raise an MTPError if the prompt is empty or no text,
     or the model takes no images.
     """
     text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     text = sys.stdin.read() if text == "-" else text
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise MTPError("The prompt is not text in UTF-8.") from e
     if args.image:
         vision_of(model)  # or an error
         if IMAGE_TOKEN not in text:
@@ -227,6 +223,10 @@ def encode_prompt(
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
         text = _apply_chat_template(args, tokenizer, text, is_suffix)
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise MTPError("The prompt is not text in UTF-8.") from e
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=not use_chat_template)
     if not tokens:
         raise MTPError("The prompt is empty: give --prompt some text.")
@@ -239,13 +239,14 @@ def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, 
     has_prefill = args.prefill_response is not None
 
     def render(**variables: Any) -> str:
-        rendered: str = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            continue_final_message=has_prefill,
-            add_generation_prompt=not has_prefill,
-            **variables,
-        )
+        with as_mtp_error(f"The chat template of {args.model} cannot be rendered"):
+            rendered: str = tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                continue_final_message=has_prefill,
+                add_generation_prompt=not has_prefill,
+                **variables,
+            )
         return rendered
 
     text = render(**template_options(args.chat_template_config))
@@ -260,7 +261,7 @@ def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, 
 
 
 def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
-    """Make these tokens, given as text or as ids, end the generation. Raise a ValueError for one that is not in the vocabulary;
+    """Make these tokens, given as text or as ids, end the generation. Raise an MTPError for one that is not in the vocabulary;
     mlx-lm would use the unknown token instead.
     """
     vocab = tokenizer.get_vocab()
@@ -274,7 +275,7 @@ def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
 
 
 def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: list[int], prefill: str) -> list[Grammar]:
-    """The logits processor of ``--json-schema``, which begins after the reasoning. A ValueError if it is no JSON schema."""
+    """The logits processor of ``--json-schema``, which begins after the reasoning. An MTPError if it is no JSON schema."""
     if schema is None:
         return []
     text = schema if is_json(schema) else Path(schema).read_text(encoding="utf-8")
@@ -282,7 +283,7 @@ def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: lis
     after = tokenizer.think_end if in_reasoning else ""
     try:
         return [make_grammar(tokenizer, json_schema=text, after=after)]
-    except ValueError as e:
+    except MTPError as e:
         raise MTPError(f"--json-schema {schema}: {e}") from e
 
 

@@ -274,7 +274,7 @@ def stored_steps(
     """``mtp_generate_step`` with a prompt store in place of a prompt cache: prefill begins after the stored prefix of the
     prompt, and the rest is stored. ``image_prompt`` is the prompt with images, if it has any.
 
-    Raise a ValueError if an option cannot be combined with a store, or the store is for another model.
+    Raise an MTPError if an option cannot be combined with a store, or the store is for another model.
     """
     for name in ("prompt_cache", "input_embeddings"):
         if options.pop(name, None) is not None:

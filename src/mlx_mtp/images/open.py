@@ -1,4 +1,4 @@
-"""Open an image from any source with bounded memory, or raise a ValueError with one line about the problem."""
+"""Open an image from any source with bounded memory, or raise an MTPError with one line about the problem."""
 
 import base64
 import binascii
@@ -36,7 +36,7 @@ def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is not an image, damaged, too large, longer than ``MAX_RATIO`` times its width, or Pillow is missing.
+        MTPError: It is not an image, damaged, too large, longer than ``MAX_RATIO`` times its width, or Pillow is missing.
     """
     with _opening, warnings.catch_warnings(action="ignore"):  # about metadata and sizes
         image, name = _open(source, name)
@@ -107,7 +107,7 @@ def _unreadable(name: str, error: Exception) -> MTPError:
 
 
 def check_size(width: int, height: int, name: str) -> None:
-    """Raise a ValueError if an image is empty, too large, or too long."""
+    """Raise an MTPError if an image is empty, too large, or too long."""
     if min(width, height) < 1:
         raise MTPError(f"{name} is empty: it has {width} x {height} pixels.")
     if width * height > MAX_PIXELS:
@@ -139,7 +139,7 @@ def decode_url(url: str, name: str = "The image") -> bytes:
     """The bytes of a ``data:`` URL.
 
     Raises:
-        ValueError: It is another kind of URL, not base64, or larger than ``MAX_BYTES``.
+        MTPError: It is another kind of URL, not base64, or larger than ``MAX_BYTES``.
     """
     head, comma, data = url.partition(",")
     if not head.startswith("data:") or not comma:

@@ -135,7 +135,7 @@ def read_images(
           raise an error.
 
     Raises:
-        ValueError: An image cannot be read, the number of images is not that of placeholders, or they have too many tokens.
+        MTPError: An image cannot be read, the number of images is not that of placeholders, or they have too many tokens.
     """
     placeholder = vision.config["image_token_id"]
     if (video := vision.config.get("video_token_id")) is not None and video in tokens:
@@ -192,7 +192,7 @@ def vision_of(model: Any) -> Vision:
     """The vision encoder and the image processor of a model.
 
     Raises:
-        ValueError: The model has no vision encoder, or is spread over several machines.
+        MTPError: The model has no vision encoder, or is spread over several machines.
     """
     if not isinstance(model, MTPModel):
         raise MTPError(

@@ -191,7 +191,7 @@ class VisionTower(nn.Module):
             [rows * columns, H of the language model], evaluated.
 
         Raises:
-            ValueError: The patches are not of this tower, or more than ``MAX_PATCHES``.
+            MTPError: The patches are not of this tower, or more than ``MAX_PATCHES``.
         """
         rows, columns = self._check(pixel_values)
         y, x = _positions(rows, columns, self.args.spatial_merge_size)
@@ -284,7 +284,7 @@ def make_tower(args: VisionArgs, weights: Mapping[str, mx.array]) -> VisionTower
     """A tower with these tensors, in either layout. They are read when they are used.
 
     Raises:
-        ValueError: One is missing, unknown, quantized, or of the wrong shape.
+        MTPError: One is missing, unknown, quantized, or of the wrong shape.
     """
     tower, tensors = VisionTower(args), dict(weights)
     if any(name.endswith(".scales") for name in tensors):

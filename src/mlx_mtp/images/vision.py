@@ -43,7 +43,7 @@ class Processor:
         settings: A preprocessor_config.json. The defaults are the published Qwen3.5's.
 
     Raises:
-        ValueError: A setting is not usable.
+        MTPError: A setting is not usable.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
@@ -83,7 +83,7 @@ class Processor:
             [rows, columns, merge_size**2, P] in float32: the grid of its tokens, and the patches of each.
 
         Raises:
-            ValueError: The image cannot be opened.
+            MTPError: The image cannot be opened.
         """
         rgb = open_image(image, name)
         rows, columns = self.grid(rgb.width, rgb.height)
@@ -110,7 +110,7 @@ class Vision:
 
     @cached_property
     def processor(self) -> Processor:
-        """Raises a ValueError if the checkpoint's file is damaged, or for another kind of processor."""
+        """Raises an MTPError if the checkpoint's file is damaged, or for another kind of processor."""
         require("image", "An image")
         args = self._args
         own = dict(zip(SIZES, (args.patch_size, args.temporal_patch_size, args.spatial_merge_size)))
@@ -127,7 +127,7 @@ class Vision:
 
     @cached_property
     def tower(self) -> VisionTower:
-        """Raises a ValueError if its tensors are damaged, or do not fit the config."""
+        """Raises an MTPError if its tensors are damaged, or do not fit the config."""
         tower = self.lazy_tower()
         mx.eval(tower.parameters())
         return tower

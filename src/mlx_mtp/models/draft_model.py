@@ -46,7 +46,7 @@ class ArraysCache(recurrent.ArraysCache):
         """Remove the last ``n`` tokens of the open window, and close it.
 
         Raises:
-            ValueError: The tokens are not in the window, or no window is open.
+            MTPError: The tokens are not in the window, or no window is open.
         """
         if self.empty():
             return 0
@@ -171,7 +171,7 @@ class DraftModel:
         self.model, self.target = model, Target(model)
 
     def make_cache(self) -> list[Any]:
-        """Raises a ValueError if no cache of the target is waiting for one of the draft model."""
+        """Raises an MTPError if no cache of the target is waiting for one of the draft model."""
         waiting, self.target._waiting = self.target._waiting, None
         if waiting is None or (draft := waiting()) is None:
             raise MTPError(

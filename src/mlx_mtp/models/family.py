@@ -30,7 +30,7 @@ class FamilyModel(MTPModel):
         """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``.
 
         Raises:
-            ValueError: The model has no head.
+            MTPError: The model has no head.
         """
         if getattr(self, "mtp", None) is None:
             raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")

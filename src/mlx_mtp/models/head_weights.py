@@ -61,7 +61,7 @@ def sanitize_head(mtp: nn.Module, head: Mapping[str, mx.array], raw: bool) -> di
     Experts may have any of the names of ``EXPERT``, and weights may be in FP8. If ``raw``, 1 is added to every norm.
 
     Raises:
-        ValueError: Tensors are missing or of the wrong shape; the message names them.
+        MTPError: Tensors are missing or of the wrong shape; the message names them.
     """
     parameters: Any = tree_flatten(mtp.parameters())
     expected: dict[str, Shape] = {name: p.shape for name, p in parameters}
@@ -77,7 +77,7 @@ def norms_of(head: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def check_quantized(mtp: nn.Module, weights: Mapping[str, mx.array]) -> None:
-    """Raise a ValueError if ``sanitize_head``'s tensors do not fit the head of a skeleton, once mlx-lm has quantized it."""
+    """Raise an MTPError if ``sanitize_head``'s tensors do not fit the head of a skeleton, once mlx-lm has quantized it."""
 
     def predicate(path: str, module: Any) -> Any:
         if f"{path}.scales" not in weights:
@@ -144,7 +144,7 @@ def _dequantized(head: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _check(weights: Mapping[str, mx.array], expected: Mapping[str, Shape | None]) -> None:
-    """Raise a ValueError if tensors are missing or of the wrong shape; ``None`` for any."""
+    """Raise an MTPError if tensors are missing or of the wrong shape; ``None`` for any."""
     if missing := [name for name in expected if name not in weights]:
         raise MTPError(f"The MTP head lacks {_listed(missing)}.")
     wrong = []

@@ -116,7 +116,7 @@ class NgramTable:
         n_rows: The least number of rows.
 
     Raises:
-        ValueError: The rows are not those of such a table.
+        MTPError: The rows are not those of such a table.
     """
 
     def __init__(self, rows: Rows, width: int, n_rows: int):

@@ -87,7 +87,7 @@ class Streams(nn.Module):
 
     Args:
         args: The text arguments.
-        injects (bool): Whether the output of the part is added to the streams. Default: ``True``.
+        injects: Whether the output of the part is added to the streams. Default: ``True``.
     """
 
     def __init__(self, args: TextModelArgs, injects: bool = True):
@@ -254,12 +254,12 @@ class Ngrams:
     def read(self, i: int, inputs: mx.array, held: mx.array | None) -> tuple[mx.array, mx.array]:
         """
         Args:
-            i (int): The layer.
-            inputs (mx.array): Token ids, [B, T].
-            held (mx.array, optional): The layer's last tokens.
+            i: The layer.
+            inputs: Token ids, [B, T].
+            held: The layer's last tokens.
 
         Returns:
-            Tuple[mx.array, mx.array]: The last tokens with the new ones, and the embeddings of the new ones, [B, T, P].
+            The last tokens with the new ones, and the embeddings of the new ones, [B, T, P].
         """
         own, table = self.hashes[i], self.tables[i]
         if held is None:
@@ -275,7 +275,7 @@ class Head(MTPModule):
 
     Args:
         args: The text arguments.
-        layer (nn.Module): A decoder layer with sparse attention.
+        layer: A decoder layer with sparse attention.
     """
 
     def __init__(self, args: TextModelArgs, layer: nn.Module):

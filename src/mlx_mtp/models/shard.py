@@ -56,7 +56,7 @@ def _shard_mlp(mlp: Any, group: mx.distributed.Group) -> None:
 
 
 def check_shard(model: Any, n: int) -> None:
-    """Raise a ValueError if a model cannot be split among ``n`` ranks. Its weights are not needed."""
+    """Raise an MTPError if a model cannot be split among ``n`` ranks. Its weights are not needed."""
     if model.no_shard is not None:
         raise MTPError(
             f"A model of type {model.model_type} cannot be split among processes, because {model.no_shard}: use a pipeline "
@@ -93,6 +93,6 @@ def _widths(layer: nn.Module) -> list[tuple[str, int]]:
 
 
 def check_pipeline(model: Any, n: int) -> None:
-    """Raise a ValueError if there are more stages than layers."""
+    """Raise an MTPError if there are more stages than layers."""
     if n > len(model.layers):
         raise MTPError(f"The model has {len(model.layers)} layers, too few for a pipeline of {n} processes.")

@@ -37,7 +37,7 @@ class Format(NamedTuple):
 
 
 def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
-    """Raises a ValueError if the quantization of keys and values is not that of ``kv``."""
+    """Raises an MTPError if the quantization of keys and values is not that of ``kv``."""
     quantized = {(c.bits, c.group_size) for c in cache.backbone if isinstance(c, stock.QuantizedKVCache)}
     if quantized and (kv is None or quantized != {(kv.kv_bits, kv.kv_group_size)}):
         bits, size = next(iter(quantized))

@@ -147,7 +147,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             Optional[Handle]: For the next call; ``None`` for no tokens.
 
         Raises:
-            ValueError: The cache belongs to another model, or to other tokens.
+            MTPError: The cache belongs to another model, or to other tokens.
             RuntimeError: A pass has failed on the GPU. The texts in memory are dropped, and nothing is written.
         """
         text, kv = np.asarray(tokens, np.int64), _quantized(kv)

@@ -191,7 +191,7 @@ def n_leading(accepted: Sequence[bool]) -> int:
 
 
 def make_acceptance(sampler: AnySampler | None) -> Acceptance:
-    """Make the acceptance of one text's drafts, or raise a ValueError if the sampler is for a text that has begun."""
+    """Make the acceptance of one text's drafts, or raise an MTPError if the sampler is for a text that has begun."""
     sampler = for_one_text(sampler)
     if isinstance(sampler, TextSampler):
         return Coupled(sampler.sampler.sampler, sampler.sampler.seed, sampler.start)

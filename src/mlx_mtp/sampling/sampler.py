@@ -180,7 +180,7 @@ class SeededSampler:
     keeps_state: ClassVar[bool] = False
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Raise a ValueError, since a call has no position."""
+        """Raise an MTPError, since a call has no position."""
         raise MTPError(
             "A sampler with a seed samples by position, which mlx-lm's functions do not tell: give them sampler.at(0), a new "
             "one for each text."
@@ -202,7 +202,7 @@ class TextSampler:
         self.sampler, self.start, self.n_sampled = sampler, start, 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Log probabilities [1, V] -> the next token, [1]. A ValueError for those of several texts."""
+        """Log probabilities [1, V] -> the next token, [1]. An MTPError for those of several texts."""
         if len(logprobs) != 1:
             raise MTPError(
                 f"sampler.at({self.start}) is for one text, not for {len(logprobs)}: give each its own, as `samplers` of "
@@ -214,7 +214,7 @@ class TextSampler:
 
 
 def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
-    """The sampler for one text: with a seed, a ``TextSampler`` at its first position. A ValueError if it has begun."""
+    """The sampler for one text: with a seed, a ``TextSampler`` at its first position. An MTPError if it has begun."""
     if isinstance(sampler, SeededSampler):
         return sampler.at(0)
     if isinstance(sampler, TextSampler):
@@ -268,7 +268,7 @@ def make_sampler(
         in the functions of ``mlx_mtp``. To mlx-lm's functions pass ``sampler.at(0)``, a new one for each text.
 
     Raises:
-        ValueError: An argument is out of range, or the seed cannot be combined with ``acceptance``.
+        MTPError: An argument is out of range, or the seed cannot be combined with ``acceptance``.
     """
     if acceptance is not None and acceptance not in get_args(AcceptanceName):
         raise MTPError(f"acceptance must be one of {', '.join(get_args(AcceptanceName))}, not {acceptance!r}.")

@@ -33,6 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .._version import __version__
 from ..checkpoint.hub import cached_repositories
 from ..checkpoint.load import DEMO, DEMO_NOTE
+from ..errors import MTPError
 from ..text.schema import Json
 from .api.common import Body
 from .api.completions import ChatBody, CompletionBody
@@ -108,7 +109,7 @@ def make_app(frontend: Frontend) -> FastAPI:
         app.add_api_route(path, get, methods=["HEAD"], include_in_schema=False)
     if not options.no_ui:
         app.mount("/page", StaticFiles(directory=FOLDER))
-    for kind in (ApiError, HTTPException, Exception):
+    for kind in (ApiError, MTPError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     hosts = [options.host, *options.allowed_hosts]
     app.add_middleware(Browsers, names=hosts, origins=options.allowed_origins)
@@ -315,6 +316,8 @@ def error_response(http: HTTPRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # of the framework, such as for an unknown path or a wrong method
         message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
         error = ApiError(error.status_code, message)
+    elif isinstance(error, MTPError):
+        error = ApiError(400, str(error))
     elif not isinstance(error, ApiError):
         logging.error("A request failed.", exc_info=error)
         error = ApiError(500, f"The request failed: {error}")

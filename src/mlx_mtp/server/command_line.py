@@ -24,7 +24,7 @@ from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.parser import byte_size, finish
-from ..errors import MTPError
+from ..errors import MTPError, as_mtp_error
 from ..files import check_source
 from ..memory import CONTEXT
 from ..prompt_store.disk import MAX_DISK_BYTES
@@ -232,7 +232,7 @@ def _json(text: str) -> Any:
 
 
 def check(args: argparse.Namespace) -> Options:
-    """Check the flags before the model is loaded, and read the API key; a ValueError if a flag is wrong.
+    """Check the flags before the model is loaded, and read the API key; an MTPError if a flag is wrong.
 
     The options are the flags, and ``load``, the arguments of ``mlx_mtp.load``; ``sampling``, the given flags by the names of
     ``Sampling``; and ``kv``, the quantization of keys and values. Without ``--max-tokens``, it is ``NO_LIMIT``.
@@ -289,14 +289,12 @@ def _check_template(args: argparse.Namespace) -> None:
 
 
 def check_model(args: argparse.Namespace, models: ModelProvider) -> None:
-    """Raise a ValueError if a flag does not fit the model that was loaded."""
+    """Raise an MTPError if a flag does not fit the model that was loaded."""
     flags.check_model_flags(args, vars(models.model.args))
     if args.chat_template:
         question = [{"role": "user", "content": "a"}]
-        try:
+        with as_mtp_error("--chat-template cannot be rendered"):
             models.tokenizer.apply_chat_template(question, tokenize=False, **args.chat_template_args)
-        except Exception as e:
-            raise MTPError(f"--chat-template cannot be rendered: {e}") from e
 
 
 def _read_api_key(args: argparse.Namespace) -> None:

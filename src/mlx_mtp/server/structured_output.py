@@ -103,7 +103,7 @@ def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reason
     if request.grammar is None:
         try:
             request.grammar = _compile(tokenizer, output, in_reasoning)
-        except (ValueError, RecursionError) as e:
+        except (MTPError, RecursionError) as e:
             reason = "it is too deep" if isinstance(e, RecursionError) else str(e)
             raise ApiError(400, f"{output.param}: {reason}", param=output.param) from e
     return [request.grammar.copy()]
@@ -126,7 +126,7 @@ class CallGrammar:
     """The grammar of one or more calls of these functions, given in OpenAI's format.
 
     If it is required, the answer consists of calls only, whose arguments follow their schemas, or of ``text``, a rule in Lark.
-    Otherwise only the arguments of ``strict`` functions follow them, and the first call may lack its opening tag. A ValueError
+    Otherwise only the arguments of ``strict`` functions follow them, and the first call may lack its opening tag. An MTPError
     if the model has another format of calls, or a schema is none or cannot be enforced.
     """
 
@@ -197,7 +197,7 @@ class CallGrammar:
         return f"{_quote(opening)} {' '.join(parts)} {_quote('</function>' + chr(10))}"
 
     def _check_top(self) -> None:
-        """Raise a ValueError if the parameters as a whole have a condition other than their names, or a wrong shape."""
+        """Raise an MTPError if the parameters as a whole have a condition other than their names, or a wrong shape."""
         for part in self.schema.parts():
             more = sorted(part.keys() - ANNOTATIONS - AT_THE_TOP)
             if part.get("additionalProperties") not in (None, False, True, {}):

@@ -26,7 +26,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import MTPError
+from ..errors import MTPError, as_mtp_error
 from ..extras import require
 from ..pacing.depth import MAX_COPY_TOKENS, Rates
 from .reasoning import end_of_reasoning
@@ -133,7 +133,7 @@ class Grammar:
         return len(self.taken) == len(tokens)
 
     def _check(self) -> None:
-        """Raise a ValueError if llguidance has stopped because the grammar is too complex."""
+        """Raise an MTPError if llguidance has stopped because the grammar is too complex."""
         if self.matcher.is_error():
             raise MTPError(f"llguidance aborted: {self.matcher.get_error().splitlines()[0]}")
 
@@ -212,7 +212,7 @@ def make_grammar(
 
     Raises:
         MissingExtra: llguidance is not installed.
-        ValueError: None or several of the three are given, or llguidance cannot read the grammar.
+        MTPError: None or several of the three are given, or llguidance cannot read the grammar.
     """
     require("server", "A grammar")
     rules = [rule_of(json_schema=json_schema)] if json_schema is not None else []
@@ -240,13 +240,16 @@ def _in_lark(regex: str) -> str:
     _check_size(regex)  # converting a long one blocks all other threads
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
         raise MTPError("The regular expression ends with a backslash that escapes nothing.")
-    text: str = regex_to_lark(regex, use_ascii="")
+    with as_mtp_error("The regular expression cannot be read"):
+        text: str = regex_to_lark(regex, use_ascii="")
     return text
 
 
 def _with_separators(schema: dict[str, Any] | str) -> str:
     """A client's schema with fixed white space, so that more tokens are forced. Its own ``x-guidance`` takes precedence."""
-    schema = json.loads(schema) if isinstance(schema, str) else schema
+    if isinstance(schema, str):
+        with as_mtp_error("The schema is not JSON", ValueError):
+            schema = json.loads(schema)
     if not isinstance(schema, dict):
         raise MTPError(f"A JSON schema is an object, not {json.dumps(schema)[:40]}.")
     own = schema.get("x-guidance")
@@ -261,9 +264,11 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
     from llguidance import LLMatcher
 
     _check_size(lark)
-    _check_multiples(lark)
+    with as_mtp_error("The grammar cannot be read", ValueError):
+        _check_multiples(lark)
+        grammar = LLMatcher.grammar_from_lark(lark)
     vocabulary = llguidance_tokenizer(tokenizer)
-    matcher = in_deep_stack(lambda: LLMatcher(vocabulary, LLMatcher.grammar_from_lark(lark), log_level=0))
+    matcher = in_deep_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0))
     if matcher.is_error():
         error = reason(matcher.get_error())
         if any(words in error for words in TOO_LARGE):

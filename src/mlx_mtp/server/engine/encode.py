@@ -13,7 +13,7 @@ from mlx_lm.server import convert_chat
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ...checkpoint.settings import Sampling
-from ...errors import MTPError
+from ...errors import MTPError, as_mtp_error
 from ...images.open import MAX_BYTES, decode_url, size_of
 from ...images.prompt import CUT, MARK, ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
@@ -70,7 +70,7 @@ class BoundedTokenizer:
             if max_context is not None and len(text) > CHARS * max_context and (n := self.count(text)) > max_context:
                 raise TooLong(n, max_context)
             return encode_marked(self.tokenizer, text, **kwargs)
-        if (last := max(text)) >= self.n_ids:
+        if (last := max(text, default=0)) >= self.n_ids:
             raise ApiError(400, f"The prompt has the token {last}, beyond the vocabulary of {self.n_ids}.")
         return text
 
@@ -156,7 +156,7 @@ def _errors_of(request: Request) -> Iterator[None]:
     except ApiError as e:
         e.param = e.param or request.param
         raise
-    except Exception as e:
+    except MTPError as e:
         raise ApiError(400, f"The prompt cannot be read: {e}", param=request.param) from e
 
 
@@ -184,16 +184,17 @@ def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> 
     if request.goes_on:
         messages[-1]["content"] = PREFILL
     marks = [*tokenizer.control_tokens, *tokenizer.tags]
-    text: str = tokenizer.apply_chat_template(
-        _with_query(messages) if OPENING in str(tokenizer.chat_template) else messages,
-        tools=_cut(request.shown_tools, marks),
-        tokenize=False,
-        add_generation_prompt=not request.goes_on,
-        **{**options.chat_template_args, **_cut(request.args.chat_template_kwargs or {}, marks)},
-    )
-    text = QUERY_TURN.sub("", text).replace(QUERY, "")
-    if request.goes_on:
-        text = text[: text.rindex(PREFILL)] + prefill
+    with as_mtp_error("the chat template does not take these messages"):
+        text: str = tokenizer.apply_chat_template(
+            _with_query(messages) if OPENING in str(tokenizer.chat_template) else messages,
+            tools=_cut(request.shown_tools, marks),
+            tokenize=False,
+            add_generation_prompt=not request.goes_on,
+            **{**options.chat_template_args, **_cut(request.args.chat_template_kwargs or {}, marks)},
+        )
+        text = QUERY_TURN.sub("", text).replace(QUERY, "")
+        if request.goes_on:
+            text = text[: text.rindex(PREFILL)] + prefill
     return text, ends_in_reasoning(text, think_marks(tokenizer), prefill)
 
 
@@ -256,7 +257,7 @@ def _vision_of(tokenizer: BoundedTokenizer) -> Vision:
 
 
 def decode_all(request: Request) -> list[bytes]:
-    """Decode the images of a request, and drop their URLs; a ValueError if they are no data URLs, invalid or too large."""
+    """Decode the images of a request, and drop their URLs; an MTPError if they are no data URLs, invalid or too large."""
     images: list[bytes] = []
     for i, url in enumerate(request.images, 1):
         check_client(request)
