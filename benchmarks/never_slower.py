@@ -1,8 +1,8 @@
-"""Whether auto is ever slower than plain mlx-lm or the best fixed depth, in cases that are hard for MTP.
+"""Whether auto is ever slower than plain mlx-lm or the best fixed draft length, in cases that are hard for MTP.
 
     python -m benchmarks.never_slower              on the bundled demo
     python -m benchmarks.never_slower --repeat 9
-    python -m benchmarks.never_slower --kinds      on the nine kinds of request, without the fixed depths
+    python -m benchmarks.never_slower --kinds      on the nine kinds of request, without the fixed draft lengths
 
 What auto does with the head alone comes first: copies hide it where a text repeats itself, and the demo's texts do. The last
 column says how much of each text does (``repeated_share``).

@@ -21,6 +21,7 @@ from mlx_mtp.chat import conversation as conversation_module
 from mlx_mtp.chat import terminal
 from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation, Message
+from mlx_mtp.errors import MTPError
 from mlx_mtp.generate import GenerationResponse
 from mlx_mtp.memory import FAILED_PASS
 from tests.support.commands import refusal, run_command
@@ -225,7 +226,7 @@ def test_an_answer_that_was_cut_is_closed(trained):
     assert conversation._encode([Message("user", "b")]) == [end, *question]
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), RuntimeError(f"[METAL] {FAILED_PASS}: Impacting Interactivity.")])
+@pytest.mark.parametrize("error", [MTPError("no"), RuntimeError(f"[METAL] {FAILED_PASS}: Impacting Interactivity.")])
 def test_a_failed_question_is_forgotten(typed, prompts, monkeypatch, capsys, error):
     with monkeypatch.context() as m:
         m.setattr(conversation_module, "stream_generate", Mock(side_effect=error))
@@ -234,6 +235,12 @@ def test_a_failed_question_is_forgotten(typed, prompts, monkeypatch, capsys, err
     assert (out.startswith(str(error)), out.count("\n")) == (True, 1)
     typed("b", to=conversation)
     assert prompts == ["<user>b\n"]
+
+
+def test_a_foreign_error_ends_the_chat_with_its_traceback(typed, monkeypatch):
+    monkeypatch.setattr(conversation_module, "stream_generate", Mock(side_effect=ValueError("[matmul] no")))
+    with pytest.raises(ValueError, match="matmul"):
+        typed("a")
 
 
 def test_turns_with_a_seed_draw_other_numbers(trained):

@@ -1,11 +1,15 @@
 """What the command lines share: they end in silence where nobody reads, and their errors name what the user wrote."""
 
+import errno
 import os
+import pickle
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +17,8 @@ from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.checkpoint.output import naming
 from mlx_mtp.cli.display import one_line_errors, sentence
 from mlx_mtp.cli.parser import REMOVED
+from mlx_mtp.errors import MTPError, MTPFileNotFoundError, MTPOSError
+from mlx_mtp.extras import MissingExtra
 from mlx_mtp.files import check_target
 from tests.support.commands import refusal, run_command
 from tests.support.models import TRAINED
@@ -106,6 +112,58 @@ def test_the_systems_errors_are_sentences(monkeypatch, capsys, tmp_path, raises,
     error = capsys.readouterr().err
     assert error.startswith(f"mlx_mtp.x: error: {message}")
     assert (error.count("\n"), "Errno" in error) == (1, False)
+
+
+MENDABLE = [
+    *(kind("Mend it.") for kind in (MTPError, MTPOSError, MTPFileNotFoundError, MissingExtra)),
+    OSError(errno.ENOSPC, "No space left on device"),
+]
+FOREIGN = [
+    ValueError("[matmul] Last dimension of first input with shape (1,2) must match second to last dimension"),
+    OSError("broken"), KeyError("k"), TypeError("t"), AssertionError(), ZeroDivisionError("0"), RuntimeError("r"),
+]  # fmt: skip
+# A function that each command calls, by its module and name, and flags.
+CALLS = {
+    "generate": ("mlx_mtp.decoding.decoder", "Decoder.verify", ["--model", TRAINED, "-m", "2"]),
+    "chat": ("mlx_mtp.cli.flags", "load", []),
+    "benchmark": ("mlx_mtp.benchmark.__main__", "load", []),
+    "convert": ("mlx_mtp.convert.__main__", "convert", ["--hf-path", TRAINED]),
+    "fit": ("mlx_mtp.fit.__main__", "fit", ["--model", TRAINED, "--mlx-path", "out"]),
+    "demo": ("mlx_mtp.generate.demo", "load", []),
+    "models": ("mlx_mtp.about", "cached_repositories", []),
+    "doctor": ("mlx_mtp.about", "Account", []),
+    "server": ("mlx_mtp.server.serve", "check", ["--print-config", "codex"]),
+}
+
+
+def test_every_command_is_called():
+    assert CALLS.keys() == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", CALLS)
+def test_a_command_prints_what_the_user_can_mend_and_no_other_error(monkeypatch, capsys, tmp_path, command):
+    """A matmul of wrong shapes in the decoder is none of the user's errors, and keeps its traceback."""
+    monkeypatch.chdir(tmp_path)
+    module, name, flags = CALLS[command]
+    owner = import_module(module)
+    if name == "Decoder.verify":
+        owner, name = owner.Decoder, "verify"
+    for error in MENDABLE if command == "chat" else MENDABLE[:1]:
+        monkeypatch.setattr(owner, name, Mock(side_effect=error))
+        assert run(capsys, command, *flags)[0] == 2
+    for error in FOREIGN if command == "chat" else FOREIGN[:2]:
+        monkeypatch.setattr(owner, name, Mock(side_effect=error))
+        with pytest.raises(type(error)) as raised:
+            run(capsys, command, *flags)
+        assert raised.value is error
+
+
+@pytest.mark.parametrize("error", MENDABLE, ids=lambda e: type(e).__name__)
+def test_what_the_user_can_mend_is_of_one_base_and_one_line(capsys, error):
+    assert isinstance(error, MTPError) is (error.__class__ is not OSError)
+    with pytest.raises(SystemExit) as end, one_line_errors("mlx_mtp.x"):
+        raise pickle.loads(pickle.dumps(error))  # as ranks exchange it
+    assert (end.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
 
 
 def test_a_temporary_folder_is_not_named_in_an_error(tmp_path):

@@ -15,6 +15,7 @@ from PIL import Image
 import mlx_mtp
 from mlx_mtp.__main__ import COMMANDS
 from mlx_mtp.cli.display import table
+from mlx_mtp.errors import MTPError
 from mlx_mtp.server.engine import models as engine_models
 from tests.support.commands import refusal
 from tests.support.requests import options_of
@@ -114,7 +115,7 @@ def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
     """A head of its own, and for images the vision encoder of the base model."""
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (32, 32)).save("a.png")
-    load, drafting = Mock(side_effect=ValueError("enough")), ("generate", "chat", "benchmark")
+    load, drafting = Mock(side_effect=MTPError("enough")), ("generate", "chat", "benchmark")
     cheaper = {"draft_vocab": 64, "mtp_bits": 4, "draft_head_bits": 8}
     flags_of_it = " ".join(f"--{option.replace('_', '-')} {n}" for option, n in cheaper.items())
     monkeypatch.setattr("mlx_mtp.cli.flags.load", load)
@@ -129,7 +130,7 @@ def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
         assert load.call_args.kwargs[option] == want, (name, flags)
     monkeypatch.setattr(engine_models, "load", load)
     models = engine_models.ModelProvider(options_of("--mtp", "org/head", "--images", "--model", "m"))
-    with pytest.raises(ValueError, match="enough"):
+    with pytest.raises(MTPError, match="enough"):
         models.load(models.options.model)
     assert [load.call_args.kwargs[option] for option in ("mtp", "vision")] == ["org/head", "auto"]
     for more in (["--serve-model", "other"], ["--allow-any-model"]):

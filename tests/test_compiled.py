@@ -209,7 +209,7 @@ def test_layers_of_one_kind_share_a_trace_and_their_number_is_bounded(monkeypatc
     for _ in range(2):
         one_token(model)
         assert traces.n_traces() == 3  # a recurrent layer, and an attention layer before and after its cache
-    monkeypatch.setattr(compiled, "MOST_TRACES", 5)
+    monkeypatch.setattr(compiled, "MAX_TRACES", 5)
     trace_anew(monkeypatch)
     model = deep_model("qwen3_5")
     for _ in range(2):

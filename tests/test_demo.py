@@ -36,7 +36,7 @@ def test_a_run_before_the_timed_ones_is_repeated_until_it_makes_no_trace(monkeyp
 
     monkeypatch.setattr(display, "n_traces", lambda: made)
     display.prepare([partial(run, "plain", 0), partial(run, "drafts", 2), partial(run, "endless", 99)])
-    assert runs == ["plain", *["drafts"] * 3, *["endless"] * display.MOST_REPEATS]
+    assert runs == ["plain", *["drafts"] * 3, *["endless"] * display.MAX_REPEATS]
 
 
 def test_sources_add_up_to_the_text(demo, equal_steps):

@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
+from mlx_mtp.errors import MTPError
 from mlx_mtp.server import structured_output
 from mlx_mtp.server.request import ApiError, Request, StructuredOutput
 from mlx_mtp.server.structured_output import CallGrammar
@@ -168,11 +169,11 @@ def test_nothing_is_compiled_in_the_generation_thread(engine, monkeypatch):
 
 def test_a_grammar_that_is_given_up_fails_its_own_request_alone(engine, monkeypatch, caplog):
     """Its matcher fails behind three tokens, while another request runs, whose answer is as without it."""
-    go_to, why = grammar.Grammar.advance_to, "llguidance gave the grammar up: too complex"
+    go_to, why = grammar.Grammar.advance_to, "llguidance aborted: too complex"
 
     def fail(self, generated):
         if len(generated) == 3:
-            raise ValueError(why)
+            raise MTPError(why)
         return go_to(self, generated)
 
     async def both():
@@ -182,7 +183,7 @@ def test_a_grammar_that_is_given_up_fails_its_own_request_alone(engine, monkeypa
     monkeypatch.setattr(grammar.Grammar, "advance_to", fail)
     alone = engine.ask(ASK, max_tokens=24)
     beside, failed = asyncio.run(both())
-    assert (failed.status, failed.message) == (500, f"Generation failed: {why}")
+    assert (failed.status, failed.message) == (400, f"Generation failed: {why}")
     assert (beside.tokens, beside.logprobs) == (alone.tokens, pytest.approx(alone.logprobs))
     assert "Traceback" not in caplog.text
     assert engine.ask(ASK, max_tokens=24).tokens == alone.tokens

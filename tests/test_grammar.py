@@ -248,5 +248,5 @@ def test_a_grammar_that_is_given_up_ends_its_text_alone(way, depth):
     options = dict(num_draft_tokens=depth, max_tokens=12, logits_processors=[grammar_of(TOKENS, lark)])
     text = generate(way, PROMPT, model_of("qwen3_5"), fails=ValueError, **options)
     assert text.finish_reason == "error"
-    assert re.match("llguidance gave the grammar up: Parser Error: Current row has 20.. items", str(text.last.error))
+    assert re.match("llguidance aborted: Parser Error: Current row has 20.. items", str(text.last.error))
     assert re.match("[a-f]{0,3}$|[a-f]{3}x$", "".join(TOKENS[t] for t in text.tokens))

@@ -204,7 +204,7 @@ def test_warns_of_text_that_is_split_otherwise_than_in_training(mtp, monkeypatch
     monkeypatch.setattr(loading if mtp else utils, "load_tokenizer", load_tokenizer)
     loaded(DATA / "moe35", mtp)
     [record] = caplog.records
-    assert re.search(r"transformers .* splits text otherwise than the tokenizer\.json of .*moe35", record.message)
+    assert re.search(r"transformers .* tokenizes differently from the tokenizer\.json of .*moe35", record.message)
 
 
 def name_end(folder, place, end):

@@ -1,10 +1,13 @@
 """The public names, how they are imported, and the architecture: imports that go down only."""
 
 import ast
+import builtins
 import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from itertools import permutations
 from pathlib import Path
@@ -20,9 +23,9 @@ COMMANDS = {"about", "generate", "chat", "convert", "benchmark", "server", "fit"
 SHARED = {"cli", "extras", "files", "prompts"}  # by the commands
 LIBRARY = {"batch", "caches", "checkpoint", "decoding", "distributed", "drafts", "images", "memory", "models"}
 LIBRARY |= {"pacing", "prompt_store", "sampling", "text"}
-# What each package or module may import, beside itself and the version; the public names may import anything.
+# What each package or module may import, beside itself, the version and the errors; the public names may import anything.
 ARROWS = {
-    **{name: set() for name in ("distributed", "extras", "files", "memory", "sampling", "traces")},
+    **{name: set() for name in ("distributed", "errors", "extras", "files", "memory", "sampling", "traces")},
     "prompts": {"files"},
     "caches": {"traces"},
     "layers": {"caches", "traces"},
@@ -87,13 +90,55 @@ def test_imports_go_down_only(name):
     if own in ("", "__main__", "_version"):
         return
     assert own in ARROWS, f"{own} is a new package: add what it may import to ARROWS"
-    parts = {part_of(imported) for imported in imports_of(name)} - {own, "_version"}
+    parts = {part_of(imported) for imported in imports_of(name)} - {own, "_version", "errors"}
     assert parts <= ARROWS[own]
 
 
 def test_no_import_cycle():
     graph = {name: imports_of(name) - {name} for name in FILES}
     assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)  # raises CycleError
+
+
+RAISED = {"RuntimeError", "NotImplementedError", "SystemExit"}  # which no user can mend
+ELSEWHERE = {  # of a validator of pydantic or of the system, or caught by the same module
+    "ValueError": ("server.api.common", "text.tool_calls", "checkpoint.settings"),
+    "OSError": ("checkpoint.output",),
+    "BlockingIOError": ("prompt_store.disk",),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_what_is_raised_is_of_one_base(name):
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Raise) or node.exc is None:
+            continue
+        kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+        raised = kind.attr if isinstance(kind, ast.Attribute) else getattr(kind, "id", "")
+        builtin = isinstance(getattr(builtins, raised, None), type)
+        is_known = raised in RAISED or name.removeprefix("mlx_mtp.") in ELSEWHERE.get(raised, ())
+        assert not builtin or is_known, f"{name}:{node.lineno}: raise an MTPError in place of a {raised}"
+
+
+ARGUMENT = re.compile(r"^ +\*{0,2}\w+(, \*{0,2}\w+)* \([A-Z]?[\w.\[\], ]+\): ", re.MULTILINE)
+
+
+def docstrings(node: ast.AST, is_public: bool = False) -> Iterator[tuple[str, bool, str]]:
+    """The functions and classes in a node: the name of each, whether it is one of the public names or in one, its docstring."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            own = is_public or (isinstance(node, ast.Module) and child.name in mlx_mtp.__all__)
+            yield child.name, own, ast.get_docstring(child, clean=False) or ""
+            yield from docstrings(child, own)
+
+
+def test_docstrings_of_public_functions_alone_carry_types():
+    typed = Counter()
+    for name, file in FILES.items():
+        for function, is_public, text in docstrings(ast.parse(file.read_text(encoding="utf-8"))):
+            n = len(ARGUMENT.findall(text))
+            assert is_public or n == 0, f"{name}.{function}"
+            typed[is_public] += n
+    assert typed[True] > 50
 
 
 def test_no_package_imports_its_own_main():
@@ -112,7 +157,9 @@ def test_scripts_and_benchmarks_import_support_alone_of_the_tests():
 
 
 def test_public_names():
-    names = "DEMO MAX_DRAFT_TOKENS BatchGenerator BatchResponse Depth DraftCounts GenerationResponse MTPModule "
+    names = (
+        "DEMO MAX_DRAFT_TOKENS BatchGenerator BatchResponse Depth DraftCounts GenerationResponse MTPError MTPModule "
+    )
     names += "PromptStore TextOptions __version__ batch_generate convert generate load make_grammar make_prompt_cache "
     assert mlx_mtp.__all__ == [*names.split(), "make_sampler", "mtp_generate_step", "stream_generate"]
     assert (PACKAGE / "py.typed").exists()

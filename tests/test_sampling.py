@@ -94,7 +94,7 @@ HEADS = dict(
 
 
 def by_mlx_lm(monkeypatch, p: np.ndarray, **options) -> np.ndarray:
-    """What mlx-lm's sampler of these options draws from: the mean over XTC's uniform number."""
+    """What mlx-lm's sampler of these options samples from: the mean over XTC's uniform number."""
     monkeypatch.setattr(sample_utils, "categorical_sampling", lambda x, temp: mx.softmax(x * (1 / temp), axis=-1))
     chance = options.pop("xtc_probability", 0.0)
     mean = 0.0

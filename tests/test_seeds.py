@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
 from mlx_mtp.layers.drafting import DraftLMHead
-from mlx_mtp.sampling.sampler import MAX_SEED, draw, noise, noise_words
+from mlx_mtp.sampling.sampler import MAX_SEED, noise, noise_words, sample
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.distribution import LEVEL, independence, p_value
 from tests.support.models import FLASH, model_of
@@ -32,8 +32,8 @@ def words(seed: int, n: int) -> mx.array:
 
 
 def drawn(seed: int, n: int) -> np.ndarray:
-    """The tokens that the noise of n positions draws from P."""
-    return np.array(draw(mx.array(P), noise(words(seed, n)[:, :2], mx.arange(len(P), dtype=mx.uint32))))
+    """The tokens that the noise of n positions samples from P."""
+    return np.array(sample(mx.array(P), noise(words(seed, n)[:, :2], mx.arange(len(P), dtype=mx.uint32))))
 
 
 def test_noise_draws_from_p_and_is_independent():
@@ -84,9 +84,9 @@ def test_noise_is_exact_in_its_tail():
         for factor, want in ((0.999, 0), (1.001, 1)):
             p = mx.array(np.stack([np.full(len(e), 1.0), e / e[i] * factor], axis=-1), mx.float32)
             u = mx.array(np.stack([np.full(len(e), other), numbers], axis=-1), mx.float32)
-            assert draw(p, u).tolist() == [want] * len(e)
+            assert sample(p, u).tolist() == [want] * len(e)
     # Whatever the numbers, a token of probability 0 loses.
-    assert draw(mx.array([[0.0, 1e-30]] * 2), mx.array([[0.0, 1.0], [1.0, 0.0]])).tolist() == [1, 1]
+    assert sample(mx.array([[0.0, 1e-30]] * 2), mx.array([[0.0, 1.0], [1.0, 0.0]])).tolist() == [1, 1]
 
 
 def test_samplers_are_values():
@@ -221,7 +221,7 @@ def test_one_sampler_gives_one_text_at_every_use(model, tokenizer):
     begun = sampler.at(3)
     begun(mx.zeros((1, 8)))
     for use in ways.values():
-        with pytest.raises(ValueError, match=r"sampler\.at\(3\) is for one text, and has drawn 1 of its tokens"):
+        with pytest.raises(ValueError, match=r"sampler\.at\(3\) is for one text, and has sampled 1 of its tokens"):
             use(begun)
 
 

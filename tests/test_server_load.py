@@ -13,10 +13,12 @@ import pytest
 import uvicorn
 
 from mlx_mtp import make_sampler
+from mlx_mtp.errors import MTPError
 from mlx_mtp.memory import sizes_of
 from mlx_mtp.server import frontend, serve
 from mlx_mtp.server.engine import engine as generation
 from mlx_mtp.server.engine.admission import Admission
+from mlx_mtp.server.engine.encode import _errors_of
 from mlx_mtp.server.engine.engine import Clients
 from mlx_mtp.server.engine.models import Stores
 from mlx_mtp.server.frontend import Frontend, in_thread
@@ -117,26 +119,31 @@ def request_of():
     return request
 
 
+@pytest.fixture
+def encoded(monkeypatch):
+    """Every prompt is one token."""
+    monkeypatch.setattr(frontend, "encode", lambda *_: Prompt([1]))
+
+
 def frontend_of(is_alive=True):
     """Without a generation thread."""
     engine = generation.Engine.__new__(generation.Engine)
     engine.clients, engine.metrics = Clients(), Metrics()
-    engine.admission = SimpleNamespace(models=SimpleNamespace(drafts=False), caches=None, account=None)
+    models = SimpleNamespace(drafts=False, resolve=lambda model: KEY, tokenizers={KEY: "a tokenizer"})
+    engine.admission = SimpleNamespace(models=models, caches=None, account=None)
     engine.thread, engine.error = SimpleNamespace(is_alive=lambda: is_alive), None
     return Frontend(options_of(), engine)
 
 
-def test_waiting_client_is_told_by_the_clock(monkeypatch):
+def test_waiting_client_is_told_by_the_clock(monkeypatch, encoded):
     monkeypatch.setattr(frontend, "KEEP_ALIVE", 0.005)
     f = frontend_of()
-    f.models.resolve, f.models.tokenizers = lambda model: KEY, {KEY: "a tokenizer"}
-    monkeypatch.setattr(frontend, "encode", lambda *_: Prompt([1]))
     start, step = STARTED, Delta([], 1, "stop")
 
     async def run():
         """Stands for the generation thread as well, which is at work on another request, then reads, then answers."""
         found = []
-        async for item in f.generate(request_of()):
+        async for _, item in f.generate([request_of()]):
             found.append(item)
             (request,) = f.clients.arriving.queue
             for response in {2: [Waiting(5, 10), Waiting(7, 10)], 3: [start], 5: [step, None]}.get(len(found), []):
@@ -162,19 +169,19 @@ def test_the_end_of_the_server_has_a_limit(monkeypatch):
         assert engine.engine.stop_and_join()
 
 
-def test_a_generation_thread_that_has_ended_ends_the_waiting(monkeypatch):
+def test_a_generation_thread_that_has_ended_ends_the_waiting(monkeypatch, encoded):
     monkeypatch.setattr(frontend, "POLL", 0.001)
     f = frontend_of(is_alive=False)
     with pytest.raises(ApiError) as e:
-        asyncio.run(anext(f._submit(request_of())))
+        asyncio.run(anext(f.generate([request_of()])))
     assert (e.value.status, f.clients.open) == (503, set())
 
 
-def test_fail_all_ends_what_is_open():
+def test_fail_all_ends_what_is_open(encoded):
     f = frontend_of()
 
     async def run():
-        waiting = [asyncio.ensure_future(anext(f._submit(request_of()))) for _ in range(3)]
+        waiting = [asyncio.ensure_future(anext(f.generate([request_of()]))) for _ in range(3)]
         while len(f.clients.open) < 3:
             await asyncio.sleep(0)
         await in_thread(f.clients.fail_all, ApiError(503, "Rank 1 has died."))
@@ -218,6 +225,41 @@ def test_each_api_says_that_it_waits_and_fails():
         assert "Rank 1 has died." in last, path
     answer = client.post(requests.TEXT, json={"prompt": "a"})  # no byte before the status of one that is no stream
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "Rank 1 has died.")
+
+
+# Errors of requests
+
+ERRORS = pytest.mark.parametrize(("error", "status"), [(MTPError("Mend it."), 400), (ValueError("[matmul] no"), 500)])
+
+
+@ERRORS
+def test_a_request_that_the_client_cannot_mend_is_logged(caplog, error, status):
+    async def fail(request):
+        raise error
+        yield
+
+    client = client_of(fail)
+    client._transport.raise_server_exceptions = False
+    answer = client.post(requests.TEXT, json={"prompt": "a"})
+    assert (answer.status_code, str(error) in answer.text) == (status, True)
+    assert any(record.exc_info for record in caplog.records) is (status == 500)
+
+
+@ERRORS
+def test_a_prompt_that_the_client_cannot_mend_is_no_400(error, status):
+    kind = ApiError if status == 400 else ValueError
+    with pytest.raises(kind, match=re.escape(str(error))) as raised, _errors_of(request_of()):
+        raise error
+    assert getattr(raised.value, "status", 500) == status
+
+
+@ERRORS
+def test_an_answer_that_the_client_cannot_mend_is_logged(caplog, error, status):
+    engine, request, said = frontend_of().engine, request_of(), []
+    engine.running, request.send = {0: request}, said.append
+    engine._answer(SimpleNamespace(uid=0, error=error), None, None)
+    assert [e.status for e in said] == [status]
+    assert any(record.exc_info for record in caplog.records) is (status == 500)
 
 
 # Clients that leave

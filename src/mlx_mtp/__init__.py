@@ -9,6 +9,7 @@ from .convert import convert
 from .decoding.counts import DraftCounts
 from .decoding.loop import mtp_generate_step
 from .drafts.options import TextOptions
+from .errors import MTPError
 from .generate import GenerationResponse, generate, stream_generate
 from .layers.mtp import MTPModule
 from .pacing.depth import MAX_DRAFT_TOKENS, Depth
@@ -24,6 +25,7 @@ __all__ = [
     "Depth",
     "DraftCounts",
     "GenerationResponse",
+    "MTPError",
     "MTPModule",
     "PromptStore",
     "TextOptions",

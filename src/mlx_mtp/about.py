@@ -24,6 +24,7 @@ from .checkpoint.self_test import ensure_tested
 from .cli.display import one_line_errors, table
 from .cli.flags import MODEL_HELP
 from .cli.parser import finish, parse
+from .errors import MTPError
 from .memory import CONTEXT, GB, Account, needs_of, size, total_memory
 from .models.mixin import MTPModel
 
@@ -58,7 +59,7 @@ def models_parser() -> argparse.ArgumentParser:
 def show_models(args: argparse.Namespace) -> None:
     """Print a table of the published models, and a line about this machine."""
     if args.context < 1:
-        raise ValueError(f"--context must be 1 or more, not {args.context}.")
+        raise MTPError(f"--context must be 1 or more, not {args.context}.")
     cached, heads, account = cached_repositories(), {head.source for head in fetched_heads()}, Account()
     rows = [["name", "weights", "head", "image", "context", "fits here", "cached"]]
     for model in published().values():
@@ -113,7 +114,7 @@ def _model(name: str) -> Lines:
     try:
         missing = sizes_to_download(name, None, [WEIGHTS])
         yield from _remote(name, sum(missing.values())) if missing else _local(name)
-    except (OSError, ValueError) as e:
+    except (MTPError, OSError) as e:
         yield "Verdict", f"no drafts: {' '.join(str(e).split())}"
 
 
@@ -137,7 +138,7 @@ def _local(name: str) -> Lines:
         try:
             has_usable_head(CheckpointReader(name))
             head = _to_fetch(name)
-        except (OSError, ValueError) as e:
+        except (MTPError, OSError) as e:
             head = f"not usable: {e}"
         yield "Head", head
         yield "Verdict", f"no drafts: its head is {head}"

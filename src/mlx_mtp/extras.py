@@ -2,6 +2,8 @@
 
 from importlib.util import find_spec
 
+from .errors import MTPError
+
 EXTRAS = {  # the modules of each that are imported
     "server": ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"),
     "chat": ("prompt_toolkit",),
@@ -10,8 +12,8 @@ EXTRAS = {  # the modules of each that are imported
 }
 
 
-class MissingExtra(ImportError, ValueError):
-    """An extra that is not installed; commands print it in one line."""
+class MissingExtra(ImportError, MTPError):
+    """An extra that is not installed."""
 
 
 def require(extra: str, what: str) -> None:

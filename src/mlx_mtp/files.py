@@ -7,24 +7,26 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from .errors import MTPFileNotFoundError, MTPOSError
+
 
 def check_source(file: Path, name: str) -> None:
     """Raise an OSError that begins with a name, such as that of a flag, if the file cannot be read."""
     if not file.is_file():
-        raise FileNotFoundError(
+        raise MTPFileNotFoundError(
             f"{name}: {file} is not a file." if file.exists() else f"{name}: there is no file {file}."
         )
     try:
         file.open("rb").close()
     except OSError as e:
-        raise PermissionError(f"{name}: {file} cannot be read: {e.strerror}.") from e
+        raise MTPOSError(f"{name}: {file} cannot be read: {e.strerror}.") from e
 
 
 def check_folder(folder: Path, name: str) -> None:
     """Raise an OSError that begins with a name, such as that of a flag, if there is no such folder."""
     if not folder.is_dir():
         wrong = f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}"
-        raise FileNotFoundError(f"{name}: {wrong}.")
+        raise MTPFileNotFoundError(f"{name}: {wrong}.")
 
 
 def make_folder(folder: Path, name: str) -> None:
@@ -35,17 +37,17 @@ def make_folder(folder: Path, name: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except FileExistsError as e:
-        raise NotADirectoryError(f"{name}: {folder} is not a folder.") from e
+        raise MTPOSError(f"{name}: {folder} is not a folder.") from e
     except OSError as e:
-        raise OSError(f"{name}: the folder {folder} cannot be written to: {e.strerror}.") from e
+        raise MTPOSError(f"{name}: the folder {folder} cannot be written to: {e.strerror}.") from e
 
 
 def check_target(file: Path) -> None:
     """Raise an OSError if the file cannot be written."""
     if file.is_dir():
-        raise IsADirectoryError(f"{file} is a folder: name a file.")
+        raise MTPOSError(f"{file} is a folder: name a file.")
     if not file.parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {file.parent} to write {file.name} to.")
+        raise MTPFileNotFoundError(f"There is no folder {file.parent} to write {file.name} to.")
     with tempfile.TemporaryFile(dir=file.parent):
         pass
 
@@ -78,4 +80,4 @@ def writing(file: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as e:
         if isinstance(e, OSError) and e.errno is None:
             raise
-        raise OSError(f"{file} could not be written: {getattr(e, 'strerror', None) or e}") from e
+        raise MTPOSError(f"{file} could not be written: {getattr(e, 'strerror', None) or e}") from e

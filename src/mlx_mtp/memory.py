@@ -17,6 +17,8 @@ import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
+from .errors import MTPError
+
 GB = 1e9
 CACHE_SHARE = 0.5  # of the memory left by the model; the rest is for activations and other programs
 GROWTH = 50_000_000  # bytes that Python, threads and traces took while 30 requests ran, see scripts/serve_limited.py
@@ -106,7 +108,7 @@ class Account:
     GPU's buffers to the process, and MLX does not know the tokenizer, images that are decoded, or Python itself.
 
     Args:
-        limit (int, optional): The most bytes to hold. Default: ``None``, MLX's limit on this machine.
+        limit: The most bytes to hold. Default: ``None``, MLX's limit on this machine.
     """
 
     def __init__(self, limit: int | None = None):
@@ -339,11 +341,11 @@ def _mlp(args: Any, n: int) -> int:
 
 
 def check_fits(name: str, needs: Needs, account: Account, advice: str = "") -> None:
-    """Raise a ValueError, which ends with ``advice``, if a model does not fit. Log a warning if it barely fits."""
+    """Raise an MTPError, which ends with ``advice``, if a model does not fit. Log a warning if it barely fits."""
     held = account.held
     left = account.limit - held
     if needs.total > left:
-        raise ValueError(
+        raise MTPError(
             f"{name} does not fit: it needs {needs}, and of the {size(account.limit)} that this process may hold, {size(held)} "
             f"are in use. {advice}".rstrip()
         )

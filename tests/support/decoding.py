@@ -13,7 +13,7 @@ WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3])
 
 
 def plain(prompt, model, **kwargs) -> list[int]:
-    """The tokens of mlx-lm's own generation; a sampler with a seed draws from its first position on."""
+    """The tokens of mlx-lm's own generation; a sampler with a seed samples from its first position on."""
     sampler = for_one_text(kwargs.pop("sampler", None))
     return [token for token, _ in generate_step(mx.array(prompt), model, sampler=sampler, **kwargs)]
 

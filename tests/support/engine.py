@@ -72,7 +72,7 @@ class Engine:
         if say is not None:
             content["chat_template_kwargs"] = {"say": say}
         _, request = completions.ChatBody.read_request(content, self.frontend.options)
-        steps = [item async for item in self.frontend.generate(request) if isinstance(item, Delta)]
+        steps = [item async for _, item in self.frontend.generate([request]) if isinstance(item, Delta)]
         tokens, logprobs = [s.token for s in steps], [s.likely.logprob for s in steps if s.likely is not None]
         return Answered(request.encoded.tokens, request.n_cached, tokens, logprobs)
 

@@ -1,5 +1,6 @@
 """Requests as the server reads them: no server is needed."""
 
+from collections.abc import AsyncIterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,8 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.server.app import APIS, make_app
 from mlx_mtp.server.command_line import Options, check, make_parser
-from mlx_mtp.server.frontend import Frontend
+from mlx_mtp.server.engine.engine import Clients
+from mlx_mtp.server.frontend import Frontend, Items
 from mlx_mtp.server.request import Metrics, Request
 
 ASK = [{"role": "user", "content": "a"}]
@@ -24,9 +26,25 @@ def options_of(*flags: str) -> Options:
 def client_of(generate: Any, *flags: str) -> TestClient:
     """A client of an app whose frontend answers by ``generate``."""
     engine, models = SimpleNamespace(is_alive=True), SimpleNamespace(drafts=False, key=None)
-    given = dict(engine=engine, options=options_of(*flags), models=models, generate=generate)
+    given = dict(engine=engine, options=options_of(*flags), models=models, clients=Clients())
     frontend = SimpleNamespace(metrics=Metrics(), **given)
-    frontend.generate_all = partial(Frontend.generate_all, frontend)
+
+    async def start(request: Request, items: Items, i: int) -> None:
+        async for item in generate(request):
+            items.put_nowait((i, item))
+        items.put_nowait((i, None))
+
+    async def receive(items: Items, n: int) -> AsyncIterator[tuple[int, Any]]:
+        """All items, at once."""
+        while n > 0:
+            i, item = await items.get()
+            if isinstance(item, Exception):
+                raise item
+            yield i, item
+            n -= item is None
+
+    frontend.start, frontend._receive = start, receive
+    frontend.generate = partial(Frontend.generate, frontend)
     return TestClient(make_app(frontend), base_url="http://localhost")
 
 

@@ -74,7 +74,7 @@ def batch_generate(
         BatchResponse: mlx-lm's response, with the drafts made and accepted for each prompt.
 
     Raises:
-        ValueError: The model has no MTP head, a prompt is empty, a cache does not fit, or an option is out of range.
+        MTPError: The model has no MTP head, a prompt is empty, a cache does not fit, or an option is out of range.
     """
     n = len(prompts)
     stop_tokens = [[t] for t in tokenizer.eos_token_ids]

@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..caches.positions import ImageSpan
+from ..caches.prompt_cache import PromptCache
 from ..caches.rows import KVOptions
 from ..decoding.counts import DraftCounts
 from ..decoding.decoder import Decoder
@@ -26,8 +27,9 @@ from ..decoding.planner import Planner
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
+from ..errors import MTPError
 from .prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
-from .prompts import Prompts, check_count, entries_of, make_sequence, options_of, resolve_in_batch
+from .prompts import Prompts, check_count, entries_of, make_sequence, options_of_each
 from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, responses_of
 
 __all__ = ["BatchGenerator", "PromptResponse", "Response"]
@@ -62,7 +64,7 @@ class BatchGenerator:
         stream (mx.Stream, optional): The stream to run on. Default: ``None``, mlx-lm's generation stream.
 
     Raises:
-        ValueError: The model has no MTP head, or an argument is out of range.
+        MTPError: The model has no MTP head, or an argument is out of range.
     """
 
     _old_wired_limit: int | None = None
@@ -90,7 +92,7 @@ class BatchGenerator:
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
         if max_kv_size is not None:
-            raise ValueError("max_kv_size is not supported: the caches of these models do not rotate.")
+            raise MTPError("max_kv_size is not supported: the caches of these models do not rotate.")
         self.options = TextOptions(
             check_count("max_tokens", max_tokens),
             sampler,
@@ -106,7 +108,7 @@ class BatchGenerator:
         self.prefill_budget = PrefillBudget(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
         self.kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
         self.prompts = Prompts(self.model)
-        resolve_in_batch(self.model, TextOptions(), self.options)  # raises an error for invalid options
+        TextOptions().resolve(self.model, self.options)  # raises an error for invalid options
         self.stream = stream or generation_stream
         self.planner = Planner(self.model)
         if self.planner.exchange is not None:
@@ -182,7 +184,7 @@ class BatchGenerator:
         self,
         segments: list[list[list[int]]],
         max_tokens: list[int] | None = None,
-        caches: list[list[Any]] | None = None,
+        caches: abc.Sequence[list[Any] | PromptCache | None] | None = None,
         all_tokens: list[list[int]] | None = None,
         samplers: abc.Sequence[Sampler | None] | None = None,
         logits_processors: abc.Sequence[abc.Sequence[LogitsProcessor] | None] | None = None,
@@ -200,7 +202,8 @@ class BatchGenerator:
         Args:
             segments (List[List[List[int]]]): The prompts, in segments: ``next`` stops at the end of each.
             max_tokens (List[int], optional): The maximum number of tokens of each.
-            caches (List[List[Any]], optional): Prompt caches of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, which are copied.
+            caches (List[List[Any]], optional): Prompt caches of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, which are copied; a
+              ``PromptCache`` is not.
             all_tokens (List[List[int]], optional): The tokens in the caches, for logits processors.
             samplers (List[Sampler], optional): The sampler of each.
             logits_processors (List[List[LogitsProcessor]], optional): The processors of each; ``None`` for none.
@@ -217,23 +220,22 @@ class BatchGenerator:
             List[int]: Their uids.
 
         Raises:
-            ValueError: A prompt is empty, a cache does not fit, or an option is out of range or has another number of entries.
+            MTPError: A prompt is empty, a cache does not fit, or an option is out of range or has another number of entries.
               No sequence is then added.
         """
         lists = {
             "max_tokens": max_tokens, "samplers": samplers, "logits_processors": logits_processors,
             "stop_sequences": stop_sequences, "num_draft_tokens": num_draft_tokens, "copy_drafts": copy_drafts,
-            "options": options,
         }  # fmt: skip
         others = {
             "caches": caches, "all_tokens": all_tokens, "counts": counts, "input_embeddings": input_embeddings,
             "images": images,
         }  # fmt: skip
-        own, own_others = (entries_of(of_each, len(segments)) for of_each in (lists, others))
+        n = len(segments)
         new = []
-        for i, of_prompt in enumerate(segments):
-            text = resolve_in_batch(self.model, options_of(i, **own[i]), self.options)
-            new.append(make_sequence(self.model, i, self._uid_count + i, text, of_prompt, kv=self.kv, **own_others[i]))
+        for i, (text, own) in enumerate(zip(options_of_each(n, options, lists), entries_of(others, n))):
+            text, uid = text.resolve(self.model, self.options), self._uid_count + i
+            new.append(make_sequence(self.model, i, uid, text, segments[i], kv=self.kv, **own))
         self._uid_count += len(new)
         self.prompts.sequences.extend(new)
         return [s.uid for s in new]

@@ -9,6 +9,7 @@ shapes repeat. Nothing here reads a clock.
 import math
 
 from ..distributed.ranks import Ranks
+from ..errors import MTPError
 
 MAX_TOKEN_GAP = 0.5  # seconds
 MIN_DECODE_SHARE = 0.33
@@ -22,13 +23,13 @@ class PrefillBudget:
     one. Without a measured speed the chunk is short.
 
     Args:
-        prefill_step_size (int): The most tokens of a chunk.
-        max_token_gap (float): The target for the time between two tokens of a running answer, in seconds, or ``math.inf``.
-        min_decode_share (float): The share of the time for running answers while prompts are prefilled, from 0 to below 1.
-        ranks (Ranks, optional): The ranks that run the model, of which rank 0 chooses. Default: ``None``, one process.
+        prefill_step_size: The most tokens of a chunk.
+        max_token_gap: The target for the time between two tokens of a running answer, in seconds, or ``math.inf``.
+        min_decode_share: The share of the time for running answers while prompts are prefilled, from 0 to below 1.
+        ranks: The ranks that run the model, of which rank 0 chooses. Default: ``None``, one process.
 
     Raises:
-        ValueError: An argument is out of range.
+        MTPError: An argument is out of range.
     """
 
     SHORTEST, UNMEASURED = 16, 64  # tokens of a chunk, unless the step size is less
@@ -44,9 +45,9 @@ class PrefillBudget:
         ranks: Ranks | None = None,
     ):
         if not max_token_gap > 0:
-            raise ValueError(f"max_token_gap must be more than 0 seconds, not {max_token_gap}.")
+            raise MTPError(f"max_token_gap must be more than 0 seconds, not {max_token_gap}.")
         if not 0 <= min_decode_share < 1:
-            raise ValueError(f"min_decode_share must be from 0 to below 1, not {min_decode_share}.")
+            raise MTPError(f"min_decode_share must be from 0 to below 1, not {min_decode_share}.")
         self.max_token_gap, self.ranks = max_token_gap, ranks
         self.decode_per_prefill = min_decode_share / (1 - min_decode_share)  # seconds of decoding for one of prefill
         sizes = [prefill_step_size >> i for i in range(prefill_step_size.bit_length())]
@@ -63,8 +64,8 @@ class PrefillBudget:
         The number of prompt tokens to prefill before the next step; 0 if a step is due.
 
         Args:
-            n_cached (int): The number of tokens in the prompt cache.
-            is_running (bool): Whether answers are being generated.
+            n_cached: The number of tokens in the prompt cache.
+            is_running: Whether answers are being generated.
         """
         if not is_running:
             self.owed, self.n_steps = 0.0, 0

@@ -30,16 +30,16 @@ class Response:
     """mlx-lm's ``GenerationBatch.Response``: a token of a sequence. A step may have several tokens of a sequence.
 
     Args:
-        uid (int): The id of the sequence.
-        token (int): The token; with an error, the last token before it.
-        logprobs (mx.array, optional): A vector of log probabilities, [V]; ``None`` with an error.
-        finish_reason (str, optional): ``"stop"`` or ``"length"`` with the last token, or ``"error"`` without a token, after an
+        uid: The id of the sequence.
+        token: The token; with an error, the last token before it.
+        logprobs: A vector of log probabilities, [V]; ``None`` with an error.
+        finish_reason: ``"stop"`` or ``"length"`` with the last token, or ``"error"`` without a token, after an
           exception of the sequence's sampler or logits processor.
-        prompt_cache (List[Any], optional): With the last token, the prompt cache of ``all_tokens``.
-        all_tokens (List[int], optional): With the last token, the prompt and the generated tokens.
-        from_draft (bool): Whether the token was drafted by the head.
-        counts (DraftCounts): Drafts made and accepted for the sequence so far.
-        error (Exception, optional): The exception of the sampler or logits processor.
+        prompt_cache: With the last token, the prompt cache of ``all_tokens``.
+        all_tokens: With the last token, the prompt and the generated tokens.
+        from_draft: Whether the token was drafted by the head.
+        counts: Drafts made and accepted for the sequence so far.
+        error: The exception of the sampler or logits processor.
     """
 
     uid: int

@@ -18,6 +18,7 @@ from ..checkpoint.reader import fetch_checkpoint
 from ..cli.display import one_line_errors, table
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
+from ..errors import MTPError
 from ..extras import require
 from ..files import check_target, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
@@ -77,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         const=4,
         metavar="K",
-        help="Also measure the head at each fixed depth from 1 to K, or to 4 without K.",
+        help="Also measure the head at each fixed draft length from 1 to K, or to 4 without K.",
     )
     add(
         "--tune",
@@ -85,11 +86,16 @@ def make_parser() -> argparse.ArgumentParser:
         const=True,
         default=False,
         metavar="FILE",
-        help="Measure auto, fixed depths and cheaper drafts against plain decoding, and write the best settings to FILE "
+        help="Measure auto, fixed draft lengths and cheaper drafts against plain decoding, and write the best settings to FILE "
         "(default: one in the user's cache folder, where --mtp finds it).",
     )
     add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
-    add("--plot", type=Path, metavar="FILE", help="Draw speed by depth into this image; requires --compare-depths.")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="Draw speed by draft length into this image; requires --compare-depths.",
+    )
     add(
         "--prompts",
         metavar="FILE|KIND",
@@ -187,30 +193,30 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise a ValueError if a flag is out of range or cannot be combined with another, before anything is measured."""
+    """Raise an MTPError if a flag is out of range or cannot be combined with another, before anything is measured."""
     check_alone(args, "tune")
     check_head(args)
     check_sizes(args.max_tokens, args.repeat)
     if args.tune:
         for name in ("compare_depths", "plot", "draft_vocab", "mtp_bits", "draft_head_bits", "settings"):
             if getattr(args, name) is not None:
-                raise ValueError(f"--tune chooses what to measure: remove {flag_of(name)}.")
+                raise MTPError(f"--tune chooses what to measure: remove {flag_of(name)}.")
         if args.repeat < 2:
-            raise ValueError("--tune requires --repeat 2 or more: it compares a gain with the spread of the rounds.")
+            raise MTPError("--tune requires --repeat 2 or more: it compares a gain with the spread of the rounds.")
         if args.tune is not True:
             settings.check_writable(Path(args.tune))
     read_texts(args)
     check_limits(vars(args), {"compare_depths": (1, MAX_DRAFT_TOKENS)})
     if min(args.context) < 0:
-        raise ValueError(f"--context must be a number of tokens, not {min(args.context)}.")
+        raise MTPError(f"--context must be a number of tokens, not {min(args.context)}.")
     for flag in (flag for flag in ("tune", "plot") if len(args.context) > 1 and getattr(args, flag)):
-        raise ValueError(f"--{flag} takes one length: give --context one number.")
+        raise MTPError(f"--{flag} takes one length: give --context one number.")
     for file in (args.json, args.plot):
         if file:
             check_target(file)
     if args.plot:
         if args.compare_depths is None:
-            raise ValueError("--plot draws speed by depth and requires --compare-depths.")
+            raise MTPError("--plot draws speed by draft length and requires --compare-depths.")
         check_plot(args.plot)
 
 
@@ -268,32 +274,32 @@ def gain(report: Report, name: str = "auto") -> str:
 
 
 def check_plot(file: Path) -> None:
-    """Raise a ValueError if a picture could not be drawn into this file."""
+    """Raise an MTPError if a picture could not be drawn into this file."""
     require("plot", "A plot")
     from matplotlib.figure import Figure
 
     formats = Figure().canvas.get_supported_filetypes()
     if file.suffix[1:] not in formats:
-        raise ValueError(
+        raise MTPError(
             f"{file} is not an image that matplotlib can write: name it with one of .{', .'.join(sorted(formats))}."
         )
 
 
 def plot(report: Report) -> Any:
-    """Draw the head's speed by depth for all prompts together, with auto as lines. The report must have a fixed depth."""
+    """Draw the head's speed by draft length for all prompts together, with auto as lines. The report has a fixed one."""
     from matplotlib.figure import Figure
 
     fixed = [r for r in report.of(OVERALL) if isinstance(r.run, int)]
-    depths, ratios = [int(r.run) for r in fixed], [r.ratio for r in fixed]
+    lengths, ratios = [int(r.run) for r in fixed], [r.ratio for r in fixed]
     spread = [[r.ratio - r.ratio_low for r in fixed], [r.ratio_high - r.ratio for r in fixed]]
     figure = Figure(layout="constrained")
     axes = figure.subplots()
     axes.axhline(1, color="gray", label="plain mlx-lm")
-    axes.errorbar(depths, ratios, spread, fmt="o-", capsize=3, label="head, fixed depth")
+    axes.errorbar(lengths, ratios, spread, fmt="o-", capsize=3, label="head, fixed draft length")
     for r, color in zip((r for r in report.of(OVERALL) if r.run in (NO_COPIES, AUTO)), ("C1", "C2")):
         axes.axhline(r.ratio, color=color, linestyle=":", label=f"{r.run}: {r.ratio:.2f}")
     axes.set_title(f"{Path(report.model).name}, {report.max_tokens} tokens a prompt, {report.repeat} rounds")
-    axes.set(xticks=depths, xlabel="drafts in a step", ylabel="speed, plain mlx-lm = 1", ylim=(0, None))
+    axes.set(xticks=lengths, xlabel="drafts in a step", ylabel="speed, plain mlx-lm = 1", ylim=(0, None))
     axes.legend(loc="lower right")
     return figure
 

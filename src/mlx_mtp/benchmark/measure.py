@@ -29,12 +29,13 @@ from ..cli.display import alternate
 from ..decoding.counts import DraftCounts, OfSource
 from ..decoding.loop import mtp_generate_step
 from ..drafts.sources import N_GRAM
+from ..errors import MTPError
 from ..memory import GB, needs_of
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import times_of
 
 PLAIN, NO_DRAFTS, NO_COPIES, COPIES, AUTO = "plain", "no drafts", "auto, no copies", "copies alone", "auto"
-Run = int | str  # a fixed depth, or one of these
+Run = int | str  # a fixed draft length, or one of these
 # The source of a token: an accepted draft of the head, an accepted copy, or the target's own choice. Each pass has one choice
 # of the target: the token of a plain step, or the token after the accepted drafts.
 HEAD, COPIED, TARGET = "head", "copies", "target"  # the origin of a token
@@ -122,13 +123,13 @@ def measure(
     """Time plain and MTP generation, alternating. The report has a result of each run for each prompt and for all.
 
     Args:
-        prompts (Mapping[str, mx.array]): The tokens of each prompt, [T], by name.
-        runs (Sequence[Union[int, str]]): Names of runs, see above.
-        stop (Collection[int]): Tokens that end a text. Default: none.
-        name (str): The model's name, for the report.
+        prompts: The tokens of each prompt, [T], by name.
+        runs: Names of runs, see above.
+        stop: Tokens that end a text. Default: none.
+        name: The model's name, for the report.
 
     Raises:
-        ValueError: A number is out of range, or a text ends at once.
+        MTPError: A number is out of range, or a text ends at once.
     """
     check_sizes(max_tokens, repeat)
     turns: list[Run] = [PLAIN, *runs]
@@ -169,9 +170,9 @@ def generate(
     stop: Collection[int] = (),
     draft_p_min: float | None = None,
 ) -> Generation:
-    """Time one run on one prompt, [T], with the depth of auto, by default the model's own. ``stop`` tokens end the text.
+    """Time one run on one prompt, [T], with the ``Depth`` of auto, by default the model's own. ``stop`` tokens end the text.
 
-    Raise a ValueError if the text ends with its first token.
+    Raise an MTPError if the text ends with its first token.
     """
     counts = DraftCounts()
     steps: Any
@@ -204,7 +205,7 @@ def generate(
     steps.close()
     mx.synchronize(generation_stream)  # finish the pass in flight, which is not part of the next run
     if len(tokens) < 2:
-        raise ValueError(f"The model ends its text at once on a prompt of {prompt.size} tokens: leave this prompt out.")
+        raise MTPError(f"The model ends its text at once on a prompt of {prompt.size} tokens: leave this prompt out.")
     return Generation(tokens, origins, first - start, end - first, mx.get_peak_memory() / 1e9, counts)
 
 
@@ -295,6 +296,6 @@ def loop_warning(shares: Mapping[str, float]) -> str | None:
 
 def check_sizes(max_tokens: int, repeat: int) -> None:
     if max_tokens < 2:
-        raise ValueError(f"max_tokens must be 2 or more, not {max_tokens}: times start at the first token.")
+        raise MTPError(f"max_tokens must be 2 or more, not {max_tokens}: times start at the first token.")
     if repeat < 1:
-        raise ValueError(f"repeat must be 1 or more, not {repeat}.")
+        raise MTPError(f"repeat must be 1 or more, not {repeat}.")

@@ -1,8 +1,8 @@
 """``mlx_mtp benchmark --tune``: measure settings on this machine, for these prompts.
 
 First it measures ways to run passes: compiled, in pieces, and with attention over a window in groups of rows. Then plain
-decoding alternates with auto and fixed depths, with each cheaper form of the drafts, and with a combination of the forms that
-gained.
+decoding alternates with auto and fixed draft lengths, with each cheaper form of the drafts, and with a combination of the forms
+that gained.
 """
 
 import copy
@@ -37,7 +37,7 @@ FIXED = [Settings(k) for k in (1, 2, 3, 4)]
 HEAD_BITS = (8, 4)
 DRAFT_VOCAB = 32768  # tokens
 P_MIN = (0.3, 0.6)
-FIXED_GAIN = 0.05  # required of a fixed depth over auto, since only auto adapts to other kinds of text
+FIXED_GAIN = 0.05  # required of a fixed draft length over auto, since only auto adapts to other kinds of text
 WINDOWS = (1, 4)  # tokens: a plain step, and one with three drafts
 PIECES = (4, 8)  # attention layers
 CONTEXT = 4096  # tokens before the windows in which attention is timed
@@ -210,11 +210,11 @@ def fastest_way(model: Any, prompt: mx.array, repeat: int) -> Settings:
     best = _fastest(model, prompt, WINDOWS, [Settings(), *others], repeat)
     (layer,) = model.mtp.layers
     heads = layer.self_attn
-    most = group_size(MAX_WINDOW, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim)
-    if not on_metal() or most == MAX_WINDOW:
+    max_rows = group_size(MAX_WINDOW, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim)
+    if not on_metal() or max_rows == MAX_WINDOW:
         return best
     long_prompt = mx.tile(prompt, -(-CONTEXT // prompt.size))[:CONTEXT]
-    return _fastest(model, long_prompt, (most + 1, MAX_WINDOW), [best, replace(best, attention_rows=0)], repeat)
+    return _fastest(model, long_prompt, (max_rows + 1, MAX_WINDOW), [best, replace(best, attention_rows=0)], repeat)
 
 
 def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[Settings], repeat: int) -> Settings:

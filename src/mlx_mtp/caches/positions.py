@@ -21,13 +21,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import MTPError
+
 
 class ImageSpan(NamedTuple):
     """An image in a text.
 
     Args:
-        start (int): The index of its first token in the text.
-        rows, columns (int): The grid of its tokens.
+        start: The index of its first token in the text.
+        rows, columns: The grid of its tokens.
     """
 
     start: int
@@ -45,21 +47,21 @@ class ImageSpan(NamedTuple):
 
 
 def check_images(images: Sequence[ImageSpan]) -> None:
-    """Raise a ValueError if images are empty, overlap, or are not in order."""
+    """Raise an MTPError if images are empty, overlap, or are not in order."""
     for image in images:
         if image.start < 0 or image.rows < 1 or image.columns < 1:
-            raise ValueError(f"An image cannot have {image.rows} x {image.columns} tokens from token {image.start} on.")
+            raise MTPError(f"An image cannot have {image.rows} x {image.columns} tokens from token {image.start} on.")
     for a, b in pairwise(images):
         if a.end > b.start:
-            raise ValueError(f"The image at token {b.start} begins before that at token {a.start} has ended.")
+            raise MTPError(f"The image at token {b.start} begins before that at token {a.start} has ended.")
 
 
 @dataclass(frozen=True)
 class Positions:
     """
     Args:
-        images (Tuple[ImageSpan]): The images of the text, in order.
-        start (int): The index in the text of the first token in the cache.
+        images: The images of the text, in order.
+        start: The index in the text of the first token in the cache.
     """
 
     images: tuple[ImageSpan, ...]

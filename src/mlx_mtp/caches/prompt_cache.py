@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
+from ..errors import MTPError
 from .indexed import adopted, names_of
 from .positions import ImageSpan, Positions, check_images
 from .recurrent import ArraysCache
@@ -33,8 +34,8 @@ class PromptCache:
     """A view of a prompt cache with names for its entries. The list belongs to the caller.
 
     Args:
-        entries (List[Any]): A list of ``make_prompt_cache``.
-        n_layers (int): The number of the backbone's layers.
+        entries: A list of ``make_prompt_cache``.
+        n_layers: The number of the backbone's layers.
     """
 
     def __init__(self, entries: list[Any], n_layers: int):
@@ -94,8 +95,8 @@ class PromptCache:
         """Mark the cache as complete, with the head's keys and values for the same tokens.
 
         Args:
-            n_tokens (int): The number of tokens in the backbone's caches.
-            text (Sequence[int]): The last known tokens.
+            n_tokens: The number of tokens in the backbone's caches.
+            text: The last known tokens.
         """
         self._last[TEXT] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
         self.images = [image for image in self.images if image.start < n_tokens]  # including an image prefilled in part
@@ -113,12 +114,12 @@ class PromptCache:
 
     @property
     def first_position(self) -> int:
-        """The index of the head's first pair: 0, unless mlx-lm filled the backbone's caches without the head."""
+        """The index of the head's first input: 0, unless mlx-lm filled the backbone's caches without the head."""
         return self.n_tokens if self.last_hidden is None else self.n_tokens - 1 - self.head.offset
 
     @property
     def head_positions(self) -> Positions | None:
-        """The positions of the head's pairs, which are those of their hidden states; ``None`` without images."""
+        """The positions of the head's inputs, which are those of their hidden states; ``None`` without images."""
         return Positions(tuple(self.images), self.first_position) if self.images else None
 
 
@@ -174,23 +175,26 @@ def empty_head(model: Any) -> Any:
     return model.head_layer.make_cache() if has_head(model) else stock.KVCache()
 
 
-def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCache:
+def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None) -> PromptCache:
     """Check a prompt cache, and complete it in place to one of ``make_prompt_cache``.
 
     A cache from mlx-lm has no keys and values of the head, and those of another head are dropped. The head then begins with the
     tokens that follow, since only relative positions matter to it, and its first drafts are worse.
 
     Args:
-        entries (List[Any], optional): A cache of ``make_prompt_cache``, of mlx-lm or from a file; ``None`` for an empty one.
+        entries: A cache of ``make_prompt_cache``, of mlx-lm or from a file; ``None``
+          for an empty one. A ``PromptCache`` was made for this model, and is returned as it is.
 
     Raises:
-        ValueError: The cache is damaged, from another model or rank, or in use by a generation.
+        MTPError: The cache is damaged, from another model or rank, or in use by a generation.
     """
     n_layers = len(model.layers)
+    if isinstance(entries, PromptCache):
+        return entries
     if entries is None:
         return PromptCache(model.make_cache() + make_head_cache(model, False), n_layers)
     if len(entries) not in (n_layers, n_layers + 2):
-        raise ValueError(
+        raise MTPError(
             f"The prompt cache has {len(entries)} entries, and this model needs {n_layers + 2}: make it with "
             "mlx_mtp.make_prompt_cache(model)."
         )
@@ -215,9 +219,9 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | None) -> PromptCach
         entries[n_layers] = empty_head(model)
     else:
         check_keys(n_layers, cache.head, model.head_layer, may_be_quantized=False)
-        most = 0 if cache.last_hidden is None else n_tokens - 1
-        if cache.head.offset > most:
-            raise misfit(n_layers, f"is of {cache.head.offset} tokens, and the head has seen {most} at most")
+        max_offset = 0 if cache.last_hidden is None else n_tokens - 1
+        if cache.head.offset > max_offset:
+            raise misfit(n_layers, f"is of {cache.head.offset} tokens, and the head has seen {max_offset} at most")
     entries[-1][FINGERPRINT], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
     return cache
 
@@ -226,29 +230,27 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
     """Record the spans of a prompt's images in its cache, before prefill.
 
     Args:
-        images (Iterable[ImageSpan]): The images of the prompt, which may include images in the cache.
-        are_embedded (bool): Whether embeddings are given for the prompt.
+        images: The images of the prompt, which may include images in the cache.
+        are_embedded: Whether embeddings are given for the prompt.
 
     Raises:
-        ValueError: Images overlap or have no embeddings, or the model does not support images.
+        MTPError: Images overlap or have no embeddings, or the model does not support images.
     """
     both = sorted({*cache.images, *images})
     if not both:
         return
     check_images(both)
     if model.no_images is not None:
-        raise ValueError(model.no_images)
+        raise MTPError(model.no_images)
     if model.ranks is not None:
-        raise ValueError("Images are processed in one process: omit them on several machines.")
+        raise MTPError("Images are processed in one process: omit them on several machines.")
     if both[-1].end > cache.n_tokens and not are_embedded:
-        raise ValueError(
-            f"The image at token {both[-1].start} is not prefilled yet: give input_embeddings with its own."
-        )
+        raise MTPError(f"The image at token {both[-1].start} is not prefilled yet: give input_embeddings with its own.")
     cache.images = both
 
 
 def _check_owner(model: Any, cache: PromptCache) -> None:
-    """Raise a ValueError if the cache is from another model or rank, or in use by a generation."""
+    """Raise an MTPError if the cache is from another model or rank, or in use by a generation."""
     last = cache.entries[-1]
     if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
         last.cache += [None] * (IMAGES + 1 - len(last.cache))  # an earlier version had fewer
@@ -262,25 +264,27 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
         ("fingerprint", (2 * SIZE,), (mx.uint8,)),
         ("images", (None, 3), (mx.int32,)),
     )
-    if (most := max(cache.text, default=0)) >= model.vocab_size:
-        raise misfit(len(cache.entries) - 1, f"has the token {most}, and the vocabulary ends at {model.vocab_size - 1}")
+    if (token := max(cache.text, default=0)) >= model.vocab_size:
+        raise misfit(
+            len(cache.entries) - 1, f"has the token {token}, and the vocabulary ends at {model.vocab_size - 1}"
+        )
     try:
         check_images(cache.images)
     except ValueError as e:
         raise misfit(len(cache.entries) - 1, f"has images that no text has ({e})") from e
     part = [] if last[PART] is None else last[PART].tolist()
     if part != part_of(model):
-        raise ValueError(
+        raise MTPError(
             f"The prompt cache belongs to {_name(part)} and this is {_name(part_of(model))}: "
             "give each rank its own, on as many ranks as made it."
         )
     if cache.n_recorded < 0:
-        raise ValueError(
+        raise MTPError(
             "This prompt cache is of a generation that has not ended: close its generator first, copy a cache (copy.deepcopy) "
             "before a generation starts on it, or make a new one with mlx_mtp.make_prompt_cache(model)."
         )
     if (fingerprint := fingerprint_of(cache)) and fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
-        raise ValueError(
+        raise MTPError(
             "The prompt cache belongs to another model, or to other weights, settings or adapters of this model. Make a new "
             "one with mlx_mtp.make_prompt_cache(model)."
         )

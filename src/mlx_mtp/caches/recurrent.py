@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 
+from ..errors import MTPError
 from ..traces import compiled
 
 
@@ -15,12 +16,12 @@ def recur(inputs: Sequence[mx.array], state: mx.array, mask: mx.array | None = N
     """The part of mlx-lm's ``gated_delta_update`` (0.32.2) after its gates.
 
     Args:
-        inputs (Sequence[mx.array]): Normalized q and k [B, T, Hk, Dk], v [B, T, Hv, Dv], the gates g and beta [B, T, Hv].
-        state (mx.array): [B, Hv, Dv, Dk]
-        mask (mx.array, optional): Whether each token changes the state, [B, T].
+        inputs: Normalized q and k [B, T, Hk, Dk], v [B, T, Hv, Dv], the gates g and beta [B, T, Hv].
+        state: [B, Hv, Dv, Dk]
+        mask: Whether each token changes the state, [B, T].
 
     Returns:
-        Tuple[mx.array, mx.array]: The output [B, T, Hv, Dv], and the state after the tokens.
+        The output [B, T, Hv, Dv], and the state after the tokens.
     """
     has_kernel = mx.default_device() == mx.gpu and mx.metal.is_available() and inputs[1].shape[-1] % 32 == 0
     return (gated_delta_kernel if has_kernel else gated_delta_ops)(*inputs, state, mask)
@@ -55,8 +56,8 @@ def rewound(windows: Sequence[Recorded], kept: Sequence[int]) -> list[list[mx.ar
     """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence.
 
     Args:
-        windows (Sequence[Recorded]): The window of each recurrent layer.
-        kept (Sequence[int]): From the number of confirmed tokens to the number of all tokens, [B].
+        windows: The window of each recurrent layer.
+        kept: From the number of confirmed tokens to the number of all tokens, [B].
     """
     # Lists, which the host makes once for all layers: a range of the device would be more operations.
     n_tokens, n_confirmed = windows[0].n_tokens, windows[0].n_confirmed
@@ -106,15 +107,15 @@ class ArraysCache(stock.ArraysCache):
         """Record the layer's next call.
 
         Args:
-            n_confirmed (int): The number of its leading tokens that are final.
+            n_confirmed: The number of its leading tokens that are final.
 
         Raises:
-            ValueError: The last window is still open, or the cache is for padded prompts.
+            MTPError: The last window is still open, or the cache is for padded prompts.
         """
         if self.window is not None:
-            raise ValueError("The last verify pass on this cache was not finished: call rollback first.")
+            raise MTPError("The last verify pass on this cache was not finished: call rollback first.")
         if self.lengths is not None or self.left_padding is not None:
-            raise ValueError("A cache of padded prompts cannot roll back.")
+            raise MTPError("A cache of padded prompts cannot roll back.")
         self.window = Recorded(n_confirmed)
 
     def rollback(self, n: int) -> None:
@@ -123,16 +124,16 @@ class ArraysCache(stock.ArraysCache):
         The recurrence is replayed from the recorded inputs, without products of weight matrices.
 
         Args:
-            n (int): From the number of confirmed tokens to the number of all tokens.
+            n: From the number of confirmed tokens to the number of all tokens.
 
         Raises:
-            ValueError: No window is open, or the state after ``n`` tokens was not recorded.
+            MTPError: No window is open, or the state after ``n`` tokens was not recorded.
         """
         window = self.window
         if window is None:
-            raise ValueError("There is nothing to roll back: call the model with n_confirmed to record a window.")
+            raise MTPError("There is nothing to roll back: call the model with n_confirmed to record a window.")
         if not window.n_confirmed <= n <= window.n_tokens:
-            raise ValueError(
+            raise MTPError(
                 f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
             )
         if n < window.n_tokens:
@@ -143,11 +144,11 @@ class ArraysCache(stock.ArraysCache):
 def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int) -> None:
     """Open a window in each recurrent layer's cache. Key-value caches need none, since they can be trimmed."""
     if caches is None:
-        raise ValueError("With n_confirmed, the model needs a cache to record in.")
+        raise MTPError("With n_confirmed, the model needs a cache to record in.")
     for c in caches[:n_layers]:
         if isinstance(c, stock.ArraysCache):
             if not isinstance(c, ArraysCache):
-                raise ValueError("This cache cannot roll back: make it with model.make_cache().")
+                raise MTPError("This cache cannot roll back: make it with model.make_cache().")
             c.open_window(n_confirmed)
 
 

@@ -36,9 +36,9 @@ class KVOptions:
     """The quantization of keys and values, as in mlx-lm's ``generate_step``.
 
     Args:
-        kv_bits (int, optional): Number of bits of a quantized key or value. Default: ``None``, no quantization.
-        kv_group_size (int): Group size of the quantization.
-        quantized_kv_start (int): The number of tokens of a text from which on they may be quantized, see ``of_text``.
+        kv_bits: Number of bits of a quantized key or value. Default: ``None``, no quantization.
+        kv_group_size: Group size of the quantization.
+        quantized_kv_start: The number of tokens of a text from which on they may be quantized, see ``of_text``.
     """
 
     kv_bits: int | None = None
@@ -52,8 +52,8 @@ class KVOptions:
         tokens, before the last token of the prompt, or after any later token, and at least one token is read before.
 
         Args:
-            n_cached (int): The number of tokens in the prompt cache.
-            n_prompt (int): The number of tokens of the prompt after them.
+            n_cached: The number of tokens in the prompt cache.
+            n_prompt: The number of tokens of the prompt after them.
         """
         first, end = max(self.quantized_kv_start, n_cached + 1), n_cached + n_prompt - 1
         return replace(self, quantized_kv_start=first if first > end else min(-(-first // EVERY) * EVERY, end))
@@ -64,10 +64,10 @@ class KVOptions:
             return {}
         return {"kv_bits": self.kv_bits, "kv_group_size": self.kv_group_size}
 
-    def end_of_chunk(self, begin: int, most: int) -> int:
-        """The end of a chunk of up to ``most`` tokens from an index of the text on."""
+    def end_of_chunk(self, begin: int, max_tokens: int) -> int:
+        """The end of a chunk of up to ``max_tokens`` tokens from an index of the text on."""
         at = self.quantized_kv_start
-        return min(begin + most, at) if self.kv_bits is not None and begin < at else begin + most
+        return min(begin + max_tokens, at) if self.kv_bits is not None and begin < at else begin + max_tokens
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Ends:
     """The end of each row.
 
     Args:
-        lengths (Tuple[int]): The number of tokens in each row, [B].
-        shifts (Tuple[int]): The difference of position and index of each row's next token: not 0 in texts with images, [B].
+        lengths: The number of tokens in each row, [B].
+        shifts: The difference of position and index of each row's next token: not 0 in texts with images, [B].
     """
 
     lengths: tuple[int, ...] = ()
@@ -132,10 +132,10 @@ class KVRows:
     """The keys and values of a layer, and its other arrays by token. A pass writes them after the ``ends`` set before.
 
     Args:
-        names (Tuple[str]): The names of the arrays, which are its attributes.
+        names: The names of the arrays, which are its attributes.
 
     Attributes:
-        ends (Ends): Where the next pass writes.
+        ends: Where the next pass writes.
         keys, values, ... (mx.array, optional): [B, H, S, D].
     """
 
@@ -169,7 +169,7 @@ class KVRows:
         """The columns that each of N tokens attends to: its row up to itself.
 
         Returns:
-            Union[mx.array, str]: [B, 1, N, n]; ``"causal"`` if all rows are equally long, and ``None`` for all columns.
+            [B, 1, N, n]; ``"causal"`` if all rows are equally long, and ``None`` for all columns.
         """
         if self.ends.are_equal and not return_array:
             return None if N == 1 else "causal"
@@ -190,7 +190,7 @@ class KVRows:
         """Add a row for each ``KVCache``.
 
         Args:
-            ends (Ends): The ends of the rows held so far.
+            ends: The ends of the rows held so far.
         """
         B = len(ends.lengths)
         for name in self.names:
@@ -240,7 +240,7 @@ class MixedKVRows(KVRows):
     """The keys and values of a layer some of whose rows are quantized. Attention is computed for each part by itself.
 
     Args:
-        parts (List[Tuple[List[int], KVRows]]): The rows that are not quantized, and those that are.
+        parts: The rows that are not quantized, and those that are.
     """
 
     def __init__(self, parts: list[tuple[list[int], KVRows]]):
@@ -307,10 +307,10 @@ class RowsState:
     """The rows without a pass in flight.
 
     Args:
-        ends (Ends): Their tokens.
-        recurrent (List[List[mx.array]]): The arrays of each recurrent layer.
-        entries (List[Any]): A cache for each layer, for the model's call.
-        starts (Tuple[float]): The number of tokens at which each row is quantized; infinite if never, or already, [B].
+        ends: Their tokens.
+        recurrent: The arrays of each recurrent layer.
+        entries: A cache for each layer, for the model's call.
+        starts: The number of tokens at which each row is quantized; infinite if never, or already, [B].
     """
 
     ends: Ends
@@ -325,13 +325,13 @@ class Rows:
     A pass is in flight from ``start_pass`` and ``end_pass`` until ``commit``. It runs over a window of tokens of each row.
 
     Args:
-        model (MTPModel): The model.
-        kv (KVOptions): The quantization of keys and values.
+        model: The model.
+        kv: The quantization of keys and values.
 
     Attributes:
-        state (RowsState): The rows without the pass in flight.
-        recurrent (List[ArraysCache]): The entries of the recurrent layers.
-        in_flight (int): The number of tokens of each row in the pass in flight.
+        state: The rows without the pass in flight.
+        recurrent: The entries of the recurrent layers.
+        in_flight: The number of tokens of each row in the pass in flight.
     """
 
     def __init__(self, model: Any, kv: KVOptions):
@@ -398,7 +398,7 @@ class Rows:
         """Add a row for each prompt cache.
 
         Args:
-            starts (Sequence[float], optional): The number of tokens at which each is quantized. Default: ``None``, never.
+            starts: The number of tokens at which each is quantized. Default: ``None``, never.
         """
         held, states = self.state, iter(self.state.recurrent)
         recurrent, entries = [], list[Any]()

@@ -14,6 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
+from ..errors import MTPError
 from .indexed import NAMES
 
 SIZE = 16  # bytes of a digest
@@ -73,7 +74,7 @@ Wanted = tuple[
 
 
 def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
-    """Raise a ValueError if a cache does not fit its layer, or is of another number of tokens than the others."""
+    """Raise an MTPError if a cache does not fit its layer, or is of another number of tokens than the others."""
     counts, filled = [], []
     for i, (c, layer) in enumerate(zip(caches, layers)):
         if layer.is_linear:
@@ -92,7 +93,7 @@ def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
 
 
 def check_arrays(i: int, entry: Any, *wanted: Wanted) -> None:
-    """Raise a ValueError unless an entry is an ``ArraysCache`` of these arrays, each of which may be missing."""
+    """Raise an MTPError unless an entry is an ``ArraysCache`` of these arrays, each of which may be missing."""
     _check_kind(i, entry, stock.ArraysCache)
     if entry.left_padding is not None or entry.lengths is not None:
         raise misfit(i, "is that of padded prompts")
@@ -104,7 +105,7 @@ def check_arrays(i: int, entry: Any, *wanted: Wanted) -> None:
 
 
 def check_keys(i: int, entry: Any, layer: Any, may_be_quantized: bool = True) -> None:
-    """Raise a ValueError if keys and values do not fit an attention layer."""
+    """Raise an MTPError if keys and values do not fit an attention layer."""
     _check_kind(i, entry, stock.KVCache, *([stock.QuantizedKVCache] if may_be_quantized else []))
     n, sizes, S = entry.offset, layer.row_sizes, None  # S: the allocated length, the same in keys and values
     if type(n) is not int or n < 0:
@@ -156,8 +157,8 @@ def _check_array(i: int, x: Any, name: str, shape: tuple[int | None, ...], dtype
         raise misfit(i, f"has as {name} {_described(x)}, not {wanted}")
 
 
-def misfit(i: int, what: str) -> ValueError:
-    return ValueError(
+def misfit(i: int, what: str) -> MTPError:
+    return MTPError(
         f"Entry {i} of the prompt cache {what}: it is damaged, or belongs to another model. Make a new one with "
         "mlx_mtp.make_prompt_cache(model)."
     )

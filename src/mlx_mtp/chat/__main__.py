@@ -13,6 +13,7 @@ from ..cli import flags
 from ..cli.display import one_line_errors, sentence
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import Ranks
+from ..errors import MTPError, is_mendable
 from ..extras import require
 from ..generate.stream import GenerationResponse
 from ..memory import is_device_error
@@ -84,8 +85,8 @@ def respond(line: str, conversation: Conversation) -> None:
             print()
             if response is not None:
                 print(f"[{figures(response)}]", flush=True)
-    except (ValueError, OSError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not is_device_error(e):
+    except Exception as e:
+        if not is_mendable(e) and not is_device_error(e):
             raise
         print(sentence(e))
 
@@ -116,13 +117,13 @@ def obey(line: str, conversation: Conversation) -> str:
     argument = argument.strip()
     command = COMMANDS.get(name)
     if command is None:
-        raise ValueError(f"There is no command {name}: see /help, or put a space before it to send it to the model.")
+        raise MTPError(f"There is no command {name}: see /help, or put a space before it to send it to the model.")
     if command.argument == "FILE":
         argument = argument.strip("'\"")  # terminals quote dropped files
         if not argument:
-            raise ValueError(f"{name} takes a file: {name} FILE.")
+            raise MTPError(f"{name} takes a file: {name} FILE.")
     if argument and not command.argument:
-        raise ValueError(f"{name} takes no argument.")
+        raise MTPError(f"{name} takes no argument.")
     return command.do(conversation, argument)
 
 

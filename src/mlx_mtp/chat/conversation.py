@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..caches.prompt_cache import make_prompt_cache, n_tokens
 from ..cli.display import paint, prompt_progress
 from ..cli.flags import sampler_of, text_options
+from ..errors import MTPError, as_mtp_error
 from ..generate.stream import GenerationResponse, stream_generate
 from ..images.open import open_image
 from ..images.prompt import vision_of
@@ -34,7 +35,7 @@ class Message:
 class Conversation:
     """A conversation whose prompt cache or prompt store has all turns, so that each turn prefills only new tokens.
 
-    ``args`` are the flags. Raise a ValueError if ``--thinking`` is given and the chat template has no such switch.
+    ``args`` are the flags. Raise an MTPError if ``--thinking`` is given and the chat template has no such switch.
     """
 
     def __init__(self, args: Namespace, model: Any, tokenizer: TokenizerWrapper, store: PromptStore | None = None):
@@ -81,10 +82,10 @@ class Conversation:
         self.attached.append(str(path.absolute()))
 
     def think(self, thinking: bool) -> None:
-        """Switch thinking on or off for the next answers, or raise a ValueError if the chat template has no such switch."""
+        """Switch thinking on or off for the next answers, or raise an MTPError if the chat template has no such switch."""
         question = [Message("user", "a")]
         if self._render(question, True) == self._render(question, False):
-            raise ValueError(f"The chat template of {self.args.model} has no switch for thinking.")
+            raise MTPError(f"The chat template of {self.args.model} has no switch for thinking.")
         self.thinking = thinking
 
     def answer(self, query: str, show: Callable[[str], None]) -> GenerationResponse | None:
@@ -131,7 +132,7 @@ class Conversation:
                 else:
                     self._rewind()  # the next turn prefills all messages, or what the store lacks of them
                 return None
-        except (ValueError, RuntimeError):
+        except Exception:
             self.messages.pop()
             self._rewind()
             raise
@@ -159,7 +160,8 @@ class Conversation:
         messages = [{"role": m.role, "content": PLACEHOLDER * len(m.images) + m.content} for m in new]
         if self.system_prompt is not None and self.n_rendered == 0:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        text: str = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, enable_thinking=thinking
-        )
+        with as_mtp_error(f"The chat template of {self.args.model} cannot be rendered"):
+            text: str = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, enable_thinking=thinking
+            )
         return text

@@ -60,9 +60,9 @@ def settle(
     """Set ``model.head_acceptance``, and read the head's norms so that the model accepts its drafts. Log what was found.
 
     Args:
-        adapter (str, optional): The adapter of the model.
-        bits (int, optional): The bits to which its head was quantized in memory.
-        may_measure (bool): Measure if it was not measured before on this machine.
+        adapter: The adapter of the model.
+        bits: The bits to which its head was quantized in memory.
+        may_measure: Measure if it was not measured before on this machine.
     """
     key = key_of(checkpoint, head.source, adapter, bits)
     measured = from_rank_0(model.ranks, lambda: known(key))
@@ -121,8 +121,8 @@ def measure_readings(
     """Measure the acceptance rate with each reading of the head's norms.
 
     Args:
-        norms (Mapping[str, mx.array]): The head's norms as they are stored.
-        told (Tuple[str]): The reading that the checkpoint tells, which the model has before and after.
+        norms: The head's norms as they are stored.
+        told: The reading that the checkpoint tells, which the model has before and after.
     """
     ids = tokenizer.encode(copying_kinds()["edit_file"])
     tokens = mx.array([i for i in ids if i < model.vocab_size][:N_TOKENS], mx.uint32)[None]  # [1, T]

@@ -18,6 +18,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import load_adapters
 
+from ..errors import MTPError, MTPFileNotFoundError
 from ..files import check_folder
 from ..models import BASES
 from .config import Config, read_json
@@ -62,11 +63,9 @@ def check_adapter(path: str, name: str = "The adapter") -> None:
     if (start := config.get("init_lora_weights")) not in INITIALIZATIONS:
         other.append(f"init_lora_weights {start}")  # the adapter is for a base model that this changes
     if other:
-        raise ValueError(
-            f"The adapter {path} has {other[0]}, which is not supported: merge it into its model with peft."
-        )
+        raise MTPError(f"The adapter {path} has {other[0]}, which is not supported: merge it into its model with peft.")
     if not (folder / WEIGHTS).exists():
-        raise FileNotFoundError(f"The adapter {path} has no {WEIGHTS}: save it with peft's safe_serialization.")
+        raise MTPFileNotFoundError(f"The adapter {path} has no {WEIGHTS}: save it with peft's safe_serialization.")
 
 
 def is_peft(folder: Path) -> bool:
@@ -74,7 +73,7 @@ def is_peft(folder: Path) -> bool:
 
 
 def with_adapter(model: Any, path: str) -> Any:
-    """Apply an adapter of ``mlx_lm.lora``, ``mlx_mtp fit`` or peft. Raises a ValueError if it does not fit the model."""
+    """Apply an adapter of ``mlx_lm.lora``, ``mlx_mtp fit`` or peft. Raises an MTPError if it does not fit the model."""
     try:
         if not is_peft(Path(path)):
             return load_adapters(model, path).eval()
@@ -82,15 +81,15 @@ def with_adapter(model: Any, path: str) -> Any:
         _apply(model, read_json(Path(path) / CONFIG), weights)
         return model.eval()
     except (AttributeError, KeyError, RuntimeError, TypeError) as e:  # mlx-lm checks only names and shapes
-        raise ValueError(f"The adapter {path} could not be loaded ({e!r}): was it trained for this model?") from e
+        raise MTPError(f"The adapter {path} could not be loaded ({e!r}): was it trained for this model?") from e
     except ValueError as e:
-        raise ValueError(f"The adapter {path} could not be loaded: {' '.join(str(e).split())}") from e
+        raise MTPError(f"The adapter {path} could not be loaded: {' '.join(str(e).split())}") from e
 
 
 def _apply(model: Any, config: Config, weights: Mapping[str, mx.array]) -> None:
     """Put the layers of a peft adapter into a model."""
     if getattr(model, "model_type", None) in BASES:
-        raise ValueError("the model is packed. Use its base model.")
+        raise MTPError("the model is packed. Use its base model.")
     layers: Layers = {_place(path): (path, layer) for path, layer in model.named_modules() if "mtp." not in path}
     changed: Layers = {}
     matrices: dict[str, dict[str, mx.array]] = {}
@@ -106,7 +105,7 @@ def _apply(model: Any, config: Config, weights: Mapping[str, mx.array]) -> None:
         path, layer = _layer(layers | changed, base)
         changed[_place(base)] = path, _adapted(layer, update, base)
     if "embed_tokens" in changed and "lm_head" not in layers:
-        raise ValueError("it changes the embedding, which is also the output layer of this model.")
+        raise MTPError("it changes the embedding, which is also the output layer of this model.")
     model.update_modules(tree_unflatten([*changed.values()]))
 
 
@@ -119,7 +118,7 @@ def _place(name: str) -> str:
 
 def _layer(layers: Layers, name: str) -> tuple[str, nn.Module]:
     if _place(name) not in layers:
-        raise ValueError(f"it changes {name}, which is not a layer of the language model.")
+        raise MTPError(f"it changes {name}, which is not a layer of the language model.")
     return layers[_place(name)]
 
 
@@ -129,7 +128,7 @@ def _updates(matrices: Mapping[str, Mapping[str, mx.array]], config: Config, lay
     experts: dict[str, dict[int, Update]] = {}
     for name, pair in matrices.items():
         if pair.keys() != {"A", "B"} or any(w.ndim != 2 for w in pair.values()):
-            raise ValueError(f"it does not have two matrices for {name}.")
+            raise MTPError(f"it does not have two matrices for {name}.")
         if found := FUSED.fullmatch(name):
             updates |= _of_fused_experts(found[1], _parameter(name, matrices, config), pair, config, layers)
         elif found := EXPERT.fullmatch(name):
@@ -149,7 +148,7 @@ def _update(a: mx.array, b: mx.array, name: str, config: Config) -> Update:
 
     r, alpha = setting("r", "rank_pattern"), setting("lora_alpha", "alpha_pattern")
     if (a.shape[-2], b.shape[-1]) != (r, r):
-        raise ValueError(f"its matrices for {name} have rank {a.shape[-2]}, and its config says {r:.0f}.")
+        raise MTPError(f"its matrices for {name} have rank {a.shape[-2]}, and its config says {r:.0f}.")
     return Update(a, b, alpha / (math.sqrt(r) if config.get("use_rslora") else r))
 
 
@@ -161,7 +160,7 @@ def _parameter(name: str, matrices: Mapping[str, Any], config: Config) -> str:
         return "down_proj"
     named = {target.rpartition(".")[2] for target in config.get("target_parameters") or ()}
     if len(only := [*named & {"gate_up_proj", "down_proj"}]) != 1:
-        raise ValueError(f"its target_parameters do not say what its matrices for {name} change.")
+        raise MTPError(f"its target_parameters do not say what its matrices for {name} change.")
     return only[0]
 
 
@@ -196,12 +195,12 @@ def _adapted(layer: nn.Module, update: Update, name: str) -> nn.Module:
     """A layer with its update."""
     kind = next((kind for kind, bases in LAYERS.items() if isinstance(layer, bases)), None)
     if kind is None:
-        raise ValueError(f"it changes {name}, which is neither a linear layer nor an embedding.")
+        raise MTPError(f"it changes {name}, which is neither a linear layer nor an embedding.")
     a, b = (update.a, update.b) if kind is LoRASwitchLinear else (update.a.T, update.b.T)
     adapted = kind.from_base(layer, r=update.a.shape[-2], scale=update.scale)
     if (adapted.lora_a.shape, adapted.lora_b.shape) != (a.shape, b.shape):
         shapes = [list(w.shape) for w in (update.a, update.b)]
-        raise ValueError(f"its matrices for {name}, {shapes[0]} and {shapes[1]}, do not fit the model.")
+        raise MTPError(f"its matrices for {name}, {shapes[0]} and {shapes[1]}, do not fit the model.")
     adapted.lora_a, adapted.lora_b = a, b
     return adapted
 
@@ -210,11 +209,11 @@ def _replaced(layer: Any, w: mx.array, name: str) -> nn.Module:
     """A linear layer or an embedding with another weight, quantized like its own."""
     is_quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
     if not name.endswith(".weight") or not (is_quantized or isinstance(layer, nn.Linear | nn.Embedding)):
-        raise ValueError(f"its tensor {name} is neither an update nor the weight of a linear layer or an embedding.")
+        raise MTPError(f"its tensor {name} is neither an update nor the weight of a linear layer or an embedding.")
     own = layer.scales if is_quantized else layer.weight
     shape = (own.shape[0], own.shape[1] * (layer.group_size if is_quantized else 1))
     if w.shape != shape:
-        raise ValueError(f"its tensor {name} is {list(w.shape)}, not {list(shape)}.")
+        raise MTPError(f"its tensor {name} is {list(w.shape)}, not {list(shape)}.")
     new = nn.Linear(1, 1, bias=False) if isinstance(layer, nn.Linear | nn.QuantizedLinear) else nn.Embedding(1, 1)
     new.weight = w.astype(own.dtype) if mx.issubdtype(own.dtype, mx.floating) else w
     return new.to_quantized(layer.group_size, layer.bits, mode=layer.mode) if is_quantized else new

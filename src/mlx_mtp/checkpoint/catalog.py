@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
+from ..errors import MTPFileNotFoundError
 from ..memory import GB, Needs, Sizes
 from .config import Config, text_config_of
 
@@ -94,7 +95,7 @@ def resolve(name: str) -> str:
     same = [short for m in published().values() if name.lower().startswith(m.base) for short in m.conversions]
     near = same or get_close_matches(name.lower(), by_name, 3)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
-    raise FileNotFoundError(
+    raise MTPFileNotFoundError(
         f"{name} is neither a folder nor the name of a repository, nor a published model. {hint}`mlx_mtp models` lists them."
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_lm.utils import MODEL_REMAPPING
 
+from ..errors import MTPError, MTPFileNotFoundError
 from ..models import BASES, MODEL_TYPES, model_module
 from ..models.mixin import MTPModel
 
@@ -28,9 +29,9 @@ def parse_json(text: bytes, name: str) -> Config:
     try:
         value = json.loads(text.decode("utf-8"))
     except ValueError as e:  # also raised for text that is not UTF-8
-        raise ValueError(f"{name} is not JSON: {e}") from e
+        raise MTPError(f"{name} is not JSON: {e}") from e
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is not a JSON object.")
+        raise MTPError(f"{name} is not a JSON object.")
     return value
 
 
@@ -47,14 +48,14 @@ def read_config(folder: Path, name: str) -> Config:
 def check_config(config: Config | None, name: str) -> Config:
     """Return the config, or raise an error if it is missing or models of its type are not supported."""
     if config is None:
-        raise FileNotFoundError(f"{name} is not a model: it has no config.json.")
+        raise MTPFileNotFoundError(f"{name} is not a model: it has no config.json.")
     if not isinstance(config.get("text_config", {}), dict):
-        raise ValueError(f"The text_config of {name}'s config.json is not an object.")
+        raise MTPError(f"The text_config of {name}'s config.json is not an object.")
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         if not _mlx_lm_has(model_type):
-            raise ValueError(f"Model type {model_type} is supported neither here nor by mlx-lm {version('mlx-lm')}.")
-        raise ValueError(
+            raise MTPError(f"Model type {model_type} is supported neither here nor by mlx-lm {version('mlx-lm')}.")
+        raise MTPError(
             f"Model type {model_type} has no MTP head here (supported: {', '.join(MODEL_TYPES)}). mlx-lm runs it without "
             "drafts: give --no-mtp (in Python mtp=False), and serve with `mlx_lm.server`."
         )
@@ -107,7 +108,7 @@ def ends_of_text(folder: Path) -> set[int]:
     """The ids of the tokens that end a text. Each file of a checkpoint may name other ones, and all of them count."""
     ends: set[int] = set()
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        with suppress(OSError, ValueError):  # missing or no JSON, which those report that need it
+        with suppress(MTPError, OSError):  # missing or no JSON, which those report that need it
             config = read_json(folder / name)
             ends |= _named_ends(config) | _named_ends(config.get("text_config"))
     return ends
@@ -149,15 +150,15 @@ def first_difference(config: Config, other: Config) -> str:
 
 @contextmanager
 def loading_errors(name: str) -> Iterator[None]:
-    """Turn MLX's error for an unreadable file, and mlx-lm's for a bad config, into a ValueError that names the checkpoint."""
+    """Turn MLX's error for an unreadable file, and mlx-lm's for a bad config, into an MTPError that names the checkpoint."""
     try:
         yield
     except (ValueError, RuntimeError) as e:
-        if isinstance(e, ValueError) and name in str(e):
+        if isinstance(e, OSError) or (isinstance(e, MTPError) and name in str(e)):
             raise
-        raise ValueError(f"{name} could not be loaded: {e}") from e
+        raise MTPError(f"{name} could not be loaded: {e}") from e
     except (AttributeError, KeyError, TypeError) as e:
-        raise ValueError(f"{name} could not be loaded ({e!r}): is its config.json as it was published?") from e
+        raise MTPError(f"{name} could not be loaded ({e!r}): is its config.json as it was published?") from e
 
 
 def skeleton(config: Config, name: str, has_head: bool = True) -> MTPModel:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..errors import MTPError
 from ..images.vision import CONFIG_FILES, Vision, settings_of
 from ..memory import GB
 from ..models import drafter_of
@@ -60,12 +61,12 @@ def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
 
 
 def has_own_head(checkpoint: CheckpointReader) -> bool:
-    """Whether a checkpoint has its own head. An error tells if a file of it is missing or damaged."""
+    """Whether a checkpoint has its own head. Raises an error if a file of it is missing or damaged."""
     return bool(checkpoint.head_map)
 
 
 def has_usable_head(checkpoint: CheckpointReader) -> bool:
-    """Whether a checkpoint has its own head. An error tells if that cannot be used."""
+    """Whether a checkpoint has its own head. Raises an error if that cannot be used."""
     if has_own_head(checkpoint):
         check_head(checkpoint)
         return True
@@ -87,7 +88,7 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
     found: list[tuple[str, int]] = []
 
     def ask() -> None:
-        with suppress(OSError, ValueError):
+        with suppress(MTPError, OSError):
             describe = partial(fitting_head, checkpoint=checkpoint)
             original, tensors = originals.find_original(originals.HEADS, checkpoint, describe)
             found.append((original.name, sum(map(n_bytes, tensors.values()))))
@@ -99,14 +100,14 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
 
 
 def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
-    """Describe the tensors of a base model's head, for a checkpoint. A ValueError tells if there is none, it does not fit, or
+    """Describe the tensors of a base model's head, for a checkpoint. Raises MTPError if there is none, it does not fit, or
     it is quantized."""
     originals.check_sizes(original, checkpoint)
     if not (tensors := original.head()):
-        raise ValueError(f"{original.name} has no MTP head: the base model of {checkpoint.name} has.")
+        raise MTPError(f"{original.name} has no MTP head: the base model of {checkpoint.name} has.")
     check_head(original)
     if original.name != checkpoint.name and any(t.dtype not in DTYPES for t in tensors.values()):
-        raise ValueError(f"The MTP head of {original.name} is quantized: the base model's is in bfloat16.")
+        raise MTPError(f"The MTP head of {original.name} is quantized: the base model's is in bfloat16.")
     check_shapes(checkpoint, tensors)
     return tensors
 
@@ -136,10 +137,10 @@ def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:
 
 
 def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
-    """Describe the tensors of a base model's tower. A ValueError tells if there is none, or the sizes of the models differ."""
+    """Describe the tensors of a base model's tower. Raises MTPError if there is none, or the sizes of the models differ."""
     own, tensors = originals.check_sizes(original, checkpoint), original.tower()
     if not tensors or not isinstance(own.get("vision_config"), dict):
-        raise ValueError(f"{original.name} has no vision encoder: the base model of {checkpoint.name} has.")
+        raise MTPError(f"{original.name} has no vision encoder: the base model of {checkpoint.name} has.")
     return tensors
 
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.utils import TensorInfo
 
+from ..errors import MTPError
 from ..models import MODEL_TYPES, drafter_of, model_module
 from ..models.head_weights import MARKER, check_quantized, is_head, norms_of, sanitize_head, split_head
 from .config import Config, check_config, first_difference, skeleton, text_config_of
@@ -38,7 +39,7 @@ def check_head(checkpoint: CheckpointReader) -> None:
     """Raise an error if a checkpoint has no MTP head, or it cannot be used; the message has the fix."""
     name, text_config = checkpoint.name, text_config_of(checkpoint.config or {})
     if text_config.get("mtp_use_dedicated_embeddings"):
-        raise ValueError(
+        raise MTPError(
             f"The MTP head of {name} has its own embeddings, which is not supported: generate with --no-mtp."
         )
     if head := checkpoint.head():
@@ -49,12 +50,12 @@ def check_head(checkpoint: CheckpointReader) -> None:
         f"BASE_MODEL --model {name} --mlx-path NEW`, or generate with --no-mtp."
     )
     if text_config.get("mtp_num_hidden_layers"):
-        raise ValueError(f"The config of {name} claims an MTP head, but its weights have none: {fix}")
-    raise ValueError(f"{name} has no MTP head: {fix}")
+        raise MTPError(f"The config of {name} claims an MTP head, but its weights have none: {fix}")
+    raise MTPError(f"{name} has no MTP head: {fix}")
 
 
 def check_shapes(checkpoint: CheckpointReader, head: Mapping[str, TensorInfo]) -> None:
-    """Raise a ValueError if tensors of a head for a checkpoint are missing, unknown or of the wrong shape."""
+    """Raise an MTPError if tensors of a head for a checkpoint are missing, unknown or of the wrong shape."""
     mtp = skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name).mtp
     # Zeros that are never evaluated take no memory.
     zeros = {n: mx.zeros(t.shape, DTYPES.get(str(t.dtype), mx.uint8)) for n, t in split_head(head)[1].items()}
@@ -119,16 +120,16 @@ def shifts_norms(checkpoint: CheckpointReader) -> bool:
 
 
 def fetch_drafter(drafter: str, checkpoint: CheckpointReader) -> CheckpointReader:
-    """Fetch a drafter for a checkpoint. Raise a ValueError if it is none, or its head cannot be used."""
+    """Fetch a drafter for a checkpoint. Raise an MTPError if it is none, or its head cannot be used."""
     name, reader = checkpoint.name, fetch_checkpoint(drafter)
     own = reader.config or {}
     if own.get("model_type") != (wanted := drafter_of((checkpoint.config or {})["model_type"])):
-        raise ValueError(
+        raise MTPError(
             f"{drafter} is not a drafter: its model type is {own.get('model_type')}, not {wanted}. To use its head, graft "
             f"it: `mlx_mtp convert --graft-mtp-from {drafter} --model {name} --mlx-path NEW`."
         )
     if difference := first_difference(own.get("text_config", {}), text_config_of(checkpoint.config or {})):
-        raise ValueError(f"The drafter {drafter} does not fit {name}: {difference}.")
+        raise MTPError(f"The drafter {drafter} does not fit {name}: {difference}.")
     check_shapes(checkpoint, reader.head())
     return reader
 

@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from pathlib import PurePosixPath
 from typing import Any
 
+from ..errors import MTPError, MTPFileNotFoundError
 from ..models.head_weights import MARKER, split_head
 from .config import EXTRA_TENSORS
 from .hub import WEIGHTS, is_inside
@@ -52,8 +53,8 @@ def _in_unnamed_files(checkpoint: Any) -> dict[str, str]:
         for file in (file for file in files if _without_numbers(file) == group):
             try:
                 names = {name: name for name in checkpoint.header(file).tensors}
-            except ValueError:
-                if "mtp" in file:
+            except MTPError as e:
+                if "mtp" in file or isinstance(e, OSError):
                     raise
             else:
                 found |= dict.fromkeys(split_head(names)[1].values(), file)
@@ -63,10 +64,10 @@ def _in_unnamed_files(checkpoint: Any) -> dict[str, str]:
 
 
 def read_index(checkpoint: Any, file: str) -> dict[str, str]:
-    """The file of every tensor in an index. A ValueError tells if it is damaged, or names a file outside the checkpoint."""
+    """The file of every tensor in an index. Raises MTPError if it is damaged, or names a file outside the checkpoint."""
     weights = checkpoint.read_json(file).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(own, str) for own in weights.values()):
-        raise ValueError(f"{file} of {checkpoint.name} has no weight_map: download it again.")
+        raise MTPError(f"{file} of {checkpoint.name} has no weight_map: download it again.")
     weights = {name: str(PurePosixPath(file).parent / own) for name, own in weights.items()}
     for own in set(weights.values()):
         check_inside(own, file, checkpoint.name)
@@ -83,10 +84,10 @@ def is_models(file: str) -> bool:
 
 
 def check_inside(file: Any, named_by: str, name: str) -> None:
-    """Raise a ValueError if a file that a file of a checkpoint names is not in the checkpoint's folder."""
+    """Raise an MTPError if a file that a file of a checkpoint names is not in the checkpoint's folder."""
     if not is_inside(file):
-        raise ValueError(f"The {named_by} of {name} names the file {file!r}, which is not in its folder.")
+        raise MTPError(f"The {named_by} of {name} names the file {file!r}, which is not in its folder.")
 
 
-def missing_file(checkpoint: Any, file: str, named_by: str) -> FileNotFoundError:
-    return FileNotFoundError(f"{checkpoint.name} lacks {file}, which its {named_by} names: download it again.")
+def missing_file(checkpoint: Any, file: str, named_by: str) -> MTPFileNotFoundError:
+    return MTPFileNotFoundError(f"{checkpoint.name} lacks {file}, which its {named_by} names: download it again.")

@@ -14,6 +14,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import filter_repo_objects
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from ..errors import MTPError, MTPFileNotFoundError, MTPOSError
 from ..memory import size
 from .catalog import conversion_like, resolve
 
@@ -32,7 +33,7 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
     Raises:
         FileNotFoundError: It is missing or cannot be downloaded; the message has the reason in one line.
         OSError: The disk has no room for it.
-        ValueError: It is in another format.
+        MTPError: It is in another format.
     """
     check_path(path_or_hf_repo)
     check_format(path_or_hf_repo, [path_or_hf_repo])
@@ -83,10 +84,10 @@ def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
         info = hf.HfApi().model_info(name, revision=revision)
         files = [file.rfilename for file in info.siblings or ()]
         if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
-            raise ValueError(f"the commit is {info.sha!r}")
+            raise MTPError(f"the commit is {info.sha!r}")
         for file in files:
             if not is_inside(file):
-                raise ValueError(f"a file is {file!r}")
+                raise MTPError(f"a file is {file!r}")
         return str(info.sha), files
 
 
@@ -111,7 +112,7 @@ def check_download(name: str, commit: str, files: Collection[str]) -> None:
     cache = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
     if (needed := sum(entry.size for entry in entries)) > free:
-        raise OSError(
+        raise MTPOSError(
             f"{name} is not downloaded: it takes {size(needed)}, and the disk of {cache} has {size(free)} free."
         )
 
@@ -122,32 +123,32 @@ def _tree(name: str, commit: str) -> list[RepoFile]:
         tree = hf.HfApi().list_repo_tree(name, recursive=True, revision=commit)
         entries = [entry for entry in tree if isinstance(entry, RepoFile)]
         if not all(isinstance(entry.size, int) for entry in entries):
-            raise ValueError("the size of a file is not a number")
+            raise MTPError("the size of a file is not a number")
         return entries
 
 
 def _check_etag(file: str, etag: str | None) -> None:
     if not re.fullmatch(r"\w[\w.+=-]*", etag or ""):
-        raise OSError(f"the ETag {etag!r} of {file} is not the name of a file, under which the cache would have it.")
+        raise MTPOSError(f"the ETag {etag!r} of {file} is not the name of a file, under which the cache would have it.")
 
 
 def check_format(name: str, files: Collection[str]) -> None:
-    """Raise a ValueError for a checkpoint whose weights are GGUF files."""
+    """Raise an MTPError for a checkpoint whose weights are GGUF files."""
     if not any(file.endswith(".gguf") for file in files) or any(file.endswith(".safetensors") for file in files):
         return
     conversion = conversion_like(name)
     known = "" if conversion is None else f" The same model for MLX: --model {conversion}."
-    raise ValueError(f"{name} is not loaded: GGUF is not supported, MLX reads safetensors.{known}")
+    raise MTPError(f"{name} is not loaded: GGUF is not supported, MLX reads safetensors.{known}")
 
 
 def check_path(path: str | Path) -> None:
-    """Raise a ValueError for a path that is empty or not UTF-8, which MLX does not support."""
+    """Raise an MTPError for a path that is empty or not UTF-8, which MLX does not support."""
     if path == "":
-        raise ValueError("The name of a model is empty: give a folder or a Hugging Face repo.")
+        raise MTPError("The name of a model is empty: give a folder or a Hugging Face repo.")
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError as e:
-        raise ValueError(f"The path {str(path)!a} is not UTF-8, and MLX takes no other: rename it.") from e
+        raise MTPError(f"The path {str(path)!a} is not UTF-8, and MLX takes no other: rename it.") from e
 
 
 @contextmanager
@@ -156,12 +157,12 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except (OSError, errors.EntryNotFoundError, errors.HTTPError) as e:
-        raise FileNotFoundError(_reason(e, name, revision)) from e
+        raise MTPFileNotFoundError(_reason(e, name, revision)) from e
     except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError) as e:
         reason = f"could not be read: the answer of {constants.ENDPOINT} is not the hub's ({first_line(e)})."
         if isinstance(e, errors.HFValidationError):
             reason = "is neither a folder nor the name of a repository."
-        raise FileNotFoundError(f"{name} {reason}") from e
+        raise MTPFileNotFoundError(f"{name} {reason}") from e
 
 
 def _reason(error: Exception, name: str, revision: str | None) -> str:

@@ -12,6 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
 from ..distributed.ranks import from_rank_0, raise_on_all
+from ..errors import MTPError
 from ..images.tower import split_tower
 from ..images.vision import Vision
 from ..memory import CONTEXT, Account, limit_restored_on_error
@@ -107,7 +108,7 @@ def load(
     Raises:
         FileNotFoundError: The model or one of its files is missing, or with ``mtp="auto"`` the original of a model without a
           head.
-        ValueError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
+        MTPError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
           original's head, a file is damaged, the model does not fit in the memory, or it cannot be divided among the processes.
     """
     name, asked, drafting = path_or_hf_repo, mtp, (draft_vocab, mtp_bits, draft_head_bits)
@@ -171,7 +172,7 @@ def load(
 
 
 def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
-    """Raise a ValueError for ``--mtp`` with a model of a family that only mlx-lm supports. Weights are not downloaded."""
+    """Raise an MTPError for ``--mtp`` with a model of a family that only mlx-lm supports. Weights are not downloaded."""
     with suppress(OSError):  # load tells why
         read_config(fetch(path_or_hf_repo, revision, weights=()), path_or_hf_repo)
 
@@ -189,16 +190,16 @@ def _check_arguments(
 
 
 def _check_drafting(mtp: bool | str, drafting: tuple[Any, ...], settings: bool | str | Path) -> None:
-    """Raise a ValueError if an argument requires the head, and there is none."""
+    """Raise an MTPError if an argument requires the head, and there is none."""
     if not mtp and (any(x is not None for x in drafting) or not isinstance(settings, bool)):
-        raise ValueError(
+        raise MTPError(
             "draft_vocab, mtp_bits, draft_head_bits and settings require the MTP head: omit them, or load it."
         )
 
 
 def _head_files(checkpoint: CheckpointReader, mtp: bool | str) -> list[str]:
     """The files of a checkpoint's own head that mlx-lm does not load, if the head may be used."""
-    with suppress(OSError, ValueError):  # the error is raised, or logged, when the head is read
+    with suppress(MTPError, OSError):  # the error is raised, or logged, when the head is read
         return checkpoint.head_files if mtp in (True, "auto", "cached") else []
     return []
 
@@ -210,7 +211,7 @@ def _cached_head(checkpoint: CheckpointReader) -> bool | str:
     try:
         if has_usable_head(checkpoint):
             return True
-    except (OSError, ValueError) as e:
+    except (MTPError, OSError) as e:
         log.warning(f"[WARNING] {checkpoint.name} generates without drafts: {e}")
         return False
     return "auto" if fetched_before(HEADS, checkpoint) is not None else False
@@ -236,7 +237,7 @@ def _load_in_mlx_lm(
 
 
 def _source_of_head(checkpoint: CheckpointReader, mtp: bool | str) -> CheckpointReader | None:
-    """The checkpoint of the head to load. An error tells if there is none, it cannot be used, or a file is missing."""
+    """The checkpoint of the head to load. Raises an error if there is none, it cannot be used, or a file is missing."""
     if isinstance(mtp, str):
         _ = checkpoint.model_map  # checks the index
         return head_formats.fetch_drafter(mtp, checkpoint)
@@ -247,7 +248,7 @@ def _source_of_head(checkpoint: CheckpointReader, mtp: bool | str) -> Checkpoint
 
 
 def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, asked: bool | str) -> None:
-    """Warn of a head whose drafts the model rejects. That of another checkpoint is not used: a ValueError, or where nobody has
+    """Warn of a head whose drafts the model rejects. That of another checkpoint is not used: an MTPError, or where nobody has
     asked for it, the model loses it."""
     accepted, name, fetched = model.head_acceptance, checkpoint.name, model.fetched_head
     if accepted is None or accepted >= FLOOR:
@@ -262,7 +263,7 @@ def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, asked: bool |
         with suppress(OSError):  # a read-only folder
             forget(HEADS, checkpoint)  # so that mtp="cached" loads without it
         if asked != "cached":
-            raise ValueError(message)
+            raise MTPError(message)
         model.fetched_head = None
         model.drop_head()
     log.warning(f"[WARNING] {message}")
@@ -320,7 +321,7 @@ def _vision_of(model: MTPModel, checkpoint: CheckpointReader, config: Config, ma
     """The vision of a loaded model: its checkpoint's, or its base model's if that may be fetched."""
     if model.no_images is not None:
         if may_fetch:
-            raise ValueError(model.no_images)
+            raise MTPError(model.no_images)
         return None
     own = find_vision(checkpoint, config)
     return fetch_tower(checkpoint, config) if own is None and may_fetch else own
@@ -340,9 +341,9 @@ def _load_tokenizer(
     try:
         tokenizer = load_tokenizer(checkpoint.path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
         if not tokenizer.encode("a", add_special_tokens=False):
-            raise ValueError("it encodes no text")
+            raise MTPError("it encodes no text")
     except Exception as e:  # tokenizers has no more specific exception
-        raise ValueError(
+        raise MTPError(
             f"The tokenizer of {checkpoint.name} is missing or damaged ({e}): download its files again."
         ) from e
     _complete(tokenizer, checkpoint)
@@ -350,8 +351,8 @@ def _load_tokenizer(
 
 
 def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None:
-    """Add the ends of text. Warn if text is split otherwise than by the checkpoint's tokenizer.json, as by some versions of
-    transformers."""
+    """Add the ends of text. Warn if transformers tokenizes differently from the checkpoint's tokenizer.json, as some
+    versions do."""
     tokenizer.eos_token_ids |= ends_of_text(checkpoint.path)
     file, backend = checkpoint.path / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not file.exists():
@@ -359,7 +360,7 @@ def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None
     own = type(backend).from_file(str(file))
     if tokenizer.encode(SPLIT, add_special_tokens=False) != own.encode(SPLIT, add_special_tokens=False).ids:
         log.warning(
-            f"[WARNING] transformers {version('transformers')} splits text otherwise than the tokenizer.json of "
+            f"[WARNING] transformers {version('transformers')} tokenizes differently from the tokenizer.json of "
             f"{checkpoint.name}: answers may be worse, and fewer drafts accepted. Try another version: "
             "`pip install -U transformers`."
         )

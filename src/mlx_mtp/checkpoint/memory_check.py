@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub.utils import TensorInfo
 
 from .. import memory
+from ..errors import MTPError
 from ..images.tower import split_tower
 from ..memory import (
     CHUNK,
@@ -52,13 +53,13 @@ def check_memory(
     ngram_memory: bool | None,
     source: CheckpointReader | None = None,
 ) -> bool:
-    """Raise a ValueError if a checkpoint, with a head of ``source``, does not fit in memory with a text of ``context`` tokens.
+    """Raise an MTPError if a checkpoint, with a head of ``source``, does not fit in memory with a text of ``context`` tokens.
 
     In plain mlx-lm, which drops heads and towers, it is checked without a text. No ``account``, no check. Tables of n-gram
     embeddings are in memory if ``ngram_memory``; ``None``: if they leave a share of the memory free.
 
     Returns:
-        bool: Whether there are such tables in memory.
+        Whether there are such tables in memory.
     """
     if account is None:
         return bool(ngram_memory)
@@ -74,8 +75,8 @@ def check_memory(
     if source is not None:
         needs = needs._replace(head=_nbytes(source.head()))
     if ngram_memory is None:
-        most = min(memory.NGRAM_SHARE * min(memory.total_memory(), account.limit), account.left)
-        ngram_memory = needs.total + table_bytes <= most
+        max_bytes = min(memory.NGRAM_SHARE * min(memory.total_memory(), account.limit), account.left)
+        ngram_memory = needs.total + table_bytes <= max_bytes
     if ngram_memory:
         needs = needs._replace(ngrams=table_bytes)
     check_fits(name, needs, account, _advice(needs, sizes, account, context))
@@ -83,14 +84,14 @@ def check_memory(
 
 
 def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
-    """Raise a ValueError if a tensor is too large for the device. Experts that are stored one by one become one array."""
-    most, arrays = max_array_bytes(), Counter[str]()
+    """Raise an MTPError if a tensor is too large for the device. Experts that are stored one by one become one array."""
+    max_bytes, arrays = max_array_bytes(), Counter[str]()
     for tensor, info in tensors.items():
         arrays[re.sub(r"\.experts\.\d+\.", ".experts.", tensor)] += _nbytes({tensor: info})
     for tensor, largest in arrays.most_common(1):
-        if most is not None and largest > most:
-            raise ValueError(
-                f"{name} does not fit: {tensor} takes {size(largest)}, and an array on this GPU at most {size(most)}. "
+        if max_bytes is not None and largest > max_bytes:
+            raise MTPError(
+                f"{name} does not fit: {tensor} takes {size(largest)}, and an array on this GPU at most {size(max_bytes)}. "
                 "Use a conversion with fewer bits."
             )
 
@@ -102,7 +103,7 @@ def needs_of_checkpoint(
     config = check_config(checkpoint.config, checkpoint.name)
     language, tower = split_tower(without_tables(model_tensors(checkpoint))[0])
     backbone, head = split_head(language)
-    with suppress(OSError, ValueError):  # a head that cannot be used
+    with suppress(MTPError, OSError):  # a head that cannot be used
         head = checkpoint.head()
     norm = next((t for n, t in backbone.items() if n.endswith(NORMS)), None)
     value_bytes = 2 if norm is None else n_bytes(norm) // math.prod(norm.shape)

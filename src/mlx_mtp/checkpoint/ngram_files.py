@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from huggingface_hub.utils import TensorInfo
 
+from ..errors import MTPError
 from ..models.ngrams import NgramTable
 from .reader import CheckpointReader, n_bytes
 
@@ -57,10 +58,10 @@ class FileRows:
     """The rows of a table in files, see ``models.ngrams.Rows``.
 
     Args:
-        parts (List[Dict[str, FileArray]]): The arrays of each part of the rows.
+        parts: The arrays of each part of the rows.
 
     Raises:
-        ValueError: The parts do not fit together.
+        MTPError: The parts do not fit together.
     """
 
     def __init__(self, parts: list[dict[str, FileArray]]):
@@ -69,9 +70,9 @@ class FileRows:
         for j, part in enumerate(parts):
             sizes = {x.tensor.shape[0] for x in part.values()}
             if {name: x.layout for name, x in part.items()} != self.layout or len(sizes) > 1:
-                raise ValueError(f"has other arrays in part {j} than in part 0")
+                raise MTPError(f"has other arrays in part {j} than in part 0")
             if unknown := next((dtype for _, dtype in self.layout.values() if isinstance(dtype, str)), None):
-                raise ValueError(f"is in {unknown}, which is not supported")
+                raise MTPError(f"is in {unknown}, which is not supported")
             lengths.append(sizes.pop())
         self.parts, self.starts = parts, np.cumsum([0, *lengths])  # the id of each part's first row
         files = {x.file for part in parts for x in part.values()}
@@ -118,7 +119,7 @@ def _read_all(reads: list[tuple[int, int, int]]) -> bytes:
     """Read bytes of open files: (file descriptor, number of bytes, position)."""
     data = b"".join([os.pread(*read) for read in reads])
     if len(data) < sum(n for _, n, _ in reads):
-        raise ValueError("A file of the model's n-gram table has been cut: download or convert the model again.")
+        raise MTPError("A file of the model's n-gram table has been cut: download or convert the model again.")
     return data
 
 
@@ -126,7 +127,7 @@ def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> No
     """Open the tables of a model's layers, if it has any, or read them into memory.
 
     Raises:
-        ValueError: A table is incomplete, or does not fit the model.
+        MTPError: A table is incomplete, or does not fit the model.
     """
     if (ngrams := model.ngrams) is None:
         return
@@ -141,11 +142,11 @@ def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> No
     for i in model.model.ngram_layers:
         parts = [found[i][j] for j in sorted(found[i])]
         if [*sorted(found[i])] != [*range(len(parts))] or not parts or any("weight" not in part for part in parts):
-            raise ValueError(f"{checkpoint.name} lacks a part of the n-gram table of layer {i}: download it again.")
+            raise MTPError(f"{checkpoint.name} lacks a part of the n-gram table of layer {i}: download it again.")
         try:
             ngrams.tables[i] = NgramTable(FileRows(parts), ngrams.width, ngrams.hashes[i].n_rows)
         except ValueError as e:
-            raise ValueError(
+            raise MTPError(
                 f"The n-gram table of layer {i} of {checkpoint.name} {e}: download or convert it again."
             ) from e
         if in_memory:

@@ -24,6 +24,7 @@ from huggingface_hub.utils import TensorInfo, WeakFileLock
 from tqdm import tqdm
 from yaml import YAMLError
 
+from ..errors import MTPError, MTPFileNotFoundError
 from ..files import write_atomic, writing
 from ..models import MODEL_TYPES
 from ..models.head_weights import split_head
@@ -52,21 +53,21 @@ def find_original(kind: str, checkpoint: CheckpointReader, describe: Describe) -
         try:
             reader = CheckpointReader(original)
             return reader, describe(reader)
-        except (FileNotFoundError, ValueError) as e:
+        except MTPError as e:
             tried[original] = str(e)
     reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
-    raise FileNotFoundError(f"{checkpoint.name} has no {PARTS[kind]}, and its base model was not found. {reasons}")
+    raise MTPFileNotFoundError(f"{checkpoint.name} has no {PARTS[kind]}, and its base model was not found. {reasons}")
 
 
 def check_sizes(original: CheckpointReader, checkpoint: CheckpointReader) -> Config:
-    """Return the config of an original, or raise a ValueError if a size differs from a checkpoint's."""
+    """Return the config of an original, or raise an MTPError if a size differs from a checkpoint's."""
     own, config = (check_config(reader.config, reader.name) for reader in (original, checkpoint))
     ties = [bool(c.get("tie_word_embeddings", text_config_of(c).get("tie_word_embeddings"))) for c in (own, config)]
     difference = first_difference(own, config)
     if not difference and ties[0] != ties[1]:
         difference = f"tie_word_embeddings is {ties[0]}, not {ties[1]}"
     if difference:
-        raise ValueError(f"{original.name} does not fit {checkpoint.name}: {difference}.")
+        raise MTPError(f"{original.name} does not fit {checkpoint.name}: {difference}.")
     return own
 
 
@@ -80,7 +81,7 @@ def _candidates(checkpoint: CheckpointReader) -> Iterator[str]:
             if base not in seen:
                 seen.add(base)
                 yield base
-                with suppress(FileNotFoundError, ValueError):  # reported when its part is tried
+                with suppress(FileNotFoundError, MTPError):  # reported when its part is tried
                     found += base_models(CheckpointReader(base))
         bases = found
     for other in _named(checkpoint):
@@ -121,22 +122,20 @@ def base_models(checkpoint: CheckpointReader) -> list[str]:
 
 
 def check_not_fp8(checkpoint: CheckpointReader) -> None:
-    """Raise a ValueError for a model of this family in FP8 that mlx-lm does not load, with the model's 16-bit checkpoint."""
+    """Raise an MTPError for a model of this family in FP8 that mlx-lm does not load, with the model's 16-bit checkpoint."""
     config, names = checkpoint.config or {}, dict[str, str]()
     quantization = config.get("quantization_config")
     if config.get("model_type") not in MODEL_TYPES or not isinstance(quantization, dict):
         return
     if quantization.get("quant_method") != "fp8" or quantization.get("scale_fmt") == "ue8m0":
         return
-    with suppress(OSError, ValueError):  # the error is raised when the model is loaded
+    with suppress(MTPError, OSError):  # the error is raised when the model is loaded
         names = split_head(checkpoint.model_map)[0]
     if any(name.endswith("_scale_inv") for name in names):
         bases = [base for base in base_models(checkpoint) if "fp8" not in base.lower()]
         base = next(iter(bases), re.sub("[-_]fp8", "", checkpoint.name, flags=re.IGNORECASE))
         other = "its 16-bit base model" if base == checkpoint.name else f"{base}, which has 16 bits"
-        raise ValueError(
-            f"{checkpoint.name} is in FP8, which mlx-lm does not load: use {other}, or a conversion of it."
-        )
+        raise MTPError(f"{checkpoint.name} is in FP8, which mlx-lm does not load: use {other}, or a conversion of it.")
 
 
 # Fetching
@@ -156,7 +155,7 @@ def fetch_from_original(
 ) -> Path:
     """Fetch a part of a checkpoint's original, unless it was fetched before. Return its folder.
 
-    ``describe`` returns the tensors of the part in an original, or raises a ValueError. ``write`` writes them to a folder and
+    ``describe`` returns the tensors of the part in an original, or raises an MTPError. ``write`` writes them to a folder and
     returns its config.json, which is written last: another call resumes in a folder without one. ``advice`` ends the
     FileNotFoundError if there is no original.
     """
@@ -165,7 +164,7 @@ def fetch_from_original(
     try:
         original, tensors = find_original(kind, checkpoint, describe)
     except FileNotFoundError as e:
-        raise FileNotFoundError(f"{e} {advice}") from e
+        raise MTPFileNotFoundError(f"{e} {advice}") from e
     root = folder_of(kind)
     target = root / original.name.strip("/").replace("/", "--") / (original.revision or _revision_of(original))
     with writing(target):

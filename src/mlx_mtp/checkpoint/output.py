@@ -15,6 +15,7 @@ import mlx.core as mx
 from huggingface_hub import ModelCard, ModelCardData
 from yaml import YAMLError
 
+from ..errors import MTPError, MTPOSError
 from ..files import writing
 from ..models.head_weights import split_head
 from .config import EXTRA_TENSORS, Config, text_config_of
@@ -27,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 def check_new(target: Path) -> None:
-    """Raise a ValueError if the target exists, or MLX cannot write there."""
+    """Raise an MTPError if the target exists, or MLX cannot write there."""
     check_path(target.absolute())
     if target.exists():
-        raise ValueError(
+        raise MTPError(
             f"Cannot save to the path {target} as it already exists."
             " Please delete the file/directory or specify a new path to save to."
         )
@@ -61,13 +62,12 @@ def naming(folder: Path, name: str) -> Iterator[None]:
     """A context that replaces this temporary folder in errors by a name that the user knows."""
     try:
         yield
-    except (OSError, ValueError) as e:
+    except (MTPError, OSError) as e:
         if str(folder) not in str(e):
             raise
         if isinstance(e, OSError) and e.strerror and e.filename:  # an error of the system
             raise OSError(e.errno, e.strerror, str(e.filename).replace(str(folder), name)) from e
-        kind = OSError if isinstance(e, OSError) else ValueError
-        raise kind(str(e).replace(str(folder), name)) from e
+        raise type(e)(str(e).replace(str(folder), name)) from e
 
 
 def save(file: Path, weights: dict[str, mx.array]) -> None:
@@ -87,7 +87,7 @@ def check_written(folder: Path, tensors: Mapping[str, mx.array], weight_map: Map
     for name, w in tensors.items():
         back = written[weight_map[name]][name]
         if back.dtype != w.dtype or not mx.array_equal(back, w, equal_nan=True):
-            raise OSError(f"{name} was not read back as it was written to {folder / weight_map[name]}.")
+            raise MTPOSError(f"{name} was not read back as it was written to {folder / weight_map[name]}.")
 
 
 def describe_head(config: Config, origin: Config, dtype: mx.Dtype, bits: int | None, separate: bool) -> None:

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..distributed.ranks import Ranks
+from ..errors import MTPError
 from ..images.tower import split_tower
 from ..models import MODEL_TYPES
 from ..models.head_weights import split_head
@@ -40,25 +41,25 @@ class Stage:
 def make_ranks(
     tensor_group: mx.distributed.Group | None, pipeline_group: mx.distributed.Group | None, adapter_path: str | None
 ) -> Ranks | None:
-    """The ranks that run the model together; ``None`` for one process. Raises a ValueError for arguments that exclude ranks."""
+    """The ranks that run the model together; ``None`` for one process. Raises an MTPError for arguments that exclude ranks."""
     if tensor_group is not None and pipeline_group is not None:
-        raise ValueError("tensor_group and pipeline_group cannot be combined.")
+        raise MTPError("tensor_group and pipeline_group cannot be combined.")
     group = tensor_group or pipeline_group
     if group is None or group.size() == 1:
         return None
     if adapter_path is not None:
-        raise ValueError("Adapters are not supported on several machines: fuse it first with `mlx_lm.fuse`.")
+        raise MTPError("Adapters are not supported on several machines: fuse it first with `mlx_lm.fuse`.")
     if pipeline_group is not None and group.size() != mx.distributed.init().size():
-        raise ValueError("pipeline_group must have all processes: mlx-lm's pipelines use the global group.")
+        raise MTPError("pipeline_group must have all processes: mlx-lm's pipelines use the global group.")
     return Ranks(group)
 
 
 def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> Stage | None:
-    """The stage of a pipeline that is this rank's part of a checkpoint; ``None`` if it has a share of each layer. A ValueError
-    tells if the model cannot be divided."""
+    """The stage of a pipeline that is this rank's part of a checkpoint; ``None`` if it has a share of each layer. Raises
+    MTPError if the model cannot be divided."""
     config = checkpoint.config or {}
     if "model_type" in config and config["model_type"] not in MODEL_TYPES:
-        raise ValueError(
+        raise MTPError(
             f"Model type {config['model_type']} does not run on several machines (supported: {', '.join(MODEL_TYPES)}): "
             "use `mlx_lm.chat` or `mlx_lm.server`."
         )
@@ -85,10 +86,10 @@ def names_of(names: Collection[str], layers: range) -> list[str]:
 
 
 def check_complete(model: Any, loaded: Iterable[str], name: str) -> None:
-    """Raise a ValueError if the tensors lack a parameter of the model."""
+    """Raise an MTPError if the tensors lack a parameter of the model."""
     parameters: Any = tree_flatten(model.parameters())
     if missing := sorted({path for path, _ in parameters}.difference(loaded)):
-        raise ValueError(f"{name} lacks the tensor {missing[0]}: download it again.")
+        raise MTPError(f"{name} lacks the tensor {missing[0]}: download it again.")
 
 
 def evaluate(model: Any) -> None:

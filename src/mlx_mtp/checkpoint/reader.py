@@ -23,6 +23,7 @@ from huggingface_hub.errors import HTTPError, SafetensorsParsingError
 from huggingface_hub.utils import TensorInfo, build_hf_headers, hf_raise_for_status, http_stream_backoff
 from safetensors import SafetensorError, safe_open
 
+from ..errors import MTPError, MTPFileNotFoundError, MTPOSError
 from ..images.tower import split_tower
 from ..models.head_weights import split_head
 from .catalog import resolve
@@ -47,9 +48,9 @@ class CheckpointReader:
     """Reads only the requested parts of a checkpoint, a folder or a repository.
 
     Args:
-        path_or_hf_repo (str): The checkpoint, by which errors name it.
-        folder (Path, optional): Its folder, if it was downloaded.
-        needed (Collection[str], optional): The files of the index that must exist. Default: ``None``, all.
+        path_or_hf_repo: The checkpoint, by which errors name it.
+        folder: Its folder, if it was downloaded.
+        needed: The files of the index that must exist. Default: ``None``, all.
 
     Raises:
         FileNotFoundError: It cannot be read.
@@ -103,7 +104,7 @@ class CheckpointReader:
                 f.seek(start)
                 data = f.read(-1 if stop is None else stop - start)
         if stop is not None and len(data) != stop - start:
-            raise ValueError(f"{file} of {self.name} is truncated or damaged: download or convert it again.")
+            raise MTPError(f"{file} of {self.name} is truncated or damaged: download or convert it again.")
         return data
 
     def read_json(self, file: str) -> Config:
@@ -125,7 +126,7 @@ class CheckpointReader:
         """The files that mlx-lm loads."""
         files = sorted(filter(is_models, self.files))
         if not files:
-            raise FileNotFoundError(f"No safetensors found in {self.name}")
+            raise MTPFileNotFoundError(f"No safetensors found in {self.name}")
         return files
 
     @cached_property
@@ -144,7 +145,7 @@ class CheckpointReader:
 
         Raises:
             FileNotFoundError: There are no weights, or a file that the index names is missing.
-            ValueError: A file is damaged, or lacks a tensor that the index names.
+            MTPError: A file is damaged, or lacks a tensor that the index names.
         """
         named = set(self.index.values())
         absent = {file for file in named if not self.has(file)}
@@ -162,7 +163,7 @@ class CheckpointReader:
 
         Raises:
             FileNotFoundError: A file that the config or an index names is missing.
-            ValueError: Such a file is damaged.
+            MTPError: Such a file is damaged.
         """
         for place in places_of_heads(self):
             if head := split_head({name: name for name in place})[1]:
@@ -177,7 +178,7 @@ class CheckpointReader:
         return sorted({file for file in self.head_map.values() if not is_models(file)})
 
     def tensors(self, files: Mapping[str, str]) -> dict[str, TensorInfo]:
-        """Describe tensors in these files. Raises a ValueError if a file lacks one that the index names."""
+        """Describe tensors in these files. Raises an MTPError if a file lacks one that the index names."""
         found = {}
         for name, file in files.items():
             tensor = self.header(file).tensors.get(name)
@@ -196,8 +197,8 @@ class CheckpointReader:
         return self.tensors({name: self.model_map[name] for name in names})
 
 
-def _lacking(name: str, tensor: str) -> ValueError:
-    return ValueError(f"{name} lacks the tensor {tensor}, which its index names: download it again.")
+def _lacking(name: str, tensor: str) -> MTPError:
+    return MTPError(f"{name} lacks the tensor {tensor}, which its index names: download it again.")
 
 
 def is_tied(checkpoint: CheckpointReader) -> bool:
@@ -223,16 +224,16 @@ def read_header(file: Path, name: str) -> Header:
     """Read and check the header of a safetensors file. No tensor is read, so a file may have the right size and no data.
 
     The safetensors library checks that the tensors have known dtypes and the sizes of their shapes, and cover the file
-    without a gap or an overlap; MLX and huggingface_hub do not. ``name`` is the file's in a ValueError about it.
+    without a gap or an overlap; MLX and huggingface_hub do not. ``name`` is the file's in an MTPError about it.
     """
     if file.is_dir():
-        raise ValueError(f"{name} is not a safetensors file but a folder: remove or rename it.")
+        raise MTPError(f"{name} is not a safetensors file but a folder: remove or rename it.")
     try:
         with safe_open(file, framework="numpy"):
             pass
         header = parse_local_safetensors_file_metadata(file)
     except (SafetensorError, SafetensorsParsingError) as e:
-        raise ValueError(f"{name} is truncated or damaged ({e}): download or convert it again.") from e
+        raise MTPError(f"{name} is truncated or damaged ({e}): download or convert it again.") from e
     with file.open("rb") as f:
         start = 8 + int.from_bytes(f.read(8), "little")
     return Header(header.tensors, header.metadata or {}, start)
@@ -270,17 +271,17 @@ def _download(repo: str, revision: str | None, file: str, start: int, stop: int 
                 with suppress(HTTPError):  # the body broke off: ask again
                     data = _read_body(response, None if size is None or stop is None else min(stop, size) - start)
                     return data, len(data) if size is None else size
-        raise OSError(f"{file} broke off {TRIES} times.")
+        raise MTPOSError(f"{file} broke off {TRIES} times.")
 
 
 def _size_of_part(response: Any, file: str, start: int, stop: int) -> int:
-    """The size of a file, of which a part was requested. An OSError tells if the body, still unread, is not this part."""
+    """The size of a file, of which a part was requested. Raises OSError if the body, still unread, is not this part."""
     if response.status_code != 206:
-        raise OSError("its server does not support range requests.")
+        raise MTPOSError("its server does not support range requests.")
     sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
     first, last, size = (int(n) for n in sent.groups()) if sent else (-1, -1, 0)
     if (first, last + 1) != (start, min(stop, size)):
-        raise OSError(f"its server sent other bytes of {file} than asked for.")
+        raise MTPOSError(f"its server sent other bytes of {file} than asked for.")
     return size
 
 
@@ -292,5 +293,5 @@ def _read_body(response: Any, length: int | None) -> bytes:
         if length is not None and len(data) > length:
             break
     if length is not None and len(data) != length:
-        raise OSError("its server sent another number of bytes than asked for.")
+        raise MTPOSError("its server sent another number of bytes than asked for.")
     return bytes(data)

@@ -44,7 +44,7 @@ MAX_SECONDS = 3.0  # of all steps and passes that are timed
 N_SEQUENCES, ROWS = 2, (12, 16, 24, 32)  # of passes with more rows than one sequence's drafts make
 N_COMPARISONS = 3  # and the number of all parts, for the progress bar
 N_PARTS = N_COMPARISONS + (N_TIMES + 1) * (MAX_DRAFT_TOKENS + 1) + 3 + len(ROWS)
-DEPTHS = (*range(MAX_DRAFT_TOKENS + 1), *(n - 1 for n in ROWS))  # of the steps that are timed
+DRAFT_LENGTHS = (*range(MAX_DRAFT_TOKENS + 1), *(n - 1 for n in ROWS))  # of the steps that are timed
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class SelfTest(NamedTuple):
     rolled_back: float  # a pass after a rollback and after a prefill of the same tokens
     rounding: float  # the most that rounding explains
     head_copies: int  # copies of the head's keys and values that further drafts in one graph make
-    seconds: list[float]  # of a step at ``DEPTHS``; none without the head
+    seconds: list[float]  # of a step at ``DRAFT_LENGTHS``; none without the head
     draft_cost: float  # the time in which the head drafts a token, in plain steps
 
     @property
@@ -86,7 +86,7 @@ def ensure_tested(model: Any, name: str) -> SelfTest | None:
             file.parent.mkdir(parents=True, exist_ok=True)
             update_own(file, key, result)
     tuned = (model.drafting.tuned or Settings()).seconds
-    model.drafting.times = StepTimes(tuned or dict(zip(DEPTHS, result.seconds)), result.draft_cost)
+    model.drafting.times = StepTimes(tuned or dict(zip(DRAFT_LENGTHS, result.seconds)), result.draft_cost)
     if "compiled" in result.wrong:
         model.drafting.compiled = False
     if "grouped" in result.wrong:
@@ -186,18 +186,18 @@ def _head_copies(model: Any) -> int:
     return round((mx.get_peak_memory() - before) / cache.nbytes)
 
 
-class _EveryDepth(Depth):
-    """Chooses all depths in turn, and keeps the shortest time of each: others may include a pause.
+class _EveryLength(Depth):
+    """Chooses all draft lengths in turn, and keeps the shortest time of each: others may include a pause.
 
-    The first step at a depth makes traces and is not timed, so each depth is chosen several times before the next.
+    The first step of a draft length makes traces and is not timed, so each is chosen several times before the next.
     """
 
-    def __init__(self, most: int):
-        super().__init__(most)
+    def __init__(self, max_drafts: int):
+        super().__init__(max_drafts)
         self.shortest: dict[int, float] = {}
-        self.left = [k for k in range(most + 1) for _ in range(N_TIMES + 1)]
+        self.left = [k for k in range(max_drafts + 1) for _ in range(N_TIMES + 1)]
 
-    def for_text(self) -> "_EveryDepth":
+    def for_text(self) -> "_EveryLength":
         return self
 
     def next(self, *_: Any, **__: Any) -> Plan:
@@ -210,7 +210,7 @@ class _EveryDepth(Depth):
 
 def _step_seconds(model: Any, prompt: mx.array, bar: Any) -> tuple[list[float], float]:
     """The times of steps, see ``step_seconds``. None if plain steps, or all others, were not timed in ``MAX_SECONDS``."""
-    depth, end = _EveryDepth(MAX_DRAFT_TOKENS), perf_counter() + MAX_SECONDS
+    depth, end = _EveryLength(MAX_DRAFT_TOKENS), perf_counter() + MAX_SECONDS
     n = len(depth.left)
     steps = mtp_generate_step(prompt, model, max_tokens=1000, num_draft_tokens=depth, copy_drafts="off")
     with closing(steps):
@@ -237,12 +237,12 @@ def _guess(passes: Mapping[int, float], rows: int) -> float:
 def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple[list[float], float]:
     """
     Args:
-        seconds (Sequence[float]): The times of steps of one sequence with 0 to 8 drafts.
-        passes (Mapping[int, float]): The times of passes over 1, 8 and 9 rows and those of ``ROWS``, or the first of them.
+        seconds: The times of steps of one sequence with 0 to 8 drafts.
+        passes: The times of passes over 1, 8 and 9 rows and those of ``ROWS``, or the first of them.
 
     Returns:
-        Tuple[list[float], float]: The times of steps at ``DEPTHS``, or the first of them, and the time of a draft in plain
-          steps, 0 if it is unknown.
+        The times of steps at ``DRAFT_LENGTHS``, or the first of them, and the time of a draft in
+          plain steps, 0 if it is unknown.
     """
     if not {1, 8, 9} <= passes.keys():
         return [*seconds], 0.0

@@ -23,6 +23,7 @@ from platformdirs import user_cache_path
 from .._version import __version__
 from ..caches.validation import BITS
 from ..distributed.ranks import Ranks, from_rank_0
+from ..errors import MTPError, MTPFileNotFoundError
 from ..files import check_target, write_atomic
 from ..layers.drafting import DraftLMHead, Settings
 from ..models.head_weights import quantize_head
@@ -74,7 +75,7 @@ def default_file(key: Mapping[str, str]) -> Path:
 
 def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> Settings | None:
     """Find the settings of a checkpoint in these folders; ``file`` is ``settings`` in ``mlx_mtp.load``. ``None`` if there are
-    none or, with a warning, if their key differs. Raise a FileNotFoundError or a ValueError for a file that cannot be read."""
+    none or, with a warning, if their key differs. Raise a FileNotFoundError or an MTPError for a file that cannot be read."""
     if file is False:
         return None
     key = key_of(*folders, n_ranks=n_ranks)
@@ -96,7 +97,7 @@ def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> 
 def read(file: Path) -> tuple[dict[str, str], Settings]:
     """Read a settings file: its key, and the settings."""
     if not file.is_file():
-        raise FileNotFoundError(f"There is no settings file {file}: write it with `mlx_mtp benchmark --tune`.")
+        raise MTPFileNotFoundError(f"There is no settings file {file}: write it with `mlx_mtp benchmark --tune`.")
     try:
         content = parse_json(file.read_bytes(), str(file))
         settings = Settings(**content["settings"])
@@ -105,7 +106,7 @@ def read(file: Path) -> tuple[dict[str, str], Settings]:
         _check(settings)
         return dict(content["key"]), settings
     except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise ValueError(
+        raise MTPError(
             f"{file} is not a settings file: write it again with `mlx_mtp benchmark --tune`, "
             "or omit it (--settings off)."
         ) from e
@@ -137,10 +138,10 @@ def check_writable(file: Path) -> None:
 
 
 def check_bits(mtp_bits: int | None, draft_head_bits: int | None) -> None:
-    """Raise a ValueError if MLX does not quantize to this number of bits."""
+    """Raise an MTPError if MLX does not quantize to this number of bits."""
     for name, bits in (("mtp_bits", mtp_bits), ("draft_head_bits", draft_head_bits)):
         if bits is not None and bits not in BITS:
-            raise ValueError(f"{name} is {bits}; MLX quantizes to {', '.join(map(str, BITS))} bits.")
+            raise MTPError(f"{name} is {bits}; MLX quantizes to {', '.join(map(str, BITS))} bits.")
 
 
 def cheapen_drafts(
@@ -165,7 +166,7 @@ def first_ids(size: int, vocab_size: int, tokenizer: TokenizerWrapper) -> list[i
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *tokenizer.eos_token_ids}
     always = {i for i in special if i < vocab_size}
     if type(size) is not int or not max(len(always), 1) <= size <= vocab_size:
-        raise ValueError(
+        raise MTPError(
             f"A draft vocabulary of {size} token ids is not possible: this model has {vocab_size}, "
             f"and its {len(always)} special and stop tokens are always included."
         )
@@ -192,7 +193,7 @@ class Sampling:
 
 def sampling_defaults(name: str, given: Mapping[str, float | None], ranks: Ranks | None = None) -> Sampling:
     """The sampling of a model: the values given by the user, then its generation_config.json, which rank 0 reads for all ranks,
-    then mlx-lm's defaults. Raise a ValueError if a value of the file is out of range."""
+    then mlx-lm's defaults. Raise an MTPError if a value of the file is out of range."""
     own = {field: value for field, value in given.items() if value is not None}
     if own.keys() == RANGES.keys():
         return Sampling(**own)  # type: ignore[arg-type]
@@ -213,5 +214,5 @@ def _read_sampling(folder: Path, own: Mapping[str, float]) -> dict[str, Any]:
         if type(value) not in kinds or not (low <= value <= high and value < math.inf):
             flag = "--temp" if field == "temperature" else f"--{field.replace('_', '-')}"
             allowed = f"a number of {low} or more" if high == math.inf else f"a number from {low} to {high}"
-            raise ValueError(f"{file}: {field} must be {allowed}, not {value!r}: correct it, or give {flag}.")
+            raise MTPError(f"{file}: {field} must be {allowed}, not {value!r}: correct it, or give {flag}.")
     return values

@@ -13,6 +13,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from ..distributed.ranks import LOST, Ranks, is_loss
+from ..errors import MTPError, is_mendable
 from ..memory import is_device_error
 from ..traces import n_traces
 
@@ -22,7 +23,7 @@ T = TypeVar("T")
 # By source: green, yellow and blue. The model's own tokens have the terminal's color, and a prompt is dim.
 COLORS = {"head": 32, "copies": 33, "grammar": 34, "prompt": 2}
 DELAY = 1.0  # seconds that a prompt takes without a bar
-MOST_REPEATS = 6  # of a run that is not timed
+MAX_REPEATS = 6  # of a run that is not timed
 INTERRUPTED = 130  # exit status after Ctrl-C
 OTHERS = 3.0  # seconds in which mlx.launch ends the other ranks
 BROKEN_PIPE = 141  # exit status after SIGPIPE
@@ -82,12 +83,12 @@ def prepare(runs: Iterable[Callable[[], Any]], ranks: Ranks | None = None) -> No
     backend compiles kernels once on a machine.
 
     Args:
-        runs (Iterable[Callable]): Whole runs as those that are timed afterwards. With other shapes, other traces are made.
+        runs: Whole runs as those that are timed afterwards. With other shapes, other traces are made.
     """
     description = "Preparing: kernels are compiled once on a machine"
     with tqdm(desc=description, unit="run", leave=False, disable=None) as progress:
         for run in runs:
-            for _ in range(MOST_REPEATS):
+            for _ in range(MAX_REPEATS):
                 n_before = n_traces()
                 run()
                 progress.update()
@@ -126,8 +127,8 @@ def in_turn(runs: Sequence[T], i: int) -> list[T]:
 
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """A context that exits with one line and status 2 for a user's error, or 1 for the GPU's, with 130 after Ctrl-C, and
-    silently with 141 if the reader of the output has ended, as in ``| head``.
+    """A context that exits with one line and status 2 for an error that the user can mend, or 1 for the GPU's, with 130 after
+    Ctrl-C, and silently with 141 if the reader of the output has ended, as in ``| head``. Other errors keep their traceback.
 
     Of the processes of ``mlx.launch``, only rank 0 prints, and others where rank 0 has no error. If one ends, MLX raises an
     error in the others, or ``mlx.launch`` ends them.
@@ -138,7 +139,9 @@ def one_line_errors(program: str) -> Iterator[None]:
             yield
         except BrokenPipeError:
             raise
-        except (ValueError, OSError) as e:
+        except (MTPError, OSError) as e:
+            if not is_mendable(e):
+                raise
             error = f"{program}: error: {' '.join(sentence(e).split())}"
             if group.rank() != 0:
                 time.sleep(OTHERS)  # an error of all ranks is printed once
@@ -154,7 +157,7 @@ def one_line_errors(program: str) -> Iterator[None]:
             sys.exit(INTERRUPTED)
 
 
-def sentence(error: ValueError | OSError | RuntimeError) -> str:
+def sentence(error: Exception) -> str:
     """The message of an error, without the number of system errors, and with advice for those of the GPU."""
     if is_device_error(error):
         return f"{error} A pass has failed on the GPU: start again, with a smaller --prefill-step-size if it happens again."

@@ -24,6 +24,7 @@ from ..checkpoint.load import DEMO, DEMO_NOTE, check_family, load
 from ..checkpoint.settings import Sampling, sampling_defaults
 from ..distributed.ranks import Ranks
 from ..drafts.options import TextOptions, asks_for_copies
+from ..errors import MTPError
 from ..files import make_folder
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..prompt_store import PromptStore
@@ -258,7 +259,7 @@ def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextMa
 
 def missing_head_note(name: str) -> str | None:
     """A line about the head that ``--mtp`` would download for a model that was loaded without one, if there is one."""
-    with suppress(OSError, ValueError):  # other families of models
+    with suppress(MTPError, OSError):  # other families of models
         if (found := head_to_fetch(name)) is not None:
             source, n_bytes = found
             return f"Generating without drafts: --mtp downloads the MTP head of {source} once, {n_bytes / 1e9:.2f} GB."
@@ -266,7 +267,7 @@ def missing_head_note(name: str) -> str | None:
 
 
 def settle_drafts(args: argparse.Namespace, model: Any) -> None:
-    """Set ``mtp`` to whether the loaded model has a head, or raise a ValueError if a flag requires one. Print notes."""
+    """Set ``mtp`` to whether the loaded model has a head, or raise an MTPError if a flag requires one. Print notes."""
     has_none = not has_head(model)
     if has_none:
         check_without_head(args, f"{args.model} has none here: --mtp downloads one, or takes one with --mtp HEAD.")
@@ -289,26 +290,26 @@ def settle_drafts(args: argparse.Namespace, model: Any) -> None:
 
 
 def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, float]]) -> None:
-    """Raise a ValueError if the value of a flag is not within its limits. Missing flags and ``None`` are not checked."""
+    """Raise an MTPError if the value of a flag is not within its limits. Missing flags and ``None`` are not checked."""
     for name, (low, high) in limits.items():
         value = values.get(name)
         if value is not None and not (low <= value <= high and value < math.inf):
             allowed = f"{low} or more" if high == math.inf else f"from {low} to {high}"
-            raise ValueError(f"{flag_of(name)} must be {allowed}, not {value}.")
+            raise MTPError(f"{flag_of(name)} must be {allowed}, not {value}.")
 
 
 def check_generation_flags(args: argparse.Namespace) -> None:
-    """Raise a ValueError if a flag of sampling, sizes or drafts is out of range or cannot be combined with another.
+    """Raise an MTPError if a flag of sampling, sizes or drafts is out of range or cannot be combined with another.
 
     ``--max-kv-size`` turns off the head.
     """
     check_limits(vars(args), LIMITS)
     if args.max_tokens < 1 and args.max_tokens != -1:
-        raise ValueError(f"--max-tokens must be 1 or more, or -1 for no limit, not {args.max_tokens}.")
+        raise MTPError(f"--max-tokens must be 1 or more, or -1 for no limit, not {args.max_tokens}.")
     for name, values in (("kv_bits", BITS), ("kv_group_size", GROUP_SIZES)):
         value = getattr(args, name, None)
         if value is not None and value not in values:
-            raise ValueError(f"{flag_of(name)} must be one of {', '.join(map(str, values))}, not {value}.")
+            raise MTPError(f"{flag_of(name)} must be one of {', '.join(map(str, values))}, not {value}.")
     make_sampler(**_sampling(args), seed=getattr(args, "seed", None))
     check_head(args)
     text_options(args).check()
@@ -319,11 +320,11 @@ def check_generation_flags(args: argparse.Namespace) -> None:
         check_without_head(args, "remove --no-mtp or --max-kv-size.")
     if max_kv_size is not None and (args.mtp is not False or copies or getattr(args, "images", False)):
         flag = "--mtp" if args.mtp else "--copy-drafts" if copies else "--images"
-        raise ValueError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
+        raise MTPError(f"{flag} cannot be combined with --max-kv-size: the caches of these models do not rotate.")
 
 
 def check_without_head(args: argparse.Namespace, advice: str) -> None:
-    """Raise a ValueError with this advice if a flag requires a head."""
+    """Raise an MTPError with this advice if a flag requires a head."""
     needs = [name for name in ("check", "draft_p_min") if getattr(args, name, None)]
     if args.num_draft_tokens is not None:
         needs.append("num_draft_tokens")
@@ -332,11 +333,11 @@ def check_without_head(args: argparse.Namespace, advice: str) -> None:
     if not asks_for_copies(args.copy_drafts):
         needs += [name for name in ("show_drafts", "prompt_cache_dir") if getattr(args, name, None)]
     if needs:
-        raise ValueError(f"{flag_of(needs[0])} requires an MTP head: {advice}")
+        raise MTPError(f"{flag_of(needs[0])} requires an MTP head: {advice}")
 
 
 def check_head(args: argparse.Namespace) -> None:
-    """Raise a ValueError if the value of ``--mtp`` cannot be a head, such as a prompt."""
+    """Raise an MTPError if the value of ``--mtp`` cannot be a head, such as a prompt."""
     if not isinstance(args.mtp, str) or os.path.isdir(args.mtp):
         return
     try:
@@ -347,11 +348,11 @@ def check_head(args: argparse.Namespace) -> None:
     if not is_name:
         text = args.mtp[:60] + "..." * (len(args.mtp) > 60)
         prompt = " Pass the prompt with --prompt." if hasattr(args, "prompt") else ""
-        raise ValueError(f"--mtp takes a head, and {text!r} is neither a folder nor the name of a repository.{prompt}")
+        raise MTPError(f"--mtp takes a head, and {text!r} is neither a folder nor the name of a repository.{prompt}")
 
 
 def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a flag does not fit the model of this config; mlx-lm would in the middle of a text."""
+    """Raise an MTPError if a flag does not fit the model of this config; mlx-lm would in the middle of a text."""
     text_config = config.get("text_config", config)
     size, head_dim, kv_bits = text_config.get("vocab_size"), text_config.get("head_dim"), getattr(args, "kv_bits", None)
     if size is not None:
@@ -361,7 +362,7 @@ def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> No
         try:
             mx.eval(QuantizedKVCache(args.kv_group_size, kv_bits).update_and_fetch(row, row))
         except ValueError as e:
-            raise ValueError(
+            raise MTPError(
                 f"--kv-bits {kv_bits} with --kv-group-size {args.kv_group_size} does not fit the model, whose attention "
                 f"heads have {head_dim} values: use --kv-bits 4 or 8 and --kv-group-size 32 or 64."
             ) from e
@@ -373,13 +374,13 @@ def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
         return
     for name in flags:
         if getattr(args, name):
-            raise ValueError(f"--prompt-cache-dir and {flag_of(name)} cannot be combined.")
+            raise MTPError(f"--prompt-cache-dir and {flag_of(name)} cannot be combined.")
     make_folder(Path(args.prompt_cache_dir), "--prompt-cache-dir")
 
 
 def check_alone(args: argparse.Namespace, *flags: str) -> None:
-    """Raise a ValueError if there are several processes and one of the flags, which are for one process, is given."""
+    """Raise an MTPError if there are several processes and one of the flags, which are for one process, is given."""
     if (n := mx.distributed.init().size()) > 1:
         for name in flags:
             if getattr(args, name):
-                raise ValueError(f"{flag_of(name)} runs in one process, not in {n}: leave it out.")
+                raise MTPError(f"{flag_of(name)} runs in one process, not in {n}: leave it out.")

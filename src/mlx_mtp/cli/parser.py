@@ -9,6 +9,7 @@ from typing import Any
 from mlx_lm.utils import _parse_size
 
 from .._version import __version__
+from ..errors import MTPError
 
 # Flags whose text may be empty.
 TEXTS = (
@@ -108,13 +109,13 @@ def finish(
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line, or raise a ValueError if a flag is unknown or its value is empty."""
+    """Parse the command line, or raise an MTPError if a flag is unknown or its value is empty."""
     args, unknown = parser.parse_known_args()
     if unknown:
-        raise ValueError(_explain(unknown, parser._option_string_actions))
+        raise MTPError(_explain(unknown, parser._option_string_actions))
     for name, value in vars(args).items():
         if name not in TEXTS and "" in (value if isinstance(value, list) else [value]):
-            raise ValueError(f"{flag_of(name)} is empty: give it a value, or leave it out.")
+            raise MTPError(f"{flag_of(name)} is empty: give it a value, or leave it out.")
     return args
 
 

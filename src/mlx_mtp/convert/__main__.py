@@ -13,6 +13,7 @@ from mlx_lm.convert import configure_parser
 from ..checkpoint.catalog import Published, published
 from ..cli.display import one_line_errors
 from ..cli.parser import extend, finish, parse
+from ..errors import MTPError
 from ..memory import size
 from .conversion import convert
 from .inspect import inspect
@@ -69,7 +70,7 @@ def main() -> None:
             print(inspect(name, args["revision"]))
             return
         if args["hf_path"] is None:
-            raise ValueError("--hf-path is required: a folder or a Hugging Face repo.")
+            raise MTPError("--hf-path is required: a folder or a Hugging Face repo.")
         convert(**args)
         target = Path(args["mlx_path"])
         n_bytes = sum(file.stat().st_size for file in target.iterdir())
@@ -85,7 +86,7 @@ def recipes() -> dict[str, Published]:
 def recipe_flags(name: str) -> list[str]:
     """The flags of a recipe. Prints the needs of the result."""
     if (model := recipes().get(name)) is None:
-        raise ValueError(f"There is no recipe {name}: give one of {', '.join(recipes())}.")
+        raise MTPError(f"There is no recipe {name}: give one of {', '.join(recipes())}.")
     needs = f"{model.disk_gb} GB on disk and a machine with {model.memory_gb} GB of memory"
     print(f"[INFO] {name}: the result takes {needs}")
     folder = f"{model.original.rpartition('/')[2]}-4bit"

@@ -25,6 +25,7 @@ from ..checkpoint.hub import HEAD_FILE, fetch, first_line
 from ..checkpoint.load import find_vision, load
 from ..checkpoint.originals import check_not_fp8
 from ..checkpoint.reader import CheckpointReader
+from ..errors import MTPError, MTPOSError
 from ..files import writing
 from ..images.vision import CONFIG_FILES
 from ..models import BASES
@@ -81,7 +82,7 @@ def convert(
 
     Raises:
         FileNotFoundError: The checkpoint or one of its files is missing.
-        ValueError: The target exists, the head or the tower is missing, damaged or from another model, or arguments contradict
+        MTPError: The target exists, the head or the tower is missing, damaged or from another model, or arguments contradict
           each other.
     """
     target = Path(mlx_path)
@@ -93,7 +94,7 @@ def convert(
     }
     if grafts := [what for what, original in originals.items() if original is not None]:
         if how.quantize or how.dequantize or how.flags or adapter_path is not None or not mtp or not vision:
-            raise ValueError(f"{grafts[-1]} and converts nothing: omit the flags of a conversion.")
+            raise MTPError(f"{grafts[-1]} and converts nothing: omit the flags of a conversion.")
         graft(
             hf_path, target, mtp_from=graft_mtp_from, vision_from=graft_vision_from, original_revision=graft_revision,
             revision=revision, dtype=dtype, skip_check=skip_check, name=upload_repo,
@@ -106,7 +107,7 @@ def convert(
         check_not_fp8(checkpoint)
         print("[INFO] Loading")
         if (model_type := check_config(checkpoint.config, hf_path).get("model_type")) in BASES:
-            raise ValueError(
+            raise MTPError(
                 f"{hf_path} is packed, and nothing in a model of type {model_type} can be converted: load it as it is, or add "
                 "its base model's head with --graft-mtp-from or vision encoder with --graft-vision-from."
             )
@@ -154,7 +155,7 @@ def _write_files(folder: Path, source: Path, ends: set[int], others: Iterable[st
             with writing(copy):
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copy(file, copy)
-    with suppress(FileNotFoundError, ValueError):  # none, or no JSON
+    with suppress(FileNotFoundError, MTPError):  # none, or no JSON
         if (complete := with_ends(own := read_json(folder / GENERATION), ends)) != own:
             (folder / GENERATION).write_text(json.dumps(complete, indent=4) + "\n")
 
@@ -214,7 +215,7 @@ def upload(folder: Path, repo: str) -> None:
         api.create_repo(repo_id=repo, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder)
     except (HTTPError, OSError, ValueError) as e:
-        raise OSError(
+        raise MTPOSError(
             f"{folder} is complete, but could not be uploaded to {repo} ({first_line(e)}): `hf upload {repo} {folder}` does it."
         ) from e
     print(f"Upload successful, go to https://huggingface.co/{repo} for details.")
@@ -270,30 +271,30 @@ class Quantization:
         return [flag for flag in given if given[flag]]
 
     def check(self) -> None:
-        """Raise a ValueError if arguments contradict each other, or MLX does not support the quantization."""
+        """Raise an MTPError if arguments contradict each other, or MLX does not support the quantization."""
         if self.quantize and self.dequantize:
-            raise ValueError("Choose either quantize or dequantize, not both.")
+            raise MTPError("Choose either quantize or dequantize, not both.")
         if not self.quantize and self.flags:
-            raise ValueError(f"{self.flags[0]} requires --quantize.")
+            raise MTPError(f"{self.flags[0]} requires --quantize.")
         if isinstance(self.predicate, str):
             if self.mode != "affine":
-                raise ValueError("Quant predicates only support 'affine' quantization.")
+                raise MTPError("Quant predicates only support 'affine' quantization.")
             low = int(self.predicate.split("_")[1])  # of mixed_LOW_HIGH
             if self.bits not in (None, low):
-                raise ValueError(
+                raise MTPError(
                     f"--quant-predicate {self.predicate} has {low} bits or more, not --q-bits {self.bits}: omit one."
                 )
         if self.group_size is not None and self.group_size < 1:
-            raise ValueError(f"--q-group-size must be 1 or more, not {self.group_size}.")
+            raise MTPError(f"--q-group-size must be 1 or more, not {self.group_size}.")
         try:
             mx.quantize(mx.zeros((1, self.group_size or 128)), self.group_size, self.bits, self.mode)
         except ValueError as e:
             sizes = {"--q-group-size": self.group_size, "--q-bits": self.bits}
             given = " ".join(f"{flag} {n}" for flag, n in sizes.items() if n is not None) or f"--q-mode {self.mode}"
-            raise ValueError(f"MLX cannot quantize with {given}: {e}") from e
+            raise MTPError(f"MLX cannot quantize with {given}: {e}") from e
 
     def apply(self, model: Any, config: Config) -> tuple[Any, Config]:
-        """Quantize or dequantize a model, and record it in the config. Raises a ValueError if there is nothing to quantize.
+        """Quantize or dequantize a model, and record it in the config. Raises an MTPError if there is nothing to quantize.
 
         mlx-lm's ``quantize_model`` skips layers whose width is not a multiple of the group size.
         """
@@ -310,7 +311,7 @@ class Quantization:
                 reason = f"no layer's width is a multiple of --q-group-size {self.group_size or 'of this mode'}"
                 if any(predicate(path, module) for path, module in before.items()):
                     reason = "it is quantized already, so give the base model, or --dequantize first"
-                raise ValueError(f"Nothing would be quantized: {reason}.")
+                raise MTPError(f"Nothing would be quantized: {reason}.")
         if self.dequantize:
             print("[INFO] Dequantizing")
             config.pop("quantization", None)

@@ -17,6 +17,7 @@ from ..checkpoint.load import load
 from ..checkpoint.originals import check_not_fp8, copy_tensors
 from ..checkpoint.output import IMAGES, USAGE, atomic_directory, naming, rewrite_head, write_config, write_weights
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
+from ..errors import MTPError
 from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
 from ..images.vision import Vision, settings_of
 from ..models.head_weights import norms_of, sanitize_head, split_head
@@ -46,7 +47,7 @@ def graft(
     with atomic_directory(target) as folder:
         if vision_from is not None:
             if receiver.tower():
-                raise ValueError(f"{model} has a vision encoder already.")
+                raise MTPError(f"{model} has a vision encoder already.")
             tower = _tower(CheckpointReader(vision_from, original_revision), receiver, config, folder)
         if mtp_from is not None:
             donor = CheckpointReader(mtp_from, original_revision)
@@ -71,7 +72,7 @@ def _head(
     ours, theirs = (first_tensor(reader, "embed_tokens.weight") for reader in (receiver, donor))
     if ours is not None and theirs is not None and ours.shape[0] != theirs.shape[0]:
         difference = f"its vocabulary has {theirs.shape[0]} rows, not {ours.shape[0]}"
-        raise ValueError(f"{donor.name} does not fit {receiver.name}: {difference}.")
+        raise MTPError(f"{donor.name} does not fit {receiver.name}: {difference}.")
     print("[INFO] Reading the head")
     weights, measured = split_head(_read(donor, tensors, folder))[1], known(key_of(donor, donor))
     model = skeleton(config, receiver.name)
@@ -115,7 +116,7 @@ def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path)
 
 
 def check_acceptance(folder: Path, norms: Mapping[str, mx.array], told: Reading, mtp_from: str, model: str) -> Reading:
-    """Return the reading of the grafted head's norms with which the model accepts the most drafts, or raise a ValueError if it
+    """Return the reading of the grafted head's norms with which the model accepts the most drafts, or raise an MTPError if it
     rejects nearly all of them."""
     print("[INFO] Checking the head on built-in text")
     try:
@@ -123,10 +124,10 @@ def check_acceptance(folder: Path, norms: Mapping[str, mx.array], told: Reading,
             loaded, tokenizer = load(str(folder), lazy=True)
         rates = measure_readings(loaded, tokenizer, norms, told)
     except RuntimeError as e:
-        raise ValueError(f"{model} cannot be run here ({e}): --skip-check skips the check of its head.") from e
+        raise MTPError(f"{model} cannot be run here ({e}): --skip-check skips the check of its head.") from e
     best = best_of(rates, told)
     if rates[best] < FLOOR:
-        raise ValueError(
+        raise MTPError(
             f"The model accepts {rates[best]:.0%} of the drafts of the head of {mtp_from} on built-in text, and at least "
             f"{FLOOR:.0%} of its own head's: nothing was written. Graft from the base model that {model} was converted from."
         )

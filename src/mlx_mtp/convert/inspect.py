@@ -12,20 +12,21 @@ from ..checkpoint.head_places import INDEX_FILE
 from ..checkpoint.ngram_files import place_of
 from ..checkpoint.originals import check_not_fp8
 from ..checkpoint.reader import CheckpointReader, n_bytes
+from ..errors import MTPError, MTPFileNotFoundError
 from ..memory import size, sizes_of
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     """Describe a checkpoint: type, quantization, head, vision encoder, the outcome of ``--mtp``, and the head's memory.
 
-    No weights are downloaded from the hub. Raises a FileNotFoundError or a ValueError for missing or damaged files.
+    No weights are downloaded from the hub. Raises a FileNotFoundError or an MTPError for missing or damaged files.
     """
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     config = checkpoint.config
     if config is None:
-        raise FileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
+        raise MTPFileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
     tower, verdict, head = checkpoint.tower(), _verdict(checkpoint), dict[str, TensorInfo]()
-    with suppress(FileNotFoundError, ValueError):  # told by the verdict
+    with suppress(FileNotFoundError, MTPError):  # told by the verdict
         head = checkpoint.head()
     commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
     n_table = sum(
@@ -64,7 +65,7 @@ def _verdict(checkpoint: CheckpointReader) -> str:
         check_not_fp8(checkpoint)
         check_config(checkpoint.config, checkpoint.name)
         check_head(checkpoint)
-    except (FileNotFoundError, ValueError) as e:
+    except MTPError as e:
         return str(e)
     measured = _measured(checkpoint)
     return "ready" if measured is None else f"ready, {measured.rate:.0%} of drafts accepted on built-in text"

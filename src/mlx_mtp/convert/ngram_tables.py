@@ -21,8 +21,8 @@ def write_tables(folder: Path, model: Any, config: Config, quantize: bool, dtype
     """Write the tables of a model, if it has any, and record their quantization in the config.
 
     Args:
-        quantize (bool): Quantize rows that are not quantized yet.
-        dtype (mx.Dtype, optional): Of rows that are not quantized. Default: ``None``, as they are.
+        quantize: Quantize rows that are not quantized yet.
+        dtype: Of rows that are not quantized. Default: ``None``, as they are.
     """
     written: Written = {}
     ngrams = getattr(model, "ngrams", None)  # mlx-lm's own models have none

@@ -30,7 +30,6 @@ class DraftCounts:
         return self.by_source.setdefault(source, OfSource([], []))
 
     def add(self, n_drafted: int, n_accepted: int, source: str = HEAD) -> None:
-        """Count a step."""
         self.source = source
         drafted, accepted = self.of(source)
         new = n_drafted - len(drafted)
@@ -42,12 +41,10 @@ class DraftCounts:
 
     @property
     def drafted(self) -> list[int]:
-        """Drafts of the head."""
         return self.of(HEAD).drafted
 
     @property
     def accepted(self) -> list[int]:
-        """Accepted drafts of the head."""
         return self.of(HEAD).accepted
 
     @property
@@ -57,12 +54,10 @@ class DraftCounts:
 
     @property
     def n_drafted(self) -> int:
-        """Drafts of all sources."""
         return sum(sum(drafted) for drafted, _ in self.by_source.values())
 
     @property
     def n_accepted(self) -> int:
-        """Accepted drafts of all sources."""
         return sum(sum(accepted) for _, accepted in self.by_source.values())
 
     @property

@@ -1,14 +1,8 @@
 """The moves of speculative decoding: draft, verify, accept, commit, for any number of sequences.
 
-A *window* has the tokens that one backbone pass verifies: the last committed token of each sequence and its drafts,
-[B, k + 1]. A *step* has the tokens that the window yields: the accepted drafts of each sequence and one more token, the target
-model's own. Each sequence accepts or rejects its own drafts.
+No move changes the keys, values and states of the tokens before the window, so a ``DecoderState`` can be restored until
+sequences join or leave. The moves do not depend on samplers, layers, the head's architecture or stop conditions.
 
-A sequence joins with a prompt cache of all its tokens but the last, which is its first committed one. It leaves at a committed
-token, while the pass over it is in flight (``extract``). No move changes the keys, values and states of the tokens before its
-window, so a ``DecoderState`` can be restored until sequences join or leave.
-
-This module does not depend on samplers, layers or the head's architecture, nor on stop conditions.
 """
 
 import math
@@ -34,18 +28,11 @@ CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 
 @dataclass(frozen=True)
 class Last:
-    """The last committed token of each sequence, which the next pass begins with.
+    """The last committed token of each sequence, which the next pass begins with."""
 
-    Args:
-        tokens (mx.array): [B, 1]
-        embeddings (Tuple[mx.array]): Its embedding [1, H] where a prompt's last position was given as one; ``None`` for the
-          token's own, [B].
-        hidden (Tuple[Tuple[mx.array, int, int]]): Hidden states [B, T, H], and the row and the column of the token before it;
-          ``None`` for the first token of a text, [B].
-    """
-
-    tokens: mx.array
-    embeddings: tuple[mx.array | None, ...]
+    tokens: mx.array  # [B, 1]
+    embeddings: tuple[mx.array | None, ...]  # [1, H] where a prompt's last position was given as one, [B]
+    # Hidden states [B, T, H], and the row and the column of the token before; ``None`` for a text's first token, [B]
     hidden: tuple[tuple[mx.array, int, int] | None, ...]
 
 
@@ -59,14 +46,7 @@ class DecoderState:
 
 
 class Decoder:
-    """The sequences that generate, and their caches, between two moves.
-
-    Args:
-        model (MTPModel): Its backbone verifies, its head drafts.
-        kv (KVOptions): The quantization of keys and values.
-        exchange (Exchange, optional): Sends times and checksums with each pass where several ranks run the model.
-        stream (Union[mx.Stream, mx.ThreadLocalStream]): The stream on which the caller runs the moves.
-    """
+    """The sequences that generate, and their caches, between two moves. All moves run on ``stream``."""
 
     def __init__(
         self,
@@ -83,7 +63,6 @@ class Decoder:
         return len(self.sequences)
 
     def clear(self) -> None:
-        """Remove all sequences."""
         if self.exchange is not None:
             self.exchange.abandon()  # the messages that went with the window in flight
         self._reset()
@@ -103,7 +82,7 @@ class Decoder:
         return DecoderState(self.cache.state, self.head.state, self.last)
 
     def restore(self, state: DecoderState) -> None:
-        """Restore an earlier state, without a pass in flight. Sequences must not have joined or left since."""
+        """Restore an earlier state, without a pass in flight, if no sequence has joined or left since."""
         self.window = self.kept = None
         self.cache.state, self.cache.in_flight = state.rows, 0
         self.head.state, self.last = state.head, state.last
@@ -135,9 +114,9 @@ class Decoder:
             mx.async_eval(choice.tokens)
         for b, (s, n) in enumerate(zip(self.sequences, counts)):
             s.commit(choice.tokens, b, n)
-        # A sequence that has failed has no token to pair with its hidden states.
-        pairs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, counts)]
-        self.head.extend(choice.window.hidden, choice.tokens, pairs)
+        # A sequence that has failed has no token for the head's inputs.
+        n_inputs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, counts)]
+        self.head.extend(choice.window.hidden, choice.tokens, n_inputs)
         columns = [n - 1 for n in counts]
         hidden = tuple((choice.window.hidden, b, column) for b, column in enumerate(columns))
         self.last = Last(columns_of(choice.tokens, columns), (None,) * len(self), hidden)
@@ -147,7 +126,6 @@ class Decoder:
     # Draft
 
     def draft(self, planned: WindowPlan) -> Drafts:
-        """Make the drafts of the next window."""
         plans = [*planned.plans]
         if all(plan.k == 0 for plan in plans):
             return Drafts(planned.plans)
@@ -211,7 +189,6 @@ class Decoder:
     # Join and leave
 
     def join(self, sequences: list[Sequence]) -> None:
-        """Add sequences whose prompts are prefilled except for the last token."""
         self.commit()
         self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
         tokens = mx.array([[s.take_last()] for s in sequences], mx.uint32)  # [B, 1]
@@ -231,7 +208,6 @@ class Decoder:
             self.drafter.observe([*s.cached_text, *s.tokens])
 
     def filter(self, sequences: list[Sequence]) -> None:
-        """Keep these sequences."""
         keep = [b for b, s in enumerate(self.sequences) if s in sequences]
         if len(keep) == len(self):
             return
@@ -248,11 +224,7 @@ class Decoder:
         self.drafter.forget(token for s in self.sequences for token in [*s.cached_text, *s.tokens])
 
     def extract(self, sequence: Sequence, cache: PromptCache) -> int:
-        """Put a sequence's tokens into a prompt cache; with a window in flight, up to its first token. ``record`` completes it.
-
-        Returns:
-            int: The number of tokens.
-        """
+        """Put a sequence's tokens into a prompt cache, up to the first token of a window in flight -> their number."""
         b, in_flight = self.sequences.index(sequence), self.cache.in_flight > 0
         n = self.cache.n_tokens[b] + in_flight
         cache.entries[:-1] = [*self.cache.extract(b), self.head.extract(b, n)]

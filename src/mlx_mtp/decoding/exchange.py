@@ -1,12 +1,8 @@
 """Messages between the ranks that run one model, so that all of them generate the same tokens.
 
-Each rank runs the whole loop. The drafts, acceptances and tokens of a step are a function of the logits, which all ranks have,
-and of two values that differ between ranks: the random state, which rank 0 broadcasts once before a generation, and the clock.
-Rank 0 sends the seconds of its steps, not the depths that it chooses from them: a depth also depends on the text, on the
-drafts accepted so far and on the copies that it offers, so each rank chooses the depth itself, from the same seconds.
+Rank 0 broadcasts its random state before a generation, and the seconds of its steps with the verify passes: they arrive when
+the tokens of a pass are read, so steps without drafts stay asynchronous. Each rank chooses the same draft lengths by them.
 
-The seconds go with a verify pass as one more small collective, which the host does not wait for. They arrive when the tokens of
-that pass are read, so steps without drafts stay asynchronous. A checksum of the tokens goes with them and is compared.
 """
 
 import zlib
@@ -20,6 +16,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ..distributed.ranks import Ranks, differing_ranks, synchronize
+from ..errors import MTPError
 from ..pacing.step_times import StepTimes
 from ..sampling.sampler import SeededSampler, TextSampler
 
@@ -38,11 +35,7 @@ class Exchange:
         self.sent: deque[mx.array | None] = deque()  # the message of each pass whose tokens are not received yet
 
     def agree(self, prompt: mx.array, n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
-        """Check that all ranks continue the same text, and give them rank 0's random state, seed and times.
-
-        Return the sampler to use: rank 0's if it has a seed, or else this rank's own. Raise a ValueError if the prompts [T] or
-        the numbers of cached tokens differ.
-        """
+        """Give all ranks rank 0's random state, seed and times -> the sampler. Raises MTPError if their texts differ."""
         tokens: Any = prompt.tolist()
         self._check([_checksum(tokens, 0), n_cached % 2**24], "were given other prompts or prompt caches than rank 0")
         seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None
@@ -56,10 +49,10 @@ class Exchange:
     def _check(self, numbers: list[float], what: str) -> None:
         by_rank: Any = self.ranks.gather(numbers, mx.array(0)).tolist()
         if others := differing_ranks(by_rank):
-            raise ValueError(f"{others} {what}.")
+            raise MTPError(f"{others} {what}.")
 
     def send(self, hidden: mx.array) -> list[mx.array]:
-        """The message that goes with a pass with this output [B, T, H], to evaluate with it: unsent seconds and checksum."""
+        """The message to evaluate with a pass with this output [B, T, H]."""
         message = None
         if self.times is not None or self.n_passes % CHECKED_EVERY == 0:
             seconds = self.unsent.popleft() if self.unsent else 0.0  # 0 for none: every step takes longer
@@ -69,7 +62,7 @@ class Exchange:
         return [] if message is None else [message]
 
     def receive(self, tokens: list[int]) -> None:
-        """Call when the tokens of the oldest pass have been read. A RuntimeError if the ranks have chosen different tokens."""
+        """Call when the tokens of the oldest pass are read. Raises RuntimeError if the ranks have chosen other tokens."""
         message = self.sent.popleft()
         if message is not None:
             by_rank: Any = message.tolist()
@@ -90,10 +83,7 @@ class Exchange:
 
 @contextmanager
 def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
-    """A context in which mlx-lm's plain generation draws the same random numbers on all ranks.
-
-    On exit it waits for the stream, so that no collective is pending there.
-    """
+    """A context in which mlx-lm's plain generation samples the same tokens on all ranks; it ends with the stream."""
     if ranks is None:
         yield
         return
@@ -106,7 +96,6 @@ def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStr
 
 
 def _random_state() -> int:
-    """The seed that gives MLX its current random state."""
     high, low = np.array(mx.random.state[0]).tolist()  # type: ignore[index]
     return high << 32 | low
 

@@ -1,19 +1,11 @@
-"""The MTP head: its keys and values, the pairs that are pending for it, and the drafts that it makes.
+"""The MTP head: its keys and values, its pending inputs, and its drafts.
 
-The head has keys and values for each token of a sequence but the last, each made from a verified hidden state:
+Input i of the head is the verified hidden state h_i and the token t_i+1, of which it drafts t_i+2. An input is pending until
+the head drafts again. After a step each sequence has as many new inputs as committed tokens, here four and two:
 
-    pair i     hidden h_i, token t_i+1  ->  a draft of t_i+2
-    further drafts feed the head's own output; the next pass overwrites their keys and values
+    added to keys and values     a0 a1 a2                       b0
+    through the whole layer               a3                       b1
 
-A pair of a hidden state and the token after it is pending until the head drafts again: a step without drafts leaves its pair
-for later. After a step with drafts each sequence has as many pairs as tokens that it has committed:
-
-    pairs of a window            a0 a1 a2 a3      of which the first sequence has four,
-                                 b0 b1  .  .      the second two
-    added to keys and values     a0 a1 a2
-                                 b0
-    through the whole layer               a3
-                                    b1
 """
 
 from collections.abc import Iterable
@@ -37,7 +29,7 @@ from ..sampling.processors import restoring_random_state
 from .sequence import Sequence
 from .window import NO_TOKENS, groups_of, normalized, of_members
 
-MAX_PENDING = 512  # pairs that steps without the head's drafts leave to it for later
+MAX_PENDING = 512  # inputs that steps without the head's drafts leave pending
 
 Pending = list[tuple[mx.array, mx.array, int]]  # hidden states [B, T, H], tokens [B, T], and the columns that count
 Embeddings = list[mx.array | None]
@@ -48,26 +40,24 @@ class HeadState:
     """The head's caches of B sequences, without the drafts in flight."""
 
     ends: Ends = field(default_factory=Ends)  # of keys and values from verified hidden states; drafts' come after them
-    firsts: tuple[int, ...] = ()  # the index of each first pair: 0, unless mlx-lm filled the caches without the head
-    counts: tuple[int, ...] = ()  # of pending pairs
-    # Of which the first t columns are pairs of at least one sequence. They are not cut to t here: a slice is lazy, and another
+    firsts: tuple[int, ...] = ()  # the index of each first input: 0, unless mlx-lm filled the caches without the head
+    counts: tuple[int, ...] = ()  # of pending inputs
+    # Of which the first t columns are inputs of at least one sequence. They are not cut to t here: a slice is lazy, and another
     # thread that closes the generator could not evaluate it.
     pending: Pending = field(default_factory=list)
 
     @property
     def is_ragged(self) -> bool:
-        """Whether sequences differ in the number of pairs that are pending."""
+        """Whether sequences differ in their number of pending inputs."""
         return len(self.counts) > 1 and min(self.counts) < sum(n for *_, n in self.pending)
 
-    def joined_pairs(self) -> tuple[mx.array, mx.array]:
+    def joined_inputs(self) -> tuple[mx.array, mx.array]:
         """The pending hidden states [B, t, H] and tokens [B, t]"""
         hidden = mx.concatenate([h[:, :n] for h, _, n in self.pending], axis=1)
         return hidden, mx.concatenate([t[:, :n] for _, t, n in self.pending], axis=1)
 
 
 class NoHead:
-    """``HeadCache`` of a model without a head: no keys, values or pairs."""
-
     nbytes, state = 0, HeadState()
 
     def extend(self, hidden: mx.array, tokens: mx.array, counts: list[int]) -> None:
@@ -87,7 +77,7 @@ class NoHead:
 
 
 class HeadCache:
-    """The head's keys and values of the sequences, and the pending pairs. An interrupt at any line leaves the state before."""
+    """The head's keys and values, and its pending inputs. An interrupt at any line leaves the state before."""
 
     def __init__(self, model: MTPModel, compiler: Compiler):
         self.model, self.compiler = model, compiler
@@ -98,7 +88,7 @@ class HeadCache:
         return self.cache.nbytes
 
     def extend(self, hidden: mx.array, tokens: mx.array, counts: list[int]) -> None:
-        """Add pending pairs: the first ``counts[b]`` of tokens [B, T], and the hidden states before them, [B, T, H]."""
+        """Add pending inputs: the first ``counts[b]`` of tokens [B, T], and the hidden states before, [B, T, H]."""
         if self.state.pending and (self.state.is_ragged or max(self.state.counts) >= MAX_PENDING):
             self.catch_up()
             mx.async_eval(self.cache.arrays)
@@ -107,7 +97,6 @@ class HeadCache:
         self.state = replace(held, counts=tuple(map(sum, zip(held.counts, counts))), pending=pending)
 
     def can_draft(self, b: int) -> bool:
-        """Whether sequence b has a pair to draft from, which the first token of a text lacks."""
         return self.state.counts[b] > 0
 
     def run(self, hidden: mx.array, tokens: mx.array, ends: Ends) -> mx.array:
@@ -116,34 +105,34 @@ class HeadCache:
         return run_head(self.model, hidden, tokens, self.cache, compiler=self.compiler)
 
     def catch_up(self) -> mx.array:
-        """Run the head over the pending pairs, and remove them -> its output for each sequence's last pair, [B, 1, H]"""
+        """Run the head over the pending inputs -> its output for the last one of each sequence, [B, 1, H]"""
         held = self.state
-        hidden, tokens = held.joined_pairs()
+        hidden, tokens = held.joined_inputs()
         if held.is_ragged:
             before = [max(n - 1, 0) for n in held.counts]
             with in_pass(pass_of_head(hidden.shape[1], self.model.drafting, self.compiler)):
-                pairs = self._append(hidden, tokens)
+                inputs = self._append(hidden, tokens)
                 self.cache.ends = held.ends.plus(before)
-                out = self.model.mtp.decode(columns_of(pairs, before), self.cache)
+                out = self.model.mtp.decode(columns_of(inputs, before), self.cache)
         else:
             out = self.run(hidden, tokens, held.ends)
         self.state = HeadState(held.ends.plus(held.counts), held.firsts, (0,) * len(held.counts))
         return out
 
     def _append(self, hidden: mx.array, tokens: mx.array) -> mx.array:
-        """Append keys and values of all pairs but the last column -> the inputs of the layer for all pairs, [B, t, H]"""
+        """Append keys and values of all inputs but the last column -> the layer's inputs, [B, t, H]"""
         mtp, self.cache.ends = self.model.mtp, self.state.ends
-        pairs = mtp.combine(self.model.model.embed_tokens(tokens), hidden)  # [B, t, H]
-        if pairs.shape[1] > 1:
-            append_to_cache(mtp.layers[0], pairs[:, :-1], self.cache)
-        return pairs
+        inputs = mtp.combine(self.model.model.embed_tokens(tokens), hidden)  # [B, t, H]
+        if inputs.shape[1] > 1:
+            append_to_cache(mtp.layers[0], inputs[:, :-1], self.cache)
+        return inputs
 
-    def _keep_last_pair(self) -> None:
-        """Leave at most one pair pending for each sequence, in one column, so that sequences can join and leave."""
+    def _keep_last_input(self) -> None:
+        """Leave at most one input pending for each sequence, in one column, for sequences to join and leave."""
         held = self.state
         if not held.pending:
             return
-        (hidden, tokens), before = held.joined_pairs(), [max(n - 1, 0) for n in held.counts]
+        (hidden, tokens), before = held.joined_inputs(), [max(n - 1, 0) for n in held.counts]
         if hidden.shape[1] > 1:
             self._append(hidden, tokens)
             hidden, tokens = columns_of(hidden, before), columns_of(tokens, before)
@@ -154,7 +143,7 @@ class HeadCache:
 
     def join(self, caches: list[PromptCache], tokens: mx.array, embeddings: Embeddings) -> None:
         """Add a sequence for each prompt cache, with its next token [B, 1], and the embedding [1, H] given for it, if any."""
-        self._keep_last_pair()
+        self._keep_last_input()
         held, firsts, positions = self.state, [c.first_position for c in caches], [c.head_positions for c in caches]
         counts = [int(self._waits(*each)) for each in zip(caches, tokens, embeddings)]
         none = mx.zeros((1, 1, self.model.hidden_size), self.model.model.embed_tokens(tokens[:1]).dtype)
@@ -168,7 +157,7 @@ class HeadCache:
         self.state = HeadState(ends, (*held.firsts, *firsts), (*held.counts, *counts), pending)
 
     def _waits(self, cache: PromptCache, token: mx.array, embedding: mx.array | None) -> bool:
-        """Whether a sequence has a pair for its next token [1] that rows can take. Run the head over others at once."""
+        """Whether the input for a sequence's next token [1] can wait in a row. If not, run the head over it now."""
         positions, hidden = cache.head_positions, cache.last_hidden
         if hidden is None:
             return False
@@ -180,8 +169,7 @@ class HeadCache:
         return False
 
     def filter(self, keep: list[int]) -> None:
-        """Keep these sequences."""
-        self._keep_last_pair()
+        self._keep_last_input()
         held, rows = self.state, mx.array(keep)
         ends = held.ends.of(keep)
         self.cache.filter(keep, ends.longest)
@@ -189,12 +177,12 @@ class HeadCache:
         self.state = HeadState(ends, tuple(held.firsts[b] for b in keep), tuple(held.counts[b] for b in keep), pending)
 
     def extract(self, b: int, n: int) -> KVCache:
-        """The keys and values of sequence b's pairs before the last of its n tokens, pending ones included."""
-        held, n_pairs = self.state, max(n - 1 - self.state.firsts[b], 0)
-        if n_pairs > held.ends.lengths[b]:
+        """The keys and values of sequence b's first n - 1 inputs, pending ones included."""
+        held, n_inputs = self.state, max(n - 1 - self.state.firsts[b], 0)
+        if n_inputs > held.ends.lengths[b]:
             self.catch_up()
-        cache: KVCache = self.cache.extract(b, n_pairs)
-        self.state = held  # the next drafts begin with the pending pairs
+        cache: KVCache = self.cache.extract(b, n_inputs)
+        self.state = held  # the next drafts begin with the pending inputs
         return cache
 
 
@@ -207,17 +195,15 @@ def columns_of(x: mx.array, columns: list[int]) -> mx.array:
 
 
 class HeadDrafter:
-    """The drafts of the head, and the draft vocabulary, which grows by the tokens of the texts."""
-
     def __init__(self, model: MTPModel, head: HeadCache | NoHead):
         self.model, self.head = model, head
         self.lm_head = model.drafting.lm_head
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[mx.array, list[list[Any]], list[int]]:
-        """Draft up to a limit for each sequence -> drafts [B, k], the proposals of each of ``groups_of``, and their numbers [B]
+        """Draft up to a limit for each sequence -> drafts [B, k], the proposals of ``groups_of``, numbers of drafts [B].
 
-        There are fewer where a sequence's sampler or logits processor raises, which ends its text only if a token comes there,
-        and from the first position on where the head gives no token the probability ``draft_p_min``.
+        Fewer after an error of a sampler or processor, which ends a text only if a token comes there, or below ``draft_p_min``.
+
         """
         head, k, groups, counts = self.head, max(limits), groups_of(sequences), [*limits]
         assert isinstance(head, HeadCache)  # ``resolve`` refuses drafts of the head for a model without one
@@ -258,7 +244,6 @@ class HeadDrafter:
         return tokens[:, : max(counts)], proposals, counts
 
     def observe(self, tokens: Iterable[int]) -> None:
-        """Add tokens of the texts to the draft vocabulary, so that any of them can be drafted."""
         if self.lm_head is not None:
             self.lm_head = self.lm_head.with_tokens(tokens)
 
@@ -271,10 +256,7 @@ class HeadDrafter:
 def _draft(
     sequences: list[Sequence], members: list[int], logits: mx.array, before: list[mx.array]
 ) -> tuple[mx.array, Any, mx.array]:
-    """Draft for the sequences of a group by the head's logits [G, V], after drafts of all sequences, each [B, 1].
-
-    Return the drafts [G, 1], their proposal, and the processed logits, [G, V].
-    """
+    """Draft for a group, by logits [G, V] and earlier drafts -> drafts [G, 1], proposal, processed logits [G, V]"""
     s = sequences[members[0]]
     if s.logits_processors:
         logits = s.process(logits, mx.concatenate([d[members[0]] for d in before]) if before else NO_TOKENS)

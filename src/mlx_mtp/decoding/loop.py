@@ -1,26 +1,7 @@
-"""Speculative decoding with the model's own MTP head: draft, verify, accept, roll back.
+"""The loop of speculative decoding, over the moves of ``Decoder``: plan, draft, verify, accept, commit, roll back.
 
-A step over a window of the committed token b and k drafts, with N tokens in the backbone's cache:
+docs/develop/design.md draws a step: its positions, the target model's choices, and the head's inputs.
 
-    position               N         N+1       ...   N+k
-    verify: input          b         d_1             d_k        one backbone pass
-            hidden         h_N       h_N+1           h_N+k
-            choice         c_1       c_2             c_k+1      given all tokens before it
-    accept j drafts        d_1 = c_1, ..., d_j = c_j; the next committed token is c_j+1
-    roll back              the caches keep b, d_1, ..., d_j
-    draft:  hidden         h_N       ...   h_N+j                one pass of the head over the window: pair N+i:
-            token          d_1       ...   c_j+1                the verified hidden state and the token after it
-            further drafts feed the head's own output, and their keys and values are trimmed
-
-So the head's cache has keys and values for each of the backbone's tokens, each made from a verified hidden state. A step
-without drafts (k = 0) leaves its pair pending and does not wait for the host: that is plain decoding. Between generations the
-token after the last one is not known yet, so the head's cache is one token shorter, and the last hidden state is kept in the
-last entry of the prompt cache.
-
-Drafts may also be copied from the text (``drafts/sources.py``); the head then gets their pairs when they are accepted.
-
-This module is the loop. ``decoder.Decoder`` has its moves, for one sequence or several. ``planner.Planner`` chooses the number
-of drafts and their source.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -32,7 +13,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, StopSequences, generatio
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from ..caches.positions import ImageSpan
-from ..caches.prompt_cache import open_prompt_cache, place_images
+from ..caches.prompt_cache import PromptCache, open_prompt_cache, place_images
 from ..caches.rows import KVOptions
 from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
@@ -60,7 +41,7 @@ def mtp_generate_step(
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     max_kv_size: int | None = None,
-    prompt_cache: list[Any] | None = None,
+    prompt_cache: list[Any] | PromptCache | None = None,
     all_tokens: Iterable[int] = (),
     prefill_step_size: int = 2048,
     kv_bits: int | None = None,
@@ -70,6 +51,7 @@ def mtp_generate_step(
     input_embeddings: mx.array | None = None,
     images: Iterable[ImageSpan] = (),
     counts: DraftCounts | None = None,
+    options: TextOptions | None = None,
 ) -> Generator[Token, None, None]:
     """
     A generator producing the tokens of mlx-lm's ``generate_step``, with the model's MTP head as the draft model.
@@ -100,17 +82,20 @@ def mtp_generate_step(
         images (Iterable[ImageSpan]): The spans of the text's images, counted from the first token in the prompt cache; their
           embeddings are among ``input_embeddings``. Images that are in the prompt cache may be left out.
         counts (DraftCounts, optional): Counts drafts as the steps go.
+        options (TextOptions, optional): The options of the text in one object, in place of the arguments above. Default:
+          ``None``.
 
     Yields:
         Tuple[int, mx.array, bool]: One token, a vector of log probabilities [V], and whether it was drafted.
 
     Raises:
-        ValueError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
+        MTPError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
           argument is out of range.
     """
-    options = TextOptions(
-        max_tokens, sampler, logits_processors, stop_sequences, num_draft_tokens, copy_drafts, draft_p_min
-    )
+    if options is None:
+        options = TextOptions(
+            max_tokens, sampler, logits_processors, stop_sequences, num_draft_tokens, copy_drafts, draft_p_min
+        )
     mtp_model = check_model(model, options)
     check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
     options = options.resolve(mtp_model)
@@ -133,7 +118,7 @@ def mtp_generate_step(
     planner = Planner(mtp_model, number if isinstance(number, Depth) else None, uses_times)
     if planner.exchange is not None:
         with mx.stream(stream):
-            sequence.acceptance = make_acceptance(planner.exchange.agree(prompt, cache.n_tokens, sampler))
+            sequence.acceptance = make_acceptance(planner.exchange.agree(prompt, cache.n_tokens, options.sampler))
     decoder = Decoder(mtp_model, kv=kv, exchange=planner.exchange, stream=stream)
     progress = prompt_progress_callback or (lambda *_: None)
     yield from _generate(decoder, planner, sequence, prefill_step_size, progress)
@@ -142,7 +127,7 @@ def mtp_generate_step(
 def _generate(
     decoder: Decoder, planner: Planner, s: Sequence, chunk: int, progress: Callable[[int, int], Any]
 ) -> Generator[Token, None, None]:
-    """Prefill the prompt of a sequence in chunks of so many tokens, and generate its tokens, alone in the decoder."""
+    """Prefill a prompt in chunks of ``chunk`` tokens, and generate its tokens, alone in the decoder."""
     n_yielded, before = 0, None
     s.cache.begin(s.cache.n_tokens)
     try:
@@ -176,10 +161,7 @@ def _generate(
 
 
 def _after_image(decoder: Decoder, s: Sequence, logits: mx.array, hidden: mx.array) -> list[Token]:
-    """Choose the first token after a prompt that ends with an image, by the outputs of its last token, each [1, 1, ...].
-
-    The sequence joins with this token, since rows have no positions in three axes.
-    """
+    """Choose the first token after a prompt that ends with an image: rows have no positions in three axes."""
     plan = WindowPlan([s], (PLAIN_PLAN,), PLAIN_PLAN, False)
     choice = choose(Window(plan, Drafts(plan.plans), logits, hidden))
     ((_, tokens),) = decoder.read(choice).tokens_of_each()
@@ -189,14 +171,10 @@ def _after_image(decoder: Decoder, s: Sequence, logits: mx.array, hidden: mx.arr
 
 
 def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: None) -> list[Stepped]:
-    """
-    Accept or reject the drafts of the window in flight, and draft, commit and verify the next window.
+    """Accept the drafts of the window in flight; draft, commit and verify the next -> the tokens of each sequence.
 
-    Args:
-        move (Callable): Lets sequences leave and join, once the tokens of the window are accepted.
+    ``move`` lets sequences leave and join, once the tokens of the window are accepted.
 
-    Returns:
-        List[Tuple[Sequence, List[Token]]]: The tokens of each sequence of the window; empty if none was in flight.
     """
     with mx.stream(decoder.stream):
         done = None
@@ -222,15 +200,10 @@ def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: 
 
 
 def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yielded: int) -> None:
-    """
-    End the generation of one sequence: its prompt cache holds the prompt and exactly the tokens yielded.
+    """End a generation, also after an error or an interrupt: its prompt cache holds exactly the prompt and the tokens yielded.
 
-    May be called after an error or an interrupt at any line, in any thread, and again after an interrupt of itself.
+    ``before`` is the state before the latest step, if its tokens were not all yielded.
 
-    Args:
-        before (DecoderState, optional): The state before the latest step, if its tokens were not all yielded. One pass over the
-          tokens that were yielded since then completes it. ``None`` if the last token is the first of the window in flight.
-        n_yielded (int): The number of tokens yielded.
     """
     with mx.stream(decoder.stream):
         if before is not None:
@@ -250,10 +223,6 @@ def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yield
 
 
 def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:
-    """Prefill a prompt [T] into a prompt cache, as a generation of no tokens.
-
-    Args:
-        kwargs: ``prompt_cache`` and the other options of ``mtp_generate_step``.
-    """
+    """Prefill a prompt [T] into a prompt cache, with the options of ``mtp_generate_step``."""
     for _ in mtp_generate_step(prompt, model, max_tokens=0, **kwargs):
         pass

@@ -1,4 +1,4 @@
-"""The planner chooses the number and the source of each step's drafts, and reports each step's time to the depths."""
+"""The choice of each step's draft length and source, and the times of steps."""
 
 from collections import deque
 from time import perf_counter
@@ -16,9 +16,7 @@ from .window import Drafts, Step, WindowPlan
 Planned = tuple[WindowPlan, int]  # the plan of a window, and the most drafts of any sequence that were made
 
 
-class Timed(NamedTuple):
-    """A step that waits for its seconds, which come later where several ranks run the model."""
-
+class Timed(NamedTuple):  # a step whose seconds may come later, where several ranks run the model
     plan: Plan
     n_accepted: float  # the mean of the sequences
     n_sequences: int
@@ -27,16 +25,10 @@ class Timed(NamedTuple):
 
 
 class Planner:
-    """Plans the drafts of each window by a ``Depth``, and passes it the time of each step.
+    """Plans the drafts of each window by a ``Depth``, and passes it the time of each step. Ranks use rank 0's seconds.
 
-    A caller may alternate between generations that are open at once. The device runs their passes in the order in which they
-    were queued, so a step may also wait for a pass of another generation. Where several ranks run the model, all of them use
-    rank 0's seconds.
+    A step may also wait for a pass of another generation: ``model.drafting.turn`` is the one that last submitted work.
 
-    Args:
-        model (MTPModel): The model, whose ``drafting.turn`` identifies the generation that last submitted work to the device.
-        given (Depth, optional): The depth to use, with times of its own. Default: ``None``, those of the model.
-        uses_times (bool): Whether any number of drafts is chosen by times, which ranks then share.
     """
 
     def __init__(self, model: MTPModel, given: Depth | None = None, uses_times: bool = True):
@@ -58,7 +50,6 @@ class Planner:
         self.is_interrupted = True  # other work, such as prefill, took time since the latest step that was timed
 
     def next(self, decoder: Decoder) -> WindowPlan:
-        """Plan the drafts of the next window. ``Decoder.draft`` makes them."""
         sequences = decoder.sequences
         limits = [draft_limit(decoder, b) for b in range(len(decoder))]
         offers = [s.offers(limit) for s, limit in zip(sequences, limits)]
@@ -118,7 +109,6 @@ class Planner:
             )
 
     def clear(self) -> None:
-        """Forget the latest windows, after all sequences have left."""
         self.latest, self.last_end, self.is_interrupted = [], ([], 0.0, 0), True
 
 
@@ -135,14 +125,13 @@ def _is_clear(windows: list[Planned], is_plain: bool) -> bool:
 
 
 def _is_chosen(s: Sequence, offer: Offer) -> bool:
-    """Whether a number of drafts is to be chosen for a sequence."""
     has_auto_source = any(name != HEAD and s.sources[name].fixed is None for name in offer)
     return has_auto_source or (s.number is None and HEAD in offer)
 
 
 def _own_plan(s: Sequence, offer: Offer, plan: Plan, is_alone: bool) -> Plan:
     """The plan of one sequence in a window, with the source that is expected to yield the most tokens."""
-    best, most = PLAIN_PLAN, 0.0
+    best, max_tokens = PLAIN_PLAN, 0.0
     for name, acceptance in offer.items():
         fixed = s.number if name == HEAD else s.sources[name].fixed
         k = min(plan.k if fixed is None else fixed, len(acceptance))
@@ -150,6 +139,6 @@ def _own_plan(s: Sequence, offer: Offer, plan: Plan, is_alone: bool) -> Plan:
             return Plan(k, name)
         # A single sequence drafts from the source that was chosen, and several from the head only if it is used at all.
         is_chosen = (name != HEAD) is plan.skips_head or not (is_alone or plan.skips_head)
-        if is_chosen and k > 0 and (tokens := expected_tokens(acceptance[:k])[-1]) > most:
-            best, most = Plan(k, name), tokens
+        if is_chosen and k > 0 and (tokens := expected_tokens(acceptance[:k])[-1]) > max_tokens:
+            best, max_tokens = Plan(k, name), tokens
     return best

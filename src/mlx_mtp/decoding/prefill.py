@@ -11,6 +11,7 @@ from mlx_lm.utils import does_model_support_input_embeddings
 from ..caches.prompt_cache import PromptCache, has_head
 from ..caches.recurrent import restore, snapshot
 from ..caches.rows import KVOptions
+from ..errors import MTPError
 from ..layers.mtp import run_head
 from ..models.mixin import MTPModel
 from .sequence import Sequence
@@ -23,7 +24,7 @@ def split_prompt(segments: list[list[int]]) -> list[list[int]]:
 
 
 def prefill_part(model: MTPModel, s: Sequence, max_tokens: int) -> tuple[mx.array, mx.array]:
-    """Prefill up to ``max_tokens`` tokens of a sequence's prompt, at most to the end of a segment. See ``prefill_chunk``."""
+    """Prefill up to ``max_tokens`` tokens of a sequence's prompt, at most to the end of a segment."""
     cache, n_cached = s.cache, s.cache.n_tokens
     tokens = s.segments[0][: s.kv.end_of_chunk(n_cached, max_tokens) - n_cached]
     n = len(tokens)
@@ -37,19 +38,16 @@ def prefill_part(model: MTPModel, s: Sequence, max_tokens: int) -> tuple[mx.arra
 def prefill_chunk(
     model: MTPModel, cache: PromptCache, tokens: mx.array, embeddings: mx.array | None, kv: KVOptions
 ) -> tuple[mx.array, mx.array]:
-    """Run the model and its head over tokens [T], or embeddings [T, H] in their place, to fill a prompt cache.
+    """Run the model and its head over tokens [T] or embeddings [T, H] -> the last logits [1, 1, V], lazy, and hidden state
+    [1, 1, H]. After an error or an interrupt, the caches have none of these tokens.
 
-    After an error or an interrupt, the caches have none of these tokens. ``kv`` is that of the text.
-
-    Returns:
-        Tuple[mx.array, mx.array]: Logits [1, 1, V], not computed yet, and hidden state [1, 1, H] of the last token.
     """
     options: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
     # Before the pass, which changes them.
     positions, before, n = cache.head_positions, snapshot(cache.entries), cache.n_tokens
     try:
         logits, hidden = model(tokens[None], cache=cache.entries, return_hidden=True, **options)  # [1, T, H]
-        # The head pairs a token with the hidden state before it. The first token's is from an earlier call, if any.
+        # The head's inputs are a token and the hidden state before it. The first token's is from an earlier call, if any.
         hidden_before, last = hidden[:, :-1], cache.last_hidden
         if last is not None:
             hidden_before = mx.concatenate([last, hidden_before], axis=1)
@@ -76,23 +74,21 @@ def check_arguments(
     max_kv_size: int | None,
     input_embeddings: mx.array | None,
 ) -> None:
-    """Raise a ValueError if an argument is out of range."""
     if prefill_step_size < 1:
-        raise ValueError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
+        raise MTPError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
     if max_kv_size is not None:
-        raise ValueError("max_kv_size is not supported: the caches of this model do not rotate.")
+        raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
     if input_embeddings is not None:
         check_embeddings(model, len(prompt), input_embeddings)
     elif len(prompt) == 0:
-        raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
+        raise MTPError("Either input_embeddings or prompt (or both) must be provided.")
 
 
 def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:
-    """Raise a ValueError if the model does not take embeddings, or their number is not that of the prompt's tokens."""
     if not does_model_support_input_embeddings(model):
-        raise ValueError("Model does not support input embeddings.")
+        raise MTPError("Model does not support input embeddings.")
     if n_prompt not in (0, len(input_embeddings)):
-        raise ValueError(
+        raise MTPError(
             f"When providing input_embeddings, their sequence length ({len(input_embeddings)}) must match the sequence "
             f"length of the prompt ({n_prompt}), or the prompt must be empty."
         )

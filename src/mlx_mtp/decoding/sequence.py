@@ -33,50 +33,27 @@ class PendingEmbeddings(Protocol):
 
 @dataclass(eq=False)
 class Sequence:
-    """
-    Args:
-        cache (PromptCache): The prompt cache of its tokens, except for those that a pass in flight verifies.
-        options (TextOptions): Its options, resolved. Its logits processors see ``tokens``.
-        counts (DraftCounts): Counts its drafts.
-        kv (KVOptions): The quantization of its keys and values, of this text: see ``KVOptions.of_text``.
-        segments (List[List[int]]): The part of its prompt that is not prefilled yet; the last segment is its last token.
-        tokens (List[int]): The tokens that the host knows: the prefilled part of the prompt, and generated tokens.
-        embeddings (mx.array, optional): The embeddings of the part of its prompt that is not prefilled yet, [T, H].
-          Default: ``None``, the tokens'.
-        pending (PendingEmbeddings, optional): The source of ``embeddings`` that are still computed.
-          Default: ``None``, they are complete.
-        uid (int): Its id in ``BatchGenerator``.
-        has_tokens (bool): Whether the tokens of its prompt are known. If only embeddings were given, ``segments`` has zeros.
+    """A text that is generated. The host may not know its last generated tokens yet."""
 
-    Attributes:
-        max_tokens (int): The number of tokens still to generate; negative for no limit.
-        stop (StopSequences.Matcher, optional): Recognizes the last token.
-        end (Union[str, Exception], optional): ``"length"``, ``"stop"``, ``"removed"``, or the exception of its sampler or a
-          processor; ``None`` while it is running.
-        cached_text (List[int]): The tokens of its prompt cache before these, as far back as they are known.
-        images (List[ImageSpan]): The images of its text.
-        n_generated (int): The number of generated tokens, of which the host may not know the last ones yet.
-        n_observed (int): The number of generated tokens that the host knows.
-    """
-
-    cache: PromptCache
-    options: TextOptions
+    cache: PromptCache  # of its tokens, except for those that a pass in flight verifies
+    options: TextOptions  # resolved
     counts: DraftCounts
-    kv: KVOptions
-    segments: list[list[int]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    embeddings: mx.array | None = None
-    pending: PendingEmbeddings | None = None
+    kv: KVOptions  # of ``KVOptions.of_text``
+    segments: list[list[int]] = field(default_factory=list)  # of the prompt that is left; the last is its last token
+    tokens: list[int] = field(default_factory=list)  # that the host knows: of the prefilled prompt, and generated ones
+    embeddings: mx.array | None = None  # [T, H], of the prompt that is left, in place of the tokens'
+    pending: PendingEmbeddings | None = None  # computes ``embeddings``
     uid: int = 0
-    has_tokens: bool = True
+    has_tokens: bool = True  # otherwise only embeddings were given, and ``segments`` has zeros
 
     def __post_init__(self) -> None:
         assert self.options.max_tokens is not None
-        self.max_tokens = self.options.max_tokens
+        self.max_tokens = self.options.max_tokens  # still to generate; negative for no limit
         self.logits_processors = self.options.logits_processors or ()
         self.stop = None if self.options.stop_sequences is None else self.options.stop_sequences.matcher()
+        # "length", "stop", "removed", or the error of its sampler or a processor
         self.end: str | Exception | None = None
-        self.cached_text = [] if self.tokens else self.cache.text
+        self.cached_text = [] if self.tokens else self.cache.text  # before ``tokens``
         self.images = self.cache.images
         # The index of the first known token.
         self.text_start = self.cache.n_tokens - len(self.cached_text) - len(self.tokens)
@@ -105,7 +82,6 @@ class Sequence:
         return self.n_generated - self.n_observed
 
     def check(self) -> None:
-        """Raise the exception of its sampler or a processor that has ended it, if any."""
         if isinstance(self.end, Exception):
             raise self.end
 
@@ -116,11 +92,9 @@ class Sequence:
 
     @property
     def ends_with_image(self) -> bool:
-        """Whether the last token of its prompt is an image's."""
         return bool(self.images) and self.images[-1].end >= self.prompt_end
 
     def take_prompt(self, n: int) -> None:
-        """Take the next n tokens of the prompt, at most a segment, once they are prefilled."""
         segment, self.n_prefilled = self.segments[0], self.n_prefilled + n
         if self.has_tokens:
             self.tokens += segment[:n]
@@ -140,7 +114,6 @@ class Sequence:
         return own[0]
 
     def start(self) -> None:
-        """Make its sources of drafts, once the prompt is prefilled."""
         text = without_images([*self.cached_text, *self.tokens], self.text_start, self.images)
         self.sources = make_sources(self.options, text)
         if self.logits_processors:
@@ -153,19 +126,17 @@ class Sequence:
         return unknown + text[max(n - self.text_start, 0) :]
 
     def text_of(self, n_tokens: int) -> list[int]:
-        """The known tokens at the end of a prompt cache of ``n_tokens`` tokens."""
         n, text = n_tokens - self.text_start, [*self.cached_text, *self.tokens]
         return text[:n] if 0 <= n <= len(text) else []
 
     def offers(self, limit: int) -> Offer:
-        """The acceptance rates of up to ``limit`` drafts of each source that has drafts now."""
         rates = {name: source.acceptance(self.n_unobserved)[:limit] for name, source in self.sources.items()}
         if self.number != 0:
             rates[HEAD] = self.rates.estimate[: limit if self.number is None else min(limit, self.number)]
         return {name: of_each for name, of_each in rates.items() if of_each}
 
     def process(self, logits: mx.array, drafts: mx.array) -> mx.array:
-        """Apply the logits processors to logits [1, V] of the position after some drafts [t]."""
+        """Apply the logits processors to logits [1, V] of the position after drafts [t]."""
         assert self.context is not None
         tokens = mx.concatenate([self.context, drafts])
         if tokens.size > 0:  # as mlx-lm, which has none where the prompt was given as embeddings

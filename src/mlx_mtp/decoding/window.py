@@ -19,55 +19,30 @@ NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """The drafts that ``Planner`` plans for a window.
-
-    Args:
-        sequences (List[Sequence]): The sequences of the window, [B].
-        plans (Tuple[Plan]): The plan of each, [B].
-        plan (Plan): The most drafts of any sequence, and whether they need the head.
-        is_chosen (bool): Whether the depth has chosen ``plan``, and observes the step.
-    """
-
-    sequences: list[Sequence]
-    plans: tuple[Plan, ...]
-    plan: Plan
-    is_chosen: bool
+    sequences: list[Sequence]  # [B]
+    plans: tuple[Plan, ...]  # the plan of each
+    plan: Plan  # the largest draft length of any sequence, and whether the drafts need the head
+    is_chosen: bool  # whether ``Depth`` has chosen ``plan``, and observes the step
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """The drafts of a window.
-
-    Args:
-        plans (Tuple[Plan]): The number and the source of each sequence's drafts: a source may give fewer than planned, [B].
-        tokens (mx.array): [B, k]; ``NO_DRAFTS`` if there are none.
-        proposals (List[List[Any]]): The proposals of the head's drafts, for the texts of each of ``groups_of``.
-    """
-
-    plans: tuple[Plan, ...]
-    tokens: mx.array = NO_DRAFTS
-    proposals: list[list[Any]] = field(default_factory=list)
+    plans: tuple[Plan, ...]  # as made: a source may give fewer drafts than planned
+    tokens: mx.array = NO_DRAFTS  # [B, k]
+    proposals: list[list[Any]] = field(default_factory=list)  # of the head's drafts, for each of ``groups_of``
 
     def __len__(self) -> int:
-        """The most drafts of any sequence."""
         return self.tokens.shape[1]
 
 
 @dataclass(frozen=True)
 class Window:
-    """A verify pass in flight.
-
-    Args:
-        planned (WindowPlan): The plan of its drafts.
-        drafts (Drafts): The drafts after the last committed token of each sequence.
-        logits (mx.array): [B, T, V]
-        hidden (mx.array): [B, T, H]
-    """
+    """A verify pass in flight."""
 
     planned: WindowPlan
     drafts: Drafts
-    logits: mx.array
-    hidden: mx.array
+    logits: mx.array  # [B, T, V]
+    hidden: mx.array  # [B, T, H]
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -76,42 +51,24 @@ class Window:
 
 @dataclass(frozen=True)
 class Choice:
-    """The tokens that the target model chooses at the positions of a window. The host does not know them yet.
-
-    Args:
-        window (Window): The window.
-        tokens (mx.array): [B, T]
-        accepted (mx.array): Whether each draft is accepted, given those before it, [B, k].
-        logprobs (mx.array): Log probabilities of the sequences without logits processors, [B, T, V].
-        own_logprobs (Dict[int, mx.array]): Log probabilities of the other sequences, by index, each [1, n, V].
-        has_ended (List[bool]): Whether each sequence had ended before, or has failed.
-    """
+    """The target model's tokens at the positions of a window, which the host does not know yet."""
 
     window: Window
-    tokens: mx.array
-    accepted: mx.array
-    logprobs: mx.array
-    own_logprobs: dict[int, mx.array]
-    has_ended: list[bool]
+    tokens: mx.array  # [B, T]
+    accepted: mx.array  # whether each draft is accepted, given those before it, [B, k]
+    logprobs: mx.array  # of the sequences without logits processors, [B, T, V]
+    own_logprobs: dict[int, mx.array]  # of the other sequences, by index, each [1, n, V]
+    has_ended: list[bool]  # whether each sequence had ended before, or has failed
 
     def logprobs_of(self, b: int, t: int) -> mx.array:
-        """The log probabilities of sequence b's token t, [V]."""
         return self.own_logprobs[b][0, t] if b in self.own_logprobs else self.logprobs[b, t]
 
 
 @dataclass(frozen=True)
 class Step:
-    """The tokens of a window that each sequence keeps, as the host knows them.
-
-    Args:
-        choice (Choice): The target model's.
-        n_accepted (List[int]): The number of drafts that each sequence accepted, [B].
-        tokens (List[List[int]]): The tokens of each sequence, up to the one that ends it.
-    """
-
     choice: Choice
-    n_accepted: list[int]
-    tokens: list[list[int]]
+    n_accepted: list[int]  # drafts, [B]
+    tokens: list[list[int]]  # of each sequence, up to the token that ends it
 
     @property
     def window(self) -> Window:
@@ -151,7 +108,7 @@ def choose(window: Window) -> Choice:
 
 
 def _processed(window: Window, b: int) -> mx.array:
-    """The log probabilities of sequence b, which has logits processors, [1, n, V]: up to a position where one raises."""
+    """The log probabilities of a sequence with logits processors, [1, n, V]: up to a position where one raises."""
     s, logits, drafts = window.sequences[b], window.logits[b : b + 1], window.drafts.tokens
     # [1, V], as mlx-lm hands it to processors, and an array of its own, since penalties write into it.
     positions = range(window.drafts.plans[b].k + 1)
@@ -178,7 +135,6 @@ def groups_of(sequences: list[Sequence]) -> list[list[int]]:
 
 
 def of_members(x: mx.array, members: list[int]) -> mx.array:
-    """The rows of some sequences, [G, ...] of [B, ...]."""
     return x if len(members) == len(x) else x[mx.array(members)]
 
 

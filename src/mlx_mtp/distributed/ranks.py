@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
+from ..errors import MTPError
+
 T = TypeVar("T")
 LOST = "Another rank has ended: see its error, or the line of mlx.launch."
 
@@ -21,7 +23,7 @@ LOST = "Another rank has ended: see its error, or the line of mlx.launch."
 class Ranks:
     """
     Args:
-        group (mx.distributed.Group): A group of two or more processes.
+        group: A group of two or more processes.
     """
 
     def __init__(self, group: mx.distributed.Group):
@@ -31,8 +33,8 @@ class Ranks:
         """Gather every rank's numbers, [R, n] float32, by rank. Does not wait: evaluate the result with a pass of the model.
 
         Args:
-            numbers (List[float]): This rank's numbers, the same number of them on every rank.
-            after (mx.array): An output of the pass. Stages of a pipeline run different graphs; this dependency orders the
+            numbers: This rank's numbers, the same number of them on every rank.
+            after: An output of the pass. Stages of a pipeline run different graphs; this dependency orders the
               collective after those of the pass on each of them.
         """
         mine: Any = mx.depends(mx.array(numbers, mx.float32), after)
@@ -90,7 +92,7 @@ def raise_on_all(ranks: Ranks | None) -> Iterator[None]:
     """A context for work of each rank by itself, without collectives: if it fails on one rank, it fails on all.
 
     Raises:
-        ValueError: The work failed on other ranks, not on this one; the message is that of the first of them.
+        MTPError: The work failed on other ranks, not on this one; the message is that of the first of them.
     """
     if ranks is None:
         yield
@@ -106,4 +108,4 @@ def raise_on_all(ranks: Ranks | None) -> Iterator[None]:
         raise error
     for rank, message in enumerate(messages):
         if message is not None:
-            raise ValueError(f"Rank {rank}: {message}")
+            raise MTPError(f"Rank {rank}: {message}")

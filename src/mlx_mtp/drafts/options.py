@@ -10,11 +10,13 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from ..caches.prompt_cache import has_head
+from ..errors import MTPError
 from ..layers.drafting import Settings
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 from ..sampling.processors import keeps_state
 
+MAX_TOKENS = 256  # as mlx-lm
 NumDraftTokens = int | Literal["auto"] | Depth
 CopyDrafts = int | Literal["auto", "off"]
 
@@ -54,41 +56,50 @@ class TextOptions:
     copy_drafts: CopyDrafts | None = None
     draft_p_min: float | None = None
 
-    def over(self, defaults: "TextOptions") -> "TextOptions":
-        """These options, and the defaults where they are ``None``."""
-        return replace(defaults, **{name: value for name, value in vars(self).items() if value is not None})
-
-    def resolve(self, model: MTPModel) -> "TextOptions":
-        """Complete the options of drafts by the tuned settings. A given number of drafts turns copies off by default.
+    def resolve(self, model: MTPModel, batch: "TextOptions | None" = None) -> "TextOptions":
+        """Complete the options by those of the batch and by the tuned settings. A given number of drafts turns copies off by
+        default; that of the batch is also the upper limit.
 
         Raises:
-            ValueError: An option is out of range, or requires a head.
+            MTPError: An option is out of range, requires a head, or is not for batches.
         """
-        tuned = model.drafting.tuned or Settings()
-        n, copies, p_min = self.num_draft_tokens, self.copy_drafts, self.draft_p_min
+        tuned, options = model.drafting.tuned or Settings(), self
+        limit = None
+        if batch is not None:
+            limit = batch.num_draft_tokens
+            options = replace(batch, **{name: value for name, value in vars(self).items() if value is not None})
+            for n in (options.num_draft_tokens, limit):
+                if isinstance(n, Depth):  # it has the times of one sequence
+                    raise MTPError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
+        n, copies, p_min = options.num_draft_tokens, options.copy_drafts, options.draft_p_min
         if copies is None:
             copies = "off" if isinstance(n, int) else "auto"
         if n is None:
             n = tuned.num_draft_tokens if has_head(model) else 0
         if p_min is None:
             p_min = tuned.draft_p_min
-        resolved = replace(self, num_draft_tokens=n, copy_drafts=copies, draft_p_min=p_min)
-        resolved.check()
+        max_tokens = MAX_TOKENS if options.max_tokens is None else options.max_tokens
+        options = replace(options, max_tokens=max_tokens, num_draft_tokens=n, copy_drafts=copies, draft_p_min=p_min)
+        options.check()
         if not has_head(model) and n != 0:
-            raise ValueError(f"num_draft_tokens must be 0 for a model without an MTP head, not {n}.")
-        return replace(resolved, num_draft_tokens=0, copy_drafts="off") if self.keeps_state else resolved
+            raise MTPError(f"num_draft_tokens must be 0 for a model without an MTP head, not {n}.")
+        if options.keeps_state:
+            return replace(options, num_draft_tokens=0, copy_drafts="off")
+        if isinstance(limit, int) and not (isinstance(n, int) and n <= limit):
+            return replace(options, num_draft_tokens=limit)
+        return options
 
     def check(self) -> None:
-        """Raise a ValueError if an option of drafts is out of range, or the number of tokens is no integer."""
+        """Raise an MTPError if an option of drafts is out of range, or the number of tokens is no integer."""
         n, copies, p_min = self.num_draft_tokens, self.copy_drafts, self.draft_p_min
         if self.max_tokens is not None and not isinstance(self.max_tokens, Integral):
-            raise ValueError(f"max_tokens must be an integer, not {self.max_tokens}.")
+            raise MTPError(f"max_tokens must be an integer, not {self.max_tokens}.")
         if n not in (None, "auto") and not isinstance(n, Depth) and not _is_number(n, 0, MAX_DRAFT_TOKENS):
-            raise ValueError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
+            raise MTPError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
         if copies not in (None, "auto", "off") and not _is_number(copies, 1, MAX_COPY_TOKENS):
-            raise ValueError(f"copy_drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {copies}.")
+            raise MTPError(f"copy_drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {copies}.")
         if p_min is not None and not 0 <= p_min <= 1:
-            raise ValueError(f"draft_p_min must be a probability, from 0 to 1, not {p_min}.")
+            raise MTPError(f"draft_p_min must be a probability, from 0 to 1, not {p_min}.")
 
     @property
     def keeps_state(self) -> bool:
@@ -96,7 +107,7 @@ class TextOptions:
         return any(map(keeps_state, (self.sampler or greedy_sampler, *(self.logits_processors or ()))))
 
     @property
-    def most(self) -> int:
+    def max_drafts(self) -> int:
         """The most drafts that a step may have, of resolved options."""
         n = self.num_draft_tokens if isinstance(self.num_draft_tokens, int) else MAX_DRAFT_TOKENS
         return max(n, {"auto": MAX_COPY_TOKENS, "off": 0}.get(self.copy_drafts, self.copy_drafts))  # type: ignore
@@ -111,12 +122,12 @@ def asks_for_copies(copy_drafts: CopyDrafts | None) -> bool:
 
 
 def check_model(model: nn.Module, options: TextOptions) -> MTPModel:
-    """Return the model, or raise a ValueError if it cannot make such drafts."""
+    """Return the model, or raise an MTPError if it cannot make such drafts."""
     if not has_head(model):
         if not asks_for_copies(options.copy_drafts) and options.num_draft_tokens != 0:
-            raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+            raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
         if not isinstance(model, MTPModel):
-            raise ValueError(
+            raise MTPError(
                 "Copy drafts require a model that can roll back: load it with mlx_mtp.load(..., copy_drafts=True)."
             )
     return cast(MTPModel, model)

@@ -37,7 +37,7 @@ class Source(Protocol):
     """A source of drafts. Committed tokens that ``observe`` has not received yet are counted by ``n_unobserved``."""
 
     name: str  # in ``Plan.source``
-    fixed: int | None  # the number of tokens to draft whenever it has drafts; ``None`` lets the depth choose
+    fixed: int | None  # the number of tokens to draft whenever it has drafts; ``None`` lets ``Depth`` choose
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Observe committed tokens when the host learns them."""

@@ -16,6 +16,7 @@ from ..checkpoint.load import load
 from ..checkpoint.output import atomic_directory, check_new, write_config, write_weights
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
 from ..cli.display import say
+from ..errors import MTPError
 from ..files import check_folder, write_atomic
 from .comparison import Comparison, compare, measure
 from .options import FitOptions
@@ -56,11 +57,11 @@ def fit(
     far.
 
     Args:
-        model (str): The path or the Hugging Face repository of a checkpoint. If it has no head, the head of its base model is
+        model: The path or the Hugging Face repository of a checkpoint. If it has no head, the head of its base model is
           fetched and fitted.
-        mlx_path (str): The folder of the checkpoint to write.
-        adapter_path (str, optional): A trained adapter of ``mlx_lm.lora`` for the backbone. Default: ``None``.
-        cache_path (Union[str, Path], optional): The folder for recorded states, which is kept. Default: ``None``, a folder
+        mlx_path: The folder of the checkpoint to write.
+        adapter_path: A trained adapter of ``mlx_lm.lora`` for the backbone. Default: ``None``.
+        cache_path: The folder for recorded states, which is kept. Default: ``None``, a folder
           next to ``mlx_path``, which is removed at the end.
         options: The texts and the training, see :class:`FitOptions`.
 
@@ -69,7 +70,7 @@ def fit(
 
     Raises:
         FileNotFoundError: The checkpoint or a file is missing.
-        ValueError: An argument is out of range, the target exists, there is too little text, or the head is quantized.
+        MTPError: An argument is out of range, the target exists, there is too little text, or the head is quantized.
     """
     target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
     check_new(target)
@@ -108,22 +109,22 @@ def fit(
 
 
 def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
-    """Raise a ValueError if a model's head is quantized, or has an adapter."""
+    """Raise an MTPError if a model's head is quantized, or has an adapter."""
     if any("lora_a" in module for _, module in model.mtp.named_modules()):
-        raise ValueError(f"The adapter {adapter_path} also adapts the head: give an adapter of the backbone only.")
+        raise MTPError(f"The adapter {adapter_path} also adapts the head: give an adapter of the backbone only.")
     if head_bits(model.mtp) is not None:
-        raise ValueError(
+        raise MTPError(
             f"The MTP head of {name} is quantized: give it the base model's, `mlx_mtp convert --graft-mtp-from BASE_MODEL "
             f"--model {name} --mlx-path NEW`, and fit that."
         )
 
 
 def open_work(work: Path, source: Any) -> None:
-    """Make the folder of recorded states, or raise a ValueError if an existing one is for other texts or another model."""
+    """Make the folder of recorded states, or raise an MTPError if an existing one is for other texts or another model."""
     file, wanted = work / "fit.json", {"digest": hashlib.sha256(repr(source).encode()).hexdigest()}
     if file.exists():
         if read_json(file) != wanted:
-            raise ValueError(f"{work} was recorded with other arguments or texts: repeat them, or delete it.")
+            raise MTPError(f"{work} was recorded with other arguments or texts: repeat them, or delete it.")
         return
     work.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(wanted))

@@ -61,14 +61,14 @@ class DraftLoss:
     ) -> tuple[mx.array, mx.array]:
         """
         Args:
-            tokens (mx.array): [B, T].
-            hidden (mx.array): The backbone's hidden states, [B, T, H].
-            ids (mx.array): The likeliest tokens after each position, [B, T, k].
-            probabilities (mx.array): The backbone's probabilities of these tokens, [B, T, k].
-            spans (mx.array): The number of tokens in a text's prompt, and in the whole text, [B, 2].
+            tokens: [B, T].
+            hidden: The backbone's hidden states, [B, T, H].
+            ids: The likeliest tokens after each position, [B, T, k].
+            probabilities: The backbone's probabilities of these tokens, [B, T, k].
+            spans: The number of tokens in a text's prompt, and in the whole text, [B, 2].
 
         Returns:
-            Tuple[mx.array, mx.array]: The mean divergence of a draft in nats, weighted by position; the number of positions.
+            The mean divergence of a draft in nats, weighted by position; the number of positions.
         """
         at, out, cache = mx.arange(tokens.shape[1]), hidden, DraftKVCache()
         n_prompt, length = spans[:, :1], spans[:, 1:]

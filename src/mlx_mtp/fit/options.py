@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cli.flags import check_limits
+from ..errors import MTPError
 from ..files import check_source
 from ..pacing.depth import MAX_DRAFT_TOKENS
 
@@ -22,20 +23,20 @@ LIMITS: dict[str, tuple[float, float]] = {
 class FitOptions:
     """
     Args:
-        corpus (Sequence[Union[str, Path]], optional): Files of text like the model's future output, or ``.jsonl`` files
+        corpus: Files of text like the model's future output, or ``.jsonl`` files
           of ``mlx_lm.lora``. Default: ``None``, prompts.
-        prompts (Union[str, Path], optional): A file of prompts, separated by lines of three dashes, which the model answers
+        prompts: A file of prompts, separated by lines of three dashes, which the model answers
           first. Default: ``None``, built-in ones.
-        drafts (int): The number of drafts to train and measure at each position. Default: ``4``.
-        iters (int): Iterations to train for. Default: ``500``.
-        batch_size (int): Texts in an iteration. Default: ``4``.
-        learning_rate (float): AdamW's highest learning rate. Default: ``1e-4``.
-        max_seq_length (int): Cut texts into pieces of this many tokens; use the end of longer answers. Default: ``512``.
-        steps_per_eval (int): Iterations between validations; the best head is kept. Default: ``50``.
-        answers (int): Answers to each prompt. Default: ``8``.
-        max_tokens (int): The length of an answer, and of a measured continuation. Default: ``256``.
-        temp (float): The temperature of the answers. Default: ``0.7``.
-        seed (int): The seed for dividing and ordering the texts. Default: ``0``.
+        drafts: The number of drafts to train and measure at each position. Default: ``4``.
+        iters: Iterations to train for. Default: ``500``.
+        batch_size: Texts in an iteration. Default: ``4``.
+        learning_rate: AdamW's highest learning rate. Default: ``1e-4``.
+        max_seq_length: Cut texts into pieces of this many tokens; use the end of longer answers. Default: ``512``.
+        steps_per_eval: Iterations between validations; the best head is kept. Default: ``50``.
+        answers: Answers to each prompt. Default: ``8``.
+        max_tokens: The length of an answer, and of a measured continuation. Default: ``256``.
+        temp: The temperature of the answers. Default: ``0.7``.
+        seed: The seed for dividing and ordering the texts. Default: ``0``.
     """
 
     corpus: Sequence[str | Path] | None = None
@@ -54,10 +55,10 @@ class FitOptions:
     def check(self) -> None:
         """Raise an error if an option is out of range, two contradict each other, or a file is missing."""
         if self.corpus is not None and self.prompts is not None:
-            raise ValueError("Choose either --corpus or --prompts, not both.")
+            raise MTPError("Choose either --corpus or --prompts, not both.")
         check_limits(vars(self), LIMITS)
         if self.learning_rate <= 0:
-            raise ValueError(f"--learning-rate must be more than 0, not {self.learning_rate}.")
+            raise MTPError(f"--learning-rate must be more than 0, not {self.learning_rate}.")
         for file in self.corpus or ():
             check_source(Path(file), "--corpus")
         if self.prompts is not None:

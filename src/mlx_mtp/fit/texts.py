@@ -19,6 +19,7 @@ from tqdm import tqdm
 from .. import prompts
 from ..cli.display import say
 from ..decoding.loop import mtp_generate_step
+from ..errors import MTPError
 from ..files import write_atomic
 from ..sampling.sampler import make_sampler
 from .options import SHORTEST, FitOptions
@@ -54,7 +55,7 @@ def read_texts(tokenizer: TokenizerWrapper, how: FitOptions) -> list[Document]:
 
 
 def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int) -> list[Document]:
-    """Read files of text, and ``.jsonl`` files in the formats of ``mlx_lm.lora``. Raise an OSError or a ValueError for others.
+    """Read files of text, and ``.jsonl`` files in the formats of ``mlx_lm.lora``. Raise an OSError or an MTPError for others.
 
     A source is a file, or a line of a ``.jsonl`` file. Texts without a prompt are cut into pieces of at most ``length`` tokens.
     """
@@ -67,7 +68,7 @@ def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int)
             else:
                 texts += _pieces(str(file), tokenizer.encode(content, verbose=False), length)
         except (LookupError, TypeError, ValueError) as e:  # all raised by mlx-lm and chat templates
-            raise ValueError(f"{file} cannot be read as a corpus ({e}): remove it, or correct it.") from e
+            raise MTPError(f"{file} cannot be read as a corpus ({e}): remove it, or correct it.") from e
     return texts
 
 
@@ -96,7 +97,7 @@ def read_prompts(file: Path | None, tokenizer: TokenizerWrapper) -> list[Documen
 
 
 def split(texts: Sequence[Document], how: FitOptions) -> Split:
-    """Divide texts by source, without short ones of a corpus, and shuffle each part. A ValueError tells of too few sources."""
+    """Divide texts by source, without short ones of a corpus, and shuffle each part. Raises MTPError if there are too few."""
     shortest = 1 if how.corpus is None else SHORTEST
     texts = list({tuple(text.tokens): text for text in texts if len(text.tokens) >= shortest}.values())  # each once
     sources = sorted({text.source for text in texts})
@@ -113,7 +114,7 @@ def split(texts: Sequence[Document], how: FitOptions) -> Split:
 
     parts = Split(part(train), part(valid)[:MAX_HELD_OUT], part(test)[:MAX_HELD_OUT])
     if not parts.train or len(parts.test) < MIN_TEXTS:
-        raise ValueError(
+        raise MTPError(
             f"There are {len(sources)} sources of text, too few to train on some and to measure on "
             "others: give --corpus more files, or --prompts more prompts."
         )

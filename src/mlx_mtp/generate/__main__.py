@@ -20,6 +20,7 @@ from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
 from ..cli.parser import extend, finish, parse
 from ..distributed.ranks import from_rank_0
+from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 from ..extras import require
 from ..files import check_source
 from ..images.open import size_of
@@ -95,9 +96,9 @@ def run(args: argparse.Namespace) -> None:
     options["prompt_cache"] = None if saved is None else saved.caches
     if args.check:
         if args.image:
-            pictured = read_images(vision_of(model), prompt, args.image)
-            prompt, options["input_embeddings"] = pictured.tokens, pictured.embed(model)
-            options["prompt_cache"] = pictured.cache(model, options["prompt_cache"])
+            image_prompt = read_images(vision_of(model), prompt, args.image)
+            prompt, options["input_embeddings"] = image_prompt.tokens, image_prompt.embed(model)
+            options["prompt_cache"] = image_prompt.cache(model, options["prompt_cache"])
         result = check(
             model, mx.array(prompt), flags.text_options(args), stop_tokens=tokenizer.eos_token_ids, **options
         )
@@ -127,16 +128,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise a ValueError if a flag is out of range or cannot be combined with another."""
+    """Raise an MTPError if a flag is out of range or cannot be combined with another."""
     if args.draft_model is not None:
-        raise ValueError(
-            f"--draft-model runs in mlx-lm's own command: mlx_lm.generate --draft-model {args.draft_model}."
-        )
+        raise MTPError(f"--draft-model runs in mlx-lm's own command: mlx_lm.generate --draft-model {args.draft_model}.")
     flags.check_generation_flags(args)
     flags.check_prompt_cache_dir(args, "prompt_cache_file", "check")
     flags.check_alone(args, *ALONE)
     if args.prompt == "-" and mx.distributed.init().size() > 1:
-        raise ValueError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
+        raise MTPError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
     for file in args.image or ():
         size_of(file)
     template_options(args.chat_template_config)
@@ -146,11 +145,11 @@ def check_flags(args: argparse.Namespace) -> None:
         check_source(Path(args.json_schema), "--json-schema")
     if args.check:
         if args.json_schema is not None:
-            raise ValueError("--check compares free text and cannot be combined with --json-schema.")
+            raise MTPError("--check compares free text and cannot be combined with --json-schema.")
         if args.temp > 0:
-            raise ValueError("--check compares greedy tokens and cannot be combined with --temp.")
+            raise MTPError("--check compares greedy tokens and cannot be combined with --temp.")
         if args.settings is not True:
-            raise ValueError("--check ignores tuned settings and cannot be combined with --settings.")
+            raise MTPError("--check ignores tuned settings and cannot be combined with --settings.")
 
 
 def load_model(args: argparse.Namespace, saved: PromptCacheFile | None) -> tuple[nn.Module, TokenizerWrapper]:
@@ -175,22 +174,22 @@ def load_model(args: argparse.Namespace, saved: PromptCacheFile | None) -> tuple
 def load_prompt_cache(file: str, model: str | None, kv_bits: int | None, kv_group_size: int) -> PromptCacheFile:
     """Read a file of ``mlx_lm.cache_prompt``. As there, its model and quantization must be those of the flags."""
     if not Path(file).is_file():
-        raise FileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
+        raise MTPFileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
     try:
         caches, metadata = load_caches(file, return_metadata=True)
         if missing := {"model", "tokenizer_config"} - metadata.keys():
-            raise ValueError(f"its metadata lack {', '.join(sorted(missing))}")
+            raise MTPError(f"its metadata lack {', '.join(sorted(missing))}")
         saved = PromptCacheFile(metadata["model"], caches, json.loads(metadata["tokenizer_config"]))
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as e:  # mlx-lm does not check its content
-        raise ValueError(f"{file} is not a prompt cache of `mlx_lm.cache_prompt`: {e}") from e
+        raise MTPError(f"{file} is not a prompt cache of `mlx_lm.cache_prompt`: {e}") from e
     first = saved.caches[0]
     if isinstance(first, QuantizedKVCache):
         if kv_bits is not None and kv_bits != first.bits:
-            raise ValueError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
+            raise MTPError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
         if kv_group_size != first.group_size:
-            raise ValueError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
+            raise MTPError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
     if model not in (None, saved.model):
-        raise ValueError(
+        raise MTPError(
             f"Providing a different model ({model}) than that used to create the prompt cache ({saved.model}) is an error."
         )
     return saved
@@ -201,9 +200,9 @@ def template_options(text: str | None) -> dict[str, Any]:
     try:
         config = json.loads(text or "{}")
     except json.JSONDecodeError as e:
-        raise ValueError(f"--chat-template-config is not JSON: {e}.") from e
+        raise MTPError(f"--chat-template-config is not JSON: {e}.") from e
     if not isinstance(config, dict):
-        raise ValueError(f"--chat-template-config must be a JSON object, not {text}.")
+        raise MTPError(f"--chat-template-config must be a JSON object, not {text}.")
     return config
 
 
@@ -212,15 +211,11 @@ def encode_prompt(
 ) -> list[int]:
     """The prompt's token ids.
 
-    ``is_suffix``: a prompt cache has the beginning of the conversation. Raise a ValueError if the prompt is empty or no text,
+    ``is_suffix``: a prompt cache has the beginning of the conversation. Raise an MTPError if the prompt is empty or no text,
     or the model takes no images.
     """
     text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     text = sys.stdin.read() if text == "-" else text
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise ValueError("The prompt is not text in UTF-8.") from e
     if args.image:
         vision_of(model)  # or an error
         if IMAGE_TOKEN not in text:
@@ -228,9 +223,13 @@ def encode_prompt(
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
         text = _apply_chat_template(args, tokenizer, text, is_suffix)
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise MTPError("The prompt is not text in UTF-8.") from e
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=not use_chat_template)
     if not tokens:
-        raise ValueError("The prompt is empty: give --prompt some text.")
+        raise MTPError("The prompt is empty: give --prompt some text.")
     return tokens
 
 
@@ -240,13 +239,14 @@ def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, 
     has_prefill = args.prefill_response is not None
 
     def render(**variables: Any) -> str:
-        rendered: str = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            continue_final_message=has_prefill,
-            add_generation_prompt=not has_prefill,
-            **variables,
-        )
+        with as_mtp_error(f"The chat template of {args.model} cannot be rendered"):
+            rendered: str = tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                continue_final_message=has_prefill,
+                add_generation_prompt=not has_prefill,
+                **variables,
+            )
         return rendered
 
     text = render(**template_options(args.chat_template_config))
@@ -261,21 +261,21 @@ def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, 
 
 
 def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
-    """Make these tokens, given as text or as ids, end the generation. Raise a ValueError for one that is not in the vocabulary;
+    """Make these tokens, given as text or as ids, end the generation. Raise an MTPError for one that is not in the vocabulary;
     mlx-lm would use the unknown token instead.
     """
     vocab = tokenizer.get_vocab()
     ids = set(map(str, vocab.values()))
     for token in tokens:
         if token not in vocab and token not in ids:
-            raise ValueError(
+            raise MTPError(
                 f"--extra-eos-token {token} is not a token of the model: give one of its vocabulary, or its id."
             )
         tokenizer.add_eos_token(token)
 
 
 def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: list[int], prefill: str) -> list[Grammar]:
-    """The logits processor of ``--json-schema``, which begins after the reasoning. A ValueError if it is no JSON schema."""
+    """The logits processor of ``--json-schema``, which begins after the reasoning. An MTPError if it is no JSON schema."""
     if schema is None:
         return []
     text = schema if is_json(schema) else Path(schema).read_text(encoding="utf-8")
@@ -283,8 +283,8 @@ def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: lis
     after = tokenizer.think_end if in_reasoning else ""
     try:
         return [make_grammar(tokenizer, json_schema=text, after=after)]
-    except ValueError as e:
-        raise ValueError(f"--json-schema {schema}: {e}") from e
+    except MTPError as e:
+        raise MTPError(f"--json-schema {schema}: {e}") from e
 
 
 def is_json(schema: str) -> bool:

@@ -23,7 +23,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generatio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.loop import mtp_generate_step
-from ..drafts.options import TextOptions
+from ..drafts.options import MAX_TOKENS, TextOptions
 from ..layers.compiled import Compiler
 
 
@@ -81,12 +81,12 @@ def check(
     """Generate greedily with plain mlx-lm and with MTP, side by side, until a token differs.
 
     Args:
-        prompt (mx.array): The input prompt, [T].
-        text (TextOptions): The number of tokens, by default 256, and the options of drafts.
-        prompt_cache (List[Any], optional): A prompt cache for both; it is left unchanged.
+        prompt: The input prompt, [T].
+        text: The number of tokens, by default 256, and the options of drafts.
+        prompt_cache: A prompt cache for both; it is left unchanged.
         options: ``input_embeddings``, ``prefill_step_size``, ``kv_bits``, ``kv_group_size`` and ``quantized_kv_start``.
     """
-    max_tokens = 256 if text.max_tokens is None else text.max_tokens
+    max_tokens = MAX_TOKENS if text.max_tokens is None else text.max_tokens
     recent: dict[int, mx.array] = {}  # plain decoding's logits, [V], by the position of the generated token
 
     def keep(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -108,10 +108,7 @@ def check(
     mtp = mtp_generate_step(
         prompt,
         model,
-        max_tokens=max_tokens,
-        num_draft_tokens=text.num_draft_tokens,
-        copy_drafts=text.copy_drafts,
-        draft_p_min=text.draft_p_min,
+        options=text,
         prompt_cache=copy.deepcopy(prompt_cache),
         **options,
     )
@@ -123,7 +120,7 @@ def check(
     row = recent[len(same)].astype(mx.float32)
     rounding = 0.0  # the token after the prompt comes from one pass in both
     if same:
-        size = 1 + text.resolve(model).most
+        size = 1 + text.resolve(model).max_drafts
         for n in {size, 1} if model.drafting.compiled else {size}:  # one by one they are compiled
             caches = backbone_caches()
             for _ in generate_step(prompt, model, prompt_cache=caches, max_tokens=0, **of_plain):

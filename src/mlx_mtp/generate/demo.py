@@ -11,6 +11,7 @@ from ..checkpoint.load import DEMO, DEMO_NOTE, load
 from ..cli.display import alternate, one_line_errors, paint, table
 from ..cli.flags import MODEL_HELP
 from ..cli.parser import finish, parse
+from ..errors import MTPError
 from ..prompts import encode
 from .stream import GenerationResponse, stream_generate
 
@@ -53,7 +54,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.max_tokens < 2:
-        raise ValueError(f"--max-tokens must be 2 or more, not {args.max_tokens}: times start at the first token.")
+        raise MTPError(f"--max-tokens must be 2 or more, not {args.max_tokens}: times start at the first token.")
     model, tokenizer = load(args.model, mtp="auto")
     is_demo = args.model == str(DEMO)
     prompt = args.prompt or (CODE if is_demo else REQUEST)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..decoding.exchange import same_random_state
 from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.window import Token
 from ..drafts.options import TextOptions, asks_for_copies
+from ..errors import MTPError
 from ..images.prompt import ImagePrompt, read_images, vision_of
 from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
@@ -34,6 +35,7 @@ COUNTED = {
     "grammar": ("forced", "forced_accepted"),
 }
 KV_NAMES = [field.name for field in fields(KVOptions)]
+OPTIONS = [field.name for field in fields(TextOptions)]
 
 
 @dataclass
@@ -97,43 +99,42 @@ def stream_generate(
     Yields:
         GenerationResponse: mlx-lm's response, with the drafts made and accepted.
     """
-    if options is not None:
-        given = {name: value for name, value in vars(options).items() if value is not None}
-        max_tokens = given.pop("max_tokens", max_tokens)
-        kwargs = {**given, **kwargs}
+    own = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    options = replace(options or TextOptions(max_tokens), **own)
+    if options.max_tokens is None:
+        options = replace(options, max_tokens=max_tokens)
     mtp = has_head(model) if mtp is None else mtp
-    drafts = mtp or asks_for_copies(kwargs.get("copy_drafts"))
+    drafts = mtp or asks_for_copies(options.copy_drafts)
     if kwargs.pop("draft_model", None) is not None:
-        raise ValueError("A draft model requires mlx_lm.stream_generate.")
-    if not mtp and kwargs.get("draft_p_min"):
-        raise ValueError("draft_p_min requires mtp=True.")
+        raise MTPError("A draft model requires mlx_lm.stream_generate.")
+    if not mtp and options.draft_p_min:
+        raise MTPError("draft_p_min requires mtp=True.")
     if not drafts and prompt_store is not None:
-        raise ValueError("prompt_store requires mtp=True or copy_drafts.")
-    if max_tokens == 0:
-        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+        raise MTPError("prompt_store requires mtp=True or copy_drafts.")
+    if options.max_tokens == 0:
+        raise MTPError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    pictured = None
+    image_prompt = None
     if images:
-        pictured = read_images(vision_of(model), _encode(tokenizer, prompt).tolist(), images)  # type: ignore[arg-type]
-        prompt = pictured.tokens
+        image_prompt = read_images(vision_of(model), _encode(tokenizer, prompt).tolist(), images)  # type: ignore[arg-type]
+        prompt = image_prompt.tokens
         if prompt_store is None:
-            kwargs["input_embeddings"] = pictured.embed(model)
+            kwargs["input_embeddings"] = image_prompt.embed(model)
             if drafts:
-                kwargs["images"] = pictured.spans(n_tokens(kwargs.get("prompt_cache") or []))
+                kwargs["images"] = image_prompt.spans(n_tokens(kwargs.get("prompt_cache") or []))
             else:
-                kwargs["prompt_cache"] = pictured.cache(model, kwargs.get("prompt_cache"))
+                kwargs["prompt_cache"] = image_prompt.cache(model, kwargs.get("prompt_cache"))
     if drafts:
-        if not mtp:
-            kwargs["num_draft_tokens"] = 0
-        steps = mtp_generate_step if prompt_store is None else partial(stored_steps, prompt_store, tokenizer, pictured)
-        yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), max_tokens, stream, steps, **kwargs)
+        options = options if mtp else replace(options, num_draft_tokens=0)
+        steps = (
+            mtp_generate_step if prompt_store is None else partial(stored_steps, prompt_store, tokenizer, image_prompt)
+        )
+        yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), stream, steps, options, **kwargs)
         return
-    for name in ("copy_drafts", "draft_p_min", "num_draft_tokens"):
-        kwargs.pop(name, None)
-    kwargs["sampler"] = for_one_text(kwargs.get("sampler"))
+    kwargs |= {"sampler": for_one_text(options.sampler), "logits_processors": options.logits_processors}
     with same_random_state(getattr(model, "ranks", None), stream):
-        for r in plain_stream_generate(model, tokenizer, prompt, max_tokens, stream=stream, **kwargs):
+        for r in plain_stream_generate(model, tokenizer, prompt, options.max_tokens, stream=stream, **kwargs):
             yield GenerationResponse(**vars(r))
 
 
@@ -151,17 +152,17 @@ def _stream_mtp(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     prompt: mx.array,
-    max_tokens: int,
     stream: mx.Stream | mx.ThreadLocalStream,
     make_steps: Callable[..., Generator[Token, None, None]],
+    options: TextOptions,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
     """Convert the steps of ``mtp_generate_step`` to responses, as mlx-lm's ``stream_generate``."""
     detokenizer = tokenizer.detokenizer
     counts = DraftCounts()
     # As a stop sequence, so that the steps end with it: no tokens after it are to be removed from the prompt cache.
-    stop = StopSequences([[token] for token in tokenizer.eos_token_ids])
-    steps = make_steps(prompt, model, stream, max_tokens=max_tokens, stop_sequences=stop, counts=counts, **kwargs)
+    options = replace(options, stop_sequences=StopSequences([[token] for token in tokenizer.eos_token_ids]))
+    steps = make_steps(prompt, model, stream, options=options, counts=counts, **kwargs)
 
     def response(finish_reason: str | None = None) -> GenerationResponse:
         return GenerationResponse(
@@ -191,7 +192,7 @@ def _stream_mtp(
                 if token in tokenizer.eos_token_ids:
                     break
                 detokenizer.add_token(token)
-                if n == max_tokens:
+                if n == options.max_tokens:
                     break
                 yield response()
         detokenizer.finalize()
@@ -264,31 +265,32 @@ def _print_figures(response: GenerationResponse, mtp: bool) -> None:
 def stored_steps(
     store: PromptStore,
     tokenizer: TokenizerWrapper,
-    pictured: ImagePrompt | None,
+    image_prompt: ImagePrompt | None,
     prompt: mx.array,
     model: Any,
     stream: Any,
     **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """``mtp_generate_step`` with a prompt store in place of a prompt cache: prefill begins after the stored prefix of the
-    prompt, and the rest is stored. ``pictured`` is the prompt with images, if it has any.
+    prompt, and the rest is stored. ``image_prompt`` is the prompt with images, if it has any.
 
-    Raise a ValueError if an option cannot be combined with a store, or the store is for another model.
+    Raise an MTPError if an option cannot be combined with a store, or the store is for another model.
     """
     for name in ("prompt_cache", "input_embeddings"):
         if options.pop(name, None) is not None:
-            raise ValueError(f"prompt_store and {name} cannot be combined.")
+            raise MTPError(f"prompt_store and {name} cannot be combined.")
     if store.model is not model:
-        raise ValueError("The prompt store belongs to another model: make one with PromptStore(model).")
+        raise MTPError("The prompt store belongs to another model: make one with PromptStore(model).")
     if model.ranks is not None:
-        raise ValueError("A prompt store serves one process: omit prompt_store on several machines.")
+        raise MTPError("A prompt store serves one process: omit prompt_store on several machines.")
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
-    key = tokens[:] if pictured is None else pictured.key[:]
+    key = tokens[:] if image_prompt is None else image_prompt.key[:]
     # Of the whole text, since its parts are read one by one.
     kv = KVOptions(**{name: options[name] for name in KV_NAMES if name in options}).of_text(0, len(tokens))
     options |= vars(kv)
-    cache, n, handle = store.fetch(key[:-1], kv)
-    n_stored, embeddings = n, None if pictured is None else pictured.embed(model, n)
+    entries, n, handle = store.fetch(key[:-1], kv)
+    cache = PromptCache(entries, len(model.layers))
+    n_stored, embeddings = n, None if image_prompt is None else image_prompt.embed(model, n)
     progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)
     # Of a part, as of the whole.
     options["prompt_progress_callback"] = lambda n_read, _: progress(n + n_read, len(tokens))
@@ -296,8 +298,8 @@ def stored_steps(
     def part(end: int) -> dict[str, Any]:
         """The next part of the prompt, as arguments of the functions that prefill it."""
         given = {"prompt": prompt[n:end], "model": model, "stream": stream, "prompt_cache": cache}
-        if pictured is not None and embeddings is not None:
-            given |= {"input_embeddings": embeddings[n - n_stored : end - n_stored], "images": pictured.images}
+        if image_prompt is not None and embeddings is not None:
+            given |= {"input_embeddings": embeddings[n - n_stored : end - n_stored], "images": image_prompt.images}
         return given
 
     names = ("prefill_step_size", "prompt_progress_callback", *KV_NAMES)
@@ -307,7 +309,7 @@ def stored_steps(
             prefill(**part(cut), num_draft_tokens=0, copy_drafts="auto", **shared)  # its text is kept for copies
             n = cut
             with mx.stream(stream):
-                handle = store.insert(key[:n], cache, kv, handle)
+                handle = store.insert(key[:n], entries, kv, handle)
     is_sound = True
     try:
         with closing(mtp_generate_step(**part(len(tokens)), all_tokens=tokens[:n], **options)) as steps:
@@ -319,7 +321,7 @@ def stored_steps(
         raise
     finally:
         # Fewer tokens after Ctrl-C before the first one; unknown ones after a failure in the end of the steps.
-        n_read = PromptCache(cache, len(model.layers)).n_recorded
+        n_read = cache.n_recorded
         if is_sound and n_read >= 0:
             with mx.stream(stream):
-                store.insert(key[:n_read], cache, kv, handle)
+                store.insert(key[:n_read], entries, kv, handle)

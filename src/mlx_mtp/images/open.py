@@ -1,4 +1,4 @@
-"""Open an image from any source with bounded memory, or raise a ValueError with one line about the problem."""
+"""Open an image from any source with bounded memory, or raise an MTPError with one line about the problem."""
 
 import base64
 import binascii
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import MTPError, MTPFileNotFoundError
 from ..extras import require
 
 if TYPE_CHECKING:
@@ -29,13 +30,13 @@ def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name
     """Open an image as a viewer shows it: upright, in RGB, its first frame, transparent parts on white.
 
     Args:
-        source (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): A file, a ``data:`` URL, bytes, uint8 values
+        source: A file, a ``data:`` URL, bytes, uint8 values
           [height, width, 3] in RGB, or an image of Pillow.
-        name (str, optional): Its name in errors. Default: ``None``, the file's path or "The image".
+        name: Its name in errors. Default: ``None``, the file's path or "The image".
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is not an image, damaged, too large, longer than ``MAX_RATIO`` times its width, or Pillow is missing.
+        MTPError: It is not an image, damaged, too large, longer than ``MAX_RATIO`` times its width, or Pillow is missing.
     """
     with _opening, warnings.catch_warnings(action="ignore"):  # about metadata and sizes
         image, name = _open(source, name)
@@ -67,19 +68,19 @@ def _open(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str
         source = _read(Path(source), name)
     elif isinstance(source, np.ndarray):
         if source.ndim != 3 or source.shape[-1] != 3 or 0 in source.shape or source.dtype != np.uint8:
-            raise ValueError(f"An image must be uint8 [height, width, 3], not {source.dtype} {list(source.shape)}.")
+            raise MTPError(f"An image must be uint8 [height, width, 3], not {source.dtype} {list(source.shape)}.")
         source = Image.fromarray(source)
     name = name or "The image"
     if not isinstance(source, bytes | Image.Image):
-        raise ValueError(f"{name} must be a file, bytes or an image of Pillow, not {type(source).__name__}.")
+        raise MTPError(f"{name} must be a file, bytes or an image of Pillow, not {type(source).__name__}.")
     if isinstance(source, bytes):
         _check_bytes(len(source), name)
     try:
         image = Image.open(BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
     except UnidentifiedImageError as e:
-        raise ValueError(f"{name} is not an image of a known format ({', '.join(FORMATS)}).") from e
+        raise MTPError(f"{name} is not an image of a known format ({', '.join(FORMATS)}).") from e
     except Image.DecompressionBombError as e:
-        raise ValueError(f"{name} has more than {MAX_PIXELS:,} pixels: make it smaller.") from e
+        raise MTPError(f"{name} has more than {MAX_PIXELS:,} pixels: make it smaller.") from e
     except Exception as e:  # its plugins raise nearly anything
         raise _unreadable(name, e) from e
     check_size(image.width, image.height, name)
@@ -88,33 +89,33 @@ def _open(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str
 
 def _read(file: Path, name: str) -> bytes:
     if not file.exists():
-        raise FileNotFoundError(f"There is no image {name}.")
+        raise MTPFileNotFoundError(f"There is no image {name}.")
     if not file.is_file():
-        raise ValueError(f"{name} is not a file.")
+        raise MTPError(f"{name} is not a file.")
     _check_bytes(file.stat().st_size, name)
     return file.read_bytes()
 
 
 def _check_bytes(n: int, name: str) -> None:
     if n > MAX_BYTES:
-        raise ValueError(f"{name} has {n:,} bytes, more than {MAX_BYTES:,}: make it smaller.")
+        raise MTPError(f"{name} has {n:,} bytes, more than {MAX_BYTES:,}: make it smaller.")
 
 
-def _unreadable(name: str, error: Exception) -> ValueError:
+def _unreadable(name: str, error: Exception) -> MTPError:
     reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return ValueError(f"{name} cannot be read as an image ({reason}): save it again, for example as PNG.")
+    return MTPError(f"{name} cannot be read as an image ({reason}): save it again, for example as PNG.")
 
 
 def check_size(width: int, height: int, name: str) -> None:
-    """Raise a ValueError if an image is empty, too large, or too long."""
+    """Raise an MTPError if an image is empty, too large, or too long."""
     if min(width, height) < 1:
-        raise ValueError(f"{name} is empty: it has {width} x {height} pixels.")
+        raise MTPError(f"{name} is empty: it has {width} x {height} pixels.")
     if width * height > MAX_PIXELS:
-        raise ValueError(
+        raise MTPError(
             f"{name} has {width} x {height} = {width * height:,} pixels, more than {MAX_PIXELS:,}: make it smaller."
         )
     if max(width, height) > MAX_RATIO * min(width, height):
-        raise ValueError(
+        raise MTPError(
             f"{name} has {width} x {height} pixels: one side may be at most {MAX_RATIO} times as long as the other, so cut it."
         )
 
@@ -127,7 +128,7 @@ def _to_rgb(image: "Image") -> "Image":
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # Pillow would clip at 255
     elif image.mode in ("I", "F"):
-        raise ValueError("its pixels are 32-bit numbers, of which black and white are unknown")
+        raise MTPError("its pixels are 32-bit numbers, of which black and white are unknown")
     if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("RGBA")
@@ -138,15 +139,15 @@ def decode_url(url: str, name: str = "The image") -> bytes:
     """The bytes of a ``data:`` URL.
 
     Raises:
-        ValueError: It is another kind of URL, not base64, or larger than ``MAX_BYTES``.
+        MTPError: It is another kind of URL, not base64, or larger than ``MAX_BYTES``.
     """
     head, comma, data = url.partition(",")
     if not head.startswith("data:") or not comma:
-        raise ValueError(f"{name} is not a data URL (data:image/png;base64,...): it begins with {url[:20]!r}.")
+        raise MTPError(f"{name} is not a data URL (data:image/png;base64,...): it begins with {url[:20]!r}.")
     if not head.endswith(";base64"):
-        raise ValueError(f"{name} is a data URL without ;base64, and only base64 is read.")
+        raise MTPError(f"{name} is a data URL without ;base64, and only base64 is read.")
     _check_bytes(len(data) // 4 * 3, name)
     try:
         return base64.b64decode("".join(data.split()), validate=True)
     except (binascii.Error, ValueError) as e:  # the latter where it is not ASCII
-        raise ValueError(f"{name} is not valid base64: {e}.") from e
+        raise MTPError(f"{name} is not valid base64: {e}.") from e

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
+from ..errors import MTPError
 from ..models.mixin import MTPModel
 from .open import size_of
 from .vision import PLACEHOLDER, VIDEO_TOKEN, Vision
@@ -28,10 +29,10 @@ INSIDE_PLACEHOLDER = re.compile(rf"(?<=<\|)(?=(?:image_pad|video_pad|vision_star
 class ImagePrompt:
     """
     Args:
-        tokens (List[int]): The tokens, with ``<|image_pad|>`` for each token of an image.
-        images (List[ImageSpan]): The spans of these tokens.
-        pixel_values (List[mx.array]): The patches of each image, from ``Processor.preprocess_image``.
-        vision (Vision): The vision encoder of the model.
+        tokens: The tokens, with ``<|image_pad|>`` for each token of an image.
+        images: The spans of these tokens.
+        pixel_values: The patches of each image, from ``Processor.preprocess_image``.
+        vision: The vision encoder of the model.
     """
 
     tokens: list[int]
@@ -71,10 +72,10 @@ class ImageEmbeddings:
     """The embeddings of a prompt with images, which the vision encoder computes between two steps of running answers.
 
     Args:
-        begin (int): The index of the first token; images before it are not decoded. Default: ``0``.
+        begin: The index of the first token; images before it are not decoded. Default: ``0``.
 
     Attributes:
-        array (mx.array): [T, H], complete once ``advance`` has returned ``True``.
+        array: [T, H], complete once ``advance`` has returned ``True``.
     """
 
     FIRST = 1 << 24  # multiplications of the first piece, before the speed is known
@@ -125,22 +126,22 @@ def read_images(
     """Open the images of a prompt, and repeat its placeholders for their tokens. All sizes are checked before any is decoded.
 
     Args:
-        vision (Vision): The model's, see ``vision_of``.
-        tokens (Sequence[int]): The prompt, with ``<|image_pad|>`` once for each image.
-        images (Sequence[Union[str, Path, bytes, np.ndarray, PIL.Image.Image]]): In order.
-        max_tokens (int, optional): The most tokens of all images. Default: ``None``, any number.
-        max_pixels (int, optional): The most pixels of all images. Default: ``None``, any number.
-        before_each (Callable[[int], None]): Called before an image is decoded, with the most bytes that this takes. It may
+        vision: The model's, see ``vision_of``.
+        tokens: The prompt, with ``<|image_pad|>`` once for each image.
+        images: In order.
+        max_tokens: The most tokens of all images. Default: ``None``, any number.
+        max_pixels: The most pixels of all images. Default: ``None``, any number.
+        before_each: Called before an image is decoded, with the most bytes that this takes. It may
           raise an error.
 
     Raises:
-        ValueError: An image cannot be read, the number of images is not that of placeholders, or they have too many tokens.
+        MTPError: An image cannot be read, the number of images is not that of placeholders, or they have too many tokens.
     """
     placeholder = vision.config["image_token_id"]
     if (video := vision.config.get("video_token_id")) is not None and video in tokens:
-        raise ValueError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
+        raise MTPError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
     if (n := list(tokens).count(placeholder)) != len(images):
-        raise ValueError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
+        raise MTPError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
     n_tokens = n_pixels = 0
     sizes = []
     for i, image in enumerate(images, 1):
@@ -148,10 +149,10 @@ def read_images(
         sizes.append((width, height))
         rows, columns = vision.processor.grid(width, height)
         n_tokens, n_pixels = n_tokens + rows * columns, n_pixels + width * height
-        for count, most, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
-            if most is not None and count > most:
-                raise ValueError(
-                    f"The images up to number {i} have more than {most} {unit}: send fewer or smaller ones."
+        for count, maximum, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
+            if maximum is not None and count > maximum:
+                raise MTPError(
+                    f"The images up to number {i} have more than {maximum} {unit}: send fewer or smaller ones."
                 )
     pixel_values: list[mx.array] = []
     try:
@@ -191,21 +192,21 @@ def vision_of(model: Any) -> Vision:
     """The vision encoder and the image processor of a model.
 
     Raises:
-        ValueError: The model has no vision encoder, or is spread over several machines.
+        MTPError: The model has no vision encoder, or is spread over several machines.
     """
     if not isinstance(model, MTPModel):
-        raise ValueError(
+        raise MTPError(
             "Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True; in `mlx_mtp chat`, use --images."
         )
     if model.text_only is not None:
-        raise ValueError(model.text_only)
+        raise MTPError(model.text_only)
     if not isinstance(vision := model.vision, Vision):
-        raise ValueError(
+        raise MTPError(
             "The model takes no images: its checkpoint has no vision encoder, or its positions are scaled (YaRN). Use its base "
             'model\'s encoder: with --images in mlx_mtp chat and mlx_mtp server, with vision="auto" in mlx_mtp.load.'
         )
     if model.ranks is not None:
-        raise ValueError("Images are processed in one process: omit them on several machines.")
+        raise MTPError("Images are processed in one process: omit them on several machines.")
     return vision
 
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import BaseModelArgs
 
+from ..errors import MTPError
 from ..models.rope import rotate
 
 T = TypeVar("T")
@@ -48,11 +49,11 @@ class VisionArgs(BaseModelArgs):
 
     def __post_init__(self) -> None:
         if self.deepstack_visual_indexes:
-            raise ValueError(f"deepstack_visual_indexes must be empty, not {self.deepstack_visual_indexes}.")
+            raise MTPError(f"deepstack_visual_indexes must be empty, not {self.deepstack_visual_indexes}.")
         if self.hidden_act != "gelu_pytorch_tanh":
-            raise ValueError(f"The vision encoder's hidden_act must be gelu_pytorch_tanh, not {self.hidden_act}.")
+            raise MTPError(f"The vision encoder's hidden_act must be gelu_pytorch_tanh, not {self.hidden_act}.")
         if self.hidden_size % (4 * self.num_heads):
-            raise ValueError(
+            raise MTPError(
                 f"The vision encoder's hidden_size {self.hidden_size} must be a multiple of 4 * num_heads ({self.num_heads})."
             )
         self.head_dim = self.hidden_size // self.num_heads
@@ -137,8 +138,8 @@ class Block(nn.Module):
             return y + self.mlp(self.norm2(y))
 
         I = self.mlp.linear_fc1.weight.shape[0]
-        most = max(1, SCORE_BYTES // (4 * self.attn.num_heads * N))
-        return (yield from _in_pieces(N, size, 2 * N * D + D * D + 2 * D * I, rest, most))
+        max_size = max(1, SCORE_BYTES // (4 * self.attn.num_heads * N))
+        return (yield from _in_pieces(N, size, 2 * N * D + D * D + 2 * D * I, rest, max_size))
 
 
 class Merger(nn.Module):
@@ -179,18 +180,18 @@ class VisionTower(nn.Module):
         """A generator computing the embeddings of one image, a piece at a time, so that other work can run in between.
 
         Args:
-            pixel_values (mx.array): [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of
+            pixel_values: [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of
               m x m, row by row, and their values, channels * frames * height * width.
-            size (Callable[[], float]): The multiplications of the next piece, at most where a patch of a layer takes fewer.
+            size: The multiplications of the next piece, at most where a patch of a layer takes fewer.
 
         Yields:
-            int: The multiplications of the piece that was computed.
+            The multiplications of the piece that was computed.
 
         Returns:
-            mx.array: [rows * columns, H of the language model], evaluated.
+            [rows * columns, H of the language model], evaluated.
 
         Raises:
-            ValueError: The patches are not of this tower, or more than ``MAX_PATCHES``.
+            MTPError: The patches are not of this tower, or more than ``MAX_PATCHES``.
         """
         rows, columns = self._check(pixel_values)
         y, x = _positions(rows, columns, self.args.spatial_merge_size)
@@ -210,10 +211,10 @@ class VisionTower(nn.Module):
     def _check(self, pixel_values: mx.array) -> tuple[int, int]:
         shape, merged = pixel_values.shape, self.args.spatial_merge_size**2
         if len(shape) != 4 or shape[2:] != (merged, self.args.patch_dim) or 0 in shape:
-            raise ValueError(f"An image must be [rows, columns, {merged}, {self.args.patch_dim}], not {list(shape)}.")
+            raise MTPError(f"An image must be [rows, columns, {merged}, {self.args.patch_dim}], not {list(shape)}.")
         if (n := shape[0] * shape[1] * merged) > MAX_PATCHES:
             pixels = self.args.patch_size**2
-            raise ValueError(
+            raise MTPError(
                 f"An image of {n * pixels:,} pixels is larger than the {MAX_PATCHES * pixels:,} that the vision encoder takes: "
                 "make it smaller."
             )
@@ -237,12 +238,12 @@ class VisionTower(nn.Module):
 
 
 def _in_pieces(
-    n: int, size: Size, cost: int, compute: Callable[[slice], mx.array], most: int = MAX_PATCHES
+    n: int, size: Size, cost: int, compute: Callable[[slice], mx.array], max_size: int = MAX_PATCHES
 ) -> Generator[int, None, mx.array]:
     """Compute n rows, which take ``cost`` multiplications each, some at a time -> all of them, [n, ...]"""
     out, i = [], 0
     while i < n:
-        k = min(n, i + most, i + max(int(min(size() / cost, n)), 1))
+        k = min(n, i + max_size, i + max(int(min(size() / cost, n)), 1))
         out.append(compute(slice(i, k)))
         mx.eval(out[-1])
         yield cost * (k - i)
@@ -283,18 +284,16 @@ def make_tower(args: VisionArgs, weights: Mapping[str, mx.array]) -> VisionTower
     """A tower with these tensors, in either layout. They are read when they are used.
 
     Raises:
-        ValueError: One is missing, unknown, quantized, or of the wrong shape.
+        MTPError: One is missing, unknown, quantized, or of the wrong shape.
     """
     tower, tensors = VisionTower(args), dict(weights)
     if any(name.endswith(".scales") for name in tensors):
-        raise ValueError("The vision encoder is quantized: graft the base model's, in bfloat16.")
+        raise MTPError("The vision encoder is quantized: graft the base model's, in bfloat16.")
     channels_first = (args.in_channels, args.temporal_patch_size, args.patch_size, args.patch_size)
     if PATCH_KERNEL in tensors and tensors[PATCH_KERNEL].shape[1:] == channels_first:
         tensors[PATCH_KERNEL] = tensors[PATCH_KERNEL].transpose(0, 2, 3, 4, 1)  # [D, T, h, w, C]
     try:
         tower.load_weights(list(tensors.items()))
     except ValueError as e:  # mlx's message has a line for each tensor that differs
-        raise ValueError(
-            f"The vision encoder does not match its vision_config: {' '.join(str(e).split())[:200]}"
-        ) from e
+        raise MTPError(f"The vision encoder does not match its vision_config: {' '.join(str(e).split())[:200]}") from e
     return tower

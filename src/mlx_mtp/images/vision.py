@@ -15,6 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..caches.validation import digest
+from ..errors import MTPError
 from ..extras import require
 from ..memory import nbytes_of
 from .open import open_image
@@ -39,10 +40,10 @@ class Processor:
     """transformers' image processor, which turns an image into the patches of its tokens.
 
     Args:
-        settings (Mapping[str, Any]): A preprocessor_config.json. The defaults are the published Qwen3.5's.
+        settings: A preprocessor_config.json. The defaults are the published Qwen3.5's.
 
     Raises:
-        ValueError: A setting is not usable.
+        MTPError: A setting is not usable.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
@@ -56,9 +57,9 @@ class Processor:
             with np.errstate(all="ignore"):
                 patches = self.preprocess_image(np.zeros((1, 1, 3), np.uint8))
             if not self._theirs.do_resize or not bool(mx.isfinite(patches).all()):
-                raise ValueError("images are not resized, or divided by zero")
+                raise MTPError("images are not resized, or divided by zero")
         except Exception as e:  # whatever a setting leads to
-            raise ValueError(f"they are not those of a Qwen2VLImageProcessor ({e!r})") from e
+            raise MTPError(f"they are not those of a Qwen2VLImageProcessor ({e!r})") from e
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """The rows and columns of image tokens of an image with these sides in pixels."""
@@ -76,13 +77,13 @@ class Processor:
     def preprocess_image(self, image: Any, name: str | None = None) -> mx.array:
         """
         Args:
-            image (Union[str, Path, bytes, np.ndarray, PIL.Image.Image]): The image and its name, as for ``open_image``.
+            image: The image and its name, as for ``open_image``.
 
         Returns:
-            mx.array: [rows, columns, merge_size**2, P] in float32: the grid of its tokens, and the patches of each.
+            [rows, columns, merge_size**2, P] in float32: the grid of its tokens, and the patches of each.
 
         Raises:
-            ValueError: The image cannot be opened.
+            MTPError: The image cannot be opened.
         """
         rgb = open_image(image, name)
         rows, columns = self.grid(rgb.width, rgb.height)
@@ -99,9 +100,9 @@ class Vision:
     """The images of a model: ``model.vision`` of ``mlx_mtp.load``, or ``None`` where the checkpoint has no tower.
 
     Args:
-        folder (Path): The checkpoint.
-        config (Mapping[str, Any]): Its config.json.
-        files (List[str]): The files with the tower's tensors.
+        folder: The checkpoint.
+        config: Its config.json.
+        files: The files with the tower's tensors.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], files: Sequence[str]):
@@ -109,24 +110,24 @@ class Vision:
 
     @cached_property
     def processor(self) -> Processor:
-        """Raises a ValueError if the checkpoint's file is damaged, or for another kind of processor."""
+        """Raises an MTPError if the checkpoint's file is damaged, or for another kind of processor."""
         require("image", "An image")
         args = self._args
         own = dict(zip(SIZES, (args.patch_size, args.temporal_patch_size, args.spatial_merge_size)))
         try:
             processor = Processor(own | self._settings())
         except (AttributeError, TypeError, ValueError) as e:  # an object in place of a number, or not JSON
-            raise ValueError(f"The image settings of {self.folder} are not usable: {e}") from e
+            raise MTPError(f"The image settings of {self.folder} are not usable: {e}") from e
         for key, n in own.items():
             if getattr(processor, key) != n:
-                raise ValueError(
+                raise MTPError(
                     f"The image settings of {self.folder} have {key} {getattr(processor, key)}, its vision encoder {n}."
                 )
         return processor
 
     @cached_property
     def tower(self) -> VisionTower:
-        """Raises a ValueError if its tensors are damaged, or do not fit the config."""
+        """Raises an MTPError if its tensors are damaged, or do not fit the config."""
         tower = self.lazy_tower()
         mx.eval(tower.parameters())
         return tower
@@ -151,18 +152,18 @@ class Vision:
                 tensors |= split_tower(weights)[1]
             return make_tower(self._args, tensors)
         except (RuntimeError, ValueError) as e:  # mlx raises a RuntimeError for an unreadable file
-            raise ValueError(f"The images of {self.folder} cannot be used: {e}") from e
+            raise MTPError(f"The images of {self.folder} cannot be used: {e}") from e
 
     @cached_property
     def _args(self) -> VisionArgs:
         try:
             args, n = VisionArgs.from_dict(self.config["vision_config"]), self.config["text_config"]["hidden_size"]
         except (KeyError, TypeError) as e:  # text in place of a number
-            raise ValueError(
+            raise MTPError(
                 f"The vision_config of {self.folder} is not usable ({e!r}): is it as it was published?"
             ) from e
         if args.out_hidden_size != n:
-            raise ValueError(
+            raise MTPError(
                 f"The vision encoder of {self.folder} makes embeddings of {args.out_hidden_size}, its model takes {n}."
             )
         return args

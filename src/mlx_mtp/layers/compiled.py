@@ -20,10 +20,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..errors import MTPError
 from ..traces import compiled
 
 # Traces that a thread keeps, the latest used ones; each takes some 100 KB, and a few milliseconds to make.
-MOST_TRACES = 512
+MAX_TRACES = 512
 IN_TRAINING = (nn.Dropout, nn.Dropout2d, nn.Dropout3d, nn.BatchNorm)  # modules that are no pure functions in training
 
 Function = Callable[..., Any]  # (module, *arrays, **numbers) -> arrays; numbers are fixed in the trace
@@ -33,7 +34,7 @@ class Kind:
     """The common part of the modules of one kind: a copy of a module with other arrays in place of its own.
 
     Args:
-        module (nn.Module): A module whose arrays are all different ones.
+        module: A module whose arrays are all different ones.
     """
 
     def __init__(self, module: nn.Module):
@@ -44,7 +45,7 @@ class Kind:
     def filled(self, arrays: dict[str, mx.array]) -> nn.Module:
         """A module of this kind with the arrays of another one, which a trace has by the same names."""
         if arrays.keys() != self.placeholders.keys():
-            raise ValueError("The modules of a model cannot be replaced while it generates: end the generation before.")
+            raise MTPError("The modules of a model cannot be replaced while it generates: end the generation before.")
         return copy.deepcopy(self.template, {id(x): arrays[name] for name, x in self.placeholders.items()})
 
 
@@ -55,7 +56,7 @@ class _Traces(threading.local):
     """The traces of a thread, since MLX keeps traces by thread and stream."""
 
     def __init__(self) -> None:
-        self.get = functools.lru_cache(MOST_TRACES)(_make_trace)
+        self.get = functools.lru_cache(MAX_TRACES)(_make_trace)
 
 
 def _make_trace(kind: Kind, function: Function, shape: tuple[int, ...], **numbers: int) -> Function:
@@ -84,11 +85,11 @@ class Compiler:
         """``function(module, *inputs, **numbers)``, compiled.
 
         Args:
-            function (Callable): A pure function that returns arrays. It may call the modules in ``module``.
-            module (nn.Module): The module. The call is not compiled if a module in it is no pure function, such as a dropout in
+            function: A pure function that returns arrays. It may call the modules in ``module``.
+            module: The module. The call is not compiled if a module in it is no pure function, such as a dropout in
               training, or has an attribute that a trace cannot have, such as a distributed group.
-            inputs (mx.array): At least one array. Traces are looked up by the shape of the first.
-            numbers (int): Numbers, which are fixed in the trace.
+            inputs: At least one array. Traces are looked up by the shape of the first.
+            numbers: Numbers, which are fixed in the trace.
         """
         if id(module) not in self.kinds:
             self.kinds[id(module)] = module, _kind_of(module)

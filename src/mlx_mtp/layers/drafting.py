@@ -13,6 +13,8 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import MTPError
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -25,7 +27,7 @@ class Settings:
     draft_p_min: float = 0.0
     seconds: Mapping[int, float] = field(
         default_factory=dict, hash=False
-    )  # of steps by depth, with which "auto" begins
+    )  # of steps by draft length, with which "auto" begins
     attention_rows: int | None = None  # this and the following fields as in DraftConfig
     compiled: bool = True
     pieces: int | None = None
@@ -52,14 +54,14 @@ class Settings:
 class DraftConfig:
     """
     Args:
-        lm_head (DraftLMHead, optional): The output layer of the drafts. Default: ``None``, the model's own.
-        tuned (Settings, optional): The settings of ``--tune``. Default: ``None``, not tuned.
-        attention_rows (int, optional): The most tokens of a verify pass that attention takes at a time, see ``group_size``;
+        lm_head: The output layer of the drafts. Default: ``None``, the model's own.
+        tuned: The settings of ``--tune``. Default: ``None``, not tuned.
+        attention_rows: The most tokens of a verify pass that attention takes at a time, see ``group_size``;
           0 for all. Default: ``None``, on Metal as many as its fused attention takes, elsewhere all.
-        compiled (bool): Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
-        pieces (int, optional): As in ``Pass``.
-        times (pacing.step_times.StepTimes, optional): The times of steps, which all generations share and update.
-        turn (object): Identifies the generation that last submitted work to the device.
+        compiled: Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
+        pieces: As in ``Pass``.
+        times: The times of steps, which all generations share and update.
+        turn: Identifies the generation that last submitted work to the device.
     """
 
     lm_head: "DraftLMHead | None" = None
@@ -77,10 +79,10 @@ class DraftLMHead:
     It is not an ``nn.Module``, since its arrays are copied from the model's and are not parameters.
 
     Args:
-        layer (nn.Module): The model's ``lm_head``, or its embedding if they are tied; quantized or not.
-        ids (List[int], optional): The tokens whose weights to copy, in ascending order, so that the first of equal logits is
+        layer: The model's ``lm_head``, or its embedding if they are tied; quantized or not.
+        ids: The tokens whose weights to copy, in ascending order, so that the first of equal logits is
           chosen, as in the whole layer. Default: ``None``, all tokens.
-        bits (int, optional): Quantize the copy to this many bits. Default: ``None``, no quantization.
+        bits: Quantize the copy to this many bits. Default: ``None``, no quantization.
     """
 
     def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
@@ -100,7 +102,7 @@ class DraftLMHead:
         """Add tokens to the draft vocabulary: a text repeats its own words, even rare ones.
 
         Args:
-            tokens (Iterable[int]): Tokens of the prompt, or generated tokens.
+            tokens: Tokens of the prompt, or generated tokens.
 
         Returns:
             DraftLMHead: This layer if it has all of them, otherwise a new layer. New tokens come last in ``ids``.
@@ -149,7 +151,7 @@ def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
     weight = layer.weight
     if "scales" in layer:
         if bits >= layer.bits:
-            raise ValueError(
+            raise MTPError(
                 f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
             )
         weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)

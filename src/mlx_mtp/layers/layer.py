@@ -92,9 +92,9 @@ class Layer:
         """The mask of attention to the tokens that the indexer selects.
 
         Args:
-            mask (mx.array or str, optional): The mask without a selection.
-            queries, keys (mx.array): As in ``index``, the keys of all tokens, [B, 1, N, Di].
-            offset (Union[int, mx.array]): The index of the first query, [B].
+            mask: The mask without a selection.
+            queries, keys: As in ``index``, the keys of all tokens, [B, 1, N, Di].
+            offset: The index of the first query, [B].
         """
         raise NotImplementedError
 
@@ -142,7 +142,7 @@ class Layer:
         """Update an attention layer's cache, and attend.
 
         Args:
-            arrays (Tuple[mx.array, ...]): Those of ``before_attention``, with queries of the last positions or all.
+            arrays: Those of ``before_attention``, with queries of the last positions or all.
         """
         if isinstance(cache, MixedKVRows):
             return self.attention_in_parts(arrays, mask, cache, this, is_rotated=is_rotated)
@@ -175,14 +175,14 @@ def recurrent_layer(
     """A decoder layer with a GatedDeltaNet, as in mlx-lm's ``DecoderLayer`` and ``GatedDeltaNet`` (0.32.2).
 
     Args:
-        layer (nn.Module): Its ``linear_attn`` has ``project``.
-        x (mx.array): [B, T, H]
-        conv_state (mx.array): The last inputs of the convolution, [B, K - 1, C].
-        state (mx.array): The state of the recurrence, [B, Hv, Dv, Dk].
-        n_confirmed (int): The number of leading tokens that are final; 0 if the call is not recorded.
+        layer: Its ``linear_attn`` has ``project``.
+        x: [B, T, H]
+        conv_state: The last inputs of the convolution, [B, K - 1, C].
+        state: The state of the recurrence, [B, Hv, Dv, Dk].
+        n_confirmed: The number of leading tokens that are final; 0 if the call is not recorded.
 
     Returns:
-        Tuple[mx.array, ...]: The output [B, T, H] and both states after all tokens. If ``n_confirmed`` is above 0, also the
+        The output [B, T, H] and both states after all tokens. If ``n_confirmed`` is above 0, also the
           inputs of the convolution [B, K - 1 + T, C], the state of the recurrence after the confirmed tokens, and q, k, v and
           the gates g, beta of the other tokens, each [B, T - n_confirmed, ...], if there are any.
     """
@@ -226,13 +226,13 @@ def before_attention(
     """The first part of a layer with mlx-lm's ``Qwen3NextAttention`` (0.32.2).
 
     Args:
-        x (mx.array): [B, T, H]
-        start (mx.array, optional): The position of the first token, [] or [B]. Default: ``None``, without rope.
-        query_start (mx.array, optional): The position of the first query. Default: ``None``, that of the first token.
-        last (bool): Only the last position has a query. Default: ``False``.
+        x: [B, T, H]
+        start: The position of the first token, [] or [B]. Default: ``None``, without rope.
+        query_start: The position of the first query. Default: ``None``, that of the first token.
+        last: Only the last position has a query. Default: ``False``.
 
     Returns:
-        Tuple: Of the positions with queries, x, the gate [B, T, Hq D] and what ``join`` takes; then queries [B, Hq, T, D], keys
+        Of the positions with queries, x, the gate [B, T, Hq D] and what ``join`` takes; then queries [B, Hq, T, D], keys
           and values [B, Hkv, T, D], and those of ``index``.
     """
     normed, *ways = layer.enter(x)
@@ -272,13 +272,13 @@ def after_attention(layer: Any, x: mx.array, out: mx.array, gate: mx.array, *way
     """The last part of such a layer.
 
     Args:
-        x (mx.array): The layer's input, [B, T, H].
-        out (mx.array): The output of attention, [B, Hq, T, D].
-        gate (mx.array): [B, T, Hq D]
-        ways (mx.array): What ``join`` takes.
+        x: The layer's input, [B, T, H].
+        out: The output of attention, [B, Hq, T, D].
+        gate: [B, T, Hq D]
+        ways: What ``join`` takes.
 
     Returns:
-        mx.array: [B, T, H]
+        [B, T, H]
     """
     B, T, _ = x.shape
     out = out.transpose(0, 2, 1, 3).reshape(B, T, -1)  # [B, T, Hq D]
@@ -291,29 +291,35 @@ def group_size(n: int, heads: int, kv_heads: int, head_dim: int) -> int:
     The mask may be causal or an array: the rule is the same, as there are at least as many keys as queries. Examples: 5 for
     Qwen3.5-27B, 4 for 35B-A3B, 2 for 122B-A10B and 397B-A17B.
     """
-    most = min(FEW, HEADS * kv_heads // heads)
-    if most == 0 or head_dim not in SIZES_OF_FEW or (n > FEW and head_dim in SIZES_OF_MANY):
+    max_queries = min(FEW, HEADS * kv_heads // heads)
+    if max_queries == 0 or head_dim not in SIZES_OF_FEW or (n > FEW and head_dim in SIZES_OF_MANY):
         return n
-    return min(n, most)
+    return min(n, max_queries)
 
 
 def attend(
-    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: mx.array | str | None, most: int | None
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None,
+    max_queries: int | None,
 ) -> mx.array:
     """mlx-lm's attention, in groups of queries.
 
     Args:
-        queries (mx.array): Of the last T of N positions, [B, H, T, D].
-        keys, values (mx.array): [B, Hkv, N, D]; from a quantized cache tuples of arrays, for which there is no fused kernel.
-        mask (mx.array or str, optional): ``"causal"``, or [..., T, N].
-        most (int, optional): The most queries of a group; 0 for all. ``None``: as ``group_size``.
+        queries: Of the last T of N positions, [B, H, T, D].
+        keys, values: [B, Hkv, N, D]; from a quantized cache tuples of arrays, for which there is no fused kernel.
+        mask: ``"causal"``, or [..., T, N].
+        max_queries: The most queries of a group; 0 for all. ``None``: as ``group_size``.
 
     Returns:
-        mx.array: [B, H, T, D]
+        [B, H, T, D]
     """
     _, H, T, D = queries.shape
-    n = most or T
-    if most is None and isinstance(keys, mx.array):
+    n = max_queries or T
+    if max_queries is None and isinstance(keys, mx.array):
         n = group_size(T, H, keys.shape[1], D)
     if n >= T or not isinstance(keys, mx.array):
         return scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask)

@@ -1,6 +1,6 @@
 """The multi-token-prediction head: one extra decoder layer, which predicts the token after next.
 
-    pair i:  E[t_{i+1}] ── pre_fc_norm_embedding ──┐
+    input i: E[t_{i+1}] ── pre_fc_norm_embedding ──┐
                                                    ├── fc ── decoder layer ── norm ──> lm_head: a guess of t_{i+2}
              h_i ───────── pre_fc_norm_hidden ─────┘
 
@@ -100,16 +100,16 @@ def run_head(
     """One pass of a model's head, for its last position.
 
     Args:
-        hidden (mx.array): The hidden states of T positions, [B, T, H].
-        tokens (mx.array): The token after each, [B, T].
-        cache (KVCache): The head's keys and values, to which T positions are appended.
-        embeddings (mx.array, optional): Embeddings to use instead of the tokens', [B, T, H].
-        positions (Positions, optional): The positions of the hidden states in a text with images. Default: ``None``, plain
+        hidden: The hidden states of T positions, [B, T, H].
+        tokens: The token after each, [B, T].
+        cache: The head's keys and values, to which T positions are appended.
+        embeddings: Embeddings to use instead of the tokens', [B, T, H].
+        positions: The positions of the hidden states in a text with images. Default: ``None``, plain
           positions.
-        compiler (Compiler, optional): Compiles the pass. Default: ``None``, not compiled.
+        compiler: Compiles the pass. Default: ``None``, not compiled.
 
     Returns:
-        mx.array: The head's output for the last position, [B, 1, H].
+        The head's output for the last position, [B, 1, H].
     """
     this = pass_of_head(hidden.shape[1], model.drafting, compiler, positions)
     if embeddings is None:

@@ -20,12 +20,12 @@ MAX_WINDOW = MAX_COPY_TOKENS + 1  # tokens of a sequence in a compiled pass, the
 class Pass:
     """
     Args:
-        compiler (Compiler, optional): Compiles the layers. Default: ``None``, they run as in mlx-lm.
-        attention_rows (int, optional): The most queries of an attention call, see ``group_size``: 0 for all, ``None`` for as
+        compiler: Compiles the layers. Default: ``None``, they run as in mlx-lm.
+        attention_rows: The most queries of an attention call, see ``group_size``: 0 for all, ``None`` for as
           many as Metal's fused attention takes.
-        pieces (int, optional): The number of attention layers after which the graph built so far is submitted to the device,
+        pieces: The number of attention layers after which the graph built so far is submitted to the device,
           while the host builds the rest. Default: ``None``, the whole graph at once.
-        positions (Positions, optional): The positions of a text with images, into which the offset of ``MRoPE`` is an index.
+        positions: The positions of a text with images, into which the offset of ``MRoPE`` is an index.
           Default: ``None``, indices are positions.
     """
 

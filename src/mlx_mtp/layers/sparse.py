@@ -56,13 +56,13 @@ class Indexer(nn.Module):
         """The tokens that each query attends to.
 
         Args:
-            rope (Callable): The rope of the layer's attention.
-            queries (mx.array): Of ``__call__``, [B, Hi, T, D].
-            keys (mx.array): The raw keys of all tokens, [B, 1, N, D].
-            offset (Union[int, mx.array]): The index of the first query, also [B].
+            rope: The rope of the layer's attention.
+            queries: Of ``__call__``, [B, Hi, T, D].
+            keys: The raw keys of all tokens, [B, 1, N, D].
+            offset: The index of the first query, also [B].
 
         Returns:
-            mx.array: [B or 1, 1, T, N], bool.
+            [B or 1, 1, T, N], bool.
         """
         T, N, size = queries.shape[2], keys.shape[2], self.block_size
         scores = self._scores(rope(self.q_layernorm(queries), offset=offset), self._summaries(rope, keys))

@@ -24,6 +24,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from ..caches import recurrent
+from ..errors import MTPError
 from ..layers.drafting import draft_logits
 from ..layers.mtp import run_head
 
@@ -45,7 +46,7 @@ class ArraysCache(recurrent.ArraysCache):
         """Remove the last ``n`` tokens of the open window, and close it.
 
         Raises:
-            ValueError: The tokens are not in the window, or no window is open.
+            MTPError: The tokens are not in the window, or no window is open.
         """
         if self.empty():
             return 0
@@ -56,9 +57,9 @@ class ArraysCache(recurrent.ArraysCache):
 
 
 class DraftCache(stock._BaseCache):
-    """The draft model's state: the head's keys and values, and the tokens and hidden states of the next pairs.
+    """The draft model's state: the head's keys and values, and the tokens and hidden states of the head's next inputs.
 
-    Pair i of the head is token i with the target's hidden state of token i - 1, so token 0 has no pair. ``n_verified`` is the
+    Input i of the head is token i with the target's hidden state of token i - 1, so token 0 has none. ``n_verified`` is the
     number of keys and values made from the target's hidden states. Later ones belong to drafts, and are made from the head's
     own output.
     """
@@ -91,7 +92,7 @@ class DraftCache(stock._BaseCache):
     def trim(self, n: int) -> int:
         n_drafts = self.tokens.size if self.verified else 0
         if n > n_drafts:
-            raise ValueError(f"The draft model can trim its last {n_drafts} tokens, not {n}.")
+            raise MTPError(f"The draft model can trim its last {n_drafts} tokens, not {n}.")
         self.verified = False
         self.tokens = self.tokens[: self.tokens.size - n]
         self.n_seen -= n
@@ -119,7 +120,7 @@ class DraftCache(stock._BaseCache):
         self.n_tokens = self.n_final + n
 
     def catch_up(self, model: Any) -> None:
-        """Run the head over the pairs whose token and hidden state are both known."""
+        """Run the head over the inputs whose token and hidden state are both known."""
         n = min(self.n_tokens, self.n_seen - 1) - self.n_verified
         if n > 0:
             assert self.hidden is not None
@@ -163,17 +164,17 @@ class DraftModel:
     """The head of a model as a draft model for mlx-lm's speculative loop. Made by ``model.make_draft_model()``.
 
     Attributes:
-        target (Target): The model to pass to that loop.
+        target: The model to pass to that loop.
     """
 
     def __init__(self, model: Any):
         self.model, self.target = model, Target(model)
 
     def make_cache(self) -> list[Any]:
-        """Raises a ValueError if no cache of the target is waiting for one of the draft model."""
+        """Raises an MTPError if no cache of the target is waiting for one of the draft model."""
         waiting, self.target._waiting = self.target._waiting, None
         if waiting is None or (draft := waiting()) is None:
-            raise ValueError(
+            raise MTPError(
                 "Make the target's cache first: call target.make_cache() before each draft_model.make_cache()."
             )
         return [draft]
@@ -181,15 +182,15 @@ class DraftModel:
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """
         Args:
-            inputs (mx.array): Token ids, [1, T].
-            cache (List[Any]): Of ``make_cache``.
+            inputs: Token ids, [1, T].
+            cache: Of ``make_cache``.
 
         Returns:
-            mx.array: Logits of the token after the last, [1, 1, V]. Zeros for a chunk of the prompt, whose logits are not used,
+            Logits of the token after the last, [1, 1, V]. Zeros for a chunk of the prompt, whose logits are not used,
               and after the first token of a text, which has no hidden state before it.
         """
         if not cache or not isinstance(cache[0], DraftCache):
-            raise ValueError("The draft model needs its cache: append draft_model.make_cache() to target.make_cache().")
+            raise MTPError("The draft model needs its cache: append draft_model.make_cache() to target.make_cache().")
         c, model = cache[0], self.model
         c.see(inputs[0])
         c.catch_up(model)

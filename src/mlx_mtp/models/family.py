@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import MTPError
 from ..layers.mtp import MTPModule
 from .draft_model import DraftModel
 from .head_weights import is_raw, sanitize_head, split_head
@@ -29,10 +30,10 @@ class FamilyModel(MTPModel):
         """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``.
 
         Raises:
-            ValueError: The model has no head.
+            MTPError: The model has no head.
         """
         if getattr(self, "mtp", None) is None:
-            raise ValueError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+            raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
         return DraftModel(self)
 
     def sanitize(
@@ -41,10 +42,10 @@ class FamilyModel(MTPModel):
         """mlx-lm's ``sanitize``, which drops the head, and then the head's.
 
         Args:
-            weights (Dict[str, mx.array]): The tensors of a checkpoint.
-            head (Dict[str, mx.array], optional): The head's tensors, under names without ``mtp.``, if they are not in
+            weights: The tensors of a checkpoint.
+            head: The head's tensors, under names without ``mtp.``, if they are not in
               ``weights``.
-            raw (bool): Whether ``head`` is in the Hugging Face layout.
+            raw: Whether ``head`` is in the Hugging Face layout.
         """
         weights, inside = split_head(weights)
         if head is None:

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
+from ..errors import MTPError
 from ..layers.drafting import quantized_group_size
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ def sanitize_head(mtp: nn.Module, head: Mapping[str, mx.array], raw: bool) -> di
     Experts may have any of the names of ``EXPERT``, and weights may be in FP8. If ``raw``, 1 is added to every norm.
 
     Raises:
-        ValueError: Tensors are missing or of the wrong shape; the message names them.
+        MTPError: Tensors are missing or of the wrong shape; the message names them.
     """
     parameters: Any = tree_flatten(mtp.parameters())
     expected: dict[str, Shape] = {name: p.shape for name, p in parameters}
@@ -76,7 +77,7 @@ def norms_of(head: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def check_quantized(mtp: nn.Module, weights: Mapping[str, mx.array]) -> None:
-    """Raise a ValueError if ``sanitize_head``'s tensors do not fit the head of a skeleton, once mlx-lm has quantized it."""
+    """Raise an MTPError if ``sanitize_head``'s tensors do not fit the head of a skeleton, once mlx-lm has quantized it."""
 
     def predicate(path: str, module: Any) -> Any:
         if f"{path}.scales" not in weights:
@@ -85,14 +86,14 @@ def check_quantized(mtp: nn.Module, weights: Mapping[str, mx.array]) -> None:
             how = infer_quant_config(path, module, weights)
             mx.quantize(module.weight, **how)
         except (ValueError, ZeroDivisionError) as e:
-            raise ValueError(f"mtp.{path} is quantized otherwise ({e})") from e
+            raise MTPError(f"mtp.{path} is quantized otherwise ({e})") from e
         return how
 
     try:
         nn.quantize(mtp, class_predicate=predicate)
         mtp.load_weights(list(weights.items()))
     except ValueError as e:
-        raise ValueError(f"The MTP head does not fit this model: {' '.join(str(e).split())}") from e
+        raise MTPError(f"The MTP head does not fit this model: {' '.join(str(e).split())}") from e
 
 
 def _with_stacked_experts(weights: dict[str, mx.array], expected: Mapping[str, Shape]) -> dict[str, mx.array]:
@@ -143,27 +144,27 @@ def _dequantized(head: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _check(weights: Mapping[str, mx.array], expected: Mapping[str, Shape | None]) -> None:
-    """Raise a ValueError if tensors are missing or of the wrong shape; ``None`` for any."""
+    """Raise an MTPError if tensors are missing or of the wrong shape; ``None`` for any."""
     if missing := [name for name in expected if name not in weights]:
-        raise ValueError(f"The MTP head lacks {_listed(missing)}.")
+        raise MTPError(f"The MTP head lacks {_listed(missing)}.")
     wrong = []
     for name, shape in expected.items():
         own = weights[name].shape
         if shape is not None and (len(own) != len(shape) or any(n not in (None, m) for n, m in zip(shape, own))):
             wrong.append(f"mtp.{name} is {list(own)}, not {list(shape)}")
     if wrong:
-        raise ValueError(f"The MTP head does not fit this model: {'; '.join(wrong[:4])}.")
+        raise MTPError(f"The MTP head does not fit this model: {'; '.join(wrong[:4])}.")
 
 
-def _listed(names: list[str], most: int = 4) -> str:
-    shown = ", ".join("mtp." + name for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more tensors"
+def _listed(names: list[str], max_names: int = 4) -> str:
+    shown = ", ".join("mtp." + name for name in names[:max_names])
+    return shown if len(names) <= max_names else f"{shown} and {len(names) - max_names} more tensors"
 
 
 def quantize_head(mtp: nn.Module, bits: int) -> None:
     """Quantize the decoder layer of an MTP head in place, without ``fc`` and routers."""
     if any(hasattr(m, "bits") for _, m in mtp.named_modules()):
-        raise ValueError("The MTP head of this checkpoint is already quantized: mtp_bits requires one in 16 bits.")
+        raise MTPError("The MTP head of this checkpoint is already quantized: mtp_bits requires one in 16 bits.")
 
     def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not path.startswith("layers.") or path.endswith(ROUTERS) or not hasattr(module, "to_quantized"):

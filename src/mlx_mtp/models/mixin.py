@@ -52,13 +52,13 @@ class MTPModel:
         """mlx-lm's call, with more options.
 
         Args:
-            inputs (mx.array): Token ids, [B, T].
-            cache (List[Any], optional): One entry for each layer; further entries are ignored.
-            input_embeddings (mx.array, optional): [B, T, H], in place of ``inputs``.
-            return_hidden (bool): Also return the output of the final norm. Default: ``False``.
-            n_confirmed (int): The number of leading tokens known to be final. If above 0, the call is recorded, and
+            inputs: Token ids, [B, T].
+            cache: One entry for each layer; further entries are ignored.
+            input_embeddings: [B, T, H], in place of ``inputs``.
+            return_hidden: Also return the output of the final norm. Default: ``False``.
+            n_confirmed: The number of leading tokens known to be final. If above 0, the call is recorded, and
               ``mlx_mtp.caches.recurrent.rollback`` can roll back to any token from this one on. Default: ``0``.
-            compiler (Compiler, optional): Compiles the pass. Default: ``None``, it runs as in mlx-lm.
+            compiler: Compiles the pass. Default: ``None``, it runs as in mlx-lm.
 
         Returns:
             mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].

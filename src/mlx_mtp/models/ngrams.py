@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..errors import MTPError
 from ..layers.sparse import Norm
 
 Array = Any  # an mx.array or np.ndarray
@@ -47,7 +48,7 @@ class NgramHash:
 
     Args:
         args: The text arguments.
-        place (int): The layer's place among those with n-gram embeddings.
+        place: The layer's place among those with n-gram embeddings.
     """
 
     def __init__(self, args: Any, place: int):
@@ -110,18 +111,18 @@ class NgramTable:
     """A table of n-gram embeddings, whose rows are read when they are used.
 
     Args:
-        rows (Rows): The rows.
-        width (int): The numbers in a row.
-        n_rows (int): The least number of rows.
+        rows: The rows.
+        width: The numbers in a row.
+        n_rows: The least number of rows.
 
     Raises:
-        ValueError: The rows are not those of such a table.
+        MTPError: The rows are not those of such a table.
     """
 
     def __init__(self, rows: Rows, width: int, n_rows: int):
         self.rows, self.quantized = rows, _quantization(rows.layout, width)
         if len(rows) < n_rows:
-            raise ValueError(f"has {len(rows)} rows, not {n_rows}")
+            raise MTPError(f"has {len(rows)} rows, not {n_rows}")
         self.arrays: dict[str, mx.array] | None = None  # all rows, once they are in memory
 
     @property
@@ -175,7 +176,7 @@ def _quantization(layout: Mapping[str, tuple[int, Any]], width: int) -> Quantize
         if mode is not None and (mode == "affine") == (of_scales != np.uint8):
             return Quantized(group_size, bits, mode)
     found = ", ".join(f"{name} of {n} {np.dtype(dtype).name}" for name, (n, dtype) in layout.items())
-    raise ValueError(f"has rows that are not {width} numbers, quantized or not ({found})")
+    raise MTPError(f"has rows that are not {width} numbers, quantized or not ({found})")
 
 
 def floats(x: mx.array) -> mx.array:
@@ -204,13 +205,13 @@ class NgramEmbedding(nn.Module):
 def add_ngrams(own: Any, x: mx.array, embeddings: mx.array, last: mx.array) -> tuple[mx.array, mx.array]:
     """
     Args:
-        own (NgramEmbedding): The weights.
-        x (mx.array): The streams, [B, T, n H].
-        embeddings (mx.array): [B, T, P]
-        last (mx.array): The last inputs of the convolution, [B, K, n H].
+        own: The weights.
+        x: The streams, [B, T, n H].
+        embeddings: [B, T, P]
+        last: The last inputs of the convolution, [B, K, n H].
 
     Returns:
-        Tuple[mx.array, mx.array]: The streams, and the inputs of the convolution, [B, K + T, n H].
+        The streams, and the inputs of the convolution, [B, K + T, n H].
     """
     streams, embeddings = (*x.shape[:2], own.n_streams, -1), embeddings.astype(x.dtype)
     keys, queries = own.norm_key(own.key_proj(embeddings)).reshape(streams), own.norm_query(x).reshape(streams)

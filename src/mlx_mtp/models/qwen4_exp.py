@@ -19,6 +19,7 @@ from mlx_lm.models import qwen3_5 as stock
 from mlx_lm.models import qwen3_5_moe
 
 from ..caches.recurrent import State
+from ..errors import MTPError
 from ..layers.layer import Layer
 from ..layers.mtp import MTPModule
 from ..layers.passes import Pass, current_pass
@@ -68,7 +69,7 @@ class TextModelArgs(qwen3_5.TextModelArgs):
             "eos_token_id is needed for n-gram embeddings": self.ple_layer_ids and self.eos_token_id in (None, []),
         }
         if sentences := [sentence for sentence, is_wrong in wrong.items() if is_wrong]:
-            raise ValueError(f"in its config, {sentences[0]}")
+            raise MTPError(f"in its config, {sentences[0]}")
 
     def is_linear(self, i: int) -> bool:
         """Whether layer i is recurrent."""
@@ -86,7 +87,7 @@ class Streams(nn.Module):
 
     Args:
         args: The text arguments.
-        injects (bool): Whether the output of the part is added to the streams. Default: ``True``.
+        injects: Whether the output of the part is added to the streams. Default: ``True``.
     """
 
     def __init__(self, args: TextModelArgs, injects: bool = True):
@@ -208,9 +209,7 @@ class DecoderLayer(Layer, nn.Module):
         if not self.is_linear:
             return self.attend(x, mask, cache, current_pass())
         if mask is not None:
-            raise ValueError(
-                "This model does not run over padded prompts: use batch_generate of mlx_mtp, not of mlx-lm."
-            )
+            raise MTPError("This model does not run over padded prompts: use batch_generate of mlx_mtp, not of mlx-lm.")
         return self.recur(x, cache, current_pass())
 
 
@@ -255,12 +254,12 @@ class Ngrams:
     def read(self, i: int, inputs: mx.array, held: mx.array | None) -> tuple[mx.array, mx.array]:
         """
         Args:
-            i (int): The layer.
-            inputs (mx.array): Token ids, [B, T].
-            held (mx.array, optional): The layer's last tokens.
+            i: The layer.
+            inputs: Token ids, [B, T].
+            held: The layer's last tokens.
 
         Returns:
-            Tuple[mx.array, mx.array]: The last tokens with the new ones, and the embeddings of the new ones, [B, T, P].
+            The last tokens with the new ones, and the embeddings of the new ones, [B, T, P].
         """
         own, table = self.hashes[i], self.tables[i]
         if held is None:
@@ -276,7 +275,7 @@ class Head(MTPModule):
 
     Args:
         args: The text arguments.
-        layer (nn.Module): A decoder layer with sparse attention.
+        layer: A decoder layer with sparse attention.
     """
 
     def __init__(self, args: TextModelArgs, layer: nn.Module):

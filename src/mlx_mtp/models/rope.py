@@ -14,8 +14,8 @@ class MRoPE(nn.Module):
     """Rotary embeddings at positions in three axes. At plain positions it calls the wrapped rope.
 
     Args:
-        rope (nn.RoPE): The rope of the attention layer.
-        sections (Sequence[int]): The number of frequencies of each axis: time, height, width.
+        rope: The rope of the attention layer.
+        sections: The number of frequencies of each axis: time, height, width.
     """
 
     def __init__(self, rope: nn.RoPE, sections: Sequence[int]):
@@ -29,8 +29,8 @@ class MRoPE(nn.Module):
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """
         Args:
-            x (mx.array): [B, H, T, D]
-            offset (Union[int, mx.array]): The first token's index, or its position, [B].
+            x: [B, H, T, D]
+            offset: The first token's index, or its position, [B].
         """
         if isinstance(offset, int):
             this = current_pass()

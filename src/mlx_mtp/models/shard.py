@@ -14,6 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.qwen3_next import Qwen3NextMLP
 
+from ..errors import MTPError
+
 SUMMED = ("o_proj", "out_proj", "down_proj")  # layers whose inputs are split, and whose outputs are summed
 SPLIT = ("gate_proj", "up_proj")  # layers whose outputs are split
 
@@ -54,9 +56,9 @@ def _shard_mlp(mlp: Any, group: mx.distributed.Group) -> None:
 
 
 def check_shard(model: Any, n: int) -> None:
-    """Raise a ValueError if a model cannot be split among ``n`` ranks. Its weights are not needed."""
+    """Raise an MTPError if a model cannot be split among ``n`` ranks. Its weights are not needed."""
     if model.no_shard is not None:
-        raise ValueError(
+        raise MTPError(
             f"A model of type {model.model_type} cannot be split among processes, because {model.no_shard}: use a pipeline "
             "(--pipeline)."
         )
@@ -73,7 +75,7 @@ def check_shard(model: Any, n: int) -> None:
             sizes[f"columns or groups of {name}"] = size
     for what, size in sizes.items():
         if size % n > 0:
-            raise ValueError(
+            raise MTPError(
                 f"The model cannot be split among {n} processes, a number that does not divide its {size} {what}: start "
                 "another number of them, or use a pipeline (--pipeline)."
             )
@@ -91,6 +93,6 @@ def _widths(layer: nn.Module) -> list[tuple[str, int]]:
 
 
 def check_pipeline(model: Any, n: int) -> None:
-    """Raise a ValueError if there are more stages than layers."""
+    """Raise an MTPError if there are more stages than layers."""
     if n > len(model.layers):
-        raise ValueError(f"The model has {len(model.layers)} layers, too few for a pipeline of {n} processes.")
+        raise MTPError(f"The model has {len(model.layers)} layers, too few for a pipeline of {n} processes.")

@@ -125,7 +125,7 @@ class Depth:
         self.is_alone = True  # whether no other generation ran during the latest step
 
     def for_text(self) -> "Depth":
-        """Make a depth for another text with the same times."""
+        """Make one for another text with the same times."""
         return type(self)(self.max_draft_tokens, times=self.times)
 
     def next(self, offers: Sequence[Offer], min_draft_tokens: int = 0, n_sequences: int = 1) -> Plan:

@@ -3,7 +3,7 @@
     keys and values   of the tokens [begin, end) in each attention layer and in the head
     states            of the recurrent layers after the last token, and the last hidden state, for the head
 
-The head's pair p - 1 has the hidden state of token p - 1 and token p. It belongs to token p, so the first token has no pair.
+The head's input p - 1 has the hidden state of token p - 1 and token p. It belongs to token p, so the first token has none.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..caches.indexed import NAMES, names_of, size_of
 from ..caches.prompt_cache import PromptCache, has_head, make_prompt_cache
 from ..caches.rows import KVOptions
+from ..errors import MTPError
 
 Arrays = dict[str, mx.array]
 Tokens = NDArray[np.int64]  # token ids, and negative numbers for the tokens of images
@@ -27,8 +28,8 @@ class Format(NamedTuple):
     """The kinds of arrays in a prompt cache. Prompt caches of different formats share no nodes.
 
     Args:
-        kv (KVOptions, optional): The quantization of keys and values; ``None`` if they are not quantized, or not yet.
-        head (bool): Whether the head has keys and values for each token except the first.
+        kv: The quantization of keys and values; ``None`` if they are not quantized, or not yet.
+        head: Whether the head has keys and values for each token except the first.
     """
 
     kv: KVOptions | None
@@ -36,16 +37,16 @@ class Format(NamedTuple):
 
 
 def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
-    """Raises a ValueError if the quantization of keys and values is not that of ``kv``."""
+    """Raises an MTPError if the quantization of keys and values is not that of ``kv``."""
     quantized = {(c.bits, c.group_size) for c in cache.backbone if isinstance(c, stock.QuantizedKVCache)}
     if quantized and (kv is None or quantized != {(kv.kv_bits, kv.kv_group_size)}):
         bits, size = next(iter(quantized))
-        raise ValueError(
+        raise MTPError(
             f"The prompt cache has keys and values of {bits} bits in groups of {size}: give kv=KVOptions(...), as it was read "
             f"with, not {kv}."
         )
-    has_pairs = cache.last_hidden is not None and cache.head.offset == cache.n_tokens - 1
-    return Format(kv if quantized else None, has_pairs and has_head(model))
+    has_inputs = cache.last_hidden is not None and cache.head.offset == cache.n_tokens - 1
+    return Format(kv if quantized else None, has_inputs and has_head(model))
 
 
 def keys_and_values(cache: PromptCache, format: Format, begin: int, end: int) -> Arrays:
@@ -90,8 +91,8 @@ def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Array
     """A prompt cache of these tokens. Drafts can be copied from the tokens after the last image.
 
     Args:
-        spans (Sequence[Arrays]): The keys and values, from the first token to the last.
-        last (Arrays): The states after the last token.
+        spans: The keys and values, from the first token to the last.
+        last: The states after the last token.
     """
     entries = make_prompt_cache(model)
     cache = PromptCache(entries, len(model.layers))

@@ -33,6 +33,7 @@ import numpy as np
 from safetensors import safe_open
 
 from ..caches.prompt_cache import part_of
+from ..errors import MTPError
 from .arrays import Arrays, Format, Tokens, nbytes
 from .tree import File, Forest, Node, StoredArrays, above
 
@@ -59,16 +60,16 @@ class Folder:
     """A folder of files, of which the least recently used go first when it is full. Several stores of a process may share it.
 
     Args:
-        path (Path): The folder, which is created if it does not exist. Only its owner may read it and its files.
-        max_bytes (int): The maximum size of all files.
+        path: The folder, which is created if it does not exist. Only its owner may read it and its files.
+        max_bytes: The maximum size of all files.
 
     Raises:
         BlockingIOError: Another process owns the folder, or another ``Folder`` of this one.
         OSError: The folder cannot be used.
 
     Attributes:
-        files (OrderedDict[str, File]): By name, the least recently used first. A file comes before the one that it continues.
-        n_users (int): The number of stores that use it. The last one to close gives up the folder.
+        files: By name, the least recently used first. A file comes before the one that it continues.
+        n_users: The number of stores that use it. The last one to close gives up the folder.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_DISK_BYTES):
@@ -124,11 +125,11 @@ class Folder:
             return None
         try:
             if _name_of(self._file(name), file.tokens) != name:
-                raise ValueError(f"{self._file(name)} is damaged: its bytes do not match its name.")
+                raise MTPError(f"{self._file(name)} is damaged: its bytes do not match its name.")
             found: Any = mx.load(str(self._file(name)))
             mx.eval(found)
             if file.tokens is not None and not np.array_equal(found.pop("tokens"), file.tokens):
-                raise ValueError(f"{self._file(name)} is damaged: it holds another text than before.")
+                raise MTPError(f"{self._file(name)} is damaged: it holds another text than before.")
         except FileNotFoundError:
             self._remove(name)
             return None
@@ -205,13 +206,13 @@ class Disk:
     """The threads between a store and its folder: no other thread waits for the disk.
 
     Args:
-        folder (Folder): The folder, which may be shared by several stores.
-        forest (Forest): The texts of the store.
-        lock (threading.RLock): Protects the forest.
+        folder: The folder, which may be shared by several stores.
+        forest: The texts of the store.
+        lock: Protects the forest.
 
     Attributes:
-        bytes_written (int): Bytes that this store has written.
-        bytes_read (int): Bytes that it has read.
+        bytes_written: Bytes that this store has written.
+        bytes_read: Bytes that it has read.
     """
 
     def __init__(self, folder: Folder, forest: Forest, lock: "threading.RLock"):

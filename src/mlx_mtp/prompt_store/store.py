@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache
 from ..caches.rows import KVOptions
+from ..errors import MTPError
 from ..memory import Account, check_device
 from . import arrays
 from .arrays import Format, Tokens
@@ -146,7 +147,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             Optional[Handle]: For the next call; ``None`` for no tokens.
 
         Raises:
-            ValueError: The cache belongs to another model, or to other tokens.
+            MTPError: The cache belongs to another model, or to other tokens.
             RuntimeError: A pass has failed on the GPU. The texts in memory are dropped, and nothing is written.
         """
         text, kv = np.asarray(tokens, np.int64), _quantized(kv)
@@ -154,7 +155,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             self._prepare(kv)
             cache = open_prompt_cache(self.model, list(prompt_cache))
             if cache.n_tokens != len(text):
-                raise ValueError(f"The prompt cache is of {cache.n_tokens} tokens, not of these {len(text)}.")
+                raise MTPError(f"The prompt cache is of {cache.n_tokens} tokens, not of these {len(text)}.")
             if len(text) == 0:
                 return None
             format = arrays.format_of(self.model, cache, kv)
@@ -266,8 +267,8 @@ def cuts_of(tokenizer: TokenizerWrapper, tokens: Sequence[int], n_common: int) -
     """The numbers of tokens after which to insert the cache of a prompt into a store, in order.
 
     Args:
-        tokenizer (TokenizerWrapper): Its chat template defines where messages end.
-        n_common (int): The ``n_common`` of the store for this prompt.
+        tokenizer: Its chat template defines where messages end.
+        n_common: The ``n_common`` of the store for this prompt.
     """
     opening = tokenizer.encode(OPENING, add_special_tokens=False) if tokenizer.has_chat_template else []
     return choose_cuts(message_ends(tokens, opening), len(tokens), n_common)
@@ -277,8 +278,8 @@ def message_ends(tokens: Sequence[int], opening: Sequence[int]) -> list[int]:
     """The positions where messages end and the next one begins.
 
     Args:
-        tokens (Sequence[int]): A rendered prompt, which ends with the opening of the answer.
-        opening (Sequence[int]): The tokens of ``OPENING``: one if it is a special token of the tokenizer.
+        tokens: A rendered prompt, which ends with the opening of the answer.
+        opening: The tokens of ``OPENING``: one if it is a special token of the tokenizer.
     """
     text, n = np.asarray(tokens), len(opening)
     if n == 0 or len(text) < n:
@@ -291,11 +292,11 @@ def choose_cuts(ends: Iterable[int], n_tokens: int, n_common: int = 0, every: in
     """The positions at which to cut a prompt, in order. At least one token follows each cut: generation begins with it.
 
     Args:
-        ends (Iterable[int]): The ends of its messages. The last ones become cuts; without any, the end of the prompt does.
-        n_tokens (int): The number of tokens of the prompt.
-        n_common (int): The position where the prompt differs from all stored texts; other texts may differ there, too. A cut is
+        ends: The ends of its messages. The last ones become cuts; without any, the end of the prompt does.
+        n_tokens: The number of tokens of the prompt.
+        n_common: The position where the prompt differs from all stored texts; other texts may differ there, too. A cut is
           made a line before it, and a line before the end of the system message, which often has the date.
-        every (int): The most tokens between two cuts. Additional cuts are at the ends of messages where possible.
+        every: The most tokens between two cuts. Additional cuts are at the ends of messages where possible.
     """
     known = sorted({end for end in ends if 0 < end < n_tokens}) or [n_tokens - 1] * (n_tokens > 1)
     wanted = {*(known[1:] or known)[-LAST:]}

@@ -59,15 +59,15 @@ class Node:
     """A part of a text.
 
     Args:
-        tokens (Tokens): Its own tokens, [n].
-        parent (Node, optional): The node before it; ``None`` for the root.
-        span (StoredArrays): The keys and values of its tokens.
+        tokens: Its own tokens, [n].
+        parent: The node before it; ``None`` for the root.
+        span: The keys and values of its tokens.
 
     Attributes:
-        snapshot (StoredArrays): The states after its last token.
-        length (int): The number of tokens from the root to its end.
-        used (int): The time at which its snapshot was last used, in requests.
-        uses (int): The number of times that its snapshot was used.
+        snapshot: The states after its last token.
+        length: The number of tokens from the root to its end.
+        used: The time at which its snapshot was last used, in requests.
+        uses: The number of times that its snapshot was used.
     """
 
     def __init__(self, tokens: Tokens, parent: "Node | None", span: StoredArrays):
@@ -116,9 +116,9 @@ Handle = weakref.ref[Node]  # the last node of a stored text; it keeps nothing i
 class Forest:
     """
     Attributes:
-        keys (Dict[Format, str]): The model's name on disk, by the formats whose files are in the forest.
-        nbytes (int): The size of all arrays in memory.
-        now (int): The number of requests so far, which serves as the time.
+        keys: The model's name on disk, by the formats whose files are in the forest.
+        nbytes: The size of all arrays in memory.
+        now: The number of requests so far, which serves as the time.
     """
 
     def __init__(self) -> None:
@@ -259,10 +259,10 @@ def score(n_tokens: int, n_bytes: int, age: int, uses: int = 0, on_disk: bool = 
     """The tokens of prefill that each byte of a snapshot saves, weighted by how often and how recently it was used.
 
     Args:
-        n_tokens (int): The tokens since the snapshot above it: without this one, they are prefilled again.
-        n_bytes (int): The bytes that its eviction frees.
-        age (int): The number of requests since it was made or last used.
-        uses (int): The number of texts that were resumed from it.
+        n_tokens: The tokens since the snapshot above it: without this one, they are prefilled again.
+        n_bytes: The bytes that its eviction frees.
+        age: The number of requests since it was made or last used.
+        uses: The number of texts that were resumed from it.
     """
     return n_tokens * (ON_DISK if on_disk else 1.0) * (1 + uses) / (1 + age) / max(n_bytes, 1)
 

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..errors import MTPError, as_mtp_error
 from ..files import check_source
 
 FOLDER = Path(__file__).parent
@@ -46,15 +47,15 @@ def python_beginnings() -> dict[str, str]:
 
 
 def read_prompts(file: Path) -> dict[str, str]:
-    """The texts of a file, separated by lines of three dashes, named by their position. A ValueError if there are none."""
+    """The texts of a file, separated by lines of three dashes, named by their position. An MTPError if there are none."""
     check_source(file, "The prompts")
     try:
         texts = file.read_text(encoding="utf-8").split("\n---\n")
     except UnicodeDecodeError as e:
-        raise ValueError(f"{file} is not text in UTF-8: {e}") from e
+        raise MTPError(f"{file} is not text in UTF-8: {e}") from e
     prompts = {f"prompt_{i}": text for i, text in enumerate(texts, 1) if text.strip()}
     if not prompts:
-        raise ValueError(f"{file} has no prompts: write texts, separated by lines of three dashes.")
+        raise MTPError(f"{file} has no prompts: write texts, separated by lines of three dashes.")
     return prompts
 
 
@@ -74,4 +75,5 @@ def _encode(tokenizer: TokenizerWrapper, text: str, template: Mapping[str, Any])
     if not tokenizer.has_chat_template:
         return list(tokenizer.encode(text))
     messages = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **template))
+    with as_mtp_error("The chat template of the model cannot be rendered"):
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **template))

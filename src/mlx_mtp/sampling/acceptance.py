@@ -30,17 +30,17 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import greedy_sampler
 
 from .processors import until_error
-from .sampler import Sampler, Support, TextSampler, draw, for_one_text, noise_words
+from .sampler import Sampler, Support, TextSampler, for_one_text, noise_words, sample
 
 
 class Drafted(NamedTuple):
     """A text and its drafts in a window.
 
     Args:
-        acceptance (Acceptance): That of the text.
-        position (int): The position of the first draft, counted from the first generated token.
-        n (int): The number of drafts.
-        are_copies (bool): Whether they are proposals with probability one.
+        acceptance: That of the text.
+        position: The position of the first draft, counted from the first generated token.
+        n: The number of drafts.
+        are_copies: Whether they are proposals with probability one.
     """
 
     acceptance: "Acceptance"
@@ -53,8 +53,8 @@ class Proposal(NamedTuple):
     """The distributions of a draft of each text.
 
     Args:
-        support (Support): The tokens that each draft may be, and their probabilities, [G, m].
-        uniforms (mx.array): The uniform numbers of the position, for XTC, [G, 1].
+        support: The tokens that each draft may be, and their probabilities, [G, m].
+        uniforms: The uniform numbers of the position, for XTC, [G, 1].
     """
 
     support: Support
@@ -106,7 +106,7 @@ class RejectionSampling:
     def draft(self, texts: list[Drafted], logits: mx.array) -> tuple[mx.array, Proposal]:
         uniforms = self.sampler.uniforms(len(texts))
         support = self.sampler.for_drafts(logits.shape[-1]).support(logits, uniforms)
-        return support.tokens(draw(support.p, mx.random.uniform(shape=support.p.shape))), Proposal(support, uniforms)
+        return support.tokens(sample(support.p, mx.random.uniform(shape=support.p.shape))), Proposal(support, uniforms)
 
     def accept(
         self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[Proposal]
@@ -119,7 +119,7 @@ class RejectionSampling:
         support = self.sampler.support(logprobs.reshape(-1, V), uniforms.reshape(-1, 1))
         u = mx.random.uniform(shape=support.p.shape)
         if T == 1:
-            return Verdict(support.tokens(draw(support.p, u))[:, None], drafts == drafts)
+            return Verdict(support.tokens(sample(support.p, u))[:, None], drafts == drafts)
         p = support.p.reshape(G, T, -1)
         ids = None if support.ids is None else support.ids.reshape(G, T, -1)
         # The number of drafts of each text, and of those that have a proposal, each [G, 1].
@@ -129,7 +129,7 @@ class RejectionSampling:
         is_x = (mx.arange(V) if ids is None else ids) == x[..., None]  # [G, T, m]
         q = mx.where(is_proposed[..., None], _probabilities(proposals, ids, T, V), is_x)
         accepted = mx.random.uniform(shape=(G, T)) * (q * is_x).sum(axis=-1) < (p * is_x).sum(axis=-1)
-        others = support.tokens(draw(residual(p, q).reshape(support.p.shape), u))
+        others = support.tokens(sample(residual(p, q).reshape(support.p.shape), u))
         tokens = mx.where(accepted, x, others.reshape(G, T))
         return Verdict(tokens, accepted[:, :-1])
 
@@ -139,9 +139,9 @@ class Coupled:
     """Equal for texts with any seeds.
 
     Args:
-        sampler (Sampler): The filters and the temperature.
-        seed (int): The seed of the text.
-        start (int): The position of the first generated token in the noise of the seed.
+        sampler: The filters and the temperature.
+        seed: The seed of the text.
+        start: The position of the first generated token in the noise of the seed.
     """
 
     sampler: Sampler
@@ -149,11 +149,11 @@ class Coupled:
     start: int = field(compare=False)
 
     def draft(self, texts: list[Drafted], logits: mx.array) -> tuple[mx.array, None]:
-        return self.sampler.for_drafts(logits.shape[-1]).draw(logits, self._words(texts, 1)), None
+        return self.sampler.for_drafts(logits.shape[-1]).sample(logits, self._words(texts, 1)), None
 
     def accept(self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[None]) -> Verdict:
         G, T, V = logprobs.shape
-        tokens = self.sampler.draw(logprobs.reshape(-1, V), self._words(texts, T)).reshape(G, T)
+        tokens = self.sampler.sample(logprobs.reshape(-1, V), self._words(texts, T)).reshape(G, T)
         return Verdict(tokens, tokens[:, :-1] == drafts)
 
     def _words(self, texts: list[Drafted], n: int) -> mx.array:
@@ -191,7 +191,7 @@ def n_leading(accepted: Sequence[bool]) -> int:
 
 
 def make_acceptance(sampler: AnySampler | None) -> Acceptance:
-    """Make the acceptance of one text's drafts, or raise a ValueError if the sampler is for a text that has begun."""
+    """Make the acceptance of one text's drafts, or raise an MTPError if the sampler is for a text that has begun."""
     sampler = for_one_text(sampler)
     if isinstance(sampler, TextSampler):
         return Coupled(sampler.sampler.sampler, sampler.sampler.seed, sampler.start)

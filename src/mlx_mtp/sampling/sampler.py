@@ -1,6 +1,6 @@
 """Samplers with a method for their distribution, which rejection sampling and coupled drafts need, and the noise of seeds.
 
-MLX's generator has one state for the process, so its numbers depend on earlier draws of other requests and drafts. A sampler
+MLX's generator has one state for the process, so its numbers depend on earlier samples of other requests and drafts. A sampler
 with a seed has a key for each position of a text instead, hashed from (seed, position).
 """
 
@@ -17,9 +17,11 @@ from mlx_lm import sample_utils
 from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import apply_min_p, apply_top_p, greedy_sampler
 
+from ..errors import MTPError
+
 MAX_SEED = 2**64 - 1
 BLOCK = 64  # tokens
-DRAFT_TOP_K = 1024  # tokens that drafts of top-p are drawn from
+DRAFT_TOP_K = 1024  # tokens that drafts of top-p are sampled from
 
 
 def noise_words(seed: int, position: int) -> tuple[int, int, int]:
@@ -43,8 +45,8 @@ def _mixed(x: mx.array) -> mx.array:
     return x ^ (x >> 16)
 
 
-def draw(p: mx.array, u: mx.array) -> mx.array:
-    """Draw from each row of probabilities, which need not be normalized, by uniform numbers, [n, m] each -> indices [n]
+def sample(p: mx.array, u: mx.array) -> mx.array:
+    """Sample from each row of probabilities, which need not be normalized, by uniform numbers, [n, m] each -> indices [n]
 
     Of independent exponential numbers with rates p, each is the smallest with its probability.
     """
@@ -60,8 +62,8 @@ class Support(NamedTuple):
     """The tokens that rows may have.
 
     Args:
-        ids (mx.array, optional): The tokens of each row, [B, m]. ``None``: all tokens, m = V.
-        p (mx.array): Their probabilities after all filters and the temperature, float32, [B, m]; 0 where filtered out.
+        ids: The tokens of each row, [B, m]. ``None``: all tokens, m = V.
+        p: Their probabilities after all filters and the temperature, float32, [B, m]; 0 where filtered out.
     """
 
     ids: mx.array | None
@@ -79,7 +81,7 @@ def largest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """
     B, V = x.shape
     if not isinstance(k, int) or not 0 < k < V:
-        raise ValueError(f"top_k must be an integer below the vocabulary's size of {V}, not {k}.")
+        raise MTPError(f"top_k must be an integer below the vocabulary's size of {V}, not {k}.")
     if V % BLOCK > 0 or 4 * BLOCK * k > V:
         ids = mx.argpartition(-x, kth=k - 1, axis=-1)[:, :k]
         return ids, mx.take_along_axis(x, ids, axis=-1)
@@ -110,7 +112,7 @@ class Sampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [B, V] -> tokens [B], as mlx-lm's samplers."""
         support = self.support(logprobs, self.uniforms(len(logprobs)))
-        return support.tokens(draw(support.p, mx.random.uniform(shape=support.p.shape)))
+        return support.tokens(sample(support.p, mx.random.uniform(shape=support.p.shape)))
 
     def uniforms(self, n: int) -> mx.array:
         """n uniform numbers, which decide whether XTC applies to a position, [n, 1]."""
@@ -122,11 +124,11 @@ class Sampler:
         return mx.log(p if ids is None else mx.put_along_axis(mx.zeros(logprobs.shape), ids, p, axis=-1))
 
     def support(self, logits: mx.array, uniforms: mx.array) -> Support:
-        """Apply the filters and the temperature. Draws no random number.
+        """Apply the filters and the temperature. Takes no random number.
 
         Args:
-            logits (mx.array): Logits or log probabilities, [B, V].
-            uniforms (mx.array): A uniform number for each token to draw, [B, 1].
+            logits: Logits or log probabilities, [B, V].
+            uniforms: A uniform number for each token to sample, [B, 1].
         """
         x, ids = logits, None
         if self.top_k == 0 or self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1):
@@ -148,11 +150,11 @@ class Sampler:
         """The sampler of drafts, whose distribution is free: for top-p, of the likeliest of ``size`` tokens, without a sort."""
         return replace(self, top_k=min(DRAFT_TOP_K, size - 1)) if self.top_k == 0 and 0 < self.top_p < 1 else self
 
-    def draw(self, logits: mx.array, words: mx.array) -> mx.array:
-        """The tokens that ``noise_words`` [B, 3] draw from logits [B, V] -> [B]"""
+    def sample(self, logits: mx.array, words: mx.array) -> mx.array:
+        """The tokens that ``noise_words`` [B, 3] sample from logits [B, V] -> [B]"""
         support = self.support(logits, words[:, 2:] * 2.0**-32)
         ids = mx.arange(logits.shape[-1], dtype=mx.uint32) if support.ids is None else support.ids
-        return support.tokens(draw(support.p, noise(words[:, :2], ids)))
+        return support.tokens(sample(support.p, noise(words[:, :2], ids)))
 
     def _filtered(self, x: mx.array, uniforms: mx.array) -> mx.array:
         """Apply mlx-lm's filters other than top-k, [B, V] -> [B, V]"""
@@ -170,7 +172,7 @@ class Sampler:
 class SeededSampler:
     """A sampler whose token at a position depends only on the seed, the position and the distribution there.
 
-    It draws with the noise of the position. MLX's random state is neither read nor written.
+    It samples with the noise of the position. MLX's random state is neither read nor written.
     """
 
     sampler: Sampler
@@ -178,10 +180,10 @@ class SeededSampler:
     keeps_state: ClassVar[bool] = False
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Raise a ValueError, since a call has no position."""
-        raise ValueError(
-            "A sampler with a seed draws by position, which mlx-lm's functions do not tell: give them sampler.at(0), a new one "
-            "for each text."
+        """Raise an MTPError, since a call has no position."""
+        raise MTPError(
+            "A sampler with a seed samples by position, which mlx-lm's functions do not tell: give them sampler.at(0), a new "
+            "one for each text."
         )
 
     def at(self, position: int) -> "TextSampler":
@@ -190,43 +192,43 @@ class SeededSampler:
 
 
 class TextSampler:
-    """A ``SeededSampler`` for one text: each call draws its next token, the first at position ``start``."""
+    """A ``SeededSampler`` for one text: each call samples its next token, the first at position ``start``."""
 
     keeps_state = False  # in mlx_mtp, which asks its sampler by position
 
     def __init__(self, sampler: SeededSampler, start: int):
         if start < 0:
-            raise ValueError(f"The position of a token must be 0 or more, not {start}.")
-        self.sampler, self.start, self.n_drawn = sampler, start, 0
+            raise MTPError(f"The position of a token must be 0 or more, not {start}.")
+        self.sampler, self.start, self.n_sampled = sampler, start, 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Log probabilities [1, V] -> the next token, [1]. A ValueError for those of several texts."""
+        """Log probabilities [1, V] -> the next token, [1]. An MTPError for those of several texts."""
         if len(logprobs) != 1:
-            raise ValueError(
+            raise MTPError(
                 f"sampler.at({self.start}) is for one text, not for {len(logprobs)}: give each its own, as `samplers` of "
                 "BatchGenerator.insert, or use mlx_mtp.batch_generate."
             )
-        words = noise_words(self.sampler.seed, self.start + self.n_drawn)
-        self.n_drawn += 1
-        return self.sampler.sampler.draw(logprobs, mx.array([words], mx.uint32))
+        words = noise_words(self.sampler.seed, self.start + self.n_sampled)
+        self.n_sampled += 1
+        return self.sampler.sampler.sample(logprobs, mx.array([words], mx.uint32))
 
 
 def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
-    """The sampler for one text: with a seed, a ``TextSampler`` at its first position. A ValueError if it has begun."""
+    """The sampler for one text: with a seed, a ``TextSampler`` at its first position. An MTPError if it has begun."""
     if isinstance(sampler, SeededSampler):
         return sampler.at(0)
     if isinstance(sampler, TextSampler):
-        if sampler.n_drawn > 0:
-            raise ValueError(
-                f"sampler.at({sampler.start}) is for one text, and has drawn {sampler.n_drawn} of its tokens: give the sampler "
-                "itself, or a new sampler.at(...)."
+        if sampler.n_sampled > 0:
+            raise MTPError(
+                f"sampler.at({sampler.start}) is for one text, and has sampled {sampler.n_sampled} of its tokens: give the "
+                "sampler itself, or a new sampler.at(...)."
             )
         return sampler.sampler.at(sampler.start)
     return sampler
 
 
 def exclude_top_choices(logits: mx.array, threshold: float, special_tokens: Sequence[int]) -> mx.array:
-    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, but without drawing a random number: [B, V] -> [B, V].
+    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, but without taking a random number: [B, V] -> [B, V].
 
     Of the tokens more likely than the threshold, only the least likely remains, and the special tokens always do.
     """
@@ -266,28 +268,24 @@ def make_sampler(
         in the functions of ``mlx_mtp``. To mlx-lm's functions pass ``sampler.at(0)``, a new one for each text.
 
     Raises:
-        ValueError: An argument is out of range, or the seed cannot be combined with ``acceptance``.
+        MTPError: An argument is out of range, or the seed cannot be combined with ``acceptance``.
     """
     if acceptance is not None and acceptance not in get_args(AcceptanceName):
-        raise ValueError(f"acceptance must be one of {', '.join(get_args(AcceptanceName))}, not {acceptance!r}.")
+        raise MTPError(f"acceptance must be one of {', '.join(get_args(AcceptanceName))}, not {acceptance!r}.")
     acceptance = acceptance or ("rejection" if seed is None else "coupled")
     if seed is not None and acceptance != "coupled":
-        raise ValueError(
-            f'acceptance="{acceptance}" draws from MLX\'s random state: use mx.random.seed instead of seed.'
-        )
+        raise MTPError(f'acceptance="{acceptance}" draws from MLX\'s random state: use mx.random.seed instead of seed.')
     if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
-        raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
+        raise MTPError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
     # Here, since an error of mlx-lm inside a compiled function invalidates the random state.
     limits: dict[str, tuple[float, float]] = {"temp": (temp, math.inf), "top_k": (top_k, math.inf)}
     limits |= {"top_p": (top_p, 1), "min_p": (min_p, 1)}
     limits |= {"xtc_probability": (xtc_probability, 1), "xtc_threshold": (xtc_threshold, 0.5)}
     for name, (value, limit) in limits.items():
         if not 0 <= value <= limit or value == math.inf:  # or nan
-            raise ValueError(
-                f"{name} must be {'0 or more' if limit == math.inf else f'from 0 to {limit}'}, not {value}."
-            )
+            raise MTPError(f"{name} must be {'0 or more' if limit == math.inf else f'from 0 to {limit}'}, not {value}.")
     if min_tokens_to_keep < 1:
-        raise ValueError(f"min_tokens_to_keep must be 1 or more, not {min_tokens_to_keep}.")
+        raise MTPError(f"min_tokens_to_keep must be 1 or more, not {min_tokens_to_keep}.")
     if temp == 0:
         return greedy_sampler
     special_tokens = xtc_special_tokens or []

@@ -6,8 +6,8 @@ page, even to servers on its own machine: those of other pages are refused.
 
 import asyncio
 import hmac
-import json
 import logging
+import math
 import re
 from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime
@@ -33,6 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .._version import __version__
 from ..checkpoint.hub import cached_repositories
 from ..checkpoint.load import DEMO, DEMO_NOTE
+from ..errors import MTPError
 from ..text.schema import Json
 from .api.common import Body
 from .api.completions import ChatBody, CompletionBody
@@ -108,7 +109,7 @@ def make_app(frontend: Frontend) -> FastAPI:
         app.add_api_route(path, get, methods=["HEAD"], include_in_schema=False)
     if not options.no_ui:
         app.mount("/page", StaticFiles(directory=FOLDER))
-    for kind in (ApiError, HTTPException, Exception):
+    for kind in (ApiError, MTPError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     hosts = [options.host, *options.allowed_hosts]
     app.add_middleware(Browsers, names=hosts, origins=options.allowed_origins)
@@ -124,9 +125,9 @@ class Endpoints:
     def generate(self, api: type[Body]) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
             body, request = await self._read(http, api)
-            most = self.frontend.options.max_queue
-            if most is not None and len(self.waiting) >= most:
-                raise ApiError(429, f"{most} requests are waiting: try again later.", code="rate_limit_exceeded")
+            max_queue = self.frontend.options.max_queue
+            if max_queue is not None and len(self.waiting) >= max_queue:
+                raise ApiError(429, f"{max_queue} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
             return GeneratedResponse(self.frontend, request.choices(), api.writer(body), body.stream, self.waiting)
 
@@ -240,10 +241,8 @@ def parse_json(raw: bytes | bytearray) -> Json:
         raise ApiError(400, "Request should be a JSON dictionary")
     _check_parts(body)
     for name, field in body.items():
-        try:
-            json.dumps(field, allow_nan=False)
-        except ValueError as e:  # numbers too large for a float are parsed as infinity
-            raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100]) from e
+        if _has_infinity(field):  # as which numbers too large for a float are parsed
+            raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100])
     return {name: value for name, value in body.items() if value is not None}
 
 
@@ -257,6 +256,19 @@ def _from_json(raw: bytes | bytearray) -> Any:
         escapes = raw.replace(rb"\\", b"\0")  # then every backslash begins an escape
         escapes = HALF_IN_UTF8.sub(rb"\\ufffd", HALF.sub(rb"\\ufffd", escapes, MAX_OBJECTS), MAX_OBJECTS)
         return from_json(escapes.replace(b"\0", rb"\\"), allow_inf_nan=False)
+
+
+def _has_infinity(value: Any) -> bool:
+    values = [value]
+    while values:
+        x = values.pop()
+        if isinstance(x, dict):
+            values += x.values()
+        elif isinstance(x, list):
+            values += [y for y in x if type(y) is not int]
+        elif isinstance(x, float) and math.isinf(x):
+            return True
+    return False
 
 
 def _check_parts(body: Json) -> None:
@@ -304,6 +316,8 @@ def error_response(http: HTTPRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # of the framework, such as for an unknown path or a wrong method
         message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
         error = ApiError(error.status_code, message)
+    elif isinstance(error, MTPError):
+        error = ApiError(400, str(error))
     elif not isinstance(error, ApiError):
         logging.error("A request failed.", exc_info=error)
         error = ApiError(500, f"The request failed: {error}")

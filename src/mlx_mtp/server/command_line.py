@@ -24,6 +24,7 @@ from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.parser import byte_size, finish
+from ..errors import MTPError, as_mtp_error
 from ..files import check_source
 from ..memory import CONTEXT
 from ..prompt_store.disk import MAX_DISK_BYTES
@@ -231,32 +232,32 @@ def _json(text: str) -> Any:
 
 
 def check(args: argparse.Namespace) -> Options:
-    """Check the flags before the model is loaded, and read the API key; a ValueError if a flag is wrong.
+    """Check the flags before the model is loaded, and read the API key; an MTPError if a flag is wrong.
 
     The options are the flags, and ``load``, the arguments of ``mlx_mtp.load``; ``sampling``, the given flags by the names of
     ``Sampling``; and ``kv``, the quantization of keys and values. Without ``--max-tokens``, it is ``NO_LIMIT``.
     """
     if args.draft_model is not None:
-        raise ValueError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
+        raise MTPError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
     flags.check_generation_flags(args)
     flags.check_limits(vars(args), LIMITS)
     PrefillBudget(args.prefill_step_size, args.max_token_gap, args.min_decode_share)  # raises an error for a wrong flag
     template_args = args.chat_template_args
     if not isinstance(template_args, dict):
-        raise ValueError(f"--chat-template-args must be a JSON dictionary, not {json.dumps(template_args)}.")
+        raise MTPError(f"--chat-template-args must be a JSON dictionary, not {json.dumps(template_args)}.")
     if reserved := RESERVED & template_args.keys():
-        raise ValueError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
+        raise MTPError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
     if isinstance(args.mtp, str) and (args.serve_model or args.allow_any_model):
-        raise ValueError("--mtp HEAD fits one model: remove --serve-model and --allow-any-model.")
+        raise MTPError("--mtp HEAD fits one model: remove --serve-model and --allow-any-model.")
     flags.check_prompt_cache_dir(args)
     if args.prompt_cache_disk_bytes is not None and args.prompt_cache_dir is None:
-        raise ValueError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
+        raise MTPError("--prompt-cache-disk-bytes requires --prompt-cache-dir.")
     if args.adapter_path is not None:
         check_adapter(args.adapter_path, "--adapter-path")
     _check_template(args)
     flags.check_alone(args, "serve_model", "allow_any_model", "images", "unload_after", "keep_warm")
     if args.pipeline and mx.distributed.init().size() == 1:
-        raise ValueError("--pipeline requires several processes: start them with mlx.launch.")
+        raise MTPError("--pipeline requires several processes: start them with mlx.launch.")
     _read_api_key(args)
     kv = KVOptions(kv_bits=args.kv_bits, kv_group_size=args.kv_group_size, quantized_kv_start=args.quantized_kv_start)
     options = Options(**vars(args), load=_load_arguments(args), sampling=flags.given_sampling(args), kv=kv)
@@ -282,32 +283,30 @@ def _check_template(args: argparse.Namespace) -> None:
         if args.chat_template:
             render_jinja_template([[]], chat_template=args.chat_template)
     except TemplateSyntaxError as e:
-        raise ValueError(f"--chat-template cannot be rendered: {e}") from e
+        raise MTPError(f"--chat-template cannot be rendered: {e}") from e
     except Exception:  # it may depend on the model's tokens
         return
 
 
 def check_model(args: argparse.Namespace, models: ModelProvider) -> None:
-    """Raise a ValueError if a flag does not fit the model that was loaded."""
+    """Raise an MTPError if a flag does not fit the model that was loaded."""
     flags.check_model_flags(args, vars(models.model.args))
     if args.chat_template:
         question = [{"role": "user", "content": "a"}]
-        try:
+        with as_mtp_error("--chat-template cannot be rendered"):
             models.tokenizer.apply_chat_template(question, tokenize=False, **args.chat_template_args)
-        except Exception as e:
-            raise ValueError(f"--chat-template cannot be rendered: {e}") from e
 
 
 def _read_api_key(args: argparse.Namespace) -> None:
     if args.api_key is not None and args.api_key_file is not None:
-        raise ValueError("--api-key and --api-key-file cannot be combined.")
+        raise MTPError("--api-key and --api-key-file cannot be combined.")
     if args.api_key_file is not None:
         check_source(args.api_key_file, "--api-key-file")
         args.api_key = args.api_key_file.read_bytes().decode("latin-1").strip()
     if args.api_key == "":
-        raise ValueError("The API key is empty.")
+        raise MTPError("The API key is empty.")
     if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
-        raise ValueError("The API key must be printable ASCII, the only characters that all HTTP clients send.")
+        raise MTPError("The API key must be printable ASCII, the only characters that all HTTP clients send.")
 
 
 # Settings of coding agents, which ``--print-config`` prints

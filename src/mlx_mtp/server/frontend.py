@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
@@ -15,11 +16,12 @@ from starlette.types import Receive, Scope, Send
 from .api.common import Usage, Writer
 from .engine.encode import BoundedTokenizer, count_tokens, encode
 from .engine.engine import Engine
-from .request import LOADING, ApiError, Delta, Options, Prompt, Request, Waiting
+from .request import LOADING, ApiError, Delta, Options, Request, Waiting
 
 KEEP_ALIVE = 5.0  # seconds between two reports of the progress of prefill
 POLL = 1.0  # seconds between two checks of the generation thread
 T = TypeVar("T")
+Items = asyncio.Queue[tuple[int, Any]]  # the items of requests, each with the index of its answer
 
 
 async def in_thread(f: Callable[..., T], *args: Any) -> T:
@@ -48,102 +50,98 @@ class Frontend:
         self.models, self.caches = engine.admission.models, engine.admission.caches
         self.created = int(time.time())
 
-    async def generate(self, request: Request) -> AsyncIterator[str | Waiting | Delta]:
-        """Yield the start and the tokens of a request and, every few seconds before, the progress of its prefill."""
-        prompt = await self.encode_request(request)
-        if self.options.prompt_cache_dir is not None and prompt.pictured is None:
-            # With images, the generation thread reads the files: their keys depend on the tower, which only that thread runs.
-            await in_thread(self.caches.load, request.key, prompt)
-        request.encoded = prompt
-        async for item in self._submit(request):
-            yield item
-
-    async def generate_all(self, choices: list[Request]) -> AsyncIterator[tuple[int, str | Waiting | Delta]]:
-        """Yield the items of all answers, each with the answer's index; see ``generate``.
+    async def generate(self, choices: list[Request]) -> AsyncIterator[tuple[int, str | Waiting | Delta]]:
+        """Yield the start and the tokens of each answer, with the answer's index; see ``_receive``.
 
         The first answer to a prompt prefills it. The others begin after its first token, with the prompt in the prompt cache.
         """
-        queue: asyncio.Queue[Any] = asyncio.Queue()
+        items: Items = asyncio.Queue()
         n_of_each = choices[0].n
         has_read = [asyncio.Event() for _ in choices[::n_of_each]]
 
-        async def run(i: int, choice: Request) -> None:
-            read = has_read[i // n_of_each]
+        async def start(i: int, choice: Request) -> None:
             try:
                 if i % n_of_each > 0:
-                    await read.wait()
-                async for item in self.generate(choice):
-                    if isinstance(item, Delta):
-                        read.set()
-                    queue.put_nowait((i, item))
-                queue.put_nowait((i, None))
+                    await has_read[i // n_of_each].wait()
+                await self.start(choice, items, i)
             except Exception as e:
-                queue.put_nowait((i, e))
-            read.set()
+                items.put_nowait((i, e))
 
-        tasks = [asyncio.create_task(run(i, choice)) for i, choice in enumerate(choices)]
+        tasks = [asyncio.create_task(start(i, choice)) for i, choice in enumerate(choices)]
         try:
-            n_open = len(tasks)
-            while n_open > 0:
-                i, item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    n_open -= 1
-                    continue
-                yield i, item
+            async for i, item in self._receive(items, len(tasks)):
+                if item is None or isinstance(item, Delta):
+                    has_read[i // n_of_each].set()
+                if item is not None:
+                    yield i, item
         finally:
             for task in tasks:
                 task.cancel()
+            for choice in choices:
+                self.clients.leave(choice)
 
-    async def encode_request(self, request: Request) -> Prompt:
-        """Encode the prompt of a request, which may load its model first."""
+    async def start(self, request: Request, items: Items, i: int) -> None:
+        """Encode a request's prompt, which may load its model first, and submit the request."""
         tokenizer = await self._tokenizer_of(request)
-        return await in_thread(encode, tokenizer, request, self.options, self.engine.admission.account)
+        prompt = await in_thread(encode, tokenizer, request, self.options, self.engine.admission.account)
+        if self.options.prompt_cache_dir is not None and prompt.image_prompt is None:
+            # With images, the generation thread reads the files: their keys depend on the tower, which only that thread runs.
+            await in_thread(self.caches.load, request.key, prompt)
+        request.encoded = prompt
+        self._submit(request, items, i)
 
     async def count_tokens(self, request: Request) -> int:
         return await in_thread(count_tokens, await self._tokenizer_of(request), request, self.options)
 
     async def _tokenizer_of(self, request: Request) -> BoundedTokenizer:
         request.key = self.models.resolve(request.args.model)
-        if request.key not in self.models.tokenizers:  # go through the queue once to load the model
-            async for _ in self._submit(request):
-                pass
+        if request.key not in self.models.tokenizers:  # go through the engine's queue once to load the model
+            items: Items = asyncio.Queue()
+            try:
+                self._submit(request, items, 0)
+                async for _ in self._receive(items, 1):
+                    pass
+            finally:
+                self.clients.leave(request)
         return self.models.tokenizers[request.key]
 
-    async def _submit(self, request: Request) -> AsyncIterator[str | Waiting | Delta]:
-        loop, items = asyncio.get_running_loop(), asyncio.Queue[Any]()
+    def _submit(self, request: Request, items: Items, i: int) -> None:
+        """Hand a request to the engine, which puts its items into the queue, each with the index i."""
+        loop = asyncio.get_running_loop()
 
         def send(item: Any) -> None:
             with suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(items.put_nowait, item)
+                loop.call_soon_threadsafe(items.put_nowait, (i, item))
 
+        items.put_nowait((i, Waiting(0, 0)))
         request.send = send
-        try:
-            self.clients.add(request)
-            while (item := await self._next(items)) is not None:
-                if isinstance(item, ApiError):
-                    raise item
-                yield item
-        finally:
-            self.clients.leave(request)
+        self.clients.add(request)
 
-    async def _next(self, items: asyncio.Queue[Any]) -> Any:
-        """The next item. Progress is an item every few seconds only."""
-        progress, due = Waiting(0, 0), time.monotonic() + KEEP_ALIVE
-        while (left := due - time.monotonic()) > 0:
+    async def _receive(self, items: Items, n: int) -> AsyncIterator[tuple[int, Any]]:
+        """Yield the items of n requests, and ``None`` at the end of each; of the progress, the latest every few seconds. Raises
+        the error of a request, or a 503 if the generation thread has ended.
+        """
+        progress, due = None, math.inf
+        while n > 0:
+            if progress is not None and time.monotonic() >= due:
+                yield progress
+                due = time.monotonic() + KEEP_ALIVE
             is_alive = self.engine.is_alive
             try:
-                async with asyncio.timeout(min(POLL, left)):
-                    item = await items.get()
+                async with asyncio.timeout(min(POLL, due - time.monotonic())) if items.empty() else nullcontext():
+                    i, item = await items.get()
             except TimeoutError:
                 if not is_alive:
                     raise ApiError(503, "The server is stopping.") from None
                 continue
-            if not isinstance(item, Waiting):
-                return item
-            progress = item
-        return progress
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, Waiting):
+                progress, due = (i, item), min(due, time.monotonic() + KEEP_ALIVE)
+                continue
+            yield i, item
+            n -= item is None
+            due = time.monotonic() + KEEP_ALIVE
 
 
 STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]  # the headers of a stream
@@ -212,7 +210,7 @@ class GeneratedResponse(Response):
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         has_begun = False
-        async for i, item in self.frontend.generate_all(self.choices):
+        async for i, item in self.frontend.generate(self.choices):
             if isinstance(item, Waiting):
                 yield self.writer.waiting(item.n_read, item.n_prompt)
             elif isinstance(item, Delta):

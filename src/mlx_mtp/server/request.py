@@ -41,12 +41,12 @@ class ApiError(Exception):
 
 
 class TooLong(ApiError):
-    """The prompt has ``n_tokens``, at least about, and the context ``most``. APIs have their own sentences for it."""
+    """The prompt has ``n_tokens``, at least about, and the context ``max_tokens``. APIs have their own sentences for it."""
 
-    def __init__(self, n_tokens: int, most: int, param: str | None = None):
-        message = f"This model's maximum context length is {most} tokens, but the prompt has {n_tokens}."
+    def __init__(self, n_tokens: int, max_tokens: int, param: str | None = None):
+        message = f"This model's maximum context length is {max_tokens} tokens, but the prompt has {n_tokens}."
         super().__init__(400, message, param=param, code="context_length_exceeded")
-        self.n_tokens, self.most = n_tokens, most
+        self.n_tokens, self.max_tokens = n_tokens, max_tokens
 
 
 @dataclass
@@ -57,13 +57,13 @@ class Prompt:
     n_cached: int = 0
     is_read: bool = False  # whether its caches were read from disk, if there are any
     handle: Handle | None = None  # the prefilled part in a prompt store
-    pictured: ImagePrompt | None = None  # the prompt with its images
+    image_prompt: ImagePrompt | None = None  # the prompt with its images
 
     def key_of(self, tokens: list[int]) -> list[int]:
         """The key of these first tokens in prompt caches. In a key, image tokens are hashes of the image."""
-        if self.pictured is None:
+        if self.image_prompt is None:
             return tokens
-        key = self.pictured.key
+        key = self.image_prompt.key
         return key[: len(tokens)] + tokens[len(key) :]
 
     @property

@@ -25,6 +25,7 @@ from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..cli.display import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
 from ..distributed.ranks import Ranks
+from ..errors import MTPError, MTPOSError
 from ..memory import Account, size
 from .app import make_app
 from .command_line import CLIENTS, check, check_model, connection_to, make_parser
@@ -71,7 +72,7 @@ def print_config(args: argparse.Namespace) -> None:
     """Print a client's settings to stdout, to redirect to its file, and their place to stderr."""
     options = check(args)
     if options.port == 0:
-        raise ValueError("--print-config requires a fixed port, such as --port 8080.")
+        raise MTPError("--print-config requires a fixed port, such as --port 8080.")
     settings = CLIENTS[args.print_config](connection_to(options, url(options.host, options.port)))
     print(settings.note, file=sys.stderr)
     print(settings.as_text(), end="")
@@ -188,8 +189,10 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
-            raise OSError(f"Port {port} of {host} is in use: stop the other program, or choose another --port.") from e
-        raise OSError(f"The server cannot listen at --host {host}, --port {port}: {e.strerror}.") from e
+            raise MTPOSError(
+                f"Port {port} of {host} is in use: stop the other program, or choose another --port."
+            ) from e
+        raise MTPOSError(f"The server cannot listen at --host {host}, --port {port}: {e.strerror}.") from e
 
 
 def url(host: str, port: int) -> str:

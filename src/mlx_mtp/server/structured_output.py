@@ -14,6 +14,7 @@ from llguidance import LLMatcher, regex_to_lark
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
+from ..errors import MTPError
 from ..text.answer import functions_of, start_of_calls, think_marks
 from ..text.grammar import SPACE, Grammar, in_deep_stack, make_grammar, reason, rule_of
 from ..text.schema import STRING, Json, Schema, listed, to_json
@@ -102,7 +103,7 @@ def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reason
     if request.grammar is None:
         try:
             request.grammar = _compile(tokenizer, output, in_reasoning)
-        except (ValueError, RecursionError) as e:
+        except (MTPError, RecursionError) as e:
             reason = "it is too deep" if isinstance(e, RecursionError) else str(e)
             raise ApiError(400, f"{output.param}: {reason}", param=output.param) from e
     return [request.grammar.copy()]
@@ -125,7 +126,7 @@ class CallGrammar:
     """The grammar of one or more calls of these functions, given in OpenAI's format.
 
     If it is required, the answer consists of calls only, whose arguments follow their schemas, or of ``text``, a rule in Lark.
-    Otherwise only the arguments of ``strict`` functions follow them, and the first call may lack its opening tag. A ValueError
+    Otherwise only the arguments of ``strict`` functions follow them, and the first call may lack its opening tag. An MTPError
     if the model has another format of calls, or a schema is none or cannot be enforced.
     """
 
@@ -133,7 +134,7 @@ class CallGrammar:
         writers = {qwen3_coder.parse_tool_call: self._xml_call, json_tools.parse_tool_call: self._json_call}
         write = writers.get(tokenizer.tool_parser)
         if write is None:
-            raise ValueError("no grammar describes the calls of this model: leave it out")
+            raise MTPError("no grammar describes the calls of this model: leave it out")
         begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
         names = [f"function_{i}" for i in range(len(tools))]
         start = r"/\n{0,2}/ calls" if is_required else "calls"
@@ -153,7 +154,7 @@ class CallGrammar:
             self.path, self.schema = f"{tool['name']}.parameters", Schema(schema)
             self._terminals: dict[int, str] = {}  # of the strings of a schema, by its id
             if not isinstance(self.schema.root, dict) or not self.schema.types(self.schema.root) >= {"object"}:
-                raise ValueError(f"{self.path} allows no object: it is not the schema of an object")
+                raise MTPError(f"{self.path} allows no object: it is not the schema of an object")
             self._rules.append(f"{name}: {write(tool['name'])}")
 
     @property
@@ -184,7 +185,7 @@ class CallGrammar:
                 part = _parameter(_quote(key), self._value(schema, path))
                 parts.append(part if key in required else f"{part}?")
             elif key in required:
-                raise ValueError(f"{self.path} allows no object: {path} allows no value")
+                raise MTPError(f"{self.path} allows no object: {path} allows no value")
         if self.is_strict:
             self._check_top()
         elif others:
@@ -196,13 +197,13 @@ class CallGrammar:
         return f"{_quote(opening)} {' '.join(parts)} {_quote('</function>' + chr(10))}"
 
     def _check_top(self) -> None:
-        """Raise a ValueError if the parameters as a whole have a condition other than their names, or a wrong shape."""
+        """Raise an MTPError if the parameters as a whole have a condition other than their names, or a wrong shape."""
         for part in self.schema.parts():
             more = sorted(part.keys() - ANNOTATIONS - AT_THE_TOP)
             if part.get("additionalProperties") not in (None, False, True, {}):
                 more.append("additionalProperties")
             if more:
-                raise ValueError(f"{self.path}.{more[0]} cannot be enforced: leave it out, or strict")
+                raise MTPError(f"{self.path}.{more[0]} cannot be enforced: leave it out, or strict")
         self._json({"$ref": Schema.ROOT}, frozenset({"object"}), self.path)
 
     # Values
@@ -217,7 +218,7 @@ class CallGrammar:
             return "value"
         if text and texts is None and others - STRUCTURES - {"null"}:
             if self.is_strict:
-                raise ValueError(f"{path} cannot be enforced: a string or some values of another type")
+                raise MTPError(f"{path} cannot be enforced: a string or some values of another type")
             return "value"
         ways = []
         if text and texts is not None:
@@ -263,7 +264,7 @@ class CallGrammar:
             document |= self.schema.definitions
         error = _error(f"start: %json {json.dumps(document)}")
         if error and self.is_strict:
-            raise ValueError(f"{path} cannot be enforced: {error}: leave it out, or strict")
+            raise MTPError(f"{path} cannot be enforced: {error}: leave it out, or strict")
         return f"%json {json.dumps({'type': names} if error else document)}"
 
 

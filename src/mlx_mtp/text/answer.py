@@ -31,10 +31,10 @@ class Answer:
     """Converts the tokens of one answer into events.
 
     Args:
-        reader (QwenReader): Splits the text into reasoning, text and calls.
-        stop_words (List[str]): Words that end the text; they are not part of it.
-        is_chat (bool): Whether the text follows a chat template, which adds line breaks around its parts.
-        one_call (bool): Whether the answer ends after its first call.
+        reader: Splits the text into reasoning, text and calls.
+        stop_words: Words that end the text; they are not part of it.
+        is_chat: Whether the text follows a chat template, which adds line breaks around its parts.
+        one_call: Whether the answer ends after its first call.
     """
 
     def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool = True, one_call: bool = False):
@@ -187,10 +187,10 @@ class QwenReader:
     ``patience`` characters.
 
     Args:
-        think (Tuple[str, str], optional): The marks of reasoning; ``None``: there is none.
-        in_reasoning (bool, optional): Whether the prompt ends within reasoning; ``None`` if it ends with neither of the marks.
-        schemas (Mapping[str, Any], optional): Those of ``ToolCallParser``; ``None``: tool calls are text.
-        patience (float, optional): ``None``: all that follows the end of reasoning is content.
+        think: The marks of reasoning; ``None``: there is none.
+        in_reasoning: Whether the prompt ends within reasoning; ``None`` if it ends with neither of the marks.
+        schemas: Those of ``ToolCallParser``; ``None``: tool calls are text.
+        patience: ``None``: all that follows the end of reasoning is content.
     """
 
     def __init__(

@@ -26,6 +26,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import ArrayLike, NDArray
 
+from ..errors import MTPError, as_mtp_error
 from ..extras import require
 from ..pacing.depth import MAX_COPY_TOKENS, Rates
 from .reasoning import end_of_reasoning
@@ -132,9 +133,9 @@ class Grammar:
         return len(self.taken) == len(tokens)
 
     def _check(self) -> None:
-        """Raise a ValueError if llguidance has stopped because the grammar is too complex."""
+        """Raise an MTPError if llguidance has stopped because the grammar is too complex."""
         if self.matcher.is_error():
-            raise ValueError(f"llguidance gave the grammar up: {self.matcher.get_error().splitlines()[0]}")
+            raise MTPError(f"llguidance aborted: {self.matcher.get_error().splitlines()[0]}")
 
     def _allowed(self, size: int) -> mx.array:
         """The tokens that may come next, [V], bool, including end-of-text tokens where the text may end."""
@@ -211,7 +212,7 @@ def make_grammar(
 
     Raises:
         MissingExtra: llguidance is not installed.
-        ValueError: None or several of the three are given, or llguidance cannot read the grammar.
+        MTPError: None or several of the three are given, or llguidance cannot read the grammar.
     """
     require("server", "A grammar")
     rules = [rule_of(json_schema=json_schema)] if json_schema is not None else []
@@ -220,7 +221,7 @@ def make_grammar(
     if lark is not None:
         grammars.append(lark)
     if len(grammars) != 1:
-        raise ValueError("Give one of json_schema, regex and lark.")
+        raise MTPError("Give one of json_schema, regex and lark.")
     matcher = _compile(tokenizer, grammars[0]).deep_copy()
     if not after:
         return Grammar(matcher)
@@ -238,19 +239,22 @@ def _in_lark(regex: str) -> str:
 
     _check_size(regex)  # converting a long one blocks all other threads
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
-        raise ValueError("The regular expression ends with a backslash that escapes nothing.")
-    text: str = regex_to_lark(regex, use_ascii="")
+        raise MTPError("The regular expression ends with a backslash that escapes nothing.")
+    with as_mtp_error("The regular expression cannot be read"):
+        text: str = regex_to_lark(regex, use_ascii="")
     return text
 
 
 def _with_separators(schema: dict[str, Any] | str) -> str:
     """A client's schema with fixed white space, so that more tokens are forced. Its own ``x-guidance`` takes precedence."""
-    schema = json.loads(schema) if isinstance(schema, str) else schema
+    if isinstance(schema, str):
+        with as_mtp_error("The schema is not JSON", ValueError):
+            schema = json.loads(schema)
     if not isinstance(schema, dict):
-        raise ValueError(f"A JSON schema is an object, not {json.dumps(schema)[:40]}.")
+        raise MTPError(f"A JSON schema is an object, not {json.dumps(schema)[:40]}.")
     own = schema.get("x-guidance")
     if not isinstance(own, dict | None):
-        raise ValueError(f"x-guidance is an object, not {json.dumps(own)[:40]}.")
+        raise MTPError(f"x-guidance is an object, not {json.dumps(own)[:40]}.")
     return json.dumps({**standard(schema), "x-guidance": {**SEPARATORS, **(own or {})}})
 
 
@@ -260,14 +264,16 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
     from llguidance import LLMatcher
 
     _check_size(lark)
-    _check_multiples(lark)
+    with as_mtp_error("The grammar cannot be read", ValueError):
+        _check_multiples(lark)
+        grammar = LLMatcher.grammar_from_lark(lark)
     vocabulary = llguidance_tokenizer(tokenizer)
-    matcher = in_deep_stack(lambda: LLMatcher(vocabulary, LLMatcher.grammar_from_lark(lark), log_level=0))
+    matcher = in_deep_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0))
     if matcher.is_error():
         error = reason(matcher.get_error())
         if any(words in error for words in TOO_LARGE):
-            raise ValueError(f"The grammar is too large once it is written out ({error}): simplify it.")
-        raise ValueError(f"llguidance cannot read the grammar: {error}")
+            raise MTPError(f"The grammar is too large once it is written out ({error}): simplify it.")
+        raise MTPError(f"llguidance cannot read the grammar: {error}")
     return matcher
 
 
@@ -280,7 +286,7 @@ def reason(error: str) -> str:
 
 def _check_size(text: str) -> None:
     if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"The grammar has {len(text)} characters, and at most {MAX_CHARACTERS} are supported.")
+        raise MTPError(f"The grammar has {len(text)} characters, and at most {MAX_CHARACTERS} are supported.")
 
 
 def in_deep_stack(f: Callable[[], T]) -> T:
@@ -305,7 +311,7 @@ def _check_multiples(lark: str) -> None:
     multiples = [Fraction(repr(x)) for x in found if 0 < x <= MAX_MULTIPLE]  # llguidance refuses 0
     scale = math.lcm(*(x.denominator for x in multiples))
     if max(found, default=0) > MAX_MULTIPLE or math.lcm(*(int(x * scale) for x in multiples)) > MAX_MULTIPLE:
-        raise ValueError(f"multipleOf: the least common multiple of all of them must be at most {MAX_MULTIPLE}.")
+        raise MTPError(f"multipleOf: the least common multiple of all of them must be at most {MAX_MULTIPLE}.")
 
 
 @functools.lru_cache(maxsize=4)

@@ -51,11 +51,11 @@ class EndOfValue:
     """Searches the end of a value in a streamed text.
 
     Args:
-        function (str): The function.
-        key (str): The parameter.
-        keys (Set[str]): The parameters of the call so far, with this one.
-        declared (Set[str]): The parameters that the function's schema declares.
-        names (Set[str]): The functions that the request offers.
+        function: The function.
+        key: The parameter.
+        keys: The parameters of the call so far, with this one.
+        declared: The parameters that the function's schema declares.
+        names: The functions that the request offers.
     """
 
     def __init__(self, function: str, key: str, keys: Set[str], declared: Set[str], names: Set[str]):

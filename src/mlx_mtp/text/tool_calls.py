@@ -171,9 +171,9 @@ class ToolCallParser(_Buffer):
     """Makes events of a text.
 
     Args:
-        schemas (Mapping[str, Any], optional): The JSON schemas of each tool's parameters, by name; ``None``: calls are text.
-        start (int): The text's position in the output of the model.
-        marks (Sequence[str]): Tags that are a ``Mark`` on a line of their own, outside of calls and code blocks.
+        schemas: The JSON schemas of each tool's parameters, by name; ``None``: calls are text.
+        start: The text's position in the output of the model.
+        marks: Tags that are a ``Mark`` on a line of their own, outside of calls and code blocks.
     """
 
     def __init__(self, schemas: Mapping[str, Any] | None, start: int = 0, marks: Sequence[str] = ()):

@@ -49,8 +49,8 @@ class History:
     """Messages and items, added in order.
 
     Args:
-        between (str): Put between two texts of a message, except of the assistant's.
-        joins (bool): Whether consecutive items of the assistant are one message.
+        between: Put between two texts of a message, except of the assistant's.
+        joins: Whether consecutive items of the assistant are one message.
     """
 
     def __init__(self, between: str = "", joins: bool = False):

@@ -40,7 +40,7 @@ def error_content(error: ApiError) -> Json:
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     message = error.message
     if isinstance(error, TooLong):  # Claude Code reads the numbers, and summarizes the conversation
-        message = f"prompt is too long: {error.n_tokens} tokens > {error.most} maximum"
+        message = f"prompt is too long: {error.n_tokens} tokens > {error.max_tokens} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 

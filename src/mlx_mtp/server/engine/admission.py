@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...batch.generator import BatchGenerator
-from ...caches.prompt_cache import has_head
+from ...caches.prompt_cache import PromptCache, has_head
 from ...caches.rows import KVOptions
 from ...distributed.ranks import Ranks
 from ...drafts.options import TextOptions
@@ -26,7 +26,7 @@ from ..structured_output import make_output_grammar
 from .models import ModelProvider, Stores
 
 PATIENCE, PATIENCE_AT_LIMIT = 200, 2000  # characters of streamed text; a model whose reasoning is cut goes on with it
-MOST_FORCED = 64  # tokens to end the reasoning: line breaks, the end of a code block, and the tag
+MAX_FORCED = 64  # tokens to end the reasoning: line breaks, the end of a code block, and the tag
 
 
 class Admission:
@@ -116,13 +116,13 @@ class Admission:
         caches = sum(self.sizes.caches_of_several(lengths, **dict(kind)) for kind, lengths in kinds.items())
         kv, n, sizes = _kv_of(self.options, request), request.n_prompt, self.sizes
         chunk, start = min(n, self.options.prefill_step_size), kv.quantized_kv_start
-        most = sizes.chunk(chunk, n, kv.at(n).get("kv_bits"))
+        peak = sizes.chunk(chunk, n, kv.at(n).get("kv_bits"))
         if kv.at(n):  # where keys and values are quantized, they exist twice
             twice = sizes.caches(start) + sizes.caches(start, **kv.at(n)) - sizes.state_bytes
-            most = max(most, twice - sizes.caches(n, **kv.at(n)))
-        pictured = None if request.encoded is None else request.encoded.pictured
-        tower = 0 if pictured is None else pictured.vision.unread_bytes
-        return caches - self.batch.prompt_cache_nbytes + most + tower
+            peak = max(peak, twice - sizes.caches(n, **kv.at(n)))
+        image_prompt = None if request.encoded is None else request.encoded.image_prompt
+        tower = 0 if image_prompt is None else image_prompt.vision.unread_bytes
+        return caches - self.batch.prompt_cache_nbytes + peak + tower
 
     def held_by(self, request: Request) -> int:
         """The bytes of the caches of a running request."""
@@ -158,7 +158,7 @@ class Admission:
                 f"{size(self.account.limit)} are free: shorten it, or start the server with a larger --max-memory."
             )
             raise ApiError(507, message, param=request.param, code=NO_MEMORY)
-        args, tokenizer, pictured = request.args, self.models.tokenizer, prompt.pictured
+        args, tokenizer, image_prompt = request.args, self.models.tokenizer, prompt.image_prompt
         cache, n_cached = self.caches.fetch(prompt)
         request.n_cached = n_cached
         request.detokenizer = tokenizer.detokenizer
@@ -188,11 +188,13 @@ class Admission:
         (uid,) = self.batch.insert_segments(
             segments=[prompt.segments],
             options=[options],
-            caches=[cache],
+            caches=[None if cache is None else PromptCache(cache, len(self.models.model.layers))],
             all_tokens=[prompt.tokens[:n_cached]],
             counts=[request.counts],
-            input_embeddings=[None if pictured is None else ImageEmbeddings(pictured, self.models.model, n_cached)],
-            images=[() if pictured is None else pictured.images],
+            input_embeddings=[
+                None if image_prompt is None else ImageEmbeddings(image_prompt, self.models.model, n_cached)
+            ],
+            images=[() if image_prompt is None else image_prompt.images],
         )
         return int(uid)
 
@@ -283,12 +285,12 @@ def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool | None, budget
         reader = QwenReader(marks, in_reasoning, None)
         reader.add(tokenizer.decode([*thought]))
         text = reader.reasoning.closing if reader.in_reasoning else ""
-        return list(tokenizer.encode(text, add_special_tokens=False))[:MOST_FORCED]
+        return list(tokenizer.encode(text, add_special_tokens=False))[:MAX_FORCED]
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
         """tokens [N], logits [1, V]"""
         i = tokens.size - n_prompt - budget  # index of the ending's token
-        if not 0 <= i < MOST_FORCED:
+        if not 0 <= i < MAX_FORCED:
             return logits
         thought: Any = tokens[n_prompt : n_prompt + budget].tolist()
         end = ending(tuple(thought))

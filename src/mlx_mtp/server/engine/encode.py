@@ -13,6 +13,7 @@ from mlx_lm.server import convert_chat
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ...checkpoint.settings import Sampling
+from ...errors import MTPError, as_mtp_error
 from ...images.open import MAX_BYTES, decode_url, size_of
 from ...images.prompt import CUT, MARK, ImagePrompt, encode_marked, read_images
 from ...images.vision import Vision
@@ -43,9 +44,9 @@ class BoundedTokenizer:
     """mlx-lm's tokenizer for prompts: it checks lengths, and reads the marks of images.
 
     Args:
-        context_length (int, optional): The model's maximum number of tokens, if its config has it.
-        vision (Vision, optional): The vision encoder. Default: ``None``, images are refused.
-        sampling (Sampling): The model's default sampling parameters. Default: mlx-lm's.
+        context_length: The model's maximum number of tokens, if its config has it.
+        vision: The vision encoder. Default: ``None``, images are refused.
+        sampling: The model's default sampling parameters. Default: mlx-lm's.
     """
 
     def __init__(
@@ -64,12 +65,12 @@ class BoundedTokenizer:
 
     def encode(self, text: str | list[int], **kwargs: Any) -> list[int]:
         """The tokens of a text, or tokens sent by the client. ``images.prompt.MARK`` stands for an image."""
-        most = self.context_length
+        max_context = self.context_length
         if isinstance(text, str):
-            if most is not None and len(text) > CHARS * most and (n := self.count(text)) > most:
-                raise TooLong(n, most)
+            if max_context is not None and len(text) > CHARS * max_context and (n := self.count(text)) > max_context:
+                raise TooLong(n, max_context)
             return encode_marked(self.tokenizer, text, **kwargs)
-        if (last := max(text)) >= self.n_ids:
+        if (last := max(text, default=0)) >= self.n_ids:
             raise ApiError(400, f"The prompt has the token {last}, beyond the vocabulary of {self.n_ids}.")
         return text
 
@@ -100,20 +101,20 @@ class BoundedTokenizer:
         """Fill in the model's sampling parameters where the request sets none, and reduce the limit of tokens to the context.
         An ApiError if the request does not fit the model.
         """
-        args, most = request.args, self.context_length
+        args, max_context = request.args, self.context_length
         for field, value in asdict(self.sampling).items():
             if getattr(args.sampling, field) is None:
                 setattr(args.sampling, field, value)
         if n_prompt == 0:
             raise ApiError(400, "The prompt is empty.", param=request.param)
-        if most is not None and n_prompt + args.max_tokens > most:
-            error = TooLong(n_prompt, most, request.param)
-            if n_prompt >= most:
+        if max_context is not None and n_prompt + args.max_tokens > max_context:
+            error = TooLong(n_prompt, max_context, request.param)
+            if n_prompt >= max_context:
                 raise error
             if request.limit is not None:
                 message = f"{error.message[:-1]}, and {request.limit} is {args.max_tokens}."
                 raise ApiError(400, message, param=request.limit, code=error.code)
-            args.max_tokens = most - n_prompt
+            args.max_tokens = max_context - n_prompt
         if args.sampling.top_k >= self.n_ids:
             raise ApiError(400, f"top_k must be below the vocabulary's size of {self.n_ids}.", param="top_k")
         if any(token >= self.n_ids for token in args.logits.logit_bias or ()):
@@ -128,14 +129,14 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
         text, in_reasoning = _render(tokenizer, request, options) if is_chat else (request.prompt, None)
         has_template = is_chat and tokenizer.has_chat_template
         tokens = tokenizer.encode(text, **({"add_special_tokens": False} if has_template else {}))
-        pictured = _read_images(tokenizer, request, tokens, account) if request.images else None
-    tokens = tokens if pictured is None else pictured.tokens
+        image_prompt = _read_images(tokenizer, request, tokens, account) if request.images else None
+    tokens = tokens if image_prompt is None else image_prompt.tokens
     tokenizer.complete(len(tokens), request)
     # What takes long is made here, not in the generation thread.
     make_output_grammar(tokenizer.tokenizer, request, in_reasoning)
     if request.args.logprobs:
         llguidance_tokenizer(tokenizer.tokenizer)
-    return Prompt(tokens, in_reasoning, pictured=pictured)
+    return Prompt(tokens, in_reasoning, image_prompt=image_prompt)
 
 
 def count_tokens(tokenizer: BoundedTokenizer, request: Request, options: Options) -> int:
@@ -155,7 +156,7 @@ def _errors_of(request: Request) -> Iterator[None]:
     except ApiError as e:
         e.param = e.param or request.param
         raise
-    except Exception as e:
+    except MTPError as e:
         raise ApiError(400, f"The prompt cannot be read: {e}", param=request.param) from e
 
 
@@ -183,16 +184,17 @@ def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> 
     if request.goes_on:
         messages[-1]["content"] = PREFILL
     marks = [*tokenizer.control_tokens, *tokenizer.tags]
-    text: str = tokenizer.apply_chat_template(
-        _with_query(messages) if OPENING in str(tokenizer.chat_template) else messages,
-        tools=_cut(request.shown_tools, marks),
-        tokenize=False,
-        add_generation_prompt=not request.goes_on,
-        **{**options.chat_template_args, **_cut(request.args.chat_template_kwargs or {}, marks)},
-    )
-    text = QUERY_TURN.sub("", text).replace(QUERY, "")
-    if request.goes_on:
-        text = text[: text.rindex(PREFILL)] + prefill
+    with as_mtp_error("the chat template does not take these messages"):
+        text: str = tokenizer.apply_chat_template(
+            _with_query(messages) if OPENING in str(tokenizer.chat_template) else messages,
+            tools=_cut(request.shown_tools, marks),
+            tokenize=False,
+            add_generation_prompt=not request.goes_on,
+            **{**options.chat_template_args, **_cut(request.args.chat_template_kwargs or {}, marks)},
+        )
+        text = QUERY_TURN.sub("", text).replace(QUERY, "")
+        if request.goes_on:
+            text = text[: text.rindex(PREFILL)] + prefill
     return text, ends_in_reasoning(text, think_marks(tokenizer), prefill)
 
 
@@ -255,14 +257,14 @@ def _vision_of(tokenizer: BoundedTokenizer) -> Vision:
 
 
 def decode_all(request: Request) -> list[bytes]:
-    """Decode the images of a request, and drop their URLs; a ValueError if they are no data URLs, invalid or too large."""
+    """Decode the images of a request, and drop their URLs; an MTPError if they are no data URLs, invalid or too large."""
     images: list[bytes] = []
     for i, url in enumerate(request.images, 1):
         check_client(request)
         images.append(decode_url(url, f"Image {i}"))
         if i > 1 and sum(map(len, images)) > MAX_BYTES:
             many = f"The images up to number {i} have more than {MAX_BYTES:,} bytes"
-            raise ValueError(f"{many}: send fewer or smaller ones.")
+            raise MTPError(f"{many}: send fewer or smaller ones.")
     request.images = []
     return images
 

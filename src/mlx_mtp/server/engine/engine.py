@@ -26,6 +26,7 @@ import mlx.core as mx
 
 from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import LOST, Ranks, differing_ranks, is_loss
+from ...errors import MTPError, is_mendable
 from ...memory import is_device_error, is_out_of_memory, size
 from ..request import LOADING, NO_MEMORY, STARTED, ApiError, BytesOf, Delta, Likely, Metrics, Request, Waiting
 from .admission import Admission
@@ -172,6 +173,8 @@ class Engine:
                     request.send(LOADING)
                 self.admission.open(request.key)
             except Exception as e:
+                if not is_mendable(e):
+                    raise
                 logging.exception("A model could not be loaded.")
                 message = f"The model could not be loaded: {e}"
                 raise ApiError(404, message, param="model", code="model_not_found") from e
@@ -222,7 +225,9 @@ class Engine:
         if response.error is not None:
             if is_device_error(response.error):
                 raise response.error
-            self._fail(uid, ApiError(500, f"Generation failed: {response.error}"))
+            if not isinstance(response.error, MTPError):
+                logging.error("Generation failed.", exc_info=response.error)
+            self._fail(uid, _failure(f"Generation failed: {response.error}", response.error))
             return
         if request.first_token is None:
             request.first_token = time.perf_counter()
@@ -267,8 +272,10 @@ class Engine:
 
 
 def _failure(message: str, error: Exception) -> ApiError:
-    """The error of a request: status 507 if the system is out of memory, otherwise 500."""
-    return ApiError(507, message, code=NO_MEMORY) if is_out_of_memory(error) else ApiError(500, message)
+    """The error of a request: status 507 if the system is out of memory, 400 if the client can mend it, otherwise 500."""
+    if is_out_of_memory(error):
+        return ApiError(507, message, code=NO_MEMORY)
+    return ApiError(400 if isinstance(error, MTPError) else 500, message)
 
 
 def make_delta(request: Request, response: Response, finish_reason: str | None) -> Delta:

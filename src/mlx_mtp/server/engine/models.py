@@ -145,25 +145,25 @@ class Stores:
     def fetch(self, prompt: Prompt) -> tuple[list[Any] | None, int]:
         """The prompt cache to resume from, if any, and its number of tokens. Also sets the prompt's cuts after these tokens."""
         tokens = prompt.tokens
-        most = len(tokens) - 1  # generation begins with the last token
-        cache, n, n_common = self._fetch(prompt, most)
+        max_tokens = len(tokens) - 1  # generation begins with the last token
+        cache, n, n_common = self._fetch(prompt, max_tokens)
         while self.ranks is not None:
             known: Any = self.ranks.gather([n, n_common], mx.array(0)).tolist()  # [R, 2]
-            n_common, most = int(known[0][1]), int(min(n for n, _ in known))
-            if all(n == most for n, _ in known):
+            n_common, max_tokens = int(known[0][1]), int(min(n for n, _ in known))
+            if all(n == max_tokens for n, _ in known):
                 break
-            cache, n, n_common = self._fetch(prompt, most)
+            cache, n, n_common = self._fetch(prompt, max_tokens)
         prompt.cuts = [cut for cut in cuts_of(self.tokenizer, tokens, n_common) if cut > n]
         prompt.n_cached = n
         return cache, n
 
-    def _fetch(self, prompt: Prompt, most: int) -> tuple[list[Any] | None, int, int]:
-        """A prompt cache of at most ``most`` tokens, their number, and the number of tokens shared with another prompt."""
+    def _fetch(self, prompt: Prompt, max_tokens: int) -> tuple[list[Any] | None, int, int]:
+        """A prompt cache of at most ``max_tokens`` tokens, their number, and the number shared with another prompt."""
         with _harmless("the whole prompt is prefilled"):
             key = prompt.key_of(prompt.tokens)
             timeout = 0.0 if self.ranks is None and prompt.is_read else READ_TIMEOUT
             kv = self.options.kv.of_text(0, len(key))
-            cache, n, prompt.handle = self.store.fetch(key[:most], kv, timeout)
+            cache, n, prompt.handle = self.store.fetch(key[:max_tokens], kv, timeout)
             return cache, n, self.store.n_common(key)
         return None, 0, 0
 
