@@ -234,11 +234,17 @@ def test_every_end_of_text_that_a_file_names_ends_a_text(places, tmp_path):
     assert mlx_lm.load(out)[1].eos_token_ids == mlx_mtp.load(out)[1].eos_token_ids == ends
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["lm_head", "none"])
-@pytest.mark.parametrize("text", [True, False, None], ids=["text tied", "text untied", "text silent"])
-@pytest.mark.parametrize("top", [True, False, None], ids=["tied", "untied", "silent"])
+TIES = [*itertools.product((True, False, None), (True, False, None), (True, False))]  # by the top level, the text, the files
+CONTRADICTIONS = [(True, True, True), (True, False, True), (False, False, False), (None, None, False)]
+
+
 @pytest.mark.parametrize(
-    ("family", "bits"), [("qwen3_5", None), ("qwen3_5", 4), ("qwen3_5_moe", None), ("qwen3_next", 4)]
+    ("family", "bits", "top", "text", "stored"),
+    [
+        (family, bits, *ties)
+        for family, bits in [("qwen3_5", None), ("qwen3_5", 4), ("qwen3_5_moe", None), ("qwen3_next", 4)]
+        for ties in (TIES if profiles.LONG or (family, bits) == ("qwen3_5", None) else CONTRADICTIONS)
+    ],
 )
 def test_a_stored_output_layer_is_used_and_without_one_the_embedding(family, bits, top, text, stored, tmp_path):
     """Whatever the config says."""
