@@ -69,6 +69,24 @@ def test_greedy_tokens(model, j):
         assert mtp(mx.array(VALUES[f"ids{j}"]), model, **options) == want
 
 
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (dict(num_experts=0), "num_experts must be 1 or more"),
+        (dict(layer_types=["linear_attention"]), "layer_types must have a type for each layer"),
+        (dict(indexer_budget=9), "indexer_budget must be a multiple of indexer_compress_ratio"),
+        (dict(ple_layer_ids=[2]), "ple_layer_ids must be those of recurrent layers, from 1 on"),
+        (dict(ple_layer_ids=[0]), "ple_layer_ids must be those of recurrent layers, from 1 on"),
+        (dict(ple_conv_kernel_size=1), "ple_conv_kernel_size must be 2 or more"),
+        (dict(eos_token_id=[]), "eos_token_id is needed for n-gram embeddings"),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_run_is_refused(changes, error):
+    with pytest.raises(ValueError, match=f"in its config, {error}"):
+        TextModelArgs.from_dict(tiny_config(FLASH, **changes)["text_config"])
+
+
 # Tables of n-gram embeddings
 
 
