@@ -54,7 +54,9 @@ class FileArray(NamedTuple):
 
 
 class FileRows:
-    """The rows of a table in files, see ``models.ngrams.Rows``.
+    """The rows of a table in files: ``weight`` and, if they are quantized, ``scales`` and ``biases``.
+
+    ``layout`` has the width of each array and its dtype; bfloat16 is read as uint16.
 
     Args:
         parts (List[Dict[str, FileArray]]): The arrays of each part of the rows.
@@ -83,6 +85,7 @@ class FileRows:
         return int(self.starts[-1])
 
     def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Ids [n] -> the arrays of these rows, [n, width] each."""
         of_part = np.searchsorted(self.starts, ids, side="right") - 1
         rows, reads = ids - self.starts[of_part], []
         for name, (width, dtype) in self.layout.items():
@@ -98,6 +101,7 @@ class FileRows:
         return found
 
     def read_range(self, begin: int, end: int) -> dict[str, np.ndarray]:
+        """The arrays of the rows from ``begin`` to before ``end``."""
         found: dict[str, list[np.ndarray]] = {name: [] for name in self.layout}
         for start, stop, part in zip(self.starts.tolist(), self.starts[1:].tolist(), self.parts):
             first, last = max(begin, start), min(end, stop)
