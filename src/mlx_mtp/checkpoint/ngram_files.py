@@ -73,7 +73,7 @@ class FileRows:
             if {name: x.layout for name, x in part.items()} != self.layout or len(sizes) > 1:
                 raise ValueError(f"has other arrays in part {j} than in part 0")
             if unknown := next((dtype for _, dtype in self.layout.values() if isinstance(dtype, str)), None):
-                raise ValueError(f"is in {unknown}, which is not supported")
+                raise ValueError(f"is in {unknown}, not in 16 or 32 bits or quantized by MLX")
             lengths.append(sizes.pop())
         self.parts, self.starts = parts, np.cumsum([0, *lengths])  # the id of each part's first row
         files = {x.file for part in parts for x in part.values()}
