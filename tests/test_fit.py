@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import sys
+from functools import partial
 from unittest.mock import Mock
 
 import mlx.core as mx
@@ -13,7 +14,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.models.cache import KVCache
 
 from mlx_mtp import convert, load
 from mlx_mtp.decoding import planner
@@ -31,7 +31,7 @@ from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import config_of, differing, make_adapter, parameters, quantize_head, write
 from tests.support.commands import refusal
 from tests.support.decoding import mtp, plain
-from tests.support.models import PACK, tiny_config, tiny_model
+from tests.support.models import FLASH, PACK, tiny_config, tiny_model
 
 PROMPT = mx.array([30, 31, 32, 33])
 
@@ -160,17 +160,23 @@ def test_convert_fuses_an_adapter_and_keeps_the_head(folder, loaded, adapter):
 
 def drafts(model, tokens, n):
     """(the backbone's hidden states, the head's of n drafts), as in training."""
-    cache, outs = DraftKVCache(), [model.model(tokens)]
+    cache, outs = DraftKVCache(), [model(tokens, return_hidden=True)[1]]
     for d in range(1, n + 1):
         outs.append(model.mtp(model.model.embed_tokens(mx.roll(tokens, -d, 1)), outs[-1], cache))
     return outs[0], outs[1:]
 
 
-def test_drafts_in_training_are_those_of_decoding():
-    model, tokens = tiny_model("qwen3_5"), mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
+def flash_model(**changes):
+    """Whose texts do not fill the budget of sparse attention."""
+    return tiny_model(FLASH, indexer_budget=64, **changes)
+
+
+@pytest.mark.parametrize("make", [partial(tiny_model, "qwen3_5"), flash_model], ids=["qwen3_5", FLASH])
+def test_drafts_in_training_are_those_of_decoding(make):
+    model, tokens = make(), mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
     hidden, drafted = drafts(model, tokens, 4)
     for i in range(8):
-        cache = KVCache()
+        cache = model.head_layer.make_cache()
         out = run_head(model, hidden[:, : i + 1], tokens[:, 1 : i + 2], cache)
         for d, draft in enumerate(drafted, 1):
             if d > 1:
@@ -184,17 +190,20 @@ def divergences(model, text, n_drafts):
     target = nn.log_softmax(model.logits(hidden)[0], axis=-1)  # [T, V]
     found = {}
     for d, out in enumerate(drafted, 1):
-        q, rows = nn.log_softmax(model.logits(out)[0], axis=-1), range(max(text.n_prompt - 1, 0), len(text.tokens) - d)
+        q, rows = (
+            nn.log_softmax(model.draft_logits(out)[0], axis=-1),
+            range(max(text.n_prompt - 1, 0), len(text.tokens) - d),
+        )
         found[d] = [(mx.exp(target[i + d]) * (target[i + d] - q[i])).sum().item() for i in rows]
     return found
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("logits_at_once", [1 << 25, 32 * 5])
-def test_the_loss_is_the_weighted_divergence(monkeypatch, tmp_path, tied, logits_at_once):
+@pytest.mark.parametrize(("make", "logits_at_once"), [(partial(tiny_model, "qwen3_5"), 1 << 25), (flash_model, 32 * 5)])
+def test_the_loss_is_the_weighted_divergence(monkeypatch, tmp_path, tied, make, logits_at_once):
     """Of texts of two lengths, one with a prompt; the vocabulary has as many tokens as are recorded."""
     monkeypatch.setattr(losses, "LOGITS", logits_at_once)
-    model = tiny_model("qwen3_5", tie_word_embeddings=tied)
+    model = make(tie_word_embeddings=tied)
     texts = [Document("a", [3, 1, 4, 1, 5, 9, 2, 6]), Document("b", [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4], 4)]
     (batch,) = iterate_batches(record(model, texts, tmp_path, "x", 2, 64), 2)
     loss, n_rows = DraftLoss(model.model.embed_tokens, model.output_layer, 3)(model.mtp, *batch)
@@ -269,13 +278,16 @@ def test_an_interrupt_keeps_the_best(tmp_path, capsys):
     assert not differing(best, {name: trained.weights[name] for name in best})
 
 
-def test_the_routers_of_a_mixture_of_experts_are_frozen(tmp_path):
-    model, before = frozen_model("qwen3_5_moe"), parameters(tiny_model("qwen3_5_moe").mtp)
+@pytest.mark.parametrize("family", ["qwen3_5_moe", FLASH])
+def test_routers_and_indexers_are_frozen(tmp_path, family):
+    model, before = frozen_model(family), parameters(tiny_model(family).mtp)
     train(tmp_path, model, iters=3)
     trained = {name for name, _ in tree_flatten(model.mtp.trainable_parameters())}
     assert any("switch_mlp" in name for name in trained)
-    routers = {name for name in before if name.startswith(("layers.0.mlp.gate.", "layers.0.mlp.shared_expert_gate."))}
-    assert len(routers) == 2
+    routers = {
+        name for name in before if re.match(r"layers\.0\.(mlp\.(shared_expert_)?gate|self_attn\.indexer)\.", name)
+    }
+    assert len(routers) == (5 if family == FLASH else 2)
     assert not routers & trained
     changed = differing({name: w for name, w in parameters(model.mtp).items() if name in before}, before)
     assert not routers & changed

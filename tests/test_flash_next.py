@@ -69,6 +69,24 @@ def test_greedy_tokens(model, j):
         assert mtp(mx.array(VALUES[f"ids{j}"]), model, **options) == want
 
 
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (dict(num_experts=0), "num_experts must be 1 or more"),
+        (dict(layer_types=["linear_attention"]), "layer_types must have a type for each layer"),
+        (dict(indexer_budget=9), "indexer_budget must be a multiple of indexer_compress_ratio"),
+        (dict(ple_layer_ids=[2]), "ple_layer_ids must be those of recurrent layers, from 1 on"),
+        (dict(ple_layer_ids=[0]), "ple_layer_ids must be those of recurrent layers, from 1 on"),
+        (dict(ple_conv_kernel_size=1), "ple_conv_kernel_size must be 2 or more"),
+        (dict(eos_token_id=[]), "eos_token_id is needed for n-gram embeddings"),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_run_is_refused(changes, error):
+    with pytest.raises(ValueError, match=f"in its config, {error}"):
+        TextModelArgs.from_dict(tiny_config(FLASH, **changes)["text_config"])
+
+
 # Tables of n-gram embeddings
 
 
@@ -177,7 +195,7 @@ def test_a_damaged_table_is_refused(spoil, error, tmp_path):
     [
         (dict(n_rows=180), "has 180 rows, not 184"),
         (dict(width=32), "has rows that are not 64 numbers, quantized or not"),
-        (dict(kind="int8"), "is in I8, which is not supported"),
+        (dict(kind="int8"), "is in I8, not in 16 or 32 bits or quantized by MLX"),
     ],
     ids=["rows", "width", "dtype"],
 )

@@ -234,7 +234,9 @@ def test_every_end_of_text_that_a_file_names_ends_a_text(places, tmp_path):
     assert mlx_lm.load(out)[1].eos_token_ids == mlx_mtp.load(out)[1].eos_token_ids == ends
 
 
-TIES = [*itertools.product((True, False, None), (True, False, None), (True, False))]  # by the top level, the text, the files
+TIES = [
+    *itertools.product((True, False, None), (True, False, None), (True, False))
+]  # by the top level, the text, the files
 CONTRADICTIONS = [(True, True, True), (True, False, True), (False, False, False), (None, None, False)]
 
 

@@ -13,16 +13,7 @@ from huggingface_hub.utils import TensorInfo
 from .. import memory
 from ..errors import MTPError
 from ..images.tower import split_tower
-from ..memory import (
-    CHUNK,
-    Account,
-    Needs,
-    Sizes,
-    check_fits,
-    max_array_bytes,
-    size,
-    sizes_of,
-)
+from ..memory import CHUNK, Account, Needs, Sizes, check_fits, max_array_bytes, size, sizes_of
 from ..models.head_weights import split_head
 from .catalog import published
 from .config import check_config, skeleton

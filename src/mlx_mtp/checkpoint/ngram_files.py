@@ -55,7 +55,9 @@ class FileArray(NamedTuple):
 
 
 class FileRows:
-    """The rows of a table in files, see ``models.ngrams.Rows``.
+    """The rows of a table in files: ``weight`` and, if they are quantized, ``scales`` and ``biases``.
+
+    ``layout`` has the width of each array and its dtype; bfloat16 is read as uint16.
 
     Args:
         parts: The arrays of each part of the rows.
@@ -72,7 +74,7 @@ class FileRows:
             if {name: x.layout for name, x in part.items()} != self.layout or len(sizes) > 1:
                 raise MTPError(f"has other arrays in part {j} than in part 0")
             if unknown := next((dtype for _, dtype in self.layout.values() if isinstance(dtype, str)), None):
-                raise MTPError(f"is in {unknown}, which is not supported")
+                raise MTPError(f"is in {unknown}, not in 16 or 32 bits or quantized by MLX")
             lengths.append(sizes.pop())
         self.parts, self.starts = parts, np.cumsum([0, *lengths])  # the id of each part's first row
         files = {x.file for part in parts for x in part.values()}
@@ -84,6 +86,7 @@ class FileRows:
         return int(self.starts[-1])
 
     def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Ids [n] -> the arrays of these rows, [n, width] each."""
         of_part = np.searchsorted(self.starts, ids, side="right") - 1
         rows, reads = ids - self.starts[of_part], []
         for name, (width, dtype) in self.layout.items():
@@ -99,6 +102,7 @@ class FileRows:
         return found
 
     def read_range(self, begin: int, end: int) -> dict[str, np.ndarray]:
+        """The arrays of the rows from ``begin`` to before ``end``."""
         found: dict[str, list[np.ndarray]] = {name: [] for name in self.layout}
         for start, stop, part in zip(self.starts.tolist(), self.starts[1:].tolist(), self.parts):
             first, last = max(begin, start), min(end, stop)

@@ -34,14 +34,8 @@ from .parser import byte_size, flag_of, number_or
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
 # The sampling flags, and their names in generation_config.json and in requests.
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-LOADING = (
-    "--max-memory",
-    "--ngram-memory",
-    "--draft-vocab",
-    "--mtp-bits",
-    "--draft-head-bits",
-    "--settings",
-)  # see ``load_options``
+# See ``load_options``
+LOADING = ("--max-memory", "--ngram-memory", "--draft-vocab", "--mtp-bits", "--draft-head-bits", "--settings")
 FLAGS: dict[str, dict[str, Any]] = {
     "--mtp": {
         "nargs": "?",

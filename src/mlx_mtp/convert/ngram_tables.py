@@ -49,17 +49,11 @@ def _part(
     """The arrays of some rows as they are written."""
     blocks = []
     for i, k in table.blocks(begin, end):
-        rows = {name: mx.array(x) for name, x in table.rows.read_range(i, k).items()}
+        rows = {name: floats(mx.array(x)) for name, x in table.rows.read_range(i, k).items()}
         if table.quantized is None:
-            w = table.values(rows)
-            w = w if dtype is None else w.astype(dtype)
-            rows = (
-                {"weight": w}
-                if of_rows is None
-                else dict(zip(("weight", "scales", "biases"), mx.quantize(w, *of_rows)))
-            )
-        else:
-            rows = {name: floats(x) for name, x in rows.items()}
+            w = rows["weight"] if dtype is None else rows["weight"].astype(dtype)
+            arrays = (w,) if of_rows is None else mx.quantize(w, *of_rows)
+            rows = dict(zip(("weight", "scales", "biases"), arrays))
         mx.eval(rows)
         blocks.append(rows)
     return {name: mx.concatenate([block[name] for block in blocks]) for name in blocks[0]}

@@ -24,13 +24,14 @@ LOGITS = 1 << 25  # computed at once: 128 MiB of float32
 class DraftKVCache(ConcatenateKVCache):
     """The keys and values of a head that drafts at T positions in parallel.
 
-    The first pass adds T verified positions; each further pass adds a draft for each of them.
+    The first pass adds T verified positions; each further pass adds a draft for each of them. Sparse attention
+    selects all tokens, as in decoding up to the indexer's budget.
     """
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        keys_and_values: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
+    def update_and_fetch(self, keys: mx.array, values: mx.array, *index_keys: mx.array) -> tuple[mx.array, ...]:
+        keys_and_values = super().update_and_fetch(keys, values)
         self.offset = self.keys.shape[-2] // keys.shape[-2]  # the position of the first draft in the next pass
-        return keys_and_values
+        return *keys_and_values, *(x[:, :, :0] for x in index_keys)
 
     def make_mask(self, n: int, **_: Any) -> mx.array:
         """[T, T + T for each draft before]: the verified positions up to this one, and its own drafts."""
@@ -52,7 +53,7 @@ class DraftLoss:
 
     def __call__(
         self,
-        mtp: nn.Module,
+        mtp: Any,
         tokens: mx.array,
         hidden: mx.array,
         ids: mx.array,
@@ -78,13 +79,13 @@ class DraftLoss:
             # The input of position i is token i + d. `roll` moves tokens from the front to positions that do not count.
             out = mtp(self.embedding(mx.roll(tokens, -d, 1)), out, cache)  # [B, T, H]
             counts = answered & (at + d < length)
-            divergence = self.divergence(out, mx.roll(ids, -d, 1), mx.roll(probabilities, -d, 1))
+            divergence = self.divergence(mtp.output(out), mx.roll(ids, -d, 1), mx.roll(probabilities, -d, 1))
             n_counted.append(counts.sum())
             losses.append(self.weights[d - 1] * (divergence * counts).sum() / mx.maximum(n_counted[-1], 1))
         return sum(losses[1:], losses[0]), n_counted[0]
 
     def divergence(self, out: mx.array, ids: mx.array, probabilities: mx.array) -> mx.array:
-        """The head's output [B, T, H], ids [B, T, k], probabilities [B, T, k] -> nats [B, T].
+        """The input of the output layer [B, T, H], ids [B, T, k], probabilities [B, T, k] -> nats [B, T].
 
         The logits of a few positions are computed at a time, and again for the gradient, to limit the memory.
         """

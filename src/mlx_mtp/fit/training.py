@@ -87,7 +87,7 @@ def _states(model: MTPModel, texts: Sequence[Document], length: int) -> Iterator
     """Run the backbone over texts in one batch, padded on the right. Return the content of ``read_states`` for each."""
     longest = max(len(text.tokens) for text in texts)
     tokens = mx.array([text.tokens + [0] * (longest - len(text.tokens)) for text in texts], mx.uint32)  # [B, T]
-    hidden = model.model(tokens)  # [B, T, H]
+    _, hidden = model(tokens, return_hidden=True)  # [B, T, H]; logits are not computed
     mx.eval(hidden)
     n_rows = max(MAX_LOGITS // model.output_layer.weight.shape[0], 1)  # at once
     for b, text in enumerate(texts):
@@ -212,9 +212,9 @@ def _batch(texts: Sequence[dict[str, mx.array]]) -> tuple[mx.array, ...]:
 
 
 def make_trainable(mtp: nn.Module) -> None:
-    """Unfreeze a head except its routers, in float32: 16 bits would lose small updates."""
+    """Unfreeze a head except what selects experts or tokens, in float32: 16 bits would lose small updates."""
     mtp.unfreeze()
     for name, module in mtp.named_modules():
-        if name.endswith(ROUTERS):
+        if name.endswith((*ROUTERS, "indexer")):
             module.freeze()
     mtp.update(tree_map(lambda p: p.astype(mx.float32), mtp.trainable_parameters()))

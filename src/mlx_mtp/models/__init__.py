@@ -4,17 +4,13 @@ from importlib import import_module
 from types import ModuleType
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "prism_hadamard_qwen35")
-BASES = {
-    "prism_hadamard_qwen35": "qwen3_5"
-}  # the model type whose heads and vision encoders fit a model, if not its own
-DRAFTERS = {
-    "qwen4_exp": "qwen4_exp_mtp"
-}  # the model type of a drafter for a model, as in mlx-vlm, if not that of Qwen3.5
+# The model type whose heads and vision encoders fit a model, if not its own
+BASES = {"prism_hadamard_qwen35": "qwen3_5"}
 
 
 def drafter_of(model_type: str) -> str:
     """The model type of a drafter in mlx-vlm's layout: a folder with only a head."""
-    return DRAFTERS.get(model_type, "qwen3_5_mtp")
+    return "qwen4_exp_mtp" if model_type == "qwen4_exp" else "qwen3_5_mtp"
 
 
 def model_module(model_type: str) -> ModuleType:

@@ -11,7 +11,7 @@ from the files of the checkpoint. This is ``Qwen4ExpTextPLELayer`` of transforme
 import math
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,11 +25,8 @@ MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15  # of splitmix64
 SEED_STEP = 10007
 BLOCK = 64 << 20  # bytes of rows that are read at once where all are
-FLOAT_MODES = {
-    (16, 4): "nvfp4",
-    (32, 4): "mxfp4",
-    (32, 8): "mxfp8",
-}  # quantizations without biases, by group size and bits
+# Quantizations without biases, by group size and bits
+FLOAT_MODES = {(16, 4): "nvfp4", (32, 4): "mxfp4", (32, 8): "mxfp8"}
 
 
 def _splitmix64(x: int) -> int:
@@ -80,25 +77,6 @@ class NgramHash:
         return np_or_mx.concatenate(ids, axis=-1)
 
 
-class Rows(Protocol):
-    """The rows of a table as they are stored: ``weight`` and, if they are quantized, ``scales`` and ``biases``."""
-
-    @property
-    def layout(self) -> Mapping[str, tuple[int, Any]]:
-        """The width of each array and its dtype; bfloat16 as uint16."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Ascending ids [n] -> the arrays of these rows, [n, width] each."""
-        ...
-
-    def read_range(self, begin: int, end: int) -> dict[str, np.ndarray]:
-        """The arrays of the rows from ``begin`` to before ``end``."""
-        ...
-
-
 class Quantized(NamedTuple):
     """The quantization of rows, as the arguments of ``mx.dequantize``."""
 
@@ -111,7 +89,7 @@ class NgramTable:
     """A table of n-gram embeddings, whose rows are read when they are used.
 
     Args:
-        rows: The rows.
+        rows: The rows as they are stored.
         width: The numbers in a row.
         n_rows: The least number of rows.
 
@@ -119,7 +97,7 @@ class NgramTable:
         MTPError: The rows are not those of such a table.
     """
 
-    def __init__(self, rows: Rows, width: int, n_rows: int):
+    def __init__(self, rows: Any, width: int, n_rows: int):
         self.rows, self.quantized = rows, _quantization(rows.layout, width)
         if len(rows) < n_rows:
             raise MTPError(f"has {len(rows)} rows, not {n_rows}")

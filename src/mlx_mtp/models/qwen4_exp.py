@@ -66,6 +66,7 @@ class TextModelArgs(qwen3_5.TextModelArgs):
             "ple_layer_ids must be those of recurrent layers, from 1 on": any(
                 not 1 <= i <= self.num_hidden_layers or not self.is_linear(i - 1) for i in self.ple_layer_ids
             ),
+            "ple_conv_kernel_size must be 2 or more": self.ple_layer_ids and self.ple_conv_kernel_size < 2,
             "eos_token_id is needed for n-gram embeddings": self.ple_layer_ids and self.eos_token_id in (None, []),
         }
         if sentences := [sentence for sentence, is_wrong in wrong.items() if is_wrong]:
