@@ -33,6 +33,7 @@ from tests.support.decoding import PROMPT
 from tests.support.graphs import traced
 from tests.support.image_prompts import FOLDER as IMAGES
 from tests.support.image_prompts import image_prompt
+from tests.support.launch import launch
 from tests.support.models import FAMILIES, FLASH, PACK, tiny_model
 
 VOCAB = {"vocab_size": 512}  # of the tokenizer
@@ -230,6 +231,23 @@ def test_ranks_decide_together():
         ranks = SimpleNamespace(size=3, broadcast=lambda value, root, own=own, rank=rank: found[root])
         assert any_rank(ranks, own)
     assert [any_rank(None, own) for own in found] == found
+
+
+@pytest.mark.slow
+def test_an_m1_among_ranks_is_enough(tmp_path):
+    """A weight beyond float16 on one rank is a reason for all, even if it is of a stage that others do not have."""
+    two = {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        **VOCAB,
+    }
+    fits = write_tiny(tmp_path / "fits", "qwen3_5", BF16, **two)
+    folders = [str(fits), enlarged(fits, tmp_path, *HUGE)]
+    facts, other = launch(2, "types", *folders, timeout=300)
+    assert facts == other
+    assert [*facts.values()] == [["mlx.core.float16"]] * 2 + [["mlx.core.bfloat16"]] * 2
 
 
 # Types never mix

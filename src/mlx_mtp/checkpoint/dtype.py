@@ -88,21 +88,24 @@ def set_dtype(model: Any, dtype: str, prefers_float16: bool) -> bool:
 
 def check_float16(model: Any, tokenizer: TokenizerWrapper, name: str) -> None:
     """Raise a Float16Error if a weight of a model that was cast to float16, or a logit, is not finite, on any rank."""
-    parameters: Any = tree_flatten(model.parameters())
-    ends = {path: mx.stack([p.min(), p.max()]) for path, p in parameters if p.dtype == mx.float16}
-    mx.eval(ends)
-    found = next((f"{path} has values beyond 65,504" for path, x in ends.items() if not _is_finite(x)), None)
+    ranks, parameters = getattr(model, "ranks", None), dict(tree_flatten(model.parameters()))
+    # The bits of infinity and NaN are the largest of each sign; integers are fast on any device.
+    are_finite = {
+        path: (p.view(mx.int16).max() < 0x7C00) & (p.view(mx.uint16).max() < 0xFC00)
+        for path, p in parameters.items()
+        if p.dtype == mx.float16
+    }
+    mx.eval(are_finite)
+    large = next((path for path, x in are_finite.items() if not x), None)
+    if any_rank(ranks, large is not None):  # before a pass, which runs on all ranks
+        raise Float16Error(name, f"{large or 'a weight of another rank'} has values beyond 65,504")
+    is_finite = True
     try:
-        if found is None and not all(map(_is_finite, _logits(model, tokenizer))):
-            found = "its logits are not finite"
+        is_finite = bool(mx.stack([mx.isfinite(x).all() for x in _logits(model, tokenizer)]).all())
     except RuntimeError:  # MLX's, of which the test of the device warns
         log.debug("No logits in float16", exc_info=True)
-    if any_rank(getattr(model, "ranks", None), found is not None):
-        raise Float16Error(name, found or "on another rank")
-
-
-def _is_finite(x: mx.array) -> bool:
-    return bool(mx.isfinite(x).all())
+    if any_rank(ranks, not is_finite):
+        raise Float16Error(name, "its logits are not finite")
 
 
 def _logits(model: Any, tokenizer: TokenizerWrapper) -> list[mx.array]:
