@@ -1,5 +1,6 @@
 """Loading: every layout gives the same model, and an error says what is wrong and what fixes it."""
 
+import itertools
 import json
 import re
 
@@ -18,6 +19,7 @@ from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.load import check_family
 from mlx_mtp.models import drafter_of, qwen3_5
 from mlx_mtp.models.head_weights import EXPERT_PROJECTIONS, is_raw
+from tests.support import profiles
 from tests.support.bad_checkpoints import BAD
 from tests.support.checkpoints import (
     config_of,

@@ -14,15 +14,17 @@ from ._version import __version__
 from .caches.prompt_cache import has_head
 from .checkpoint.acceptance import FLOOR
 from .checkpoint.catalog import published
+from .checkpoint.dtype import dtype_of
 from .checkpoint.fetched import fetched_heads, has_usable_head, head_to_fetch
 from .checkpoint.hub import WEIGHTS, cached_repositories, sizes_to_download
 from .checkpoint.load import DEMO, DEMO_NOTE, load
 from .checkpoint.memory_check import needs_of_checkpoint
 from .checkpoint.originals import HEADS, folder_of
+from .checkpoint.output import dtype_name
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.self_test import ensure_tested
 from .cli.display import one_line_errors, table
-from .cli.flags import MODEL_HELP
+from .cli.flags import MODEL_HELP, add_flags
 from .cli.parser import finish, parse
 from .errors import MTPError
 from .memory import CONTEXT, GB, Account, needs_of, size, total_memory
@@ -87,11 +89,12 @@ def doctor_parser() -> argparse.ArgumentParser:
         "an MTP head whose drafts it accepts. The last line is the verdict.",
     )
     parser.add_argument("--model", help=MODEL_HELP)
+    add_flags(parser, ["--dtype"])
     return finish(parser, {})
 
 
 def show_doctor(args: argparse.Namespace) -> None:
-    for lines in (_machine(), _model(args.model or str(DEMO))):
+    for lines in (_machine(), _model(args.model or str(DEMO), args.dtype)):
         for name, value in lines:
             print(f"{name + ':':<12}{value}", flush=True)
 
@@ -108,12 +111,12 @@ def _machine() -> Lines:
     yield "Heads", f"{len(heads)} in {folder_of(HEADS)}, {sum(heads) / GB:.2f} GB"
 
 
-def _model(name: str) -> Lines:
+def _model(name: str, dtype: str) -> Lines:
     """The model's head and settings, and the verdict. Nothing but configs and headers is downloaded."""
     yield "Model", name if Path(name) != DEMO else DEMO_NOTE
     try:
         missing = sizes_to_download(name, None, [WEIGHTS])
-        yield from _remote(name, sum(missing.values())) if missing else _local(name)
+        yield from _remote(name, sum(missing.values())) if missing else _local(name, dtype)
     except (MTPError, OSError) as e:
         yield "Verdict", f"no drafts: {' '.join(str(e).split())}"
 
@@ -129,9 +132,10 @@ def _remote(name: str, n_bytes: int) -> Lines:
     yield "Verdict", f"{fits} in memory, and is not downloaded: {command}"
 
 
-def _local(name: str) -> Lines:
+def _local(name: str, dtype: str) -> Lines:
     """A model that can be loaded as it is."""
-    model, _ = load(name, mtp="cached")
+    model, _ = load(name, mtp="cached", dtype=dtype)
+    yield "Type", dtype_name(dtype_of(model))
     if isinstance(model, MTPModel):
         yield "Self-test", str(ensure_tested(model, name) or "could not run")
     if not has_head(model):

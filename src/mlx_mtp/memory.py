@@ -74,6 +74,12 @@ def usable_memory() -> int:
     return next((int(info[name]) for name in WORKING_SET if name in info), total_memory())
 
 
+def gpu_generation() -> tuple[int, str]:
+    """The generation of Apple's GPU, such as 13 for M1 and 17 for M5, and a letter for its size; 0 for another device."""
+    gpu = re.search(r"applegpu_g(\d+)([a-z]?)", str(mx.device_info().get("architecture", "")))  # such as applegpu_g17s
+    return (0, "") if gpu is None else (int(gpu[1]), gpu[2])
+
+
 def max_array_bytes() -> int | None:
     """The largest array that the device allocates, in bytes; ``None`` for any size."""
     length = mx.device_info().get("max_buffer_length")  # on Metal
@@ -284,9 +290,9 @@ def _max_scored(head_dims: set[int]) -> int | None:
 
 def _has_matrix_units() -> bool:
     """Whether MLX uses the matrix units of the GPU: from the M5 and macOS 26.2 on (``is_nax_available`` in its device.cpp)."""
-    gpu = re.search(r"(\d\d)([a-z])$", str(mx.device_info().get("architecture", "")))  # such as applegpu_g17s
+    generation, kind = gpu_generation()
     system = [int(n) for n in re.findall(r"\d+", platform.mac_ver()[0])[:2]]
-    return gpu is not None and int(gpu[1]) >= (18 if gpu[2] == "p" else 17) and system >= [26, 2]
+    return generation >= (18 if kind == "p" else 17) and system >= [26, 2]
 
 
 def _score_bytes(layer: Any, n: int) -> int:

@@ -11,7 +11,7 @@ import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
-from ..distributed.ranks import from_rank_0, raise_on_all
+from ..distributed.ranks import any_rank, from_rank_0, raise_on_all
 from ..errors import MTPError
 from ..images.tower import split_tower
 from ..images.vision import Vision
@@ -33,6 +33,7 @@ from .config import (
     runs_in_mlx_lm_only,
     with_output_layer,
 )
+from .dtype import AUTO, bfloat16_if_needed, check_dtype, check_float16, dtype_of, lacks_bfloat16, set_dtype
 from .fetched import fetch_missing_head, fetch_tower, has_usable_head
 from .hub import fetch
 from .memory_check import check_before_download, check_memory
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 
 
 @limit_restored_on_error()
+@bfloat16_if_needed
 def load(
     path_or_hf_repo: str,
     tokenizer_config: dict[str, Any] | None = None,
@@ -69,6 +71,7 @@ def load(
     draft_head_bits: int | None = None,
     vision: bool | str = True,
     ngram_memory: bool | None = None,
+    dtype: str = AUTO,
     settings: bool | str | Path = True,
     tensor_group: mx.distributed.Group | None = None,
     pipeline_group: mx.distributed.Group | None = None,
@@ -96,6 +99,9 @@ def load(
           has none. Default: ``True``, the checkpoint's own, if it has one.
         ngram_memory (bool, optional): Load tables of n-gram embeddings into memory, or read rows from the files (``False``).
           Default: ``None``, load them if the model with them takes at most 60 % of the memory.
+        dtype (str): The type of all weights that are not quantized, of scales, and so of activations and caches: ``"float16"``,
+          ``"bfloat16"``, or ``"auto"`` for the backbone's own. On M1 and M2, which have no bfloat16 arithmetic, ``"auto"`` is
+          float16 for checkpoints in bfloat16 unless ``lazy``. Default: ``"auto"``.
         settings (Union[bool, str, Path]): A file of ``mlx_mtp benchmark --tune``, ``True`` for the file in the cache folder, if
           any, or ``False`` for none. The arguments above override it. Default: ``True``.
         tensor_group (mx.distributed.Group, optional): The processes that run the model together, each with a part of every
@@ -109,13 +115,16 @@ def load(
         FileNotFoundError: The model or one of its files is missing, or with ``mtp="auto"`` the original of a model without a
           head.
         MTPError: The model type is not supported, the head is missing or incomplete, the model rejects the drafts of its
-          original's head, a file is damaged, the model does not fit in the memory, or it cannot be divided among the processes.
+          original's head, a file is damaged, the model does not fit in the memory, it has no finite values in the ``dtype``
+          asked for, or it cannot be divided among the processes.
     """
     name, asked, drafting = path_or_hf_repo, mtp, (draft_vocab, mtp_bits, draft_head_bits)
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
     account = None if lazy or ranks is not None else Account(max_memory)
+    prefers_float16 = not lazy and any_rank(ranks, lacks_bfloat16())
     with raise_on_all(ranks):  # before the weights are downloaded
         _check_arguments(mtp, drafting, settings, adapter_path)
+        check_dtype(dtype)
         checkpoint = CheckpointReader(name, revision)
         if mtp in ("auto", "cached") and not copy_drafts and runs_in_mlx_lm_only(checkpoint.config):
             mtp = False
@@ -138,7 +147,10 @@ def load(
         own = with_output_layer(config, is_tied(checkpoint)) | own
     if not mtp and not copy_drafts and ranks is None:
         check_memory(checkpoint, account, context, True, False, False, False)
-        return _load_in_mlx_lm(checkpoint, adapter_path, trust_remote_code, tokenizer_config, own, lazy, return_config)
+        model, tokenizer, config = _load_in_mlx_lm(
+            checkpoint, adapter_path, trust_remote_code, tokenizer_config, own, lazy, dtype, prefers_float16
+        )
+        return (model, tokenizer, config) if return_config else (model, tokenizer)
     with raise_on_all(ranks):
         fetched = fetch_missing_head(checkpoint) if mtp == "auto" else None
         if mtp == "auto":
@@ -147,9 +159,10 @@ def load(
         holds = check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", ngram_memory, source)
         head = None if source is None else head_formats.read_head(source)
         changes = {**own, "mtp_num_hidden_layers": int(bool(mtp))}
-        model, config = _load_model(checkpoint, head, changes, lazy or ranks is not None, trust_remote_code, stage)
+        model, config = _load_model(checkpoint, head, changes, trust_remote_code, stage)
         open_tables(model, checkpoint, in_memory=holds and not lazy)
         model = model if adapter_path is None else with_adapter(model, adapter_path)
+        is_cast = set_dtype(model, dtype, prefers_float16) and not lazy
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
     model.ranks, model.fetched_head = ranks, fetched
     model.vision = _vision_of(model, checkpoint, config, may_fetch=vision == "auto")
@@ -163,7 +176,9 @@ def load(
             model.shard(tensor_group)
         if not lazy:
             evaluate(model)
-    runs_here = ranks is not None or (not lazy and ensure_tested(model, name) is not None)
+    if is_cast:
+        check_float16(model, tokenizer, name)
+    runs_here = ranks is not None or (not lazy and ensure_tested(model, name, is_cast and dtype == AUTO) is not None)
     if head is not None:
         may_measure = runs_here or (fetched is not None and not lazy)
         settle(model, tokenizer, checkpoint, head, adapter_path, drafting[1], may_measure)
@@ -223,17 +238,24 @@ def _load_in_mlx_lm(
     trust_remote_code: bool,
     tokenizer_config: dict[str, Any] | None,
     model_config: dict[str, Any] | None,
-    *args: Any,
+    lazy: bool,
+    *dtype: Any,
 ) -> Any:
-    """Load a model of any family, which generates without drafts, with these arguments of ``mlx_lm.load``."""
+    """Load a model of any family, its tokenizer and config. It generates without drafts. ``dtype``: as for ``set_dtype``."""
     with loading_errors(checkpoint.name):
-        loaded = mlx_lm.load(
-            str(checkpoint.path), tokenizer_config, model_config, None, *args, trust_remote_code=trust_remote_code
+        model, tokenizer, config = mlx_lm.load(
+            str(checkpoint.path), tokenizer_config, model_config, None, True, True, trust_remote_code=trust_remote_code
         )
     if adapter_path is not None:
-        with_adapter(loaded[0], adapter_path)
-    _complete(loaded[1], checkpoint)
-    return loaded
+        with_adapter(model, adapter_path)
+    is_cast = set_dtype(model, *dtype)
+    if not lazy:
+        with loading_errors(checkpoint.name):
+            evaluate(model)
+    _complete(tokenizer, checkpoint)
+    if is_cast and not lazy:
+        check_float16(model, tokenizer, checkpoint.name)
+    return model, tokenizer, config
 
 
 def _source_of_head(checkpoint: CheckpointReader, mtp: bool | str) -> CheckpointReader | None:
@@ -273,7 +295,6 @@ def _load_model(
     checkpoint: CheckpointReader,
     head: head_formats.Head | None,
     changes: Config,
-    lazy: bool,
     trust_remote_code: bool,
     stage: Stage | None,
 ) -> tuple[Any, Config]:
@@ -285,7 +306,7 @@ def _load_model(
     with loading_errors(checkpoint.name):
         model, config = load_model(
             checkpoint.path,
-            lazy=lazy,
+            lazy=True,  # see ``evaluate``
             strict=stage is None,
             model_config=changes,
             get_model_classes=lambda config: (model_class, module.ModelArgs),
@@ -323,8 +344,12 @@ def _vision_of(model: MTPModel, checkpoint: CheckpointReader, config: Config, ma
         if may_fetch:
             raise MTPError(model.no_images)
         return None
-    own = find_vision(checkpoint, config)
-    return fetch_tower(checkpoint, config) if own is None and may_fetch else own
+    vision = find_vision(checkpoint, config)
+    if vision is None and may_fetch:
+        vision = fetch_tower(checkpoint, config)
+    if vision is not None and (dtype := dtype_of(model)).size == 2:
+        vision.dtype = dtype
+    return vision
 
 
 def find_vision(checkpoint: CheckpointReader, config: Config) -> Vision | None:

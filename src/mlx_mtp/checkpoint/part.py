@@ -17,6 +17,7 @@ from ..errors import MTPError
 from ..images.tower import split_tower
 from ..models import MODEL_TYPES
 from ..models.head_weights import split_head
+from ..models.mixin import MTPModel
 from ..models.shard import check_pipeline, check_shard
 from .config import check_config, skeleton
 from .hub import WEIGHTS
@@ -93,9 +94,12 @@ def check_complete(model: Any, loaded: Iterable[str], name: str) -> None:
 
 
 def evaluate(model: Any) -> None:
-    """Read the model's weights one layer at a time, to limit the memory of weights that are dropped."""
+    """Read the model's weights one layer or array at a time, to limit the memory of those that are cast or dropped."""
     for layer in model.layers:
         mx.eval(layer.parameters())
-    lm_head = model.drafting.lm_head
+    others: Any = tree_flatten(model.parameters())
+    for _, p in others:
+        mx.eval(p)
+    lm_head = model.drafting.lm_head if isinstance(model, MTPModel) else None
     # The graph of the random numbers of new layers, which their weights have replaced, would grow with each model.
-    mx.eval(model.parameters(), [] if lm_head is None else lm_head.layers[0].parameters(), mx.random.state)
+    mx.eval([] if lm_head is None else lm_head.layers[0].parameters(), mx.random.state)

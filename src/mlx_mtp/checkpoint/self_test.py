@@ -29,6 +29,7 @@ from ..layers.mtp import run_head
 from ..memory import TEST_TOKENS
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import Plan, StepTimes, on_lines
+from .dtype import Float16Error
 from .hub import first_line
 from .originals import read_own, update_own
 from .settings import machine
@@ -70,9 +71,10 @@ class SelfTest(NamedTuple):
         return f"{verdict}; differences of logits: {differences}; {self.head_copies} copies of the head's cache"
 
 
-def ensure_tested(model: Any, name: str) -> SelfTest | None:
-    """The result of a model's test on this machine, which runs if it has not yet. What is wrong is off, with a warning. If the
-    test itself fails, that is a warning, and there is no result."""
+def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | None:
+    """The result of a model's test on this machine, which runs if it has not yet. What is wrong is off, with a warning; for a
+    model in float16 that must pass it is a Float16Error. If the test itself fails, that is a warning, and there is no result.
+    """
     file, key = user_cache_path("mlx_mtp", appauthor=False) / "self-test.json", _key_of(model)
     try:
         result = SelfTest(*read_own(file)[key])
@@ -85,6 +87,8 @@ def ensure_tested(model: Any, name: str) -> SelfTest | None:
         with suppress(OSError):  # otherwise it runs again the next time
             file.parent.mkdir(parents=True, exist_ok=True)
             update_own(file, key, result)
+    if result.wrong and must_pass:
+        raise Float16Error(name, f"{', '.join(result.wrong)} passes are wrong")
     tuned = (model.drafting.tuned or Settings()).seconds
     model.drafting.times = StepTimes(tuned or dict(zip(DRAFT_LENGTHS, result.seconds)), result.draft_cost)
     if "compiled" in result.wrong:

@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import has_head
 from ..caches.validation import BITS, GROUP_SIZES
+from ..checkpoint.dtype import AUTO, DTYPES
 from ..checkpoint.fetched import head_to_fetch
 from ..checkpoint.load import DEMO, DEMO_NOTE, check_family, load
 from ..checkpoint.settings import Sampling, sampling_defaults
@@ -34,8 +35,15 @@ from .parser import byte_size, flag_of, number_or
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
 # The sampling flags, and their names in generation_config.json and in requests.
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-# See ``load_options``
-LOADING = ("--max-memory", "--ngram-memory", "--draft-vocab", "--mtp-bits", "--draft-head-bits", "--settings")
+LOADING = (
+    "--max-memory",
+    "--ngram-memory",
+    "--draft-vocab",
+    "--mtp-bits",
+    "--draft-head-bits",
+    "--settings",
+    "--dtype",
+)  # see ``load_options``
 FLAGS: dict[str, dict[str, Any]] = {
     "--mtp": {
         "nargs": "?",
@@ -92,6 +100,12 @@ FLAGS: dict[str, dict[str, Any]] = {
         "type": lambda x: False if x == "off" else x,
         "help": "Settings file of `mlx_mtp benchmark --tune`; off uses no settings. Defaults to a file in the user's cache "
         "folder, if there is one. Ignored with --draft-vocab, --draft-head-bits or --mtp-bits.",
+    },
+    "--dtype": {
+        "choices": (AUTO, *DTYPES),
+        "default": AUTO,
+        "help": "Type of weights that are not quantized, and so of activations and caches. auto is the checkpoint's; on M1 and "
+        "M2, which have no bfloat16 arithmetic, it is float16 in place of bfloat16.",
     },
     "--max-memory": {
         "type": byte_size,
@@ -178,7 +192,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``mlx_mtp.load`` for ``LOADING``, the head, and the processes of ``mlx.launch``."""
-    names = ("draft_vocab", "mtp_bits", "draft_head_bits", "settings", "max_memory", "ngram_memory")
+    names = ("draft_vocab", "mtp_bits", "draft_head_bits", "settings", "max_memory", "ngram_memory", "dtype")
     options = {name: getattr(args, name) for name in names}
     options["mtp"] = {None: "cached", True: "auto"}.get(args.mtp, args.mtp)  # without a flag, nothing is downloaded
     if (group := mx.distributed.init()).size() > 1:

@@ -19,7 +19,7 @@ TEXTS = (
 SHARED_GROUPS: dict[str, Sequence[str]] = {
     "model": (
         "model", "served_model_name", "adapter_path", "serve_model", "allow_any_model",
-        "trust_remote_code", "quantize_activations", "unload_after", "keep_warm",
+        "trust_remote_code", "dtype", "quantize_activations", "unload_after", "keep_warm",
     ),
     "prompt": (
         "prompt", "prompts", "context", "system_prompt", "image", "images", "prefill_response", "thinking", "chat_template",

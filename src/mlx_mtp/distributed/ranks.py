@@ -87,6 +87,11 @@ def from_rank_0(ranks: Ranks | None, call: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
+def any_rank(ranks: Ranks | None, value: bool) -> bool:
+    """Whether the value is true on any rank. In a single process, ``None``, it is the value."""
+    return value if ranks is None else any([ranks.broadcast(value, root) for root in range(ranks.size)])
+
+
 @contextmanager
 def raise_on_all(ranks: Ranks | None) -> Iterator[None]:
     """A context for work of each rank by itself, without collectives: if it fails on one rank, it fails on all.

@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
 from ..cli.display import alternate, one_line_errors, paint, table
-from ..cli.flags import MODEL_HELP
+from ..cli.flags import MODEL_HELP, add_flags
 from ..cli.parser import finish, parse
 from ..errors import MTPError
 from ..prompts import encode
@@ -31,7 +31,7 @@ class Stack:
 SOURCES = {"model": "the model's own", "head": "drafted by the MTP head", "copies": "copied from the text"}
 PLAIN, DRAFTED = "plain mlx-lm", "with drafts"
 ROUNDS = 3  # the median is shown
-GROUPS = {"model": ("model",), "prompt": ("prompt", "max_tokens")}
+GROUPS = {"model": ("model", "dtype"), "prompt": ("prompt", "max_tokens")}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -43,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=str(DEMO), help=MODEL_HELP)
     parser.add_argument("--prompt", help=f"The prompt (default: {REQUEST!r}; the bundled demo completes a class).")
     parser.add_argument("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens to generate.")
+    add_flags(parser, ["--dtype"])
     return finish(parser, GROUPS)
 
 
@@ -55,7 +56,7 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     if args.max_tokens < 2:
         raise MTPError(f"--max-tokens must be 2 or more, not {args.max_tokens}: times start at the first token.")
-    model, tokenizer = load(args.model, mtp="auto")
+    model, tokenizer = load(args.model, mtp="auto", dtype=args.dtype)
     is_demo = args.model == str(DEMO)
     prompt = args.prompt or (CODE if is_demo else REQUEST)
     tokens = encode(tokenizer, prompt, enable_thinking=False)

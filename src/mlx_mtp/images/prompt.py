@@ -109,7 +109,11 @@ class ImageEmbeddings:
     def _pieces(self) -> Iterator[int]:
         for image, pixels in zip(self.prompt.images, self.prompt.pixel_values):
             if image.end > self.begin:
-                found = yield from self.prompt.vision.tower.pieces(pixels, lambda: self.size)
+                vision, size = self.prompt.vision, lambda: self.size
+                found = yield from vision.tower.pieces(pixels, size)
+                if vision.dtype is not None and not mx.isfinite(found).all():
+                    vision.keep_own_type()
+                    found = yield from vision.tower.pieces(pixels, size)
                 found = found[max(self.begin - image.start, 0) :].astype(self.array.dtype)
                 self.array[max(image.start - self.begin, 0) : image.end - self.begin] = found
         mx.eval(self.array)  # here, not in the thread and stream that prefill the prompt

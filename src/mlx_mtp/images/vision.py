@@ -5,6 +5,7 @@ transformers' processor turns images into the patches that the tower takes.
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,9 @@ PUBLISHED: dict[str, Any] = {
     "image_std": [0.5] * 3,
 }
 PLACEHOLDER = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
+
+
+log = logging.getLogger(__name__)
 
 
 class Processor:
@@ -107,6 +111,7 @@ class Vision:
 
     def __init__(self, folder: Path, config: Mapping[str, Any], files: Sequence[str]):
         self.folder, self.config, self.files = folder, config, files
+        self.dtype: mx.Dtype | None = None  # that of the model, if it has 16 bits; None: as the tower is stored
 
     @cached_property
     def processor(self) -> Processor:
@@ -129,8 +134,18 @@ class Vision:
     def tower(self) -> VisionTower:
         """Raises an MTPError if its tensors are damaged, or do not fit the config."""
         tower = self.lazy_tower()
+        if self.dtype is not None:
+            tower.set_dtype(self.dtype)
         mx.eval(tower.parameters())
         return tower
+
+    def keep_own_type(self) -> None:
+        """Load the tower again as it is stored, for the next image."""
+        log.warning(
+            f"[WARNING] The vision encoder of {self.folder} does not run in the model's type: it keeps its own."
+        )
+        self.dtype = None
+        self.free()
 
     def free(self) -> None:
         """Free the tower, which is loaded again for the next image."""

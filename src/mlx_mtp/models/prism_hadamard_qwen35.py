@@ -1,6 +1,6 @@
 """Bonsai 2: the dense model with ternary weights in mlx-lm's 2-bit pack, with rotations in its layers.
 
-The head is not packed. It is the head of the dense model, in the backbone's float16.
+The head is not packed. It is the head of the dense model.
 """
 
 from collections.abc import Mapping
@@ -34,6 +34,4 @@ class Model(qwen3_5.Model, stock.Model):
         # mlx-lm requires the signs of each module in the manifest. A stage of a pipeline has only those of its layers.
         names = {name.removeprefix("language_model.") for name in weights}
         self.args.modules = [m for m in self.args.modules if f"{m['path']}.weight" in names]
-        weights = super().sanitize(weights, head, raw)
-        of_head = {name: w for name, w in weights.items() if name.startswith(self.head_prefix)}
-        return weights | {n: w.astype(mx.float16) for n, w in of_head.items() if mx.issubdtype(w.dtype, mx.floating)}
+        return super().sanitize(weights, head, raw)

@@ -1,0 +1,434 @@
+"""The type of a model's weights: what ``dtype`` and "auto" choose, what float16 cannot hold, and that types never mix."""
+
+import gc
+import logging
+import shutil
+from pkgutil import resolve_name
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_mtp import PromptStore, about, load, make_prompt_cache
+from mlx_mtp.__main__ import COMMANDS
+from mlx_mtp.benchmark import __main__ as benchmark
+from mlx_mtp.caches.prompt_cache import open_prompt_cache
+from mlx_mtp.checkpoint import load as loading
+from mlx_mtp.checkpoint import self_test
+from mlx_mtp.checkpoint.dtype import DTYPES, set_dtype
+from mlx_mtp.checkpoint.part import evaluate
+from mlx_mtp.checkpoint.self_test import SelfTest
+from mlx_mtp.cli import flags
+from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.distributed.ranks import any_rank
+from mlx_mtp.generate import demo
+from mlx_mtp.images.prompt import ImagePrompt
+from mlx_mtp.layers.mtp import run_head
+from mlx_mtp.server.command_line import check, make_parser
+from tests.support.checkpoints import DATA, accepting, converted, edit, make_adapter, parameters, tensors, write_tiny
+from tests.support.commands import report, run_command
+from tests.support.decoding import PROMPT
+from tests.support.graphs import traced
+from tests.support.image_prompts import FOLDER as IMAGES
+from tests.support.image_prompts import image_prompt
+from tests.support.launch import launch
+from tests.support.models import FAMILIES, FLASH, PACK, tiny_model
+
+VOCAB = {"vocab_size": 512}  # of the tokenizer
+F16, BF16, F32 = mx.float16, mx.bfloat16, mx.float32
+M1, M2, M3 = "applegpu_g13s", "applegpu_g14d", "applegpu_g15g"
+
+# The CPU backend would compile the kernels of fused operations in float16.
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
+
+@pytest.fixture
+def chip(monkeypatch):
+    """A function that gives the GPU another architecture."""
+    info = mx.device_info()
+    return lambda architecture: monkeypatch.setattr(mx, "device_info", lambda: info | {"architecture": architecture})
+
+
+def types(module) -> set:
+    """The types of the floating-point weights, but for the decay of recurrences, which is in float32."""
+    floats = [(name, p) for name, p in parameters(module).items() if mx.issubdtype(p.dtype, mx.floating)]
+    return {p.dtype for name, p in floats if not name.endswith("A_log")}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A checkpoint in bfloat16."""
+    return str(write_tiny(tmp_path_factory.mktemp("tiny") / "model", "qwen3_5", BF16, **VOCAB))
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny, tmp_path_factory):
+    return str(
+        converted(tiny, tmp_path_factory.mktemp("quantized") / "model", quantize=True, q_bits=4, q_group_size=32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "want"),
+    [
+        (M1, {}, F16),
+        (M2, {}, F16),
+        (M3, {}, BF16),
+        ("applegpu_g17p", {}, BF16),
+        ("x86_64", {}, BF16),
+        (M1, {"mtp": False}, F16),
+        (M3, {"mtp": False}, BF16),
+        (M1, {"dtype": "bfloat16"}, BF16),
+        (M3, {"dtype": "float16"}, F16),
+        (M3, {"dtype": "float16", "mtp": False}, F16),
+        (M1, {"draft_vocab": 100, "draft_head_bits": 4, "mtp_bits": 4}, F16),
+        (M1, {"lazy": True}, BF16),  # nothing is read, so no value is looked at
+        (M3, {"lazy": True, "dtype": "float16"}, F16),
+    ],
+)
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_all_weights_have_one_type(chip, tiny, quantized, architecture, options, want, is_quantized):
+    chip(architecture)
+    if is_quantized and "draft_head_bits" in options:
+        options = options | {"draft_head_bits": 3}
+    model, _ = load(quantized if is_quantized else tiny, **options)
+    assert types(model) == {want}
+    if "draft_vocab" in options:
+        assert types(model.drafting.lm_head.layers[0]) == {want}
+        assert model.draft_logits(mx.zeros((1, 1, model.hidden_size), want)).dtype == want
+
+
+def test_float32_stays_where_a_checkpoint_has_it(chip, tmp_path):
+    """A checkpoint in float32 is cast only if asked, and mlx-lm's predicate keeps the decay. Float32 beside bfloat16 stays."""
+    chip(M1)
+    folder = str(write_tiny(tmp_path / "float32", "qwen3_5", **VOCAB))
+    assert types(load(folder)[0]) == {F32}
+    for options in ({"dtype": "float16"}, {"dtype": "float16", "mtp": False}):
+        assert types(load(folder, **options)[0]) == {F16}
+        decays = {p.dtype for name, p in parameters(load(folder, **options)[0]).items() if name.endswith("A_log")}
+        assert decays == {F32}
+    few = write_tiny(tmp_path / "few", "qwen3_5", BF16, **VOCAB)
+    edit(few, lambda w: w.update({name: x.astype(F32) for name, x in w.items() if name.endswith("dt_bias")}))
+    cast = parameters(load(str(few))[0])
+    assert {name.rpartition(".")[2] for name, p in cast.items() if p.dtype == F32} == {"A_log", "dt_bias"}
+    edit(few, lambda w: w.update({name: x.astype(BF16) for name, x in w.items() if x.dtype == F32}))
+    assert {p.dtype for p in parameters(load(str(few))[0]).values()} == {F16}
+
+
+def test_an_adapter_has_the_type_of_its_model(chip, tiny, tmp_path):
+    adapter = make_adapter(tiny, tmp_path / "adapter")
+    file = str(adapter / "adapters.safetensors")
+    mx.save_safetensors(file, {name: w.astype(BF16) for name, w in mx.load(file).items()})
+    chip(M1)
+    for options in ({}, {"mtp": False}):
+        model, _ = load(tiny, adapter_path=str(adapter), **options)
+        assert any("lora_a" in name for name in parameters(model))
+        assert types(model) == {F16}
+
+
+# What float16 cannot hold
+
+
+def enlarged(tiny, tmp_path, name, factor):
+    folder = shutil.copytree(tiny, tmp_path / "enlarged")
+    edit(folder, lambda weights: weights.update({name: weights[name] * factor}))
+    return str(folder)
+
+
+HUGE = "language_model.model.layers.1.mlp.down_proj.weight", 1e7
+HUGE_HEAD = "language_model.mtp.fc.weight", 1e7
+HOT = "language_model.model.layers.1.mlp.up_proj.weight", 5e4  # these values fit, activations do not
+HOT_HEAD = "language_model.mtp.layers.0.mlp.up_proj.weight", 5e4
+
+
+@pytest.mark.parametrize("options", [{}, {"mtp": False}])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (HUGE, "values beyond 65,504"),
+        (HUGE_HEAD, "values beyond 65,504"),
+        (HOT, "not finite"),
+        (HOT_HEAD, "not finite"),
+    ],
+)
+def test_what_float16_cannot_hold_stays_in_bfloat16(chip, tiny, tmp_path, caplog, change, reason, options):
+    folder = enlarged(tiny, tmp_path, *change)
+    if options and "mtp" in change[0]:  # plain mlx-lm drops the head
+        chip(M1)
+        assert types(load(folder, **options)[0]) == {F16}
+        return
+    chip(M1)
+    want = parameters(load(folder, dtype="bfloat16", **options)[0])
+    assert caplog.text == ""
+    model, _ = load(folder, **options)
+    found = parameters(model)
+    assert all(mx.array_equal(found[name], w) and found[name].dtype == w.dtype for name, w in want.items())
+    assert types(model) == {BF16}
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert reason in record.message
+    assert record.message.endswith("use --dtype bfloat16. It is loaded in bfloat16 now.")
+    with pytest.raises(ValueError, match=f"does not run in float16.*{reason}.*use --dtype bfloat16"):
+        load(folder, dtype="float16", **options)
+
+
+def test_the_self_test_decides(chip, tiny, tmp_path, monkeypatch, caplog):
+    """Passes that differ in float16 alone are a reason for bfloat16; of a type that is asked for they are a warning."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(loading, "ensure_tested", self_test.ensure_tested)
+    accepting(monkeypatch, 0.9)
+    rounding = {F16: float("nan"), BF16: 0.0}
+    run = lambda model: SelfTest(rounding[model.layers[0].dtype], 0.0, 0.0, 0.03, 0, [], 0.0)  # noqa: E731
+    monkeypatch.setattr(self_test, "run", run)
+    chip(M1)
+    for _ in range(2):  # the second time the result is known
+        caplog.clear()
+        model, _ = load(tiny)
+        assert (types(model), model.drafting.compiled) == ({BF16}, True)
+        (record,) = caplog.records
+        assert "does not run in float16 (compiled passes are wrong)" in record.message
+    caplog.clear()
+    model, _ = load(tiny, dtype="float16")
+    assert (types(model), model.drafting.compiled) == ({F16}, False)
+    assert "are wrong on this device" in caplog.text
+
+
+def test_the_first_model_is_freed(chip, tiny, tmp_path):
+    folder = enlarged(tiny, tmp_path, *HUGE)
+    chip(M1)
+    gc.collect()
+    before = mx.get_active_memory()
+    model, _ = load(folder)
+    n_bytes = sum(p.nbytes for p in parameters(model).values())
+    assert n_bytes <= mx.get_active_memory() - before < 1.1 * n_bytes
+
+
+def test_the_cast_holds_one_layer_twice():
+    folder = str(DATA / "dense")
+    model, _ = load(folder, dtype="bfloat16")
+    sizes = [sum(p.nbytes for p in parameters(layer).values()) for layer in model.layers]
+    others = [p.nbytes for name, p in parameters(model).items() if "layers." not in name]
+    total = sum(p.nbytes for p in parameters(model).values())
+    del model
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model, _ = load(folder, dtype="float16", lazy=True)
+    evaluate(model)
+    assert mx.get_peak_memory() - before < total + max(*sizes, *others) + 1e5
+
+
+@pytest.mark.parametrize("value", ["float32", "half", "", 16])
+def test_other_types_are_refused(tiny, value):
+    with pytest.raises(ValueError, match="dtype must be one of auto, bfloat16, float16, not "):
+        load(tiny, dtype=value)
+
+
+def test_ranks_decide_together():
+    """A rank on an M1 is reason enough; each broadcasts what it found."""
+    found = [False, True, False]
+    for rank, own in enumerate(found):
+        ranks = SimpleNamespace(size=3, broadcast=lambda value, root, own=own, rank=rank: found[root])
+        assert any_rank(ranks, own)
+    assert [any_rank(None, own) for own in found] == found
+
+
+@pytest.mark.slow
+def test_an_m1_among_ranks_is_enough(tmp_path):
+    """A weight beyond float16 on one rank is a reason for all, even if it is of a stage that others do not have."""
+    two = {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        **VOCAB,
+    }
+    fits = write_tiny(tmp_path / "fits", "qwen3_5", BF16, **two)
+    folders = [str(fits), enlarged(fits, tmp_path, *HUGE)]
+    facts, other = launch(2, "types", *folders, timeout=300)
+    assert facts == other
+    assert [*facts.values()] == [["mlx.core.float16"]] * 2 + [["mlx.core.bfloat16"]] * 2
+
+
+# Types never mix
+
+PRODUCTS = {
+    "Matmul", "AddMM", "QuantizedMatmul", "GatherMM", "GatherQMM", "Gather", "GatherAxis", "Convolution", "Concatenate",
+    "ScaledDotProductAttention", "Softmax", "RoPE",
+}  # fmt: skip
+
+
+def one_pass(model):
+    """Trace a verify pass and a draft after a prompt -> operations, and the types of hidden states, logits and caches."""
+    tokens, outputs = mx.array([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]), {}
+
+    def run(tokens):
+        caches, head = model.make_cache(), model.head_layer.make_cache()
+        logits, hidden = model(tokens, cache=caches, return_hidden=True)
+        logits, hidden = model(tokens[:, :3], cache=caches, return_hidden=True, n_confirmed=1)
+        out = run_head(model, hidden, tokens[:, 1:4], head)
+        out = run_head(model, out, tokens[:, :1], head)
+        drafts = model.draft_logits(out)
+        arrays = {"logits": logits, "hidden": hidden, "out": out, "drafts": drafts, "head": head.state}
+        arrays |= {f"cache {i}": [x for x in cache.state if x is not None] for i, cache in enumerate(caches)}
+        flat = [(name, x) for name, x in tree_flatten(arrays) if isinstance(x, mx.array)]
+        outputs.update({name: x for name, x in flat if mx.issubdtype(x.dtype, mx.floating)})
+        return [x for _, x in flat]
+
+    operations = traced(run, tokens)
+    states = {
+        (1, *state.shape)
+        for layer in model.layers
+        if layer.is_linear
+        for state in layer.states
+        if state.name == "state"
+    }
+    return operations, {name: x.dtype for name, x in outputs.items() if x.shape not in states}
+
+
+def in_type(family, dtype, how):
+    model = tiny_model(family, dtype=dtype)
+    if family == FLASH:
+        for table in model.ngrams.tables.values():
+            table.load()
+    if how != "plain" and family != PACK:
+        names = ("mtp.",) if how == "quantized head" else ("",)
+        nn.quantize(
+            model,
+            group_size=32,
+            class_predicate=lambda path, m: (
+                hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0 and any(name in path for name in names)
+            ),
+        )
+    return model
+
+
+@pytest.mark.parametrize("how", ["plain", "quantized", "quantized head"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_pass_has_one_type(family, how):
+    """A head in bfloat16 beside a backbone in float16 is cast: no product, no cache and no logits are in float32."""
+    model = in_type(family, F16, how)
+    model.mtp.set_dtype(BF16)
+    operations, outputs = one_pass(model)
+    assert F32 in {dtype for name, _, dtype in operations if name in PRODUCTS}  # the walk finds it
+    assert outputs["drafts"] == F32
+
+    set_dtype(model, "auto", False)
+    operations, outputs = one_pass(model)
+    assert {*outputs.values()} == {F16}
+    found = {(name, shape) for name, shape, dtype in operations if name in PRODUCTS and dtype in (F32, BF16)}
+    if family == FLASH:  # rows of tables as they are stored, and an indexer's scores of 4 blocks, as in transformers
+        assert {shape for name, shape in found if name == "Matmul"} == {(1, 2, 3, 4)}
+        found = {(name, shape) for name, shape in found if shape[-1] not in (4, model.ngrams.width)}
+    assert found == set()
+
+
+def test_prompt_caches_and_the_store_know_the_type(tiny, tmp_path):
+    models = [load(tiny, dtype=name)[0] for name in ("bfloat16", "float16")]
+    tokens, cache = PROMPT.tolist(), make_prompt_cache(models[0])
+    assert len({model.fingerprint() for model in models}) == 2
+    with PromptStore(models[0], folder=tmp_path) as store:
+        prefill(PROMPT, models[0], prompt_cache=cache)
+        store.insert(tokens, cache)
+    open_prompt_cache(models[0], cache)
+    with pytest.raises(ValueError, match="another model"):
+        open_prompt_cache(models[1], cache)
+    found = []
+    for model in models:
+        with PromptStore(model, folder=tmp_path) as store:
+            found.append(store.fetch(tokens)[1])
+    assert found == [len(tokens), 0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tables_in_files_serve_any_type(tmp_path, dtype):
+    """CPUs multiply experts in float32 only, so nothing is evaluated but the rows of the tokens."""
+    folder = write_tiny(tmp_path / "model", FLASH, **VOCAB)
+    model, _ = load(str(folder), dtype=dtype, ngram_memory=False)
+    assert types(model) == {DTYPES[dtype]}
+    logits, hidden = model(PROMPT[None], return_hidden=True)
+    assert {logits.dtype, hidden.dtype} == {DTYPES[dtype]}
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_pack_stays_in_float16(tmp_path, dtype):
+    folder = str(write_tiny(tmp_path / "pack", PACK, F16, **VOCAB))
+    if dtype == "auto":
+        assert types(load(folder)[0].mtp) == {F16}
+        return
+    with pytest.raises(ValueError, match="computes in float16 only: leave --dtype out"):
+        load(folder, dtype=dtype)
+
+
+# Images
+
+
+def embeddings(model):
+    """Those of a text with two images."""
+    tokens, spans = image_prompt(1).tokens.tolist(), image_prompt(1).images
+    args = model.vision.lazy_tower().args
+    shape = args.spatial_merge_size**2, args.patch_dim
+    pixels = [mx.random.normal((s.rows, s.columns, *shape), key=mx.random.key(i)) for i, s in enumerate(spans)]
+    return ImagePrompt(tokens, spans, pixels, model.vision).embed(model)
+
+
+def test_the_vision_encoder_has_the_type_of_the_model(chip, caplog):
+    chip(M1)
+    folder = str(IMAGES)
+    model, _ = load(folder, copy_drafts=True)
+    assert types(model.vision.tower) == types(model) == {F16}
+    assert (embeddings(model).dtype, caplog.text) == (F16, "")
+    assert types(load(folder, copy_drafts=True, dtype="bfloat16")[0].vision.tower) == {BF16}
+
+
+def test_a_vision_encoder_beyond_float16_keeps_its_type(chip, tmp_path, caplog):
+    chip(M1)
+    folder = shutil.copytree(IMAGES, tmp_path / "model")
+    first = next(name for name in tensors(folder) if name.endswith("blocks.0.mlp.linear_fc2.weight"))
+    edit(folder, lambda weights: weights.update({first: weights[first] * 1e8}))
+    model, _ = load(str(folder), copy_drafts=True)
+    for _ in range(2):
+        assert bool(mx.isfinite(embeddings(model)).all())
+    assert (types(model.vision.tower), types(model)) == ({BF16}, {F16})
+    (record,) = caplog.records
+    assert "The vision encoder" in record.message
+
+
+# The command line
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "demo", "benchmark", "doctor"])
+def test_each_command_passes_it_on(monkeypatch, capsys, command):
+    asked = []
+
+    def load(*_, **options):
+        asked.append(options["dtype"])
+        raise ValueError("as asked")
+
+    for owner in (flags, about, demo, benchmark):
+        monkeypatch.setattr(owner, "load", load)
+    main = resolve_name(COMMANDS[command][0]).main
+    for given in ((), ("--dtype", "float16")):
+        run_command(main, capsys, *given)
+    assert asked == ["auto", "float16"]
+    status, _, err = run_command(main, capsys, "--dtype", "float32")
+    assert (status, "invalid choice: 'float32'" in err) == (2, True)
+
+
+def test_the_server_loads_models_with_it():
+    loads = [check(make_parser().parse_args(argv)).load for argv in ([], ["--dtype", "bfloat16"])]
+    assert [load["dtype"] for load in loads] == ["auto", "bfloat16"]
+
+
+def test_check_compares_with_plain_decoding_in_the_same_type(tiny, capsys):
+    """The passes of plain decoding have the same weights: the tokens are equal, or differ by rounding."""
+    given = ["--model", tiny, "--dtype", "float16", "--mtp", "--check", "--max-tokens", "8", "--prompt", "abc"]
+    status, out, _ = run_command(resolve_name(COMMANDS["generate"][0]).main, capsys, *given)
+    assert (status, "Identical" in out or "is within rounding" in out) == (0, True)
+
+
+def test_doctor_tells_the_type(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(about, "ensure_tested", lambda *_: None)
+    _, out, _ = run_command(about.doctor.main, capsys, "--model", tiny, "--dtype", "float16")
+    assert report(out)["Type"] == "float16"
