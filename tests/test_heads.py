@@ -327,11 +327,11 @@ def test_the_norms_are_read_so_that_drafts_are_accepted(layout, trained, measure
 def test_a_head_whose_drafts_are_rejected_is_told(trained, measures, tmp_path, caplog):
     folder = shutil.copytree(trained, tmp_path / "model")
     edit(folder, lambda w: w.update({n: mx.flip(x, 0) for n, x in w.items() if n.endswith("mtp.fc.weight")}))
-    for _ in range(2):
-        assert loaded(folder).head_acceptance < 0.1
-    assert len(measures) == 1
+    rates = {loaded(folder).head_acceptance for _ in range(2)}
+    assert len(measures) == len(rates) == 1
+    assert max(rates) < 0.1
     assert len(caplog.records) == 2
-    assert "accepts 0% of the drafts from its MTP head" in caplog.records[0].message
+    assert f"accepts {max(rates):.0%} of the drafts from its MTP head" in caplog.records[0].message
 
 
 def test_a_model_that_cannot_be_run_is_loaded(trained, measures, monkeypatch, caplog):

@@ -52,8 +52,8 @@ def test_its_times_serve_the_process_that_measured_them(cache_folder, monkeypatc
     results, run = [], self_test.run
     monkeypatch.setattr(self_test, "run", lambda model: results.append(run(model)) or results[-1])
     model, _ = mlx_mtp.load(str(DATA / "dense"))
-    seconds, estimate = dict(zip(self_test.DEPTHS, results[0].seconds)), times_of(model).estimate
-    assert [*seconds] == [*self_test.DEPTHS]
+    seconds, estimate = dict(zip(self_test.DRAFT_LENGTHS, results[0].seconds)), times_of(model).estimate
+    assert [*seconds] == [*self_test.DRAFT_LENGTHS]
     assert estimate[: len(self_test.ROWS)] == pytest.approx([seconds[k] for k in range(len(self_test.ROWS))])
 
 
@@ -78,7 +78,7 @@ def test_it_ends_when_its_time_is_over(cache_folder, monkeypatch, n_calls):
 def test_times_that_were_not_measured_follow_from_the_others():
     seconds, passes = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8], {1: 1.0, 8: 1.35, 9: 1.4}
     whole, draft = self_test.step_seconds(seconds, passes | dict.fromkeys(self_test.ROWS, 2.0))
-    assert len(whole) == len(self_test.DEPTHS)
+    assert len(whole) == len(self_test.DRAFT_LENGTHS)
     assert draft == pytest.approx(0.05)
     assert self_test.step_seconds(seconds, passes) == (whole[:9], draft)
     assert self_test.step_seconds(seconds, {1: 1.0, 8: 1.35}) == (seconds, 0.0)

@@ -207,7 +207,7 @@ def auto_seconds(case: Case, seed: int, make: Make) -> float:
         rows, one = ROWS[case.staircase], STAIRCASES[1][case.staircase]
         passes = {n: tested(rows[n - 1]) for n in (1, 8, 9, *self_test.ROWS)}
         of_one, draft_cost = self_test.step_seconds(list(map(tested, one)), passes)
-        depth = make(MOST, times=StepTimes(dict(zip(self_test.DEPTHS, of_one)), draft_cost))
+        depth = make(MOST, times=StepTimes(dict(zip(self_test.DRAFT_LENGTHS, of_one)), draft_cost))
     if text is not None:
         decode(Case("before", cost, text, 0), seed + 1000, depth)
     return decode(case, seed, depth.for_text())

@@ -59,9 +59,7 @@ def options_of_each(
             if "max_tokens" in entry:
                 check_count(f"max_tokens of prompt {i}", entry["max_tokens"])
             if "logits_processors" in entry:
-                entry["logits_processors"] = list(
-                    entry["logits_processors"] or ()
-                )  # as in mlx-lm, ``None`` is for none
+                entry["logits_processors"] = list(entry["logits_processors"] or ())  # as in mlx-lm, None is for none
             entry["sampler"] = entry.pop("samplers", None)
         return [TextOptions(**entry) for entry in own]
     if name := next((name for name, values in lists.items() if values is not None), None):

@@ -35,7 +35,7 @@ WITHOUT_BFLOAT16 = (13, 14)  # the generations of the GPUs of M1 and M2
 log = logging.getLogger(__name__)
 
 
-class Float16Error(ValueError):
+class Float16Error(MTPError):
     """A model does not run in float16."""
 
     def __init__(self, name: str, reason: str):
