@@ -207,7 +207,7 @@ def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
                 time.sleep(0.02)
             assert not slow.done()
             assert s.stop(how) == 0
-            assert slow.result()[0] == 500
+            assert slow.result()[0] == 503
             for answer, stream in zip(answers, streams):
                 status, content = answer.result()
                 assert status == 200
@@ -216,7 +216,7 @@ def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
                     assert done == "[DONE]"
                     content = json.loads(last)
                 assert content["choices"][0]["finish_reason"] == "length"
-        assert s.log.read_text().count("Exception in ASGI application") == 1  # that of the chat
+        assert "Exception in ASGI application" not in s.log.read_text()
 
 
 def assert_says_what_it_is(server):
