@@ -146,6 +146,7 @@ import os, signal, sys
 from tests.support.ranks import bare
 import mlx.core as mx
 from mlx_mtp.cli.display import one_line_errors
+from mlx_mtp.errors import MTPError
 with one_line_errors("mlx_mtp test"):
     group = mx.distributed.init(strict=True, backend="ring")
     for i in range(1_000_000):
@@ -153,7 +154,7 @@ with one_line_errors("mlx_mtp test"):
         if i == 50 and group.rank() == int(sys.argv[1]):
             if sys.argv[2] == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("of this rank")
+            raise MTPError("of this rank")
 """
 
 

@@ -404,7 +404,7 @@ def test_each_command_passes_it_on(monkeypatch, capsys, command):
 
     def load(*_, **options):
         asked.append(options["dtype"])
-        raise ValueError("as asked")
+        raise mlx_mtp.MTPError("as asked")
 
     for owner in (flags, about, demo, benchmark):
         monkeypatch.setattr(owner, "load", load)

@@ -265,7 +265,7 @@ def test_a_folder_keeps_what_was_read(capsys, tmp_path):
         ("--mtp --model HEADLESS", "has no MTP head, and its base model was not found. "),
         ("--num-draft-tokens 2 --model HEADLESS", "--num-draft-tokens requires an MTP head: "),
         ("--max-kv-size 9 --copy-drafts auto", "--copy-drafts cannot be combined with --max-kv-size"),
-        ("--mtp --json-schema FOLDER/cut", "cut: Expecting property name"),
+        ("--mtp --json-schema FOLDER/cut", "cut: The schema is not JSON: Expecting property name"),
         ("--mtp --json-schema FOLDER/person", "person: llguidance cannot read the grammar"),
         ("--mtp --json-schema FOLDER/any --check", "--check compares free text"),
         # With this model. mlx-lm takes the first for the unknown token, which in this vocabulary ends the text.
