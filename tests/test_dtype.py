@@ -23,6 +23,7 @@ from mlx_mtp.checkpoint.self_test import SelfTest
 from mlx_mtp.cli import flags
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.distributed.ranks import any_rank
+from mlx_mtp.errors import MTPError
 from mlx_mtp.generate import demo
 from mlx_mtp.images.prompt import ImagePrompt
 from mlx_mtp.layers.mtp import run_head
@@ -404,7 +405,7 @@ def test_each_command_passes_it_on(monkeypatch, capsys, command):
 
     def load(*_, **options):
         asked.append(options["dtype"])
-        raise mlx_mtp.MTPError("as asked")
+        raise MTPError("as asked")
 
     for owner in (flags, about, demo, benchmark):
         monkeypatch.setattr(owner, "load", load)
