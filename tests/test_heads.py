@@ -317,6 +317,8 @@ def test_the_norms_are_read_so_that_drafts_are_accepted(layout, trained, measure
         norms = {n: w for n, w in parameters(model.mtp).items() if w.ndim == 1 and n != "norm.weight"}
         assert all(mx.allclose(w, parameters(want.mtp)[n], rtol=0.01, atol=0.01) for n, w in norms.items())
     assert models[0].head_acceptance > 0.4
+    if layout is not READINGS[0] and not profiles.LONG:
+        return
     converted(folder, tmp_path / "repaired", graft_mtp_from=str(folder))
     caplog.clear()
     assert loaded(tmp_path / "repaired").head_acceptance == models[0].head_acceptance

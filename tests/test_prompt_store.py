@@ -264,7 +264,7 @@ def test_a_session_is_that_of_mlx_lm(trained, monkeypatch):
     assert calls[0] == (len(tokens) - 1, len(tokens))  # the first prompt again: its last token begins the generation
 
 
-@pytest.mark.parametrize("start", [0, 40, 60, 1000])
+@pytest.mark.parametrize("start", [0, 40, 60, 1000] if LONG else [0, 60])
 def test_quantized_texts_do_not_depend_on_what_is_stored(start, trained, monkeypatch):
     """Each prompt is quantized at its own place: keys and values of a text with another one are read anew."""
     model, tokenizer = trained
