@@ -77,6 +77,8 @@ def test_greedy_tokens(model, j):
         (dict(indexer_budget=9), "indexer_budget must be a multiple of indexer_compress_ratio"),
         (dict(ple_layer_ids=[2]), "ple_layer_ids must be those of recurrent layers, from 1 on"),
         (dict(ple_layer_ids=[0]), "ple_layer_ids must be those of recurrent layers, from 1 on"),
+        (dict(ngram_size=1), "ngram_size must be 2 or more"),
+        (dict(split_ngram_parts=0), "split_ngram_parts must be 1 or more"),
         (dict(ple_conv_kernel_size=1), "ple_conv_kernel_size must be 2 or more"),
         (dict(eos_token_id=[]), "eos_token_id is needed for n-gram embeddings"),
     ],

@@ -66,6 +66,8 @@ class TextModelArgs(qwen3_5.TextModelArgs):
             "ple_layer_ids must be those of recurrent layers, from 1 on": any(
                 not 1 <= i <= self.num_hidden_layers or not self.is_linear(i - 1) for i in self.ple_layer_ids
             ),
+            "ngram_size must be 2 or more": self.ple_layer_ids and self.ngram_size < 2,
+            "split_ngram_parts must be 1 or more": self.split_ngram_parts < 1,
             "ple_conv_kernel_size must be 2 or more": self.ple_layer_ids and self.ple_conv_kernel_size < 2,
             "eos_token_id is needed for n-gram embeddings": self.ple_layer_ids and self.eos_token_id in (None, []),
         }
