@@ -303,7 +303,7 @@ READINGS = [
 ]
 
 
-@pytest.mark.parametrize("layout", READINGS if profiles.LONG else READINGS[::2], ids=str)
+@pytest.mark.parametrize("layout", READINGS if profiles.LONG else READINGS[::3], ids=str)
 def test_the_norms_are_read_so_that_drafts_are_accepted(layout, trained, measures, tmp_path, caplog):
     """One line tells it at the first use, with the command that writes a head without doubt."""
     want = loaded(trained, lazy=True)

@@ -301,7 +301,7 @@ def check_text(model, ask, want, text, removed):
 
 
 @pytest.mark.parametrize("run", [run_alone, run_batch], ids=["alone", "batch"])
-@examples(10)
+@examples(7)
 @example(scenario=WITHIN_A_WINDOW)
 @given(scenario=SCENARIOS)
 def test_each_text_is_that_of_a_single_run(run, scenario):
