@@ -214,6 +214,19 @@ def test_closes_in_another_thread(monkeypatch, kind, drafts, draft_rows):
         assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache, **kv) == want
 
 
+@pytest.mark.parametrize("prompt", [[5], [5, 6], START], ids=len)
+def test_the_first_token_is_closed_in_another_thread(prompt):
+    """Of the last prompt, the head has an input that no pass of this thread has read."""
+    model, prompt_cache, text = small_model(), make_prompt_cache(small_model()), []
+    for k, own in ((0, prompt), (3, [1]), (0, [2]), (3, prompt)):
+        steps = mtp_generate_step(mx.array(own), model, num_draft_tokens=k, prompt_cache=prompt_cache)
+        text += [*own, next(steps)[0]]
+        elsewhere(steps.close)
+        assert_cache_of(model, prompt_cache, len(text))
+        got = mtp([7, 2], model, max_tokens=4, prompt_cache=copy.deepcopy(prompt_cache))
+        assert got == plain([*text, 7, 2], model, max_tokens=4)
+
+
 def test_a_turn_goes_on_in_another_thread():
     for drafts in ({}, COPIES, BOTH, dict(num_draft_tokens=3), dict(num_draft_tokens=0)):
         model, prompt_cache = small_model(), make_prompt_cache(small_model())

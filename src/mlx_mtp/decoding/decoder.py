@@ -174,7 +174,7 @@ class Decoder:
         sent = [] if self.exchange is None else self.exchange.send(hidden)
         self.window = Window(planned, drafts, logits, hidden)
         # Evaluate the states as well: another thread that closes the generator cannot evaluate arrays of this thread's stream.
-        mx.async_eval(logits, hidden, self.cache.states, sent)
+        mx.async_eval(logits, hidden, self.cache.states, self.head.states, sent)
 
     def _embeddings(self, tokens: mx.array) -> mx.array | None:
         """The embeddings of a window [B, T, H], if the last position of a prompt that has just joined was given as one."""

@@ -58,7 +58,7 @@ class HeadState:
 
 
 class NoHead:
-    nbytes, state = 0, HeadState()
+    nbytes, state, states = 0, HeadState(), ()
 
     def extend(self, hidden: mx.array, tokens: mx.array, counts: list[int]) -> None:
         pass
@@ -87,11 +87,15 @@ class HeadCache:
     def nbytes(self) -> int:
         return self.cache.nbytes
 
+    @property
+    def states(self) -> list[Any]:
+        """The arrays of earlier steps that the last one may have left unevaluated."""
+        return [*self.cache.arrays, *((hidden, tokens) for hidden, tokens, _ in self.state.pending[-1:])]
+
     def extend(self, hidden: mx.array, tokens: mx.array, counts: list[int]) -> None:
         """Add pending inputs: the first ``counts[b]`` of tokens [B, T], and the hidden states before, [B, T, H]."""
         if self.state.pending and (self.state.is_ragged or max(self.state.counts) >= MAX_PENDING):
             self.catch_up()
-            mx.async_eval(self.cache.arrays)
         held = self.state
         pending = [*held.pending, (hidden, tokens, max(counts))]
         self.state = replace(held, counts=tuple(map(sum, zip(held.counts, counts))), pending=pending)
