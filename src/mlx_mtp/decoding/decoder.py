@@ -2,7 +2,6 @@
 
 No move changes the keys, values and states of the tokens before the window, so a ``DecoderState`` can be restored until
 sequences join or leave. The moves do not depend on samplers, layers, the head's architecture or stop conditions.
-
 """
 
 import math

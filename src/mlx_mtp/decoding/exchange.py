@@ -2,7 +2,6 @@
 
 Rank 0 broadcasts its random state before a generation, and the seconds of its steps with the verify passes: they arrive when
 the tokens of a pass are read, so steps without drafts stay asynchronous. Each rank chooses the same draft lengths by them.
-
 """
 
 import zlib

@@ -5,7 +5,6 @@ the head drafts again. After a step each sequence has as many new inputs as comm
 
     added to keys and values     a0 a1 a2                       b0
     through the whole layer               a3                       b1
-
 """
 
 from collections.abc import Iterable
@@ -58,6 +57,8 @@ class HeadState:
 
 
 class NoHead:
+    """In place of ``HeadCache`` for a model without a head."""
+
     nbytes, state, states = 0, HeadState(), ()
 
     def extend(self, hidden: mx.array, tokens: mx.array, counts: list[int]) -> None:
@@ -207,7 +208,6 @@ class HeadDrafter:
         """Draft up to a limit for each sequence -> drafts [B, k], the proposals of ``groups_of``, numbers of drafts [B].
 
         Fewer after an error of a sampler or processor, which ends a text only if a token comes there, or below ``draft_p_min``.
-
         """
         head, k, groups, counts = self.head, max(limits), groups_of(sequences), [*limits]
         assert isinstance(head, HeadCache)  # ``resolve`` refuses drafts of the head for a model without one

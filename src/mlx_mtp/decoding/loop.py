@@ -1,7 +1,6 @@
 """The loop of speculative decoding, over the moves of ``Decoder``: plan, draft, verify, accept, commit, roll back.
 
 docs/develop/design.md draws a step: its positions, the target model's choices, and the head's inputs.
-
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -174,7 +173,6 @@ def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: 
     """Accept the drafts of the window in flight; draft, commit and verify the next -> the tokens of each sequence.
 
     ``move`` lets sequences leave and join, once the tokens of the window are accepted.
-
     """
     with mx.stream(decoder.stream):
         done = None
@@ -203,7 +201,6 @@ def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yield
     """End a generation, also after an error or an interrupt: its prompt cache holds exactly the prompt and the tokens yielded.
 
     ``before`` is the state before the latest step, if its tokens were not all yielded.
-
     """
     with mx.stream(decoder.stream):
         if before is not None:

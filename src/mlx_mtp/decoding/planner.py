@@ -28,7 +28,6 @@ class Planner:
     """Plans the drafts of each window by a ``Depth``, and passes it the time of each step. Ranks use rank 0's seconds.
 
     A step may also wait for a pass of another generation: ``model.drafting.turn`` is the one that last submitted work.
-
     """
 
     def __init__(self, model: MTPModel, given: Depth | None = None, uses_times: bool = True):

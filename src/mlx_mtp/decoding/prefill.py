@@ -40,7 +40,6 @@ def prefill_chunk(
 ) -> tuple[mx.array, mx.array]:
     """Run the model and its head over tokens [T] or embeddings [T, H] -> the last logits [1, 1, V], lazy, and hidden state
     [1, 1, H]. After an error or an interrupt, the caches have none of these tokens.
-
     """
     options: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
     # Before the pass, which changes them.
