@@ -23,7 +23,7 @@ from platformdirs import user_cache_path
 from ..distributed.ranks import from_rank_0
 from ..memory import TEST_CHUNK
 from ..models.mixin import MTPModel
-from ..prompts import copying_kinds
+from ..prompts import built_in_tokens
 from .head_formats import Head
 from .hub import first_line
 from .originals import read_own, update_own
@@ -124,8 +124,7 @@ def measure_readings(
         norms: The head's norms as they are stored.
         told: The reading that the checkpoint tells, which the model has before and after.
     """
-    ids = tokenizer.encode(copying_kinds()["edit_file"])
-    tokens = mx.array([i for i in ids if i < model.vocab_size][:N_TOKENS], mx.uint32)[None]  # [1, T]
+    tokens = built_in_tokens(tokenizer, model.vocab_size, N_TOKENS)  # [1, T]
     cache, end, read = model.make_cache(), perf_counter() + MAX_SECONDS, list[tuple[mx.array, mx.array]]()
     for i in range(0, tokens.size, TEST_CHUNK):
         logits, hidden = model(tokens[:, i : i + TEST_CHUNK], cache=cache, return_hidden=True)

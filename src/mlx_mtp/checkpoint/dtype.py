@@ -23,7 +23,7 @@ from ..memory import gpu_generation
 from ..models import BASES
 from ..models.head_weights import is_head
 from ..models.mixin import MTPModel
-from ..prompts import copying_kinds
+from ..prompts import built_in_tokens
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -112,8 +112,7 @@ def check_float16(model: Any, tokenizer: TokenizerWrapper, name: str) -> None:
 def _logits(model: Any, tokenizer: TokenizerWrapper) -> list[mx.array]:
     """The logits of built-in text, and those of the head."""
     embedding = next(m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding))
-    ids = tokenizer.encode(copying_kinds()["edit_file"])
-    tokens = mx.array([i for i in ids if i < len(embedding.weight)][:N_TOKENS], mx.uint32)[None]  # [1, T]
+    tokens = built_in_tokens(tokenizer, len(embedding.weight), N_TOKENS)  # [1, T]
     if not has_head(model):
         return [model(tokens)]
     logits, hidden = model(tokens, return_hidden=True)

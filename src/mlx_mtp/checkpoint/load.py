@@ -138,13 +138,10 @@ def load(
         files = None if stage is None else stage.files
         folder = fetch(name, revision, *_head_files(checkpoint, mtp), weights=files)
         checkpoint = CheckpointReader(name, folder=folder, needed=files)
-    own = {**(model_config or {}), **model_type_of(checkpoint.config)}
     if mtp == "cached":
         mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
     _check_drafting(mtp, drafting, settings)
-    if (checkpoint.config or {}).get("model_type") in MODEL_TYPES:
-        config = check_config(checkpoint.config, checkpoint.name)
-        own = with_output_layer(config, is_tied(checkpoint)) | own
+    own = _own_config(checkpoint, model_config or {})
     if not mtp and not copy_drafts and ranks is None:
         check_memory(checkpoint, account, context, True, False, False, False)
         model, tokenizer, config = _load_in_mlx_lm(
@@ -184,6 +181,15 @@ def load(
         settle(model, tokenizer, checkpoint, head, adapter_path, drafting[1], may_measure)
         _check_accepted(model, checkpoint, asked)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _own_config(checkpoint: CheckpointReader, given: Config) -> Config:
+    """The config values to change when a checkpoint is loaded: those given, its type, and whether it has an output layer."""
+    changes = {**given, **model_type_of(checkpoint.config)}
+    if (checkpoint.config or {}).get("model_type") not in MODEL_TYPES:
+        return changes
+    config = check_config(checkpoint.config, checkpoint.name)
+    return with_output_layer(config, is_tied(checkpoint)) | changes
 
 
 def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
@@ -239,16 +245,17 @@ def _load_in_mlx_lm(
     tokenizer_config: dict[str, Any] | None,
     model_config: dict[str, Any] | None,
     lazy: bool,
-    *dtype: Any,
+    dtype: str,
+    prefers_float16: bool,
 ) -> Any:
-    """Load a model of any family, its tokenizer and config. It generates without drafts. ``dtype``: as for ``set_dtype``."""
+    """Load a model of any family, its tokenizer and config. It generates without drafts."""
     with loading_errors(checkpoint.name):
         model, tokenizer, config = mlx_lm.load(
             str(checkpoint.path), tokenizer_config, model_config, None, True, True, trust_remote_code=trust_remote_code
         )
     if adapter_path is not None:
         with_adapter(model, adapter_path)
-    is_cast = set_dtype(model, *dtype)
+    is_cast = set_dtype(model, dtype, prefers_float16)
     if not lazy:
         with loading_errors(checkpoint.name):
             evaluate(model)

@@ -149,7 +149,7 @@ def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> No
             raise MTPError(f"{checkpoint.name} lacks a part of the n-gram table of layer {i}: download it again.")
         try:
             ngrams.tables[i] = NgramTable(FileRows(parts), ngrams.width, ngrams.hashes[i].n_rows)
-        except ValueError as e:
+        except MTPError as e:
             raise MTPError(
                 f"The n-gram table of layer {i} of {checkpoint.name} {e}: download or convert it again."
             ) from e

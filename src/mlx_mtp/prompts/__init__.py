@@ -38,6 +38,12 @@ def copying_kinds() -> dict[str, str]:
     return _read(COPYING)
 
 
+def built_in_tokens(tokenizer: TokenizerWrapper, vocab_size: int, n: int) -> mx.array:
+    """The first tokens of a text, mostly code, without those beyond a model's vocabulary, at most n, [1, T]."""
+    ids = tokenizer.encode(copying_kinds()["edit_file"])
+    return mx.array([i for i in ids if i < vocab_size][:n], mx.uint32)[None]
+
+
 def _read(names: Iterable[str]) -> dict[str, str]:
     return {name: (FOLDER / f"{name}.txt").read_text(encoding="utf-8").strip() for name in names}
 
