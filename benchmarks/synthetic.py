@@ -2,13 +2,15 @@
 
     python -m benchmarks.synthetic --shapes 0.8b-bf16 --acceptance 0.8
     python -m benchmarks.synthetic --shapes 4b-4bit 27b-4bit 35b-a3b-4bit --depths 1 2 3
+    python -m benchmarks.synthetic --shapes flash-next-12-layers-4bit --depths 1 3 auto
 
 All computations are done: every layer, the head, and both output layers. Then the logits are replaced, so that the model says a
-fixed text, and the head drafts it with a given acceptance rate: that is set, not measured. Runs without drafts and with a fixed
-number of them take turns.
+fixed text, and the head drafts it with a given acceptance rate, which is set, not measured. Plain mlx-lm, runs with
+fixed numbers of drafts and ``auto``, which begins with the times of the test of the device, take turns.
 """
 
 import random
+import statistics
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -20,7 +22,10 @@ from mlx_lm.generate import generate_step
 
 import mlx_mtp
 from benchmarks.timing import ratios, seconds, spread, take_turns
+from mlx_mtp.checkpoint import self_test
 from mlx_mtp.models import model_module
+from mlx_mtp.pacing.depth import Depth
+from mlx_mtp.pacing.step_times import StepTimes
 from scripts.shared import script_parser
 from tests.support.scripted import Scripted
 
@@ -50,7 +55,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True, "tie_word_embeddings": False,
     },
+    # A quarter of its layers, half of its experts, and a small table of n-grams in memory: 12 GB.
+    "flash-next-12-layers-4bit": {
+        **COMMON, **FOUR_BITS, "model_type": "qwen4_exp", "hidden_size": 2560, "intermediate_size": 0,
+        "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 2, "linear_num_value_heads": 32,
+        "num_experts": 256, "num_experts_per_tok": 10, "moe_intermediate_size": 640, "shared_expert_intermediate_size": 640,
+        "norm_topk_prob": True, "tie_word_embeddings": False, "output_gate_type": "sigmoid", "ple_layer_ids": [2, 6],
+        "ngram_vocab_size_base": 20_000, "split_ngram_parts": 4, "eos_token_id": 0,
+    },
 }  # fmt: skip
+N_ROWS = 10_000  # of a random table of n-grams
+PLAIN, AGAIN, AUTO = "plain", "plain again", "auto"
 
 
 def model_of(shape: Mapping[str, Any]) -> Any:
@@ -77,7 +92,19 @@ def synthetic_model(shape: Mapping[str, Any]) -> Any:
     if "quantization" in shape:
         _quantize(model, dtype, **shape["quantization"])
     mx.eval(model.parameters())
+    for i in model.ngrams.hashes if shape["model_type"] == "qwen4_exp" else ():
+        model.ngrams.tables[i] = RandomTable(model.ngrams.width, dtype)
     return model
+
+
+class RandomTable:
+    """A table of n-grams in memory, in place of an ``NgramTable``, whose rows stand for several n-grams each."""
+
+    def __init__(self, width: int, dtype: mx.Dtype):
+        self.arrays = {"weight": mx.random.normal((N_ROWS, width)).astype(dtype)}
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        return self.arrays["weight"][ids % N_ROWS]
 
 
 def scripted(model: Any, acceptance: float, n_ids: int, n: int = 4096) -> Scripted:
@@ -107,28 +134,42 @@ def _quantize(model: Any, dtype: mx.Dtype, group_size: int, bits: int) -> None:
         m.biases = mx.full(m.scales.shape, -step * (levels - 1) / 2, dtype)
 
 
-def generate(model: Any, prompt: mx.array, max_tokens: int, depth: int | str) -> float:
+def generate(model: Any, prompt: mx.array, max_tokens: int, depth: int | str | Depth) -> float:
     """Seconds from the first token to the last."""
-    how = {} if depth == "plain" else {"num_draft_tokens": depth, "copy_drafts": "off"}
+    how = {} if depth in (PLAIN, AGAIN) else {"num_draft_tokens": depth, "copy_drafts": "off"}
     steps = (mlx_mtp.mtp_generate_step if how else generate_step)(prompt, model, max_tokens=max_tokens, **how)
     next(steps)
     return seconds(lambda: list(steps))
 
 
 def main() -> None:
-    flags = dict(acceptance=(0.8, "Of a draft, given those before it."), depths=([1, 2, 3], "Drafts in a step."))
+    flags = dict(
+        acceptance=(0.8, "Of a draft, given those before it."), depths=(["1", "2", "3"], "Drafts in a step, or auto.")
+    )
     flags |= dict(max_tokens=64, prompt=(128, "Tokens of the prompt."), repeat=(3, "Rounds."))
     parser = script_parser(__doc__, **flags)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.8b-bf16"], help="Default: 0.8b-bf16.")
     args = parser.parse_args()
     print(f"{mx.default_device()}; random weights, acceptance set to {args.acceptance}; speed relative to plain mlx-lm")
     for name in args.shapes:
-        model = scripted(synthetic_model(SHAPES[name]), args.acceptance, SHAPES[name]["vocab_size"])
-        prompt, ways = mx.array(model.texts[0][: args.prompt]), ("plain", 0, *args.depths)
-        runs = {way: partial(generate, model, prompt, args.max_tokens, way) for way in ways}
+        real = synthetic_model(SHAPES[name])
+        depths: dict[str, Any] = {d: d if d == AUTO else int(d) for d in ("0", *args.depths)}
+        if AUTO in depths:
+            result = self_test.run(real)
+            times = StepTimes(dict(zip(self_test.DRAFT_LENGTHS, result.seconds)), result.draft_cost)
+            depths[AUTO] = mlx_mtp.Depth(mlx_mtp.MAX_DRAFT_TOKENS, times=times)
+        model = scripted(real, args.acceptance, SHAPES[name]["vocab_size"])
+        prompt = mx.array(model.texts[0][: args.prompt])
+        ways = {PLAIN: PLAIN, AGAIN: AGAIN, **depths}
+        runs = {way: partial(generate, model, prompt, args.max_tokens, how) for way, how in ways.items()}
         found = {way: times[1:] for way, times in take_turns(runs, args.repeat + 1).items()}  # the first round warms up
-        for way in ways[1:]:
-            print(f"{name:12}  {way} drafts  {spread(ratios(found['plain'], found[way]))}", flush=True)
+        ms = 1e3 * statistics.median(found[PLAIN]) / (args.max_tokens - 1)
+        print(f"{name}  plain {ms:.2f} ms a token")
+        for way in [*ways][1:]:
+            print(
+                f"{name}  {way + (' drafts' if way.isdigit() else ''):11}  {spread(ratios(found[PLAIN], found[way]))}",
+                flush=True,
+            )
         mx.clear_cache()
 
 
