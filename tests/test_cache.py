@@ -11,7 +11,7 @@ from mlx_lm.models import cache as stock
 from mlx_mtp.caches import indexed
 from mlx_mtp.caches.prompt_cache import open_prompt_cache, release
 from mlx_mtp.caches.recurrent import ArraysCache, Recorded, open_windows, rewound, rollback
-from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, QuantizedKVRows, Rows
+from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, Rows
 from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one
 from tests.support.models import FAMILIES, FLASH, arrays_equal, deep_model, model_of, tiny_model
 from tests.support.profiles import LONG
@@ -93,7 +93,7 @@ def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
             c.keys, c.values, c.offset = mx.ones(shape), mx.ones(shape), 8192
             mx.eval(c.keys, c.values)
     rows = Rows(model, KVOptions())
-    rows.join([cache])
+    rows.join([cache], [KVOptions()])
     release(cache)
     del c
     size, before = rows.nbytes, mx.get_active_memory()
@@ -101,7 +101,7 @@ def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
     for _ in range(3):
         rows.start_pass()
         mx.eval(model(mx.array([[7]]), cache=rows.entries))
-        rows.end_pass(1)
+        rows.in_flight = 1
         rows.commit([1])
     assert mx.get_peak_memory() - before < size / 4
     assert rows.extract(0)[-1].offset == 8192 + 3
@@ -148,7 +148,7 @@ def test_rows_of_named_arrays(bits, tmp_path):
     stock.save_prompt_cache(str(tmp_path / "caches.safetensors"), alone)
     loaded = [indexed.adopted(c) for c in stock.load_prompt_cache(str(tmp_path / "caches.safetensors"))]
     assert [type(c) for c in loaded[1:]] == [type(c) for c in alone[1:]]
-    rows = QuantizedKVRows(32, bits, alone[0].names) if bits else KVRows(alone[0].names)
+    rows = KVRows(alone[0])
     rows.join([alone[0], *loaded[1:]], Ends())
     rows.ends = Ends(lengths, (0, 0, 0))
     new = tokens(5)

@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..caches.indexed import names_of
 from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import Ends, KVRows
 from ..layers.compiled import Compiler
@@ -82,7 +81,7 @@ class HeadCache:
 
     def __init__(self, model: MTPModel, compiler: Compiler):
         self.model, self.compiler = model, compiler
-        self.cache, self.state = KVRows(names_of(empty_head(model))), HeadState()
+        self.cache, self.state = KVRows(empty_head(model)), HeadState()
 
     @property
     def nbytes(self) -> int:
