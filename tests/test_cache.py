@@ -79,7 +79,7 @@ def test_windows():
     with pytest.raises(ValueError, match="was not finished"):
         model(WINDOW[None, :2], cache=cache, n_confirmed=1)
     with pytest.raises(ValueError, match="padded"):
-        ArraysCache(size=2, left_padding=[0, 3]).open_window(1)
+        open_windows([ArraysCache(size=2, left_padding=[0, 3])], 1, 1)
     with pytest.raises(ValueError, match="make_cache"):
         open_windows([stock.ArraysCache(size=2)], 1, 1)
 
