@@ -10,7 +10,6 @@ STEP = stock.KVCache.step
 
 
 def names_of(cache: Any) -> tuple[str, ...]:
-    """The names of the arrays of a key-value cache, which are its attributes."""
     names: tuple[str, ...] = getattr(cache, "names", NAMES)
     return names
 
