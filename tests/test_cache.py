@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models import cache as stock
 
 from mlx_mtp.caches import indexed
-from mlx_mtp.caches.prompt_cache import open_prompt_cache, release
+from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.caches.recurrent import ArraysCache, Recorded, open_windows, rewound, rollback
 from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, Rows
 from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one
@@ -94,8 +94,7 @@ def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
             mx.eval(c.keys, c.values)
     rows = Rows(model, KVOptions())
     rows.join([cache], [KVOptions()])
-    release(cache)
-    del c
+    del cache, c
     size, before = rows.nbytes, mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(3):

@@ -10,8 +10,7 @@ STEP = stock.KVCache.step
 
 
 def names_of(cache: Any) -> tuple[str, ...]:
-    names: tuple[str, ...] = getattr(cache, "names", NAMES)
-    return names
+    return getattr(cache, "names", NAMES)
 
 
 def size_of(n: int) -> int:

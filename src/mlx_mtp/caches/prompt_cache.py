@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from ..errors import MTPError
-from .indexed import adopted, names_of
+from .indexed import adopted
 from .positions import ImageSpan, Positions, check_images
 from .recurrent import ArraysCache
 from .validation import FLOATS, SIZE, check_arrays, check_backbone, check_keys, misfit
@@ -110,17 +110,6 @@ class PromptCache:
     def head_positions(self) -> Positions | None:
         """The positions of the head's inputs, which are those of their hidden states; ``None`` without images."""
         return Positions(tuple(self.images), self.first_position) if self.images else None
-
-
-def release(cache: PromptCache) -> None:
-    """Empty the caches, whose arrays a generation has taken: MLX writes in place only if nobody else holds an array."""
-    for c in cache.entries[:-1]:
-        if isinstance(c, stock.ArraysCache):
-            c.cache = [None] * len(c.cache)
-        else:
-            for name in names_of(c):
-                setattr(c, name, None)
-            c.offset = 0
 
 
 def positions_of(entries: list[Any] | None, n_layers: int) -> Positions | None:

@@ -50,10 +50,6 @@ class KVOptions:
 
         The place is that of mlx-lm's ``generate_step`` with its own chunks, whatever the chunks here: after a multiple of 2,048
         tokens, before the last token of the prompt, or after any later token, and at least one token is read before.
-
-        Args:
-            n_cached: The number of tokens in the prompt cache.
-            n_prompt: The number of tokens of the prompt after them.
         """
         first, end = max(self.quantized_kv_start, n_cached + 1), n_cached + n_prompt - 1
         return replace(self, quantized_kv_start=first if first > end else min(-(-first // EVERY) * EVERY, end))

@@ -60,8 +60,8 @@ def _checksums(p: mx.array) -> mx.array:
 
 def _numbers(module: Any) -> dict[str, Any]:
     """A module's numbers and names, such as an adapter's scale."""
-    is_setting = lambda name, x: not name.startswith("_") and isinstance(x, bool | int | float | str)  # noqa: E731
-    return {name: x for name, x in sorted(vars(module).items()) if is_setting(name, x)}
+    own = sorted(vars(module).items())
+    return {name: x for name, x in own if not name.startswith("_") and isinstance(x, int | float | str)}
 
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.prompt_cache import PromptCache, has_head, release
+from ..caches.prompt_cache import PromptCache, empty_head, has_head
 from ..caches.rows import KVOptions, Rows, RowsState
 from ..layers.compiled import Compiler
 from ..models.mixin import MTPModel
@@ -200,7 +200,8 @@ class Decoder:
         )
         self.sequences = [*self.sequences, *sequences]
         for s in sequences:
-            release(s.cache)
+            # MLX writes in place only if nobody else holds an array.
+            s.cache.entries[:-1] = [*self.model.make_cache(), empty_head(self.model)]
             s.start()
             self.drafter.observe([*s.cached_text, *s.tokens])
 
