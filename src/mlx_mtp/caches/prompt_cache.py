@@ -106,18 +106,9 @@ class PromptCache:
         """The index of the head's first input: 0, unless mlx-lm filled the backbone's caches without the head."""
         return self.n_tokens if self.last_hidden is None else self.n_tokens - 1 - self.head.offset
 
-    @property
-    def head_positions(self) -> Positions | None:
-        """The positions of the head's inputs, which are those of their hidden states; ``None`` without images."""
-        return Positions(tuple(self.images), self.first_position) if self.images else None
-
-
-def positions_of(entries: list[Any] | None, n_layers: int) -> Positions | None:
-    """The positions of the text in a model's caches; ``None`` without images."""
-    if entries is None or len(entries) != n_layers + 2:
-        return None
-    images = PromptCache(entries, n_layers).images
-    return Positions(tuple(images)) if images else None
+    def positions(self, start: int = 0) -> Positions | None:
+        """The positions of the text from a token on; ``None`` without images. Those of the head begin at ``first_position``."""
+        return Positions(tuple(images), start) if (images := self.images) else None
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
