@@ -43,11 +43,6 @@ class Recorded:
     inputs: tuple[mx.array, ...] = ()  # q, k, v, g, beta of the other tokens, each [B, n_tokens - n_confirmed, ...]
 
 
-def in_order(last_inputs: Sequence[mx.array], state: Any) -> list[Any]:
-    """The arrays of a recurrent layer's cache: mlx-lm's order, then the last inputs that its layers do not have."""
-    return [last_inputs[0], state, *last_inputs[1:]]
-
-
 def rewound(windows: Sequence[Recorded], kept: Sequence[int]) -> list[list[mx.array]]:
     """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence.
 
@@ -70,7 +65,8 @@ def rewind(m: int, last_inputs: Any, state: mx.array, inputs: Any, ends: Any, ma
     """``rewound`` for one layer. It has a trace for each shape of the window and each number m of tokens to replay."""
     if m > 0:
         state = recur([x[:, :m] for x in inputs], state, mask)[1]
-    return in_order([mx.take_along_axis(x, end, axis=1) for x, end in zip(last_inputs, ends)], state)
+    first, *others = (mx.take_along_axis(x, end, axis=1) for x, end in zip(last_inputs, ends))
+    return [first, state, *others]
 
 
 _rewound = compiled(rewind)  # the outputs of the recurrence are not computed
@@ -79,9 +75,9 @@ _rewound = compiled(rewind)  # the outputs of the recurrence are not computed
 class ArraysCache(stock.ArraysCache):
     """mlx-lm's ``ArraysCache`` of a recurrent layer. Its last call can be rolled back in part.
 
-    Its arrays are the last inputs of the convolution, the state of the recurrence, and any further last inputs (``in_order``).
-    After ``open_windows`` the layer's next call is recorded, and ``rollback`` closes the window. In between, ``state`` is the
-    state after the whole window. The class has its parent's name because a prompt cache file has the names of its classes.
+    Its arrays are the last inputs of the convolution, the state of the recurrence, and the last inputs that mlx-lm's layers do
+    not have. ``open_windows`` has the layer's next call recorded, and ``rollback`` closes the window. In between, ``state`` is
+    that after the whole window. It has its parent's name because a prompt cache file has the names of its classes.
     """
 
     cache: list[Any]
@@ -138,10 +134,3 @@ def restore(caches: list[Any], before: list[Any]) -> None:
             c.trim(c.offset - b)
         else:
             c.cache, c.window = b, None
-
-
-def after_first(c: ArraysCache) -> list[mx.array | None]:
-    """The arrays of a recurrent layer; with an open window, after its confirmed token."""
-    if (window := c.window) is None:
-        return c.cache
-    return in_order([x[:, 1 : x.shape[1] - window.n_tokens + 1] for x in window.last_inputs], window.state)
