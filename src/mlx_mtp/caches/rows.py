@@ -33,17 +33,11 @@ EVERY = 2048  # tokens of a prompt after which mlx-lm quantizes: its default ``p
 
 @dataclass(frozen=True, kw_only=True)
 class KVOptions:
-    """The quantization of keys and values, as in mlx-lm's ``generate_step``.
+    """The quantization of keys and values, as in mlx-lm's ``generate_step``."""
 
-    Args:
-        kv_bits: Number of bits of a quantized key or value. Default: ``None``, no quantization.
-        kv_group_size: Group size of the quantization.
-        quantized_kv_start: The number of tokens of a text from which on they may be quantized, see ``of_text``.
-    """
-
-    kv_bits: int | None = None
+    kv_bits: int | None = None  # of a quantized key or value; ``None``: no quantization
     kv_group_size: int = 64
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START  # tokens of a text from which on it may be, see ``of_text``
 
     def of_text(self, n_cached: int, n_prompt: int) -> "KVOptions":
         """These options for one text: its keys and values are quantized once it has exactly ``quantized_kv_start`` tokens.
@@ -199,11 +193,7 @@ class KVRows:
 
 
 class MixedKVRows(KVRows):
-    """The keys and values of a layer some of whose rows are quantized. Attention is computed for each part by itself.
-
-    Args:
-        parts: The rows that are not quantized, and those that are.
-    """
+    """The keys and values of a layer some of whose rows are quantized, in parts. Attention is computed for each by itself."""
 
     def __init__(self, parts: list[tuple[list[int], KVRows]]):
         self.ends, self.parts = Ends(), parts
@@ -267,21 +257,13 @@ class Rows:
 
     A pass over a window of n tokens of each row is in flight from ``start_pass``, the model's call and ``in_flight = n`` until
     ``commit``.
-
-    Args:
-        model: The model.
-        kv: The quantization of keys and values.
-
-    Attributes:
-        state: The rows without the pass in flight.
-        recurrent: The entries of the recurrent layers.
     """
 
     def __init__(self, model: Any, kv: KVOptions):
         self.kv, self.in_flight = kv, 0
         entries = [c if isinstance(c, ArraysCache) else KVRows(c) for c in model.make_cache()]
         self.recurrent = [c for c in entries if isinstance(c, ArraysCache)]
-        self.state = RowsState(Ends(), self.states, entries)
+        self.state = RowsState(Ends(), self.states, entries)  # without the pass in flight
 
     @property
     def entries(self) -> list[Any]:
