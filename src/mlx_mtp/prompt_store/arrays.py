@@ -7,6 +7,7 @@ The head's input p - 1 has the hidden state of token p - 1 and token p. It belon
 """
 
 from collections.abc import Sequence
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -116,11 +117,8 @@ def _filled(entry: Any, name: str, kv: KVOptions | None, spans: Sequence[Arrays]
         B, H, _, D = parts[0].shape
         return mx.concatenate([*parts, mx.zeros((B, H, space, D), parts[0].dtype)], axis=2)
 
-    j = 0
-    for own in names_of(entry):
-        n_parts = 3 if kv is not None and own in NAMES else 1  # of quantized keys and values: packed, scales, biases
-        arrays = tuple(joined(j + part) for part in range(n_parts))
-        setattr(entry, own, arrays if n_parts > 1 else arrays[0])
-        j += n_parts
+    arrays = map(joined, count())
+    for own in names_of(entry):  # quantized keys and values are three arrays: packed, scales, biases
+        setattr(entry, own, tuple(islice(arrays, 3)) if kv is not None and own in NAMES else next(arrays))
     entry.offset = n
     return entry

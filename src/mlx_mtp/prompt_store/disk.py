@@ -124,11 +124,9 @@ class Folder:
             mx.eval(found)
             if file.tokens is not None and not np.array_equal(found.pop("tokens"), file.tokens):
                 raise MTPError(f"{self._file(name)} is damaged: it holds another text than before.")
-        except FileNotFoundError:
-            self._remove(name)
-            return None
         except (OSError, ValueError, RuntimeError) as e:
-            logging.warning(f"{e} It is removed.")
+            if not isinstance(e, FileNotFoundError):
+                logging.warning(f"{e} It is removed.")
             self._remove(name)
             return None
         return found
