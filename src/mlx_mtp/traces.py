@@ -39,10 +39,8 @@ def compiled(function: Function) -> Function:
         leaves: Any = tree_flatten(args)
         arguments = ((name, x.shape, x.dtype) if isinstance(x, mx.array) else (name, x) for name, x in leaves)
         # The name of the stream, since equal streams differ in their hashes.
-        signature, known = (
-            (str(mx.default_stream(mx.default_device())), *arguments),
-            _made.of.setdefault(function, set()),
-        )
+        signature = str(mx.default_stream(mx.default_device())), *arguments
+        known = _made.of.setdefault(function, set())
         _made.n += signature not in known
         known.add(signature)
         return function(*args)

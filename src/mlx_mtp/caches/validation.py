@@ -1,7 +1,6 @@
 """Checks that a prompt cache fits a model. A damaged or foreign file could otherwise crash the process or change the text.
 
-A model's fingerprint identifies its prompt caches: a digest of its config and of checksums of each weight. Errors name the
-entry and its fault.
+A model's fingerprint identifies its prompt caches: a digest of its config and of checksums of each weight.
 """
 
 import json
@@ -61,16 +60,15 @@ def _checksums(p: mx.array) -> mx.array:
 
 def _numbers(module: Any) -> dict[str, Any]:
     """A module's numbers and names, such as an adapter's scale."""
-    is_setting = lambda name, x: not name.startswith("_") and isinstance(x, bool | int | float | str)  # noqa: E731
-    return {name: x for name, x in sorted(vars(module).items()) if is_setting(name, x)}
+    own = sorted(vars(module).items())
+    return {name: x for name, x in own if not name.startswith("_") and isinstance(x, int | float | str)}
 
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's affine quantization
 
-Wanted = tuple[
-    str, tuple[int | None, ...], tuple[mx.Dtype, ...]
-]  # an array's name, shape and dtypes; ``None`` for any size
+# An array's name, shape and dtypes; ``None`` for any size
+Wanted = tuple[str, tuple[int | None, ...], tuple[mx.Dtype, ...]]
 
 
 def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
@@ -114,21 +112,21 @@ def check_keys(i: int, entry: Any, layer: Any, may_be_quantized: bool = True) ->
         return
     for name, (H, D) in sizes.items():
         own: Any = getattr(entry, name, None)
-        if own is None and n == 0 and name not in NAMES:  # an interrupted pass has made only some
-            continue
-        parts: list[tuple[str, int, tuple[mx.Dtype, ...]]] = [("", D, FLOATS)]
-        if isinstance(entry, stock.QuantizedKVCache) and name in NAMES:
-            parts = _quantized_parts(i, entry, D)
-        arrays = own if len(parts) > 1 else [own]
+        if name not in NAMES:
+            if own is None and n == 0:  # an interrupted pass has made only some
+                continue
+            S = None
+        is_quantized = isinstance(entry, stock.QuantizedKVCache) and name in NAMES
+        parts = _quantized_parts(i, entry, D) if is_quantized else [("", D, FLOATS)]
+        arrays = own if is_quantized else [own]
         if not isinstance(arrays, list | tuple) or len(arrays) != len(parts):
             raise misfit(i, f"has {_described(own)} in place of three arrays of quantized {name}")
-        if name not in NAMES:
-            S = None
         for x, (part, width, dtypes) in zip(arrays, parts):
-            _check_array(i, x, part + name.replace("_", " "), (1, H, S, width), dtypes)
+            label = part + name.replace("_", " ")
+            _check_array(i, x, label, (1, H, S, width), dtypes)
             S = x.shape[2]
             if n > S:
-                raise misfit(i, f"is of {n} tokens, and its {part}{name.replace('_', ' ')} of {S}")
+                raise misfit(i, f"is of {n} tokens, and its {label} of {S}")
 
 
 def _quantized_parts(i: int, entry: Any, D: int) -> list[tuple[str, int, tuple[mx.Dtype, ...]]]:

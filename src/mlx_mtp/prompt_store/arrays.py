@@ -7,6 +7,7 @@ The head's input p - 1 has the hidden state of token p - 1 and token p. It belon
 """
 
 from collections.abc import Sequence
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -25,15 +26,10 @@ Tokens = NDArray[np.int64]  # token ids, and negative numbers for the tokens of 
 
 
 class Format(NamedTuple):
-    """The kinds of arrays in a prompt cache. Prompt caches of different formats share no nodes.
+    """The kinds of arrays in a prompt cache. Prompt caches of different formats share no nodes."""
 
-    Args:
-        kv: The quantization of keys and values; ``None`` if they are not quantized, or not yet.
-        head: Whether the head has keys and values for each token except the first.
-    """
-
-    kv: KVOptions | None
-    head: bool
+    kv: KVOptions | None  # the quantization of keys and values; ``None`` if they are not quantized, or not yet
+    head: bool  # whether the head has keys and values for each token except the first
 
 
 def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
@@ -88,12 +84,8 @@ def nbytes(arrays: Arrays) -> int:
 
 
 def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Arrays], last: Arrays) -> list[Any]:
-    """A prompt cache of these tokens. Drafts can be copied from the tokens after the last image.
-
-    Args:
-        spans: The keys and values, from the first token to the last.
-        last: The states after the last token.
-    """
+    """A prompt cache of tokens, with their keys and values and the states after the last of them. Drafts can be copied from the
+    tokens after the last image."""
     entries = make_prompt_cache(model)
     cache = PromptCache(entries, len(model.layers))
     for i, c in enumerate(cache.backbone):
@@ -125,11 +117,8 @@ def _filled(entry: Any, name: str, kv: KVOptions | None, spans: Sequence[Arrays]
         B, H, _, D = parts[0].shape
         return mx.concatenate([*parts, mx.zeros((B, H, space, D), parts[0].dtype)], axis=2)
 
-    j = 0
-    for own in names_of(entry):
-        n_parts = 3 if kv is not None and own in NAMES else 1  # of quantized keys and values: packed, scales, biases
-        arrays = tuple(joined(j + part) for part in range(n_parts))
-        setattr(entry, own, arrays if n_parts > 1 else arrays[0])
-        j += n_parts
+    arrays = map(joined, count())
+    for own in names_of(entry):  # quantized keys and values are three arrays: packed, scales, biases
+        setattr(entry, own, tuple(islice(arrays, 3)) if kv is not None and own in NAMES else next(arrays))
     entry.offset = n
     return entry
