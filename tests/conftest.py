@@ -82,14 +82,13 @@ def equal_steps(monkeypatch):
     monkeypatch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)
 
 
-@pytest.fixture(scope="module")
-def uncompiled():
+@pytest.fixture(name="uncompiled", scope="module")
+def _uncompiled():
     """No function is compiled, in a whole module."""
-    import mlx.core as mx
+    from tests.support.models import uncompiled
 
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+    with uncompiled():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ OPEN = "This prompt cache is of a generation that has not ended.*make a new one"
 
 @functools.cache
 def model_and_truth(family="qwen3_5"):
-    model = deep_model(family)
+    model = (deep_model if LONG else tiny_model)(family)
     return model, PROMPT.tolist() + plain(PROMPT, model, max_tokens=40)
 
 
