@@ -9,6 +9,7 @@ from hypothesis import settings
 
 from tests.support import profiles
 from tests.support.hub_stand_in import Hub
+from tests.support.kernels import compile_header
 
 HUB, HF_HOME, CACHE = Hub(), TemporaryDirectory(prefix="huggingface-"), TemporaryDirectory(prefix="cache-")
 
@@ -32,6 +33,7 @@ def pytest_configure(config):
     os.environ.update(
         HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, XDG_CACHE_HOME=CACHE.name, HF_HUB_DISABLE_PROGRESS_BARS="1"
     )
+    compile_header()
 
 
 def pytest_collection_finish():
