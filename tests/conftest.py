@@ -9,6 +9,7 @@ from hypothesis import settings
 
 from tests.support import profiles
 from tests.support.hub_stand_in import Hub
+from tests.support.kernels import compile_header
 
 HUB, HF_HOME, CACHE = Hub(), TemporaryDirectory(prefix="huggingface-"), TemporaryDirectory(prefix="cache-")
 
@@ -32,6 +33,7 @@ def pytest_configure(config):
     os.environ.update(
         HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, XDG_CACHE_HOME=CACHE.name, HF_HUB_DISABLE_PROGRESS_BARS="1"
     )
+    compile_header()
 
 
 def pytest_collection_finish():
@@ -82,14 +84,13 @@ def equal_steps(monkeypatch):
     monkeypatch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)
 
 
-@pytest.fixture(scope="module")
-def uncompiled():
+@pytest.fixture(name="uncompiled", scope="module")
+def _uncompiled():
     """No function is compiled, in a whole module."""
-    import mlx.core as mx
+    from tests.support.models import uncompiled
 
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+    with uncompiled():
+        yield
 
 
 @pytest.fixture(scope="module")

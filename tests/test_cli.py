@@ -58,7 +58,7 @@ def test_ends_in_silence_where_nobody_reads(monkeypatch, capsys, tmp_path, nobod
 
 def test_a_pipe_to_head_shows_no_error():
     """Nor does ``python -m mlx_mtp`` warn."""
-    command = f"{sys.executable} -W error -m mlx_mtp generate --model {TRAINED} -m 20 | head -n 1"
+    command = f"{sys.executable} -W error -m mlx_mtp generate --model {TRAINED} --no-mtp -m 20 | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (141, "==========\n", "")
 

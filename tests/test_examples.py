@@ -8,7 +8,6 @@ from pkgutil import resolve_name
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
@@ -27,6 +26,8 @@ def pictures(notebook) -> list[str]:
 
 @pytest.mark.slow
 def test_notebook_runs_and_shows_what_is_committed():
+    from nbclient import NotebookClient  # of the extra "notebook"
+
     committed = nbformat.read(NOTEBOOK, as_version=4)
     fresh = nbformat.read(NOTEBOOK, as_version=4)
     briefly = {"max_tokens=128, repeat=5": "max_tokens=6, repeat=1", "run(prompt, mtp=False), run(prompt)  #": "#"}

@@ -277,7 +277,7 @@ def measures(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(loading, "ensure_tested", lambda *_: "ran")
     monkeypatch.setattr(acceptance, "MAX_SECONDS", math.inf)
-    monkeypatch.setattr(acceptance, "N_TOKENS", 128)
+    monkeypatch.setattr(acceptance, "N_TOKENS", 64)
     measured, original = [], acceptance.measure_readings
     monkeypatch.setattr(acceptance, "measure_readings", lambda *args: measured.append(args[0]) or original(*args))
     return measured

@@ -44,11 +44,13 @@ class Interrupts:
         return kind is KeyboardInterrupt
 
     def _call(self, frame, event, arg):
+        if frame.f_code.co_filename not in FILES:
+            return None
         outer, in_finalize = frame, False
         while outer is not None and not in_finalize:
             in_finalize = outer.f_code.co_name == "finalize" and outer.f_code.co_filename == loop.__file__
             outer = outer.f_back
-        return self._line if frame.f_code.co_filename in FILES and in_finalize == self.in_finalize else None
+        return self._line if in_finalize == self.in_finalize else None
 
     def _line(self, frame, event, arg):
         # Before these lines there is no call, and so none of the points where signals are handled.
@@ -66,7 +68,7 @@ OPEN = "This prompt cache is of a generation that has not ended.*make a new one"
 
 @functools.cache
 def model_and_truth(family="qwen3_5"):
-    model = deep_model(family)
+    model = (deep_model if LONG else tiny_model)(family)
     return model, PROMPT.tolist() + plain(PROMPT, model, max_tokens=40)
 
 

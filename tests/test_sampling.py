@@ -16,6 +16,7 @@ from mlx_mtp.sampling.acceptance import Drafted, Proposal, RejectionSampling, n_
 from mlx_mtp.sampling.sampler import Support
 from tests.support.distribution import CASES, Case, p_value
 from tests.support.distribution import LEVEL as JOINT_LEVEL
+from tests.support.models import uncompiled
 from tests.support.profiles import LONG, examples
 
 LEVEL = 1e-5  # of each chi-square test
@@ -114,15 +115,6 @@ SETTINGS = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@pytest.fixture
-def uncompiled():
-    """The CPU backend would compile kernels for each number."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-@pytest.mark.usefixtures("uncompiled")
 @examples(150)
 @given(
     options=SETTINGS,
@@ -133,6 +125,7 @@ def uncompiled():
     dtype=st.sampled_from([mx.float32, mx.bfloat16]),
     seed=st.integers(0, 2**32 - 1),
 )
+@uncompiled()
 def test_filters_are_mlx_lms(options, size, spread, step, n_allowed, dtype, seed):
     """Also where logits are equal, a grammar allows few tokens, or top-k is taken before top-p and min-p, in blocks of rows."""
     rng = np.random.default_rng(seed)

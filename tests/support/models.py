@@ -1,6 +1,7 @@
 """Small models, and the devices that they run on."""
 
 import json
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -188,6 +189,16 @@ def round_otherwise(monkeypatch, amount: float) -> None:
     patch(nn.Embedding, "as_linear", lambda module, x: x.shape[1])
     patch(nn.Conv1d, "__call__", lambda module, x: x.shape[1] - module.weight.shape[1] + 1)
     patch(mx.fast, "scaled_dot_product_attention", lambda q, *_: q.shape[2])
+
+
+@contextmanager
+def uncompiled():
+    """No function is compiled: for each number and type, the CPU backend would compile kernels, for a second each."""
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
 
 
 def trace_anew(monkeypatch) -> None:

@@ -2,7 +2,7 @@
 files of the user.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,15 @@ def encode(tokenizer: TokenizerWrapper, text: str, context: int = 0, **template:
     A prompt shorter than ``context`` tokens is extended to about this many by prepending the source of this package.
     """
     if (n := context - len(_encode(tokenizer, text, template))) > 0:
-        package = "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(FOLDER.parent.glob("**/*.py")))
-        source = tokenizer.encode(package, add_special_tokens=False, verbose=False)  # cut below
-        text = f"{tokenizer.decode(list(islice(cycle(source), n)))}\n\n{text}"
+        text = f"{tokenizer.decode(list(islice(_source(tokenizer), n)))}\n\n{text}"
     return mx.array(_encode(tokenizer, text, template))
+
+
+def _source(tokenizer: TokenizerWrapper) -> Iterator[int]:
+    """The tokens of the source of this package, file by file, over and over."""
+    for file in cycle(sorted(FOLDER.parent.glob("**/*.py"))):
+        text = file.read_text(encoding="utf-8") + "\n\n"
+        yield from tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
 def _encode(tokenizer: TokenizerWrapper, text: str, template: Mapping[str, Any]) -> list[int]:

@@ -1,9 +1,10 @@
-"""Imports of ``mlx_mtp`` without what its ``__init__`` imports, which takes seconds: import this first."""
+"""Imports of ``mlx_mtp`` without what its ``__init__`` and mlx-lm's import, which takes seconds: import this first."""
 
 import sys
 import types
-from pathlib import Path
+from importlib.util import find_spec
 
-package = types.ModuleType("mlx_mtp")
-package.__path__ = [str(Path(__file__).parents[3] / "src/mlx_mtp")]
-sys.modules["mlx_mtp"] = package
+for name in ("mlx_mtp", "mlx_lm"):
+    package = types.ModuleType(name)
+    package.__path__ = find_spec(name).submodule_search_locations
+    sys.modules[name] = package
