@@ -31,13 +31,14 @@ from .config import (
     read_config,
     runs_here_only,
     runs_in_mlx_lm_only,
+    skeleton,
     with_output_layer,
 )
 from .dtype import AUTO, bfloat16_if_needed, check_dtype, check_float16, dtype_of, lacks_bfloat16, set_dtype
 from .fetched import fetch_missing_head, fetch_tower, has_usable_head
 from .hub import fetch
 from .memory_check import check_before_download, check_memory
-from .ngram_files import open_tables
+from .ngram_files import find_tables, open_tables
 from .originals import HEADS, check_not_fp8, fetched_before, forget
 from .part import Stage, check_complete, divide, evaluate, make_ranks
 from .reader import CheckpointReader, is_tied
@@ -133,7 +134,9 @@ def load(
         stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
         is_plain = not mtp and not copy_drafts and ranks is None
         if not is_plain:
-            check_config(checkpoint.config, name)
+            config = check_config(checkpoint.config, name)
+            if checkpoint.folder is None:
+                find_tables(skeleton(config, name), checkpoint)
         check_before_download(checkpoint, account, context, is_plain, bool(mtp), vision == "auto", ngram_memory)
         files = None if stage is None else stage.files
         folder = fetch(name, revision, *_head_files(checkpoint, mtp), weights=files)

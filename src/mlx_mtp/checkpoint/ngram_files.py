@@ -18,6 +18,7 @@ from huggingface_hub.utils import TensorInfo
 
 from ..errors import MTPError
 from ..models.ngrams import NgramTable
+from .originals import base_in_16_bits
 from .reader import CheckpointReader, n_bytes
 
 # In raw checkpoints shard_7.weight, in conversions shards.7.weight and .scales
@@ -77,7 +78,10 @@ class FileRows:
                 raise MTPError(f"is in {unknown}, not in 16 or 32 bits or quantized by MLX")
             lengths.append(sizes.pop())
         self.parts, self.starts = parts, np.cumsum([0, *lengths])  # the id of each part's first row
-        files = {x.file for part in parts for x in part.values()}
+
+    def open(self) -> None:
+        """Open the files, which is required before a row is read."""
+        files = {x.file for part in self.parts for x in part.values()}
         self.opened = {file: os.open(file, os.O_RDONLY) for file in files}  # their descriptors
         weakref.finalize(self, _close, [*self.opened.values()])
         self.pool = ThreadPoolExecutor(N_THREADS, "ngrams")
@@ -127,31 +131,39 @@ def _read_all(reads: list[tuple[int, int, int]]) -> bytes:
     return data
 
 
-def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> None:
-    """Open the tables of a model's layers, if it has any, or read them into memory.
+def find_tables(model: Any, checkpoint: CheckpointReader) -> dict[int, NgramTable]:
+    """The tables of a model's layers, if it has any, in the files of a checkpoint. Only headers are read.
 
     Raises:
         MTPError: A table is incomplete, or does not fit the model.
     """
     if (ngrams := model.ngrams) is None:
-        return
+        return {}
     found: dict[int, dict[int, dict[str, FileArray]]] = defaultdict(lambda: defaultdict(dict))
-    for file in checkpoint.model_files:
-        header = checkpoint.header(file)
-        for tensor, info in header.tensors.items():
-            if (place := place_of(tensor)) is not None:
-                layer, part, name = place
-                start = header.start + info.data_offsets[0]
-                found[layer][part][name] = FileArray(checkpoint.path / file, start, info)
+    own = {tensor: file for tensor, file in checkpoint.model_map.items() if place_of(tensor) and checkpoint.has(file)}
+    for tensor, info in checkpoint.tensors(own).items():
+        layer, part, name = place_of(tensor) or (0, 0, "")
+        start = checkpoint.header(own[tensor]).start + info.data_offsets[0]
+        found[layer][part][name] = FileArray((checkpoint.folder or Path()) / own[tensor], start, info)
+    tables = {}
     for i in model.model.ngram_layers:
         parts = [found[i][j] for j in sorted(found[i])]
-        if [*sorted(found[i])] != [*range(len(parts))] or not parts or any("weight" not in part for part in parts):
-            raise MTPError(f"{checkpoint.name} lacks a part of the n-gram table of layer {i}: download it again.")
         try:
-            ngrams.tables[i] = NgramTable(FileRows(parts), ngrams.width, ngrams.hashes[i].n_rows)
+            if [*found[i]] and [*sorted(found[i])] == [*range(len(parts))] and all("weight" in part for part in parts):
+                tables[i] = NgramTable(FileRows(parts), ngrams.width, ngrams.hashes[i].n_rows)
+                continue
+            wrong = f"{checkpoint.name} lacks a part of the n-gram table of layer {i}"
         except MTPError as e:
-            raise MTPError(
-                f"The n-gram table of layer {i} of {checkpoint.name} {e}: download or convert it again."
-            ) from e
+            wrong = f"The n-gram table of layer {i} of {checkpoint.name} {e}"
+        command = f"mlx_mtp convert --quantize --hf-path {base_in_16_bits(checkpoint)} --mlx-path NEW"
+        raise MTPError(f"{wrong}: download it again, or convert its base model with `{command}`.")
+    return tables
+
+
+def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> None:
+    """Open the tables of a model's layers, or read them into memory. Raises an MTPError as ``find_tables``."""
+    for i, table in find_tables(model, checkpoint).items():
+        model.ngrams.tables[i] = table
+        table.rows.open()
         if in_memory:
-            ngrams.tables[i].load()
+            table.load()

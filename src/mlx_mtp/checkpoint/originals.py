@@ -32,6 +32,7 @@ from .catalog import Published, originals_like, published
 from .config import Config, check_config, first_difference, parse_json, read_json, text_config_of
 from .reader import CheckpointReader, n_bytes
 
+BASE_MODEL = "BASE_MODEL"  # in commands, where none is known
 MAX_STEPS = 4  # from a checkpoint to its base model
 CARD = "README.md"
 HEADS, TOWERS = "heads", "towers"
@@ -132,10 +133,16 @@ def check_not_fp8(checkpoint: CheckpointReader) -> None:
     with suppress(MTPError, OSError):  # the error is raised when the model is loaded
         names = split_head(checkpoint.model_map)[0]
     if any(name.endswith("_scale_inv") for name in names):
-        bases = [base for base in base_models(checkpoint) if "fp8" not in base.lower()]
-        base = next(iter(bases), re.sub("[-_]fp8", "", checkpoint.name, flags=re.IGNORECASE))
-        other = "its 16-bit base model" if base == checkpoint.name else f"{base}, which has 16 bits"
+        base = base_in_16_bits(checkpoint)
+        other = "its 16-bit base model" if base == BASE_MODEL else f"{base}, which has 16 bits"
         raise MTPError(f"{checkpoint.name} is in FP8, which mlx-lm does not load: use {other}, or a conversion of it.")
+
+
+def base_in_16_bits(checkpoint: CheckpointReader) -> str:
+    """The 16-bit checkpoint of a model by its card, config or name, or ``BASE_MODEL``."""
+    name = re.sub("[-_]fp8", "", checkpoint.name, flags=re.IGNORECASE)
+    named = [*base_models(checkpoint), *([name] if name != checkpoint.name else []), *_named(checkpoint)]
+    return next((base for base in named if "fp8" not in base.lower()), BASE_MODEL)
 
 
 # Fetching

@@ -9,7 +9,7 @@ from ..checkpoint.acceptance import Measured, key_of, known, shifted
 from ..checkpoint.config import Config, check_config, skeleton
 from ..checkpoint.head_formats import check_head, first_tensor, has_raw_backbone, has_raw_head, shifts_norms
 from ..checkpoint.head_places import INDEX_FILE
-from ..checkpoint.ngram_files import place_of
+from ..checkpoint.ngram_files import find_tables, place_of
 from ..checkpoint.originals import check_not_fp8
 from ..checkpoint.reader import CheckpointReader, n_bytes
 from ..errors import MTPError, MTPFileNotFoundError
@@ -63,7 +63,7 @@ def _verdict(checkpoint: CheckpointReader) -> str:
     """The outcome of loading the checkpoint with its head."""
     try:
         check_not_fp8(checkpoint)
-        check_config(checkpoint.config, checkpoint.name)
+        find_tables(skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name), checkpoint)
         check_head(checkpoint)
     except MTPError as e:
         return str(e)
