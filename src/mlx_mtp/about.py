@@ -116,15 +116,15 @@ def _model(name: str, dtype: str) -> Lines:
     yield "Model", name if Path(name) != DEMO else DEMO_NOTE
     try:
         missing = sizes_to_download(name, None, [WEIGHTS])
-        yield from _remote(name, sum(missing.values())) if missing else _local(name, dtype)
+        yield from _remote(name, dtype, sum(missing.values())) if missing else _local(name, dtype)
     except (MTPError, OSError) as e:
         yield "Verdict", f"no drafts: {' '.join(str(e).split())}"
 
 
-def _remote(name: str, n_bytes: int) -> Lines:
+def _remote(name: str, dtype: str, n_bytes: int) -> Lines:
     """A model whose weights would be downloaded."""
     checkpoint, account = CheckpointReader(name), Account()
-    needs, _ = needs_of_checkpoint(checkpoint, CONTEXT, True, False)
+    needs, _ = needs_of_checkpoint(checkpoint, checkpoint, CONTEXT, dtype)
     yield "Needs", f"{needs} with a text of {CONTEXT} tokens"
     yield "Head", "its own" if checkpoint.head() else _to_fetch(name)
     fits = "fits" if needs.total <= account.left else "does not fit"

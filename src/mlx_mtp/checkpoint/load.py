@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,7 +38,7 @@ from .config import (
 from .dtype import AUTO, bfloat16_if_needed, check_dtype, check_float16, dtype_of, lacks_bfloat16, set_dtype
 from .fetched import fetch_missing_head, fetch_tower, has_usable_head
 from .hub import fetch
-from .memory_check import check_before_download, check_memory
+from .memory_check import check_memory, is_large_download
 from .ngram_files import find_tables, open_tables
 from .originals import HEADS, check_not_fp8, fetched_before, forget
 from .part import Stage, check_complete, divide, evaluate, make_ranks
@@ -122,6 +123,8 @@ def load(
     name, asked, drafting = path_or_hf_repo, mtp, (draft_vocab, mtp_bits, draft_head_bits)
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
     account = None if lazy or ranks is not None else Account(max_memory)
+    held: Config = {"dtype": dtype, "has_tower": vision == "auto", "ngram_memory": ngram_memory}
+    check: Any = partial(check_memory, account=account, context=context, **held)
     prefers_float16 = not lazy and any_rank(ranks, lacks_bfloat16())
     with raise_on_all(ranks):  # before the weights are downloaded
         _check_arguments(mtp, drafting, settings, adapter_path)
@@ -137,7 +140,8 @@ def load(
             config = check_config(checkpoint.config, name)
             if checkpoint.folder is None:
                 find_tables(skeleton(config, name), checkpoint)
-        check_before_download(checkpoint, account, context, is_plain, bool(mtp), vision == "auto", ngram_memory)
+        if is_large_download(checkpoint, account):
+            check(checkpoint, checkpoint if mtp else None, is_plain=is_plain)
         files = None if stage is None else stage.files
         folder = fetch(name, revision, *_head_files(checkpoint, mtp), weights=files)
         checkpoint = CheckpointReader(name, folder=folder, needed=files)
@@ -146,7 +150,7 @@ def load(
     _check_drafting(mtp, drafting, settings)
     own = _own_config(checkpoint, model_config or {})
     if not mtp and not copy_drafts and ranks is None:
-        check_memory(checkpoint, account, context, True, False, False, False)
+        check(checkpoint, None, is_plain=True)
         model, tokenizer, config = _load_in_mlx_lm(
             checkpoint, adapter_path, trust_remote_code, tokenizer_config, own, lazy, dtype, prefers_float16
         )
@@ -156,7 +160,7 @@ def load(
         if mtp == "auto":
             mtp = True if fetched is None else str(fetched.folder)
         source = _source_of_head(checkpoint, mtp)
-        holds = check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", ngram_memory, source)
+        holds = check(checkpoint, source)
         head = None if source is None else head_formats.read_head(source)
         changes = {**own, "mtp_num_hidden_layers": int(bool(mtp))}
         model, config = _load_model(checkpoint, head, changes, trust_remote_code, stage)
