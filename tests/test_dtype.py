@@ -3,6 +3,7 @@
 import gc
 import logging
 import shutil
+from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
@@ -174,6 +175,27 @@ def test_what_float16_cannot_hold_stays_in_bfloat16(chip, tiny, tmp_path, caplog
     assert record.message.endswith("use --dtype bfloat16. It is loaded in bfloat16 now.")
     with pytest.raises(ValueError, match=f"does not run in float16.*{reason}.*use --dtype bfloat16"):
         load(folder, dtype="float16", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"mtp": False}])
+def test_what_failed_in_float16_is_not_tried_again(chip, tiny, tmp_path, monkeypatch, caplog, options):
+    """On this machine, until the checkpoint changes."""
+    folder, check, cast = enlarged(tiny, tmp_path, *HUGE), loading.check_float16, []
+    monkeypatch.setattr(loading, "check_float16", lambda *args: cast.append(args) or check(*args))
+    chip(M1)
+    for _ in range(2):
+        caplog.clear()
+        assert types(load(folder, **options)[0]) == {BF16}
+        assert "values beyond 65,504" in caplog.text
+        assert len(cast) == 1
+    with pytest.raises(ValueError, match="values beyond 65,504"):
+        load(folder, dtype="float16", **options)
+    chip(M2)
+    load(folder, **options)
+    edit(Path(folder), lambda weights: weights.update({HUGE[0]: weights[HUGE[0]] / HUGE[1]}))
+    caplog.clear()
+    assert types(load(folder, **options)[0]) == {F16}
+    assert (len(cast), caplog.text) == (4, "")
 
 
 def test_the_self_test_decides(chip, tiny, tmp_path, monkeypatch, caplog):

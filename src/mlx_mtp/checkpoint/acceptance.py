@@ -9,16 +9,13 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import combinations
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from platformdirs import user_cache_path
 
 from ..distributed.ranks import from_rank_0
 from ..memory import TEST_CHUNK
@@ -26,7 +23,7 @@ from ..models.mixin import MTPModel
 from ..prompts import built_in_tokens
 from .head_formats import Head
 from .hub import first_line
-from .originals import read_own, update_own
+from .kept import keep, kept
 from .reader import CheckpointReader
 
 # On the built-in text, mostly code, a model accepts 0.5 to 0.9 of its own head's drafts. A constant draft is right as often as
@@ -36,6 +33,7 @@ BETTER = 0.1  # how many more drafts must be accepted with another reading than 
 NEAR = 0.03  # a difference that is chance
 N_TOKENS = 256  # of the built-in text
 MAX_SECONDS = 3.0  # after which no more of the text is read
+FILE = "acceptance.json"  # of what was measured on this machine
 PARTS = ("layers.", "norm.", "pre_fc_norm_")  # the beginnings of the names of norms that conversions treat alike
 
 Reading = tuple[str, ...]  # the PARTS whose norms are stored without the 1
@@ -74,8 +72,7 @@ def settle(
         except RuntimeError as e:  # MLX's, such as of a kernel that this device does not have
             log.warning(f"[WARNING] The MTP head of {head.source.name} could not be tested: {first_line(e)}")
             return
-        with suppress(OSError):  # otherwise it is measured again the next time
-            remember(key, measured)
+        keep(FILE, key, measured)
     if measured is not None:
         model.head_acceptance = measured.rate
 
@@ -169,21 +166,11 @@ def with_ones(norms: Mapping[str, mx.array], reading: Reading) -> dict[str, mx.a
 
 
 def known(key: str) -> Measured | None:
-    """What was measured before on this machine."""
     try:
-        rate, reading = read_own(_file())[key]
+        rate, reading = kept(FILE, key)
         return Measured(float(rate), None if reading is None else tuple(map(str, reading)))
-    except (KeyError, TypeError, ValueError):
+    except (TypeError, ValueError):
         return None
-
-
-def remember(key: str, acceptance: Measured) -> None:
-    _file().parent.mkdir(parents=True, exist_ok=True)
-    update_own(_file(), key, acceptance)
-
-
-def _file() -> Path:
-    return user_cache_path("mlx_mtp", appauthor=False) / "acceptance.json"
 
 
 def key_of(

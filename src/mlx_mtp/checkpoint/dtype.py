@@ -7,7 +7,8 @@ Weights that a checkpoint has in float32 beside others, such as the decay of a r
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,18 +18,20 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import has_head
-from ..distributed.ranks import any_rank
+from ..distributed.ranks import any_rank, from_rank_0
 from ..errors import MTPError
 from ..memory import gpu_generation
 from ..models import BASES
 from ..models.head_weights import is_head
 from ..models.mixin import MTPModel
 from ..prompts import built_in_tokens
+from .kept import keep, kept
 
 P = ParamSpec("P")
 T = TypeVar("T")
 AUTO = "auto"
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16}
+FILE = "float16.json"  # of models that float16 cannot hold
 N_TOKENS = 8  # of the built-in text for which logits must be finite
 WITHOUT_BFLOAT16 = (13, 14)  # the generations of the GPUs of M1 and M2
 
@@ -39,6 +42,7 @@ class Float16Error(MTPError):
     """A model does not run in float16."""
 
     def __init__(self, name: str, reason: str):
+        self.reason = reason
         super().__init__(f"{name} does not run in float16 ({reason}): use --dtype bfloat16.")
 
 
@@ -117,6 +121,23 @@ def _logits(model: Any, tokenizer: TokenizerWrapper) -> list[mx.array]:
         return [model(tokens)]
     logits, hidden = model(tokens, return_hidden=True)
     return [logits, model.draft_logits(model.mtp(model.model.embed_tokens(tokens[:, 1:]), hidden[:, :-1]))]
+
+
+@contextmanager
+def once_in_float16(key: str | None) -> Iterator[None]:
+    """A context that keeps the reason of a Float16Error for ``check_untried``."""
+    try:
+        yield
+    except Float16Error as e:
+        if key is not None:
+            keep(FILE, key, e.reason)
+        raise
+
+
+def check_untried(name: str, key: str, ranks: Any) -> None:
+    """Raise the Float16Error that was raised under a key before, on this machine or on rank 0's."""
+    if (reason := from_rank_0(ranks, lambda: kept(FILE, key))) is not None:
+        raise Float16Error(name, reason)
 
 
 def bfloat16_if_needed(load: Callable[P, T]) -> Callable[P, T]:

@@ -21,7 +21,7 @@ from ..models import MODEL_TYPES, model_module
 from ..models.mixin import MTPModel
 from ..models.shard import check_shard
 from . import head_formats
-from .acceptance import FLOOR, settle
+from .acceptance import FLOOR, key_of, settle
 from .adapters import check_adapter, with_adapter
 from .config import (
     Config,
@@ -35,7 +35,17 @@ from .config import (
     skeleton,
     with_output_layer,
 )
-from .dtype import AUTO, bfloat16_if_needed, check_dtype, check_float16, dtype_of, lacks_bfloat16, set_dtype
+from .dtype import (
+    AUTO,
+    bfloat16_if_needed,
+    check_dtype,
+    check_float16,
+    check_untried,
+    dtype_of,
+    lacks_bfloat16,
+    once_in_float16,
+    set_dtype,
+)
 from .fetched import fetch_missing_head, fetch_tower, has_usable_head
 from .hub import fetch
 from .memory_check import check_memory, is_large_download
@@ -44,7 +54,7 @@ from .originals import HEADS, check_not_fp8, fetched_before, forget
 from .part import Stage, check_complete, divide, evaluate, make_ranks
 from .reader import CheckpointReader, is_tied
 from .self_test import ensure_tested
-from .settings import cheapen_drafts, check_bits, find
+from .settings import cheapen_drafts, check_bits, find, machine
 from .settings import read as read_settings
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -148,12 +158,17 @@ def load(
     if mtp == "cached":
         mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
     _check_drafting(mtp, drafting, settings)
+    key = None
+    if prefers_float16 and dtype == AUTO:
+        key = f"{', '.join(machine().values())}, {key_of(checkpoint, checkpoint, adapter_path)} {mtp}"
+        check_untried(name, key, ranks)
     own = _own_config(checkpoint, model_config or {})
     if not mtp and not copy_drafts and ranks is None:
         check(checkpoint, None, is_plain=True)
-        model, tokenizer, config = _load_in_mlx_lm(
-            checkpoint, adapter_path, trust_remote_code, tokenizer_config, own, lazy, dtype, prefers_float16
-        )
+        with once_in_float16(key):
+            model, tokenizer, config = _load_in_mlx_lm(
+                checkpoint, adapter_path, trust_remote_code, tokenizer_config, own, lazy, dtype, prefers_float16
+            )
         return (model, tokenizer, config) if return_config else (model, tokenizer)
     with raise_on_all(ranks):
         fetched = fetch_missing_head(checkpoint) if mtp == "auto" else None
@@ -180,9 +195,12 @@ def load(
             model.shard(tensor_group)
         if not lazy:
             evaluate(model)
-    if is_cast:
-        check_float16(model, tokenizer, name)
-    runs_here = ranks is not None or (not lazy and ensure_tested(model, name, is_cast and dtype == AUTO) is not None)
+    with once_in_float16(key):
+        if is_cast:
+            check_float16(model, tokenizer, name)
+        runs_here = ranks is not None or (
+            not lazy and ensure_tested(model, name, is_cast and dtype == AUTO) is not None
+        )
     if head is not None:
         may_measure = runs_here or (fetched is not None and not lazy)
         settle(model, tokenizer, checkpoint, head, adapter_path, drafting[1], may_measure)

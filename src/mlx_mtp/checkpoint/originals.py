@@ -17,7 +17,6 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import RepoCard, constants
 from huggingface_hub.utils import TensorInfo, WeakFileLock
@@ -29,7 +28,8 @@ from ..files import write_atomic, writing
 from ..models import MODEL_TYPES
 from ..models.head_weights import split_head
 from .catalog import Published, originals_like, published
-from .config import Config, check_config, first_difference, parse_json, read_json, text_config_of
+from .config import Config, check_config, first_difference, read_json, text_config_of
+from .kept import read_own, update_own
 from .reader import CheckpointReader, n_bytes
 
 BASE_MODEL = "BASE_MODEL"  # in commands, where none is known
@@ -207,20 +207,6 @@ def _revision_of(original: CheckpointReader) -> str:
     files = sorted(original.path.glob("*.safetensors"))
     state = [_key_of(original), *((f.name, f.stat().st_mtime_ns) for f in files)]
     return hashlib.sha1(json.dumps(state).encode()).hexdigest()
-
-
-def read_own(file: Path) -> dict[str, Any]:
-    """Read a file of this package. Empty if it is missing or damaged, since it can be made again."""
-    try:
-        return parse_json(file.read_bytes(), str(file))
-    except (OSError, ValueError):
-        return {}
-
-
-def update_own(file: Path, key: str, value: Any) -> None:
-    """Set one entry of a file of this package, which other processes may change."""
-    with WeakFileLock(file.with_name(f".{file.name}.lock")):
-        write_atomic(file, json.dumps(read_own(file) | {key: value}, indent=4) + "\n")
 
 
 def copy_tensors(

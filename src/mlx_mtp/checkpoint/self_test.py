@@ -10,13 +10,12 @@ import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from platformdirs import user_cache_path
 from tqdm import tqdm
 
 from ..caches.prompt_cache import has_head
@@ -31,7 +30,7 @@ from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import Plan, StepTimes, on_lines
 from .dtype import Float16Error
 from .hub import first_line
-from .originals import read_own, update_own
+from .kept import keep, kept
 from .settings import machine
 
 # A share of the largest logit; wrong kernels miss by more.
@@ -75,18 +74,16 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
     """The result of a model's test on this machine, which runs if it has not yet. What is wrong is off, with a warning; for a
     model in float16 that must pass it is a Float16Error. If the test itself fails, that is a warning, and there is no result.
     """
-    file, key = user_cache_path("mlx_mtp", appauthor=False) / "self-test.json", _key_of(model)
+    file, key = "self-test.json", _key_of(model)
     try:
-        result = SelfTest(*read_own(file)[key])
-    except (KeyError, TypeError):
+        result = SelfTest(*kept(file, key))
+    except TypeError:  # none, or that of another version
         try:
             result = run(model)
         except Exception as e:  # MLX's, such as of memory, or of a kernel that this device does not have
             log.warning(f"[WARNING] The passes of {name} could not be tested on this device: {first_line(e)}")
             return None
-        with suppress(OSError):  # otherwise it runs again the next time
-            file.parent.mkdir(parents=True, exist_ok=True)
-            update_own(file, key, result)
+        keep(file, key, result)
     if result.wrong and must_pass:
         raise Float16Error(name, f"{', '.join(result.wrong)} passes are wrong")
     tuned = (model.drafting.tuned or Settings()).seconds

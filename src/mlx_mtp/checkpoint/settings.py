@@ -18,7 +18,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from platformdirs import user_cache_path
 
 from .._version import __version__
 from ..caches.validation import BITS
@@ -30,6 +29,7 @@ from ..models.head_weights import quantize_head
 from ..models.mixin import MTPModel
 from .config import parse_json, read_json
 from .hub import fetch
+from .kept import cache_file
 
 # The lowest and the highest value of each field of generation_config.json.
 RANGES: dict[str, tuple[float, float]] = {
@@ -70,7 +70,7 @@ def machine(n_ranks: int = 1) -> dict[str, str]:
 def default_file(key: Mapping[str, str]) -> Path:
     """The file for a checkpoint's settings on a device, in the user's cache folder."""
     name = hashlib.sha256(f"{key['checkpoint']} {key['device']}".encode()).hexdigest()[:16]
-    return user_cache_path("mlx_mtp", appauthor=False) / f"{name}.json"
+    return cache_file(f"{name}.json")
 
 
 def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> Settings | None:
