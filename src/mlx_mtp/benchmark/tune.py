@@ -50,8 +50,6 @@ Seconds = dict[tuple[int, Settings], list[float]]  # of each round, by window an
 
 @dataclass
 class Measured:
-    """Settings compared with plain decoding, over all prompts."""
-
     settings: Settings
     ratios: list[float]  # by round
     counts: DraftCounts = field(default_factory=DraftCounts)
@@ -97,7 +95,6 @@ def combine(base: Measured, measured: Sequence[Measured]) -> list[Settings]:
 
 
 def show(measured: Sequence[Measured]) -> str:
-    """The measurements as a table, and the recommendation."""
     rows = [["settings", "ratio", "lowest", "highest", "tokens/s", "accepted first", "tokens/step"]]
     for m in measured:
         drafted, accepted = m.counts.drafted, m.counts.accepted
@@ -134,7 +131,6 @@ def tune(
 
 
 def cheaper(model: Any) -> list[Settings]:
-    """The forms of drafts that are cheaper than the model's own."""
     forms = []
     if not any(hasattr(m, "bits") for _, m in model.mtp.named_modules()):
         forms += [Settings(mtp_bits=bits) for bits in HEAD_BITS]
@@ -235,7 +231,6 @@ def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[S
     n_tokens = cache.n_tokens
 
     def verify(_: int, name: str) -> float:
-        """The seconds of a pass over n tokens, of which the first is kept."""
         nonlocal n_tokens
         n, way = kinds[name]
         window = mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]

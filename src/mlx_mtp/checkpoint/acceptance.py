@@ -55,13 +55,7 @@ def settle(
     bits: int | None,
     may_measure: bool,
 ) -> None:
-    """Set ``model.head_acceptance``, and read the head's norms so that the model accepts its drafts. Log what was found.
-
-    Args:
-        adapter: The adapter of the model.
-        bits: The bits to which its head was quantized in memory.
-        may_measure: Measure if it was not measured before on this machine.
-    """
+    """Set ``model.head_acceptance``, and read the norms of the head, in memory in ``bits``, so that drafts are accepted."""
     key = key_of(checkpoint, head.source, adapter, bits)
     measured = from_rank_0(model.ranks, lambda: known(key))
     if measured is not None and measured.reading is not None:
@@ -99,7 +93,6 @@ def shifted(reading: Reading) -> str:
 
 
 def told_by(raw: bool) -> Reading:
-    """The reading that a checkpoint tells."""
     return PARTS if raw else ()
 
 
@@ -115,12 +108,7 @@ def best_of(rates: Mapping[Reading, float], told: Reading) -> Reading:
 def measure_readings(
     model: MTPModel, tokenizer: TokenizerWrapper, norms: Mapping[str, mx.array], told: Reading
 ) -> dict[Reading, float]:
-    """Measure the acceptance rate with each reading of the head's norms.
-
-    Args:
-        norms: The head's norms as they are stored.
-        told: The reading that the checkpoint tells, which the model has before and after.
-    """
+    """Measure the acceptance with each reading of stored norms. The model has ``told``, that of its files, before and after."""
     tokens = built_in_tokens(tokenizer, model.vocab_size, N_TOKENS)  # [1, T]
     cache, end, read = model.make_cache(), perf_counter() + MAX_SECONDS, list[tuple[mx.array, mx.array]]()
     for i in range(0, tokens.size, TEST_CHUNK):
@@ -182,7 +170,6 @@ def key_of(
 
 
 def _state_of(checkpoint: CheckpointReader) -> Any:
-    """A commit, or a folder's files with their times."""
     if checkpoint.revision is not None:
         return [checkpoint.name, checkpoint.revision]
     names = [name for name in checkpoint.files if name.endswith((".safetensors", "config.json"))]

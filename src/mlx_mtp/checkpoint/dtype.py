@@ -39,15 +39,12 @@ log = logging.getLogger(__name__)
 
 
 class Float16Error(MTPError):
-    """A model does not run in float16."""
-
     def __init__(self, name: str, reason: str):
         self.reason = reason
         super().__init__(f"{name} does not run in float16 ({reason}): use --dtype bfloat16.")
 
 
 def lacks_bfloat16() -> bool:
-    """Whether the GPU has no bfloat16 arithmetic."""
     return gpu_generation()[0] in WITHOUT_BFLOAT16
 
 
@@ -69,14 +66,7 @@ def dtype_of(model: Any) -> mx.Dtype:
 
 
 def set_dtype(model: Any, dtype: str, prefers_float16: bool) -> bool:
-    """Cast the weights of a model to one type, when they are read; see ``mlx_mtp.load``.
-
-    Args:
-        prefers_float16: Whether "auto" casts bfloat16 to float16.
-
-    Returns:
-        Whether a backbone of another type is in float16 now.
-    """
+    """Cast a model's weights when they are read, see ``load``. Return whether a backbone of another type is in float16 now."""
     own = dtype_of(model)
     target = DTYPES.get(dtype, mx.float16 if prefers_float16 and own == mx.bfloat16 else own)
     if target != own and getattr(model, "model_type", None) in BASES:
@@ -114,7 +104,6 @@ def check_float16(model: Any, tokenizer: TokenizerWrapper, name: str) -> None:
 
 
 def _logits(model: Any, tokenizer: TokenizerWrapper) -> list[mx.array]:
-    """The logits of built-in text, and those of the head."""
     embedding = next(m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding))
     tokens = built_in_tokens(tokenizer, len(embedding.weight), N_TOKENS)  # [1, T]
     if not has_head(model):

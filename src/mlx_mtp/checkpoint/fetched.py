@@ -24,8 +24,6 @@ PATIENCE = 5  # seconds to wait for the hub's answer about a head that the user 
 
 @dataclass(frozen=True)
 class FetchedHead:
-    """A head fetched from an original."""
-
     folder: Path  # a drafter for load(..., mtp=str(folder))
 
     @property
@@ -36,7 +34,6 @@ class FetchedHead:
 
     @property
     def source(self) -> str:
-        """The base model's path or repository."""
         return str(self.record.get("source", ""))
 
     @property
@@ -74,11 +71,7 @@ def has_usable_head(checkpoint: CheckpointReader) -> bool:
 
 
 def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[str, int] | None:
-    """The original of a checkpoint without a head, and the bytes of the head that ``mtp="auto"`` would fetch from it.
-
-    The catalog tells most; otherwise the hub is asked, for a few seconds at most. ``None`` if neither knows one, also without a
-    network. Nothing of the head is downloaded.
-    """
+    """The original of a checkpoint without a head and the bytes of its head, by the catalog or the hub; ``None`` if unknown."""
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     check_config(checkpoint.config, path_or_hf_repo)
     if has_own_head(checkpoint):
@@ -100,8 +93,7 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
 
 
 def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
-    """Describe the tensors of a base model's head, for a checkpoint. Raises MTPError if there is none, it does not fit, or
-    it is quantized."""
+    """Describe the tensors of an original's head. Raises MTPError if there is none, or it does not fit or is quantized."""
     originals.check_sizes(original, checkpoint)
     if not (tensors := original.head()):
         raise MTPError(f"{original.name} has no MTP head: the base model of {checkpoint.name} has.")
@@ -113,7 +105,6 @@ def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Te
 
 
 def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
-    """Write the head as a drafter. Return its config."""
     own = original.config or {}
     prefix = "mtp." if has_raw_head(original) else ""  # the names of a drafter's tensors imply its layout
     names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
@@ -123,7 +114,6 @@ def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> C
 
 
 def fetched_heads() -> Iterator[FetchedHead]:
-    """All completely fetched heads."""
     for file in sorted(originals.folder_of(originals.HEADS).glob(f"*/*/{originals.CONFIG}")):
         yield FetchedHead(file.parent)
 
@@ -145,7 +135,6 @@ def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> T
 
 
 def _write_tower(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
-    """Write the tower and its image settings. Return its config."""
     own = original.config or {}
     copy_image_settings(original, target)
     originals.copy_tensors(original, tensors, target / originals.WEIGHTS)

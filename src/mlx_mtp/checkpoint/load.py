@@ -226,7 +226,6 @@ def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
 def _check_arguments(
     mtp: bool | str, drafting: tuple[Any, ...], settings: bool | str | Path, adapter_path: str | None
 ) -> None:
-    """Raise an error for arguments that are wrong for any model."""
     _check_drafting(mtp, drafting, settings)
     check_bits(*drafting[1:])
     if not isinstance(settings, bool):
@@ -251,8 +250,7 @@ def _head_files(checkpoint: CheckpointReader, mtp: bool | str) -> list[str]:
 
 
 def _cached_head(checkpoint: CheckpointReader) -> bool | str:
-    """``mtp="cached"`` as another value: ``"auto"`` finds a head that was downloaded, without the hub. A head of its own that
-    cannot be used is no error, since nobody has asked for it."""
+    """What ``mtp="cached"`` stands for. A head of its own that cannot be used is no error, since nobody has asked for it."""
     check_config(checkpoint.config, checkpoint.name)
     try:
         if has_usable_head(checkpoint):
@@ -273,7 +271,6 @@ def _load_in_mlx_lm(
     dtype: str,
     prefers_float16: bool,
 ) -> Any:
-    """Load a model of any family, its tokenizer and config. It generates without drafts."""
     with loading_errors(checkpoint.name):
         model, tokenizer, config = mlx_lm.load(
             str(checkpoint.path), tokenizer_config, model_config, None, True, True, trust_remote_code=trust_remote_code
@@ -302,8 +299,7 @@ def _source_of_head(checkpoint: CheckpointReader, mtp: bool | str) -> Checkpoint
 
 
 def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, asked: bool | str) -> None:
-    """Warn of a head whose drafts the model rejects. That of another checkpoint is not used: an MTPError, or where nobody has
-    asked for it, the model loses it."""
+    """Warn of a head that the model rejects. Another checkpoint's is an MTPError or, where nobody has asked for it, dropped."""
     accepted, name, fetched = model.head_acceptance, checkpoint.name, model.fetched_head
     if accepted is None or accepted >= FLOOR:
         return
@@ -408,8 +404,7 @@ def _load_tokenizer(
 
 
 def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None:
-    """Add the ends of text. Warn if transformers tokenizes differently from the checkpoint's tokenizer.json, as some
-    versions do."""
+    """Add the ends of text. Warn if transformers tokenizes differently from the checkpoint's tokenizer.json."""
     tokenizer.eos_token_ids |= ends_of_text(checkpoint.path)
     file, backend = checkpoint.path / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not file.exists():

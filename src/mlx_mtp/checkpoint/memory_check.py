@@ -44,13 +44,10 @@ def check_memory(
     has_tower: bool = False,
     ngram_memory: bool | None = None,
 ) -> bool:
-    """Raise an MTPError if a checkpoint, with the head of ``source``, does not fit in memory with a text of ``context`` tokens.
+    """Raise an MTPError if a checkpoint with the head of ``source`` and a text do not fit in memory; without ``account`` never.
 
-    In plain mlx-lm, which drops heads and towers, it is checked without a text. No ``account``, no check. Tables of n-gram
-    embeddings are in memory if ``ngram_memory``; ``None``: if they leave a share of the memory free.
-
-    Returns:
-        Whether there are such tables in memory.
+    Plain mlx-lm drops heads and towers, and is checked without a text. Return whether n-gram tables are in memory: if
+    ``ngram_memory``, or with ``None`` if they leave enough of it.
     """
     if account is None:
         return bool(ngram_memory)
@@ -115,7 +112,6 @@ def _types(backbone: Mapping[str, TensorInfo], dtype: str) -> tuple[Sequence[str
 
 
 def model_tensors(checkpoint: CheckpointReader) -> dict[str, TensorInfo]:
-    """Describe the tensors that mlx-lm loads."""
     return {name: t for file in checkpoint.model_files for name, t in checkpoint.header(file).tensors.items()}
 
 

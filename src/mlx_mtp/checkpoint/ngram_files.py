@@ -42,8 +42,6 @@ def without_tables(tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorI
 
 
 class FileArray(NamedTuple):
-    """A tensor [n, width] in a file."""
-
     file: Path
     start: int  # in the file, in bytes
     tensor: TensorInfo
@@ -56,15 +54,9 @@ class FileArray(NamedTuple):
 
 
 class FileRows:
-    """The rows of a table in files: ``weight`` and, if they are quantized, ``scales`` and ``biases``.
+    """The rows of a table in files, of which each part has arrays. Raises an MTPError if they do not fit together.
 
     ``layout`` has the width of each array and its dtype; bfloat16 is read as uint16.
-
-    Args:
-        parts: The arrays of each part of the rows.
-
-    Raises:
-        MTPError: The parts do not fit together.
     """
 
     def __init__(self, parts: list[dict[str, FileArray]]):
@@ -80,7 +72,6 @@ class FileRows:
         self.parts, self.starts = parts, np.cumsum([0, *lengths])  # the id of each part's first row
 
     def open(self) -> None:
-        """Open the files, which is required before a row is read."""
         files = {x.file for part in self.parts for x in part.values()}
         self.opened = {file: os.open(file, os.O_RDONLY) for file in files}  # their descriptors
         weakref.finalize(self, _close, [*self.opened.values()])
@@ -124,7 +115,7 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _read_all(reads: list[tuple[int, int, int]]) -> bytes:
-    """Read bytes of open files: (file descriptor, number of bytes, position)."""
+    """Read bytes of open files, by (file descriptor, number of bytes, position)."""
     data = b"".join([os.pread(*read) for read in reads])
     if len(data) < sum(n for _, n, _ in reads):
         raise MTPError("A file of the model's n-gram table has been cut: download or convert the model again.")
@@ -132,11 +123,7 @@ def _read_all(reads: list[tuple[int, int, int]]) -> bytes:
 
 
 def find_tables(model: Any, checkpoint: CheckpointReader) -> dict[int, NgramTable]:
-    """The tables of a model's layers, if it has any, in the files of a checkpoint. Only headers are read.
-
-    Raises:
-        MTPError: A table is incomplete, or does not fit the model.
-    """
+    """The tables of a model's layers by the headers of a checkpoint. Raises MTPError if one is incomplete or does not fit."""
     if (ngrams := model.ngrams) is None:
         return {}
     found: dict[int, dict[int, dict[str, FileArray]]] = defaultdict(lambda: defaultdict(dict))
@@ -161,7 +148,6 @@ def find_tables(model: Any, checkpoint: CheckpointReader) -> dict[int, NgramTabl
 
 
 def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> None:
-    """Open the tables of a model's layers, or read them into memory. Raises an MTPError as ``find_tables``."""
     for i, table in find_tables(model, checkpoint).items():
         model.ngrams.tables[i] = table
         table.rows.open()

@@ -45,10 +45,7 @@ Describe = Callable[[CheckpointReader], Tensors]
 
 
 def find_original(kind: str, checkpoint: CheckpointReader, describe: Describe) -> tuple[CheckpointReader, Tensors]:
-    """Find the base model of a checkpoint that lacks a part. Return it, and what ``describe`` says of the part.
-
-    This downloads only cards, configs and headers. A FileNotFoundError has the reason for each candidate.
-    """
+    """The base model of a checkpoint that lacks a part, and what ``describe`` says of the part. No weights are downloaded."""
     tried: dict[str, str] = {}
     for original in _candidates(checkpoint):
         try:
@@ -149,7 +146,7 @@ def base_in_16_bits(checkpoint: CheckpointReader) -> str:
 
 
 def folder_of(kind: str) -> Path:
-    """The folder of the parts of a kind: in ``HF_HOME``, beside the hub's cache."""
+    """In ``HF_HOME``, beside the hub's cache."""
     return Path(constants.HF_HOME) / "mlx_mtp" / kind
 
 
@@ -160,11 +157,10 @@ def fetch_from_original(
     write: Callable[[CheckpointReader, Tensors, Path], Config],
     advice: str,
 ) -> Path:
-    """Fetch a part of a checkpoint's original, unless it was fetched before. Return its folder.
+    """Fetch a part of a checkpoint's original, once. Return its folder.
 
     ``describe`` returns the tensors of the part in an original, or raises an MTPError. ``write`` writes them to a folder and
-    returns its config.json, which is written last: another call resumes in a folder without one. ``advice`` ends the
-    FileNotFoundError if there is no original.
+    returns its config.json, which is written last. ``advice`` ends the FileNotFoundError if there is no original.
     """
     if (known := fetched_before(kind, checkpoint)) is not None:
         return known
@@ -194,7 +190,6 @@ def fetched_before(kind: str, checkpoint: CheckpointReader) -> Path | None:
 
 
 def forget(kind: str, checkpoint: CheckpointReader) -> None:
-    """Forget that a part was fetched for a checkpoint. The part stays."""
     update_own(folder_of(kind) / OF, _key_of(checkpoint), None)
 
 
@@ -212,11 +207,7 @@ def _revision_of(original: CheckpointReader) -> str:
 def copy_tensors(
     original: CheckpointReader, tensors: Tensors, file: Path, names: Mapping[str, str] | None = None
 ) -> None:
-    """Copy some tensors to a new safetensors file, under these names or their own. Only their bytes are read.
-
-    The file appears when it is complete. Until then its bytes are in a file with the suffix ``.part``, and another call resumes
-    there.
-    """
+    """Copy tensors to a new file, under ``names`` or their own. An incomplete file has the suffix ``.part``, and is resumed."""
     order = sorted(tensors, key=lambda name: (original.weight_map[name], tensors[name].data_offsets))
     header, n = {}, 0
     for name in order:

@@ -71,8 +71,8 @@ class SelfTest(NamedTuple):
 
 
 def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | None:
-    """The result of a model's test on this machine, which runs if it has not yet. What is wrong is off, with a warning; for a
-    model in float16 that must pass it is a Float16Error. If the test itself fails, that is a warning, and there is no result.
+    """The result of a model's test on this machine, which runs once. What is wrong is off, with a warning, or if the model
+    ``must_pass`` a Float16Error. ``None`` if the test itself fails.
     """
     file, key = "self-test.json", _key_of(model)
     try:
@@ -102,7 +102,6 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
 
 
 def _key_of(model: Any) -> str:
-    """The machine, and a digest of the shapes and types of all weights."""
     weights: Any = tree_flatten(model.parameters())
     kind = hashlib.sha256(str([(name, w.shape, str(w.dtype)) for name, w in weights]).encode()).hexdigest()[:16]
     return f"{', '.join(machine().values())}, {model.model_type} {kind}"
@@ -151,7 +150,6 @@ def _run(model: Any, bar: Any) -> SelfTest:
 
 
 def _compiled_difference(model: Any, caches: list[Any], window: mx.array) -> float:
-    """The largest difference in any logit between a compiled and another pass over a window [1, n] after a prompt."""
     n_confirmed, compilers = int(window.size > 1), (Compiler(), None)
     return _difference(
         *(model(window, cache=copy.deepcopy(caches), n_confirmed=n_confirmed, compiler=c) for c in compilers)
@@ -169,10 +167,7 @@ def _prefilled(model: Any, prompt: mx.array) -> list[Any]:
 
 
 def _head_copies(model: Any) -> int:
-    """How often drafts in one graph copy the head's keys and values, by the peak of memory.
-
-    MLX writes to an array in place if nothing else holds it, and Metal may hold it until the pass before has completed.
-    """
+    """How often drafts in one graph copy the head's keys and values, by the peak of memory. The design page says why."""
     norm, cache, token = model.mtp.pre_fc_norm_hidden.weight, model.head_layer.make_cache(), mx.zeros((1, 1), mx.uint32)
     hidden = run_head(model, mx.zeros((1, 1, norm.size), norm.dtype), token, cache)
     sizes = model.head_layer.row_sizes.values()
@@ -210,7 +205,7 @@ class _EveryLength(Depth):
 
 
 def _step_seconds(model: Any, prompt: mx.array, bar: Any) -> tuple[list[float], float]:
-    """The times of steps, see ``step_seconds``. None if plain steps, or all others, were not timed in ``MAX_SECONDS``."""
+    """See ``step_seconds``. None if plain steps, or all others, were not timed in ``MAX_SECONDS``."""
     depth, end = _EveryLength(MAX_DRAFT_TOKENS), perf_counter() + MAX_SECONDS
     n = len(depth.left)
     steps = mtp_generate_step(prompt, model, max_tokens=1000, num_draft_tokens=depth, copy_drafts="off")
@@ -236,14 +231,9 @@ def _guess(passes: Mapping[int, float], rows: int) -> float:
 
 
 def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple[list[float], float]:
-    """
-    Args:
-        seconds: The times of steps of one sequence with 0 to 8 drafts.
-        passes: The times of passes over 1, 8 and 9 rows and those of ``ROWS``, or the first of them.
+    """The times of steps at ``DRAFT_LENGTHS``, and of a draft in plain steps, 0 if unknown.
 
-    Returns:
-        The times of steps at ``DRAFT_LENGTHS``, or the first of them, and the time of a draft in
-          plain steps, 0 if it is unknown.
+    Given are those of steps of one sequence with 0 to 8 drafts, and of passes over 1, 8 and 9 rows and ``ROWS``, or the first.
     """
     if not {1, 8, 9} <= passes.keys():
         return [*seconds], 0.0

@@ -17,10 +17,7 @@ from ..memory import size, sizes_of
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
-    """Describe a checkpoint: type, quantization, head, vision encoder, the outcome of ``--mtp``, and the head's memory.
-
-    No weights are downloaded from the hub. Raises a FileNotFoundError or an MTPError for missing or damaged files.
-    """
+    """Describe a checkpoint: type, quantization, head, vision encoder, the outcome of ``--mtp``, and the head's memory."""
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     config = checkpoint.config
     if config is None:
@@ -60,7 +57,6 @@ def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) ->
 
 
 def _verdict(checkpoint: CheckpointReader) -> str:
-    """The outcome of loading the checkpoint with its head."""
     try:
         check_not_fp8(checkpoint)
         find_tables(skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name), checkpoint)
@@ -72,7 +68,6 @@ def _verdict(checkpoint: CheckpointReader) -> str:
 
 
 def _measured(checkpoint: CheckpointReader) -> Measured | None:
-    """The acceptance rate of the head's drafts, if the checkpoint was loaded before on this machine."""
     return known(key_of(checkpoint, checkpoint))
 
 

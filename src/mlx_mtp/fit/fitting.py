@@ -121,7 +121,6 @@ def fit(
 
 
 def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
-    """Raise an MTPError if a model's head is quantized, or has an adapter."""
     if any("lora_a" in module for _, module in model.mtp.named_modules()):
         raise MTPError(f"The adapter {adapter_path} also adapts the head: give an adapter of the backbone only.")
     if head_bits(model.mtp) is not None:
@@ -148,10 +147,7 @@ def open_work(work: Path, source: Any) -> None:
 def write_checkpoint(
     target: Path, source: Path, model: Any, name: str, adapter_path: str | None, record: dict[str, Any], table: str
 ) -> None:
-    """Write a folder with links to the files of the fitted model, in ``source``, and the head.
-
-    ``record`` and ``table`` go into its card: the data of the fit, and the acceptance before and after.
-    """
+    """Write a folder with links to the model's files in ``source``, the head, and a card with ``record`` and ``table``."""
     reader = CheckpointReader(name, folder=source)
     config: Config = check_config(reader.config, name)
     fetched = model.fetched_head

@@ -22,10 +22,9 @@ LOGITS = 1 << 25  # computed at once: 128 MiB of float32
 
 
 class DraftKVCache(ConcatenateKVCache):
-    """The keys and values of a head that drafts at T positions in parallel.
+    """The keys and values of a head that drafts at T positions in parallel: T verified ones, and T of each draft.
 
-    The first pass adds T verified positions; each further pass adds a draft for each of them. Sparse attention
-    selects all tokens, as in decoding up to the indexer's budget.
+    Sparse attention selects all tokens, as in decoding up to the indexer's budget.
     """
 
     def update_and_fetch(self, keys: mx.array, values: mx.array, *index_keys: mx.array) -> tuple[mx.array, ...]:
@@ -85,10 +84,7 @@ class DraftLoss:
         return sum(losses[1:], losses[0]), n_counted[0]
 
     def divergence(self, out: mx.array, ids: mx.array, probabilities: mx.array) -> mx.array:
-        """The input of the output layer [B, T, H], ids [B, T, k], probabilities [B, T, k] -> nats [B, T].
-
-        The logits of a few positions are computed at a time, and again for the gradient, to limit the memory.
-        """
+        """[B, T, H], ids and probabilities [B, T, k] -> nats [B, T]. Few positions at a time have logits."""
         B, T, _ = out.shape
         flat = [x.reshape(B * T, -1) for x in (out, ids, probabilities)]
         n = max(LOGITS // self.output_layer.weight.shape[0], 1)

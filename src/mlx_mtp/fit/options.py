@@ -53,7 +53,6 @@ class FitOptions:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise an error if an option is out of range, two contradict each other, or a file is missing."""
         if self.corpus is not None and self.prompts is not None:
             raise MTPError("Choose either --corpus or --prompts, not both.")
         check_limits(vars(self), LIMITS)
