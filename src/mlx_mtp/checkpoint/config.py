@@ -61,14 +61,10 @@ def check_config(config: Config | None, name: str) -> Config:
     return config
 
 
-def runs_in_mlx_lm_only(config: Config | None) -> bool:
+def runs_in(config: Config | None) -> tuple[bool, bool]:
+    """Whether this package, and whether mlx-lm, has the family of a checkpoint's model."""
     model_type = (config or {}).get("model_type")
-    return model_type not in MODEL_TYPES and _mlx_lm_has(model_type)
-
-
-def runs_here_only(config: Config | None) -> bool:
-    model_type = (config or {}).get("model_type")
-    return model_type in MODEL_TYPES and not _mlx_lm_has(model_type)
+    return model_type in MODEL_TYPES, _mlx_lm_has(model_type)
 
 
 def _mlx_lm_has(model_type: Any) -> bool:
@@ -87,10 +83,6 @@ def canonical(config: Config) -> Config:
     if str(config.get("model_type")).startswith("qwen3_5"):
         config["model_type"] = config["model_type"].removesuffix("_text")
     return config
-
-
-def model_type_of(config: Config | None) -> Config:
-    return {key: value for key, value in (config or {}).items() if key == "model_type"}
 
 
 def text_config_of(config: Config) -> Config:

@@ -37,17 +37,13 @@ class FetchedHead:
         return str(self.record.get("source", ""))
 
     @property
-    def revision(self) -> str:
-        return str(self.record.get("revision", ""))
-
-    @property
     def nbytes(self) -> int:
         return (self.folder / originals.WEIGHTS).stat().st_size
 
 
 def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
     """Fetch the head of a checkpoint's original, see ``fetch_from_original``. ``None`` if the checkpoint has its own head."""
-    if has_own_head(checkpoint):
+    if checkpoint.head_map:
         return None
     advice = (
         f"Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {checkpoint.name} "
@@ -57,14 +53,9 @@ def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
     return FetchedHead(originals.fetch_from_original(originals.HEADS, checkpoint, describe, _write_head, advice))
 
 
-def has_own_head(checkpoint: CheckpointReader) -> bool:
-    """Whether a checkpoint has its own head. Raises an error if a file of it is missing or damaged."""
-    return bool(checkpoint.head_map)
-
-
 def has_usable_head(checkpoint: CheckpointReader) -> bool:
     """Whether a checkpoint has its own head. Raises an error if that cannot be used."""
-    if has_own_head(checkpoint):
+    if checkpoint.head_map:
         check_head(checkpoint)
         return True
     return False
@@ -74,7 +65,7 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
     """The original of a checkpoint without a head and the bytes of its head, by the catalog or the hub; ``None`` if unknown."""
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     check_config(checkpoint.config, path_or_hf_repo)
-    if has_own_head(checkpoint):
+    if checkpoint.head_map:
         return None  # which cannot be used
     if (known := originals.published_base(checkpoint)) is not None:
         return known.original, int(known.head_gb * GB)
