@@ -225,6 +225,7 @@ def in_fp8(folder):
     for file in folder.glob("model-part*.safetensors"):
         ((name, w),) = mx.load(str(file)).items()
         save(folder, {name: mx.to_fp8(w), f"{name}_scale_inv": mx.ones((1, 1))}, file.name)
+    configure(folder, quantization_config={"quant_method": "fp8"})
 
 
 @pytest.mark.parametrize("where", ["local", "hub"])
@@ -251,6 +252,8 @@ def test_inspect_tells_what_a_table_lacks(spoil, error, where, hub, tmp_path):
     for mtp_ in (True, False, "cached"):
         with pytest.raises(ValueError, match=re.escape(said)):
             load(name, mtp=mtp_)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        converted(name, tmp_path / "out")
     if where == "hub":  # before a weight is downloaded
         assert hub.served["model.safetensors"] <= 8 * HEADER_BYTES
 

@@ -42,8 +42,6 @@ WINDOWS = (1, 4)  # tokens: a plain step, and one with three drafts
 PIECES = (4, 8)  # attention layers
 CONTEXT = 4096  # tokens before the windows in which attention is timed
 N_CALLS = 4  # a round
-
-
 WAY = ("compiled", "pieces", "attention_rows")  # fields of settings about passes
 Seconds = dict[tuple[int, Settings], list[float]]  # of each round, by window and way to run passes
 

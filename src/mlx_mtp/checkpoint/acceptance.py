@@ -1,8 +1,7 @@
 """Whether a model accepts the drafts of its head, and the reading of the head's norms with which it does.
 
 It is measured once for each checkpoint on a machine: a pass of the model over built-in text gives its choices, and one of the
-head its drafts of the same tokens. Some checkpoints have some or all norms of the head without the 1 that MLX's layout adds, or
-with it where others have not, and nothing in them says so. Another reading costs only one more pass of the head.
+head its drafts. Nothing in some checkpoints says which norms of the head lack the 1 that MLX's layout adds.
 """
 
 import hashlib

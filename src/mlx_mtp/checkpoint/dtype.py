@@ -1,8 +1,7 @@
 """The type of a model's floating-point weights, ``--dtype``: one for the backbone, the head, adapters and the vision encoder.
 
-A product of arrays of two types is computed in float32, with twice the memory and time. So all weights are cast to one type
-when they are read. M1 and M2 have no bfloat16 arithmetic: there, "auto" casts bfloat16 to float16 if no value becomes infinite.
-Weights that a checkpoint has in float32 beside others, such as the decay of a recurrence, stay as they are.
+See "One type" in docs/develop/design.md. Weights that a checkpoint has in float32 beside others, such as the decay of a
+recurrence, stay as they are.
 """
 
 import logging
@@ -46,11 +45,6 @@ class Float16Error(MTPError):
 
 def lacks_bfloat16() -> bool:
     return gpu_generation()[0] in WITHOUT_BFLOAT16
-
-
-def check_dtype(dtype: str) -> None:
-    if dtype not in (AUTO, *DTYPES):
-        raise MTPError(f"dtype must be one of {', '.join((AUTO, *DTYPES))}, not {dtype!r}.")
 
 
 def dtype_of(model: Any) -> mx.Dtype:

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ..errors import MTPError
@@ -49,8 +48,7 @@ def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
         f"Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {checkpoint.name} "
         "--mlx-path NEW`, or generate without a head (--no-mtp, in Python mtp=False)."
     )
-    describe = partial(fitting_head, checkpoint=checkpoint)
-    return FetchedHead(originals.fetch_from_original(originals.HEADS, checkpoint, describe, _write_head, advice))
+    return FetchedHead(originals.fetch_from_original(originals.HEADS, checkpoint, fitting_head, _write_head, advice))
 
 
 def has_usable_head(checkpoint: CheckpointReader) -> bool:
@@ -73,9 +71,8 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
 
     def ask() -> None:
         with suppress(MTPError, OSError):
-            describe = partial(fitting_head, checkpoint=checkpoint)
-            original, tensors = originals.find_original(originals.HEADS, checkpoint, describe)
-            found.append((original.name, sum(map(n_bytes, tensors.values()))))
+            original, tensors = originals.find_original(originals.HEADS, checkpoint, fitting_head)
+            found.append((original.name, n_bytes(*tensors.values())))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -112,8 +109,7 @@ def fetched_heads() -> Iterator[FetchedHead]:
 def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:
     """Fetch the vision encoder of a checkpoint's original, see ``fetch_from_original``."""
     advice = f"Add one with `mlx_mtp convert --graft-vision-from BASE_MODEL --model {checkpoint.name} --mlx-path NEW`."
-    describe = partial(fitting_tower, checkpoint=checkpoint)
-    tower = originals.fetch_from_original(originals.TOWERS, checkpoint, describe, _write_tower, advice)
+    tower = originals.fetch_from_original(originals.TOWERS, checkpoint, fitting_tower, _write_tower, advice)
     return Vision(tower, config | settings_of(read_json(tower / originals.CONFIG)), [originals.WEIGHTS])
 
 

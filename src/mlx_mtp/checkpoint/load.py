@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx_lm
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
@@ -35,8 +36,8 @@ from .config import (
 )
 from .dtype import (
     AUTO,
+    DTYPES,
     bfloat16_if_needed,
-    check_dtype,
     check_float16,
     check_untried,
     dtype_of,
@@ -49,7 +50,7 @@ from .hub import fetch
 from .memory_check import check_memory, is_large_download
 from .ngram_files import find_tables, open_tables
 from .originals import HEADS, check_not_fp8, fetched_before, forget
-from .part import Stage, check_complete, divide, evaluate, make_ranks
+from .part import Stage, divide, evaluate, make_ranks
 from .reader import CheckpointReader, is_tied
 from .self_test import ensure_tested
 from .settings import cheapen_drafts, check_bits, find, machine
@@ -236,7 +237,8 @@ def _check_arguments(
         read_settings(Path(settings))
     if adapter_path is not None:
         check_adapter(adapter_path)
-    check_dtype(dtype)
+    if dtype not in (AUTO, *DTYPES):
+        raise MTPError(f"dtype must be one of {', '.join((AUTO, *DTYPES))}, not {dtype!r}.")
 
 
 def _check_drafting(mtp: bool | str, drafting: Drafting, settings: bool | str | Path) -> None:
@@ -321,7 +323,8 @@ def _load_model(
         )
     if stage is not None:
         model.model.pipeline(mx.distributed.init())
-        check_complete(model, model.loaded, checkpoint.name)
+        if missing := sorted(dict(tree_flatten(model.parameters())).keys() - model.loaded):
+            raise MTPError(f"{checkpoint.name} lacks the tensor {missing[0]}: download it again.")
     return model, config
 
 

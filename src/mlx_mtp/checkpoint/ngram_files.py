@@ -38,7 +38,7 @@ def place_of(tensor: str) -> tuple[int, int, str] | None:
 def without_tables(tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], int]:
     """Tensors that are not of tables, and the bytes of those that are."""
     others = {name: t for name, t in tensors.items() if place_of(name) is None}
-    return others, sum(n_bytes(t) for name, t in tensors.items() if name not in others)
+    return others, n_bytes(*(t for name, t in tensors.items() if name not in others))
 
 
 class FileArray(NamedTuple):

@@ -41,7 +41,7 @@ WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
 CHUNK_BYTES = 16 << 20  # in a range request, which is repeated if it fails
 
 Tensors = dict[str, TensorInfo]
-Describe = Callable[[CheckpointReader], Tensors]
+Describe = Callable[[CheckpointReader, CheckpointReader], Tensors]  # of an original, for a checkpoint
 
 
 def find_original(kind: str, checkpoint: CheckpointReader, describe: Describe) -> tuple[CheckpointReader, Tensors]:
@@ -50,7 +50,7 @@ def find_original(kind: str, checkpoint: CheckpointReader, describe: Describe) -
     for original in _candidates(checkpoint):
         try:
             reader = CheckpointReader(original)
-            return reader, describe(reader)
+            return reader, describe(reader, checkpoint)
         except MTPError as e:
             tried[original] = str(e)
     reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
@@ -129,7 +129,7 @@ def check_not_fp8(checkpoint: CheckpointReader) -> None:
         return
     with suppress(MTPError, OSError):  # the error is raised when the model is loaded
         names = split_head(checkpoint.model_map)[0]
-    if any(name.endswith("_scale_inv") for name in names):
+    if any(name.endswith("_scale_inv") and "ngram_embedding" not in name for name in names):
         base = base_in_16_bits(checkpoint)
         other = "its 16-bit base model" if base == BASE_MODEL else f"{base}, which has 16 bits"
         raise MTPError(f"{checkpoint.name} is in FP8, which mlx-lm does not load: use {other}, or a conversion of it.")

@@ -126,7 +126,7 @@ def write_weights(
     _link_files(receiver, folder, old=receiver.head_files if head else ())
     metadata = receiver.read_json(INDEX_FILE).get("metadata", {}) if INDEX_FILE in receiver.files else {}
     if "total_size" in metadata:
-        metadata["total_size"] = sum(map(n_bytes, receiver.tensors(linked).values()))
+        metadata["total_size"] = n_bytes(*receiver.tensors(linked).values())
         metadata["total_size"] += sum(w.nbytes for w in (*head.values(), *tower.values()))
     write_index(folder, weight_map, metadata)
     check_written(folder, head | tower, weight_map)

@@ -5,7 +5,7 @@ its stage. A stage also downloads only the files with its layers.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,12 +80,6 @@ def names_of(names: Collection[str], layers: range) -> list[str]:
     backbone, _ = split_head(language)
     elsewhere = {name for name in backbone if (match := LAYER.search(name)) and int(match[1]) not in layers}
     return [name for name in language if name not in elsewhere]
-
-
-def check_complete(model: Any, loaded: Iterable[str], name: str) -> None:
-    parameters: Any = tree_flatten(model.parameters())
-    if missing := sorted({path for path, _ in parameters}.difference(loaded)):
-        raise MTPError(f"{name} lacks the tensor {missing[0]}: download it again.")
 
 
 def evaluate(model: Any) -> None:

@@ -236,9 +236,8 @@ def _download_header(repo: str, revision: str | None, file: str, name: str) -> H
         return read_header(copy, name)
 
 
-def n_bytes(tensor: TensorInfo) -> int:
-    start, stop = tensor.data_offsets
-    return stop - start
+def n_bytes(*tensors: TensorInfo) -> int:
+    return sum(stop - start for start, stop in (tensor.data_offsets for tensor in tensors))
 
 
 def _download(repo: str, revision: str | None, file: str, start: int, stop: int | None) -> tuple[bytes, int]:

@@ -1,9 +1,8 @@
 """A test of a model's passes on this device, which ``load`` runs once for each kind of model, chip and version.
 
 A kernel may be wrong on a chip that its authors do not have. So passes whose logits must be equal, to within rounding, are
-compared over a short window. The steps that "auto" chooses from are timed as well, for a few seconds: a pass over one more
-token is free on some chips, and takes twice the time on others. Other times follow from those that were measured, and "auto"
-measures them when it drafts as many tokens.
+compared over a short window. The steps that "auto" chooses from are timed as well, for a few seconds. Other times follow from
+those, and "auto" measures them when it drafts as many tokens.
 """
 
 import copy
@@ -35,15 +34,12 @@ from .settings import machine
 
 # A share of the largest logit; wrong kernels miss by more.
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
-HEAD_TOKENS = (
-    TEST_TOKENS - 64
-)  # before drafts that may copy the head's keys and values; MLX adds space for 256 at a time
+HEAD_TOKENS = TEST_TOKENS - 64  # before drafts that may copy the head's keys and values, which grow by 256 tokens
 N_DRAFTS = 4
 N_TIMES = 3  # of each step
 MAX_SECONDS = 3.0  # of all steps and passes that are timed
 N_SEQUENCES, ROWS = 2, (12, 16, 24, 32)  # of passes with more rows than one sequence's drafts make
-N_COMPARISONS = 3  # and the number of all parts, for the progress bar
-N_PARTS = N_COMPARISONS + (N_TIMES + 1) * (MAX_DRAFT_TOKENS + 1) + 3 + len(ROWS)
+N_PARTS = 4  # three comparisons and the times
 DRAFT_LENGTHS = (*range(MAX_DRAFT_TOKENS + 1), *(n - 1 for n in ROWS))  # of the steps that are timed
 
 log = logging.getLogger(__name__)
@@ -145,7 +141,7 @@ def _run(model: Any, bar: Any) -> SelfTest:
         _difference(after, fresh) / largest,
         ROUNDING[whole.dtype],
         _head_copies(model) if has_head(model) else 0,
-        *(_step_seconds(model, prompt, bar) if has_head(model) else ([], 0.0)),
+        *(_step_seconds(model, prompt) if has_head(model) else ([], 0.0)),
     )
 
 
@@ -204,14 +200,12 @@ class _EveryLength(Depth):
             self.shortest[plan.k] = min(seconds, self.shortest.get(plan.k, seconds))
 
 
-def _step_seconds(model: Any, prompt: mx.array, bar: Any) -> tuple[list[float], float]:
+def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
     """See ``step_seconds``. None if plain steps, or all others, were not timed in ``MAX_SECONDS``."""
     depth, end = _EveryLength(MAX_DRAFT_TOKENS), perf_counter() + MAX_SECONDS
-    n = len(depth.left)
     steps = mtp_generate_step(prompt, model, max_tokens=1000, num_draft_tokens=depth, copy_drafts="off")
     with closing(steps):
         for _ in steps:
-            bar.update(n - len(depth.left) - (bar.n - N_COMPARISONS))
             if not depth.left or perf_counter() > end:
                 break
     times, passes = sorted(depth.shortest.items()), dict[int, float]()
@@ -219,15 +213,10 @@ def _step_seconds(model: Any, prompt: mx.array, bar: Any) -> tuple[list[float], 
         return [], 0.0
     for rows in (1, 8, 9, *ROWS):
         sequences = N_SEQUENCES if rows % N_SEQUENCES == 0 else 1
-        if perf_counter() + _guess(passes, rows) < end:
+        longest = max((seconds * rows / n for n, seconds in passes.items()), default=0.0)
+        if perf_counter() + longest * (N_TIMES + 1) < end:
             passes[rows] = _pass_seconds(model, sequences, rows // sequences)
-        bar.update()
     return step_seconds(on_lines(times, MAX_DRAFT_TOKENS), passes)
-
-
-def _guess(passes: Mapping[int, float], rows: int) -> float:
-    """At most the time in which a pass over this many rows is prefilled and timed, given passes over fewer."""
-    return max((seconds * rows / n for n, seconds in passes.items()), default=0.0) * (N_TIMES + 1)
 
 
 def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple[list[float], float]:

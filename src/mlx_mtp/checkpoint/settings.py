@@ -1,8 +1,6 @@
-"""The settings of ``mlx_mtp benchmark --tune``, in a small, optional file that ``mlx_mtp.load`` reads, cheaper drafts, and the
-default sampling parameters.
+"""The settings of ``mlx_mtp benchmark --tune``, cheaper drafts, and the default sampling parameters.
 
-The best settings depend on the machine, the checkpoint and the versions of the software. The file records them as its key, and
-is ignored if they differ.
+The best settings depend on the machine, the checkpoint and versions: the key of their file, which is ignored for another key.
 """
 
 import hashlib

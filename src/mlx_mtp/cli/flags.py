@@ -35,15 +35,9 @@ from .parser import byte_size, flag_of, number_or
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
 # The sampling flags, and their names in generation_config.json and in requests.
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-LOADING = (
-    "--max-memory",
-    "--ngram-memory",
-    "--draft-vocab",
-    "--mtp-bits",
-    "--draft-head-bits",
-    "--settings",
-    "--dtype",
-)  # see ``load_options``
+LOADING = (  # see ``load_options``
+    "--max-memory", "--ngram-memory", "--draft-vocab", "--mtp-bits", "--draft-head-bits", "--settings", "--dtype",
+)  # fmt: skip
 FLAGS: dict[str, dict[str, Any]] = {
     "--mtp": {
         "nargs": "?",
@@ -190,8 +184,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``mlx_mtp.load`` for ``LOADING``, the head, and the processes of ``mlx.launch``."""
-    names = ("draft_vocab", "mtp_bits", "draft_head_bits", "settings", "max_memory", "ngram_memory", "dtype")
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in (flag[2:].replace("-", "_") for flag in LOADING)}
     options["mtp"] = {None: "cached", True: "auto"}.get(args.mtp, args.mtp)  # without a flag, nothing is downloaded
     if (group := mx.distributed.init()).size() > 1:
         options["pipeline_group" if args.pipeline else "tensor_group"] = group

@@ -111,12 +111,13 @@ def convert(
                 f"{hf_path} is packed, and nothing in a model of type {model_type} can be converted: load it as it is, or add "
                 "its base model's head with --graft-mtp-from or vision encoder with --graft-vision-from."
             )
-        source, commit = fetch(hf_path, revision), checkpoint.revision
+        commit = checkpoint.revision
         model, tokenizer, config = load(
             hf_path, revision=commit or revision, return_config=True, adapter_path=adapter_path, lazy=True, mtp=mtp,
             tokenizer_config={"trust_remote_code": trust_remote_code}, trust_remote_code=trust_remote_code,
             draft_vocab=0 if mtp else None,
         )  # fmt: skip
+        source = fetch(hf_path, commit or revision)
         if adapter_path is not None:
             print("[INFO] Fusing the adapter")
             fused = [(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]

@@ -53,23 +53,13 @@ class DraftLoss:
     def __call__(
         self,
         mtp: Any,
-        tokens: mx.array,
-        hidden: mx.array,
-        ids: mx.array,
-        probabilities: mx.array,
-        spans: mx.array,
+        tokens: mx.array,  # [B, T]
+        hidden: mx.array,  # the backbone's hidden states, [B, T, H]
+        ids: mx.array,  # the likeliest tokens after each position, [B, T, k]
+        probabilities: mx.array,  # the backbone's probabilities of these tokens, [B, T, k]
+        spans: mx.array,  # the number of tokens in a text's prompt, and in the whole text, [B, 2]
     ) -> tuple[mx.array, mx.array]:
-        """
-        Args:
-            tokens: [B, T].
-            hidden: The backbone's hidden states, [B, T, H].
-            ids: The likeliest tokens after each position, [B, T, k].
-            probabilities: The backbone's probabilities of these tokens, [B, T, k].
-            spans: The number of tokens in a text's prompt, and in the whole text, [B, 2].
-
-        Returns:
-            The mean divergence of a draft in nats, weighted by position; the number of positions.
-        """
+        """The mean divergence of a draft in nats, weighted by position; the number of positions."""
         at, out, cache = mx.arange(tokens.shape[1]), hidden, DraftKVCache()
         n_prompt, length = spans[:, :1], spans[:, 1:]
         answered = at >= n_prompt - 1  # [B, T]: drafts begin at the last token of the prompt
