@@ -3,6 +3,7 @@
 import gc
 import logging
 import shutil
+from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
@@ -24,12 +25,13 @@ from mlx_mtp.cli import flags
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.distributed.ranks import any_rank
 from mlx_mtp.errors import MTPError
+from mlx_mtp.fit import comparison, fitting
 from mlx_mtp.generate import demo
 from mlx_mtp.images.prompt import ImagePrompt
 from mlx_mtp.layers.mtp import run_head
 from mlx_mtp.server.command_line import check, make_parser
 from tests.support.checkpoints import DATA, accepting, converted, edit, make_adapter, parameters, tensors, write_tiny
-from tests.support.commands import report, run_command
+from tests.support.commands import refusal, report, run_command
 from tests.support.decoding import PROMPT
 from tests.support.graphs import traced
 from tests.support.image_prompts import FOLDER as IMAGES
@@ -173,6 +175,27 @@ def test_what_float16_cannot_hold_stays_in_bfloat16(chip, tiny, tmp_path, caplog
     assert record.message.endswith("use --dtype bfloat16. It is loaded in bfloat16 now.")
     with pytest.raises(ValueError, match=f"does not run in float16.*{reason}.*use --dtype bfloat16"):
         load(folder, dtype="float16", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"mtp": False}])
+def test_what_failed_in_float16_is_not_tried_again(chip, tiny, tmp_path, monkeypatch, caplog, options):
+    """On this machine, until the checkpoint changes."""
+    folder, check, cast = enlarged(tiny, tmp_path, *HUGE), loading.check_float16, []
+    monkeypatch.setattr(loading, "check_float16", lambda *args: cast.append(args) or check(*args))
+    chip(M1)
+    for _ in range(2):
+        caplog.clear()
+        assert types(load(folder, **options)[0]) == {BF16}
+        assert "values beyond 65,504" in caplog.text
+        assert len(cast) == 1
+    with pytest.raises(ValueError, match="values beyond 65,504"):
+        load(folder, dtype="float16", **options)
+    chip(M2)
+    load(folder, **options)
+    edit(Path(folder), lambda weights: weights.update({HUGE[0]: weights[HUGE[0]] / HUGE[1]}))
+    caplog.clear()
+    assert types(load(folder, **options)[0]) == {F16}
+    assert (len(cast), caplog.text) == (4, "")
 
 
 def test_the_self_test_decides(chip, tiny, tmp_path, monkeypatch, caplog):
@@ -399,22 +422,38 @@ def test_a_vision_encoder_beyond_float16_keeps_its_type(chip, tmp_path, caplog):
 # The command line
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "demo", "benchmark", "doctor"])
-def test_each_command_passes_it_on(monkeypatch, capsys, command):
+@pytest.mark.parametrize("command", ["generate", "chat", "demo", "benchmark", "doctor", "fit"])
+def test_each_command_passes_it_on(tiny, monkeypatch, capsys, command):
     asked = []
 
     def load(*_, **options):
         asked.append(options["dtype"])
         raise MTPError("as asked")
 
-    for owner in (flags, about, demo, benchmark):
+    for owner in (flags, about, demo, benchmark, fitting):
         monkeypatch.setattr(owner, "load", load)
     main = resolve_name(COMMANDS[command][0]).main
+    required = ("--model", tiny, "--mlx-path", "x") if command == "fit" else ()
     for given in ((), ("--dtype", "float16")):
-        run_command(main, capsys, *given)
+        run_command(main, capsys, *required, *given)
     assert asked == ["auto", "float16"]
-    status, _, err = run_command(main, capsys, "--dtype", "float32")
+    status, _, err = run_command(main, capsys, *required, "--dtype", "float32")
     assert (status, "invalid choice: 'float32'" in err) == (2, True)
+
+
+def test_a_head_is_fitted_in_it(tiny, tmp_path, monkeypatch, capsys):
+    """Also the head that is written, which load casts to the backbone's. A model that float16 cannot hold is refused."""
+    monkeypatch.setattr(comparison.Comparison, "is_better", True)
+    prompts, flags = tmp_path / "prompts.txt", "--iters 1 --answers 1 --max-tokens 4 --drafts 1 --dtype float16"
+    prompts.write_text("\n---\n".join(f"prompt {i}" for i in range(12)))
+    argv = ["--prompts", prompts, *flags.split()]
+    main = resolve_name(COMMANDS["fit"][0]).main
+    status, _, err = run_command(main, capsys, "--model", tiny, "--mlx-path", tmp_path / "fitted", *argv)
+    assert (status, err) == (0, "")
+    assert {w.dtype for w in mx.load(str(tmp_path / "fitted" / "mtp.safetensors")).values()} == {F16}
+    assert types(load(str(tmp_path / "fitted"))[0]) == {BF16}
+    huge = enlarged(tiny, tmp_path, *HUGE)
+    assert "does not run in float16" in refusal(main, capsys, "--model", huge, "--mlx-path", tmp_path / "no", *argv)
 
 
 def test_the_server_loads_models_with_it():

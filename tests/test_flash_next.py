@@ -5,6 +5,7 @@ What it has in common with other families is tested with theirs: ``FAMILIES`` in
 
 import json
 import os
+import re
 import shutil
 from itertools import pairwise
 
@@ -23,6 +24,8 @@ from mlx_mtp.models.qwen4_exp import TextModelArgs
 from tests.support.checkpoints import config_of, configure, converted, differing, edit, parameters, tensors, write_tiny
 from tests.support.commands import report
 from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.hub_stand_in import HEADER_BYTES
+from tests.support.layouts import save
 from tests.support.models import DATA, FLASH, add_tables, load_reference, tiny_config, tiny_model
 from tests.support.profiles import LONG
 
@@ -211,6 +214,48 @@ def test_a_table_of_another_model_is_refused(sizes, error, tmp_path):
     edit(folder, lambda w: w.update(parameters(tiny_model(FLASH, ple_embed_dim=256))))
     with pytest.raises(ValueError, match=error):
         load(str(folder), mtp=True)
+
+
+def no_table(folder):
+    for file in folder.glob("model-part*.safetensors"):
+        file.unlink()
+
+
+def in_fp8(folder):
+    for file in folder.glob("model-part*.safetensors"):
+        ((name, w),) = mx.load(str(file)).items()
+        save(folder, {name: mx.to_fp8(w), f"{name}_scale_inv": mx.ones((1, 1))}, file.name)
+    configure(folder, quantization_config={"quant_method": "fp8"})
+
+
+@pytest.mark.parametrize("where", ["local", "hub"])
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (no_part, "lacks a part of the n-gram table of layer 0"),
+        (no_table, "lacks a part of the n-gram table of layer 0"),
+        (lambda folder: (folder / "model-part2.safetensors").unlink(), "has 122 rows, not 184"),
+        (in_fp8, "is in F8_E4M3, not in 16 or 32 bits or quantized by MLX"),
+    ],
+    ids=["no part", "no table", "no last part", "FP8"],
+)
+def test_inspect_tells_what_a_table_lacks(spoil, error, where, hub, tmp_path):
+    """In the line that load prints, with the command that writes the table. The head and the rest are complete."""
+    folder, _ = table_files(tmp_path / "model", "bfloat16")
+    spoil(folder)
+    (folder / "README.md").write_text("---\nbase_model: org/flash\n---\n")
+    hub.publish("org/damaged", folder)
+    name = str(folder) if where == "local" else "org/damaged"
+    said = report(inspect(name))["--mtp"]
+    assert error in said
+    assert said.endswith("with `mlx_mtp convert --quantize --hf-path org/flash --mlx-path NEW`.")
+    for mtp_ in (True, False, "cached"):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            load(name, mtp=mtp_)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        converted(name, tmp_path / "out")
+    if where == "hub":  # before a weight is downloaded
+        assert hub.served["model.safetensors"] <= 8 * HEADER_BYTES
 
 
 def test_a_file_that_is_cut_later_is_an_error(tmp_path):

@@ -17,12 +17,14 @@ from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
 from mlx_mtp import memory as account_of
 from mlx_mtp.checkpoint import self_test
 from mlx_mtp.checkpoint.config import skeleton
-from mlx_mtp.checkpoint.memory_check import check_memory
+from mlx_mtp.checkpoint.memory_check import check_memory, needs_of_checkpoint
 from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.memory import STEP, Account, needs_of, sizes_of
+from mlx_mtp.models.head_weights import is_head
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.request import ApiError, Prompt, Request
+from tests.support.checkpoints import edit, write_tiny
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.models import FAMILIES, FLASH, TRAINED, tiny_model
@@ -231,7 +233,7 @@ def test_a_tensor_larger_than_an_array_is_refused_before_it_is_read(monkeypatch)
     header = SimpleNamespace(tensors=experts)
     checkpoint = SimpleNamespace(name="model", model_files=["model.safetensors"], header=lambda file: header)
     with pytest.raises(ValueError, match=r"experts.up_proj.weight takes 0\.3 kB"):
-        check_memory(checkpoint, Account(), 0, True, False, False, False)
+        check_memory(checkpoint, None, Account(), 0)
 
 
 def test_a_refused_load_restores_the_limit_and_a_tight_one_is_warned_about(unlimited, caplog, demo):
@@ -266,7 +268,7 @@ def test_the_longest_context_that_fits_does():
     account, demo = SimpleNamespace(held=0, limit=20_000_000, left=20_000_000), CheckpointReader(str(DEMO))
 
     def check(n):
-        check_memory(demo, account, n, False, True, False, False)
+        check_memory(demo, demo, account, n)
 
     with pytest.raises(ValueError, match="longest") as e:
         check(100_000)
@@ -274,6 +276,29 @@ def test_the_longest_context_that_fits_does():
     check(n)
     with pytest.raises(ValueError, match=f"fits is {n} tokens"):
         check(n + 1)
+
+
+F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+@pytest.mark.parametrize("stored", [(F32, F32), (BF16, F32), (F32, F16), (BF16, BF16)], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_5", FLASH])
+def test_a_checkpoint_is_counted_in_the_type_that_it_gets(family, stored, dtype, tmp_path):
+    """Its backbone and its head, which takes the type of the backbone, and a text. In plain mlx-lm its backbone alone."""
+    folder = write_tiny(tmp_path / "model", family, vocab_size=512)
+    types = {True: stored[1], False: stored[0]}
+    edit(folder, lambda ws: ws.update({name: w.astype(types[is_head(name)]) for name, w in ws.items()}))
+    checkpoint = CheckpointReader(str(folder))
+    found, _ = needs_of_checkpoint(checkpoint, checkpoint, 64, dtype)
+    used = needs_of(mlx_mtp.load(str(folder), mtp=True, dtype=dtype, ngram_memory=False)[0], 64)
+    assert (found.head, found.caches) == (used.head, used.caches)
+    assert found.weights == pytest.approx(used.weights, rel=0.001)  # the decay of a recurrence stays in float32
+    for source, n_bytes in [(checkpoint, found.total)] + [(None, found.weights)] * (family != FLASH):
+        check = partial(check_memory, checkpoint, source, dtype=dtype, is_plain=source is None, ngram_memory=False)
+        check(SimpleNamespace(held=0, limit=n_bytes, left=n_bytes), 64)
+        with pytest.raises(ValueError, match="does not fit"):
+            check(SimpleNamespace(held=0, limit=n_bytes - 1, left=n_bytes - 1), 64)
 
 
 # A server

@@ -34,8 +34,6 @@ Lines = Iterator[tuple[str, str]]
 
 
 class Command(NamedTuple):
-    """A command with few flags."""
-
     make_parser: Callable[[], argparse.ArgumentParser]
     run: Callable[[argparse.Namespace], None]
 
@@ -59,7 +57,6 @@ def models_parser() -> argparse.ArgumentParser:
 
 
 def show_models(args: argparse.Namespace) -> None:
-    """Print a table of the published models, and a line about this machine."""
     if args.context < 1:
         raise MTPError(f"--context must be 1 or more, not {args.context}.")
     cached, heads, account = cached_repositories(), {head.source for head in fetched_heads()}, Account()
@@ -116,15 +113,14 @@ def _model(name: str, dtype: str) -> Lines:
     yield "Model", name if Path(name) != DEMO else DEMO_NOTE
     try:
         missing = sizes_to_download(name, None, [WEIGHTS])
-        yield from _remote(name, sum(missing.values())) if missing else _local(name, dtype)
+        yield from _remote(name, dtype, sum(missing.values())) if missing else _local(name, dtype)
     except (MTPError, OSError) as e:
         yield "Verdict", f"no drafts: {' '.join(str(e).split())}"
 
 
-def _remote(name: str, n_bytes: int) -> Lines:
-    """A model whose weights would be downloaded."""
+def _remote(name: str, dtype: str, n_bytes: int) -> Lines:
     checkpoint, account = CheckpointReader(name), Account()
-    needs, _ = needs_of_checkpoint(checkpoint, CONTEXT, True, False)
+    needs, _ = needs_of_checkpoint(checkpoint, checkpoint, CONTEXT, dtype)
     yield "Needs", f"{needs} with a text of {CONTEXT} tokens"
     yield "Head", "its own" if checkpoint.head() else _to_fetch(name)
     fits = "fits" if needs.total <= account.left else "does not fit"
@@ -133,7 +129,6 @@ def _remote(name: str, n_bytes: int) -> Lines:
 
 
 def _local(name: str, dtype: str) -> Lines:
-    """A model that can be loaded as it is."""
     model, _ = load(name, mtp="cached", dtype=dtype)
     yield "Type", dtype_name(dtype_of(model))
     if isinstance(model, MTPModel):
@@ -164,7 +159,6 @@ def _local(name: str, dtype: str) -> Lines:
 
 
 def _to_fetch(name: str) -> str:
-    """The head of a checkpoint without one."""
     if (found := head_to_fetch(name)) is None:
         return "missing, and its base model was not found: name a head with --mtp HEAD"
     return f"that of {found[0]}, {size(found[1])}: --mtp fetches it"

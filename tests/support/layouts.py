@@ -129,30 +129,30 @@ def _experts(head, how):
 def _place(folder, backbone, head, place):
     if place in INSIDE:
         file = WEIGHTS if place == "inside" else "model-mtp.safetensors"
-        _save(folder, backbone | head if place == "inside" else backbone)
+        save(folder, backbone | head if place == "inside" else backbone)
         if place != "inside":
-            _save(folder, head, file)
+            save(folder, head, file)
         return
-    _save(folder, backbone)
+    save(folder, backbone)
     names = sorted(head)
     if place == "config":
-        _save(folder, head, "optiq/mtp.safetensors")
+        save(folder, head, "optiq/mtp.safetensors")
         configure(folder, mlx_lm_extra_tensors={"mtp_file": "optiq/mtp.safetensors"})
     elif place in ("index", "index of two", "other index"):
         n = 1 if place == "index" else 2
         files = {f"mtp-{i + 1:05d}-of-{n:05d}.safetensors": names[i::n] for i in range(n)}
         for file, own in files.items():
-            _save(folder, {name: head[name] for name in own}, file)
+            save(folder, {name: head[name] for name in own}, file)
         weight_map = {name: file for file, own in files.items() for name in own}
         if place != "other index":
             weight_map |= dict.fromkeys(backbone, WEIGHTS)
         index = "mtp.safetensors.index.json" if place == "other index" else INDEX
         (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     else:
-        _save(folder, head, place)
+        save(folder, head, place)
 
 
-def _save(folder, tensors, name=WEIGHTS):
+def save(folder, tensors, name=WEIGHTS):
     """MLX writes FP8 as bytes, and its type is written over them."""
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / name), tensors)
@@ -179,7 +179,7 @@ def write_fp8(source: Path, target: Path, base_model: str) -> Path:
     }
     for name, w in matrices.items():
         weights[name], weights[name + "_scale_inv"] = _fp8(w)
-    _save(target, weights)
+    save(target, weights)
     how = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     configure(target, quantization_config=how)
     (target / "README.md").write_text(f"---\nbase_model:\n- {base_model}\n---\n")

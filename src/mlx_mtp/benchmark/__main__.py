@@ -160,7 +160,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_texts(args: argparse.Namespace) -> dict[str, str]:
-    """The prompts by name, of a file or a built-in set."""
     kind = args.prompts or ("nine" if args.model else "python")
     return KINDS[kind]() if kind in KINDS else prompts.read_prompts(Path(kind))
 
@@ -193,7 +192,6 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise an MTPError if a flag is out of range or cannot be combined with another, before anything is measured."""
     check_alone(args, "tune")
     check_head(args)
     check_sizes(args.max_tokens, args.repeat)
@@ -224,7 +222,6 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def show(report: Report) -> str:
-    """The report as lines of text."""
     overall, names = report.of(OVERALL), list(dict.fromkeys(r.prompt for r in report.results))
     versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
     used = max(r.mtp_peak_memory for r in report.results)
@@ -274,7 +271,6 @@ def gain(report: Report, name: str = "auto") -> str:
 
 
 def check_plot(file: Path) -> None:
-    """Raise an MTPError if a picture could not be drawn into this file."""
     require("plot", "A plot")
     from matplotlib.figure import Figure
 

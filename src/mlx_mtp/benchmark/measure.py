@@ -56,7 +56,6 @@ class Generation:
 
     @property
     def n_timed(self) -> int:
-        """The number of timed tokens: all but the first."""
         return len(self.tokens) - 1
 
     @property
@@ -95,8 +94,6 @@ class Result:
 
 @dataclass
 class Report:
-    """All results of one model."""
-
     model: str
     machine: dict[str, Any]  # the chip and other properties that affect the speed
     versions: dict[str, str]
@@ -120,17 +117,7 @@ def measure(
     stop: Collection[int] = (),
     name: str = "",
 ) -> Report:
-    """Time plain and MTP generation, alternating. The report has a result of each run for each prompt and for all.
-
-    Args:
-        prompts: The tokens of each prompt, [T], by name.
-        runs: Names of runs, see above.
-        stop: Tokens that end a text. Default: none.
-        name: The model's name, for the report.
-
-    Raises:
-        MTPError: A number is out of range, or a text ends at once.
-    """
+    """Time plain and MTP generation on prompts [T] by name, alternating: a result of each run for each prompt and for all."""
     check_sizes(max_tokens, repeat)
     turns: list[Run] = [PLAIN, *runs]
     # Each run keeps the times of its steps from one text to the next, as in normal use.
@@ -170,10 +157,7 @@ def generate(
     stop: Collection[int] = (),
     draft_p_min: float | None = None,
 ) -> Generation:
-    """Time one run on one prompt, [T], with the ``Depth`` of auto, by default the model's own. ``stop`` tokens end the text.
-
-    Raise an MTPError if the text ends with its first token.
-    """
+    """Time one run on one prompt [T] with the ``Depth`` of auto. Raise an MTPError if the text ends with its first token."""
     counts = DraftCounts()
     steps: Any
     if run == PLAIN:
@@ -221,7 +205,6 @@ def describe_machine() -> dict[str, Any]:
 
 
 def summarize(name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], rounds: Sequence[Round]) -> Result:
-    """Summarize the rounds of a run over these prompts."""
     plain, mtp = ([[generations[p, r] for p in prompts] for generations in rounds] for r in (PLAIN, run))
     plain_speeds, mtp_speeds = (list(map(speed, of)) for of in (plain, mtp))
     ratios = [b / a for a, b in zip(plain_speeds, mtp_speeds)]
@@ -256,8 +239,6 @@ def speed(generations: Sequence[Generation]) -> float:
 
 
 def sum_counts(counts: Sequence[DraftCounts]) -> DraftCounts:
-    """The drafts of several texts, by position."""
-
     def summed(rows: Iterable[list[int]]) -> list[int]:
         return [sum(x) for x in zip_longest(*rows, fillvalue=0)]
 
@@ -267,11 +248,7 @@ def sum_counts(counts: Sequence[DraftCounts]) -> DraftCounts:
 
 
 def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:
-    """The share of a generated text that could be copied from itself but not from its prompt.
-
-    A token counts if it and the tokens before it, as many as a copy must match, occur earlier in the text, but not in the
-    prompt. In a loop, all tokens after the first repetition count.
-    """
+    """The share of a text that repeats itself: tokens that copies of the text, but not of its prompt, would draft."""
     known, seen, n = set(_n_grams(prompt)), set(), 0
     for n_gram in _n_grams(text):
         n += n_gram in seen and n_gram not in known

@@ -42,16 +42,12 @@ WINDOWS = (1, 4)  # tokens: a plain step, and one with three drafts
 PIECES = (4, 8)  # attention layers
 CONTEXT = 4096  # tokens before the windows in which attention is timed
 N_CALLS = 4  # a round
-
-
 WAY = ("compiled", "pieces", "attention_rows")  # fields of settings about passes
 Seconds = dict[tuple[int, Settings], list[float]]  # of each round, by window and way to run passes
 
 
 @dataclass
 class Measured:
-    """Settings compared with plain decoding, over all prompts."""
-
     settings: Settings
     ratios: list[float]  # by round
     counts: DraftCounts = field(default_factory=DraftCounts)
@@ -97,7 +93,6 @@ def combine(base: Measured, measured: Sequence[Measured]) -> list[Settings]:
 
 
 def show(measured: Sequence[Measured]) -> str:
-    """The measurements as a table, and the recommendation."""
     rows = [["settings", "ratio", "lowest", "highest", "tokens/s", "accepted first", "tokens/step"]]
     for m in measured:
         drafted, accepted = m.counts.drafted, m.counts.accepted
@@ -134,7 +129,6 @@ def tune(
 
 
 def cheaper(model: Any) -> list[Settings]:
-    """The forms of drafts that are cheaper than the model's own."""
     forms = []
     if not any(hasattr(m, "bits") for _, m in model.mtp.named_modules()):
         forms += [Settings(mtp_bits=bits) for bits in HEAD_BITS]
@@ -235,7 +229,6 @@ def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[S
     n_tokens = cache.n_tokens
 
     def verify(_: int, name: str) -> float:
-        """The seconds of a pass over n tokens, of which the first is kept."""
         nonlocal n_tokens
         n, way = kinds[name]
         window = mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]

@@ -1,24 +1,20 @@
 """Whether a model accepts the drafts of its head, and the reading of the head's norms with which it does.
 
 It is measured once for each checkpoint on a machine: a pass of the model over built-in text gives its choices, and one of the
-head its drafts of the same tokens. Some checkpoints have some or all norms of the head without the 1 that MLX's layout adds, or
-with it where others have not, and nothing in them says so. Another reading costs only one more pass of the head.
+head its drafts. Nothing in some checkpoints says which norms of the head lack the 1 that MLX's layout adds.
 """
 
 import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import combinations
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from platformdirs import user_cache_path
 
 from ..distributed.ranks import from_rank_0
 from ..memory import TEST_CHUNK
@@ -26,7 +22,7 @@ from ..models.mixin import MTPModel
 from ..prompts import built_in_tokens
 from .head_formats import Head
 from .hub import first_line
-from .originals import read_own, update_own
+from .kept import keep, kept
 from .reader import CheckpointReader
 
 # On the built-in text, mostly code, a model accepts 0.5 to 0.9 of its own head's drafts. A constant draft is right as often as
@@ -36,6 +32,7 @@ BETTER = 0.1  # how many more drafts must be accepted with another reading than 
 NEAR = 0.03  # a difference that is chance
 N_TOKENS = 256  # of the built-in text
 MAX_SECONDS = 3.0  # after which no more of the text is read
+FILE = "acceptance.json"  # of what was measured on this machine
 PARTS = ("layers.", "norm.", "pre_fc_norm_")  # the beginnings of the names of norms that conversions treat alike
 
 Reading = tuple[str, ...]  # the PARTS whose norms are stored without the 1
@@ -57,13 +54,7 @@ def settle(
     bits: int | None,
     may_measure: bool,
 ) -> None:
-    """Set ``model.head_acceptance``, and read the head's norms so that the model accepts its drafts. Log what was found.
-
-    Args:
-        adapter: The adapter of the model.
-        bits: The bits to which its head was quantized in memory.
-        may_measure: Measure if it was not measured before on this machine.
-    """
+    """Set ``model.head_acceptance``, and read the norms of the head, in memory in ``bits``, so that drafts are accepted."""
     key = key_of(checkpoint, head.source, adapter, bits)
     measured = from_rank_0(model.ranks, lambda: known(key))
     if measured is not None and measured.reading is not None:
@@ -74,8 +65,7 @@ def settle(
         except RuntimeError as e:  # MLX's, such as of a kernel that this device does not have
             log.warning(f"[WARNING] The MTP head of {head.source.name} could not be tested: {first_line(e)}")
             return
-        with suppress(OSError):  # otherwise it is measured again the next time
-            remember(key, measured)
+        keep(FILE, key, measured)
     if measured is not None:
         model.head_acceptance = measured.rate
 
@@ -102,7 +92,6 @@ def shifted(reading: Reading) -> str:
 
 
 def told_by(raw: bool) -> Reading:
-    """The reading that a checkpoint tells."""
     return PARTS if raw else ()
 
 
@@ -118,12 +107,7 @@ def best_of(rates: Mapping[Reading, float], told: Reading) -> Reading:
 def measure_readings(
     model: MTPModel, tokenizer: TokenizerWrapper, norms: Mapping[str, mx.array], told: Reading
 ) -> dict[Reading, float]:
-    """Measure the acceptance rate with each reading of the head's norms.
-
-    Args:
-        norms: The head's norms as they are stored.
-        told: The reading that the checkpoint tells, which the model has before and after.
-    """
+    """Measure the acceptance with each reading of stored norms. The model has ``told``, that of its files, before and after."""
     tokens = built_in_tokens(tokenizer, model.vocab_size, N_TOKENS)  # [1, T]
     cache, end, read = model.make_cache(), perf_counter() + MAX_SECONDS, list[tuple[mx.array, mx.array]]()
     for i in range(0, tokens.size, TEST_CHUNK):
@@ -169,21 +153,11 @@ def with_ones(norms: Mapping[str, mx.array], reading: Reading) -> dict[str, mx.a
 
 
 def known(key: str) -> Measured | None:
-    """What was measured before on this machine."""
     try:
-        rate, reading = read_own(_file())[key]
+        rate, reading = kept(FILE, key)
         return Measured(float(rate), None if reading is None else tuple(map(str, reading)))
-    except (KeyError, TypeError, ValueError):
+    except (TypeError, ValueError):
         return None
-
-
-def remember(key: str, acceptance: Measured) -> None:
-    _file().parent.mkdir(parents=True, exist_ok=True)
-    update_own(_file(), key, acceptance)
-
-
-def _file() -> Path:
-    return user_cache_path("mlx_mtp", appauthor=False) / "acceptance.json"
 
 
 def key_of(
@@ -195,7 +169,6 @@ def key_of(
 
 
 def _state_of(checkpoint: CheckpointReader) -> Any:
-    """A commit, or a folder's files with their times."""
     if checkpoint.revision is not None:
         return [checkpoint.name, checkpoint.revision]
     names = [name for name in checkpoint.files if name.endswith((".safetensors", "config.json"))]

@@ -50,8 +50,7 @@ class Update(NamedTuple):
 
 
 def check_adapter(path: str, name: str = "The adapter") -> None:
-    """Raise an error that begins with a name, such as that of a flag, if there is no such folder. Raise one for an adapter of
-    peft by a method other than LoRA, or without safetensors."""
+    """Raise an error that begins with a name, such as a flag's, for no folder, or an adapter of peft that is not supported."""
     check_folder(folder := Path(path), name)
     if not is_peft(folder):
         return
@@ -87,7 +86,6 @@ def with_adapter(model: Any, path: str) -> Any:
 
 
 def _apply(model: Any, config: Config, weights: Mapping[str, mx.array]) -> None:
-    """Put the layers of a peft adapter into a model."""
     if getattr(model, "model_type", None) in BASES:
         raise MTPError("the model is packed. Use its base model.")
     layers: Layers = {_place(path): (path, layer) for path, layer in model.named_modules() if "mtp." not in path}
@@ -192,7 +190,6 @@ def _stacked(each: Mapping[int, Update], n_experts: int) -> Update:
 
 
 def _adapted(layer: nn.Module, update: Update, name: str) -> nn.Module:
-    """A layer with its update."""
     kind = next((kind for kind, bases in LAYERS.items() if isinstance(layer, bases)), None)
     if kind is None:
         raise MTPError(f"it changes {name}, which is neither a linear layer nor an embedding.")

@@ -34,7 +34,6 @@ class Published:
 
     @property
     def base(self) -> str:
-        """The name without a number of bits."""
         return self.name.rpartition("-")[0]
 
     @property
@@ -53,8 +52,7 @@ class Published:
         return (text.get("num_hidden_layers"), text.get("hidden_size")) == (self.layers, self.hidden_size)
 
     def needs(self, n_tokens: int) -> Needs:
-        """The memory of the model with a text: its files, and 16-bit keys and values of every fourth layer and of the head.
-        An n-gram table stays in its files."""
+        """The memory of the model with a text: its files, and 16-bit keys and values."""
         of_layer = 2 * self.kv_heads * HEAD_DIM + self.index_dim
         sizes = Sizes(value_bytes=2, backbone_values=self.layers // 4 * of_layer, head_values=of_layer)
         head = int(self.head_gb * GB)
@@ -63,7 +61,6 @@ class Published:
 
 @cache
 def published() -> dict[str, Published]:
-    """All of catalog.toml, by name."""
     rows = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     return {name: Published(name, **row) for name, row in rows.items()}
 
@@ -82,11 +79,7 @@ def conversion_like(name: str) -> str | None:
 
 
 def resolve(name: str) -> str:
-    """The repository of a published conversion, for a name such as ``qwen3.6-27b`` or ``qwen3.6-27b-8bit``; others as they are.
-
-    Raises:
-        FileNotFoundError: There is no such folder, repository or published model.
-    """
+    """The repository of a published model, such as ``qwen3.6-27b-8bit``; names of folders and repositories as they are."""
     if "/" in name or name in (".", "..") or Path(name).exists():
         return name
     by_name = {short: repository for m in published().values() for short, repository in m.conversions.items()}

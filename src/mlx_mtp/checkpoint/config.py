@@ -25,7 +25,6 @@ SIZES = (
 
 
 def parse_json(text: bytes, name: str) -> Config:
-    """Parse a JSON object; ``name`` is the file's, for the error."""
     try:
         value = json.loads(text.decode("utf-8"))
     except ValueError as e:  # also raised for text that is not UTF-8
@@ -62,20 +61,13 @@ def check_config(config: Config | None, name: str) -> Config:
     return config
 
 
-def runs_in_mlx_lm_only(config: Config | None) -> bool:
-    """Whether a checkpoint's model is of a family that mlx-lm supports, and this package does not."""
+def runs_in(config: Config | None) -> tuple[bool, bool]:
+    """Whether this package, and whether mlx-lm, has the family of a checkpoint's model."""
     model_type = (config or {}).get("model_type")
-    return model_type not in MODEL_TYPES and _mlx_lm_has(model_type)
-
-
-def runs_here_only(config: Config | None) -> bool:
-    """Whether a checkpoint's model is of a family that this package supports, and mlx-lm does not."""
-    model_type = (config or {}).get("model_type")
-    return model_type in MODEL_TYPES and not _mlx_lm_has(model_type)
+    return model_type in MODEL_TYPES, _mlx_lm_has(model_type)
 
 
 def _mlx_lm_has(model_type: Any) -> bool:
-    """Whether mlx-lm can load models of this type, without a head."""
     module = MODEL_REMAPPING.get(model_type, model_type) if isinstance(model_type, str) else ""
     return module.isidentifier() and find_spec(f"mlx_lm.models.{module}") is not None
 
@@ -91,11 +83,6 @@ def canonical(config: Config) -> Config:
     if str(config.get("model_type")).startswith("qwen3_5"):
         config["model_type"] = config["model_type"].removesuffix("_text")
     return config
-
-
-def model_type_of(config: Config | None) -> Config:
-    """The part of a ``canonical`` config that mlx-lm reads itself."""
-    return {key: value for key, value in (config or {}).items() if key == "model_type"}
 
 
 def text_config_of(config: Config) -> Config:
@@ -125,7 +112,6 @@ def _named_ends(config: Any) -> set[int]:
 
 
 def context_length_of(config: Config) -> int | None:
-    """The maximum context length in a config, if any."""
     length: int | None = text_config_of(config).get("max_position_embeddings")
     return length
 

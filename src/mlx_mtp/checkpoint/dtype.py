@@ -1,13 +1,13 @@
 """The type of a model's floating-point weights, ``--dtype``: one for the backbone, the head, adapters and the vision encoder.
 
-A product of arrays of two types is computed in float32, with twice the memory and time. So all weights are cast to one type
-when they are read. M1 and M2 have no bfloat16 arithmetic: there, "auto" casts bfloat16 to float16 if no value becomes infinite.
-Weights that a checkpoint has in float32 beside others, such as the decay of a recurrence, stay as they are.
+See "One type" in docs/develop/design.md. Weights that a checkpoint has in float32 beside others, such as the decay of a
+recurrence, stay as they are.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,18 +17,20 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.prompt_cache import has_head
-from ..distributed.ranks import any_rank
+from ..distributed.ranks import any_rank, from_rank_0
 from ..errors import MTPError
 from ..memory import gpu_generation
 from ..models import BASES
 from ..models.head_weights import is_head
 from ..models.mixin import MTPModel
 from ..prompts import built_in_tokens
+from .kept import keep, kept
 
 P = ParamSpec("P")
 T = TypeVar("T")
 AUTO = "auto"
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16}
+FILE = "float16.json"  # of models that float16 cannot hold
 N_TOKENS = 8  # of the built-in text for which logits must be finite
 WITHOUT_BFLOAT16 = (13, 14)  # the generations of the GPUs of M1 and M2
 
@@ -36,20 +38,13 @@ log = logging.getLogger(__name__)
 
 
 class Float16Error(MTPError):
-    """A model does not run in float16."""
-
     def __init__(self, name: str, reason: str):
+        self.reason = reason
         super().__init__(f"{name} does not run in float16 ({reason}): use --dtype bfloat16.")
 
 
 def lacks_bfloat16() -> bool:
-    """Whether the GPU has no bfloat16 arithmetic."""
     return gpu_generation()[0] in WITHOUT_BFLOAT16
-
-
-def check_dtype(dtype: str) -> None:
-    if dtype not in (AUTO, *DTYPES):
-        raise MTPError(f"dtype must be one of {', '.join((AUTO, *DTYPES))}, not {dtype!r}.")
 
 
 def dtype_of(model: Any) -> mx.Dtype:
@@ -65,14 +60,7 @@ def dtype_of(model: Any) -> mx.Dtype:
 
 
 def set_dtype(model: Any, dtype: str, prefers_float16: bool) -> bool:
-    """Cast the weights of a model to one type, when they are read; see ``mlx_mtp.load``.
-
-    Args:
-        prefers_float16: Whether "auto" casts bfloat16 to float16.
-
-    Returns:
-        Whether a backbone of another type is in float16 now.
-    """
+    """Cast a model's weights when they are read, see ``load``. Return whether a backbone of another type is in float16 now."""
     own = dtype_of(model)
     target = DTYPES.get(dtype, mx.float16 if prefers_float16 and own == mx.bfloat16 else own)
     if target != own and getattr(model, "model_type", None) in BASES:
@@ -110,13 +98,29 @@ def check_float16(model: Any, tokenizer: TokenizerWrapper, name: str) -> None:
 
 
 def _logits(model: Any, tokenizer: TokenizerWrapper) -> list[mx.array]:
-    """The logits of built-in text, and those of the head."""
     embedding = next(m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding))
     tokens = built_in_tokens(tokenizer, len(embedding.weight), N_TOKENS)  # [1, T]
     if not has_head(model):
         return [model(tokens)]
     logits, hidden = model(tokens, return_hidden=True)
     return [logits, model.draft_logits(model.mtp(model.model.embed_tokens(tokens[:, 1:]), hidden[:, :-1]))]
+
+
+@contextmanager
+def once_in_float16(key: str | None) -> Iterator[None]:
+    """A context that keeps the reason of a Float16Error for ``check_untried``."""
+    try:
+        yield
+    except Float16Error as e:
+        if key is not None:
+            keep(FILE, key, e.reason)
+        raise
+
+
+def check_untried(name: str, key: str, ranks: Any) -> None:
+    """Raise the Float16Error that was raised under a key before, on this machine or on rank 0's."""
+    if (reason := from_rank_0(ranks, lambda: kept(FILE, key))) is not None:
+        raise Float16Error(name, reason)
 
 
 def bfloat16_if_needed(load: Callable[P, T]) -> Callable[P, T]:

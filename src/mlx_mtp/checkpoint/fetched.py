@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ..errors import MTPError
@@ -24,8 +23,6 @@ PATIENCE = 5  # seconds to wait for the hub's answer about a head that the user 
 
 @dataclass(frozen=True)
 class FetchedHead:
-    """A head fetched from an original."""
-
     folder: Path  # a drafter for load(..., mtp=str(folder))
 
     @property
@@ -36,12 +33,7 @@ class FetchedHead:
 
     @property
     def source(self) -> str:
-        """The base model's path or repository."""
         return str(self.record.get("source", ""))
-
-    @property
-    def revision(self) -> str:
-        return str(self.record.get("revision", ""))
 
     @property
     def nbytes(self) -> int:
@@ -50,38 +42,28 @@ class FetchedHead:
 
 def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
     """Fetch the head of a checkpoint's original, see ``fetch_from_original``. ``None`` if the checkpoint has its own head."""
-    if has_own_head(checkpoint):
+    if checkpoint.head_map:
         return None
     advice = (
         f"Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {checkpoint.name} "
         "--mlx-path NEW`, or generate without a head (--no-mtp, in Python mtp=False)."
     )
-    describe = partial(fitting_head, checkpoint=checkpoint)
-    return FetchedHead(originals.fetch_from_original(originals.HEADS, checkpoint, describe, _write_head, advice))
-
-
-def has_own_head(checkpoint: CheckpointReader) -> bool:
-    """Whether a checkpoint has its own head. Raises an error if a file of it is missing or damaged."""
-    return bool(checkpoint.head_map)
+    return FetchedHead(originals.fetch_from_original(originals.HEADS, checkpoint, fitting_head, _write_head, advice))
 
 
 def has_usable_head(checkpoint: CheckpointReader) -> bool:
     """Whether a checkpoint has its own head. Raises an error if that cannot be used."""
-    if has_own_head(checkpoint):
+    if checkpoint.head_map:
         check_head(checkpoint)
         return True
     return False
 
 
 def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[str, int] | None:
-    """The original of a checkpoint without a head, and the bytes of the head that ``mtp="auto"`` would fetch from it.
-
-    The catalog tells most; otherwise the hub is asked, for a few seconds at most. ``None`` if neither knows one, also without a
-    network. Nothing of the head is downloaded.
-    """
+    """The original of a checkpoint without a head and the bytes of its head, by the catalog or the hub; ``None`` if unknown."""
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     check_config(checkpoint.config, path_or_hf_repo)
-    if has_own_head(checkpoint):
+    if checkpoint.head_map:
         return None  # which cannot be used
     if (known := originals.published_base(checkpoint)) is not None:
         return known.original, int(known.head_gb * GB)
@@ -89,9 +71,8 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
 
     def ask() -> None:
         with suppress(MTPError, OSError):
-            describe = partial(fitting_head, checkpoint=checkpoint)
-            original, tensors = originals.find_original(originals.HEADS, checkpoint, describe)
-            found.append((original.name, sum(map(n_bytes, tensors.values()))))
+            original, tensors = originals.find_original(originals.HEADS, checkpoint, fitting_head)
+            found.append((original.name, n_bytes(*tensors.values())))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -100,8 +81,7 @@ def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[st
 
 
 def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
-    """Describe the tensors of a base model's head, for a checkpoint. Raises MTPError if there is none, it does not fit, or
-    it is quantized."""
+    """Describe the tensors of an original's head. Raises MTPError if there is none, or it does not fit or is quantized."""
     originals.check_sizes(original, checkpoint)
     if not (tensors := original.head()):
         raise MTPError(f"{original.name} has no MTP head: the base model of {checkpoint.name} has.")
@@ -113,7 +93,6 @@ def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Te
 
 
 def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
-    """Write the head as a drafter. Return its config."""
     own = original.config or {}
     prefix = "mtp." if has_raw_head(original) else ""  # the names of a drafter's tensors imply its layout
     names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
@@ -123,7 +102,6 @@ def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> C
 
 
 def fetched_heads() -> Iterator[FetchedHead]:
-    """All completely fetched heads."""
     for file in sorted(originals.folder_of(originals.HEADS).glob(f"*/*/{originals.CONFIG}")):
         yield FetchedHead(file.parent)
 
@@ -131,8 +109,7 @@ def fetched_heads() -> Iterator[FetchedHead]:
 def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:
     """Fetch the vision encoder of a checkpoint's original, see ``fetch_from_original``."""
     advice = f"Add one with `mlx_mtp convert --graft-vision-from BASE_MODEL --model {checkpoint.name} --mlx-path NEW`."
-    describe = partial(fitting_tower, checkpoint=checkpoint)
-    tower = originals.fetch_from_original(originals.TOWERS, checkpoint, describe, _write_tower, advice)
+    tower = originals.fetch_from_original(originals.TOWERS, checkpoint, fitting_tower, _write_tower, advice)
     return Vision(tower, config | settings_of(read_json(tower / originals.CONFIG)), [originals.WEIGHTS])
 
 
@@ -145,7 +122,6 @@ def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> T
 
 
 def _write_tower(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
-    """Write the tower and its image settings. Return its config."""
     own = original.config or {}
     copy_image_settings(original, target)
     originals.copy_tensors(original, tensors, target / originals.WEIGHTS)

@@ -27,8 +27,6 @@ DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.u
 
 @dataclass(frozen=True)
 class Head:
-    """A head that is read from a checkpoint in a folder."""
-
     source: CheckpointReader
     weights: dict[str, mx.array]  # under names without a prefix; MLX reads a tensor when it is used
     raw: bool  # whether it is in the Hugging Face layout
@@ -76,7 +74,6 @@ def first_tensor(checkpoint: CheckpointReader, suffix: str) -> TensorInfo | None
 
 
 def has_raw_backbone(checkpoint: CheckpointReader) -> bool:
-    """Whether the backbone is in the Hugging Face layout."""
     convolution = first_tensor(checkpoint, "conv1d.weight")
     return convolution is not None and convolution.shape[-1] != 1
 
@@ -141,11 +138,7 @@ def load_tensors(file: Path) -> dict[str, mx.array]:
 
 
 def quantization_beside(config: Config, head: Iterable[str]) -> Config:
-    """The changes to a config for a head from another file; mlx-lm detects its quantization from its tensors.
-
-    Entries for the replaced head are dropped. If only the head is quantized, mlx-lm still needs an entry, which then applies to
-    no module.
-    """
+    """The changes to a config for a head from another file. For a quantized one mlx-lm needs any entry."""
     if isinstance(quantization := config.get("quantization"), dict):
         kept = {key: value for key, value in quantization.items() if not is_head(key)}
         return {"quantization": kept, "quantization_config": kept}

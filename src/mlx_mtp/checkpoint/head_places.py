@@ -15,8 +15,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def places_of_heads(checkpoint: Any) -> Iterator[Mapping[str, str]]:
-    """The files of tensors among which a head may be, in a ``CheckpointReader``: those in the file that the config names, the
-    model's, those of another index, and those in files that nothing names. Errors are those of its ``head_map``."""
+    """The files of tensors among which a head may be, in a ``CheckpointReader``, in this order."""
     model_map = checkpoint.model_map  # its errors first
     if (named := _file_in_config(checkpoint)) is not None:
         yield dict.fromkeys(checkpoint.header(named).tensors, named)
@@ -33,7 +32,6 @@ def places_of_heads(checkpoint: Any) -> Iterator[Mapping[str, str]]:
 
 
 def _file_in_config(checkpoint: Any) -> str | None:
-    """The file that the config names for the head."""
     extra = (checkpoint.config or {}).get(EXTRA_TENSORS)
     file = extra.get("mtp_file") if isinstance(extra, dict) else None
     if file is not None:
@@ -44,8 +42,7 @@ def _file_in_config(checkpoint: Any) -> str | None:
 
 
 def _in_unnamed_files(checkpoint: Any) -> dict[str, str]:
-    """The file of every tensor of a head in files that mlx-lm does not load, those named like a head first. Files whose names
-    differ only in numbers belong together."""
+    """The files of a head's tensors that nothing names. Files whose names differ only in numbers belong together."""
     files = [file for file in checkpoint.files if file.endswith(".safetensors") and not is_models(file)]
     files.sort(key=lambda file: ("mtp" not in file, file.count("/"), file))
     for group in dict.fromkeys(map(_without_numbers, files)):
@@ -79,12 +76,11 @@ def _without_numbers(file: str) -> str:
 
 
 def is_models(file: str) -> bool:
-    """Whether mlx-lm loads this file of a checkpoint."""
+    """Whether mlx-lm loads this file."""
     return fnmatch(file, WEIGHTS) and "/" not in file
 
 
 def check_inside(file: Any, named_by: str, name: str) -> None:
-    """Raise an MTPError if a file that a file of a checkpoint names is not in the checkpoint's folder."""
     if not is_inside(file):
         raise MTPError(f"The {named_by} of {name} names the file {file!r}, which is not in its folder.")
 

@@ -26,14 +26,9 @@ TOWER_FILE = "model-vision.safetensors"  # of a grafted tower; other programs re
 
 
 def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequence[str] | None = None) -> Path:
-    """Return the folder of a checkpoint, which is downloaded if it is a repository or the name of a published model.
+    """The folder of a checkpoint, downloaded if it is a repository: mlx-lm's files, ``files``, and all weights or ``weights``.
 
-    ``files`` are downloaded besides those that mlx-lm downloads; of the model's weights only ``weights``, or all.
-
-    Raises:
-        FileNotFoundError: It is missing or cannot be downloaded; the message has the reason in one line.
-        OSError: The disk has no room for it.
-        MTPError: It is in another format.
+    Raises a FileNotFoundError, another OSError if the disk has no room, or an MTPError for another format, of one line.
     """
     check_path(path_or_hf_repo)
     check_format(path_or_hf_repo, [path_or_hf_repo])
@@ -73,7 +68,6 @@ def sizes_to_download(name: str, revision: str | None, patterns: Sequence[str]) 
 
 
 def _not_cached(name: str, commit: str, files: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """The files that fit a pattern and are not in the cache."""
     wanted = filter_repo_objects(files, allow_patterns=[*patterns])
     return [file for file in wanted if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)]
 
@@ -97,8 +91,7 @@ def is_inside(file: Any) -> bool:
 
 
 def check_download(name: str, commit: str, files: Collection[str]) -> None:
-    """Check files before their download: their ETags, which huggingface_hub uses as names of files, and the free disk. Raise an
-    OSError if they cannot be downloaded, an ETag is not the name of a file, or the disk has no room for them."""
+    """Raise an OSError if the disk has no room for files, or an ETag, by which the cache names a file, is no name."""
 
     def etag_of(file: str) -> str | None:
         return hf.get_hf_file_metadata(hf.hf_hub_url(name, file, revision=commit)).etag
@@ -118,7 +111,6 @@ def check_download(name: str, commit: str, files: Collection[str]) -> None:
 
 
 def _tree(name: str, commit: str) -> list[RepoFile]:
-    """The files of a commit, with their sizes."""
     with hub_errors(name, commit):
         tree = hf.HfApi().list_repo_tree(name, recursive=True, revision=commit)
         entries = [entry for entry in tree if isinstance(entry, RepoFile)]
@@ -133,7 +125,6 @@ def _check_etag(file: str, etag: str | None) -> None:
 
 
 def check_format(name: str, files: Collection[str]) -> None:
-    """Raise an MTPError for a checkpoint whose weights are GGUF files."""
     if not any(file.endswith(".gguf") for file in files) or any(file.endswith(".safetensors") for file in files):
         return
     conversion = conversion_like(name)
@@ -199,7 +190,6 @@ def _is_connection_error(error: BaseException | None) -> bool:
 
 
 def cache_contents() -> str:
-    """A sentence with the models in the hub's cache."""
     names = sorted(cached_repositories())
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"In the cache: {', '.join(names[:SHOWN])}{more}." if names else "The cache is empty."
@@ -215,7 +205,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def cached_repositories() -> dict[str, int]:
-    """The models in the hub's cache, and their bytes."""
+    """The models in the hub's cache, with their bytes."""
     try:
         return {repo.repo_id: repo.size_on_disk for repo in hf.scan_cache_dir().repos if repo.repo_type == "model"}
     except errors.CacheNotFound:

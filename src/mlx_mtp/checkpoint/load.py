@@ -2,12 +2,14 @@
 
 import logging
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx_lm
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
@@ -20,34 +22,45 @@ from ..models import MODEL_TYPES, model_module
 from ..models.mixin import MTPModel
 from ..models.shard import check_shard
 from . import head_formats
-from .acceptance import FLOOR, settle
+from .acceptance import FLOOR, key_of, settle
 from .adapters import check_adapter, with_adapter
 from .config import (
     Config,
     check_config,
     ends_of_text,
     loading_errors,
-    model_type_of,
     read_config,
-    runs_here_only,
-    runs_in_mlx_lm_only,
+    runs_in,
+    skeleton,
     with_output_layer,
 )
-from .dtype import AUTO, bfloat16_if_needed, check_dtype, check_float16, dtype_of, lacks_bfloat16, set_dtype
+from .dtype import (
+    AUTO,
+    DTYPES,
+    bfloat16_if_needed,
+    check_float16,
+    check_untried,
+    dtype_of,
+    lacks_bfloat16,
+    once_in_float16,
+    set_dtype,
+)
 from .fetched import fetch_missing_head, fetch_tower, has_usable_head
 from .hub import fetch
-from .memory_check import check_before_download, check_memory
-from .ngram_files import open_tables
+from .memory_check import check_memory, is_large_download
+from .ngram_files import find_tables, open_tables
 from .originals import HEADS, check_not_fp8, fetched_before, forget
-from .part import Stage, check_complete, divide, evaluate, make_ranks
+from .part import Stage, divide, evaluate, make_ranks
 from .reader import CheckpointReader, is_tied
 from .self_test import ensure_tested
-from .settings import cheapen_drafts, check_bits, find
+from .settings import cheapen_drafts, check_bits, find, machine
 from .settings import read as read_settings
 
 DEMO = Path(__file__).parents[1] / "demo"
 DEMO_NOTE = "Demo model: completes Python only"
 SPLIT = "def read(path):\n\n\n    # 1234 caf\u00e9, cafe\u0301's\r\n\t\treturn\n"  # split in many ways
+
+Drafting = tuple[int | None, int | None, int | None]  # draft_vocab, mtp_bits, draft_head_bits
 
 log = logging.getLogger(__name__)
 
@@ -121,48 +134,62 @@ def load(
     name, asked, drafting = path_or_hf_repo, mtp, (draft_vocab, mtp_bits, draft_head_bits)
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
     account = None if lazy or ranks is not None else Account(max_memory)
+    held: Config = {"dtype": dtype, "has_tower": vision == "auto", "ngram_memory": ngram_memory}
+    check: Any = partial(check_memory, account=account, context=context, **held)
     prefers_float16 = not lazy and any_rank(ranks, lacks_bfloat16())
     with raise_on_all(ranks):  # before the weights are downloaded
-        _check_arguments(mtp, drafting, settings, adapter_path)
-        check_dtype(dtype)
+        _check_arguments(mtp, drafting, settings, adapter_path, dtype)
         checkpoint = CheckpointReader(name, revision)
-        if mtp in ("auto", "cached") and not copy_drafts and runs_in_mlx_lm_only(checkpoint.config):
+        runs_here, in_mlx_lm = runs_in(checkpoint.config)
+        if mtp in ("auto", "cached") and not copy_drafts and in_mlx_lm and not runs_here:
             mtp = False
-        copy_drafts = copy_drafts or runs_here_only(checkpoint.config)
+        copy_drafts = copy_drafts or (runs_here and not in_mlx_lm)
         check_not_fp8(checkpoint)
         stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
         is_plain = not mtp and not copy_drafts and ranks is None
         if not is_plain:
-            check_config(checkpoint.config, name)
-        check_before_download(checkpoint, account, context, is_plain, bool(mtp), vision == "auto", ngram_memory)
+            config = check_config(checkpoint.config, name)
+            if checkpoint.folder is None:
+                find_tables(skeleton(config, name), checkpoint)
+        if is_large_download(checkpoint, account):
+            check(checkpoint, checkpoint if mtp else None, is_plain=is_plain)
         files = None if stage is None else stage.files
         folder = fetch(name, revision, *_head_files(checkpoint, mtp), weights=files)
         checkpoint = CheckpointReader(name, folder=folder, needed=files)
     if mtp == "cached":
         mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
+        is_plain = not mtp and not copy_drafts and ranks is None
     _check_drafting(mtp, drafting, settings)
-    own = _own_config(checkpoint, model_config or {})
-    if not mtp and not copy_drafts and ranks is None:
-        check_memory(checkpoint, account, context, True, False, False, False)
-        model, tokenizer, config = _load_in_mlx_lm(
-            checkpoint, adapter_path, trust_remote_code, tokenizer_config, own, lazy, dtype, prefers_float16
-        )
-        return (model, tokenizer, config) if return_config else (model, tokenizer)
+    key = None
+    if prefers_float16 and dtype == AUTO:
+        key = f"{', '.join(machine().values())}, {key_of(checkpoint, checkpoint, adapter_path)} {mtp}"
+        check_untried(name, key, ranks)
+    head, fetched, own = None, None, _own_config(checkpoint, model_config or {})
     with raise_on_all(ranks):
-        fetched = fetch_missing_head(checkpoint) if mtp == "auto" else None
-        if mtp == "auto":
-            mtp = True if fetched is None else str(fetched.folder)
-        source = _source_of_head(checkpoint, mtp)
-        holds = check_memory(checkpoint, account, context, False, bool(mtp), vision == "auto", ngram_memory, source)
-        head = None if source is None else head_formats.read_head(source)
-        changes = {**own, "mtp_num_hidden_layers": int(bool(mtp))}
-        model, config = _load_model(checkpoint, head, changes, trust_remote_code, stage)
-        open_tables(model, checkpoint, in_memory=holds and not lazy)
+        if is_plain:
+            check(checkpoint, None, is_plain=True)
+            with loading_errors(name):
+                model, tokenizer, config = mlx_lm.load(
+                    str(folder), tokenizer_config, own, None, True, True, trust_remote_code=trust_remote_code
+                )
+        else:
+            if mtp == "auto":
+                fetched = fetch_missing_head(checkpoint)
+                mtp = True if fetched is None else str(fetched.folder)
+            source = _source_of_head(checkpoint, mtp)
+            holds = check(checkpoint, source)
+            head = None if source is None else head_formats.read_head(source)
+            own["mtp_num_hidden_layers"] = int(bool(mtp))
+            model, config = _load_model(checkpoint, head, own, trust_remote_code, stage)
+            open_tables(model, checkpoint, in_memory=holds and not lazy)
         model = model if adapter_path is None else with_adapter(model, adapter_path)
         is_cast = set_dtype(model, dtype, prefers_float16) and not lazy
-        tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
-    model.ranks, model.fetched_head = ranks, fetched
-    model.vision = _vision_of(model, checkpoint, config, may_fetch=vision == "auto")
+        if not is_plain:
+            tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
+        _complete(tokenizer, checkpoint)
+    if not is_plain:
+        model.ranks, model.fetched_head = ranks, fetched
+        model.vision = _vision_of(model, checkpoint, config, may_fetch=vision == "auto")
     if mtp:
         if all(x is None for x in drafting):
             drafting = _apply_settings(model, settings, checkpoint.path, mtp, adapter_path)
@@ -173,11 +200,14 @@ def load(
             model.shard(tensor_group)
         if not lazy:
             evaluate(model)
-    if is_cast:
-        check_float16(model, tokenizer, name)
-    runs_here = ranks is not None or (not lazy and ensure_tested(model, name, is_cast and dtype == AUTO) is not None)
+    with once_in_float16(key):
+        if is_cast:
+            check_float16(model, tokenizer, name)
+        is_tested = ranks is not None
+        if not is_plain and ranks is None and not lazy:
+            is_tested = ensure_tested(model, name, is_cast and dtype == AUTO) is not None
     if head is not None:
-        may_measure = runs_here or (fetched is not None and not lazy)
+        may_measure = is_tested or (fetched is not None and not lazy)
         settle(model, tokenizer, checkpoint, head, adapter_path, drafting[1], may_measure)
         _check_accepted(model, checkpoint, asked)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
@@ -185,11 +215,11 @@ def load(
 
 def _own_config(checkpoint: CheckpointReader, given: Config) -> Config:
     """The config values to change when a checkpoint is loaded: those given, its type, and whether it has an output layer."""
-    changes = {**given, **model_type_of(checkpoint.config)}
-    if (checkpoint.config or {}).get("model_type") not in MODEL_TYPES:
-        return changes
-    config = check_config(checkpoint.config, checkpoint.name)
-    return with_output_layer(config, is_tied(checkpoint)) | changes
+    config = checkpoint.config or {}
+    own = {key: config[key] for key in ("model_type",) if key in config}
+    if config.get("model_type") not in MODEL_TYPES:
+        return given | own
+    return with_output_layer(check_config(config, checkpoint.name), is_tied(checkpoint)) | given | own
 
 
 def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
@@ -199,18 +229,19 @@ def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
 
 
 def _check_arguments(
-    mtp: bool | str, drafting: tuple[Any, ...], settings: bool | str | Path, adapter_path: str | None
+    mtp: bool | str, drafting: Drafting, settings: bool | str | Path, adapter_path: str | None, dtype: str
 ) -> None:
-    """Raise an error for arguments that are wrong for any model."""
     _check_drafting(mtp, drafting, settings)
     check_bits(*drafting[1:])
     if not isinstance(settings, bool):
         read_settings(Path(settings))
     if adapter_path is not None:
         check_adapter(adapter_path)
+    if dtype not in (AUTO, *DTYPES):
+        raise MTPError(f"dtype must be one of {', '.join((AUTO, *DTYPES))}, not {dtype!r}.")
 
 
-def _check_drafting(mtp: bool | str, drafting: tuple[Any, ...], settings: bool | str | Path) -> None:
+def _check_drafting(mtp: bool | str, drafting: Drafting, settings: bool | str | Path) -> None:
     """Raise an MTPError if an argument requires the head, and there is none."""
     if not mtp and (any(x is not None for x in drafting) or not isinstance(settings, bool)):
         raise MTPError(
@@ -226,8 +257,7 @@ def _head_files(checkpoint: CheckpointReader, mtp: bool | str) -> list[str]:
 
 
 def _cached_head(checkpoint: CheckpointReader) -> bool | str:
-    """``mtp="cached"`` as another value: ``"auto"`` finds a head that was downloaded, without the hub. A head of its own that
-    cannot be used is no error, since nobody has asked for it."""
+    """What ``mtp="cached"`` stands for. A head of its own that cannot be used is no error, since nobody has asked for it."""
     check_config(checkpoint.config, checkpoint.name)
     try:
         if has_usable_head(checkpoint):
@@ -236,33 +266,6 @@ def _cached_head(checkpoint: CheckpointReader) -> bool | str:
         log.warning(f"[WARNING] {checkpoint.name} generates without drafts: {e}")
         return False
     return "auto" if fetched_before(HEADS, checkpoint) is not None else False
-
-
-def _load_in_mlx_lm(
-    checkpoint: CheckpointReader,
-    adapter_path: str | None,
-    trust_remote_code: bool,
-    tokenizer_config: dict[str, Any] | None,
-    model_config: dict[str, Any] | None,
-    lazy: bool,
-    dtype: str,
-    prefers_float16: bool,
-) -> Any:
-    """Load a model of any family, its tokenizer and config. It generates without drafts."""
-    with loading_errors(checkpoint.name):
-        model, tokenizer, config = mlx_lm.load(
-            str(checkpoint.path), tokenizer_config, model_config, None, True, True, trust_remote_code=trust_remote_code
-        )
-    if adapter_path is not None:
-        with_adapter(model, adapter_path)
-    is_cast = set_dtype(model, dtype, prefers_float16)
-    if not lazy:
-        with loading_errors(checkpoint.name):
-            evaluate(model)
-    _complete(tokenizer, checkpoint)
-    if is_cast and not lazy:
-        check_float16(model, tokenizer, checkpoint.name)
-    return model, tokenizer, config
 
 
 def _source_of_head(checkpoint: CheckpointReader, mtp: bool | str) -> CheckpointReader | None:
@@ -277,8 +280,7 @@ def _source_of_head(checkpoint: CheckpointReader, mtp: bool | str) -> Checkpoint
 
 
 def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, asked: bool | str) -> None:
-    """Warn of a head whose drafts the model rejects. That of another checkpoint is not used: an MTPError, or where nobody has
-    asked for it, the model loses it."""
+    """Warn of a head that the model rejects. Another checkpoint's is an MTPError or, where nobody has asked for it, dropped."""
     accepted, name, fetched = model.head_acceptance, checkpoint.name, model.fetched_head
     if accepted is None or accepted >= FLOOR:
         return
@@ -321,7 +323,8 @@ def _load_model(
         )
     if stage is not None:
         model.model.pipeline(mx.distributed.init())
-        check_complete(model, model.loaded, checkpoint.name)
+        if missing := sorted(dict(tree_flatten(model.parameters())).keys() - model.loaded):
+            raise MTPError(f"{checkpoint.name} lacks the tensor {missing[0]}: download it again.")
     return model, config
 
 
@@ -378,13 +381,11 @@ def _load_tokenizer(
         raise MTPError(
             f"The tokenizer of {checkpoint.name} is missing or damaged ({e}): download its files again."
         ) from e
-    _complete(tokenizer, checkpoint)
     return tokenizer
 
 
 def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None:
-    """Add the ends of text. Warn if transformers tokenizes differently from the checkpoint's tokenizer.json, as some
-    versions do."""
+    """Add the ends of text. Warn if transformers tokenizes differently from the checkpoint's tokenizer.json."""
     tokenizer.eos_token_ids |= ends_of_text(checkpoint.path)
     file, backend = checkpoint.path / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not file.exists():
@@ -400,7 +401,7 @@ def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None
 
 def _apply_settings(
     model: MTPModel, settings: bool | str | Path, path: Path, mtp: bool | str, adapter_path: str | None
-) -> tuple[int | None, int | None, int | None]:
+) -> Drafting:
     """Apply the settings of ``--tune`` to the model, if any. Return their draft_vocab, mtp_bits and draft_head_bits."""
     folders = [path, *([fetch(mtp, None)] if isinstance(mtp, str) else [])]
     folders += [] if adapter_path is None else [Path(adapter_path)]

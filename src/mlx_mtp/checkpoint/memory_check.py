@@ -4,9 +4,8 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import mlx.core as mx
 from huggingface_hub.utils import TensorInfo
@@ -18,40 +17,38 @@ from ..memory import CHUNK, Account, Needs, Sizes, check_fits, size, sizes_of
 from ..models.head_weights import split_head
 from .catalog import published
 from .config import check_config, skeleton
+from .dtype import AUTO
 from .hub import WEIGHTS, sizes_to_download
 from .ngram_files import without_tables
 from .reader import CheckpointReader, n_bytes
 
 # These have the dtype of all unquantized weights.
 NORMS = "layers.0.input_layernorm.weight", "layers.0.attn_hyper_connection.hc_norm.weight"
+FLOATS = "F32", "F16", "BF16", "F8_E4M3"  # which become one type in a head
 
 
-def check_before_download(checkpoint: CheckpointReader, account: Account | None, *args: Any) -> None:
-    """Do ``check_memory`` for a checkpoint on the hub, before its weights are downloaded. Its headers are read if the files to
-    download take more than half of the memory left."""
+def is_large_download(checkpoint: CheckpointReader, account: Account | None) -> bool:
+    """Whether a checkpoint is on the hub, and the files to download take more than half of the memory left."""
     if account is None or checkpoint.folder is not None:
-        return
-    if sum(sizes_to_download(checkpoint.name, checkpoint.revision, [WEIGHTS]).values()) > account.left / 2:
-        check_memory(checkpoint, account, *args)
+        return False
+    return sum(sizes_to_download(checkpoint.name, checkpoint.revision, [WEIGHTS]).values()) > account.left / 2
 
 
 def check_memory(
     checkpoint: CheckpointReader,
+    source: CheckpointReader | None,
     account: Account | None,
     context: int,
-    is_plain: bool,
-    has_head: bool,
-    has_tower: bool,
-    ngram_memory: bool | None,
-    source: CheckpointReader | None = None,
+    dtype: str = AUTO,
+    *,
+    is_plain: bool = False,
+    has_tower: bool = False,
+    ngram_memory: bool | None = None,
 ) -> bool:
-    """Raise an MTPError if a checkpoint, with a head of ``source``, does not fit in memory with a text of ``context`` tokens.
+    """Raise an MTPError if a checkpoint with the head of ``source`` and a text do not fit in memory; without ``account`` never.
 
-    In plain mlx-lm, which drops heads and towers, it is checked without a text. No ``account``, no check. Tables of n-gram
-    embeddings are in memory if ``ngram_memory``; ``None``: if they leave a share of the memory free.
-
-    Returns:
-        Whether there are such tables in memory.
+    Plain mlx-lm drops heads and towers, and is checked without a text. Return whether n-gram tables are in memory: if
+    ``ngram_memory``, or with ``None`` if they leave enough of it.
     """
     if account is None:
         return bool(ngram_memory)
@@ -59,13 +56,11 @@ def check_memory(
     if is_plain:
         backbone = split_head(split_tower(tensors)[0])[0]
         _check_arrays(backbone, name)
-        check_fits(name, Needs(weights=_nbytes(backbone)), account)
+        check_fits(name, Needs(weights=_nbytes(backbone, *_types(backbone, dtype))), account)
         return False
     others, table_bytes = without_tables(tensors)
     _check_arrays(others, name)
-    needs, sizes = needs_of_checkpoint(checkpoint, context, has_head, has_tower)
-    if source is not None:
-        needs = needs._replace(head=_nbytes(source.head()))
+    needs, sizes = needs_of_checkpoint(checkpoint, source, context, dtype, has_tower)
     if ngram_memory is None:
         max_bytes = min(memory.NGRAM_SHARE * min(memory.total_memory(), account.limit), account.left)
         ngram_memory = needs.total + table_bytes <= max_bytes
@@ -90,23 +85,35 @@ def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
 
 
 def needs_of_checkpoint(
-    checkpoint: CheckpointReader, context: int, has_head: bool, has_tower: bool
+    checkpoint: CheckpointReader,
+    source: CheckpointReader | None,
+    context: int,
+    dtype: str = AUTO,
+    has_tower: bool = False,
 ) -> tuple[Needs, Sizes]:
-    """The memory of a checkpoint with a text, and the sizes of its model."""
-    config = check_config(checkpoint.config, checkpoint.name)
+    """The memory of a checkpoint with a head and a text, and the sizes of its model."""
+    config, head = check_config(checkpoint.config, checkpoint.name), dict[str, TensorInfo]()
     language, tower = split_tower(without_tables(model_tensors(checkpoint))[0])
-    backbone, head = split_head(language)
+    backbone, _ = split_head(language)
     with suppress(MTPError, OSError):  # a head that cannot be used
-        head = checkpoint.head()
-    norm = next((t for n, t in backbone.items() if n.endswith(NORMS)), None)
-    value_bytes = 2 if norm is None else n_bytes(norm) // math.prod(norm.shape)
-    sizes = sizes_of(skeleton(config, checkpoint.name, has_head), value_bytes)
-    needs = Needs(_nbytes(backbone), _nbytes(head) if has_head else 0, _nbytes(tower) if has_tower else 0)
-    return _with_text(needs, sizes, context), sizes
+        head = {} if source is None else source.head()
+    own, n = _types(backbone, dtype)
+    sizes = sizes_of(skeleton(config, checkpoint.name, source is not None), n)
+    tower_bytes = _nbytes(tower, FLOATS if n == 2 else (), n) if has_tower else 0
+    return _with_text(Needs(_nbytes(backbone, own, n), _nbytes(head, FLOATS, n), tower_bytes), sizes, context), sizes
+
+
+def _types(backbone: Mapping[str, TensorInfo], dtype: str) -> tuple[Sequence[str], int]:
+    """The type of a backbone's activations in its files, and the bytes of a number in the type that it gets."""
+    sizes = Counter[str]()
+    for t in backbone.values():
+        sizes[t.dtype] += math.prod(t.shape) * (t.dtype in FLOATS)
+    norms = [t.dtype for name, t in backbone.items() if name.endswith(NORMS)]
+    own = norms[0] if norms else max(sizes, key=sizes.__getitem__, default="BF16")
+    return (own,), 4 if own == "F32" and dtype == AUTO else 2
 
 
 def model_tensors(checkpoint: CheckpointReader) -> dict[str, TensorInfo]:
-    """Describe the tensors that mlx-lm loads."""
     return {name: t for file in checkpoint.model_files for name, t in checkpoint.header(file).tensors.items()}
 
 
@@ -129,5 +136,6 @@ def _advice(needs: Needs, sizes: Sizes, account: Account, context: int) -> str:
     return f"The largest published model that fits is {largest.name}: `mlx_mtp models` lists them."
 
 
-def _nbytes(tensors: Mapping[str, TensorInfo]) -> int:
-    return sum(map(n_bytes, tensors.values()))
+def _nbytes(tensors: Mapping[str, TensorInfo], cast: Sequence[str] = (), n: int = 0) -> int:
+    """The bytes of tensors. Those in the types ``cast`` get n bytes a number."""
+    return sum(math.prod(t.shape) * n if t.dtype in cast else n_bytes(t) for t in tensors.values())

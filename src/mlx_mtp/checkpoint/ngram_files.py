@@ -18,6 +18,7 @@ from huggingface_hub.utils import TensorInfo
 
 from ..errors import MTPError
 from ..models.ngrams import NgramTable
+from .originals import base_in_16_bits
 from .reader import CheckpointReader, n_bytes
 
 # In raw checkpoints shard_7.weight, in conversions shards.7.weight and .scales
@@ -37,12 +38,10 @@ def place_of(tensor: str) -> tuple[int, int, str] | None:
 def without_tables(tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], int]:
     """Tensors that are not of tables, and the bytes of those that are."""
     others = {name: t for name, t in tensors.items() if place_of(name) is None}
-    return others, sum(n_bytes(t) for name, t in tensors.items() if name not in others)
+    return others, n_bytes(*(t for name, t in tensors.items() if name not in others))
 
 
 class FileArray(NamedTuple):
-    """A tensor [n, width] in a file."""
-
     file: Path
     start: int  # in the file, in bytes
     tensor: TensorInfo
@@ -55,15 +54,9 @@ class FileArray(NamedTuple):
 
 
 class FileRows:
-    """The rows of a table in files: ``weight`` and, if they are quantized, ``scales`` and ``biases``.
+    """The rows of a table in files, of which each part has arrays. Raises an MTPError if they do not fit together.
 
     ``layout`` has the width of each array and its dtype; bfloat16 is read as uint16.
-
-    Args:
-        parts: The arrays of each part of the rows.
-
-    Raises:
-        MTPError: The parts do not fit together.
     """
 
     def __init__(self, parts: list[dict[str, FileArray]]):
@@ -77,7 +70,9 @@ class FileRows:
                 raise MTPError(f"is in {unknown}, not in 16 or 32 bits or quantized by MLX")
             lengths.append(sizes.pop())
         self.parts, self.starts = parts, np.cumsum([0, *lengths])  # the id of each part's first row
-        files = {x.file for part in parts for x in part.values()}
+
+    def open(self) -> None:
+        files = {x.file for part in self.parts for x in part.values()}
         self.opened = {file: os.open(file, os.O_RDONLY) for file in files}  # their descriptors
         weakref.finalize(self, _close, [*self.opened.values()])
         self.pool = ThreadPoolExecutor(N_THREADS, "ngrams")
@@ -120,38 +115,41 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _read_all(reads: list[tuple[int, int, int]]) -> bytes:
-    """Read bytes of open files: (file descriptor, number of bytes, position)."""
+    """Read bytes of open files, by (file descriptor, number of bytes, position)."""
     data = b"".join([os.pread(*read) for read in reads])
     if len(data) < sum(n for _, n, _ in reads):
         raise MTPError("A file of the model's n-gram table has been cut: download or convert the model again.")
     return data
 
 
-def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> None:
-    """Open the tables of a model's layers, if it has any, or read them into memory.
-
-    Raises:
-        MTPError: A table is incomplete, or does not fit the model.
-    """
+def find_tables(model: Any, checkpoint: CheckpointReader) -> dict[int, NgramTable]:
+    """The tables of a model's layers by the headers of a checkpoint. Raises MTPError if one is incomplete or does not fit."""
     if (ngrams := model.ngrams) is None:
-        return
+        return {}
     found: dict[int, dict[int, dict[str, FileArray]]] = defaultdict(lambda: defaultdict(dict))
-    for file in checkpoint.model_files:
-        header = checkpoint.header(file)
-        for tensor, info in header.tensors.items():
-            if (place := place_of(tensor)) is not None:
-                layer, part, name = place
-                start = header.start + info.data_offsets[0]
-                found[layer][part][name] = FileArray(checkpoint.path / file, start, info)
+    own = {tensor: file for tensor, file in checkpoint.model_map.items() if place_of(tensor) and checkpoint.has(file)}
+    for tensor, info in checkpoint.tensors(own).items():
+        layer, part, name = place_of(tensor) or (0, 0, "")
+        start = checkpoint.header(own[tensor]).start + info.data_offsets[0]
+        found[layer][part][name] = FileArray((checkpoint.folder or Path()) / own[tensor], start, info)
+    tables = {}
     for i in model.model.ngram_layers:
         parts = [found[i][j] for j in sorted(found[i])]
-        if [*sorted(found[i])] != [*range(len(parts))] or not parts or any("weight" not in part for part in parts):
-            raise MTPError(f"{checkpoint.name} lacks a part of the n-gram table of layer {i}: download it again.")
         try:
-            ngrams.tables[i] = NgramTable(FileRows(parts), ngrams.width, ngrams.hashes[i].n_rows)
+            if [*found[i]] and [*sorted(found[i])] == [*range(len(parts))] and all("weight" in part for part in parts):
+                tables[i] = NgramTable(FileRows(parts), ngrams.width, ngrams.hashes[i].n_rows)
+                continue
+            wrong = f"{checkpoint.name} lacks a part of the n-gram table of layer {i}"
         except MTPError as e:
-            raise MTPError(
-                f"The n-gram table of layer {i} of {checkpoint.name} {e}: download or convert it again."
-            ) from e
+            wrong = f"The n-gram table of layer {i} of {checkpoint.name} {e}"
+        command = f"mlx_mtp convert --quantize --hf-path {base_in_16_bits(checkpoint)} --mlx-path NEW"
+        raise MTPError(f"{wrong}: download it again, or convert its base model with `{command}`.")
+    return tables
+
+
+def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> None:
+    for i, table in find_tables(model, checkpoint).items():
+        model.ngrams.tables[i] = table
+        table.rows.open()
         if in_memory:
-            ngrams.tables[i].load()
+            table.load()

@@ -17,7 +17,6 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import RepoCard, constants
 from huggingface_hub.utils import TensorInfo, WeakFileLock
@@ -29,9 +28,11 @@ from ..files import write_atomic, writing
 from ..models import MODEL_TYPES
 from ..models.head_weights import split_head
 from .catalog import Published, originals_like, published
-from .config import Config, check_config, first_difference, parse_json, read_json, text_config_of
+from .config import Config, check_config, first_difference, read_json, text_config_of
+from .kept import read_own, update_own
 from .reader import CheckpointReader, n_bytes
 
+BASE_MODEL = "BASE_MODEL"  # in commands, where none is known
 MAX_STEPS = 4  # from a checkpoint to its base model
 CARD = "README.md"
 HEADS, TOWERS = "heads", "towers"
@@ -40,19 +41,16 @@ WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
 CHUNK_BYTES = 16 << 20  # in a range request, which is repeated if it fails
 
 Tensors = dict[str, TensorInfo]
-Describe = Callable[[CheckpointReader], Tensors]
+Describe = Callable[[CheckpointReader, CheckpointReader], Tensors]  # of an original, for a checkpoint
 
 
 def find_original(kind: str, checkpoint: CheckpointReader, describe: Describe) -> tuple[CheckpointReader, Tensors]:
-    """Find the base model of a checkpoint that lacks a part. Return it, and what ``describe`` says of the part.
-
-    This downloads only cards, configs and headers. A FileNotFoundError has the reason for each candidate.
-    """
+    """The base model of a checkpoint that lacks a part, and what ``describe`` says of the part. No weights are downloaded."""
     tried: dict[str, str] = {}
     for original in _candidates(checkpoint):
         try:
             reader = CheckpointReader(original)
-            return reader, describe(reader)
+            return reader, describe(reader, checkpoint)
         except MTPError as e:
             tried[original] = str(e)
     reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
@@ -131,18 +129,24 @@ def check_not_fp8(checkpoint: CheckpointReader) -> None:
         return
     with suppress(MTPError, OSError):  # the error is raised when the model is loaded
         names = split_head(checkpoint.model_map)[0]
-    if any(name.endswith("_scale_inv") for name in names):
-        bases = [base for base in base_models(checkpoint) if "fp8" not in base.lower()]
-        base = next(iter(bases), re.sub("[-_]fp8", "", checkpoint.name, flags=re.IGNORECASE))
-        other = "its 16-bit base model" if base == checkpoint.name else f"{base}, which has 16 bits"
+    if any(name.endswith("_scale_inv") and "ngram_embedding" not in name for name in names):
+        base = base_in_16_bits(checkpoint)
+        other = "its 16-bit base model" if base == BASE_MODEL else f"{base}, which has 16 bits"
         raise MTPError(f"{checkpoint.name} is in FP8, which mlx-lm does not load: use {other}, or a conversion of it.")
+
+
+def base_in_16_bits(checkpoint: CheckpointReader) -> str:
+    """The 16-bit checkpoint of a model by its card, config or name, or ``BASE_MODEL``."""
+    name = re.sub("[-_]fp8", "", checkpoint.name, flags=re.IGNORECASE)
+    named = [*base_models(checkpoint), *([name] if name != checkpoint.name else []), *_named(checkpoint)]
+    return next((base for base in named if "fp8" not in base.lower()), BASE_MODEL)
 
 
 # Fetching
 
 
 def folder_of(kind: str) -> Path:
-    """The folder of the parts of a kind: in ``HF_HOME``, beside the hub's cache."""
+    """In ``HF_HOME``, beside the hub's cache."""
     return Path(constants.HF_HOME) / "mlx_mtp" / kind
 
 
@@ -153,11 +157,10 @@ def fetch_from_original(
     write: Callable[[CheckpointReader, Tensors, Path], Config],
     advice: str,
 ) -> Path:
-    """Fetch a part of a checkpoint's original, unless it was fetched before. Return its folder.
+    """Fetch a part of a checkpoint's original, once. Return its folder.
 
     ``describe`` returns the tensors of the part in an original, or raises an MTPError. ``write`` writes them to a folder and
-    returns its config.json, which is written last: another call resumes in a folder without one. ``advice`` ends the
-    FileNotFoundError if there is no original.
+    returns its config.json, which is written last. ``advice`` ends the FileNotFoundError if there is no original.
     """
     if (known := fetched_before(kind, checkpoint)) is not None:
         return known
@@ -187,7 +190,6 @@ def fetched_before(kind: str, checkpoint: CheckpointReader) -> Path | None:
 
 
 def forget(kind: str, checkpoint: CheckpointReader) -> None:
-    """Forget that a part was fetched for a checkpoint. The part stays."""
     update_own(folder_of(kind) / OF, _key_of(checkpoint), None)
 
 
@@ -202,28 +204,10 @@ def _revision_of(original: CheckpointReader) -> str:
     return hashlib.sha1(json.dumps(state).encode()).hexdigest()
 
 
-def read_own(file: Path) -> dict[str, Any]:
-    """Read a file of this package. Empty if it is missing or damaged, since it can be made again."""
-    try:
-        return parse_json(file.read_bytes(), str(file))
-    except (OSError, ValueError):
-        return {}
-
-
-def update_own(file: Path, key: str, value: Any) -> None:
-    """Set one entry of a file of this package, which other processes may change."""
-    with WeakFileLock(file.with_name(f".{file.name}.lock")):
-        write_atomic(file, json.dumps(read_own(file) | {key: value}, indent=4) + "\n")
-
-
 def copy_tensors(
     original: CheckpointReader, tensors: Tensors, file: Path, names: Mapping[str, str] | None = None
 ) -> None:
-    """Copy some tensors to a new safetensors file, under these names or their own. Only their bytes are read.
-
-    The file appears when it is complete. Until then its bytes are in a file with the suffix ``.part``, and another call resumes
-    there.
-    """
+    """Copy tensors to a new file, under ``names`` or their own. An incomplete file has the suffix ``.part``, and is resumed."""
     order = sorted(tensors, key=lambda name: (original.weight_map[name], tensors[name].data_offsets))
     header, n = {}, 0
     for name in order:

@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 
 def check_new(target: Path) -> None:
-    """Raise an MTPError if the target exists, or MLX cannot write there."""
     check_path(target.absolute())
     if target.exists():
         raise MTPError(
@@ -102,7 +101,6 @@ def describe_head(config: Config, origin: Config, dtype: mx.Dtype, bits: int | N
 
 
 def describe_no_head(config: Config) -> None:
-    """Remove from a config everything about a head."""
     for key in ("mtp_num_hidden_layers", "mlx_mtp", EXTRA_TENSORS):
         config.pop(key, None)
     text_config = text_config_of(config)
@@ -128,14 +126,13 @@ def write_weights(
     _link_files(receiver, folder, old=receiver.head_files if head else ())
     metadata = receiver.read_json(INDEX_FILE).get("metadata", {}) if INDEX_FILE in receiver.files else {}
     if "total_size" in metadata:
-        metadata["total_size"] = sum(map(n_bytes, receiver.tensors(linked).values()))
+        metadata["total_size"] = n_bytes(*receiver.tensors(linked).values())
         metadata["total_size"] += sum(w.nbytes for w in (*head.values(), *tower.values()))
     write_index(folder, weight_map, metadata)
     check_written(folder, head | tower, weight_map)
 
 
 def rewrite_head(folder: Path, head: dict[str, mx.array]) -> None:
-    """Replace the head that ``write_weights`` has written."""
     save(folder / HEAD_FILE, head)
     check_written(folder, head, dict.fromkeys(head, HEAD_FILE))
 
@@ -157,7 +154,6 @@ def _link_files(source: CheckpointReader, folder: Path, old: Collection[str]) ->
 
 
 def write_config(folder: Path, config: Config, head: dict[str, mx.array], origin: Config) -> None:
-    """Write a config.json with the head, unless it is empty."""
     if head:
         config.update(quantization_beside(config, head))
         describe_head(config, origin, next(iter(head.values())).dtype, None, separate=True)
@@ -192,10 +188,7 @@ mlx_mtp generate --mtp --model {name} --image picture.png --prompt 'What is this
 def write_card(
     folder: Path, original: Path, base_model: str | None, usage: str = "", takes_images: bool = False
 ) -> None:
-    """Write the model card: the base model's metadata, such as licence and language, and how to use this checkpoint.
-
-    mlx-lm's own function requests the base model's card from the hub even if it is in the cache, and fails if there is none.
-    """
+    """Write the model card. mlx-lm's function asks the hub for the base model's even if it is in the cache."""
     card = ModelCard.from_template(ModelCardData(language="en"))
     try:
         card = ModelCard.load(original) if original.exists() else card

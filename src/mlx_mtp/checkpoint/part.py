@@ -5,7 +5,7 @@ its stage. A stage also downloads only the files with its layers.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,6 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a pipeline: its layers of the backbone, and the files with its tensors."""
-
     layers: range
     files: list[str]
 
@@ -56,8 +54,7 @@ def make_ranks(
 
 
 def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> Stage | None:
-    """The stage of a pipeline that is this rank's part of a checkpoint; ``None`` if it has a share of each layer. Raises
-    MTPError if the model cannot be divided."""
+    """The stage of a pipeline that is this rank's; ``None`` for a share of each layer. Raises MTPError if it is impossible."""
     config = checkpoint.config or {}
     if "model_type" in config and config["model_type"] not in MODEL_TYPES:
         raise MTPError(
@@ -78,19 +75,11 @@ def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> Sta
 
 
 def names_of(names: Collection[str], layers: range) -> list[str]:
-    """The tensors of these layers and those outside of the backbone's layers, such as the head's, but not the vision encoder's:
-    several machines do not support images."""
+    """The tensors of these layers and those outside of layers, but not the vision encoder's, which no rank needs."""
     language, _ = split_tower(dict.fromkeys(names))
     backbone, _ = split_head(language)
     elsewhere = {name for name in backbone if (match := LAYER.search(name)) and int(match[1]) not in layers}
     return [name for name in language if name not in elsewhere]
-
-
-def check_complete(model: Any, loaded: Iterable[str], name: str) -> None:
-    """Raise an MTPError if the tensors lack a parameter of the model."""
-    parameters: Any = tree_flatten(model.parameters())
-    if missing := sorted({path for path, _ in parameters}.difference(loaded)):
-        raise MTPError(f"{name} lacks the tensor {missing[0]}: download it again.")
 
 
 def evaluate(model: Any) -> None:

@@ -45,15 +45,11 @@ class Header(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads only the requested parts of a checkpoint, a folder or a repository.
+    """Reads only the requested parts of a checkpoint, a folder or a repository. Raises a FileNotFoundError without one.
 
     Args:
-        path_or_hf_repo: The checkpoint, by which errors name it.
         folder: Its folder, if it was downloaded.
         needed: The files of the index that must exist. Default: ``None``, all.
-
-    Raises:
-        FileNotFoundError: It cannot be read.
     """
 
     def __init__(
@@ -131,22 +127,16 @@ class CheckpointReader:
 
     @cached_property
     def index(self) -> dict[str, str]:
-        """The file of every tensor in the index; empty without one."""
         return read_index(self, INDEX_FILE) if INDEX_FILE in self.files else {}
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
-        """The file of every tensor of the model and of the head, see ``model_map`` and ``head_map``."""
+        """``model_map`` and ``head_map``."""
         return self.model_map | self.head_map
 
     @cached_property
     def model_map(self) -> dict[str, str]:
-        """The file of every tensor, from the index, and in a folder, or without an index, from the headers.
-
-        Raises:
-            FileNotFoundError: There are no weights, or a file that the index names is missing.
-            MTPError: A file is damaged, or lacks a tensor that the index names.
-        """
+        """The file of every tensor, from the index, and in a folder or without an index from the headers, which are checked."""
         named = set(self.index.values())
         absent = {file for file in named if not self.has(file)}
         if missing := sorted(absent if self._needed is None else absent.intersection(self._needed)):
@@ -159,12 +149,7 @@ class CheckpointReader:
 
     @cached_property
     def head_map(self) -> dict[str, str]:
-        """The file of every tensor of the head, see ``places_of_heads``; of several heads the first. Empty without a head.
-
-        Raises:
-            FileNotFoundError: A file that the config or an index names is missing.
-            MTPError: Such a file is damaged.
-        """
+        """The file of every tensor of the head, of several the first, see ``places_of_heads``. Raises if one is damaged."""
         for place in places_of_heads(self):
             if head := split_head({name: name for name in place})[1]:
                 return {name: place[name] for name in head.values()}
@@ -188,11 +173,11 @@ class CheckpointReader:
         return found
 
     def head(self) -> dict[str, TensorInfo]:
-        """Describe the head's tensors; empty if there is none. Raises an error as ``head_map``."""
+        """Describe the head's tensors, if any. Raises an error as ``head_map``."""
         return self.tensors(self.head_map)
 
     def tower(self) -> dict[str, TensorInfo]:
-        """Describe the vision encoder's tensors; empty if there is none."""
+        """Describe the vision encoder's tensors, if any."""
         names = split_tower({name: name for name in self.model_map})[1].values()
         return self.tensors({name: self.model_map[name] for name in names})
 
@@ -221,10 +206,10 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def read_header(file: Path, name: str) -> Header:
-    """Read and check the header of a safetensors file. No tensor is read, so a file may have the right size and no data.
+    """Read and check the header of a safetensors file, ``name`` in errors. No tensor is read.
 
     The safetensors library checks that the tensors have known dtypes and the sizes of their shapes, and cover the file
-    without a gap or an overlap; MLX and huggingface_hub do not. ``name`` is the file's in an MTPError about it.
+    without a gap or an overlap; MLX and huggingface_hub do not.
     """
     if file.is_dir():
         raise MTPError(f"{name} is not a safetensors file but a folder: remove or rename it.")
@@ -240,7 +225,6 @@ def read_header(file: Path, name: str) -> Header:
 
 
 def _download_header(repo: str, revision: str | None, file: str, name: str) -> Header:
-    """``read_header`` of a file on the hub."""
     data, size = _download(repo, revision, file, 0, HEADER_BYTES)
     length = min(8 + int.from_bytes(data[:8], "little"), size)
     if length > len(data):
@@ -252,9 +236,8 @@ def _download_header(repo: str, revision: str | None, file: str, name: str) -> H
         return read_header(copy, name)
 
 
-def n_bytes(tensor: TensorInfo) -> int:
-    start, stop = tensor.data_offsets
-    return stop - start
+def n_bytes(*tensors: TensorInfo) -> int:
+    return sum(stop - start for start, stop in (tensor.data_offsets for tensor in tensors))
 
 
 def _download(repo: str, revision: str | None, file: str, start: int, stop: int | None) -> tuple[bytes, int]:

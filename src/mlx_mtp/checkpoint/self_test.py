@@ -1,22 +1,20 @@
 """A test of a model's passes on this device, which ``load`` runs once for each kind of model, chip and version.
 
 A kernel may be wrong on a chip that its authors do not have. So passes whose logits must be equal, to within rounding, are
-compared over a short window. The steps that "auto" chooses from are timed as well, for a few seconds: a pass over one more
-token is free on some chips, and takes twice the time on others. Other times follow from those that were measured, and "auto"
-measures them when it drafts as many tokens.
+compared over a short window. The steps that "auto" chooses from are timed as well, for a few seconds. Other times follow from
+those, and "auto" measures them when it drafts as many tokens.
 """
 
 import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from platformdirs import user_cache_path
 from tqdm import tqdm
 
 from ..caches.prompt_cache import has_head
@@ -31,20 +29,17 @@ from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import Plan, StepTimes, on_lines
 from .dtype import Float16Error
 from .hub import first_line
-from .originals import read_own, update_own
+from .kept import keep, kept
 from .settings import machine
 
 # A share of the largest logit; wrong kernels miss by more.
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
-HEAD_TOKENS = (
-    TEST_TOKENS - 64
-)  # before drafts that may copy the head's keys and values; MLX adds space for 256 at a time
+HEAD_TOKENS = TEST_TOKENS - 64  # before drafts that may copy the head's keys and values, which grow by 256 tokens
 N_DRAFTS = 4
 N_TIMES = 3  # of each step
 MAX_SECONDS = 3.0  # of all steps and passes that are timed
 N_SEQUENCES, ROWS = 2, (12, 16, 24, 32)  # of passes with more rows than one sequence's drafts make
-N_COMPARISONS = 3  # and the number of all parts, for the progress bar
-N_PARTS = N_COMPARISONS + (N_TIMES + 1) * (MAX_DRAFT_TOKENS + 1) + 3 + len(ROWS)
+N_PARTS = 4  # three comparisons and the times
 DRAFT_LENGTHS = (*range(MAX_DRAFT_TOKENS + 1), *(n - 1 for n in ROWS))  # of the steps that are timed
 
 log = logging.getLogger(__name__)
@@ -72,21 +67,19 @@ class SelfTest(NamedTuple):
 
 
 def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | None:
-    """The result of a model's test on this machine, which runs if it has not yet. What is wrong is off, with a warning; for a
-    model in float16 that must pass it is a Float16Error. If the test itself fails, that is a warning, and there is no result.
+    """The result of a model's test on this machine, which runs once. What is wrong is off, with a warning, or if the model
+    ``must_pass`` a Float16Error. ``None`` if the test itself fails.
     """
-    file, key = user_cache_path("mlx_mtp", appauthor=False) / "self-test.json", _key_of(model)
+    file, key = "self-test.json", _key_of(model)
     try:
-        result = SelfTest(*read_own(file)[key])
-    except (KeyError, TypeError):
+        result = SelfTest(*kept(file, key))
+    except TypeError:  # none, or that of another version
         try:
             result = run(model)
         except Exception as e:  # MLX's, such as of memory, or of a kernel that this device does not have
             log.warning(f"[WARNING] The passes of {name} could not be tested on this device: {first_line(e)}")
             return None
-        with suppress(OSError):  # otherwise it runs again the next time
-            file.parent.mkdir(parents=True, exist_ok=True)
-            update_own(file, key, result)
+        keep(file, key, result)
     if result.wrong and must_pass:
         raise Float16Error(name, f"{', '.join(result.wrong)} passes are wrong")
     tuned = (model.drafting.tuned or Settings()).seconds
@@ -105,7 +98,6 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
 
 
 def _key_of(model: Any) -> str:
-    """The machine, and a digest of the shapes and types of all weights."""
     weights: Any = tree_flatten(model.parameters())
     kind = hashlib.sha256(str([(name, w.shape, str(w.dtype)) for name, w in weights]).encode()).hexdigest()[:16]
     return f"{', '.join(machine().values())}, {model.model_type} {kind}"
@@ -149,12 +141,11 @@ def _run(model: Any, bar: Any) -> SelfTest:
         _difference(after, fresh) / largest,
         ROUNDING[whole.dtype],
         _head_copies(model) if has_head(model) else 0,
-        *(_step_seconds(model, prompt, bar) if has_head(model) else ([], 0.0)),
+        *(_step_seconds(model, prompt) if has_head(model) else ([], 0.0)),
     )
 
 
 def _compiled_difference(model: Any, caches: list[Any], window: mx.array) -> float:
-    """The largest difference in any logit between a compiled and another pass over a window [1, n] after a prompt."""
     n_confirmed, compilers = int(window.size > 1), (Compiler(), None)
     return _difference(
         *(model(window, cache=copy.deepcopy(caches), n_confirmed=n_confirmed, compiler=c) for c in compilers)
@@ -172,10 +163,7 @@ def _prefilled(model: Any, prompt: mx.array) -> list[Any]:
 
 
 def _head_copies(model: Any) -> int:
-    """How often drafts in one graph copy the head's keys and values, by the peak of memory.
-
-    MLX writes to an array in place if nothing else holds it, and Metal may hold it until the pass before has completed.
-    """
+    """How often drafts in one graph copy the head's keys and values, by the peak of memory. The design page says why."""
     norm, cache, token = model.mtp.pre_fc_norm_hidden.weight, model.head_layer.make_cache(), mx.zeros((1, 1), mx.uint32)
     hidden = run_head(model, mx.zeros((1, 1, norm.size), norm.dtype), token, cache)
     sizes = model.head_layer.row_sizes.values()
@@ -212,14 +200,12 @@ class _EveryLength(Depth):
             self.shortest[plan.k] = min(seconds, self.shortest.get(plan.k, seconds))
 
 
-def _step_seconds(model: Any, prompt: mx.array, bar: Any) -> tuple[list[float], float]:
-    """The times of steps, see ``step_seconds``. None if plain steps, or all others, were not timed in ``MAX_SECONDS``."""
+def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
+    """See ``step_seconds``. None if plain steps, or all others, were not timed in ``MAX_SECONDS``."""
     depth, end = _EveryLength(MAX_DRAFT_TOKENS), perf_counter() + MAX_SECONDS
-    n = len(depth.left)
     steps = mtp_generate_step(prompt, model, max_tokens=1000, num_draft_tokens=depth, copy_drafts="off")
     with closing(steps):
         for _ in steps:
-            bar.update(n - len(depth.left) - (bar.n - N_COMPARISONS))
             if not depth.left or perf_counter() > end:
                 break
     times, passes = sorted(depth.shortest.items()), dict[int, float]()
@@ -227,26 +213,16 @@ def _step_seconds(model: Any, prompt: mx.array, bar: Any) -> tuple[list[float], 
         return [], 0.0
     for rows in (1, 8, 9, *ROWS):
         sequences = N_SEQUENCES if rows % N_SEQUENCES == 0 else 1
-        if perf_counter() + _guess(passes, rows) < end:
+        longest = max((seconds * rows / n for n, seconds in passes.items()), default=0.0)
+        if perf_counter() + longest * (N_TIMES + 1) < end:
             passes[rows] = _pass_seconds(model, sequences, rows // sequences)
-        bar.update()
     return step_seconds(on_lines(times, MAX_DRAFT_TOKENS), passes)
 
 
-def _guess(passes: Mapping[int, float], rows: int) -> float:
-    """At most the time in which a pass over this many rows is prefilled and timed, given passes over fewer."""
-    return max((seconds * rows / n for n, seconds in passes.items()), default=0.0) * (N_TIMES + 1)
-
-
 def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple[list[float], float]:
-    """
-    Args:
-        seconds: The times of steps of one sequence with 0 to 8 drafts.
-        passes: The times of passes over 1, 8 and 9 rows and those of ``ROWS``, or the first of them.
+    """The times of steps at ``DRAFT_LENGTHS``, and of a draft in plain steps, 0 if unknown.
 
-    Returns:
-        The times of steps at ``DRAFT_LENGTHS``, or the first of them, and the time of a draft in
-          plain steps, 0 if it is unknown.
+    Given are those of steps of one sequence with 0 to 8 drafts, and of passes over 1, 8 and 9 rows and ``ROWS``, or the first.
     """
     if not {1, 8, 9} <= passes.keys():
         return [*seconds], 0.0

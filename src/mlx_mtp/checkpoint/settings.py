@@ -1,8 +1,6 @@
-"""The settings of ``mlx_mtp benchmark --tune``, in a small, optional file that ``mlx_mtp.load`` reads, cheaper drafts, and the
-default sampling parameters.
+"""The settings of ``mlx_mtp benchmark --tune``, cheaper drafts, and the default sampling parameters.
 
-The best settings depend on the machine, the checkpoint and the versions of the software. The file records them as its key, and
-is ignored if they differ.
+The best settings depend on the machine, the checkpoint and versions: the key of their file, which is ignored for another key.
 """
 
 import hashlib
@@ -18,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from platformdirs import user_cache_path
 
 from .._version import __version__
 from ..caches.validation import BITS
@@ -30,6 +27,7 @@ from ..models.head_weights import quantize_head
 from ..models.mixin import MTPModel
 from .config import parse_json, read_json
 from .hub import fetch
+from .kept import cache_file
 
 # The lowest and the highest value of each field of generation_config.json.
 RANGES: dict[str, tuple[float, float]] = {
@@ -43,8 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def key_of(*folders: Path, n_ranks: int = 1) -> dict[str, str]:
-    """The key of settings: the machine, and the checkpoint in these folders (with a drafter, an adapter), by path, config and
-    the sizes of its weights."""
+    """The machine, and the checkpoint in these folders (with a drafter, an adapter), by path, config and sizes of weights."""
     digest = hashlib.sha256()
     for folder in folders:
         digest.update(str(folder.resolve()).encode())
@@ -68,14 +65,13 @@ def machine(n_ranks: int = 1) -> dict[str, str]:
 
 
 def default_file(key: Mapping[str, str]) -> Path:
-    """The file for a checkpoint's settings on a device, in the user's cache folder."""
     name = hashlib.sha256(f"{key['checkpoint']} {key['device']}".encode()).hexdigest()[:16]
-    return user_cache_path("mlx_mtp", appauthor=False) / f"{name}.json"
+    return cache_file(f"{name}.json")
 
 
 def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> Settings | None:
-    """Find the settings of a checkpoint in these folders; ``file`` is ``settings`` in ``mlx_mtp.load``. ``None`` if there are
-    none or, with a warning, if their key differs. Raise a FileNotFoundError or an MTPError for a file that cannot be read."""
+    """The settings of a checkpoint in these folders, for ``settings`` of ``load``; ``None`` without any or, with a warning, if
+    their key differs."""
     if file is False:
         return None
     key = key_of(*folders, n_ranks=n_ranks)
@@ -95,7 +91,6 @@ def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> 
 
 
 def read(file: Path) -> tuple[dict[str, str], Settings]:
-    """Read a settings file: its key, and the settings."""
     if not file.is_file():
         raise MTPFileNotFoundError(f"There is no settings file {file}: write it with `mlx_mtp benchmark --tune`.")
     try:
@@ -126,19 +121,16 @@ def _check(settings: Settings) -> None:
 
 
 def write(file: Path, key: Mapping[str, str], model: str, settings: Settings) -> None:
-    """Write a settings file. Its entry ``model`` is for human readers."""
     content = {"model": model, "key": key, "settings": asdict(settings)}
     write_atomic(file, json.dumps(content, indent=2) + "\n")
 
 
 def check_writable(file: Path) -> None:
-    """Make the folder of a file, and raise an OSError if nothing can be written there."""
     file.parent.mkdir(parents=True, exist_ok=True)
     check_target(file)
 
 
 def check_bits(mtp_bits: int | None, draft_head_bits: int | None) -> None:
-    """Raise an MTPError if MLX does not quantize to this number of bits."""
     for name, bits in (("mtp_bits", mtp_bits), ("draft_head_bits", draft_head_bits)):
         if bits is not None and bits not in BITS:
             raise MTPError(f"{name} is {bits}; MLX quantizes to {', '.join(map(str, BITS))} bits.")
@@ -161,8 +153,7 @@ def cheapen_drafts(
 
 
 def first_ids(size: int, vocab_size: int, tokenizer: TokenizerWrapper) -> list[int]:
-    """The ids of a draft vocabulary, in ascending order: special, added and stop tokens, which are rare in text and frequent in
-    answers, and the first others."""
+    """The ids of a draft vocabulary in order: special and stop tokens, which are rare in text, and the first others."""
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *tokenizer.eos_token_ids}
     always = {i for i in special if i < vocab_size}
     if type(size) is not int or not max(len(always), 1) <= size <= vocab_size:
@@ -192,8 +183,7 @@ class Sampling:
 
 
 def sampling_defaults(name: str, given: Mapping[str, float | None], ranks: Ranks | None = None) -> Sampling:
-    """The sampling of a model: the values given by the user, then its generation_config.json, which rank 0 reads for all ranks,
-    then mlx-lm's defaults. Raise an MTPError if a value of the file is out of range."""
+    """The given values, then those of generation_config.json, which rank 0 reads for all, then mlx-lm's. Checks their range."""
     own = {field: value for field, value in given.items() if value is not None}
     if own.keys() == RANGES.keys():
         return Sampling(**own)  # type: ignore[arg-type]

@@ -30,10 +30,7 @@ BROKEN_PIPE = 141  # exit status after SIGPIPE
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as columns no wider than the terminal: the first aligned left, the others right.
-
-    Columns that do not fit are printed below, with the first column repeated. A row may have fewer columns.
-    """
+    """Format rows as columns, the first aligned left. Those that do not fit the terminal are below, with the first repeated."""
     columns = range(max(map(len, rows)))
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in columns]
     parts, used = [[0]], widths[0]
@@ -79,12 +76,7 @@ def prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def prepare(runs: Iterable[Callable[[], Any]], ranks: Ranks | None = None) -> None:
-    """Repeat each run until it makes no trace, since a first run is slower: traces are made once in a process, and MLX's CPU
-    backend compiles kernels once on a machine.
-
-    Args:
-        runs: Whole runs as those that are timed afterwards. With other shapes, other traces are made.
-    """
+    """Repeat each run until it makes no trace: traces are made once in a process, and MLX's CPU kernels once on a machine."""
     description = "Preparing: kernels are compiled once on a machine"
     with tqdm(desc=description, unit="run", leave=False, disable=None) as progress:
         for run in runs:
@@ -100,10 +92,7 @@ def prepare(runs: Iterable[Callable[[], Any]], ranks: Ranks | None = None) -> No
 def alternate(
     runs: Sequence[R], prompts: Sequence[P], repeat: int, one: Callable[[P, R], T], ranks: Ranks | None = None
 ) -> list[dict[tuple[P, R], T]]:
-    """Make every run on every prompt ``repeat`` times, alternating -> what ``one`` returned, for each round.
-
-    Each turn begins with another run. First, the runs on the first prompt are repeated until they make no trace.
-    """
+    """Make every run on every prompt ``repeat`` times, alternating, after ``prepare`` -> the results of ``one`` by round."""
     prepare((partial(one, prompts[0], run) for run in runs), ranks)
     rounds: list[dict[tuple[P, R], T]] = [{} for _ in range(repeat)]
     with tqdm(total=repeat * len(prompts) * len(runs), disable=None) as progress:
@@ -117,7 +106,6 @@ def alternate(
 
 
 def in_turn(runs: Sequence[T], i: int) -> list[T]:
-    """The runs in the order of turn i: each turn begins with another run."""
     i %= len(runs)
     return [*runs[i:], *runs[:i]]
 
@@ -128,10 +116,9 @@ def in_turn(runs: Sequence[T], i: int) -> list[T]:
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
     """A context that exits with one line and status 2 for an error that the user can mend, or 1 for the GPU's, with 130 after
-    Ctrl-C, and silently with 141 if the reader of the output has ended, as in ``| head``. Other errors keep their traceback.
+    Ctrl-C, and silently with 141 if the reader of the output has ended. Other errors keep their traceback.
 
-    Of the processes of ``mlx.launch``, only rank 0 prints, and others where rank 0 has no error. If one ends, MLX raises an
-    error in the others, or ``mlx.launch`` ends them.
+    Of the processes of ``mlx.launch``, only rank 0 prints, and others where rank 0 has no error.
     """
     group = mx.distributed.init()
     with _silent_on_broken_pipe(), rank_0_prints():

@@ -35,15 +35,9 @@ from .parser import byte_size, flag_of, number_or
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
 # The sampling flags, and their names in generation_config.json and in requests.
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-LOADING = (
-    "--max-memory",
-    "--ngram-memory",
-    "--draft-vocab",
-    "--mtp-bits",
-    "--draft-head-bits",
-    "--settings",
-    "--dtype",
-)  # see ``load_options``
+LOADING = (  # see ``load_options``
+    "--max-memory", "--ngram-memory", "--draft-vocab", "--mtp-bits", "--draft-head-bits", "--settings", "--dtype",
+)  # fmt: skip
 FLAGS: dict[str, dict[str, Any]] = {
     "--mtp": {
         "nargs": "?",
@@ -139,7 +133,6 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Add some of ``FLAGS``."""
     for name in names:
         parser.add_argument(name, **FLAGS[name])
 
@@ -175,7 +168,6 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add the flags with defaults from the model, see ``set_sampling``; the default here is ``None``."""
     for flag, kind, text in (
         ("temp", float, "temperature; 0 chooses the most likely token"),
         ("top_p", float, "top-p"),
@@ -192,8 +184,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``mlx_mtp.load`` for ``LOADING``, the head, and the processes of ``mlx.launch``."""
-    names = ("draft_vocab", "mtp_bits", "draft_head_bits", "settings", "max_memory", "ngram_memory", "dtype")
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in (flag[2:].replace("-", "_") for flag in LOADING)}
     options["mtp"] = {None: "cached", True: "auto"}.get(args.mtp, args.mtp)  # without a flag, nothing is downloaded
     if (group := mx.distributed.init()).size() > 1:
         options["pipeline_group" if args.pipeline else "tensor_group"] = group
@@ -201,10 +192,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_model(args: argparse.Namespace, needs_ours: bool, **options: Any) -> Any:
-    """Seed MLX's random state, and load the model of ``generate`` and ``chat``, its tokenizer and its config.
-
-    ``needs_ours``: not mlx-lm's own model, even without a head. ``options`` are further arguments of ``mlx_mtp.load``.
-    """
+    """Seed MLX, and load the model of ``generate`` and ``chat``, ours also without a head if ``needs_ours``."""
     if args.mtp is True:
         check_family(args.model)
     if args.seed is not None:
@@ -231,7 +219,6 @@ def text_options(args: argparse.Namespace) -> TextOptions:
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, float]:
-    """The sampling parameters on the command line, by the names of ``Sampling``."""
     return {field: getattr(args, flag) for flag, field in SAMPLING.items() if getattr(args, flag) is not None}
 
 
@@ -261,7 +248,6 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextManager[PromptStore | None]:
-    """The prompt store for the flags, if any."""
     return nullcontext() if args.prompt_cache_dir is None else PromptStore(model, folder=args.prompt_cache_dir)
 
 
@@ -307,10 +293,7 @@ def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, fl
 
 
 def check_generation_flags(args: argparse.Namespace) -> None:
-    """Raise an MTPError if a flag of sampling, sizes or drafts is out of range or cannot be combined with another.
-
-    ``--max-kv-size`` turns off the head.
-    """
+    """Raise an MTPError if a flag is out of range or contradicts another. ``--max-kv-size`` turns off the head."""
     check_limits(vars(args), LIMITS)
     if args.max_tokens < 1 and args.max_tokens != -1:
         raise MTPError(f"--max-tokens must be 1 or more, or -1 for no limit, not {args.max_tokens}.")
@@ -332,7 +315,6 @@ def check_generation_flags(args: argparse.Namespace) -> None:
 
 
 def check_without_head(args: argparse.Namespace, advice: str) -> None:
-    """Raise an MTPError with this advice if a flag requires a head."""
     needs = [name for name in ("check", "draft_p_min") if getattr(args, name, None)]
     if args.num_draft_tokens is not None:
         needs.append("num_draft_tokens")
@@ -387,7 +369,7 @@ def check_prompt_cache_dir(args: argparse.Namespace, *flags: str) -> None:
 
 
 def check_alone(args: argparse.Namespace, *flags: str) -> None:
-    """Raise an MTPError if there are several processes and one of the flags, which are for one process, is given."""
+    """Raise an MTPError if one of the flags, which are for one process, is given to several."""
     if (n := mx.distributed.init().size()) > 1:
         for name in flags:
             if getattr(args, name):

@@ -120,7 +120,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def _explain(unknown: Sequence[str], flags: Collection[str]) -> str:
-    """The error for unknown words on the command line: the flag that is meant, if it is known."""
     words = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     for word in words:
         if word in REMOVED:
@@ -139,14 +138,11 @@ def _explain(unknown: Sequence[str], flags: Collection[str]) -> str:
 
 
 def _meant(word: str, flags: Collection[str]) -> list[str]:
-    """The flag of the same use, or the most similar one, if any."""
     same = SAME_USE.get(word, word)
     return [same] if same in flags else get_close_matches(word, flags, n=1, cutoff=0.75)
 
 
 def number_or(*words: str) -> Callable[[str], str | int]:
-    """The type of a flag with a number or one of these words."""
-
     def convert(text: str) -> str | int:
         try:
             return text if text in words else int(text)
@@ -157,7 +153,6 @@ def number_or(*words: str) -> Callable[[str], str | int]:
 
 
 def byte_size(text: str) -> int:
-    """The type of a flag with a size as in mlx-lm, such as 10GB."""
     try:
         return int(_parse_size(text))
     except (ArithmeticError, KeyError, ValueError) as e:

@@ -29,7 +29,6 @@ GROUPS = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Add the flags of the head to mlx-lm's."""
     description = "Convert a Hugging Face model to MLX format, with its MTP head."
     parser = extend(configure_parser(), "mlx_mtp convert", description)
     add = parser.add_argument
@@ -79,7 +78,6 @@ def main() -> None:
 
 
 def recipes() -> dict[str, Published]:
-    """The published models of 4 bits, by name. Packs are not converted."""
     return {name: model for name, model in published().items() if name.endswith("-4bit")}
 
 

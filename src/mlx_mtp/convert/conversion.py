@@ -111,12 +111,13 @@ def convert(
                 f"{hf_path} is packed, and nothing in a model of type {model_type} can be converted: load it as it is, or add "
                 "its base model's head with --graft-mtp-from or vision encoder with --graft-vision-from."
             )
-        source, commit = fetch(hf_path, revision), checkpoint.revision
+        commit = checkpoint.revision
         model, tokenizer, config = load(
             hf_path, revision=commit or revision, return_config=True, adapter_path=adapter_path, lazy=True, mtp=mtp,
             tokenizer_config={"trust_remote_code": trust_remote_code}, trust_remote_code=trust_remote_code,
             draft_vocab=0 if mtp else None,
         )  # fmt: skip
+        source = fetch(hf_path, commit or revision)
         if adapter_path is not None:
             print("[INFO] Fusing the adapter")
             fused = [(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]
@@ -166,11 +167,8 @@ def _write_files(folder: Path, source: Path, ends: set[int], others: Iterable[st
 def write_model(
     folder: Path, model: nn.Module, config: Config, tower: dict[str, mx.array], tables: Written | None = None
 ) -> None:
-    """Write a model's tensors and those of a vision encoder, the index, with those of n-gram tables that are written already,
-    and config.json, and read the head and the encoder back.
-
-    The model has no weights afterwards. Raises an OSError if a file could not be written, or differs when read back.
-    """
+    """Write a model's tensors and a vision encoder's, an index, also of n-gram tables written before, and config.json, and
+    read the head and the encoder back. The model has no weights afterwards."""
     tables = tables or {}
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters())) | tower
     n_parameters = get_total_parameters(model) + sum(w.size for w in tower.values())
@@ -243,15 +241,13 @@ def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
 
 
 def chosen_dtype(dtype: str | None, config: Config) -> mx.Dtype | None:
-    """The dtype of weights that are not quantized; ``None``: as they are."""
+    """``None``: as they are."""
     chosen = dtype or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
     return getattr(mx, chosen) if chosen in MODEL_CONVERSION_DTYPES else None
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The arguments of ``mlx_mtp.convert`` that quantize the backbone, or dequantize a checkpoint."""
-
     quantize: bool
     dequantize: bool
     group_size: int | None
@@ -261,7 +257,6 @@ class Quantization:
 
     @property
     def flags(self) -> list[str]:
-        """The given flags that require quantization."""
         given = {
             "--q-bits": self.bits is not None,
             "--q-group-size": self.group_size is not None,
@@ -271,7 +266,6 @@ class Quantization:
         return [flag for flag in given if given[flag]]
 
     def check(self) -> None:
-        """Raise an MTPError if arguments contradict each other, or MLX does not support the quantization."""
         if self.quantize and self.dequantize:
             raise MTPError("Choose either quantize or dequantize, not both.")
         if not self.quantize and self.flags:
@@ -294,10 +288,8 @@ class Quantization:
             raise MTPError(f"MLX cannot quantize with {given}: {e}") from e
 
     def apply(self, model: Any, config: Config) -> tuple[Any, Config]:
-        """Quantize or dequantize a model, and record it in the config. Raises an MTPError if there is nothing to quantize.
-
-        mlx-lm's ``quantize_model`` skips layers whose width is not a multiple of the group size.
-        """
+        """Quantize or dequantize a model, and record it in the config. mlx-lm skips layers whose width is not a multiple of the
+        group size; if those are all, it is an MTPError."""
         if self.quantize:
             print("[INFO] Quantizing")
             user, before = self.predicate, _quantized(model)

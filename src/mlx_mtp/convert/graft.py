@@ -37,8 +37,7 @@ def graft(
 ) -> None:
     """Add the MTP head, the vision encoder or both of an original to one of its conversions; see ``convert``.
 
-    The conversion's weights are hard-linked or, if that is not possible, copied. Only the tensors to add and the headers of
-    their files are downloaded from the hub. Nothing is written if one does not fit. ``name`` is the result's in its card.
+    The conversion's weights are hard-linked or copied. ``name`` is the result's in its card.
     """
     check_not_fp8(CheckpointReader(model, revision))
     receiver = fetch_checkpoint(model, revision)
@@ -102,7 +101,6 @@ def _tower(donor: CheckpointReader, receiver: CheckpointReader, config: Config, 
 
 
 def named_tower(tower: nn.Module) -> dict[str, mx.array]:
-    """The tensors of a vision encoder, with their names in MLX conversions."""
     parameters: Any = tree_flatten(tower.parameters())
     return {PREFIX + path: w for path, w in parameters}
 
@@ -116,8 +114,7 @@ def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path)
 
 
 def check_acceptance(folder: Path, norms: Mapping[str, mx.array], told: Reading, mtp_from: str, model: str) -> Reading:
-    """Return the reading of the grafted head's norms with which the model accepts the most drafts, or raise an MTPError if it
-    rejects nearly all of them."""
+    """The reading of the grafted head's norms whose drafts are accepted; an MTPError if nearly all are rejected."""
     print("[INFO] Checking the head on built-in text")
     try:
         with naming(folder, model):

@@ -1,15 +1,14 @@
 """``mlx_mtp convert --inspect``: describe a checkpoint and whether its head can be used, from config and headers."""
 
-from collections.abc import Iterable
 from contextlib import suppress
 
 from huggingface_hub.utils import TensorInfo
 
-from ..checkpoint.acceptance import Measured, key_of, known, shifted
+from ..checkpoint.acceptance import key_of, known, shifted
 from ..checkpoint.config import Config, check_config, skeleton
 from ..checkpoint.head_formats import check_head, first_tensor, has_raw_backbone, has_raw_head, shifts_norms
 from ..checkpoint.head_places import INDEX_FILE
-from ..checkpoint.ngram_files import place_of
+from ..checkpoint.ngram_files import find_tables, place_of
 from ..checkpoint.originals import check_not_fp8
 from ..checkpoint.reader import CheckpointReader, n_bytes
 from ..errors import MTPError, MTPFileNotFoundError
@@ -17,10 +16,7 @@ from ..memory import size, sizes_of
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
-    """Describe a checkpoint: type, quantization, head, vision encoder, the outcome of ``--mtp``, and the head's memory.
-
-    No weights are downloaded from the hub. Raises a FileNotFoundError or an MTPError for missing or damaged files.
-    """
+    """Describe a checkpoint: type, quantization, head, vision encoder, the outcome of ``--mtp``, and the head's memory."""
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     config = checkpoint.config
     if config is None:
@@ -29,51 +25,49 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     with suppress(FileNotFoundError, MTPError):  # told by the verdict
         head = checkpoint.head()
     commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
-    n_table = sum(
-        map(n_bytes, checkpoint.tensors({n: file for n, file in checkpoint.model_map.items() if place_of(n)}).values())
-    )
+    tables = checkpoint.tensors({n: file for n, file in checkpoint.model_map.items() if place_of(n)})
+    index = checkpoint.read_json(INDEX_FILE) if INDEX_FILE in checkpoint.files else {}
+    total = (index.get("metadata") or {}).get("total_size")
     quantization = _quantization(config, first_tensor(checkpoint, "embed_tokens.weight"))
     lines = {
         "Model": checkpoint.name + commit,
         "Model type": config.get("model_type"),
         "Backbone": f"{quantization}, {_layout(checkpoint, has_raw_backbone(checkpoint))}",
-        "Size": size(_total_size(checkpoint)),
-        **({"N-grams": f"{size(n_table)} of that size, read from the files by row"} if n_table else {}),
+        "Size": size(total)
+        if isinstance(total, int)
+        else size(n_bytes(*checkpoint.tensors(checkpoint.model_map).values())),
+        **(
+            {"N-grams": f"{size(n_bytes(*tables.values()))} of that size, read from the files by row"} if tables else {}
+        ),
         "MTP head": _describe_head(checkpoint, head) if head else "none",
-        "Vision": f"{len(tower)} tensors, {_size_of(tower.values())}" if tower else "none",
+        "Vision": f"{len(tower)} tensors, {size(n_bytes(*tower.values()))}" if tower else "none",
         "--mtp": verdict,
     }
     if verdict.startswith("ready"):
         n_values = sizes_of(skeleton(config, checkpoint.name), 2).head_values
         own = f"for its own keys and values {2 * n_values:,} bytes per token of context"
-        lines["Memory"] = f"{_size_of(head.values())} for the head, and {own}"
+        lines["Memory"] = f"{size(n_bytes(*head.values()))} for the head, and {own}"
     return "\n".join(f"{key + ':':<12}{value}" for key, value in lines.items())
 
 
 def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:
     where = f" in {', '.join(files)}" if (files := checkpoint.head_files) else ""
     quantized = ", quantized" if any(name.endswith(".scales") for name in head) else ""
-    layout, measured = _layout(checkpoint, has_raw_head(checkpoint)), _measured(checkpoint)
+    layout, measured = _layout(checkpoint, has_raw_head(checkpoint)), known(key_of(checkpoint, checkpoint))
     if measured is not None and measured.reading is not None:
         layout = f"norms to be shifted: {shifted(measured.reading)}"
-    return f"{len(head)} tensors{where}, {_size_of(head.values())}{quantized}, {layout}"
+    return f"{len(head)} tensors{where}, {size(n_bytes(*head.values()))}{quantized}, {layout}"
 
 
 def _verdict(checkpoint: CheckpointReader) -> str:
-    """The outcome of loading the checkpoint with its head."""
     try:
         check_not_fp8(checkpoint)
-        check_config(checkpoint.config, checkpoint.name)
+        find_tables(skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name), checkpoint)
         check_head(checkpoint)
     except MTPError as e:
         return str(e)
-    measured = _measured(checkpoint)
+    measured = known(key_of(checkpoint, checkpoint))
     return "ready" if measured is None else f"ready, {measured.rate:.0%} of drafts accepted on built-in text"
-
-
-def _measured(checkpoint: CheckpointReader) -> Measured | None:
-    """The acceptance rate of the head's drafts, if the checkpoint was loaded before on this machine."""
-    return known(key_of(checkpoint, checkpoint))
 
 
 def _quantization(config: Config, embedding: TensorInfo | None) -> str:
@@ -90,13 +84,3 @@ def _quantization(config: Config, embedding: TensorInfo | None) -> str:
 def _layout(checkpoint: CheckpointReader, raw: bool) -> str:
     name, norms = ("raw", "to be shifted") if raw else ("converted", "shifted")
     return f"{name} (norms {norms})" if shifts_norms(checkpoint) else name
-
-
-def _total_size(checkpoint: CheckpointReader) -> int:
-    index = checkpoint.read_json(INDEX_FILE) if INDEX_FILE in checkpoint.files else {}
-    total = (index.get("metadata") or {}).get("total_size")
-    return total if isinstance(total, int) else sum(map(n_bytes, checkpoint.tensors(checkpoint.model_map).values()))
-
-
-def _size_of(tensors: Iterable[TensorInfo]) -> str:
-    return size(sum(map(n_bytes, tensors)))

@@ -18,12 +18,7 @@ Written = dict[str, tuple[str, int]]  # the file of each tensor, and its bytes
 
 
 def write_tables(folder: Path, model: Any, config: Config, quantize: bool, dtype: mx.Dtype | None) -> Written:
-    """Write the tables of a model, if it has any, and record their quantization in the config.
-
-    Args:
-        quantize: Quantize rows that are not quantized yet.
-        dtype: Of rows that are not quantized. Default: ``None``, as they are.
-    """
+    """Write the tables of a model, if any, quantized if asked, or in ``dtype``, and record their quantization in the config."""
     written: Written = {}
     ngrams = getattr(model, "ngrams", None)  # mlx-lm's own models have none
     for i, table in (ngrams.tables if ngrams is not None else {}).items():
@@ -46,7 +41,6 @@ def write_tables(folder: Path, model: Any, config: Config, quantize: bool, dtype
 def _part(
     table: NgramTable, begin: int, end: int, of_rows: Quantized | None, dtype: mx.Dtype | None
 ) -> dict[str, mx.array]:
-    """The arrays of some rows as they are written."""
     blocks = []
     for i, k in table.blocks(begin, end):
         rows = {name: floats(mx.array(x)) for name, x in table.rows.read_range(i, k).items()}

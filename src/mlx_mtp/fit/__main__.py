@@ -5,12 +5,13 @@ import sys
 from shlex import quote
 
 from ..cli.display import one_line_errors
+from ..cli.flags import FLAGS
 from ..cli.parser import finish, parse
 from .fitting import fit
 from .options import FitOptions
 
 GROUPS = {
-    "model": ("model", "mlx_path", "adapter_path"),
+    "model": ("model", "mlx_path", "adapter_path", "dtype"),
     "texts": ("corpus", "prompts", "answers", "max_tokens", "temp", "max_seq_length"),
     "training": ("drafts", "iters", "batch_size", "learning_rate", "steps_per_eval", "seed"),
     "caches": ("cache_path",),
@@ -39,6 +40,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="A file of prompts, separated by lines of three dashes (default: nine built-in prompts).",
     )
     add("--adapter-path", help="Path to the trained adapter weights and config of the backbone.")
+    of_type = (
+        "Type of weights that are not quantized, in the fit and in the head that is written. auto is the checkpoint's."
+    )
+    add("--dtype", **FLAGS["--dtype"] | {"help": of_type})
     add("--drafts", type=int, help="Number of drafts to train at each position.")
     add("--iters", type=int, help="Iterations to train for.")
     add("--batch-size", type=int, help="Minibatch size.")

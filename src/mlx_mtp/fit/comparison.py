@@ -56,11 +56,9 @@ class Comparison:
 
     @property
     def is_better(self) -> bool:
-        """Whether the tokens per step have risen by more than the uncertainty."""
         return bool(self.after[-1] - self.before[-1] > SURE * self.gain_error[-1])
 
     def table(self) -> str:
-        """One row for each draft, and one for the tokens per step."""
         names = [*(f"draft {i}" for i in range(1, len(self.before))), "tokens per step"]
         columns = zip(self.before, self.before_error, self.after, self.after_error, self.gain_error)
         figures = [

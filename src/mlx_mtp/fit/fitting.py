@@ -10,10 +10,12 @@ from mlx.utils import tree_flatten
 
 from ..checkpoint.adapters import check_adapter
 from ..checkpoint.config import Config, check_config, read_json
+from ..checkpoint.dtype import AUTO, check_float16
 from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.head_formats import head_bits
 from ..checkpoint.load import load
 from ..checkpoint.output import atomic_directory, check_new, write_config, write_weights
+from ..checkpoint.part import evaluate
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
 from ..cli.display import say
 from ..errors import MTPError
@@ -49,6 +51,7 @@ def fit(
     *,
     adapter_path: str | None = None,
     cache_path: str | Path | None = None,
+    dtype: str = AUTO,
     **options: Any,
 ) -> Comparison:
     """Train only a model's MTP head, to predict the model's text, and write it if more drafts are accepted.
@@ -63,6 +66,8 @@ def fit(
         adapter_path: A trained adapter of ``mlx_lm.lora`` for the backbone. Default: ``None``.
         cache_path: The folder for recorded states, which is kept. Default: ``None``, a folder
           next to ``mlx_path``, which is removed at the end.
+        dtype: The type of weights that are not quantized, as in ``mlx_mtp.load``; ``"auto"`` is the checkpoint's on every chip.
+          Default: ``"auto"``.
         options: The texts and the training, see :class:`FitOptions`.
 
     Returns:
@@ -84,11 +89,18 @@ def fit(
     source = checkpoint.path
     head = fetch_missing_head(checkpoint)  # not checked: the head may need the fit
     mtp = True if head is None else str(head.folder)
-    loaded, tokenizer = load(model, adapter_path=adapter_path, lazy=True, mtp=mtp, draft_vocab=0, settings=False)
+    loaded, tokenizer = load(
+        model, adapter_path=adapter_path, lazy=True, mtp=mtp, draft_vocab=0, settings=False, dtype=dtype
+    )
+    if dtype == "float16":
+        evaluate(loaded)
+        check_float16(loaded, tokenizer, model)
     loaded.fetched_head = head
     check_head_weights(loaded, model, adapter_path)
     texts = read_texts(tokenizer, how)
-    open_work(work, [model, adapter_path, texts, how.max_seq_length, how.answers, how.max_tokens, how.temp, how.seed])
+    open_work(
+        work, [model, adapter_path, dtype, texts, how.max_seq_length, how.answers, how.max_tokens, how.temp, how.seed]
+    )
     parts = prepare(loaded, tokenizer, split(texts, how), how, work)
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
@@ -109,7 +121,6 @@ def fit(
 
 
 def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
-    """Raise an MTPError if a model's head is quantized, or has an adapter."""
     if any("lora_a" in module for _, module in model.mtp.named_modules()):
         raise MTPError(f"The adapter {adapter_path} also adapts the head: give an adapter of the backbone only.")
     if head_bits(model.mtp) is not None:
@@ -136,10 +147,7 @@ def open_work(work: Path, source: Any) -> None:
 def write_checkpoint(
     target: Path, source: Path, model: Any, name: str, adapter_path: str | None, record: dict[str, Any], table: str
 ) -> None:
-    """Write a folder with links to the files of the fitted model, in ``source``, and the head.
-
-    ``record`` and ``table`` go into its card: the data of the fit, and the acceptance before and after.
-    """
+    """Write a folder with links to the model's files in ``source``, the head, and a card with ``record`` and ``table``."""
     reader = CheckpointReader(name, folder=source)
     config: Config = check_config(reader.config, name)
     fetched = model.fetched_head

@@ -22,10 +22,9 @@ LOGITS = 1 << 25  # computed at once: 128 MiB of float32
 
 
 class DraftKVCache(ConcatenateKVCache):
-    """The keys and values of a head that drafts at T positions in parallel.
+    """The keys and values of a head that drafts at T positions in parallel: T verified ones, and T of each draft.
 
-    The first pass adds T verified positions; each further pass adds a draft for each of them. Sparse attention
-    selects all tokens, as in decoding up to the indexer's budget.
+    Sparse attention selects all tokens, as in decoding up to the indexer's budget.
     """
 
     def update_and_fetch(self, keys: mx.array, values: mx.array, *index_keys: mx.array) -> tuple[mx.array, ...]:
@@ -54,23 +53,13 @@ class DraftLoss:
     def __call__(
         self,
         mtp: Any,
-        tokens: mx.array,
-        hidden: mx.array,
-        ids: mx.array,
-        probabilities: mx.array,
-        spans: mx.array,
+        tokens: mx.array,  # [B, T]
+        hidden: mx.array,  # the backbone's hidden states, [B, T, H]
+        ids: mx.array,  # the likeliest tokens after each position, [B, T, k]
+        probabilities: mx.array,  # the backbone's probabilities of these tokens, [B, T, k]
+        spans: mx.array,  # the number of tokens in a text's prompt, and in the whole text, [B, 2]
     ) -> tuple[mx.array, mx.array]:
-        """
-        Args:
-            tokens: [B, T].
-            hidden: The backbone's hidden states, [B, T, H].
-            ids: The likeliest tokens after each position, [B, T, k].
-            probabilities: The backbone's probabilities of these tokens, [B, T, k].
-            spans: The number of tokens in a text's prompt, and in the whole text, [B, 2].
-
-        Returns:
-            The mean divergence of a draft in nats, weighted by position; the number of positions.
-        """
+        """The mean divergence of a draft in nats, weighted by position; the number of positions."""
         at, out, cache = mx.arange(tokens.shape[1]), hidden, DraftKVCache()
         n_prompt, length = spans[:, :1], spans[:, 1:]
         answered = at >= n_prompt - 1  # [B, T]: drafts begin at the last token of the prompt
@@ -85,10 +74,7 @@ class DraftLoss:
         return sum(losses[1:], losses[0]), n_counted[0]
 
     def divergence(self, out: mx.array, ids: mx.array, probabilities: mx.array) -> mx.array:
-        """The input of the output layer [B, T, H], ids [B, T, k], probabilities [B, T, k] -> nats [B, T].
-
-        The logits of a few positions are computed at a time, and again for the gradient, to limit the memory.
-        """
+        """[B, T, H], ids and probabilities [B, T, k] -> nats [B, T]. Few positions at a time have logits."""
         B, T, _ = out.shape
         flat = [x.reshape(B * T, -1) for x in (out, ids, probabilities)]
         n = max(LOGITS // self.output_layer.weight.shape[0], 1)

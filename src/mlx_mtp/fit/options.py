@@ -23,10 +23,8 @@ LIMITS: dict[str, tuple[float, float]] = {
 class FitOptions:
     """
     Args:
-        corpus: Files of text like the model's future output, or ``.jsonl`` files
-          of ``mlx_lm.lora``. Default: ``None``, prompts.
-        prompts: A file of prompts, separated by lines of three dashes, which the model answers
-          first. Default: ``None``, built-in ones.
+        corpus: Files of text like the future output, or ``.jsonl`` files of ``mlx_lm.lora``. Default: ``None``, prompts.
+        prompts: A file of prompts between lines of three dashes, which the model answers first. Default: ``None``, built-in.
         drafts: The number of drafts to train and measure at each position. Default: ``4``.
         iters: Iterations to train for. Default: ``500``.
         batch_size: Texts in an iteration. Default: ``4``.
@@ -53,7 +51,6 @@ class FitOptions:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise an error if an option is out of range, two contradict each other, or a file is missing."""
         if self.corpus is not None and self.prompts is not None:
             raise MTPError("Choose either --corpus or --prompts, not both.")
         check_limits(vars(self), LIMITS)

@@ -55,10 +55,7 @@ def read_texts(tokenizer: TokenizerWrapper, how: FitOptions) -> list[Document]:
 
 
 def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int) -> list[Document]:
-    """Read files of text, and ``.jsonl`` files in the formats of ``mlx_lm.lora``. Raise an OSError or an MTPError for others.
-
-    A source is a file, or a line of a ``.jsonl`` file. Texts without a prompt are cut into pieces of at most ``length`` tokens.
-    """
+    """Read files, each a source, and ``.jsonl`` files of ``mlx_lm.lora``, whose lines are. Texts are cut at ``length``."""
     texts: list[Document] = []
     for file in files:
         try:
@@ -137,7 +134,6 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, how: FitOptio
 
 
 def describe(parts: Split, how: FitOptions, iters: int) -> dict[str, Any]:
-    """The model card's text about a fit."""
     n_tokens, n_sources = sum(len(text.tokens) for text in parts.train), len({text.source for text in parts.train})
     what = "of the user's files" if how.corpus is not None else "of its own answers"
     return {
@@ -149,10 +145,7 @@ def describe(parts: Split, how: FitOptions, iters: int) -> dict[str, Any]:
 def answer_all(
     model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[Document], file: Path, how: FitOptions
 ) -> list[Document]:
-    """Answer each prompt ``how.answers`` times with different seeds, and append every answer to a file of JSON lines.
-
-    At temperature 0 there is one answer.
-    """
+    """Answer each prompt with different seeds, at temperature 0 once, and append each answer to a file of JSON lines."""
     n_answers = how.answers if how.temp > 0 else 1
     tasks = [(text, how.seed + i) for i in range(n_answers) for text in prompts]
     done = _read(file)

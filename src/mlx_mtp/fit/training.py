@@ -58,11 +58,7 @@ def train(model: Any, parts: Split, how: FitOptions, work: Path) -> int:
 def record(
     model: MTPModel, texts: Sequence[Document], folder: Path, name: str, batch_size: int, length: int
 ) -> list[Path]:
-    """Write a file for each text, see ``read_states``, and keep the files of an earlier run.
-
-    The backbone runs over ``batch_size`` texts at once. Of a text, the last ``length`` positions are kept: a head can start
-    within it.
-    """
+    """Write a file for each text and its last ``length`` positions, see ``read_states``, and keep those of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}-{i:05d}.safetensors" for i in range(len(texts))]
     missing = sorted((len(text.tokens), file, text) for file, text in zip(files, texts) if not file.exists())
@@ -144,10 +140,7 @@ def _trained(mtp: nn.Module) -> dict[str, mx.array]:
 def train_head(
     mtp: nn.Module, loss: DraftLoss, train_files: Sequence[Path], valid_files: Sequence[Path], how: FitOptions
 ) -> Best:
-    """Train the unfrozen weights of a head on files of ``record``, and leave it with the lowest validation loss.
-
-    Ctrl-C ends the training, not the program.
-    """
+    """Train the unfrozen weights of a head, and leave it with the lowest validation loss. Ctrl-C ends the training alone."""
     best = Best(mtp)
     with (
         TemporaryDirectory() as folder,
@@ -183,11 +176,7 @@ def iterate_batches(
     on_next: Callable[[], object] = lambda: None,
     **_: Any,
 ) -> Iterator[tuple[mx.array, ...]]:
-    """The batches of recorded texts, as arguments of ``DraftLoss`` after the head: once in order, or with ``loop`` endlessly,
-    in a new random order each time.
-
-    With ``loop``, ``on_next`` is called before each batch but the first.
-    """
+    """The batches of recorded texts for ``DraftLoss``: once in order, or with ``loop`` endlessly in random order."""
     if not loop:
         for i in range(0, len(dataset), batch_size):
             yield _batch([read_states(file) for file in dataset[i : i + batch_size]])
