@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -403,10 +402,4 @@ def zed(to: ServerAddress) -> ClientSettings:
     return ClientSettings("zed", {KEY_VARIABLE: to.key or NO_KEY}, ".config/zed/settings.json", text)
 
 
-CLIENTS: dict[str, Callable[[ServerAddress], ClientSettings]] = {
-    "claude": claude,
-    "codex": codex,
-    "opencode": opencode,
-    "aider": aider,
-    "zed": zed,
-}
+CLIENTS = {client.__name__: client for client in (claude, codex, opencode, aider, zed)}

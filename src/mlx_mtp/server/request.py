@@ -26,7 +26,6 @@ NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the rest of the con
 LOADING = "loading"  # a request's item when its model has to be loaded first
 STARTED = "started"  # a request's item when prefill of the tokens that are not cached begins
 NO_MEMORY = "insufficient_memory"  # the code of an error 507
-BytesOf = Callable[[list[int]], bytes]
 Options = Namespace  # the flags of ``mlx_mtp server`` by their names, as ``command_line.check`` returns them
 
 
@@ -57,7 +56,7 @@ class Prompt:
     n_cached: int = 0
     is_read: bool = False  # whether its caches were read from disk, if there are any
     handle: Handle | None = None  # the prefilled part in a prompt store
-    image_prompt: ImagePrompt | None = None  # the prompt with its images
+    image_prompt: ImagePrompt | None = None
 
     def key_of(self, tokens: list[int]) -> list[int]:
         """The key of these first tokens in prompt caches. In a key, image tokens are hashes of the image."""
@@ -158,7 +157,6 @@ class Request:
     grammar: Grammar | None = None  # the compiled structured output; each sequence gets a copy
     images: list[str] = field(default_factory=list)  # URLs in the order of their marks; empty once fetched
     n_asked_images: int = 0  # images in the user's messages after the last answer
-    goes_on: bool = False  # whether the answer continues a text in the middle of a line
     min_tokens: int = 0  # before an end-of-text token or one of stop_token_ids
     stop_token_ids: list[int] = field(default_factory=list)  # further tokens that end the text
     one_call: bool = False  # whether the answer ends with its first call
@@ -171,24 +169,31 @@ class Request:
     # The frontend's
     args: GenerationArguments = field(init=False)  # sampling parameters, limits and the like
     key: str = field(init=False)  # the path or repo of the model
-    encoded: Prompt | None = field(init=False, default=None)
+    encoded: Prompt = field(init=False, default_factory=lambda: Prompt([]))
     # Receives its items from the engine: LOADING, STARTED, Waiting, Delta, ApiError, and None at the end.
     send: Callable[[Any], None] = field(init=False, default_factory=lambda: drop)
     is_gone: bool = field(init=False, default=False)  # whether its client has disconnected
 
     # The engine's
-    n_cached: int = field(init=False, default=0)
     answer: Answer = field(init=False)
     detokenizer: Any = field(init=False)
-    bytes_of: BytesOf | None = field(init=False, default=None)  # the bytes of tokens, for log probabilities
-    first_token: float | None = field(init=False, default=None)  # the time of the first token
     n_tokens: int = field(init=False, default=0)
     n_accepted: int = field(init=False, default=0)  # accepted drafts among the tokens
     counts: DraftCounts = field(init=False, default_factory=DraftCounts)
 
     @property
     def n_prompt(self) -> int:
-        return 0 if self.encoded is None else len(self.encoded.tokens)
+        return len(self.encoded.tokens)
+
+    @property
+    def n_cached(self) -> int:
+        return self.encoded.n_cached
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer continues the last message: the assistant's, with text and without calls."""
+        last = self.messages[-1]
+        return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
 
     def choices(self) -> "list[Request]":
         """A request for each answer, ``n`` to each prompt, this request first. Answer i has the request's seed plus i."""

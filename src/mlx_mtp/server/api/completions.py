@@ -271,16 +271,8 @@ class OpenAIBody(Body):
 
 # The fields of a message that ``History`` reads
 READ = (
-    "type",
-    "content",
-    "refusal",
-    "audio",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-    "tool_calls",
-    "function_call",
-)
+    "type", "content", "refusal", "audio", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call",
+)  # fmt: skip
 
 
 class ChatTool(Call):
@@ -348,4 +340,4 @@ class CompletionBody(OpenAIBody):
     def to_request(self, content: Json) -> Request:
         first, *others = self.prompts
         output = only_one(*self.outputs)
-        return Request("text", first, [], more_prompts=others, param="prompt", structured_output=output, goes_on=True)
+        return Request("text", first, [], more_prompts=others, param="prompt", structured_output=output)
