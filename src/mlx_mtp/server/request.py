@@ -210,8 +210,8 @@ class Request:
         return vars(self) | unsent | {"send": drop}
 
 
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
+SECONDS = partial(Histogram, buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300))
+RATES = partial(Histogram, buckets=(1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000))
 METRICS: list[tuple[Any, ...]] = [  # kind, name, help and labels
     (Counter, "requests", "Requests answered, by HTTP status.", "status"),
     (Gauge, "requests_in_flight", "Requests being generated."),
@@ -222,12 +222,8 @@ METRICS: list[tuple[Any, ...]] = [  # kind, name, help and labels
     (Counter, "steps", "Steps, by the number of requests at once.", "requests"),
     (Counter, "drafted_tokens", "Drafts, by source and position in the window.", "source", "position"),
     (Counter, "accepted_tokens", "Accepted drafts, by source and position.", "source", "position"),
-    (
-        partial(Histogram, buckets=SECONDS),
-        "time_to_first_token_seconds",
-        "From a request's arrival to its first token.",
-    ),
-    (partial(Histogram, buckets=RATES), "tokens_per_second", "Speed of a request, without steps that compile."),
+    (SECONDS, "time_to_first_token_seconds", "From a request's arrival to its first token."),
+    (RATES, "tokens_per_second", "Speed of a request, without steps that compile."),
     (Gauge, "memory_limit_bytes", "Memory limit of the server."),
     (Gauge, "memory_held_bytes", "Memory used by the server."),
 ]

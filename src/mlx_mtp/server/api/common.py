@@ -250,7 +250,6 @@ class Body(Part):
 
     @property
     def one_call(self) -> bool:
-        """Whether the answer ends with its first call."""
         return not self.parallel_tool_calls
 
     def conversation(self, content: Json) -> tuple[History, list[Json]]:

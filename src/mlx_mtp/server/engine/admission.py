@@ -96,7 +96,6 @@ class Admission:
         mx.clear_streams()
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:
-        """Whether a request can begin in addition to the running requests."""
         running = [*running]
         if not running:
             return True
@@ -179,15 +178,14 @@ class Admission:
             num_draft_tokens=args.num_draft_tokens if self.models.has_head else 0,
             copy_drafts=request.copy_drafts if self.models.drafts else "off",
         )
+        embeddings = image_prompt and ImageEmbeddings(image_prompt, self.models.model, n_cached)
         (uid,) = self.batch.insert_segments(
             segments=[prompt.segments],
             options=[options],
             caches=[None if cache is None else PromptCache(cache, len(self.models.model.layers))],
             all_tokens=[prompt.tokens[:n_cached]],
             counts=[request.counts],
-            input_embeddings=[
-                None if image_prompt is None else ImageEmbeddings(image_prompt, self.models.model, n_cached)
-            ],
+            input_embeddings=[embeddings],
             images=[() if image_prompt is None else image_prompt.images],
         )
         return int(uid)
@@ -214,7 +212,6 @@ class Admission:
 
 
 def _kv_of(options: Options, request: Request) -> KVOptions:
-    """The quantization of a request's text."""
     return options.kv.of_text(0, request.n_prompt)
 
 
