@@ -128,7 +128,8 @@ class Endpoints:
             if max_queue is not None and len(self.waiting) >= max_queue:
                 raise ApiError(429, f"{max_queue} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
-            return GeneratedResponse(self.frontend, request.choices(), api.writer(body), body.stream, self.waiting)
+            choices = request.choices(body.prompts)
+            return GeneratedResponse(self.frontend, choices, api.writer(body), body.stream, self.waiting)
 
         return endpoint
 

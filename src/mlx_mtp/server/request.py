@@ -150,7 +150,6 @@ class Request:
     role_mapping: dict[str, Any] | None = None  # as in mlx-lm's server, for a model without a chat template
     shown_tools: list[Any] | None = None  # the tools in the prompt
     n: int = 1  # the number of answers to each prompt
-    more_prompts: list[Any] = field(default_factory=list)  # the further prompts of a text
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
     structured_output: StructuredOutput | None = None
@@ -195,10 +194,12 @@ class Request:
         last = self.messages[-1]
         return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
 
-    def choices(self) -> "list[Request]":
-        """A request for each answer, ``n`` to each prompt, this request first. Answer i has the request's seed plus i."""
-        prompts = [prompt for prompt in (self.prompt, *self.more_prompts) for _ in range(self.n)]
-        again = [replace(self, prompt=p, n=1, more_prompts=[], number=next(numbers)) for p in prompts[1:]]
+    def choices(self, prompts: list[Any]) -> "list[Request]":
+        """A request for each answer, ``n`` to each of the prompts, this request, which has the first one, before the others.
+        Answer i has the request's seed plus i.
+        """
+        of_each = [prompt for prompt in prompts for _ in range(self.n)]
+        again = [replace(self, prompt=prompt, n=1, number=next(numbers)) for prompt in of_each[1:]]
         args, seed = self.args, self.args.seed
         for i, choice in enumerate([self, *again]):
             choice.args = replace(args, seed=None if seed is None else (seed + i) % 2**64)
@@ -206,7 +207,7 @@ class Request:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for other ranks: the prompt's tokens without its text, no client, and no grammar, which they compile."""
-        unsent: dict[str, Any] = {"prompt": "", "more_prompts": [], "messages": [], "images": [], "grammar": None}
+        unsent: dict[str, Any] = {"prompt": "", "messages": [], "images": [], "grammar": None}
         return vars(self) | unsent | {"send": drop}
 
 

@@ -244,6 +244,11 @@ class Body(Part):
         return None
 
     @property
+    def prompts(self) -> list[Any]:
+        """The prompts of texts; a chat has one, which is not a text yet."""
+        return [""]
+
+    @property
     def outputs(self) -> list[StructuredOutput | None]:
         """The structured outputs of the API's fields: one at most."""
         return []

@@ -254,7 +254,7 @@ class OpenAIBody(Body):
 
     @property
     def n_choices(self) -> int:
-        return self.n
+        return len(self.prompts) * self.n
 
     @property
     def outputs(self) -> list[StructuredOutput | None]:
@@ -330,14 +330,9 @@ class CompletionBody(OpenAIBody):
         return [self.prompt] if is_one else [*self.prompt]
 
     @property
-    def n_choices(self) -> int:
-        return len(self.prompts) * self.n
-
-    @property
     def top(self) -> int | None:
         return self.logprobs
 
     def to_request(self, content: Json) -> Request:
-        first, *others = self.prompts
         output = only_one(*self.outputs)
-        return Request("text", first, [], more_prompts=others, param="prompt", structured_output=output)
+        return Request("text", self.prompts[0], [], param=self.NEEDED, structured_output=output)
