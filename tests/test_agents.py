@@ -10,8 +10,7 @@ import openai
 import pytest
 
 from mlx_mtp.server.api import messages
-from mlx_mtp.server.api.common import fold_roles
-from mlx_mtp.server.api.history import REASONING
+from mlx_mtp.server.api.history import REASONING, fold_roles
 from mlx_mtp.server.app import APIS
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError

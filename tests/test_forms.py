@@ -292,7 +292,9 @@ FENCED = f"So:\n```\n{BLUE}\n```\n"
 
 
 def strict_grammar(tokenizer, in_reasoning: bool = False):
-    request = SimpleNamespace(structured_output=structured_output.from_strict_tools(functions(*STRICT)), grammar=None)
+    request = SimpleNamespace(
+        structured_output=structured_output.from_fields([], "auto", functions(*STRICT)), grammar=None
+    )
     (grammar,) = structured_output.make_output_grammar(tokenizer, request, in_reasoning)
     return grammar
 

@@ -154,6 +154,13 @@ def test_an_empty_message_is_one(prompts):
 
 
 @pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize("history", [[system("")], [system(""), system("")]], ids=len)
+def test_a_conversation_without_text_is_refused(path, history):
+    with pytest.raises(ApiError, match="The conversation is empty"):
+        read(path, **body_of(path, *history))
+
+
+@pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("first", [[], [system("S")], [user("q")], [result("z", "0")]], ids=str)
 def test_a_turn_keeps_the_prompt_before_it(prompts, path, first):
     """So that it is found in the prompt cache. ``enable_thinking`` is off, as the thoughts of earlier turns are dropped."""

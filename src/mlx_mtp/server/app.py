@@ -39,6 +39,7 @@ from .api.common import Body
 from .api.completions import ChatBody, CompletionBody
 from .api.messages import MessagesBody
 from .api.responses import ResponsesBody
+from .engine.models import DEFAULT
 from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
 from .request import ApiError, Request
 
@@ -72,7 +73,6 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-ANY = "*"
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 
 
@@ -110,9 +110,8 @@ def make_app(frontend: Frontend) -> FastAPI:
     if not options.no_ui:
         app.mount("/page", StaticFiles(directory=FOLDER))
     for kind in (ApiError, MTPError, HTTPException, Exception):
-        app.add_exception_handler(kind, _answer_error)
-    hosts = [options.host, *options.allowed_hosts]
-    app.add_middleware(Browsers, names=hosts, origins=options.allowed_origins)
+        app.add_exception_handler(kind, error_response)
+    app.add_middleware(Browsers, names=[options.host, *options.allowed_hosts], origins=options.allowed_origins)
     app.add_middleware(Counting, frontend=frontend)
     return app
 
@@ -129,7 +128,8 @@ class Endpoints:
             if max_queue is not None and len(self.waiting) >= max_queue:
                 raise ApiError(429, f"{max_queue} requests are waiting: try again later.", code="rate_limit_exceeded")
             self.waiting.add(request.number)
-            return GeneratedResponse(self.frontend, request.choices(), api.writer(body), body.stream, self.waiting)
+            choices = request.choices(body.prompts)
+            return GeneratedResponse(self.frontend, choices, api.writer(body), body.stream, self.waiting)
 
         return endpoint
 
@@ -175,7 +175,7 @@ class Endpoints:
     async def model(self, http: HTTPRequest, name: str) -> Response:
         self._authorize(http)
         wanted = unquote(name).strip("/")
-        for known in ("default_model", self.frontend.options.model, *self._names()):
+        for known in (DEFAULT, self.frontend.options.model, *self._names()):
             if known.strip("/") == wanted:
                 return JSONResponse(self._describe(known))
         raise ApiError(404, f"The model {wanted!r} is not served here.", param="model", code="model_not_found")
@@ -311,7 +311,7 @@ class Counting:
             logging.info(": ".join([line, *scope.get(FIGURES, ())]))
 
 
-def error_response(http: HTTPRequest, error: Exception) -> Response:
+async def error_response(http: HTTPRequest, error: Exception) -> Response:
     """Answer an error in the format of the path's API. On a shared path, a header identifies Anthropic's clients."""
     if isinstance(error, HTTPException):  # of the framework, such as for an unknown path or a wrong method
         message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
@@ -324,10 +324,6 @@ def error_response(http: HTTPRequest, error: Exception) -> Response:
     theirs = http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers
     api = APIS.get(http.url.path, MessagesBody if theirs else ChatBody)
     return JSONResponse(api.error_content(error), error.status, HEADERS.get(error.status))
-
-
-async def _answer_error(http: HTTPRequest, error: Exception) -> Response:
-    return error_response(http, error)  # Starlette calls a handler that is not async in a thread
 
 
 class Browsers(CORSMiddleware):
@@ -345,12 +341,12 @@ class Browsers(CORSMiddleware):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._error(Headers(scope=scope)) if scope["type"] == "http" else None
-        answer = super().__call__ if error is None else error_response(HTTPRequest(scope), error)
+        answer = super().__call__ if error is None else await error_response(HTTPRequest(scope), error)
         await answer(scope, receive, send)
 
     def _error(self, headers: Headers) -> ApiError | None:
         host, origin = headers.get("host"), headers.get("origin")
-        if host is not None and ANY not in self.names and not self._is_ours(host):
+        if host is not None and "*" not in self.names and not self._is_ours(host):
             fix = f"start the server with --allowed-hosts {host.partition(':')[0][:100]}"
             return ApiError(403, f"The server is not known by the name {host[:100]!r}: {fix}.")
         is_own = origin is not None and origin.partition("://")[2] == host

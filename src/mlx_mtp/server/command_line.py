@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,8 +97,8 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="Host for the HTTP server (default: 127.0.0.1)")
-    add("--port", type=int, default=8080, help="Port for the HTTP server; 0 takes a free one (default: 8080)")
+    add("--host", default="127.0.0.1", help="Host for the HTTP server")
+    add("--port", type=int, default=8080, help="Port for the HTTP server; 0 takes a free one")
     add(
         "--allowed-origins",
         type=_names,
@@ -125,7 +124,7 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         default="INFO",
         choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
-        help="Set the logging level (default: INFO)",
+        help="Set the logging level",
     )
     add(
         "--max-queue",
@@ -170,21 +169,20 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="Ignored, accepted for mlx_lm.server: prompts are prefilled one after the other",
     )
-    add("--prefill-step-size", type=int, default=2048, help="Step size for prefill processing (default: 2048)")
+    add("--prefill-step-size", type=int, default=2048, help="Step size for prefill processing")
     add(
         "--max-token-gap",
         type=float,
         default=MAX_TOKEN_GAP,
         metavar="SECONDS",
-        help=f"Maximum time between two tokens of an answer while prompts are prefilled (default: {MAX_TOKEN_GAP})",
+        help="Maximum time between two tokens of an answer while prompts are prefilled",
     )
     add(
         "--min-decode-share",
         type=float,
         default=MIN_DECODE_SHARE,
         metavar="SHARE",
-        help="Minimum share of the time for running answers while prompts are prefilled, from 0 to below 1 "
-        f"(default: {MIN_DECODE_SHARE})",
+        help="Minimum share of the time for running answers while prompts are prefilled, from 0 to below 1",
     )
 
 
@@ -211,12 +209,12 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="Number of bits for KV cache quantization (e.g., 4 or 8). Default: None (full precision)",
     )
-    add("--kv-group-size", type=int, default=64, help="Group size for KV cache quantization (default: 64)")
+    add("--kv-group-size", type=int, default=64, help="Group size for KV cache quantization")
     add(
         "--quantized-kv-start",
         type=int,
         default=DEFAULT_QUANTIZED_KV_START,
-        help=f"Token position to start KV cache quantization (default: {DEFAULT_QUANTIZED_KV_START})",
+        help="Token position to start KV cache quantization",
     )
 
 
@@ -403,10 +401,4 @@ def zed(to: ServerAddress) -> ClientSettings:
     return ClientSettings("zed", {KEY_VARIABLE: to.key or NO_KEY}, ".config/zed/settings.json", text)
 
 
-CLIENTS: dict[str, Callable[[ServerAddress], ClientSettings]] = {
-    "claude": claude,
-    "codex": codex,
-    "opencode": opencode,
-    "aider": aider,
-    "zed": zed,
-}
+CLIENTS = {client.__name__: client for client in (claude, codex, opencode, aider, zed)}

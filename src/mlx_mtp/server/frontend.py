@@ -51,9 +51,8 @@ class Frontend:
         self.created = int(time.time())
 
     async def generate(self, choices: list[Request]) -> AsyncIterator[tuple[int, str | Waiting | Delta]]:
-        """Yield the start and the tokens of each answer, with the answer's index; see ``_receive``.
-
-        The first answer to a prompt prefills it. The others begin after its first token, with the prompt in the prompt cache.
+        """Yield the start and the tokens of each answer, with the answer's index; see ``_receive``. The first answer to a
+        prompt prefills it. The others begin after its first token, with the prompt in the prompt cache.
         """
         items: Items = asyncio.Queue()
         n_of_each = choices[0].n

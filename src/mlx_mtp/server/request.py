@@ -26,7 +26,6 @@ NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the rest of the con
 LOADING = "loading"  # a request's item when its model has to be loaded first
 STARTED = "started"  # a request's item when prefill of the tokens that are not cached begins
 NO_MEMORY = "insufficient_memory"  # the code of an error 507
-BytesOf = Callable[[list[int]], bytes]
 Options = Namespace  # the flags of ``mlx_mtp server`` by their names, as ``command_line.check`` returns them
 
 
@@ -57,7 +56,7 @@ class Prompt:
     n_cached: int = 0
     is_read: bool = False  # whether its caches were read from disk, if there are any
     handle: Handle | None = None  # the prefilled part in a prompt store
-    image_prompt: ImagePrompt | None = None  # the prompt with its images
+    image_prompt: ImagePrompt | None = None
 
     def key_of(self, tokens: list[int]) -> list[int]:
         """The key of these first tokens in prompt caches. In a key, image tokens are hashes of the image."""
@@ -151,14 +150,12 @@ class Request:
     role_mapping: dict[str, Any] | None = None  # as in mlx-lm's server, for a model without a chat template
     shown_tools: list[Any] | None = None  # the tools in the prompt
     n: int = 1  # the number of answers to each prompt
-    more_prompts: list[Any] = field(default_factory=list)  # the further prompts of a text
     copy_drafts: CopyDrafts | None = None
     thinking: Thinking = field(default_factory=Thinking)
     structured_output: StructuredOutput | None = None
     grammar: Grammar | None = None  # the compiled structured output; each sequence gets a copy
     images: list[str] = field(default_factory=list)  # URLs in the order of their marks; empty once fetched
     n_asked_images: int = 0  # images in the user's messages after the last answer
-    goes_on: bool = False  # whether the answer continues a text in the middle of a line
     min_tokens: int = 0  # before an end-of-text token or one of stop_token_ids
     stop_token_ids: list[int] = field(default_factory=list)  # further tokens that end the text
     one_call: bool = False  # whether the answer ends with its first call
@@ -171,29 +168,38 @@ class Request:
     # The frontend's
     args: GenerationArguments = field(init=False)  # sampling parameters, limits and the like
     key: str = field(init=False)  # the path or repo of the model
-    encoded: Prompt | None = field(init=False, default=None)
+    encoded: Prompt = field(init=False, default_factory=lambda: Prompt([]))
     # Receives its items from the engine: LOADING, STARTED, Waiting, Delta, ApiError, and None at the end.
     send: Callable[[Any], None] = field(init=False, default_factory=lambda: drop)
     is_gone: bool = field(init=False, default=False)  # whether its client has disconnected
 
     # The engine's
-    n_cached: int = field(init=False, default=0)
     answer: Answer = field(init=False)
     detokenizer: Any = field(init=False)
-    bytes_of: BytesOf | None = field(init=False, default=None)  # the bytes of tokens, for log probabilities
-    first_token: float | None = field(init=False, default=None)  # the time of the first token
     n_tokens: int = field(init=False, default=0)
     n_accepted: int = field(init=False, default=0)  # accepted drafts among the tokens
     counts: DraftCounts = field(init=False, default_factory=DraftCounts)
 
     @property
     def n_prompt(self) -> int:
-        return 0 if self.encoded is None else len(self.encoded.tokens)
+        return len(self.encoded.tokens)
 
-    def choices(self) -> "list[Request]":
-        """A request for each answer, ``n`` to each prompt, this request first. Answer i has the request's seed plus i."""
-        prompts = [prompt for prompt in (self.prompt, *self.more_prompts) for _ in range(self.n)]
-        again = [replace(self, prompt=p, n=1, more_prompts=[], number=next(numbers)) for p in prompts[1:]]
+    @property
+    def n_cached(self) -> int:
+        return self.encoded.n_cached
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer continues the last message: the assistant's, with text and without calls."""
+        last = self.messages[-1]
+        return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
+
+    def choices(self, prompts: list[Any]) -> "list[Request]":
+        """A request for each answer, ``n`` to each of the prompts, this request, which has the first one, before the others.
+        Answer i has the request's seed plus i.
+        """
+        of_each = [prompt for prompt in prompts for _ in range(self.n)]
+        again = [replace(self, prompt=prompt, n=1, number=next(numbers)) for prompt in of_each[1:]]
         args, seed = self.args, self.args.seed
         for i, choice in enumerate([self, *again]):
             choice.args = replace(args, seed=None if seed is None else (seed + i) % 2**64)
@@ -201,12 +207,12 @@ class Request:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for other ranks: the prompt's tokens without its text, no client, and no grammar, which they compile."""
-        unsent: dict[str, Any] = {"prompt": "", "more_prompts": [], "messages": [], "images": [], "grammar": None}
+        unsent: dict[str, Any] = {"prompt": "", "messages": [], "images": [], "grammar": None}
         return vars(self) | unsent | {"send": drop}
 
 
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
+SECONDS = partial(Histogram, buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300))
+RATES = partial(Histogram, buckets=(1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000))
 METRICS: list[tuple[Any, ...]] = [  # kind, name, help and labels
     (Counter, "requests", "Requests answered, by HTTP status.", "status"),
     (Gauge, "requests_in_flight", "Requests being generated."),
@@ -217,12 +223,8 @@ METRICS: list[tuple[Any, ...]] = [  # kind, name, help and labels
     (Counter, "steps", "Steps, by the number of requests at once.", "requests"),
     (Counter, "drafted_tokens", "Drafts, by source and position in the window.", "source", "position"),
     (Counter, "accepted_tokens", "Accepted drafts, by source and position.", "source", "position"),
-    (
-        partial(Histogram, buckets=SECONDS),
-        "time_to_first_token_seconds",
-        "From a request's arrival to its first token.",
-    ),
-    (partial(Histogram, buckets=RATES), "tokens_per_second", "Speed of a request, without steps that compile."),
+    (SECONDS, "time_to_first_token_seconds", "From a request's arrival to its first token."),
+    (RATES, "tokens_per_second", "Speed of a request, without steps that compile."),
     (Gauge, "memory_limit_bytes", "Memory limit of the server."),
     (Gauge, "memory_held_bytes", "Memory used by the server."),
 ]

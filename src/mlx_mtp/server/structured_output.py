@@ -74,28 +74,21 @@ def from_tool_choice(choice: Any, tools: list[Json]) -> StructuredOutput | None:
     return StructuredOutput("tool_choice", calls=calls)
 
 
-def from_strict_tools(tools: list[Json]) -> StructuredOutput | None:
-    """The structured output of ``tool_choice: auto`` with a ``strict`` tool: the answer is free up to its first call."""
-    functions = functions_of(tools)
-    is_strict = any(f.get("strict") is True for f in functions)
-    return StructuredOutput("strict", calls=functions, is_required=False) if is_strict else None
-
-
 def from_fields(outputs: list[StructuredOutput | None], tool_choice: Any, tools: list[Json]) -> StructuredOutput | None:
     """The structured output of a request's fields. An answer that may call tools has the requested form, or it calls; a grammar
-    in Lark, which may have any rules, allows no calls.
+    in Lark, which may have any rules, allows no calls. With ``strict`` tools alone, the answer is free up to its first call.
     """
-    output = only_one(*outputs, from_tool_choice(tool_choice, tools)) or from_strict_tools(tools)
+    output, functions = only_one(*outputs, from_tool_choice(tool_choice, tools)), functions_of(tools)
+    if output is None and any(f.get("strict") is True for f in functions):
+        return StructuredOutput("strict", calls=functions, is_required=False)
     if output is None or output.calls or "lark" in output.grammar:
         return output
-    return replace(output, calls=functions_of(tools))
+    return replace(output, calls=functions)
 
 
 def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reasoning: bool | None) -> list[Grammar]:
-    """The logits processor of a request's structured output, if any. It begins after the reasoning, or with the first call.
-
-    Compilation may take seconds, so the first call runs in the thread that tokenizes the prompt. The request keeps the grammar,
-    and each call returns a copy. An ApiError if it cannot be read, or the model's calls cannot be forced.
+    """The logits processor of a request's structured output, if any: a copy of the grammar that the request keeps, since
+    compilation may take seconds. An ApiError if the grammar cannot be read, or the model's calls cannot be forced.
     """
     output = request.structured_output
     if output is None:
@@ -156,10 +149,7 @@ class CallGrammar:
             if not isinstance(self.schema.root, dict) or not self.schema.types(self.schema.root) >= {"object"}:
                 raise MTPError(f"{self.path} allows no object: it is not the schema of an object")
             self._rules.append(f"{name}: {write(tool['name'])}")
-
-    @property
-    def lark(self) -> str:
-        return "\n".join(self._rules)
+        self.lark = "\n".join(self._rules)
 
     def _add(self, name: str, text: str, options: str = "") -> str:
         name = f"{name}_{len(self._rules)}"

@@ -28,13 +28,8 @@ Event = Reasoning | tool_calls.Event
 
 
 class Answer:
-    """Converts the tokens of one answer into events.
-
-    Args:
-        reader: Splits the text into reasoning, text and calls.
-        stop_words: Words that end the text; they are not part of it.
-        is_chat: Whether the text follows a chat template, which adds line breaks around its parts.
-        one_call: Whether the answer ends after its first call.
+    """Converts the tokens of one answer into events. Stop words end the text, and are not part of it. ``is_chat``: whether the
+    text follows a chat template, which adds line breaks around its parts.
     """
 
     def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool = True, one_call: bool = False):
@@ -46,9 +41,8 @@ class Answer:
         self._reasoning, self._text = _LineBreaks(skips=True), _LineBreaks(holds=is_chat)
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
-        """Add the next token, by the characters that it completes; the last one has a finish reason, "stop" or "length".
-
-        Return its events, and "stop", "length" (a limit has cut the text), "tool_calls" or ``None``.
+        """Add the next token, by the characters that it completes; the last one has a finish reason, "stop" or "length". Return
+        its events, and "stop", "length" (a limit has cut the text), "tool_calls" or ``None``.
         """
         self.tokens.read(text, is_end=finish_reason == "stop")
         events = self._clean(self.reader.add(text))
@@ -177,20 +171,15 @@ class TextTokens:
 
 
 class QwenReader:
-    """Splits a text by Qwen's marks: ``<think>``, and the tool calls of ``ToolCallParser``.
+    """Splits a text by Qwen's marks: ``<think>``, and the tool calls of ``ToolCallParser``, which takes ``schemas``.
 
-    ``<think>`` begins reasoning at the start of the answer or in the prompt, and ``ReasoningReader`` finds its end. If the
-    model ends its turn with a tool call and without ``</think>``, the call is valid, although its text was sent as reasoning.
+    ``<think>`` begins reasoning at the start of the answer or in the prompt (``in_reasoning``, ``None`` if that ends with
+    neither mark). If the model ends its turn with a tool call and without ``</think>``, the call is valid, although its text
+    was sent as reasoning.
 
     After the end of reasoning, a model may go on with it. A line that is ``</think>`` or ``<think>`` is then no content, and
     the text before this line is reasoning. So the text waits for such a line: until a call, the end, or more than
-    ``patience`` characters.
-
-    Args:
-        think: The marks of reasoning; ``None``: there is none.
-        in_reasoning: Whether the prompt ends within reasoning; ``None`` if it ends with neither of the marks.
-        schemas: Those of ``ToolCallParser``; ``None``: tool calls are text.
-        patience: ``None``: all that follows the end of reasoning is content.
+    ``patience`` characters. If that is ``None``, all that follows the end of reasoning is content.
     """
 
     def __init__(
@@ -289,8 +278,6 @@ class QwenReader:
 
     def _calls_at_end(self) -> list[Event]:
         """The complete calls after the last words of the reasoning."""
-        if self.schemas is None:
-            return []
         parser = ToolCallParser(self.schemas)
         found = parser.add(self.reasoning.text) + parser.finish(cut=False)
         words = [i for i, event in enumerate(found) if isinstance(event, Text) and event.text.strip()]
@@ -343,11 +330,7 @@ def make_answer(
     one_call: bool,
     patience: float | None = math.inf,
 ) -> Answer:
-    """Make the parser of a request's answer.
-
-    Without tools, calls are text. If the prompt follows no chat template (``is_chat``), its marks are text, too. ``patience``:
-    see ``QwenReader``.
-    """
+    """Make the parser of a request's answer. Without tools, calls are text; without a chat template (``is_chat``), all is."""
     if not is_chat:
         return Answer(QwenReader(None, False, None), stop_words, is_chat=False)
     schemas = None

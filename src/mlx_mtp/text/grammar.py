@@ -45,9 +45,8 @@ SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 
 
 class Beginning:
-    """The beginning of a grammar within a text; before it, all tokens are allowed.
-
-    ``find`` takes the text so far and returns the position at which the grammar begins, or ``None``. It never changes.
+    """The beginning of a grammar within a text; before it, all tokens are allowed. ``find`` takes the text so far and returns
+    the position at which the grammar begins, or ``None``. It never changes.
     """
 
     def __init__(self, tokenizer: Any, find: Callable[[str], int | None]):
@@ -85,7 +84,6 @@ class Grammar:
     """
 
     keeps_state = False
-
     needs_tokens = True  # the host must know a token before it can allow the next
 
     def __init__(self, matcher: Any, beginning: Beginning | None = None):
@@ -231,18 +229,15 @@ def make_grammar(
 
 def rule_of(json_schema: dict[str, Any] | str | None = None, regex: str | None = None) -> str:
     """The rule in Lark for JSON of a schema, or for a text that matches a regular expression."""
-    return f"/{_in_lark(regex)}/" if regex is not None else f"%json {_with_separators(json_schema or {})}"
-
-
-def _in_lark(regex: str) -> str:
+    if regex is None:
+        return f"%json {_with_separators(json_schema or {})}"
     from llguidance import regex_to_lark
 
     _check_size(regex)  # converting a long one blocks all other threads
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
         raise MTPError("The regular expression ends with a backslash that escapes nothing.")
     with as_mtp_error("The regular expression cannot be read"):
-        text: str = regex_to_lark(regex, use_ascii="")
-    return text
+        return f"/{regex_to_lark(regex, use_ascii='')}/"
 
 
 def _with_separators(schema: dict[str, Any] | str) -> str:
@@ -290,9 +285,8 @@ def _check_size(text: str) -> None:
 
 
 def in_deep_stack(f: Callable[[], T]) -> T:
-    """Call a function in a thread with a large stack.
-
-    llguidance recurses into nested rules. About a thousand levels overflow a usual stack, which would end the process.
+    """Call a function in a thread with a large stack: llguidance recurses into nested rules, and about a thousand levels would
+    end the process with a usual one.
     """
     with ThreadPoolExecutor(1) as pool:
         with STACK_LOCK:

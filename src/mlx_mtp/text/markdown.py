@@ -26,7 +26,6 @@ class Lines:
     left: str = ""  # the marks of a block that a line with less indentation ended: a closing fence may follow
 
     def add(self, line: str) -> "Lines":
-        """The lines with another one."""
         line = line.expandtabs(4)
         n, text = self._enter(line)
         containers = self.containers[:n]

@@ -35,10 +35,8 @@ WORDS = {"null": ("null", "none"), "boolean": ("true", "false")}
 
 
 def standard(schema: Any, root: str = "#") -> Any:
-    """A client's schema as the standard has it; ``root`` is the place that references are relative to.
-
-    A keyword whose value is null is absent, OpenAPI's ``nullable`` and Python's names of types are types, an unknown ``format``
-    is an annotation, and so dropped.
+    """A client's schema as the standard has it: a keyword whose value is null is absent, OpenAPI's ``nullable`` and Python's
+    names of types are types, an unknown ``format`` is dropped. ``root`` is the place that references are relative to.
     """
     if not isinstance(schema, dict):
         return schema
@@ -205,10 +203,8 @@ def is_string(start: str, types: frozenset[str]) -> bool:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """Convert a parameter's text to JSON: that of a value of one of these types, in JSON or Python, or of the text itself.
-
-    A text that cannot be parsed stays a string: a wrong type tells the model more than a lost call. A number beyond the range
-    of a float does, too, since clients would read it as infinite.
+    """Convert a parameter's text to the JSON of a value of one of these types, or of the text if it has none: a wrong type
+    tells the model more than a lost call. So does a number beyond the range of a float, which clients would read as infinite.
     """
     word = text.strip()
     # A model without a value for a number writes null even where the schema does not allow it.

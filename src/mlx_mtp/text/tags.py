@@ -2,8 +2,7 @@
 
 A value may contain these tags: quoted calls, and parameters on lines of their own. Its proper end is ``</parameter>`` before
 the next parameter or the end of the function, outside of quotations. Where the value would end if tags were missing or
-malformed, the following text is held back: if a proper end follows, the value continues there. Otherwise, at the end of the
-text, the value ended there.
+malformed, the following text is held back: if a proper end follows, the value continues there, and otherwise it ended there.
 """
 
 from collections.abc import Collection, Set
@@ -50,12 +49,8 @@ def _tags_in_value(function: str, key: str) -> tuple[Any, Any]:
 class EndOfValue:
     """Searches the end of a value in a streamed text.
 
-    Args:
-        function: The function.
-        key: The parameter.
-        keys: The parameters of the call so far, with this one.
-        declared: The parameters that the function's schema declares.
-        names: The functions that the request offers.
+    ``keys`` are the parameters of the call so far, with this one, ``declared`` those in the function's schema, and
+    ``names`` the functions that the request offers.
     """
 
     def __init__(self, function: str, key: str, keys: Set[str], declared: Set[str], names: Set[str]):

@@ -10,21 +10,7 @@ The format is that of Qwen3.5 and Qwen3-Coder. In older Qwen models and Qwen3-Ne
     </function>
     </tool_call>
 
-A block may have several functions. Text that is not a valid call remains content. The rules:
-
-- A block begins with ``<tool_call>`` at the beginning of a line or after a block, followed by JSON or by a function with its
-  first parameter (or its end). Without this tag, a function that the request offers begins one after a blank line.
-- The tag behind words or in a fenced code block begins a block only if the text ends with it.
-- One line break on either side of a value belongs to the format. Further line breaks belong to the value.
-- A value may contain the format's own tags. ``</parameter>`` ends it only before the next ``<parameter=KEY>``, or before
-  ``</function>`` and then ``</tool_call>`` or the next function. A key that the call already has is not the next one.
-- A value may quote calls, and parameters on lines of their own: each quotation ends with its own ``</parameter>``.
-- Tags may be missing or malformed. Where a value would end if they were, the following text is held back. The value continues
-  there if it has a proper end later, outside of quotations, and otherwise it ended there, at the end of the text.
-- A JSON block ends at the first ``</tool_call>`` or ``<tool_call>`` outside its strings. If it is not JSON, it is content, and
-  the text after its first tag is parsed again.
-- Arguments are streamed (docs/develop/tool-calls.md). Those of an incomplete call end within a string, so that they are never
-  valid JSON.
+A block may have several functions. docs/develop/tool-calls.md has the rules.
 """
 
 import json
@@ -43,8 +29,6 @@ from .tags import CLOSE_FUNCTION, END, FUNCTION, OPEN_FUNCTION, PARAMETER, SPACE
 
 @dataclass(frozen=True)
 class Text:
-    """The next piece of the text for the user."""
-
     text: str
     start: int = field(default=0, compare=False)  # its position in the output of the model
     # The indices of the tokens whose first character is in this piece.
@@ -65,8 +49,6 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnds:
-    """The call is complete, and its arguments are the JSON of an object."""
-
     index: int
 
 
@@ -85,16 +67,16 @@ BLOCK = regex.compile(
 )
 PART = regex.compile(rf"{SPACE}(?:{PARAMETER}|{FUNCTION}|(?P<close>{CLOSE_FUNCTION})|{END})")
 AFTER_FUNCTION = regex.compile(rf"{SPACE}(?:(?P<end>{END})|{FUNCTION})")
-AFTER_BLOCK = regex.compile(rf"{SPACE}{END}")  # a model may write it twice
+AFTER_BLOCK = regex.compile(rf"{SPACE}(?P<end>{END})")  # a model may write it twice
 BLOCK_TAG = re.compile(f"{START}|{END}")
 
 
 class _Buffer:
     """The text that is not parsed yet, the events, and the lines of content outside of blocks."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self) -> None:
         self.rest = ""  # the text that is not parsed yet
-        self.n_taken = start  # the characters of the output before it
+        self.n_taken = 0  # the characters of the output before it
         self.is_last = self.is_cut = False  # whether no text will follow, and whether it was cut off there
         self.events: list[Event | Mark] = []  # the events that were not returned yet
         self.n_calls = 0
@@ -168,20 +150,15 @@ class _Value:
 
 
 class ToolCallParser(_Buffer):
-    """Makes events of a text.
+    """Makes events of a text. ``schemas`` has the JSON schema of each tool's parameters by name; ``None``: calls are text."""
 
-    Args:
-        schemas: The JSON schemas of each tool's parameters, by name; ``None``: calls are text.
-        start: The text's position in the output of the model.
-        marks: Tags that are a ``Mark`` on a line of their own, outside of calls and code blocks.
-    """
-
-    def __init__(self, schemas: Mapping[str, Any] | None, start: int = 0, marks: Sequence[str] = ()):
-        super().__init__(start)
-        self.schemas, self.marks = schemas, marks
-        # Parses a part of the rest and returns whether to continue: content, a part of a function, a value, the text after a
-        # function, JSON, or blocks that count if the text ends with them.
-        self._read = self._content
+    def __init__(self, schemas: Mapping[str, Any] | None):
+        super().__init__()
+        self.reads_calls, self.schemas = schemas is not None, schemas or {}
+        self.marks: Sequence[
+            str
+        ] = ()  # tags that are a ``Mark`` on a line of their own, outside of calls and code blocks
+        self._read = self._content  # parses a part of the rest and returns whether to continue
 
     def add(self, text: str) -> list[Event | Mark]:
         """Add the next piece of the text. Return its events. Text that may be the beginning of a tag is held back."""
@@ -214,28 +191,25 @@ class ToolCallParser(_Buffer):
                 return False
             if not is_whole and not self.is_last and any(mark.startswith(tag) for mark in self.marks):
                 return False
-        is_place = self.schemas is not None and not (self.line and self.rest.startswith(" "))
+        is_place = self.reads_calls and not (self.line and self.rest.startswith(" "))
         m = self.match(BLOCK) if is_place else None
         if m is not None and m.partial:
             return False
-        if m is not None and self._begins(m):
+        has_tag = m is not None and (m["json"] or m["start"])
+        is_offered = m is not None and self.is_after_blank and m["name"] in self.schemas
+        if m is not None and (has_tag or is_offered) and self.is_text_line(m[0]):
             if m["json"]:
                 self.start = self.searched = self.rest.index(START) + len(START)
                 self._read = self._json
             else:
                 self.take(m.end())
                 self._begin_function(m["name"])
-        elif m is not None and (m["json"] or m["start"]) and self._may_end_text():
-            self.tail, self.tail_events, self.n_tail = ToolCallParser(self.schemas, self.n_taken), list[Any](), 0
+        elif has_tag and self._may_end_text():
+            self.tail, self.tail_events, self.n_tail = ToolCallParser(self.schemas), list[Any](), 0
             self._read = self._tail
         else:
             self.take_content(self._next_place())
         return bool(self.rest)
-
-    def _begins(self, m: Any) -> bool:
-        """Whether a block begins with this tag at the beginning of a line."""
-        is_offered = self.is_after_blank and m["name"] in (self.schemas or ())
-        return self.is_text_line(m[0]) and bool(m["json"] or m["start"] or is_offered)
 
     def _may_end_text(self) -> bool:
         """Whether a block here counts if the text ends with it: in a code block, or behind words that do not quote it."""
@@ -246,7 +220,7 @@ class ToolCallParser(_Buffer):
     def _next_place(self) -> int:
         """The number of characters up to the next place where a block may begin: a line, or its tag."""
         n = self.rest.find("\n") + 1
-        if self.schemas is None:
+        if not self.reads_calls:
             return n or len(self.rest)
         i = self.rest.find(START, 1, n or None)
         if i > 0 or n > 0:
@@ -278,7 +252,7 @@ class ToolCallParser(_Buffer):
     def _begin_function(self, name: str) -> None:
         self.name = name
         try:
-            self.schema = Schema(self.schemas.get(name) if self.schemas else None)
+            self.schema = Schema(self.schemas.get(name))
         except RecursionError:
             self.schema = Schema(None)  # it is too deep, and says nothing
         self.keys: set[str] = set()
@@ -290,26 +264,24 @@ class ToolCallParser(_Buffer):
         m = self.match(PART)
         if m is not None and m.partial:
             return False
-        if m is not None and m["key"]:
-            self.take(m.end())
-            self._begin_value(key_of(m["key"], self.schema.properties()))
+        if m is None or not m["key"]:
+            self.take(m.end() if m is not None and m["close"] else 0)
+            self._end_function()
             return True
-        self.take(m.end() if m is not None and m["close"] else 0)
-        self._end_function()
+        self.take(m.end())
+        declared = self.schema.properties().keys()
+        key = key_of(m["key"], declared)
+        self.add_arguments(("{" if not self.keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        self.keys.add(key)
+        self.value = _Value(key, self.schema.types_of_property(key))
+        self.end = EndOfValue(self.name, key, self.keys, declared, self.schemas.keys())
+        self._read = self._in_value
         return True
 
     def _end_function(self) -> None:
         self.add_arguments("}" if self.keys else "{}")
         self.end_call()
-        self._read = self._after_function
-
-    def _begin_value(self, key: str) -> None:
-        self.add_arguments(("{" if not self.keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
-        self.keys.add(key)
-        self.value = _Value(key, self.schema.types_of_property(key))
-        declared, names = self.schema.properties().keys(), (self.schemas or {}).keys()
-        self.end = EndOfValue(self.name, key, self.keys, declared, names)
-        self._read = self._in_value
+        self.has_ended, self._read = False, self._after_function
 
     def _in_value(self) -> bool:
         n, tags, ends_function = self.end.search(self.rest, self.is_last and not self.is_cut)
@@ -321,30 +293,23 @@ class ToolCallParser(_Buffer):
             return False
         self.take(tags)
         self.add_arguments(self.value.end())
+        self._read = self._part
         if ends_function:
             self._end_function()
-        else:
-            self._read = self._part
         return True
 
     def _after_function(self) -> bool:
-        m = self.match(AFTER_FUNCTION)
-        if m is not None and m.partial:
-            return False
-        if m is not None and m["end"] is None:
-            self.take(m.end())
-            self._begin_function(m["name"])
-        else:
-            self.take(0 if m is None else m.end())
-            self._read = self._after_block
-        return bool(self.rest)
-
-    def _after_block(self) -> bool:
-        m = self.match(AFTER_BLOCK)
+        """The next function of a block, or its end."""
+        m = self.match(AFTER_BLOCK if self.has_ended else AFTER_FUNCTION)
         if m is not None and m.partial:
             return False
         self.take(0 if m is None else m.end())
-        self._read = self._after_block if m is not None else self._content
+        if m is None:
+            self._read = self._content
+        elif m["end"] is None:
+            self._begin_function(m["name"])
+        else:
+            self.has_ended = True
         return bool(self.rest)
 
     # A block of JSON, up to the first tag of a block outside its strings
@@ -371,7 +336,7 @@ class ToolCallParser(_Buffer):
             self.add_arguments(arguments)
             self.end_call()
         self.take(len(self.rest) if tag is None else tag.start() if tag[0] == START else tag.end())
-        self._read = self._after_block
+        self.has_ended, self._read = True, self._after_function
         return bool(self.rest)
 
 
@@ -381,14 +346,12 @@ def _escape(text: str) -> str:
 
 def _json_calls(text: str) -> list[tuple[str, str]]:
     """The names of a call or of a list of them, and the JSON of their arguments; an error if the text is none."""
-    value = parse_json(text)
-    return [_json_call(call) for call in (value if isinstance(value, list) else [value])]
-
-
-def _json_call(call: Any) -> tuple[str, str]:
-    name, arguments = call["name"], call.get("arguments", call.get("parameters"))
-    if isinstance(arguments, str) and arguments.strip():
-        arguments = parse_json(arguments)
-    if not (isinstance(name, str) and name and isinstance(arguments or {}, dict)):
-        raise ValueError(f"not a call: {call}")
-    return name, json.dumps(arguments or {}, allow_nan=False)
+    value, calls = parse_json(text), []
+    for call in value if isinstance(value, list) else [value]:
+        name, arguments = call["name"], call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str) and arguments.strip():
+            arguments = parse_json(arguments)
+        if not (isinstance(name, str) and name and isinstance(arguments or {}, dict)):
+            raise ValueError(f"not a call: {call}")
+        calls.append((name, json.dumps(arguments or {}, allow_nan=False)))
+    return calls

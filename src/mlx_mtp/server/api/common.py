@@ -20,7 +20,7 @@ from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import NO_LIMIT, VARIABLE, ApiError, Delta, Effort, Request, StructuredOutput, Thinking
 from ..structured_output import from_fields
-from .history import History, fold_roles
+from .history import History
 
 MAX_BIASES = 10_000  # entries of logit_bias
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -178,11 +178,8 @@ class ThinkingSettings(Part):
         return self.enabled if self.type is None else self.type != "disabled"
 
 
-def _as_settings(value: Any) -> Any:
-    return {"enabled": value} if isinstance(value, bool) else {"effort": value} if isinstance(value, str) else value
-
-
-Switch = Annotated[ThinkingSettings, BeforeValidator(_as_settings)]  # also as ``false`` or an effort
+SHORT = {bool: "enabled", str: "effort"}  # the fields that are also the value of a switch by themselves
+Switch = Annotated[ThinkingSettings, BeforeValidator(lambda x: {SHORT[type(x)]: x} if type(x) in SHORT else x)]
 
 
 class Body(Part):
@@ -247,13 +244,17 @@ class Body(Part):
         return None
 
     @property
+    def prompts(self) -> list[Any]:
+        """The prompts of texts; a chat has one, which is not a text yet."""
+        return [""]
+
+    @property
     def outputs(self) -> list[StructuredOutput | None]:
         """The structured outputs of the API's fields: one at most."""
         return []
 
     @property
     def one_call(self) -> bool:
-        """Whether the answer ends with its first call."""
         return not self.parallel_tool_calls
 
     def conversation(self, content: Json) -> tuple[History, list[Json]]:
@@ -276,19 +277,11 @@ class Body(Part):
     def to_request(self, content: Json) -> Request:
         history, all_tools = self.conversation(content)
         messages, images, n_asked_images = history.finish()
-        messages = fold_roles(messages)
         choice, tools = _allowed(self.tool_choice, all_tools)
         output = from_fields(self.outputs, choice, tools)
         if output is None and 0 < len(tools) < len(all_tools):
             output = StructuredOutput("tool_choice", calls=functions_of(tools), is_required=False)
-        continues = goes_on(messages)
-        if self.continue_final_message and not continues:
-            message = "continue_final_message requires a last message of the assistant, with text and without calls."
-            raise ApiError(400, message, param="continue_final_message")
-        if continues and output is not None and output.is_required:
-            message = "cannot be combined with a last message of the assistant, which the answer continues."
-            raise ApiError(400, f"{output.param} {message}", param=output.param)
-        return Request(
+        request = Request(
             "chat",
             "",
             messages,
@@ -298,15 +291,20 @@ class Body(Part):
             structured_output=output,
             images=images,
             n_asked_images=n_asked_images,
-            goes_on=continues,
             one_call=self.one_call,
             param=self.NEEDED,
         )
+        if self.continue_final_message and not request.goes_on:
+            message = "continue_final_message requires a last message of the assistant, with text and without calls."
+            raise ApiError(400, message, param="continue_final_message")
+        if request.goes_on and output is not None and output.is_required:
+            message = "cannot be combined with a last message of the assistant, which the answer continues."
+            raise ApiError(400, f"{output.param} {message}", param=output.param)
+        return request
 
     def set_arguments(self, request: Request, flags: Any) -> None:
-        """Set the arguments of a request, as mlx-lm's ``do_POST``: the values of the body, or of the server's flags.
-
-        Sampling parameters that the body does not set are ``None`` until the model is known.
+        """Set the arguments of a request: the values of the body, or of the server's flags, as mlx-lm's ``do_POST``. Sampling
+        parameters that the body does not set are ``None`` until the model is known.
         """
         limits = {name: limit for name in self.LIMITS if (limit := getattr(self, name)) is not None}
         limit = next(iter(limits), None)
@@ -339,11 +337,10 @@ def _first(values: Sequence[T | None]) -> T | None:
     return next((value for value in values if value is not None), None)
 
 
-B = TypeVar("B", bound=Body)
 TYPES = ("str", "int", "float", "bool", "none", "dict", "list")  # pydantic puts them between the names of fields
 
 
-def _validate(kind: type[B], body: Json) -> B:
+def _validate(kind: type[Body], body: Json) -> Any:
     for name, (harmless, fix) in REFUSED.items():
         is_known = name in kind.model_fields and name not in kind.UNUSED
         if name in body and not is_known and body[name] not in harmless:
@@ -359,12 +356,6 @@ def _validate(kind: type[B], body: Json) -> B:
         where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in names)[1:]
         param = str(error["loc"][0]) if error["loc"] else None
         raise ApiError(400, f"{where}: {error['msg']}."[:500], param=param) from e
-
-
-def goes_on(messages: list[Any]) -> bool:
-    """Whether the answer continues the last message: the assistant's, with text and without calls."""
-    last = messages[-1]
-    return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
 
 
 def _allowed(choice: Any, tools: list[Json]) -> tuple[Any, list[Json]]:
@@ -409,15 +400,13 @@ class Usage:
 
 
 class Writer:
-    """Writes the answer to one request from the engine's steps: as a stream of bytes, or as a whole.
-
-    An answer consists of blocks, such as texts and calls, at most one of which is open. Each API formats its blocks.
+    """Writes the answer to one request from the engine's steps: as a stream of bytes, or as a whole. An answer consists of
+    blocks, such as texts and calls, at most one of which is open. Each API formats its blocks.
     """
 
     finish_reason: str | None = None
     # Of each API: pieces of a stream, but for the block of a call, and the whole answer once its blocks are closed.
-    text: Callable[[Text], bytes]
-    reasoning: Callable[[Reasoning], bytes]
+    say: Callable[[Any], bytes]  # of a Text or Reasoning
     call: Callable[[CallBegins], Json]
     arguments: Callable[[CallArguments], bytes]
     opened: Callable[[Json], bytes]  # the beginning of a block
@@ -448,10 +437,8 @@ class Writer:
         return b"".join(map(self._add, step.events))
 
     def _add(self, e: Any) -> bytes:
-        if isinstance(e, Text):
-            return self.text(e)
-        if isinstance(e, Reasoning):
-            return self.reasoning(e)
+        if isinstance(e, Text | Reasoning):
+            return self.say(e)
         if isinstance(e, CallBegins):
             return self.open(self.call(e))
         if isinstance(e, CallArguments):

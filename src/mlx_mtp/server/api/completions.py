@@ -254,7 +254,7 @@ class OpenAIBody(Body):
 
     @property
     def n_choices(self) -> int:
-        return self.n
+        return len(self.prompts) * self.n
 
     @property
     def outputs(self) -> list[StructuredOutput | None]:
@@ -271,16 +271,8 @@ class OpenAIBody(Body):
 
 # The fields of a message that ``History`` reads
 READ = (
-    "type",
-    "content",
-    "refusal",
-    "audio",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-    "tool_calls",
-    "function_call",
-)
+    "type", "content", "refusal", "audio", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call",
+)  # fmt: skip
 
 
 class ChatTool(Call):
@@ -338,14 +330,9 @@ class CompletionBody(OpenAIBody):
         return [self.prompt] if is_one else [*self.prompt]
 
     @property
-    def n_choices(self) -> int:
-        return len(self.prompts) * self.n
-
-    @property
     def top(self) -> int | None:
         return self.logprobs
 
     def to_request(self, content: Json) -> Request:
-        first, *others = self.prompts
         output = only_one(*self.outputs)
-        return Request("text", first, [], more_prompts=others, param="prompt", structured_output=output, goes_on=True)
+        return Request("text", self.prompts[0], [], param=self.NEEDED, structured_output=output)

@@ -46,11 +46,8 @@ Parts = list[tuple[str, Any]]  # parts of a content, each after its place in the
 
 
 class History:
-    """Messages and items, added in order.
-
-    Args:
-        between: Put between two texts of a message, except of the assistant's.
-        joins: Whether consecutive items of the assistant are one message.
+    """Messages and items, added in order. ``between`` is put between two texts of a message, except of the assistant's;
+    ``joins``: whether consecutive items of the assistant are one message.
     """
 
     def __init__(self, between: str = "", joins: bool = False):
@@ -88,8 +85,8 @@ class History:
                 self._message(role)
 
     def finish(self) -> tuple[list[Json], list[str], int]:
-        """The messages, the URLs of their images, and how many of these the question has. An ApiError if a part of the question
-        is not supported, or if there are no messages.
+        """The messages for the chat template, the URLs of their images, and how many of these the question has. An ApiError if
+        a part of the question is not supported, or if no message is left.
         """
         _sort_results(self.messages)
         urls, n_asked, is_asked = list[str](), 0, True
@@ -102,7 +99,8 @@ class History:
                     raise error
             urls += reversed(images)
             self.errors += errors
-        if not self.messages:
+        messages = fold_roles(self.messages)
+        if not messages:
             raise next(iter(self.errors), ApiError(400, "The conversation is empty."))
         if self.errors:
             names = ", ".join(str(error).partition(" is not")[0] for error in self.errors)
@@ -110,7 +108,7 @@ class History:
         for message in self.messages:
             if message["role"] == "assistant":
                 _split_thoughts(message, is_last=message is self.messages[-1])
-        return self.messages, urls[::-1], n_asked
+        return messages, urls[::-1], n_asked
 
     def _message(self, role: str) -> Json:
         if self._turn is None or self._turn["role"] != role:
@@ -276,9 +274,8 @@ def _thought_of(item: Json) -> str:
 
 
 def _split_thoughts(message: Json, is_last: bool) -> None:
-    """Tell the reasoning at the beginning of the assistant's text apart, as Qwen's templates do.
-
-    They also take any other text before ``</think>`` for reasoning, unless the message has ``reasoning_content``.
+    """Tell the reasoning at the beginning of the assistant's text apart, as Qwen's templates do. They also take any other text
+    before ``</think>`` for reasoning, unless the message has ``reasoning_content``.
     """
     text = message["content"].lstrip()
     if END_OF_THINK not in text or "reasoning_content" in message:

@@ -21,13 +21,7 @@ from .history import SYSTEM, History, arguments_of
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
-ERRORS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+ERRORS = {**common.ERRORS, 413: "request_too_large", 503: "overloaded_error"}
 ROLES = ("user", "assistant", *SYSTEM)
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -65,11 +59,12 @@ class MessagesWriter(Writer):
         self.stop_word = step.stop_word
         return super().add(step, choice)
 
-    def text(self, piece: Text) -> bytes:
-        return self._extend({"type": "text", "text": ""}, "text_delta", piece.text)
-
-    def reasoning(self, piece: Reasoning) -> bytes:
-        return self._extend({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", piece.text)
+    def say(self, piece: Text | Reasoning) -> bytes:
+        """Add text to the last block, or begin one. The text is in the field named like the type."""
+        kind, more = ("text", {}) if isinstance(piece, Text) else ("thinking", {"signature": ""})
+        begun = b"" if self.has_open(kind) else self.open({"type": kind, kind: "", **more})
+        self.blocks[-1][kind] += piece.text
+        return begun + self._delta({"type": f"{kind}_delta", kind: piece.text})
 
     def call(self, call: CallBegins) -> Json:
         self.input = ""
@@ -90,13 +85,6 @@ class MessagesWriter(Writer):
             block["signature"] = SIGNATURE
             signed = self._delta({"type": "signature_delta", "signature": SIGNATURE})
         return signed + _event("content_block_stop", index=len(self.blocks) - 1)
-
-    def _extend(self, block: Json, kind: str, text: str) -> bytes:
-        """Add text to the last block, or begin this block. The text is in the field named like the type."""
-        field = block["type"]
-        begun = b"" if self.has_open(field) else self.open(block)
-        self.blocks[-1][field] += text
-        return begun + self._delta({"type": kind, field: text})
 
     def _delta(self, delta: Json) -> bytes:
         return _event("content_block_delta", index=len(self.blocks) - 1, delta=delta)

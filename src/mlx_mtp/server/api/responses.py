@@ -28,6 +28,7 @@ from .history import History, arguments_of, full_name
 # The parameters of a custom tool.
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 TOOLS = TypeAdapter(Many[Tool])
+SHOWN = ("instructions", "model", "parallel_tool_calls", "temperature", "tool_choice", "top_p")  # as they were sent
 
 
 class ResponsesWriter(Writer):
@@ -55,15 +56,26 @@ class ResponsesWriter(Writer):
         self.n_reasoning += any(isinstance(e, Reasoning) for e in step.events)
         return super().add(step, choice)
 
-    def text(self, piece: Text) -> bytes:
-        item = {"type": "message", "id": new_id("msg"), "status": "in_progress", "role": "assistant", "content": []}
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        tokens = piece.tokens if self.body.top is not None else []
-        return self._extend(item, part, piece.text, logprobs=[logprob_of(self.steps[i]) for i in tokens])
-
-    def reasoning(self, piece: Reasoning) -> bytes:
-        item = {"type": "reasoning", "id": new_id("rs"), "status": "in_progress", "summary": [], "content": []}
-        return self._extend(item, {"type": "reasoning_text", "text": ""}, piece.text)
+    def say(self, piece: Text | Reasoning) -> bytes:
+        """Add text to the only part of the last item, or begin an item."""
+        item: Json
+        if isinstance(piece, Text):
+            item = {"type": "message", "id": new_id("msg"), "status": "in_progress", "role": "assistant", "content": []}
+            part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            tokens = piece.tokens if self.body.top is not None else []
+            fields: Json = {"logprobs": [logprob_of(self.steps[i]) for i in tokens]}
+        else:
+            item = {"type": "reasoning", "id": new_id("rs"), "status": "in_progress", "summary": [], "content": []}
+            part, fields = {"type": "reasoning_text", "text": ""}, {}
+        begun = b""
+        if not self.has_open(item["type"]):
+            begun = self.open(item) + self._item_event("content_part.added", content_index=0, part=part)
+            self.blocks[-1]["content"] = [part]
+        whole = self.blocks[-1]["content"][0]
+        whole["text"] += piece.text
+        for name, more in fields.items():
+            whole[name] += more
+        return begun + self._item_event(f"{part['type']}.delta", content_index=0, delta=piece.text, **fields)
 
     def call(self, call: CallBegins) -> Json:
         tool, space = self.tools.get(call.name, (Tool(type="function", name=call.name), None))
@@ -99,18 +111,6 @@ class ResponsesWriter(Writer):
                 item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode()
         return done + self._event("output_item.done", output_index=len(self.blocks) - 1, item=_shown(item))
 
-    def _extend(self, item: Json, part: Json, text: str, **fields: Any) -> bytes:
-        """Add text to the only part of the last item, or begin this item."""
-        begun = b""
-        if not self.has_open(item["type"]):
-            begun = self.open(item) + self._item_event("content_part.added", content_index=0, part=part)
-            self.blocks[-1]["content"] = [json.loads(json.dumps(part))]
-        whole = self.blocks[-1]["content"][0]
-        whole["text"] += text
-        for name, more in fields.items():
-            whole[name] += more
-        return begun + self._item_event(f"{part['type']}.delta", content_index=0, delta=text, **fields)
-
     def _event(self, kind: str, **data: Any) -> bytes:
         name = f"response.{kind}"
         return event({"type": name, "sequence_number": next(self.numbers), **data}, name)
@@ -138,20 +138,15 @@ class ResponsesWriter(Writer):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": body.instructions,
+            **{name: getattr(body, name) for name in SHOWN},
             "max_output_tokens": None if body.max_output_tokens == NO_LIMIT else body.max_output_tokens,
-            "model": body.model,
             "output": [_shown(item) for item in self.blocks],
-            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": (body.reasoning or ThinkingSettings()).model_dump(include={"effort", "summary"}),
             "store": False,
-            "temperature": body.temperature,
             "text": {"format": {"type": "text"}, **(body.text or {})},
-            "tool_choice": body.tool_choice,
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or []],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage, self.n_reasoning),
             "metadata": body.metadata or {},

@@ -20,7 +20,6 @@ from ...images.prompt import ImageEmbeddings
 from ...memory import CACHE_SHARE, STEP, Account, Sizes, size, sizes_of
 from ...sampling import sampler as sampling
 from ...text.answer import QwenReader, make_answer
-from ...text.grammar import llguidance_tokenizer
 from ..request import NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar
 from .models import ModelProvider, Stores
@@ -30,9 +29,7 @@ MAX_FORCED = 64  # tokens to end the reasoning: line breaks, the end of a code b
 
 
 class Admission:
-    """Decides which requests may begin. Ranks do not consult the account: with different free memory, they would admit
-    different requests.
-    """
+    """Decides which requests may begin. Ranks do not consult the account: their free memory, and so decisions, may differ."""
 
     def __init__(self, options: Options, models: ModelProvider, caches: Stores, ranks: Ranks | None, account: Account):
         self.options, self.models, self.caches, self.ranks = options, models, caches, ranks
@@ -92,12 +89,13 @@ class Admission:
         self.account.release()
 
     def end(self) -> None:
-        """Drop the model and end the threads of its streams. Call in the thread that owns the streams."""
+        """Drop the model and its caches, and end the threads of its streams. Call in the thread that owns the streams."""
+        self.close()
+        self.caches.close()
         self.models.reset()
         mx.clear_streams()
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:
-        """Whether a request can begin in addition to the running requests."""
         running = [*running]
         if not running:
             return True
@@ -107,9 +105,7 @@ class Admission:
 
     def need(self, request: Request, running: Iterable[Request] = ()) -> int:
         """The bytes that a request's prompt needs in addition to the running requests."""
-        kinds: dict[
-            tuple[Any, ...], list[int]
-        ] = {}  # a batch pads those that are quantized and those that are not apart
+        kinds: dict[Any, list[int]] = {}  # a batch pads those that are quantized and those that are not apart
         for r in (*running, request):
             n = r.n_prompt + r.n_tokens
             kinds.setdefault(tuple(_kv_of(self.options, r).at(n).items()), []).append(n)
@@ -120,7 +116,7 @@ class Admission:
         if kv.at(n):  # where keys and values are quantized, they exist twice
             twice = sizes.caches(start) + sizes.caches(start, **kv.at(n)) - sizes.state_bytes
             peak = max(peak, twice - sizes.caches(n, **kv.at(n)))
-        image_prompt = None if request.encoded is None else request.encoded.image_prompt
+        image_prompt = request.encoded.image_prompt
         tower = 0 if image_prompt is None else image_prompt.vision.unread_bytes
         return caches - self.batch.prompt_cache_nbytes + peak + tower
 
@@ -134,9 +130,8 @@ class Admission:
         return self.account.left + self.account.buffers + self.caches.nbytes
 
     def lack(self) -> int:
-        """The bytes missing for the next step, 0 if there are enough.
-
-        If needed, it frees MLX's buffers, then the prompt caches of earlier requests in memory.
+        """The bytes missing for the next step, 0 if there are enough, once MLX's buffers and the prompt caches of earlier
+        requests are freed as needed.
         """
         n, n_context = self.batch.next_chunk
         need = self.sizes.chunk(n, n_context, self.options.kv_bits)
@@ -160,11 +155,9 @@ class Admission:
             raise ApiError(507, message, param=request.param, code=NO_MEMORY)
         args, tokenizer, image_prompt = request.args, self.models.tokenizer, prompt.image_prompt
         cache, n_cached = self.caches.fetch(prompt)
-        request.n_cached = n_cached
         request.detokenizer = tokenizer.detokenizer
         request.detokenizer.add_token(tokenizer.eos_token_id)  # only a space at the beginning of a text is dropped
         request.detokenizer.last_segment  # noqa: B018 (drop the token's own text)
-        request.bytes_of = llguidance_tokenizer(tokenizer).decode_bytes if args.logprobs else None
         request.answer = make_answer(
             tokenizer,
             prompt.in_reasoning,
@@ -185,15 +178,14 @@ class Admission:
             num_draft_tokens=args.num_draft_tokens if self.models.has_head else 0,
             copy_drafts=request.copy_drafts if self.models.drafts else "off",
         )
+        embeddings = image_prompt and ImageEmbeddings(image_prompt, self.models.model, n_cached)
         (uid,) = self.batch.insert_segments(
             segments=[prompt.segments],
             options=[options],
             caches=[None if cache is None else PromptCache(cache, len(self.models.model.layers))],
             all_tokens=[prompt.tokens[:n_cached]],
             counts=[request.counts],
-            input_embeddings=[
-                None if image_prompt is None else ImageEmbeddings(image_prompt, self.models.model, n_cached)
-            ],
+            input_embeddings=[embeddings],
             images=[() if image_prompt is None else image_prompt.images],
         )
         return int(uid)
@@ -210,7 +202,7 @@ class Admission:
         )
 
     def keep(self, request: Request, prompt_cache: list[Any], tokens: list[int]) -> None:
-        if tokens and request.encoded is not None:
+        if tokens:
             self.caches.insert(request.encoded, tokens, prompt_cache)
             self.make_room()
 
@@ -220,7 +212,6 @@ class Admission:
 
 
 def _kv_of(options: Options, request: Request) -> KVOptions:
-    """The quantization of a request's text."""
     return options.kv.of_text(0, request.n_prompt)
 
 
@@ -247,10 +238,8 @@ def _patience(tokenizer: TokenizerWrapper, request: Request) -> float | None:
 
 
 def make_penalties(given: Any, n_prompt: int) -> list[LogitsProcessor]:
-    """The logits processors of ``LogitsProcessorArguments``.
-
-    As in OpenAI's API, presence and frequency penalties count all tokens of the answer, and none of the prompt. With a context
-    size, they are mlx-lm's.
+    """The logits processors of ``LogitsProcessorArguments``. Presence and frequency penalties are mlx-lm's with a context size,
+    and otherwise count all tokens of the answer, and none of the prompt, as in OpenAI's API.
     """
     own = {**vars(given)}
     of_answer = {
@@ -273,9 +262,8 @@ def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -
 
 
 def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool | None, budget: int) -> LogitsProcessor:
-    """A logits processor that ends reasoning after ``budget`` tokens, as in the chat template. It closes a code block first.
-
-    It has no state, so it may be called for any position of a window. ``in_reasoning``: whether the prompt ends within it.
+    """A logits processor that ends reasoning after ``budget`` tokens, as in the chat template. It closes a code block first,
+    and has no state. ``in_reasoning``: whether the prompt ends within reasoning.
     """
 
     @lru_cache(maxsize=1)  # consecutive positions have the same reasoning

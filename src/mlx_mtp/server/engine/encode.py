@@ -1,6 +1,7 @@
 """Encoding of texts, messages and images as tokens. A prompt beyond the context is refused before it is fully tokenized."""
 
 import logging
+import math
 import re
 import secrets
 from collections.abc import Iterator
@@ -43,10 +44,7 @@ RESPONSE = "<tool_response>", "</tool_response>"
 class BoundedTokenizer:
     """mlx-lm's tokenizer for prompts: it checks lengths, and reads the marks of images.
 
-    Args:
-        context_length: The model's maximum number of tokens, if its config has it.
-        vision: The vision encoder. Default: ``None``, images are refused.
-        sampling: The model's default sampling parameters. Default: mlx-lm's.
+    ``context_length`` is the model's maximum number of tokens, if its config has it; without ``vision``, images are refused.
     """
 
     def __init__(
@@ -132,8 +130,7 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
         image_prompt = _read_images(tokenizer, request, tokens, account) if request.images else None
     tokens = tokens if image_prompt is None else image_prompt.tokens
     tokenizer.complete(len(tokens), request)
-    # What takes long is made here, not in the generation thread.
-    make_output_grammar(tokenizer.tokenizer, request, in_reasoning)
+    make_output_grammar(tokenizer.tokenizer, request, in_reasoning)  # what takes long is made here, and then kept
     if request.args.logprobs:
         llguidance_tokenizer(tokenizer.tokenizer)
     return Prompt(tokens, in_reasoning, image_prompt=image_prompt)
@@ -144,8 +141,7 @@ def count_tokens(tokenizer: BoundedTokenizer, request: Request, options: Options
     with _errors_of(request):
         n = tokenizer.count(_render(tokenizer, request, options)[0])
         for i, image in enumerate(decode_all(request), 1):
-            rows, columns = _vision_of(tokenizer).processor.grid(*size_of(image, f"Image {i}"))
-            n += rows * columns - 1
+            n += math.prod(_vision_of(tokenizer).processor.grid(*size_of(image, f"Image {i}"))) - 1
         return n
 
 
@@ -170,9 +166,9 @@ def _last_line(text: str) -> int:
 
 def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> tuple[str, bool | None]:
     """The text of a chat's prompt, and whether it ends within reasoning, see ``ends_in_reasoning``."""
-    messages = _messages_of(tokenizer, request)
+    messages, goes_on = _messages_of(tokenizer, request), request.goes_on
     if not tokenizer.has_chat_template:
-        if request.goes_on:  # only a template leaves a message open
+        if goes_on:  # only a template leaves a message open
             message = "A last message of the assistant cannot be continued without a chat template"
             raise ApiError(400, f"{message}: send it to /v1/completions.")
         return convert_chat(messages, request.role_mapping), None
@@ -180,20 +176,20 @@ def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> 
         logging.warning("The request has tools, but the model's chat template does not support them.")
     elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
         raise ApiError(400, "The model does not write tool calls in Qwen's formats: use mlx_lm.server.", param="tools")
-    prefill = messages[-1]["content"] if request.goes_on else ""
-    if request.goes_on:
-        messages[-1]["content"] = PREFILL
+    prefill = ""
+    if goes_on:
+        prefill, messages[-1]["content"] = messages[-1]["content"], PREFILL
     marks = [*tokenizer.control_tokens, *tokenizer.tags]
     with as_mtp_error("the chat template does not take these messages"):
         text: str = tokenizer.apply_chat_template(
             _with_query(messages) if OPENING in str(tokenizer.chat_template) else messages,
             tools=_cut(request.shown_tools, marks),
             tokenize=False,
-            add_generation_prompt=not request.goes_on,
+            add_generation_prompt=not goes_on,
             **{**options.chat_template_args, **_cut(request.args.chat_template_kwargs or {}, marks)},
         )
         text = QUERY_TURN.sub("", text).replace(QUERY, "")
-        if request.goes_on:
+        if goes_on:
             text = text[: text.rindex(PREFILL)] + prefill
     return text, ends_in_reasoning(text, think_marks(tokenizer), prefill)
 
@@ -224,9 +220,7 @@ def _with_query(messages: list[Json]) -> list[Json]:
 
 
 def _cut(value: Any, marks: list[str]) -> Any:
-    """The same value with these marks cut where they occur in its strings: before the punctuation at their end, as a tokenizer
-    splits them.
-    """
+    """The value with these marks cut in its strings: before the punctuation at their end, as a tokenizer splits them."""
     if isinstance(value, str):
         for mark in marks:
             if mark in value:

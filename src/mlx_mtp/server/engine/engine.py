@@ -28,7 +28,8 @@ from ...batch.generator import PromptResponse, Response
 from ...distributed.ranks import LOST, Ranks, differing_ranks, is_loss
 from ...errors import MTPError, is_mendable
 from ...memory import is_device_error, is_out_of_memory, size
-from ..request import LOADING, NO_MEMORY, STARTED, ApiError, BytesOf, Delta, Likely, Metrics, Request, Waiting
+from ...text.grammar import llguidance_tokenizer
+from ..request import LOADING, NO_MEMORY, STARTED, ApiError, Delta, Likely, Metrics, Request, Waiting
 from .admission import Admission
 
 STOP = 30.0  # seconds for the last step of running requests, and to write the prompt cache
@@ -57,9 +58,7 @@ class Engine:
         self.stops_at: float | None = None  # when to stop waiting for the thread
         self.error: BaseException | None = None  # the error that ended the thread
         self.n_failures = 0  # of the GPU since the last answer
-        self.last_active = self.warmed = (
-            time.monotonic()
-        )  # when it last had a request, and the last operation without one
+        self.last_active = self.warmed = time.monotonic()  # the last request, and the last operation without one
         metrics["queue_length"].set_function(lambda: clients.arriving.qsize() + len(self.waiting))
         self.thread = Thread(target=self._run)
         self.thread.start()
@@ -85,7 +84,6 @@ class Engine:
             self.admission.open(self.admission.models.options.model)
         except BaseException as e:
             self.loaded.set_exception(e)
-            self.admission.caches.close()
             self.admission.end()
             return
         self.loaded.set_result(None)
@@ -178,7 +176,7 @@ class Engine:
                 logging.exception("A model could not be loaded.")
                 message = f"The model could not be loaded: {e}"
                 raise ApiError(404, message, param="model", code="model_not_found") from e
-            if request.encoded is None:  # it waited for the model's tokenizer
+            if not request.encoded.tokens:  # it waited for the model's tokenizer
                 request.send(None)
                 return
             uid = self.admission.begin(request, request.encoded)
@@ -197,27 +195,24 @@ class Engine:
         self.admission.make_room()
 
     def _advance(self, finish_reason: str | None = None) -> None:
-        """Run a step of the batch generator and send its tokens. A ``finish_reason`` ends each answer with its next token."""
+        """Run a step of the batch generator, send the progress of prefill and the tokens, and keep a snapshot at each cut of a
+        prompt. A ``finish_reason`` ends each answer with its next token.
+        """
         prefilled, generated = self.admission.batch.next()
         if n_requests := len({response.uid for response in generated}):
             self.metrics["steps"].labels(n_requests).inc()
         self.clients.after_step(prefilled, generated)
         for progress in prefilled:
-            self._report(progress)
+            request = self.running[progress.uid]
+            request.send(Waiting(*progress.progress))
+            if progress.end_of_segment and not progress.end_of_prompt and request.encoded.cuts:
+                prompt_cache, tokens = self.admission.batch.extract_cache([progress.uid])[progress.uid]
+                request.encoded.cuts.pop(0)
+                self.admission.keep(request, prompt_cache, tokens)
         last = {r.uid: r for r in generated if r.finish_reason is not None}
         for response in generated:
             if response.uid in self.running:  # a stop word may have ended it within the step
                 self._answer(response, last.get(response.uid), finish_reason)
-
-    def _report(self, progress: PromptResponse) -> None:
-        """Send the progress of prefill to the client, and keep a snapshot at each cut of the prompt."""
-        request = self.running[progress.uid]
-        request.send(Waiting(*progress.progress))
-        cuts = request.encoded.cuts if request.encoded is not None else []
-        if progress.end_of_segment and not progress.end_of_prompt and cuts:
-            prompt_cache, tokens = self.admission.batch.extract_cache([progress.uid])[progress.uid]
-            cuts.pop(0)
-            self.admission.keep(request, prompt_cache, tokens)
 
     def _answer(self, response: Response, last: Response | None, finish_reason: str | None) -> None:
         """Send a token to the client; ``last`` is the sequence's last response, if it ends in this step."""
@@ -229,11 +224,12 @@ class Engine:
                 logging.error("Generation failed.", exc_info=response.error)
             self._fail(uid, _failure(f"Generation failed: {response.error}", response.error))
             return
-        if request.first_token is None:
-            request.first_token = time.perf_counter()
-            metrics["time_to_first_token_seconds"].observe(request.first_token - request.arrived)
+        if request.n_tokens == 0:
+            metrics["time_to_first_token_seconds"].observe(time.perf_counter() - request.arrived)
         metrics["generated_tokens"].inc()
         delta = make_delta(request, response, response.finish_reason or finish_reason)
+        if request.args.logprobs:
+            delta = _with_logprobs(delta, response, request.args.top_logprobs, self.admission.models.tokenizer)
         request.send(delta)
         if delta.finish_reason is not None:
             self._finish(uid, last)
@@ -257,7 +253,7 @@ class Engine:
 
     def _end(self) -> None:
         """End all requests. Running requests get one last token."""
-        for uid in [uid for uid, request in self.running.items() if request.first_token is None]:
+        for uid in [uid for uid, request in self.running.items() if request.n_tokens == 0]:
             self.admission.batch.remove([uid])
             del self.running[uid]
         try:
@@ -266,8 +262,6 @@ class Engine:
         except Exception:
             logging.exception("Generation failed.")
         self.clients.fail_all(ApiError(503, "The server is stopping."))
-        self.admission.close()
-        self.admission.caches.close()
         self.admission.end()
 
 
@@ -280,30 +274,27 @@ def _failure(message: str, error: Exception) -> ApiError:
 
 def make_delta(request: Request, response: Response, finish_reason: str | None) -> Delta:
     """Add a token to the request's answer; ``finish_reason`` is "stop" or "length" for the last token."""
-    token, logprobs = response.token, response.logprobs
-    assert logprobs is not None
     request.n_tokens += 1
     request.n_accepted += response.from_draft
     if finish_reason != "stop":  # the token that ends the text has no text
-        request.detokenizer.add_token(token)
+        request.detokenizer.add_token(response.token)
     if finish_reason is not None:
         request.detokenizer.finalize()
     events, finish_reason = request.answer.step(request.detokenizer.last_segment, finish_reason)
     source = response.counts.source if response.from_draft else "model"
-    delta = Delta(events, token, finish_reason, request.answer.stop.found, source)
-    if request.bytes_of is None:
-        return delta
-    likely, top = _likely(logprobs, token, max(request.args.top_logprobs, 0), request.bytes_of)
-    return replace(delta, likely=likely, top=top)
+    return Delta(events, response.token, finish_reason, request.answer.stop.found, source)
 
 
-def _likely(logprobs: mx.array, token: int, n: int, bytes_of: BytesOf) -> tuple[Likely, list[Likely]]:
-    """The token, and the n likeliest tokens at its position that the grammar allows."""
+def _with_logprobs(delta: Delta, response: Response, n: int, tokenizer: Any) -> Delta:
+    """Add the log probability of the token, and the n likeliest tokens at its position that the grammar allows."""
+    logprobs: Any = response.logprobs
     tokens = mx.argpartition(-logprobs, kth=n - 1)[:n] if n > 0 else mx.zeros(0, mx.int32)
-    tokens = mx.concatenate([mx.array([token]), tokens.astype(mx.int32)])  # [1 + n]
-    ids, values = tokens.tolist(), logprobs[tokens].tolist()
-    likely, *top = (Likely(bytes_of([i]), value) for i, value in zip(ids, values))  # type: ignore[arg-type,list-item]
-    return likely, sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)
+    tokens = mx.concatenate([mx.array([delta.token]), tokens.astype(mx.int32)])  # [1 + n]
+    ids: Any = tokens.tolist()
+    bytes_of = llguidance_tokenizer(tokenizer).decode_bytes
+    likely, *top = (Likely(bytes_of([i]), value) for i, value in zip(ids, logprobs[tokens].tolist()))
+    top = sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)
+    return replace(delta, likely=likely, top=top)
 
 
 # Clients
@@ -331,8 +322,8 @@ class Clients:
     # The generation thread
 
     def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
-        """The changes since the last step; ``None`` when the server stops. ``known`` are the waiting and running requests; if
-        none runs (``is_idle``), it waits briefly for one to arrive.
+        """The changes since the last step; ``None`` when the server stops. If no request runs (``is_idle``), it waits briefly
+        for one. ``known`` are the waiting and running requests.
         """
         return None if self.is_stopping else self.look(known, wait=is_idle)
 

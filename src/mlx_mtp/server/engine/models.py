@@ -31,10 +31,7 @@ DEFAULT = "default_model"  # mlx-lm's name for the model of --model
 
 
 class ModelProvider:
-    """Loads one of the served models at a time, with its MTP head if the server drafts.
-
-    Tokenizers stay loaded, so that a prompt can be tokenized while another model is loaded.
-    """
+    """Loads one of the served models at a time. Tokenizers stay loaded, to tokenize prompts while another model is loaded."""
 
     def __init__(self, options: Options):
         self.options = options
