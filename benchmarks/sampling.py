@@ -78,9 +78,9 @@ def work_of_a_step(steps: Iterator[Any]) -> Counter[str]:
         counts["drafts"] += len(operations(drafts[0]))
         return drafts
 
-    def counted_call(self: Any, *args: Any) -> Any:
+    def counted_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         counts["calls"] += 1
-        return call(self, *args)
+        return call(self, *args, **kwargs)
 
     next(steps)
     with (
