@@ -65,7 +65,7 @@ class Passes:
         run_head(model, self.hidden[:, :-1], self.ids[:, 1:], entries[len(model.layers)])
         mx.eval(logits, self.hidden, [c.state for c in entries])
         self.cache, self.rows = PromptCache(entries, len(model.layers)), Rows(model, KVOptions())
-        self.rows.join([self.cache])
+        self.rows.join([self.cache], [KVOptions()])
 
     def step(self) -> dict[str, tuple[float, float]]:
         """(building, evaluating) of each of ``PARTS``."""
@@ -80,7 +80,7 @@ class Passes:
     def _pass(self, n: int, **options: Any) -> Any:
         self.rows.start_pass()
         out = self.model(self.ids[:, :n], cache=self.rows.entries, compiler=self.compiler, **options)
-        self.rows.end_pass(n)
+        self.rows.in_flight = n
         return out
 
     def _draft(self) -> mx.array:

@@ -9,9 +9,9 @@ import pytest
 from mlx_lm.models import cache as stock
 
 from mlx_mtp.caches import indexed
-from mlx_mtp.caches.prompt_cache import open_prompt_cache, release
+from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.caches.recurrent import ArraysCache, Recorded, open_windows, rewound, rollback
-from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, QuantizedKVRows, Rows
+from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, Rows
 from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one
 from tests.support.models import FAMILIES, FLASH, arrays_equal, deep_model, model_of, tiny_model
 from tests.support.profiles import LONG
@@ -79,7 +79,7 @@ def test_windows():
     with pytest.raises(ValueError, match="was not finished"):
         model(WINDOW[None, :2], cache=cache, n_confirmed=1)
     with pytest.raises(ValueError, match="padded"):
-        ArraysCache(size=2, left_padding=[0, 3]).open_window(1)
+        open_windows([ArraysCache(size=2, left_padding=[0, 3])], 1, 1)
     with pytest.raises(ValueError, match="make_cache"):
         open_windows([stock.ArraysCache(size=2)], 1, 1)
 
@@ -93,15 +93,14 @@ def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
             c.keys, c.values, c.offset = mx.ones(shape), mx.ones(shape), 8192
             mx.eval(c.keys, c.values)
     rows = Rows(model, KVOptions())
-    rows.join([cache])
-    release(cache)
-    del c
+    rows.join([cache], [KVOptions()])
+    del cache, c
     size, before = rows.nbytes, mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(3):
         rows.start_pass()
         mx.eval(model(mx.array([[7]]), cache=rows.entries))
-        rows.end_pass(1)
+        rows.in_flight = 1
         rows.commit([1])
     assert mx.get_peak_memory() - before < size / 4
     assert rows.extract(0)[-1].offset == 8192 + 3
@@ -148,7 +147,7 @@ def test_rows_of_named_arrays(bits, tmp_path):
     stock.save_prompt_cache(str(tmp_path / "caches.safetensors"), alone)
     loaded = [indexed.adopted(c) for c in stock.load_prompt_cache(str(tmp_path / "caches.safetensors"))]
     assert [type(c) for c in loaded[1:]] == [type(c) for c in alone[1:]]
-    rows = QuantizedKVRows(32, bits, alone[0].names) if bits else KVRows(alone[0].names)
+    rows = KVRows(alone[0])
     rows.join([alone[0], *loaded[1:]], Ends())
     rows.ends = Ends(lengths, (0, 0, 0))
     new = tokens(5)

@@ -12,7 +12,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, stream_generate, traces
-from mlx_mtp.caches.recurrent import recurrent_states, rollback
+from mlx_mtp.caches.recurrent import ArraysCache, rollback
 from mlx_mtp.decoding import planner
 from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.layers import compiled
@@ -35,6 +35,10 @@ FORMS = [
     *((family, mx.float32, bits) for family, bits in zip(FAMILIES, (None, 4, None, None))),
     *(pytest.param(*form, marks=pytest.mark.slow) for form in SLOW_FORMS),
 ]
+
+
+def recurrent_states(caches) -> list:
+    return [c.cache for c in caches if isinstance(c, ArraysCache)]
 
 
 def passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits: int | None = None) -> list:

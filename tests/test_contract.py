@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 import mlx_mtp
 from mlx_mtp.caches import rows
-from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.caches.recurrent import ArraysCache, open_windows
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.layers.passes import Pass, in_pass
@@ -220,7 +220,7 @@ def test_a_recurrent_layer_matches_the_stock_layer_bit_for_bit(family, dtype, be
                 layer(x[:, :before], cache=ours)
                 stock.__call__(layer, x[:, :before], cache=theirs)
             window = x[:, before : before + n_tokens]
-            ours.open_window(n_confirmed)
+            open_windows([ours], 1, n_confirmed)
             with in_pass(Pass(Compiler() if compiled else None)):
                 got = layer(window, cache=ours)
             assert mx.array_equal(got, stock.__call__(layer, window, cache=theirs)), moved

@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors
 import mlx_mtp
 from mlx_mtp import PromptStore, make_prompt_cache, make_sampler, stream_generate
 from mlx_mtp.caches import rows
-from mlx_mtp.caches.prompt_cache import PromptCache, fingerprint_of
+from mlx_mtp.caches.prompt_cache import PromptCache
 from mlx_mtp.caches.recurrent import ArraysCache
 from mlx_mtp.caches.rows import KVOptions
 from mlx_mtp.decoding.loop import prefill
@@ -40,7 +40,7 @@ def assert_same(a, b):
     assert arrays_equal(held(a)[:-1], held(b)[:-1])
     a, b = (PromptCache(c, len(c) - 2) for c in (a, b))
     assert (a.n_tokens, a.n_recorded, a.text) == (b.n_tokens, b.n_recorded, b.text)
-    assert fingerprint_of(a) == fingerprint_of(b)
+    assert a.fingerprint == b.fingerprint
     assert arrays_equal([a.last_hidden, a.entries[-1][3]], [b.last_hidden, b.entries[-1][3]])  # [3]: the rank's part
 
 

@@ -28,9 +28,7 @@ SHORT = "Unable to allocate", "Insufficient Memory", "out of memory"  # in MLX's
 FAILED_PASS = "Command buffer execution failed"  # in Metal's errors, such as those of memory and of time
 CONTEXT = 2048  # the shortest text that a model must have room for, in tokens
 CHUNK = 2048  # tokens of a prompt that one pass prefills, by default
-NGRAM_SHARE = (
-    0.6  # of the memory, of a model with its tables of n-gram embeddings, which are otherwise read from their files
-)
+NGRAM_SHARE = 0.6  # of the memory, for a model with its n-gram tables, which are otherwise read from their files
 TIGHT = 0.9  # the share of the memory left above which a warning is logged
 TEST_TOKENS, TEST_CHUNK, TEST_STATES = 8192, 64, 6  # of the test of the device, see ``checkpoint/self_test.py``
 STEP = KVCache.step  # tokens by which caches grow
@@ -54,17 +52,12 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def check_device() -> None:
-    """Wait for the passes on the current stream, and raise the error of one that failed.
-
-    Raises:
-        RuntimeError: See ``is_device_error``.
-    """
+    """Wait for the passes on the current stream, and raise the error of one that failed, a RuntimeError."""
     mx.synchronize()
     mx.eval(mx.zeros(1) + 1)  # MLX may report an error only when the stream is used again
 
 
 def total_memory() -> int:
-    """The machine's memory in bytes."""
     return int(psutil.virtual_memory().total)
 
 
@@ -78,12 +71,6 @@ def gpu_generation() -> tuple[int, str]:
     """The generation of Apple's GPU, such as 13 for M1 and 17 for M5, and a letter for its size; 0 for another device."""
     gpu = re.search(r"applegpu_g(\d+)([a-z]?)", str(mx.device_info().get("architecture", "")))  # such as applegpu_g17s
     return (0, "") if gpu is None else (int(gpu[1]), gpu[2])
-
-
-def max_array_bytes() -> int | None:
-    """The largest array that the device allocates, in bytes; ``None`` for any size."""
-    length = mx.device_info().get("max_buffer_length")  # on Metal
-    return None if length is None else int(length)
 
 
 def host_memory(process: psutil.Process) -> int:
@@ -121,26 +108,19 @@ class Account:
         self._process = psutil.Process()
         self._asked = -math.inf
         self._host = self._least_host = self._most_host = 0
-        self._host = self._least_host = self.held - self.active - self.buffers
+        self._host = self._least_host = self.held - mx.get_active_memory() - self.buffers
         self.limit = usable_memory()
         if limit is not None:
             self.restrict(limit)
 
     def restrict(self, limit: int) -> None:
-        """Set another limit in bytes, in any thread. MLX frees its buffer cache before it allocates beyond the limit, and a
-        server that checks the account before each step observes it from the next step on.
-        """
+        """Set another limit, in any thread. MLX frees its buffers before it allocates beyond it."""
         self.limit = limit
         mx.set_memory_limit(max(limit - self._host, 0))
 
     def expect_growth(self, n_bytes: int = GROWTH) -> None:
         """Reserve this many bytes for Python and the libraries around MLX, reduced by the bytes that they take from now on."""
         self._most_host = self._host + n_bytes
-
-    @property
-    def active(self) -> int:
-        """The bytes of arrays."""
-        return mx.get_active_memory()
 
     @property
     def buffers(self) -> int:
@@ -150,7 +130,7 @@ class Account:
     @property
     def held(self) -> int:
         """All bytes that the process holds."""
-        mlx = self.active + self.buffers
+        mlx = mx.get_active_memory() + self.buffers
         if (now := time.monotonic()) - self._asked > EVERY:
             self._asked = now
             self._host = max(host_memory(self._process) - mlx, self._least_host)
@@ -168,7 +148,7 @@ class Account:
         return max(int(CACHE_SHARE * self.left), 0)
 
     def release(self) -> None:
-        """Return the free buffers of MLX and of the C library's allocator to the system."""
+        """Return free buffers to the system."""
         mx.clear_cache()
         if sys.platform == "linux":  # MLX's CPU backend allocates with the C library
             ctypes.CDLL(None).malloc_trim(0)
@@ -204,7 +184,6 @@ def needs_of(model: Any, context: int, chunk: int = CHUNK) -> Needs:
 
 
 def nbytes_of(module: Any) -> int:
-    """The bytes of a module's parameters; 0 for none."""
     weights: Any = [] if module is None else tree_flatten(module.parameters())
     return sum(w.nbytes for _, w in weights)
 
@@ -252,13 +231,12 @@ class Sizes:
 
 
 def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
-    """The sizes of a model with a head or without. With ``value_bytes``, those of a number, no weight is read."""
+    """The sizes of a model with a head or without. With ``value_bytes``, of a number, no weight is read."""
     n = value_bytes or model.layers[0].dtype.size
     recurrent = [layer for layer in model.layers if layer.is_linear]
     attention = [layer for layer in model.layers if not layer.is_linear]
     head = [model.head_layer] if getattr(model, "mtp", None) is not None else []
-    own_states = [layer.linear_attn for layer in recurrent]
-    passes = [_recurrent(own, n) for own in own_states[:1]] + [_attention(layer, n) for layer in attention[:1]]
+    passes = [_recurrent(layer, n) for layer in recurrent[:1]] + [_attention(layer, n) for layer in attention[:1]]
     args = model.text_args
     return Sizes(
         value_bytes=n,
@@ -271,7 +249,7 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
         chunk_bytes=(4 if model.hidden_size > args.hidden_size else 2) * model.hidden_size * n
         + max(*passes, _mlp(args, n)),
         score_bytes=max((_score_bytes(layer, n) for layer in attention + head), default=0),
-        fixed_bytes=0 if mx.metal.is_available() else STATES_AT_ONCE * max(map(_states, own_states), default=0),
+        fixed_bytes=0 if mx.metal.is_available() else STATES_AT_ONCE * max(map(_states, recurrent), default=0),
         max_scored=_max_scored({layer.self_attn.head_dim for layer in attention + head}),
     )
 
@@ -313,19 +291,19 @@ def _state_bytes(state: Any, n: int) -> int:
     return math.prod(state.shape) * (n if state.dtype is None else state.dtype.size)
 
 
-def _states(recurrent: Any) -> int:
-    """The bytes of a recurrent layer's state, in float32."""
-    n: int = recurrent.num_v_heads * recurrent.head_v_dim * recurrent.head_k_dim * mx.float32.size
-    return n
+def _states(layer: Any) -> int:
+    """The bytes of the state of a recurrent layer's recurrence."""
+    return _state_bytes(layer.states[1], 0)
 
 
-def _recurrent(own: Any, n: int) -> int:
+def _recurrent(layer: Any, n: int) -> int:
     """The bytes of a token's activations in a recurrent layer.
 
     Without Metal, the recurrence is computed token by token, and MLX allocates several states before it frees one.
     """
+    own = layer.linear_attn
     values = own.num_v_heads * own.head_v_dim
-    by_token = 0 if mx.metal.is_available() else _states(own) + 18 * values
+    by_token = 0 if mx.metal.is_available() else _states(layer) + 18 * values
     return by_token + n * (6 * values + 4 * own.conv_dim)
 
 

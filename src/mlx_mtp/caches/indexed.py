@@ -10,9 +10,7 @@ STEP = stock.KVCache.step
 
 
 def names_of(cache: Any) -> tuple[str, ...]:
-    """The names of the arrays of a key-value cache, which are its attributes."""
-    names: tuple[str, ...] = getattr(cache, "names", NAMES)
-    return names
+    return getattr(cache, "names", NAMES)
 
 
 def size_of(n: int) -> int:

@@ -25,14 +25,9 @@ from ..errors import MTPError
 
 
 class ImageSpan(NamedTuple):
-    """An image in a text.
+    """An image in a text, whose tokens are a grid."""
 
-    Args:
-        start: The index of its first token in the text.
-        rows, columns: The grid of its tokens.
-    """
-
-    start: int
+    start: int  # the index of its first token in the text
     rows: int
     columns: int
 
@@ -58,14 +53,8 @@ def check_images(images: Sequence[ImageSpan]) -> None:
 
 @dataclass(frozen=True)
 class Positions:
-    """
-    Args:
-        images: The images of the text, in order.
-        start: The index in the text of the first token in the cache.
-    """
-
-    images: tuple[ImageSpan, ...]
-    start: int = 0
+    images: tuple[ImageSpan, ...]  # of the text, in order
+    start: int = 0  # the index in the text of the first token in the cache
 
     @property
     def shift(self) -> int:
@@ -78,8 +67,7 @@ class Positions:
 
     def ids(self, begin: int, n: int) -> np.ndarray:
         """The positions of n tokens from an index on, [3, n]."""
-        begin, shift = self.start + begin, 0
-        tokens = np.arange(begin, begin + n)
+        tokens, shift = np.arange(n) + self.start + begin, 0
         ids = np.tile(tokens, (3, 1))
         for image in self.images:
             inside = (tokens >= image.start) & (tokens < image.end)

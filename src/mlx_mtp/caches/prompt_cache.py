@@ -21,131 +21,94 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from ..errors import MTPError
-from .indexed import adopted, names_of
+from .indexed import adopted
 from .positions import ImageSpan, Positions, check_images
 from .recurrent import ArraysCache
 from .validation import FLOATS, SIZE, check_arrays, check_backbone, check_keys, misfit
 
-# The arrays of the last entry
-HIDDEN, COUNT, TEXT, PART, FINGERPRINT, IMAGES = range(6)
+HIDDEN, COUNT, TEXT, PART, FINGERPRINT, IMAGES = range(6)  # the arrays of the last entry
 
 
 class PromptCache:
-    """A view of a prompt cache with names for its entries. The list belongs to the caller.
-
-    Args:
-        entries: A list of ``make_prompt_cache``.
-        n_layers: The number of the backbone's layers.
-    """
+    """A view of a prompt cache, a list of ``make_prompt_cache`` that belongs to the caller, with names for its entries."""
 
     def __init__(self, entries: list[Any], n_layers: int):
         self.entries, self.n_layers = entries, n_layers
 
     @property
-    def _last(self) -> Any:
-        return self.entries[-1]
-
-    @property
     def backbone(self) -> list[Any]:
-        """A cache for each layer."""
         return self.entries[: self.n_layers]
 
     @property
     def head(self) -> Any:
-        """The head's keys and values, a ``KVCache``."""
         return self.entries[-2]
 
     @property
     def last_hidden(self) -> mx.array | None:
-        """The hidden state of the last token, [1, 1, H], which the head needs once the next token is known."""
-        return self._last[HIDDEN]
+        """[1, 1, H]"""
+        return self.entries[-1][HIDDEN]
 
     @last_hidden.setter
     def last_hidden(self, hidden: mx.array | None) -> None:
-        self._last[HIDDEN] = hidden
+        self.entries[-1][HIDDEN] = hidden
+
+    def _numbers(self, i: int) -> Any:
+        """Array i of the last entry as a list or a number; empty for none."""
+        return [] if (numbers := self.entries[-1][i]) is None else numbers.tolist()
 
     @property
     def n_tokens(self) -> int:
         """The number of tokens in the backbone's caches."""
         if any(hasattr(c, "offset") for c in self.backbone):
             return n_tokens(self.backbone)
-        n = self.n_recorded  # a pipeline stage without attention, whose states do not have their length
-        return n if n >= 0 else -1 - n
+        # A pipeline stage without attention, whose states do not have their length.
+        return max(self.n_recorded, -1 - self.n_recorded)
 
     @property
     def n_recorded(self) -> int:
         """The number of tokens in the backbone's caches when ``record`` was last called; negative since ``begin``."""
-        count = self._last[COUNT]
-        return 0 if count is None else count.item()
+        return self._numbers(COUNT) or 0
 
     @property
     def text(self) -> list[int]:
         """The last known tokens of the caches."""
-        tokens = self._last[TEXT]
-        return [] if tokens is None else tokens.tolist()
+        return self._numbers(TEXT)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """That of the model that filled the caches; empty if unknown."""
+        return bytes(self._numbers(FINGERPRINT))
 
     def begin(self, n_tokens: int) -> None:
         """Mark the cache as incomplete, until ``record``, with so many tokens in the backbone's caches.
 
         Its last tokens may be drafts, so no other generation may use it or a copy of it.
         """
-        self._last[COUNT] = mx.array(-1 - n_tokens)
+        self.entries[-1][COUNT] = mx.array(-1 - n_tokens)
 
     def record(self, n_tokens: int, text: Sequence[int] = ()) -> None:
-        """Mark the cache as complete, with the head's keys and values for the same tokens.
-
-        Args:
-            n_tokens: The number of tokens in the backbone's caches.
-            text: The last known tokens.
-        """
-        self._last[TEXT] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
+        """Mark the cache as complete, with the last known tokens, and the head's keys and values for the same tokens."""
+        self.entries[-1][TEXT] = mx.array(list(text), mx.uint32) if len(text) > 0 else None
         self.images = [image for image in self.images if image.start < n_tokens]  # including an image prefilled in part
-        self._last[COUNT] = mx.array(n_tokens)
+        self.entries[-1][COUNT] = mx.array(n_tokens)
 
     @property
     def images(self) -> list[ImageSpan]:
         """The spans of the images in the caches and, during prefill, of the images that follow in the prompt."""
-        spans = self._last[IMAGES]
-        return [] if spans is None else [ImageSpan(*span) for span in spans.tolist()]
+        return [ImageSpan(*span) for span in self._numbers(IMAGES)]
 
     @images.setter
     def images(self, images: Sequence[ImageSpan]) -> None:
-        self._last[IMAGES] = mx.array([*images], mx.int32) if images else None  # [n, 3]
+        self.entries[-1][IMAGES] = mx.array([*images], mx.int32) if images else None  # [n, 3]
 
     @property
     def first_position(self) -> int:
         """The index of the head's first input: 0, unless mlx-lm filled the backbone's caches without the head."""
         return self.n_tokens if self.last_hidden is None else self.n_tokens - 1 - self.head.offset
 
-    @property
-    def head_positions(self) -> Positions | None:
-        """The positions of the head's inputs, which are those of their hidden states; ``None`` without images."""
-        return Positions(tuple(self.images), self.first_position) if self.images else None
-
-
-def release(cache: PromptCache) -> None:
-    """Empty the caches, whose arrays a generation has taken: MLX writes in place only if nobody else holds an array."""
-    for c in cache.entries[:-1]:
-        if isinstance(c, stock.ArraysCache):
-            c.cache = [None] * len(c.cache)
-        else:
-            for name in names_of(c):
-                setattr(c, name, None)
-            c.offset = 0
-
-
-def fingerprint_of(cache: PromptCache) -> bytes:
-    """The fingerprint of the model that filled the caches; empty if unknown."""
-    fingerprint = cache.entries[-1][FINGERPRINT]
-    return b"" if fingerprint is None else bytes(fingerprint.tolist())
-
-
-def positions_of(entries: list[Any] | None, n_layers: int) -> Positions | None:
-    """The positions of the text in a model's caches; ``None`` without images."""
-    if entries is None or len(entries) != n_layers + 2:
-        return None
-    images = PromptCache(entries, n_layers).images
-    return Positions(tuple(images)) if images else None
+    def positions(self, start: int = 0) -> Positions | None:
+        """The positions of the text from a token on; ``None`` without images. Those of the head begin at ``first_position``."""
+        return Positions(tuple(images), start) if (images := self.images) else None
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
@@ -182,8 +145,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
     tokens that follow, since only relative positions matter to it, and its first drafts are worse.
 
     Args:
-        entries: A cache of ``make_prompt_cache``, of mlx-lm or from a file; ``None``
-          for an empty one. A ``PromptCache`` was made for this model, and is returned as it is.
+        entries: Of ``make_prompt_cache``, mlx-lm or a file; ``None``: an empty one. A ``PromptCache`` is returned as it is.
 
     Raises:
         MTPError: The cache is damaged, from another model or rank, or in use by a generation.
@@ -215,7 +177,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
         raise misfit(n_layers + 1, f"is of {n} tokens, and the layers' of {n_tokens}")
     if n < n_tokens:
         entries[n_layers:] = make_head_cache(model)
-    elif fingerprint_of(cache)[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
+    elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
         entries[n_layers] = empty_head(model)
     else:
         check_keys(n_layers, cache.head, model.head_layer, may_be_quantized=False)
@@ -227,11 +189,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
 
 
 def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], are_embedded: bool) -> None:
-    """Record the spans of a prompt's images in its cache, before prefill.
-
-    Args:
-        images: The images of the prompt, which may include images in the cache.
-        are_embedded: Whether embeddings are given for the prompt.
+    """Record the spans of a prompt's images, which may include images in its cache, before prefill.
 
     Raises:
         MTPError: Images overlap or have no embeddings, or the model does not support images.
@@ -251,11 +209,11 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
 
 def _check_owner(model: Any, cache: PromptCache) -> None:
     """Raise an MTPError if the cache is from another model or rank, or in use by a generation."""
-    last = cache.entries[-1]
+    i, last = len(cache.entries) - 1, cache.entries[-1]
     if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
         last.cache += [None] * (IMAGES + 1 - len(last.cache))  # an earlier version had fewer
     check_arrays(
-        len(cache.entries) - 1,
+        i,
         last,
         ("hidden state", (1, 1, model.hidden_size), FLOATS),
         ("number of tokens", (), (mx.int32,)),
@@ -265,15 +223,12 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
         ("images", (None, 3), (mx.int32,)),
     )
     if (token := max(cache.text, default=0)) >= model.vocab_size:
-        raise misfit(
-            len(cache.entries) - 1, f"has the token {token}, and the vocabulary ends at {model.vocab_size - 1}"
-        )
+        raise misfit(i, f"has the token {token}, and the vocabulary ends at {model.vocab_size - 1}")
     try:
         check_images(cache.images)
-    except ValueError as e:
-        raise misfit(len(cache.entries) - 1, f"has images that no text has ({e})") from e
-    part = [] if last[PART] is None else last[PART].tolist()
-    if part != part_of(model):
+    except MTPError as e:
+        raise misfit(i, f"has images that no text has ({e})") from e
+    if (part := cache._numbers(PART)) != part_of(model):
         raise MTPError(
             f"The prompt cache belongs to {_name(part)} and this is {_name(part_of(model))}: "
             "give each rank its own, on as many ranks as made it."
@@ -283,7 +238,7 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
             "This prompt cache is of a generation that has not ended: close its generator first, copy a cache (copy.deepcopy) "
             "before a generation starts on it, or make a new one with mlx_mtp.make_prompt_cache(model)."
         )
-    if (fingerprint := fingerprint_of(cache)) and fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
+    if cache.fingerprint and cache.fingerprint[:SIZE] != model.fingerprint()[:SIZE]:
         raise MTPError(
             "The prompt cache belongs to another model, or to other weights, settings or adapters of this model. Make a new "
             "one with mlx_mtp.make_prompt_cache(model)."

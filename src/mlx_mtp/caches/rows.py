@@ -50,10 +50,6 @@ class KVOptions:
 
         The place is that of mlx-lm's ``generate_step`` with its own chunks, whatever the chunks here: after a multiple of 2,048
         tokens, before the last token of the prompt, or after any later token, and at least one token is read before.
-
-        Args:
-            n_cached: The number of tokens in the prompt cache.
-            n_prompt: The number of tokens of the prompt after them.
         """
         first, end = max(self.quantized_kv_start, n_cached + 1), n_cached + n_prompt - 1
         return replace(self, quantized_kv_start=first if first > end else min(-(-first // EVERY) * EVERY, end))
@@ -72,24 +68,17 @@ class KVOptions:
 
 @dataclass(frozen=True)
 class Ends:
-    """The end of each row.
+    """The end of each row. Arrays and parts of it are made once for all layers."""
 
-    Args:
-        lengths: The number of tokens in each row, [B].
-        shifts: The difference of position and index of each row's next token: not 0 in texts with images, [B].
-    """
-
-    lengths: tuple[int, ...] = ()
-    shifts: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()  # the number of tokens in each row, [B]
+    shifts: tuple[int, ...] = ()  # position minus index of each row's next token: not 0 in texts with images, [B]
 
     @cached_property
     def columns(self) -> mx.array:
-        """The column of each row's next token, [B]."""
         return mx.array(self.lengths, mx.int32)
 
     @cached_property
     def positions(self) -> mx.array:
-        """The position of each row's next token, [B]."""
         return self.columns + mx.array(self.shifts, mx.int32) if any(self.shifts) else self.columns
 
     @cached_property
@@ -101,7 +90,7 @@ class Ends:
         return {}
 
     def next(self, T: int) -> tuple[mx.array, mx.array]:
-        """The rows, [B, 1], and columns, [B, T], of the next T tokens of each row: computed once for all layers."""
+        """The rows, [B, 1], and columns, [B, T], of the next T tokens of each row."""
         if T not in self._next:
             self._next[T] = mx.arange(len(self.lengths))[:, None], self.columns[:, None] + mx.arange(T)
         return self._next[T]
@@ -118,7 +107,7 @@ class Ends:
         return Ends(tuple(n + count for n, count in zip(self.lengths, counts)), self.shifts)
 
     def of(self, rows: Sequence[int]) -> "Ends":
-        """The ends of these rows: the same object for all layers."""
+        """The ends of these rows."""
         key = tuple(rows)
         if key not in self._of:
             self._of[key] = Ends(tuple(self.lengths[b] for b in rows), tuple(self.shifts[b] for b in rows))
@@ -129,20 +118,17 @@ class Ends:
 
 
 class KVRows:
-    """The keys and values of a layer, and its other arrays by token. A pass writes them after the ``ends`` set before.
+    """The keys and values of a layer, and its other arrays by token, [B, H, S, D]; each of them three arrays if quantized.
 
-    Args:
-        names: The names of the arrays, which are its attributes.
-
-    Attributes:
-        ends: Where the next pass writes.
-        keys, values, ... (mx.array, optional): [B, H, S, D].
+    A pass writes them after the ``ends`` set before. They are attributes, named as those of ``like``, a cache of the layer.
     """
 
-    def __init__(self, names: tuple[str, ...] = NAMES):
-        self.ends, self.names = Ends(), names
-        for name in names:
+    def __init__(self, like: Any):
+        self.ends, self.names = Ends(), names_of(like)
+        for name in self.names:
             setattr(self, name, None)
+        if hasattr(like, "bits"):  # for mlx-lm's attention as well
+            self.group_size, self.bits = like.group_size, like.bits
 
     @property
     def arrays(self) -> list[Any]:
@@ -162,21 +148,22 @@ class KVRows:
         """Add the arrays of T tokens of each row, [B, H, T, D] each -> those of all tokens, [B, H, n, D]"""
         n = self.ends.longest + new[0].shape[2]
         for name, held, x in zip(self.names, self.arrays, new):
-            setattr(self, name, self._added(name, held, x, n))
+            if name in NAMES and hasattr(self, "bits"):
+                parts = mx.quantize(x, self.group_size, self.bits)
+                added: Any = [self._added(own, part, n) for own, part in zip(held or [None] * len(parts), parts)]
+            else:
+                added = self._added(held, x, n)
+            setattr(self, name, added)
         return tuple(tree_map(lambda x: x[..., :n, :], held) for held in self.arrays)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """The columns that each of N tokens attends to: its row up to itself.
-
-        Returns:
-            [B, 1, N, n]; ``"causal"`` if all rows are equally long, and ``None`` for all columns.
-        """
+        """The columns that each of N tokens attends to, up to itself: [B, 1, N, n], ``"causal"``, or ``None`` for all."""
         if self.ends.are_equal and not return_array:
             return None if N == 1 else "causal"
         _, columns = self.ends.next(N)
         return (mx.arange(self.ends.longest + N) <= columns[..., None])[:, None]
 
-    def _added(self, name: str, held: Any, new: mx.array, n: int) -> Any:
+    def _added(self, held: mx.array | None, new: mx.array, n: int) -> mx.array:
         """The held array with new columns [B, H, T, D] after each row's end, enlarged to n columns if needed."""
         held, T = enlarged(held, new, n), new.shape[2]
         if self.ends.are_equal:
@@ -187,16 +174,10 @@ class KVRows:
         return held
 
     def join(self, caches: list[Any], ends: Ends) -> None:
-        """Add a row for each ``KVCache``.
-
-        Args:
-            ends: The ends of the rows held so far.
-        """
-        B = len(ends.lengths)
+        """Add a row for each ``KVCache`` to those held so far, which have these ends."""
+        sizes, lengths = [len(ends.lengths), *[1] * len(caches)], [ends.longest, *(c.offset for c in caches)]
         for name in self.names:
-            parts = [(getattr(self, name), B, ends.longest)] if B > 0 else []
-            parts += [(getattr(c, name), 1, c.offset) for c in caches]
-            setattr(self, name, _stacked_columns(parts))
+            setattr(self, name, _stacked([getattr(c, name) for c in (self, *caches)], sizes, lengths))
 
     def filter(self, keep: list[int], longest: int) -> None:
         """Keep these rows, the longest of which has so many tokens."""
@@ -207,33 +188,14 @@ class KVRows:
 
     def extract(self, b: int, n: int) -> Any:
         """The first n tokens of row b. A row that is alone shares its arrays: copy the cache if both go on."""
-        cache = self._empty_cache()
+        kinds: Any = stock if self.names == NAMES else indexed
+        cache = kinds.QuantizedKVCache(self.group_size, self.bits) if hasattr(self, "bits") else kinds.KVCache()
         if n > 0:
             for name, held in zip(self.names, self.arrays):
-                setattr(cache, name, tree_map(lambda x: _row(x, b, n), held))
+                own = tree_map(lambda x: x if len(x) == 1 else mx.contiguous(x[b : b + 1, :, :n]), held)
+                setattr(cache, name, own)
             cache.offset = n
         return cache
-
-    def _empty_cache(self) -> Any:
-        return stock.KVCache() if self.names == NAMES else indexed.KVCache()
-
-
-class QuantizedKVRows(KVRows):
-    """``KVRows`` of quantized keys and values: each a list of three arrays, as in mlx-lm's ``QuantizedKVCache``."""
-
-    def __init__(self, group_size: int, bits: int, names: tuple[str, ...] = NAMES):
-        super().__init__(names)
-        self.group_size, self.bits = group_size, bits
-
-    def _added(self, name: str, held: Any, new: mx.array, n: int) -> Any:
-        if name not in NAMES:
-            return super()._added(name, held, new, n)
-        parts = mx.quantize(new, self.group_size, self.bits)
-        return [super(QuantizedKVRows, self)._added(name, x, p, n) for x, p in zip(held or [None] * len(parts), parts)]
-
-    def _empty_cache(self) -> Any:
-        kind = stock.QuantizedKVCache if self.names == NAMES else indexed.QuantizedKVCache
-        return kind(self.group_size, self.bits)
 
 
 class MixedKVRows(KVRows):
@@ -244,19 +206,7 @@ class MixedKVRows(KVRows):
     """
 
     def __init__(self, parts: list[tuple[list[int], KVRows]]):
-        self.parts = parts
-        super().__init__(parts[0][1].names)
-
-    @property
-    def ends(self) -> Ends:
-        return self._ends
-
-    @ends.setter
-    def ends(self, ends: Ends) -> None:
-        self._ends = ends
-        if ends.lengths:
-            for rows, part in self.parts:
-                part.ends = ends.of(rows)
+        self.ends, self.parts = Ends(), parts
 
     @property
     def nbytes(self) -> int:
@@ -272,57 +222,51 @@ def rows_of(caches: list[Any]) -> KVRows:
     parts: list[tuple[list[int], KVRows]] = []
     for is_quantized in (False, True):
         if rows := [b for b, c in enumerate(caches) if hasattr(c, "bits") is is_quantized]:
-            own = [caches[b] for b in rows]
-            names = names_of(own[0])
-            part = QuantizedKVRows(own[0].group_size, own[0].bits, names) if is_quantized else KVRows(names)
-            part.join(own, Ends())
+            part = KVRows(caches[rows[0]])
+            part.join([caches[b] for b in rows], Ends())
             parts.append((rows, part))
     return parts[0][1] if len(parts) == 1 else MixedKVRows(parts)
 
 
-def _row(x: mx.array, b: int, n: int) -> mx.array:
-    """The first n columns of row b of an array [B, H, S, D]; the array itself if it is the only row."""
-    return x if len(x) == 1 else mx.contiguous(x[b : b + 1, :, :n])
+def _stacked(arrays: Sequence[Any], sizes: Sequence[int], lengths: Sequence[int] | None = None) -> Any:
+    """Concatenate arrays [B, ...] along B. One that is alone is taken as it is, and zeros stand for a missing one.
 
-
-def _stacked_columns(parts: list[tuple[Any, int, int]]) -> Any:
-    """Concatenate parts (array [B, H, S, D], its B, its number of tokens) along B, with space for the next tokens.
-
-    A missing array has no tokens. A part that is alone is taken as it is.
+    Args:
+        sizes: The B of each.
+        lengths: Of keys and values [B, H, S, D], the number of tokens in each. They get space for the next tokens.
     """
-    like = next((x for x, *_ in parts if x is not None), None)
-    if like is None or len(parts) == 1:
+    like = next((x for x in arrays if x is not None), None)
+    if like is None or sum(B > 0 for B in sizes) == 1:
         return like
     if isinstance(like, list | tuple):  # quantized
-        return [_stacked_columns([(None if x is None else x[i], B, n) for x, B, n in parts]) for i in range(len(like))]
-    size, padded = size_of(max(n for *_, n in parts)), []
-    for x, B, n in parts:
-        held = mx.zeros((B, like.shape[1], 0, like.shape[3]), like.dtype) if x is None else x[:, :, :n]
-        padded.append(mx.pad(held, [(0, 0), (0, 0), (0, size - held.shape[2]), (0, 0)]))
-    return mx.concatenate(padded)
+        parts = zip(*([None] * len(like) if x is None else x for x in arrays))
+        return [_stacked(part, sizes, lengths) for part in parts]
+    _, *shape = like.shape
+    if lengths is not None:
+        shape[1] = size_of(max(lengths))
+        arrays = [
+            x if x is None else mx.pad(x[:, :, :n], [(0, 0), (0, 0), (0, shape[1] - n), (0, 0)])
+            for x, n in zip(arrays, lengths)
+        ]
+    each = zip(arrays, sizes)
+    return mx.concatenate([mx.zeros((B, *shape), like.dtype) if x is None else x for x, B in each if B > 0])
 
 
 @dataclass(frozen=True)
 class RowsState:
-    """The rows without a pass in flight.
-
-    Args:
-        ends: Their tokens.
-        recurrent: The arrays of each recurrent layer.
-        entries: A cache for each layer, for the model's call.
-        starts: The number of tokens at which each row is quantized; infinite if never, or already, [B].
-    """
+    """The rows without a pass in flight."""
 
     ends: Ends
-    recurrent: list[list[mx.array | None]]
-    entries: list[Any]
-    starts: tuple[float, ...] = ()
+    recurrent: list[list[mx.array | None]]  # the arrays of each recurrent layer
+    entries: list[Any]  # a cache for each layer, for the model's call
+    starts: tuple[float, ...] = ()  # the tokens at which each row is quantized; infinite if never, or already, [B]
 
 
 class Rows:
     """The caches of the sequences in a pass.
 
-    A pass is in flight from ``start_pass`` and ``end_pass`` until ``commit``. It runs over a window of tokens of each row.
+    A pass over a window of n tokens of each row is in flight from ``start_pass``, the model's call and ``in_flight = n`` until
+    ``commit``.
 
     Args:
         model: The model.
@@ -331,15 +275,13 @@ class Rows:
     Attributes:
         state: The rows without the pass in flight.
         recurrent: The entries of the recurrent layers.
-        in_flight: The number of tokens of each row in the pass in flight.
     """
 
     def __init__(self, model: Any, kv: KVOptions):
         self.kv, self.in_flight = kv, 0
-        empty = [layer.make_cache() for layer in model.layers]
-        entries = [c if isinstance(c, ArraysCache) else KVRows(names_of(c)) for c in empty]
+        entries = [c if isinstance(c, ArraysCache) else KVRows(c) for c in model.make_cache()]
         self.recurrent = [c for c in entries if isinstance(c, ArraysCache)]
-        self.state = RowsState(Ends(), [], entries)
+        self.state = RowsState(Ends(), self.states, entries)
 
     @property
     def entries(self) -> list[Any]:
@@ -368,10 +310,6 @@ class Rows:
             else:
                 c.ends = self.state.ends
 
-    def end_pass(self, n: int) -> None:
-        """Call when the model was called over n tokens of each row: the pass is in flight."""
-        self.in_flight = n
-
     def commit(self, kept: Sequence[int]) -> None:
         """End the pass in flight: keep its first ``kept[b]`` tokens in row b, from 1 on. May be interrupted at any line."""
         if self.in_flight == 0:
@@ -394,28 +332,27 @@ class Rows:
         cache = entry.extract(b, n)
         return cache.to_quantized(self.kv.kv_group_size, self.kv.kv_bits) if n >= self.state.starts[b] else cache
 
-    def join(self, caches: list[PromptCache], starts: Sequence[float] | None = None) -> None:
-        """Add a row for each prompt cache.
-
-        Args:
-            starts: The number of tokens at which each is quantized. Default: ``None``, never.
-        """
-        held, states = self.state, iter(self.state.recurrent)
+    def join(self, caches: list[PromptCache], kvs: Sequence[KVOptions]) -> None:
+        """Add a row for each prompt cache, with the quantization of its text."""
+        held, states, sizes = self.state, iter(self.state.recurrent), [len(self.n_tokens), *[1] * len(caches)]
         recurrent, entries = [], list[Any]()
         for entry, *new in zip(held.entries, *(c.backbone for c in caches)):
             if isinstance(entry, ArraysCache):
-                parts = [(next(states), len(held.ends.lengths))] if held.recurrent else []
-                parts += [(c.cache, 1) for c in new]
-                recurrent.append([_stacked([(arrays[j], B) for arrays, B in parts]) for j in range(len(entry.cache))])
-                entries.append(entry)
+                recurrent.append([_stacked(own, sizes) for own in zip(next(states), *(c.cache for c in new))])
+            elif type(entry) is KVRows and all(hasattr(c, "bits") is hasattr(entry, "bits") for c in new):
+                entry.join(new, held.ends)
             else:
-                entries.append(_joined(entry, new, held.ends))
+                entry = rows_of([*(entry.extract(b, n) for b, n in enumerate(self.n_tokens)), *new])
+            entries.append(entry)
         shifts = tuple(sum(image.shift for image in c.images) for c in caches)
         ends = held.ends.joined(Ends(tuple(c.n_tokens for c in caches), shifts))
-        are_quantized = [any(hasattr(entry, "bits") for entry in c.backbone) for c in caches]
-        later = zip(are_quantized, starts or [math.inf] * len(caches))
-        own = (math.inf if is_quantized else start for is_quantized, start in later)
-        self.state = RowsState(ends, recurrent, entries, (*held.starts, *own))
+        starts = [
+            math.inf
+            if kv.kv_bits is None or any(hasattr(entry, "bits") for entry in c.backbone)
+            else kv.quantized_kv_start
+            for c, kv in zip(caches, kvs)
+        ]
+        self.state = RowsState(ends, recurrent, entries, (*held.starts, *starts))
 
     def filter(self, keep: list[int]) -> None:
         """Keep these rows."""
@@ -435,25 +372,8 @@ class Rows:
             if isinstance(c, ArraysCache):
                 before = next(states)
                 arrays = after_first(c) if self.in_flight > 0 else before
-                own = ArraysCache(size=len(arrays))
-                own.cache = [None if x is None else mx.contiguous(x[b : b + 1]) for x in arrays]
-                caches.append(own)
+                own = [None if x is None else mx.contiguous(x[b : b + 1]) for x in arrays]
+                caches.append(ArraysCache.from_state((own, None, None)))
             else:
                 caches.append(self._row(c, b, n))
         return caches
-
-
-def _joined(entry: KVRows, caches: list[Any], ends: Ends) -> KVRows:
-    """The keys and values of a layer, with a row more for each cache."""
-    if all(type(entry) is (QuantizedKVRows if hasattr(c, "bits") else KVRows) for c in caches):
-        entry.join(caches, ends)
-        return entry
-    return rows_of([*(entry.extract(b, n) for b, n in enumerate(ends.lengths)), *caches])
-
-
-def _stacked(parts: list[tuple[mx.array | None, int]]) -> mx.array | None:
-    """Concatenate parts (array [B, ...], its B) along B. A missing array becomes zeros, the state before any token."""
-    like = next((x for x, _ in parts if x is not None), None)
-    if like is None or len(parts) == 1:
-        return like
-    return mx.concatenate([mx.zeros((B, *like.shape[1:]), like.dtype) if x is None else x for x, B in parts])

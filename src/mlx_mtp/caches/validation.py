@@ -1,7 +1,6 @@
 """Checks that a prompt cache fits a model. A damaged or foreign file could otherwise crash the process or change the text.
 
-A model's fingerprint identifies its prompt caches: a digest of its config and of checksums of each weight. Errors name the
-entry and its fault.
+A model's fingerprint identifies its prompt caches: a digest of its config and of checksums of each weight.
 """
 
 import json
@@ -61,16 +60,15 @@ def _checksums(p: mx.array) -> mx.array:
 
 def _numbers(module: Any) -> dict[str, Any]:
     """A module's numbers and names, such as an adapter's scale."""
-    is_setting = lambda name, x: not name.startswith("_") and isinstance(x, bool | int | float | str)  # noqa: E731
-    return {name: x for name, x in sorted(vars(module).items()) if is_setting(name, x)}
+    own = sorted(vars(module).items())
+    return {name: x for name, x in own if not name.startswith("_") and isinstance(x, int | float | str)}
 
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's affine quantization
 
-Wanted = tuple[
-    str, tuple[int | None, ...], tuple[mx.Dtype, ...]
-]  # an array's name, shape and dtypes; ``None`` for any size
+# An array's name, shape and dtypes; ``None`` for any size
+Wanted = tuple[str, tuple[int | None, ...], tuple[mx.Dtype, ...]]
 
 
 def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:

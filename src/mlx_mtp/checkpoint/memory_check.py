@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import mlx.core as mx
 from huggingface_hub.utils import TensorInfo
 
 from .. import memory
 from ..errors import MTPError
 from ..images.tower import split_tower
-from ..memory import CHUNK, Account, Needs, Sizes, check_fits, max_array_bytes, size, sizes_of
+from ..memory import CHUNK, Account, Needs, Sizes, check_fits, size, sizes_of
 from ..models.head_weights import split_head
 from .catalog import published
 from .config import check_config, skeleton
@@ -76,7 +77,8 @@ def check_memory(
 
 def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
     """Raise an MTPError if a tensor is too large for the device. Experts that are stored one by one become one array."""
-    max_bytes, arrays = max_array_bytes(), Counter[str]()
+    max_bytes: Any = mx.device_info().get("max_buffer_length")  # on Metal
+    arrays = Counter[str]()
     for tensor, info in tensors.items():
         arrays[re.sub(r"\.experts\.\d+\.", ".experts.", tensor)] += _nbytes({tensor: info})
     for tensor, largest in arrays.most_common(1):

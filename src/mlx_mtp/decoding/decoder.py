@@ -4,13 +4,12 @@ No move changes the keys, values and states of the tokens before the window, so 
 sequences join or leave. The moves do not depend on samplers, layers, the head's architecture or stop conditions.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from ..caches.prompt_cache import PromptCache, has_head, release
+from ..caches.prompt_cache import PromptCache, empty_head, has_head
 from ..caches.rows import KVOptions, Rows, RowsState
 from ..layers.compiled import Compiler
 from ..models.mixin import MTPModel
@@ -169,7 +168,7 @@ class Decoder:
             n_confirmed=int(len(drafts) > 0),
             compiler=self.compiler,
         )
-        self.cache.end_pass(tokens.shape[1])
+        self.cache.in_flight = tokens.shape[1]
         sent = [] if self.exchange is None else self.exchange.send(hidden)
         self.window = Window(planned, drafts, logits, hidden)
         # Evaluate the states as well: another thread that closes the generator cannot evaluate arrays of this thread's stream.
@@ -192,8 +191,7 @@ class Decoder:
         self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
         tokens = mx.array([[s.take_last()] for s in sequences], mx.uint32)  # [B, 1]
         embeddings = [_own_embedding(self.model, s, token) for s, token in zip(sequences, tokens)]
-        starts = [math.inf if s.kv.kv_bits is None else s.kv.quantized_kv_start for s in sequences]
-        self.cache.join([s.cache for s in sequences], starts)
+        self.cache.join([s.cache for s in sequences], [s.kv for s in sequences])
         self.head.join([s.cache for s in sequences], tokens, embeddings)
         hidden = [None if s.cache.last_hidden is None else (s.cache.last_hidden, 0, 0) for s in sequences]
         held = self.last
@@ -202,7 +200,8 @@ class Decoder:
         )
         self.sequences = [*self.sequences, *sequences]
         for s in sequences:
-            release(s.cache)
+            # MLX writes in place only if nobody else holds an array.
+            s.cache.entries[:-1] = [*self.model.make_cache(), empty_head(self.model)]
             s.start()
             self.drafter.observe([*s.cached_text, *s.tokens])
 

@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..caches.indexed import names_of
 from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import Ends, KVRows
 from ..layers.compiled import Compiler
@@ -82,7 +81,7 @@ class HeadCache:
 
     def __init__(self, model: MTPModel, compiler: Compiler):
         self.model, self.compiler = model, compiler
-        self.cache, self.state = KVRows(names_of(empty_head(model))), HeadState()
+        self.cache, self.state = KVRows(empty_head(model)), HeadState()
 
     @property
     def nbytes(self) -> int:
@@ -149,13 +148,14 @@ class HeadCache:
     def join(self, caches: list[PromptCache], tokens: mx.array, embeddings: Embeddings) -> None:
         """Add a sequence for each prompt cache, with its next token [B, 1], and the embedding [1, H] given for it, if any."""
         self._keep_last_input()
-        held, firsts, positions = self.state, [c.first_position for c in caches], [c.head_positions for c in caches]
+        held, firsts = self.state, [c.first_position for c in caches]
         counts = [int(self._waits(*each)) for each in zip(caches, tokens, embeddings)]
         none = mx.zeros((1, 1, self.model.hidden_size), self.model.model.embed_tokens(tokens[:1]).dtype)
         hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
         for held_hidden, held_tokens, _ in held.pending:
             hidden, tokens = mx.concatenate([held_hidden, hidden]), mx.concatenate([held_tokens, tokens])
         pending = [(hidden, tokens, max([*held.counts, *counts]))]
+        positions = [c.positions(first) for c, first in zip(caches, firsts)]
         new = Ends(tuple(c.head.offset for c in caches), tuple(0 if p is None else p.shift for p in positions))
         self.cache.join([c.head for c in caches], held.ends)
         ends = held.ends.joined(new)
@@ -163,7 +163,7 @@ class HeadCache:
 
     def _waits(self, cache: PromptCache, token: mx.array, embedding: mx.array | None) -> bool:
         """Whether the input for a sequence's next token [1] can wait in a row. If not, run the head over it now."""
-        positions, hidden = cache.head_positions, cache.last_hidden
+        positions, hidden = cache.positions(cache.first_position), cache.last_hidden
         if hidden is None:
             return False
         if embedding is None and (positions is None or positions.are_plain(cache.head.offset)):

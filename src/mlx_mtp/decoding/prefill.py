@@ -43,7 +43,7 @@ def prefill_chunk(
     """
     options: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
     # Before the pass, which changes them.
-    positions, before, n = cache.head_positions, snapshot(cache.entries), cache.n_tokens
+    positions, before, n = cache.positions(cache.first_position), snapshot(cache.entries), cache.n_tokens
     try:
         logits, hidden = model(tokens[None], cache=cache.entries, return_hidden=True, **options)  # [1, T, H]
         # The head's inputs are a token and the hidden state before it. The first token's is from an earlier call, if any.

@@ -1,7 +1,7 @@
 """The ranks that run one model: rank 0 broadcasts its choices, and all ranks gather numbers and errors.
 
 Whatever depends on a clock, a random number, a file or a client is rank 0's choice. The ranks run the same program, so each of
-them makes the same calls in the same order.
+them makes the same calls in the same order. ``None`` in place of ``Ranks`` is a single process.
 
 MLX runs a collective on the stream it is called on, and two that are pending on different streams corrupt each other. So call
 all of these functions on the stream that the model runs on, within ``with mx.stream(...)``.
@@ -21,10 +21,7 @@ LOST = "Another rank has ended: see its error, or the line of mlx.launch."
 
 
 class Ranks:
-    """
-    Args:
-        group: A group of two or more processes.
-    """
+    """Two or more processes."""
 
     def __init__(self, group: mx.distributed.Group):
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -32,10 +29,7 @@ class Ranks:
     def gather(self, numbers: list[float], after: mx.array) -> mx.array:
         """Gather every rank's numbers, [R, n] float32, by rank. Does not wait: evaluate the result with a pass of the model.
 
-        Args:
-            numbers: This rank's numbers, the same number of them on every rank.
-            after: An output of the pass. Stages of a pipeline run different graphs; this dependency orders the
-              collective after those of the pass on each of them.
+        Stages of a pipeline run different graphs: ``after``, an output of the pass, orders the collective after the pass's own.
         """
         mine: Any = mx.depends(mx.array(numbers, mx.float32), after)
         return mx.distributed.all_gather(mine[None], group=self.group)
@@ -47,8 +41,7 @@ class Ranks:
         if self.rank != root:
             data = mx.zeros(n, mx.uint8)
         received: Any = mx.distributed.all_sum(data, group=self.group)
-        value = pickle.loads(bytes(received))
-        return value
+        return pickle.loads(bytes(received))
 
 
 def synchronize(stream: mx.Stream | mx.ThreadLocalStream) -> None:
@@ -69,10 +62,7 @@ def differing_ranks(values: Sequence[object]) -> str:
 
 
 def from_rank_0(ranks: Ranks | None, call: Callable[[], T]) -> T:
-    """Make a call on rank 0, and return its result, or raise its ValueError or OSError, on every rank.
-
-    The other ranks do not make the call. In a single process, ``None``, it is a plain call.
-    """
+    """Make a call on rank 0 alone, and return its result, or raise its ValueError or OSError, on every rank."""
     if ranks is None:
         return call()
     value, error = None, None
@@ -88,17 +78,13 @@ def from_rank_0(ranks: Ranks | None, call: Callable[[], T]) -> T:
 
 
 def any_rank(ranks: Ranks | None, value: bool) -> bool:
-    """Whether the value is true on any rank. In a single process, ``None``, it is the value."""
+    """Whether the value is true on any rank."""
     return value if ranks is None else any([ranks.broadcast(value, root) for root in range(ranks.size)])
 
 
 @contextmanager
 def raise_on_all(ranks: Ranks | None) -> Iterator[None]:
-    """A context for work of each rank by itself, without collectives: if it fails on one rank, it fails on all.
-
-    Raises:
-        MTPError: The work failed on other ranks, not on this one; the message is that of the first of them.
-    """
+    """A context for work of each rank by itself, without collectives: if it fails on one rank, the others raise an MTPError."""
     if ranks is None:
         yield
         return

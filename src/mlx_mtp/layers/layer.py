@@ -162,7 +162,7 @@ class Layer:
         """``attention`` of the rows that are quantized, and of the others, each by themselves."""
         out = mx.zeros_like(arrays[0])  # [B, Hq, T, D]
         for rows, part in cache.parts:
-            b, own_mask = mx.array(rows), mask
+            b, own_mask, part.ends = mx.array(rows), mask, cache.ends.of(rows)
             if isinstance(mask, mx.array):
                 own_mask = mask[b, ..., : part.ends.longest + arrays[1].shape[2]]
             out[b] = self.attention([x[b] for x in arrays], own_mask, part, this, is_rotated=is_rotated)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 
-from ..caches.prompt_cache import positions_of
+from ..caches.prompt_cache import PromptCache
 from ..caches.recurrent import open_windows
 from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
@@ -66,7 +66,8 @@ class MTPModel:
         n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
         if n_confirmed > 0:
             open_windows(cache, n, n_confirmed)
-        this = pass_over(inputs.shape[1], self.drafting, n_confirmed, compiler, positions_of(cache, n))
+        positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
+        this = pass_over(inputs.shape[1], self.drafting, n_confirmed, compiler, positions)
         with in_pass(this):
             # Only the layers' caches: in a pipeline, mlx-lm's backbone writes to the last cache.
             hidden = self.model(inputs, None if cache is None else cache[:n], **embeddings)

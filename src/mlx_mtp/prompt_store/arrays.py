@@ -25,15 +25,10 @@ Tokens = NDArray[np.int64]  # token ids, and negative numbers for the tokens of 
 
 
 class Format(NamedTuple):
-    """The kinds of arrays in a prompt cache. Prompt caches of different formats share no nodes.
+    """The kinds of arrays in a prompt cache. Prompt caches of different formats share no nodes."""
 
-    Args:
-        kv: The quantization of keys and values; ``None`` if they are not quantized, or not yet.
-        head: Whether the head has keys and values for each token except the first.
-    """
-
-    kv: KVOptions | None
-    head: bool
+    kv: KVOptions | None  # the quantization of keys and values; ``None`` if they are not quantized, or not yet
+    head: bool  # whether the head has keys and values for each token except the first
 
 
 def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
@@ -88,12 +83,8 @@ def nbytes(arrays: Arrays) -> int:
 
 
 def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Arrays], last: Arrays) -> list[Any]:
-    """A prompt cache of these tokens. Drafts can be copied from the tokens after the last image.
-
-    Args:
-        spans: The keys and values, from the first token to the last.
-        last: The states after the last token.
-    """
+    """A prompt cache of tokens, with their keys and values and the states after the last of them. Drafts can be copied from the
+    tokens after the last image."""
     entries = make_prompt_cache(model)
     cache = PromptCache(entries, len(model.layers))
     for i, c in enumerate(cache.backbone):

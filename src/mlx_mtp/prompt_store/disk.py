@@ -66,16 +66,13 @@ class Folder:
     Raises:
         BlockingIOError: Another process owns the folder, or another ``Folder`` of this one.
         OSError: The folder cannot be used.
-
-    Attributes:
-        files: By name, the least recently used first. A file comes before the one that it continues.
-        n_users: The number of stores that use it. The last one to close gives up the folder.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_DISK_BYTES):
         self.path, self.max_bytes = path.expanduser(), max_bytes
+        # By name, the least recently used first. A file comes before the one that it continues.
         self.files: OrderedDict[str, File] = OrderedDict()
-        self.n_users = 0
+        self.n_users = 0  # stores; the last one to close gives up the folder
         self._mutex = threading.Lock()  # protects the order of the files; nothing waits for the disk while holding it
         self._writing = threading.Lock()
         _make_private(self.path)
@@ -117,10 +114,7 @@ class Folder:
                 os.utime(self._file(file.name))
 
     def read(self, name: str) -> Arrays | None:
-        """The arrays of a file; ``None`` if it was removed. A damaged file is removed, with all that continue it.
-
-        This may wait for the disk. Only the thread that reads may call it.
-        """
+        """For the reader: the arrays of a file; ``None`` if it is gone. A damaged one is removed, with all that continue it."""
         if (file := self.files.get(name)) is None:
             return None
         try:
@@ -137,15 +131,10 @@ class Folder:
             logging.warning(f"{e} It is removed.")
             self._remove(name)
             return None
-        arrays: Arrays = found
-        return arrays
+        return found
 
     def write(self, model: str, parent: str, tokens: Tokens | None, arrays: Arrays) -> File | None:
-        """Write a file, and remove the least recently used ones to make space -> the file; ``None`` if there is no space.
-
-        Raises:
-            OSError, RuntimeError: The disk is full, or the folder cannot be written to.
-        """
+        """Write a file, and remove the least recently used ones to make space -> the file; ``None`` if there is no space."""
         arrays = arrays if tokens is None else {"tokens": mx.array(tokens)} | arrays
         with self._writing:
             before = self._move_to_end(parent)
@@ -203,21 +192,11 @@ class Folder:
 
 
 class Disk:
-    """The threads between a store and its folder: no other thread waits for the disk.
-
-    Args:
-        folder: The folder, which may be shared by several stores.
-        forest: The texts of the store.
-        lock: Protects the forest.
-
-    Attributes:
-        bytes_written: Bytes that this store has written.
-        bytes_read: Bytes that it has read.
-    """
+    """The threads between a store and its folder: no other thread waits for the disk. A lock protects the store's forest."""
 
     def __init__(self, folder: Folder, forest: Forest, lock: "threading.RLock"):
         self.folder, self.forest, self._lock = folder, forest, lock
-        self.bytes_written = self.bytes_read = 0
+        self.bytes_written = self.bytes_read = 0  # by this store
         self._touched: set[str] = set()
         self._wake = threading.Event()
         self._deadline: float | None = None  # once it is closed

@@ -201,13 +201,11 @@ class PromptStore(AbstractContextManager["PromptStore"]):
                     self._forest.add_files(format, self.disk.folder.of(key))
 
     def _same_child(self, node: Node, text: Tokens, cache: Any, format: Format) -> Node | None:
-        """The child with the text's next tokens and equal arrays: rounding differs if a text was prefilled in other chunks.
-
-        One that is on disk alone is not read for it. If it is equal, both have the same file.
-        """
+        """The child with the text's next tokens and equal arrays: rounding differs if a text was prefilled in other chunks."""
         for child in node.next(text):
             new = arrays.keys_and_values(cache, format, node.length, child.length)
-            if child.span.arrays is not None and arrays.are_equal(child.span.arrays, new):
+            # One that is on disk alone is not read: if it is equal, both have the same file.
+            if child.span.in_memory and arrays.are_equal(child.span.arrays, new):
                 return child
         return None
 
@@ -240,12 +238,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
 
 
 def open_folder(path: Path, max_bytes: int) -> Folder | None:
-    """
-    Open a folder for one or more stores. If another process uses it, warn and return ``None``.
-
-    Raises:
-        OSError: The folder cannot be used.
-    """
+    """Open a folder for one or more stores. If another process uses it, warn and return ``None``."""
     try:
         return Folder(path, max_bytes)
     except BlockingIOError as e:
@@ -264,23 +257,13 @@ def _quantized(kv: KVOptions | None) -> KVOptions | None:
 
 
 def cuts_of(tokenizer: TokenizerWrapper, tokens: Sequence[int], n_common: int) -> list[int]:
-    """The numbers of tokens after which to insert the cache of a prompt into a store, in order.
-
-    Args:
-        tokenizer: Its chat template defines where messages end.
-        n_common: The ``n_common`` of the store for this prompt.
-    """
+    """The numbers of tokens after which to insert the cache of a prompt into a store with this ``n_common``, in order."""
     opening = tokenizer.encode(OPENING, add_special_tokens=False) if tokenizer.has_chat_template else []
     return choose_cuts(message_ends(tokens, opening), len(tokens), n_common)
 
 
 def message_ends(tokens: Sequence[int], opening: Sequence[int]) -> list[int]:
-    """The positions where messages end and the next one begins.
-
-    Args:
-        tokens: A rendered prompt, which ends with the opening of the answer.
-        opening: The tokens of ``OPENING``: one if it is a special token of the tokenizer.
-    """
+    """The positions where messages end and the next one begins, by the tokens of ``OPENING``."""
     text, n = np.asarray(tokens), len(opening)
     if n == 0 or len(text) < n:
         return []

@@ -56,32 +56,20 @@ class StoredArrays:
 
 
 class Node:
-    """A part of a text.
-
-    Args:
-        tokens: Its own tokens, [n].
-        parent: The node before it; ``None`` for the root.
-        span: The keys and values of its tokens.
-
-    Attributes:
-        snapshot: The states after its last token.
-        length: The number of tokens from the root to its end.
-        used: The time at which its snapshot was last used, in requests.
-        uses: The number of times that its snapshot was used.
-    """
+    """A part of a text: its tokens [n], and their keys and values. The root has no parent."""
 
     def __init__(self, tokens: Tokens, parent: "Node | None", span: StoredArrays):
         self.tokens, self.parent, self.span = tokens, parent, span
-        self.snapshot = StoredArrays(None, 0)
+        self.snapshot = StoredArrays(None, 0)  # the states after its last token
         self.children: list[Node] = []
-        self.used = self.uses = 0
-        self.length: int = len(tokens)
+        self.used = self.uses = 0  # the time at which its snapshot was last used, in requests, and how often it was
+        self.length: int = len(tokens)  # from the root to its end
         if parent is not None:
             self.length += parent.length
             parent.children.append(self)
 
     def path(self) -> "list[Node]":
-        """The nodes from the root to this one, both included."""
+        """The nodes from the root to this one."""
         nodes, node = [self], self.parent
         while node is not None:
             nodes.append(node)
@@ -114,20 +102,14 @@ Handle = weakref.ref[Node]  # the last node of a stored text; it keeps nothing i
 
 
 class Forest:
-    """
-    Attributes:
-        keys: The model's name on disk, by the formats whose files are in the forest.
-        nbytes: The size of all arrays in memory.
-        now: The number of requests so far, which serves as the time.
-    """
-
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         self.roots: dict[Format, Node] = {}
-        self.keys: dict[Format, str] = {}
-        self.nbytes = self.now = 0
+        self.keys: dict[Format, str] = {}  # the model's name on disk, by the formats whose files are in the forest
+        self.nbytes = 0  # of all arrays in memory
+        self.now = 0  # the number of requests so far, which serves as the time
 
     def root(self, format: Format) -> Node:
         if format not in self.roots:
@@ -194,13 +176,12 @@ class Forest:
     # Memory
 
     def hold(self, new: Arrays) -> StoredArrays:
-        """Store a copy of these arrays in memory."""
+        """Put a copy of these arrays into memory."""
         stored = StoredArrays(None, 0)
         self.put(stored, arrays.copied(new))
         return stored
 
     def put(self, stored: StoredArrays, found: Arrays) -> None:
-        """Put arrays into memory."""
         stored.arrays, stored.nbytes = found, arrays.nbytes(found)
         self.nbytes += stored.nbytes
 
@@ -256,14 +237,8 @@ class Forest:
 
 
 def score(n_tokens: int, n_bytes: int, age: int, uses: int = 0, on_disk: bool = False) -> float:
-    """The tokens of prefill that each byte of a snapshot saves, weighted by how often and how recently it was used.
-
-    Args:
-        n_tokens: The tokens since the snapshot above it: without this one, they are prefilled again.
-        n_bytes: The bytes that its eviction frees.
-        age: The number of requests since it was made or last used.
-        uses: The number of texts that were resumed from it.
-    """
+    """The tokens of prefill, from the snapshot above on, that a snapshot saves for each byte that its eviction frees, weighted
+    by the requests since it was last used (``age``) and the number of its uses."""
     return n_tokens * (ON_DISK if on_disk else 1.0) * (1 + uses) / (1 + age) / max(n_bytes, 1)
 
 
@@ -280,12 +255,11 @@ def above(node: Node, matches: Callable[[Node], bool]) -> Node:
 def only_for(node: Node) -> list[Node]:
     """The nodes whose spans are in memory only for the snapshot of this node, from the leaves up."""
     found: list[Node] = []
-    n: Node | None = node
-    while n is not None and n.parent is not None and all(c in found or not c.span.in_memory for c in n.children):
-        if not n.span.in_memory or (n is not node and n.snapshot.in_memory):
+    for n in node.path()[:0:-1]:
+        others = [c for c in n.children if c not in found and c.span.in_memory]
+        if others or not n.span.in_memory or (n is not node and n.snapshot.in_memory):
             break
         found.append(n)
-        n = n.parent
     return found
 
 
