@@ -26,7 +26,7 @@ from mlx_lm.models import cache as stock
 from . import indexed
 from .indexed import NAMES, enlarged, names_of, size_of
 from .prompt_cache import PromptCache
-from .recurrent import ArraysCache, after_first, rewound
+from .recurrent import ArraysCache, rewound
 
 EVERY = 2048  # tokens of a prompt after which mlx-lm quantizes: its default ``prefill_step_size``
 
@@ -314,11 +314,7 @@ class Rows:
         """End the pass in flight: keep its first ``kept[b]`` tokens in row b, from 1 on. May be interrupted at any line."""
         if self.in_flight == 0:
             return
-        ends, recurrent = self.state.ends.plus(kept), self.states
-        windows = [c.window for c in self.recurrent if c.window is not None]  # of all recurrent layers, or of none
-        if windows and min(kept) < self.in_flight:
-            recurrent = [[*arrays] for arrays in rewound(windows, kept)]
-            mx.async_eval(recurrent)  # now: the device would otherwise idle while the host builds the next pass
+        ends, recurrent = self.state.ends.plus(kept), self._after(kept)
         entries, starts = self.entries, self.state.starts
         due = [n >= start for n, start in zip(ends.lengths, starts)]
         if any(due):
@@ -326,6 +322,15 @@ class Rows:
             entries = [rows_of([self._row(c, *row) for row in rows]) if isinstance(c, KVRows) else c for c in entries]
             starts = tuple(math.inf if is_due else start for start, is_due in zip(starts, due))
         self.state, self.in_flight = RowsState(ends, recurrent, entries, starts), 0
+
+    def _after(self, kept: Sequence[int]) -> list[list[Any]]:
+        """The arrays of the recurrent layers after the first ``kept[b]`` tokens of row b in the pass in flight."""
+        windows = [c.window for c in self.recurrent if c.window is not None]  # of all recurrent layers, or of none
+        if not windows or min(kept) == self.in_flight:
+            return self.states
+        recurrent = rewound(windows, kept)
+        mx.async_eval(recurrent)  # now: the device would otherwise idle while the host builds the next pass
+        return recurrent
 
     def _row(self, entry: KVRows, b: int, n: int) -> Any:
         """The first n tokens of row b of a layer, quantized if that is due."""
@@ -367,12 +372,12 @@ class Rows:
 
     def extract(self, b: int) -> list[Any]:
         """Row b's caches, one for each layer; with a pass in flight, after its first token."""
-        n, states, caches = self.n_tokens[b] + min(self.in_flight, 1), iter(self.state.recurrent), list[Any]()
+        n, states, caches = self.n_tokens[b], iter(self.state.recurrent), list[Any]()
+        if self.in_flight > 0:
+            n, states = n + 1, iter(self._after([1] * len(self.n_tokens)))
         for c in self.entries:
             if isinstance(c, ArraysCache):
-                before = next(states)
-                arrays = after_first(c) if self.in_flight > 0 else before
-                own = [None if x is None else mx.contiguous(x[b : b + 1]) for x in arrays]
+                own = [None if x is None else mx.contiguous(x[b : b + 1]) for x in next(states)]
                 caches.append(ArraysCache.from_state((own, None, None)))
             else:
                 caches.append(self._row(c, b, n))

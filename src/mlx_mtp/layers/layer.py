@@ -22,7 +22,7 @@ from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from ..caches import indexed
 from ..caches.indexed import NAMES
-from ..caches.recurrent import ArraysCache, State, recur
+from ..caches.recurrent import ArraysCache, Recorded, State, recur
 from ..caches.rows import MixedKVRows
 from .passes import Pass, current_pass
 
@@ -80,8 +80,8 @@ class Layer:
         """Run the second part, and add its output."""
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def embed(self, x: mx.array, cache: Any, this: Pass) -> tuple[mx.array, list[mx.array]]:
-        """Change the input of a recurrent layer -> it, and the further last inputs of its cache, each with the new ones."""
+    def embed(self, x: mx.array, held: list[mx.array], this: Pass) -> tuple[mx.array, list[mx.array]]:
+        """Change the input of a recurrent layer -> it, and the further last inputs that it holds, each with the new ones."""
         return x, []
 
     def index(self, normed: mx.array) -> tuple[mx.array, ...]:
@@ -101,7 +101,7 @@ class Layer:
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         this = current_pass()
         if cache is not None and self.is_linear:
-            if getattr(cache, "window", None) is not None or (this.compiler is not None and mask is None):
+            if this.records or (this.compiler is not None and mask is None):
                 return self.recur(x, cache, this)
         elif cache is not None and (
             this.compiler is not None or this.attention_rows != 0 or isinstance(cache, MixedKVRows)
@@ -111,24 +111,22 @@ class Layer:
 
     def recur(self, x: mx.array, cache: Any, this: Pass) -> mx.array:
         """Run a recurrent layer over a window or one token, and update its cache."""
-        B, T, _ = x.shape
-        delta, window = self.linear_attn, cache.window if isinstance(cache, ArraysCache) else None
-        x, last_inputs = self.embed(x, cache, this)
-        conv_state, state = cache[0], cache[1]
-        if conv_state is None:
-            conv_state = mx.zeros((B, delta.conv_kernel_size - 1, delta.conv_dim), x.dtype)
-        if state is None:
-            state = mx.zeros((B, delta.num_v_heads, delta.head_v_dim, delta.head_k_dim), mx.float32)
-        n_confirmed = 0 if window is None else min(window.n_confirmed, T)
-        x, conv_state, state, *record = this.call(recurrent_layer, self, x, conv_state, state, n_confirmed=n_confirmed)
-        if window is not None:
-            conv_input, window.state, *inputs = record
-            window.n_tokens, window.last_inputs, window.inputs = T, (conv_input, *last_inputs), tuple(inputs)
+        T, held = x.shape[1], self.held(cache, x)
+        x, last_inputs = self.embed(x, held, this)
+        x, conv_state, state, *record = this.call(recurrent_layer, self, x, *held[:2])
+        if this.records:
+            cache.window = Recorded(T, (*record[:1], *last_inputs), held[1], tuple(record[1:]))
         cache[0], cache[1] = conv_state, state
         for i, own in enumerate(last_inputs, 2):
             cache[i] = mx.contiguous(own[:, T:])
         cache.advance(T)
         return x
+
+    def held(self, cache: Any, x: mx.array) -> list[mx.array]:
+        """The arrays of a recurrent layer's cache; zeros before the first token."""
+        if cache[0] is not None:
+            return cache.cache
+        return [mx.zeros((len(x), *s.shape), s.dtype or x.dtype) for s in self.states]
 
     def attend(self, x: mx.array, mask: mx.array | str | None, cache: Any, this: Pass) -> mx.array:
         start = this.start(cache)
@@ -169,9 +167,7 @@ class Layer:
         return out
 
 
-def recurrent_layer(
-    layer: Any, x: mx.array, conv_state: mx.array, state: mx.array, n_confirmed: int
-) -> tuple[mx.array, ...]:
+def recurrent_layer(layer: Any, x: mx.array, conv_state: mx.array, state: mx.array) -> tuple[mx.array, ...]:
     """A decoder layer with a GatedDeltaNet, as in mlx-lm's ``DecoderLayer`` and ``GatedDeltaNet`` (0.32.2).
 
     Args:
@@ -179,12 +175,10 @@ def recurrent_layer(
         x: [B, T, H]
         conv_state: The last inputs of the convolution, [B, K - 1, C].
         state: The state of the recurrence, [B, Hv, Dv, Dk].
-        n_confirmed: The number of leading tokens that are final; 0 if the call is not recorded.
 
     Returns:
-        The output [B, T, H] and both states after all tokens. If ``n_confirmed`` is above 0, also the
-          inputs of the convolution [B, K - 1 + T, C], the state of the recurrence after the confirmed tokens, and q, k, v and
-          the gates g, beta of the other tokens, each [B, T - n_confirmed, ...], if there are any.
+        The output [B, T, H] and both states after all tokens. Of more than one token also their record: the inputs of the
+          convolution [B, K - 1 + T, C], and those of the recurrence, q, k, v and the gates g, beta, each [B, T, ...].
     """
     delta, (B, T, _) = layer.linear_attn, x.shape
     normed, *ways = layer.enter(x)
@@ -204,20 +198,12 @@ def recurrent_layer(
     q, k = normalize_qk(q, k, inv_scale=delta.head_k_dim**-0.5, eps=1e-6)
 
     inputs = (q, k, v, compute_g(delta.A_log, a, delta.dt_bias), mx.sigmoid(b))
-    if 0 < n_confirmed < T:
-        out, confirmed = recur([t[:, :n_confirmed] for t in inputs], state)
-        others = [t[:, n_confirmed:] for t in inputs]
-        rest, state = recur(others, confirmed)
-        out = mx.concatenate([out, rest], axis=1)  # [B, T, Hv, Dv]
-        record = [conv_input, confirmed, *others]
-    else:
-        out, state = recur(inputs, state)
-        record = [conv_input, state] if n_confirmed > 0 else []
-
+    out, state = recur(inputs, state)  # [B, T, Hv, Dv]
     out = delta.out_proj(delta.norm(out, z).reshape(B, T, -1))
     if delta.sharding_group is not None:
         out = mx.distributed.all_sum(out, group=delta.sharding_group)
-    return layer.feed_forward(layer.join(x, out, *ways)), conv_state, state, *record
+    out = layer.feed_forward(layer.join(x, out, *ways))
+    return (out, conv_state, state) if T == 1 else (out, conv_state, state, conv_input, *inputs)
 
 
 def before_attention(

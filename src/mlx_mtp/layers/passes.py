@@ -27,12 +27,14 @@ class Pass:
           while the host builds the rest. Default: ``None``, the whole graph at once.
         positions: The positions of a text with images, into which the offset of ``MRoPE`` is an index.
           Default: ``None``, indices are positions.
+        records: Whether the calls of recurrent layers are recorded, to roll back.
     """
 
     compiler: Compiler | None = None
     attention_rows: int | None = 0
     pieces: int | None = None
     positions: Positions | None = None
+    records: bool = False
     n_attended: int = 0  # attention layers built so far
     arrays: dict[Any, Any] = field(default_factory=dict)  # results of ``start`` and ``ids``, which all layers share
 
@@ -83,15 +85,15 @@ def on_metal() -> bool:
 
 
 def pass_over(
-    T: int, drafting: DraftConfig, n_confirmed: int, compiler: Compiler | None, positions: Positions | None
+    T: int, drafting: DraftConfig, records: bool, compiler: Compiler | None, positions: Positions | None
 ) -> Pass:
     """A pass of the backbone over T tokens of each sequence. Prompts run as in mlx-lm."""
-    if n_confirmed == 0 and T > 1:
+    if not records and T > 1:
         return Pass(positions=positions)
-    rows = drafting.attention_rows if n_confirmed > 0 else 0
+    rows = drafting.attention_rows if records else 0
     if rows is None and not on_metal():
         rows = 0
-    return Pass(_compiler(T, drafting, compiler), rows, drafting.pieces, positions)
+    return Pass(_compiler(T, drafting, compiler), rows, drafting.pieces, positions, records)
 
 
 def pass_of_head(T: int, drafting: DraftConfig, compiler: Compiler | None, positions: Positions | None = None) -> Pass:

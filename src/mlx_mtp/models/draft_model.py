@@ -155,7 +155,7 @@ class Target(nn.Module):
             logits: mx.array = self.model(inputs, cache=cache)
             return logits
         verifies = draft.n_tokens + inputs.shape[1] > draft.n_seen  # otherwise a chunk of the prompt
-        logits, hidden = self.model(inputs, cache=cache, return_hidden=True, n_confirmed=int(verifies))
+        logits, hidden = self.model(inputs, cache=cache, return_hidden=True, record=verifies)
         draft.record(self.model, hidden, verifies)
         return logits
 

@@ -7,7 +7,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 
 from ..caches.prompt_cache import PromptCache
-from ..caches.recurrent import open_windows
+from ..caches.recurrent import check_recordable
 from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
@@ -46,7 +46,7 @@ class MTPModel:
         input_embeddings: mx.array | None = None,
         *,
         return_hidden: bool = False,
-        n_confirmed: int = 0,
+        record: bool = False,
         compiler: Compiler | None = None,
     ) -> Any:
         """mlx-lm's call, with more options.
@@ -56,18 +56,17 @@ class MTPModel:
             cache: One entry for each layer; further entries are ignored.
             input_embeddings: [B, T, H], in place of ``inputs``.
             return_hidden: Also return the output of the final norm. Default: ``False``.
-            n_confirmed: The number of leading tokens known to be final. If above 0, the call is recorded, and
-              ``mlx_mtp.caches.recurrent.rollback`` can roll back to any token from this one on. Default: ``0``.
+            record: Record the call, so that ``mlx_mtp.caches.recurrent.rollback`` can keep its first tokens alone.
             compiler: Compiles the pass. Default: ``None``, it runs as in mlx-lm.
 
         Returns:
             mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
         """
         n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
-        if n_confirmed > 0:
-            open_windows(cache, n, n_confirmed)
+        if record:
+            check_recordable(cache if cache is None else cache[:n])
         positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
-        this = pass_over(inputs.shape[1], self.drafting, n_confirmed, compiler, positions)
+        this = pass_over(inputs.shape[1], self.drafting, record, compiler, positions)
         with in_pass(this):
             # Only the layers' caches: in a pipeline, mlx-lm's backbone writes to the last cache.
             hidden = self.model(inputs, None if cache is None else cache[:n], **embeddings)

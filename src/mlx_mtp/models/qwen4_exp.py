@@ -188,14 +188,11 @@ class DecoderLayer(Layer, nn.Module):
         mixed, injection = self.mlp_hyper_connection(x)
         return inject(x, self.mlp(mixed), injection)
 
-    def embed(self, x: mx.array, cache: Any, this: Pass) -> tuple[mx.array, list[mx.array]]:
+    def embed(self, x: mx.array, held: list[mx.array], this: Pass) -> tuple[mx.array, list[mx.array]]:
         if not self.has_ngrams:
             return x, []
         tokens, embeddings = this.arrays[id(self)]
-        last = cache[2]
-        if last is None:
-            last = mx.zeros((len(x), self.ple.n_last, x.shape[-1]), x.dtype)
-        x, inputs = this.call(add_ngrams, self.ple, x, embeddings, last)
+        x, inputs = this.call(add_ngrams, self.ple, x, embeddings, held[2])
         return x, [inputs, tokens]
 
     def index(self, normed: mx.array) -> tuple[mx.array, ...]:

@@ -86,7 +86,7 @@ class RejectionSampling:
 
     def draft(self, texts: list[Drafted], logits: mx.array) -> tuple[mx.array, Proposal]:
         uniforms = self.sampler.uniforms(len(texts))
-        support = self.sampler.support(logits, uniforms, are_drafts=True)
+        support = self.sampler.support(logits, uniforms, True)
         return support.draw(), Proposal(support, uniforms)
 
     def accept(
