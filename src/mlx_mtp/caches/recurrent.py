@@ -70,8 +70,8 @@ class ArraysCache(stock.ArraysCache):
     """mlx-lm's ``ArraysCache`` of a recurrent layer. Its last call can be rolled back in part.
 
     Its arrays are the last inputs of the convolution, the state of the recurrence, and the last inputs that mlx-lm's layers do
-    not have. A recorded call leaves a ``window``, which ``rollback`` closes. In between, ``state`` is that after the whole window.
-    It has its parent's name because a prompt cache file has the names of its classes.
+    not have. A recorded call leaves a ``window``, which ``rollback`` closes. In between, ``state`` is that after the window. It
+    has its parent's name because a prompt cache file has the names of its classes.
     """
 
     cache: list[Any]
