@@ -23,26 +23,20 @@ _made = _Made()
 
 
 def n_traces() -> int:
-    """The number of traces that this thread has made.
-
-    Each takes milliseconds, and its first run compiles kernels: on MLX's CPU backend, half a second for each that the machine
-    does not have yet. A run that makes no trace has its full speed.
-    """
+    """The number of traces that this thread has made: each takes milliseconds, or seconds if its kernels are compiled."""
     return _made.n
 
 
 def compiled(function: Function) -> Function:
-    """``mx.compile(function)``, whose traces are counted: one for each shape, dtype and number of inputs, and each stream."""
+    """``mx.compile(function)``, whose traces are counted."""
 
     def traced(*args: Any) -> Any:
         # MLX calls this to make a trace, or always if compilation is disabled.
         leaves: Any = tree_flatten(args)
         arguments = ((name, x.shape, x.dtype) if isinstance(x, mx.array) else (name, x) for name, x in leaves)
         # The name of the stream, since equal streams differ in their hashes.
-        signature, known = (
-            (str(mx.default_stream(mx.default_device())), *arguments),
-            _made.of.setdefault(function, set()),
-        )
+        signature = str(mx.default_stream(mx.default_device())), *arguments
+        known = _made.of.setdefault(function, set())
         _made.n += signature not in known
         known.add(signature)
         return function(*args)
