@@ -21,9 +21,8 @@ from ..models.ngrams import NgramTable
 from .reader import CheckpointReader, n_bytes
 
 # In raw checkpoints shard_7.weight, in conversions shards.7.weight and .scales
-TENSOR = re.compile(
-    r"layers\.(\d+)\.ple\.ple_embedding\.ngram_embedding\.(?:shards?[._](\d+)\.)?(weight|scales|biases)$"
-)
+TABLE = r"layers\.(\d+)\.ple\.ple_embedding\.ngram_embedding\."
+TENSOR = re.compile(TABLE + r"(?:shards?[._](\d+)\.)?(weight|scales|biases)$")
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32, "U8": np.uint8}
 N_THREADS = 8  # that read at once: most of the time goes to waiting for the disk
 
@@ -55,15 +54,9 @@ class FileArray(NamedTuple):
 
 
 class FileRows:
-    """The rows of a table in files: ``weight`` and, if they are quantized, ``scales`` and ``biases``.
+    """The rows of a table in files, in parts: ``weight`` and, if they are quantized, ``scales`` and ``biases``.
 
-    ``layout`` has the width of each array and its dtype; bfloat16 is read as uint16.
-
-    Args:
-        parts: The arrays of each part of the rows.
-
-    Raises:
-        MTPError: The parts do not fit together.
+    ``layout`` has the width of each array and its dtype; bfloat16 is read as uint16. An MTPError if parts do not fit together.
     """
 
     def __init__(self, parts: list[dict[str, FileArray]]):
@@ -128,11 +121,7 @@ def _read_all(reads: list[tuple[int, int, int]]) -> bytes:
 
 
 def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> None:
-    """Open the tables of a model's layers, if it has any, or read them into memory.
-
-    Raises:
-        MTPError: A table is incomplete, or does not fit the model.
-    """
+    """Open the tables of a model's layers, if it has any, or read them into memory; an MTPError if one does not fit."""
     if (ngrams := model.ngrams) is None:
         return
     found: dict[int, dict[int, dict[str, FileArray]]] = defaultdict(lambda: defaultdict(dict))
@@ -150,8 +139,7 @@ def open_tables(model: Any, checkpoint: CheckpointReader, in_memory: bool) -> No
         try:
             ngrams.tables[i] = NgramTable(FileRows(parts), ngrams.width, ngrams.hashes[i].n_rows)
         except MTPError as e:
-            raise MTPError(
-                f"The n-gram table of layer {i} of {checkpoint.name} {e}: download or convert it again."
-            ) from e
+            what = f"The n-gram table of layer {i} of {checkpoint.name}"
+            raise MTPError(f"{what} {e}: download or convert it again.") from e
         if in_memory:
             ngrams.tables[i].load()

@@ -20,9 +20,7 @@ Written = dict[str, tuple[str, int]]  # the file of each tensor, and its bytes
 def write_tables(folder: Path, model: Any, config: Config, quantize: bool, dtype: mx.Dtype | None) -> Written:
     """Write the tables of a model, if it has any, and record their quantization in the config.
 
-    Args:
-        quantize: Quantize rows that are not quantized yet.
-        dtype: Of rows that are not quantized. Default: ``None``, as they are.
+    Rows that are not quantized yet are, with ``quantize``, or become ``dtype``; ``None``: they stay as they are.
     """
     written: Written = {}
     ngrams = getattr(model, "ngrams", None)  # mlx-lm's own models have none

@@ -72,10 +72,9 @@ class DraftLMHead:
     def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
         self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # a LoRA layer, with its adapter
         self._bits = bits
-        self._known = set(ids or ())
         self.ids = None if ids is None else mx.array(ids, mx.uint32)  # [n]
         self.layers = [self._rows(self.ids)]
-        self._sizes = [len(self._known)]  # the tokens of each layer
+        self._tokens = [set(ids or ())]  # of each layer
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[B, T, H] -> logits of ``ids`` [B, T, n]"""
@@ -84,16 +83,15 @@ class DraftLMHead:
 
     def with_tokens(self, tokens: Iterable[int]) -> "DraftLMHead":
         """This layer if it has these tokens, otherwise a new one, with the new tokens last in ``ids``."""
-        new = [i for i in dict.fromkeys(tokens) if i not in self._known]
+        new = [i for i in dict.fromkeys(tokens) if not any(i in own for own in self._tokens)]
         if self.ids is None or not new:
             return self
-        head = copy.copy(self)
-        head._known, head.ids = self._known | {*new}, mx.concatenate([self.ids, mx.array(new, mx.uint32)])
-        sizes, n = [*self._sizes], len(new)
+        head, held, added = copy.copy(self), [*self._tokens], {*new}
+        head.ids = mx.concatenate([self.ids, mx.array(new, mx.uint32)])
         # A layer takes the rows of those behind it that are no larger, so there are few, and each row is copied a few times.
-        while len(sizes) > 1 and sizes[-1] <= n:
-            n += sizes.pop()
-        head.layers, head._sizes = [*self.layers[: len(sizes)], self._rows(head.ids[-n:])], [*sizes, n]
+        while len(held) > 1 and len(held[-1]) <= len(added):
+            added |= held.pop()
+        head.layers, head._tokens = [*self.layers[: len(held)], self._rows(head.ids[-len(added) :])], [*held, added]
         return head
 
     def _rows(self, ids: mx.array | None) -> nn.Module:

@@ -56,23 +56,14 @@ class TokenMatch:
     def accept(
         self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[Proposal | None]
     ) -> Verdict:
-        tokens = self._choose(logprobs)
+        if self.sampler is greedy_sampler:
+            tokens = mx.argmax(logprobs, axis=-1)
+        else:  # one text, one position at a time, as mlx-lm does
+            tokens = mx.stack(until_error(self.sampler, (logprobs[:, t] for t in range(logprobs.shape[1]))), axis=1)
         return Verdict(tokens, tokens[:, :-1] == drafts[:, : tokens.shape[1] - 1])
 
-    def _choose(self, logprobs: mx.array) -> mx.array:
-        """[1, T, V] -> [1, T], one position at a time, as mlx-lm does."""
-        return mx.stack(until_error(self.sampler, (logprobs[:, t] for t in range(logprobs.shape[1]))), axis=1)
 
-
-class Greedy(TokenMatch):
-    def __init__(self) -> None:
-        super().__init__(greedy_sampler)
-
-    def _choose(self, logprobs: mx.array) -> mx.array:
-        return mx.argmax(logprobs, axis=-1)
-
-
-GREEDY = Greedy()  # of all texts
+GREEDY = TokenMatch(greedy_sampler)  # of all texts
 
 
 @dataclass(frozen=True)
