@@ -119,7 +119,7 @@ def test_distribution_of_each_row():
 def test_texts_of_equal_samplers_are_drawn_together(depth, monkeypatch):
     """In one call for all positions, and one for each draft; also those with seeds of their own."""
     calls, support = [], Sampler.support
-    noted = lambda self, x, u: (calls.append((self.temp, len(x))), support(self, x, u))[1]  # noqa: E731
+    noted = lambda self, x, *args: (calls.append((self.temp, len(x))), support(self, x, *args))[1]  # noqa: E731
     monkeypatch.setattr(Sampler, "support", noted)
     generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=depth, copy_drafts="off", **AT_ONCE)
     samplers = [

@@ -10,7 +10,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_mtp.caches import indexed
 from mlx_mtp.caches.prompt_cache import open_prompt_cache
-from mlx_mtp.caches.recurrent import ArraysCache, Recorded, open_windows, rewound, rollback
+from mlx_mtp.caches.recurrent import ArraysCache, Recorded, check_recordable, rewound, rollback
 from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, Rows
 from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one
 from tests.support.models import FAMILIES, FLASH, arrays_equal, deep_model, model_of, tiny_model
@@ -36,22 +36,21 @@ def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
         want = model(WINDOW[None, :n], cache=theirs)
         wanted[n] = want, kept(theirs), model(mx.array([[7]]), cache=copy.deepcopy(theirs))
     for n_tokens in range(1, 10) if LONG else (1, 2, 3, 6, 9):
-        for n_confirmed in sorted({1, min(2, n_tokens), n_tokens}):
-            for n in range(n_confirmed, n_tokens + 1):
-                ours = copy.deepcopy(before)
-                logits = model(WINDOW[None, :n_tokens], cache=ours, n_confirmed=n_confirmed)
-                rollback(ours, len(prompt), n)
-                want, held, follow_up = wanted[n]
-                assert arrays_equal(kept(ours), held)
-                if dtype == mx.float32:
-                    assert mx.array_equal(logits[:, :n], want)
-                    assert mx.array_equal(model(mx.array([[7]]), cache=ours), follow_up)
+        for n in range(1, n_tokens + 1):
+            ours = copy.deepcopy(before)
+            logits = model(WINDOW[None, :n_tokens], cache=ours, record=True)
+            rollback(ours, len(prompt), n)
+            want, held, follow_up = wanted[n]
+            assert arrays_equal(kept(ours), held)
+            if dtype == mx.float32:
+                assert mx.array_equal(logits[:, :n], want)
+                assert mx.array_equal(model(mx.array([[7]]), cache=ours), follow_up)
 
 
 def test_rollback_multiplies_with_no_weight(monkeypatch):
     model = deep_model("qwen3_5")
     cache = filled(model)
-    model(WINDOW[None, :9], cache=cache, n_confirmed=1)
+    model(WINDOW[None, :9], cache=cache, record=True)
     mx.eval([c.state for c in cache])
     refuse = Mock(side_effect=AssertionError("a weight matrix was multiplied with"))
     monkeypatch.setattr(nn.Linear, "__call__", refuse)
@@ -70,18 +69,20 @@ def test_windows():
     assert arrays_equal(kept(cache), kept(theirs))
     assert [type(c).__name__ for c in cache] == [type(c).__name__ for c in theirs]
     for n in (1, 3, 4):
-        model(WINDOW[None, :4], cache=cache, n_confirmed=1)
+        model(WINDOW[None, :4], cache=cache, record=True)
         rollback(cache, cache[1].offset - 4, n)
         assert cache[0].window is cache[2].window is None
     with pytest.raises(ValueError, match="nothing to roll back"):
         rollback(cache, cache[1].offset - 1, 1)
-    model(WINDOW[None, :4], cache=cache, n_confirmed=2)
+    model(WINDOW[None, :4], cache=cache, record=True)
+    with pytest.raises(ValueError, match="Cannot keep 0 tokens of a window of 4"):
+        cache[0].rollback(0)
     with pytest.raises(ValueError, match="was not finished"):
-        model(WINDOW[None, :2], cache=cache, n_confirmed=1)
+        model(WINDOW[None, :2], cache=cache, record=True)
     with pytest.raises(ValueError, match="padded"):
-        open_windows([ArraysCache(size=2, left_padding=[0, 3])], 1, 1)
+        check_recordable([ArraysCache(size=2, left_padding=[0, 3])])
     with pytest.raises(ValueError, match="make_cache"):
-        open_windows([stock.ArraysCache(size=2)], 1, 1)
+        check_recordable([stock.ArraysCache(size=2)])
 
 
 def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
@@ -114,7 +115,7 @@ def test_window_over_a_quantized_cache(family, bits):
     want = one_by_one(model, filled(model, bits), WINDOW[:9])
     for n, n_kept in ((2, 1), (9, 2), (9, 7)):
         ours = filled(model, bits)
-        assert mx.allclose(model(WINDOW[None, :n], cache=ours, n_confirmed=1), want[:, :n], **close)
+        assert mx.allclose(model(WINDOW[None, :n], cache=ours, record=True), want[:, :n], **close)
         rollback(ours, len(PROMPT), n_kept)
         assert mx.allclose(one_by_one(model, ours, WINDOW[n_kept:9]), want[:, n_kept:], **close)
 
@@ -123,13 +124,13 @@ def test_all_last_inputs_are_rolled_back():
     """Each keeps the inputs before the first token that is dropped, in every row, and the state is replayed once."""
     lengths, kept = (3, 9, 2), (1, 4)
     inputs = [mx.random.normal((2, n + 4, 5), key=mx.random.key(n)) for n in lengths]
-    record = [mx.random.normal((2, 3, 2, 4), key=mx.random.key(i)) for i in range(3)]
-    gates = [mx.random.uniform(shape=(2, 3, 2), key=mx.random.key(i)) for i in (3, 4)]
-    (arrays,) = rewound([Recorded(1, 4, tuple(inputs), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
+    record = [mx.random.normal((2, 4, 2, 4), key=mx.random.key(i)) for i in range(3)]
+    gates = [mx.random.uniform(shape=(2, 4, 2), key=mx.random.key(i)) for i in (3, 4)]
+    (arrays,) = rewound([Recorded(4, tuple(inputs), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
     first, state, *others = arrays
     for held, x, n in zip((first, *others), inputs, lengths):
         assert all(mx.array_equal(held[b], x[b, kept[b] : kept[b] + n]) for b in range(2))
-    (alone,) = rewound([Recorded(1, 4, (inputs[0],), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
+    (alone,) = rewound([Recorded(4, (inputs[0],), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
     assert mx.array_equal(state, alone[1])
 
 

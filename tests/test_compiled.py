@@ -52,7 +52,7 @@ def passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits: int
     seen, n = [run_head(model, hidden[:, :-1], rows[:, 1:], head, compiler=compiler)], rows.shape[1]
     for T in lengths:
         window = mx.broadcast_to(WINDOW[:T], (B, T))
-        options = {"n_confirmed": int(T > 1), "compiler": compiler}
+        options = {"record": T > 1, "compiler": compiler}
         logits, hidden = model(window, cache=caches, return_hidden=True, **options)
         seen += [logits, hidden, *recurrent_states(caches), run_head(model, hidden, window, head, compiler=compiler)]
         if T > 1:
@@ -333,5 +333,5 @@ def test_pieces_are_the_whole(monkeypatch, pieces):
     assert [mtp(PROMPT, model, max_tokens=10, num_draft_tokens=k) for k in (0, 3)] == want
     original = mx.async_eval
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(arrays), original(*arrays)))
-    model(WINDOW[None, :3], cache=model.make_cache(), n_confirmed=1, compiler=Compiler())
+    model(WINDOW[None, :3], cache=model.make_cache(), record=True, compiler=Compiler())
     assert len(sent) == 2 // pieces  # of two attention layers

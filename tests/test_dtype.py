@@ -290,7 +290,7 @@ def one_pass(model):
     def run(tokens):
         caches, head = model.make_cache(), model.head_layer.make_cache()
         logits, hidden = model(tokens, cache=caches, return_hidden=True)
-        logits, hidden = model(tokens[:, :3], cache=caches, return_hidden=True, n_confirmed=1)
+        logits, hidden = model(tokens[:, :3], cache=caches, return_hidden=True, record=True)
         out = run_head(model, hidden, tokens[:, 1:4], head)
         out = run_head(model, out, tokens[:, :1], head)
         drafts = model.draft_logits(out)

@@ -15,8 +15,7 @@ def one_operation(inputs, state, mask=None):
     return out[..., : v[0, 0].size].reshape(v.shape), mx.depends(state, out)
 
 
-def test_gates_are_computed_once_and_a_rollback_is_two_operations(monkeypatch):
-    """A window has the recurrence after its confirmed token as well, and joins both outputs."""
+def test_a_window_is_as_many_operations_as_a_token_and_a_rollback_two(monkeypatch):
     layer = model_of("qwen3_5").model.layers[0]
     delta, H = layer.linear_attn, layer.input_layernorm.weight.size
     states = [mx.zeros((1, delta.conv_kernel_size - 1, delta.conv_dim))]
@@ -27,11 +26,11 @@ def test_gates_are_computed_once_and_a_rollback_is_two_operations(monkeypatch):
     monkeypatch.setattr(layer_module, "recur", one_operation)
     monkeypatch.setattr(recurrent, "recur", one_operation)
     monkeypatch.setattr(recurrent, "_rewound", recurrent.rewind)
-    plain = layer_module.recurrent_layer(layer, one, *states, n_confirmed=0)
-    window = layer_module.recurrent_layer(layer, four, *states, n_confirmed=1)
-    assert len(operations(*window)) == len(operations(*plain)) + 2
+    plain = layer_module.recurrent_layer(layer, one, *states)
+    window = layer_module.recurrent_layer(layer, four, *states)
+    assert len(operations(*window)) == len(operations(*plain))
 
-    conv_input, confirmed, *inputs = window[3:]
-    mx.eval(conv_input, confirmed, inputs)
-    (rewound,) = recurrent.rewound([recurrent.Recorded(1, 4, (conv_input,), confirmed, tuple(inputs))], [2])
+    conv_input, *inputs = window[3:]
+    mx.eval(conv_input, inputs)
+    (rewound,) = recurrent.rewound([recurrent.Recorded(4, (conv_input,), states[1], tuple(inputs))], [2])
     assert len(operations(*rewound)) == 2

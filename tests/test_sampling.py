@@ -13,7 +13,7 @@ from mlx_lm import sample_utils
 
 import mlx_mtp
 from mlx_mtp.sampling.acceptance import Drafted, Proposal, RejectionSampling, n_leading, residual
-from mlx_mtp.sampling.sampler import Support
+from mlx_mtp.sampling.sampler import BLOCK, Support, draw
 from tests.support.distribution import CASES, Case, p_value
 from tests.support.distribution import LEVEL as JOINT_LEVEL
 from tests.support.models import uncompiled
@@ -28,6 +28,12 @@ probabilities = st.lists(st.integers(0, 9), min_size=6, max_size=6).filter(any).
 def log(p) -> mx.array:
     with np.errstate(divide="ignore"):
         return mx.array(np.log(p).astype(np.float32))
+
+
+def probabilities_of(sampler, logprobs: mx.array, uniforms: mx.array | None = None) -> mx.array:
+    """Of all tokens, after filters and temperature, [B, V]."""
+    uniforms = mx.zeros((len(logprobs), 1)) if uniforms is None else uniforms
+    return sampler.support(logprobs, uniforms).of_all(logprobs.shape[-1])
 
 
 def assert_drawn_from(p: np.ndarray, tokens: mx.array):
@@ -138,7 +144,7 @@ def test_filters_are_mlx_lms(options, size, spread, step, n_allowed, dtype, seed
     softmax = lambda x, temp: mx.softmax(x.astype(mx.float32) * (1 / temp), axis=-1)  # noqa: E731
     with mock.patch.object(sample_utils, "categorical_sampling", softmax):
         want = sample_utils.make_sampler(**options)(x)
-    got = mx.exp(mlx_mtp.make_sampler(**options).distribution(x, mx.zeros((2, 1))))
+    got = probabilities_of(mlx_mtp.make_sampler(**options), x)
     assert not mx.any(((got > 0) != (want > 0)) & (mx.maximum(got, want) > 1e-30))  # float32 ends below
     assert mx.allclose(got, want, atol=1e-5)
 
@@ -149,10 +155,20 @@ def test_a_temperature_of_any_size_gives_a_distribution(temp, filters):
     """The likeliest tokens as temperatures go to 0, all that remain alike as they grow, and never an excluded one."""
     x = mx.log(mx.array([[0.4, 0.0, 0.4, 0.15, 0.05]]))[:, mx.arange(320) % 5] - math.log(64)
     x = mx.where(mx.arange(320) < 5, x, -mx.inf)
-    p = np.exp(np.array(mlx_mtp.make_sampler(temp=temp, **filters).distribution(x, mx.zeros((1, 1)))))[0]
+    p = np.array(probabilities_of(mlx_mtp.make_sampler(temp=temp, **filters), x))[0]
     kept = np.flatnonzero(p)
     assert kept.tolist() == ([0, 2] if temp < 1 else [0, 2, 3] if "top_p" in filters else [0, 2, 3, 4])
     assert np.allclose(p[kept], 1 / len(kept), atol=1e-5)
+
+
+def test_tokens_of_blocks_are_drawn_with_their_probabilities():
+    """Of many tokens first a block is drawn, then a token in it: also a rare one, and never one with probability 0."""
+    p, n = np.zeros(BLOCK**2 * 2), 20_000
+    p[[0, 1, BLOCK - 1, BLOCK, 3000, len(p) - 1]] = TARGET[:6]
+    p[5 * BLOCK : 6 * BLOCK] = 1e-3
+    mx.random.seed(1)
+    tokens = mx.concatenate([draw(mx.repeat(mx.array(p, mx.float32)[None], 500, axis=0)) for _ in range(n // 500)])
+    assert_drawn_from(p / p.sum(), tokens)
 
 
 def test_top_k_is_below_the_size_of_the_vocabulary():
@@ -185,11 +201,23 @@ def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch)
             assert_drawn_from(want, verdict.tokens[part, 0])
             if part.stop <= 2 * third:
                 assert_drawn_from(want, verdict.tokens[part, 1])
-        log_p, log_q = (
-            sampler.distribution(mx.repeat(log(p)[None], N, axis=0), proposal.uniforms) for p in (TARGET, head)
+        p, q = (
+            probabilities_of(sampler, mx.repeat(log(p)[None], N, axis=0), proposal.uniforms) for p in (TARGET, head)
         )
-        most = np.minimum(np.exp(np.array(log_p)), np.exp(np.array(log_q))).sum(axis=-1)[:third].mean(dtype=np.float64)
+        most = np.array(mx.minimum(p, q).sum(axis=-1))[:third].mean(dtype=np.float64)
         assert abs(np.array(verdict.accepted[:third]).mean() - most) < 5 * math.sqrt(0.25 / third)
+
+
+@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+def test_drafts_of_logits_of_any_size(options):
+    """The head's logits are not normalized; their exponentials may exceed float32."""
+    acceptance = RejectionSampling(mlx_mtp.make_sampler(**options))
+    found = []
+    for size in (0.0, 100.0):
+        mx.random.seed(1)  # XTC's number
+        _, proposal = acceptance.draft([Drafted(acceptance, 0)], log(TARGET)[None] + size)
+        found.append(proposal.support.of_all(len(TARGET)))
+    assert mx.allclose(*found, atol=1e-4)
 
 
 def test_draft_and_target_share_the_uniform_number_of_xtc():

@@ -23,16 +23,12 @@ _made = _Made()
 
 
 def n_traces() -> int:
-    """The number of traces that this thread has made.
-
-    Each takes milliseconds, and its first run compiles kernels: on MLX's CPU backend, half a second for each that the machine
-    does not have yet. A run that makes no trace has its full speed.
-    """
+    """The number of traces that this thread has made: each takes milliseconds, or seconds if its kernels are compiled."""
     return _made.n
 
 
 def compiled(function: Function) -> Function:
-    """``mx.compile(function)``, whose traces are counted: one for each shape, dtype and number of inputs, and each stream."""
+    """``mx.compile(function)``, whose traces are counted."""
 
     def traced(*args: Any) -> Any:
         # MLX calls this to make a trace, or always if compilation is disabled.

@@ -234,7 +234,7 @@ def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[S
         window = mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]
         with applied(model, way):
             start = time.perf_counter()
-            mx.eval(model(window, cache=cache.backbone, return_hidden=True, n_confirmed=1, compiler=compiler))
+            mx.eval(model(window, cache=cache.backbone, return_hidden=True, record=True, compiler=compiler))
             seconds = time.perf_counter() - start
         recurrent.rollback(cache.backbone, n_tokens, 1)
         mx.eval([c.state for c in cache.backbone if isinstance(c, recurrent.ArraysCache)])

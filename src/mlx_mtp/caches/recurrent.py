@@ -1,7 +1,6 @@
 """Caches that can roll back a few tokens. This module does not depend on layers, drafts or acceptance."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -32,39 +31,34 @@ class State(NamedTuple):
     dtype: mx.Dtype | None = None  # None: that of activations
 
 
-@dataclass
-class Recorded:
-    """The record of one call of a recurrent layer."""
+class Recorded(NamedTuple):
+    """The record of a call of a recurrent layer over n tokens; over one token, of which none can be dropped, without arrays."""
 
-    n_confirmed: int
-    n_tokens: int = 0
-    last_inputs: tuple[mx.array, ...] = ()  # those before the call and its own, each [B, w + n_tokens, C]
-    state: mx.array | None = None  # [B, Hv, Dv, Dk], after n_confirmed tokens
-    inputs: tuple[mx.array, ...] = ()  # q, k, v, g, beta of the other tokens, each [B, n_tokens - n_confirmed, ...]
+    n_tokens: int
+    last_inputs: tuple[mx.array, ...]  # those before the call and its own, each [B, w + n, C]
+    state: mx.array  # before the call, [B, Hv, Dv, Dk]
+    inputs: tuple[mx.array, ...]  # q, k, v, g, beta, each [B, n, ...]
 
 
 def rewound(windows: Sequence[Recorded], kept: Sequence[int]) -> list[list[mx.array]]:
     """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence.
 
-    The layers share the number of their confirmed tokens, which are kept, and the lists of indices: a range of the device would
-    be more operations.
+    The layers share the lists of indices: a range of the device would be more operations.
     """
-    n_tokens, n_drafts = windows[0].n_tokens, [n - windows[0].n_confirmed for n in kept]
-    m = max(n_drafts)
-    mask = None if len(set(kept)) == 1 else mx.array([[i < n for i in range(m)] for n in n_drafts])  # [B, m]
+    n_tokens, m = windows[0].n_tokens, max(kept)
+    mask = None if len(set(kept)) == 1 else mx.array([[i < n for i in range(m)] for n in kept])  # [B, m]
     widths = {x.shape[1] - n_tokens for own in windows for x in own.last_inputs}
     ends = {w: mx.array([[[n + i] for i in range(w)] for n in kept]) for w in widths}  # of w last inputs, [B, w, 1]
     arrays = []
     for own in windows:
         own_ends = [ends[x.shape[1] - n_tokens] for x in own.last_inputs]
-        arrays.append(_rewound(m, own.last_inputs, own.state, own.inputs if m > 0 else (), own_ends, mask))
+        arrays.append(_rewound(m, own.last_inputs, own.state, own.inputs, own_ends, mask))
     return arrays
 
 
 def rewind(m: int, last_inputs: Any, state: mx.array, inputs: Any, ends: Any, mask: mx.array | None) -> list[mx.array]:
     """``rewound`` for one layer. It has a trace for each shape of the window and each number m of tokens to replay."""
-    if m > 0:
-        state = recur([x[:, :m] for x in inputs], state, mask)[1]
+    _, state = recur([x[:, :m] for x in inputs], state, mask)
     first, *others = (mx.take_along_axis(x, end, axis=1) for x, end in zip(last_inputs, ends))
     return [first, state, *others]
 
@@ -76,32 +70,30 @@ class ArraysCache(stock.ArraysCache):
     """mlx-lm's ``ArraysCache`` of a recurrent layer. Its last call can be rolled back in part.
 
     Its arrays are the last inputs of the convolution, the state of the recurrence, and the last inputs that mlx-lm's layers do
-    not have. ``open_windows`` has the layer's next call recorded, and ``rollback`` closes the window. In between, ``state`` is
-    that after the whole window. It has its parent's name because a prompt cache file has the names of its classes.
+    not have. A recorded call leaves a ``window``, which ``rollback`` closes. In between, ``state`` is that after the window. It
+    has its parent's name because a prompt cache file has the names of its classes.
     """
 
     cache: list[Any]
     window: Recorded | None = None
 
     def rollback(self, n: int) -> None:
-        """Close the window: keep its first ``n`` tokens, at least its confirmed ones, and free its record."""
+        """Close the window: keep its first ``n`` tokens, at least one, and free its record."""
         window = self.window
         if window is None:
-            raise MTPError("There is nothing to roll back: call the model with n_confirmed to record a window.")
-        if not window.n_confirmed <= n <= window.n_tokens:
-            raise MTPError(
-                f"Cannot keep {n} tokens of a window of {window.n_tokens} of which {window.n_confirmed} are final."
-            )
+            raise MTPError("There is nothing to roll back: call the model with record=True.")
+        if not 1 <= n <= window.n_tokens:
+            raise MTPError(f"Cannot keep {n} tokens of a window of {window.n_tokens}: keep at least one.")
         if n < window.n_tokens:
             (self.cache,) = rewound([window], [n])
         self.window = None
 
 
-def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int) -> None:
-    """Record the next call of each recurrent layer, whose first ``n_confirmed`` tokens are final."""
+def check_recordable(caches: list[Any] | None) -> None:
+    """Raise an MTPError if the next call with a model's caches cannot be recorded."""
     if caches is None:
-        raise MTPError("With n_confirmed, the model needs a cache to record in.")
-    for c in caches[:n_layers]:
+        raise MTPError("With record=True, the model needs a cache to record in.")
+    for c in caches:
         if isinstance(c, stock.ArraysCache):
             if not isinstance(c, ArraysCache):
                 raise MTPError("This cache cannot roll back: make it with model.make_cache().")
@@ -109,7 +101,6 @@ def open_windows(caches: list[Any] | None, n_layers: int, n_confirmed: int) -> N
                 raise MTPError("The last verify pass on this cache was not finished: call rollback first.")
             if c.lengths is not None or c.left_padding is not None:
                 raise MTPError("A cache of padded prompts cannot roll back.")
-            c.window = Recorded(n_confirmed)
 
 
 def rollback(caches: list[Any], offset: int, n: int) -> None:

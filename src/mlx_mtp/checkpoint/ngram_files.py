@@ -22,9 +22,8 @@ from .originals import base_in_16_bits
 from .reader import CheckpointReader, n_bytes
 
 # In raw checkpoints shard_7.weight, in conversions shards.7.weight and .scales
-TENSOR = re.compile(
-    r"layers\.(\d+)\.ple\.ple_embedding\.ngram_embedding\.(?:shards?[._](\d+)\.)?(weight|scales|biases)$"
-)
+TABLE = r"layers\.(\d+)\.ple\.ple_embedding\.ngram_embedding\."
+TENSOR = re.compile(TABLE + r"(?:shards?[._](\d+)\.)?(weight|scales|biases)$")
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32, "U8": np.uint8}
 N_THREADS = 8  # that read at once: most of the time goes to waiting for the disk
 

@@ -116,11 +116,11 @@ def _run(model: Any, bar: Any) -> SelfTest:
     heads = next(layer.self_attn for layer in model.layers if not layer.is_linear)
     try:
         model.drafting.attention_rows = 0
-        whole = model(window, cache=copy.deepcopy(caches), n_confirmed=1)
+        whole = model(window, cache=copy.deepcopy(caches), record=True)
         mx.eval(whole)
         bar.update()
         drafted = copy.deepcopy(caches)
-        model(window[:, : kept + 2], cache=drafted, n_confirmed=1)
+        model(window[:, : kept + 2], cache=drafted, record=True)
         rollback(drafted, prompt.size, kept)
         after = model(window[:, kept : kept + 1], cache=drafted)
         fresh = model(window[:, kept : kept + 1], cache=_prefilled(model, mx.concatenate([prompt, window[0, :kept]])))
@@ -130,7 +130,7 @@ def _run(model: Any, bar: Any) -> SelfTest:
         model.drafting.attention_rows = group_size(
             window.size, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
         )
-        grouped = model(window, cache=caches, n_confirmed=1)
+        grouped = model(window, cache=caches, record=True)
     finally:
         model.drafting.attention_rows = rows
     bar.update()
@@ -146,10 +146,8 @@ def _run(model: Any, bar: Any) -> SelfTest:
 
 
 def _compiled_difference(model: Any, caches: list[Any], window: mx.array) -> float:
-    n_confirmed, compilers = int(window.size > 1), (Compiler(), None)
-    return _difference(
-        *(model(window, cache=copy.deepcopy(caches), n_confirmed=n_confirmed, compiler=c) for c in compilers)
-    )
+    record, compilers = window.size > 1, (Compiler(), None)
+    return _difference(*(model(window, cache=copy.deepcopy(caches), record=record, compiler=c) for c in compilers))
 
 
 def _difference(a: mx.array, b: mx.array) -> float:
@@ -238,7 +236,7 @@ def _pass_seconds(model: Any, B: int, n: int) -> float:
     state = snapshot(caches)
     for _ in range(N_TIMES):
         before = perf_counter()
-        mx.eval(model(windows, cache=caches, n_confirmed=1))
+        mx.eval(model(windows, cache=caches, record=True))
         times.append(perf_counter() - before)
         restore(caches, state)
     return min(times)

@@ -165,7 +165,7 @@ class Decoder:
             cache=self.cache.entries,
             input_embeddings=self._embeddings(tokens),
             return_hidden=True,
-            n_confirmed=int(len(drafts) > 0),
+            record=len(drafts) > 0,
             compiler=self.compiler,
         )
         self.cache.in_flight = tokens.shape[1]

@@ -16,6 +16,8 @@ from ..extras import require
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    Source = str | Path | bytes | np.ndarray[Any, Any] | Image
+
 MAX_BYTES = 256 << 20  # the largest file, in bytes
 MAX_PIXELS = 1 << 26  # 67 megapixels: each copy takes 268 MB
 MAX_RATIO = 200  # the greatest ratio of the longer side to the shorter, as in transformers
@@ -26,12 +28,11 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 _opening = Lock()
 
 
-def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None = None) -> "Image":
+def open_image(source: "Source", name: str | None = None) -> "Image":
     """Open an image as a viewer shows it: upright, in RGB, its first frame, transparent parts on white.
 
     Args:
-        source: A file, a ``data:`` URL, bytes, uint8 values
-          [height, width, 3] in RGB, or an image of Pillow.
+        source: A file, a ``data:`` URL, bytes, uint8 values [height, width, 3] in RGB, or an image of Pillow.
         name: Its name in errors. Default: ``None``, the file's path or "The image".
 
     Raises:
@@ -46,7 +47,7 @@ def open_image(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name
             raise _unreadable(name, e) from e
 
 
-def size_of(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None = None) -> tuple[int, int]:
+def size_of(source: "Source", name: str | None = None) -> tuple[int, int]:
     """The width and height of an image as stored, before it is turned upright. Raises as ``open_image``; reads no pixels."""
     with _opening, warnings.catch_warnings(action="ignore"):
         image, _ = _open(source, name)
@@ -56,7 +57,7 @@ def size_of(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: s
         return size
 
 
-def _open(source: "str | Path | bytes | np.ndarray[Any, Any] | Image", name: str | None) -> "tuple[Image, str]":
+def _open(source: "Source", name: str | None) -> "tuple[Image, str]":
     """An image whose pixels have not been read, and its name in errors."""
     require("image", "An image")
     from PIL import Image, UnidentifiedImageError
@@ -136,11 +137,7 @@ def _to_rgb(image: "Image") -> "Image":
 
 
 def decode_url(url: str, name: str = "The image") -> bytes:
-    """The bytes of a ``data:`` URL.
-
-    Raises:
-        MTPError: It is another kind of URL, not base64, or larger than ``MAX_BYTES``.
-    """
+    """The bytes of a ``data:`` URL, or an MTPError if it is another kind of URL, not base64, or too large."""
     head, comma, data = url.partition(",")
     if not head.startswith("data:") or not comma:
         raise MTPError(f"{name} is not a data URL (data:image/png;base64,...): it begins with {url[:20]!r}.")

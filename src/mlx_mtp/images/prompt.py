@@ -27,17 +27,9 @@ INSIDE_PLACEHOLDER = re.compile(rf"(?<=<\|)(?=(?:image_pad|video_pad|vision_star
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """
-    Args:
-        tokens: The tokens, with ``<|image_pad|>`` for each token of an image.
-        images: The spans of these tokens.
-        pixel_values: The patches of each image, from ``Processor.preprocess_image``.
-        vision: The vision encoder of the model.
-    """
-
-    tokens: list[int]
-    images: list[ImageSpan]
-    pixel_values: list[mx.array]
+    tokens: list[int]  # with ``<|image_pad|>`` for each token of an image
+    images: list[ImageSpan]  # the spans of these tokens
+    pixel_values: list[mx.array]  # the patches of each image, from ``Processor.preprocess_image``
     vision: Vision
 
     def spans(self, n_before: int = 0) -> list[ImageSpan]:
@@ -69,13 +61,9 @@ class ImagePrompt:
 
 
 class ImageEmbeddings:
-    """The embeddings of a prompt with images, which the vision encoder computes between two steps of running answers.
+    """The embeddings of a prompt from index ``begin`` on, which are computed between two steps of running answers.
 
-    Args:
-        begin: The index of the first token; images before it are not decoded. Default: ``0``.
-
-    Attributes:
-        array: [T, H], complete once ``advance`` has returned ``True``.
+    ``array``, [T, H], is complete once ``advance`` has returned ``True``. Images before ``begin`` are not decoded.
     """
 
     FIRST = 1 << 24  # multiplications of the first piece, before the speed is known
@@ -130,29 +118,19 @@ def read_images(
     """Open the images of a prompt, and repeat its placeholders for their tokens. All sizes are checked before any is decoded.
 
     Args:
-        vision: The model's, see ``vision_of``.
         tokens: The prompt, with ``<|image_pad|>`` once for each image.
-        images: In order.
-        max_tokens: The most tokens of all images. Default: ``None``, any number.
-        max_pixels: The most pixels of all images. Default: ``None``, any number.
-        before_each: Called before an image is decoded, with the most bytes that this takes. It may
-          raise an error.
-
-    Raises:
-        MTPError: An image cannot be read, the number of images is not that of placeholders, or they have too many tokens.
+        max_tokens, max_pixels: The most of all images.
+        before_each: Called before an image is decoded, with the most bytes that this takes. It may raise an error.
     """
     placeholder = vision.config["image_token_id"]
     if (video := vision.config.get("video_token_id")) is not None and video in tokens:
         raise MTPError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
     if (n := list(tokens).count(placeholder)) != len(images):
         raise MTPError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
-    n_tokens = n_pixels = 0
-    sizes = []
+    n_tokens, n_pixels, sizes = 0, 0, list[tuple[int, int]]()
     for i, image in enumerate(images, 1):
-        width, height = size_of(image, _name(image, i))
-        sizes.append((width, height))
-        rows, columns = vision.processor.grid(width, height)
-        n_tokens, n_pixels = n_tokens + rows * columns, n_pixels + width * height
+        sizes.append(size_of(image, _name(image, i)))
+        n_tokens, n_pixels = n_tokens + math.prod(vision.processor.grid(*sizes[-1])), n_pixels + math.prod(sizes[-1])
         for count, maximum, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
             if maximum is not None and count > maximum:
                 raise MTPError(
@@ -167,15 +145,13 @@ def read_images(
         pixel_values.clear()  # the traceback would keep them
         mx.clear_cache()
         raise
-    expanded: list[int] = []
-    spans: list[ImageSpan] = []
+    expanded, spans = list[int](), list[ImageSpan]()
     for token in tokens:
+        n = 1
         if token == placeholder:
-            rows, columns = pixel_values[len(spans)].shape[:2]
-            spans.append(ImageSpan(len(expanded), rows, columns))
-            expanded += [token] * (rows * columns)
-        else:
-            expanded.append(token)
+            spans.append(ImageSpan(len(expanded), *pixel_values[len(spans)].shape[:2]))
+            n = spans[-1].rows * spans[-1].columns
+        expanded += [token] * n
     return ImagePrompt(expanded, spans, pixel_values, vision)
 
 
@@ -193,11 +169,7 @@ def encode_marked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
 
 
 def vision_of(model: Any) -> Vision:
-    """The vision encoder and the image processor of a model.
-
-    Raises:
-        MTPError: The model has no vision encoder, or is spread over several machines.
-    """
+    """The vision encoder and the image processor of a model, or an MTPError if it has none or is on several machines."""
     if not isinstance(model, MTPModel):
         raise MTPError(
             "Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True; in `mlx_mtp chat`, use --images."

@@ -61,7 +61,6 @@ class VisionArgs(BaseModelArgs):
 
     @property
     def patch_dim(self) -> int:
-        """The number of values of a patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
@@ -173,32 +172,23 @@ class VisionTower(nn.Module):
             try:
                 next(pieces)
             except StopIteration as end:
-                embeddings: mx.array = end.value
-                return embeddings
+                return end.value
 
     def pieces(self, pixel_values: mx.array, size: Size) -> Generator[int, None, mx.array]:
         """A generator computing the embeddings of one image, a piece at a time, so that other work can run in between.
 
+        It yields the multiplications of each piece, and returns [rows * columns, H of the language model], evaluated.
+
         Args:
-            pixel_values: [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of
-              m x m, row by row, and their values, channels * frames * height * width.
+            pixel_values: [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of m x m, row by
+              row, and their values, channels * frames * height * width.
             size: The multiplications of the next piece, at most where a patch of a layer takes fewer.
-
-        Yields:
-            The multiplications of the piece that was computed.
-
-        Returns:
-            [rows * columns, H of the language model], evaluated.
-
-        Raises:
-            MTPError: The patches are not of this tower, or more than ``MAX_PATCHES``.
         """
         rows, columns = self._check(pixel_values)
         y, x = _positions(rows, columns, self.args.spatial_merge_size)
         patches, D = pixel_values.reshape(-1, self.args.patch_dim), self.args.hidden_size
-        h = yield from _in_pieces(
-            len(patches), size, self.args.patch_dim * D, lambda i: self.patch_embed(patches[i])
-        )  # [N, D]
+        cost = self.args.patch_dim * D
+        h = yield from _in_pieces(len(patches), size, cost, lambda i: self.patch_embed(patches[i]))  # [N, D]
         h = h + self._position_embeddings(y, x, rows, columns).astype(h.dtype)
         cos, sin = self._angles(y, x)
         for block in self.blocks:
@@ -269,23 +259,13 @@ def _taps(position: mx.array, size: int, side: int) -> list[tuple[mx.array, mx.a
 
 def split_tower(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
     """Separate a checkpoint's tensors into the language model's and the tower's, whose names lose their prefix."""
-    language: dict[str, T] = {}
-    tower: dict[str, T] = {}
-    for name, w in weights.items():
-        prefix = next((p for p in (PREFIX, RAW_PREFIX) if name.startswith(p)), None)
-        if prefix is None:
-            language[name] = w
-        else:
-            tower[name.removeprefix(prefix)] = w
-    return language, tower
+    of_tower = {name: name.removeprefix(p) for p in (PREFIX, RAW_PREFIX) for name in weights if name.startswith(p)}
+    language = {name: w for name, w in weights.items() if name not in of_tower}
+    return language, {own: weights[name] for name, own in of_tower.items()}
 
 
 def make_tower(args: VisionArgs, weights: Mapping[str, mx.array]) -> VisionTower:
-    """A tower with these tensors, in either layout. They are read when they are used.
-
-    Raises:
-        MTPError: One is missing, unknown, quantized, or of the wrong shape.
-    """
+    """A tower with these tensors, in either layout, which are read when they are used; an MTPError if they do not fit."""
     tower, tensors = VisionTower(args), dict(weights)
     if any(name.endswith(".scales") for name in tensors):
         raise MTPError("The vision encoder is quantized: graft the base model's, in bfloat16.")

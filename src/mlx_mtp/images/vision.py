@@ -41,13 +41,9 @@ log = logging.getLogger(__name__)
 
 
 class Processor:
-    """transformers' image processor, which turns an image into the patches of its tokens.
+    """transformers' image processor, by the settings of a preprocessor_config.json and the published Qwen3.5's.
 
-    Args:
-        settings: A preprocessor_config.json. The defaults are the published Qwen3.5's.
-
-    Raises:
-        MTPError: A setting is not usable.
+    An MTPError if a setting is not usable.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
@@ -79,16 +75,7 @@ class Processor:
         return PIXEL_BYTES * (2 * width * height + n) + 3 * n * (2 + 2 * self.temporal_patch_size) * np.float32().nbytes
 
     def preprocess_image(self, image: Any, name: str | None = None) -> mx.array:
-        """
-        Args:
-            image: The image and its name, as for ``open_image``.
-
-        Returns:
-            [rows, columns, merge_size**2, P] in float32: the grid of its tokens, and the patches of each.
-
-        Raises:
-            MTPError: The image cannot be opened.
-        """
+        """Any image of ``open_image`` -> the grid of its tokens and the patches of each, [rows, columns, merge_size**2, P]"""
         rgb = open_image(image, name)
         rows, columns = self.grid(rgb.width, rgb.height)
         patches = self._theirs(images=[rgb], return_tensors="np")["pixel_values"]  # [N, P]
@@ -101,13 +88,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Vision:
-    """The images of a model: ``model.vision`` of ``mlx_mtp.load``, or ``None`` where the checkpoint has no tower.
-
-    Args:
-        folder: The checkpoint.
-        config: Its config.json.
-        files: The files with the tower's tensors.
-    """
+    """The images of a model, ``model.vision``: of a checkpoint's folder, config.json and files with the tower's tensors."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], files: Sequence[str]):
         self.folder, self.config, self.files = folder, config, files
@@ -115,7 +96,6 @@ class Vision:
 
     @cached_property
     def processor(self) -> Processor:
-        """Raises an MTPError if the checkpoint's file is damaged, or for another kind of processor."""
         require("image", "An image")
         args = self._args
         own = dict(zip(SIZES, (args.patch_size, args.temporal_patch_size, args.spatial_merge_size)))
@@ -132,7 +112,6 @@ class Vision:
 
     @cached_property
     def tower(self) -> VisionTower:
-        """Raises an MTPError if its tensors are damaged, or do not fit the config."""
         tower = self.lazy_tower()
         if self.dtype is not None:
             tower.set_dtype(self.dtype)
@@ -154,9 +133,7 @@ class Vision:
     @property
     def unread_bytes(self) -> int:
         """The size of the tower's tensors before the tower is loaded; 0 afterwards."""
-        if "tower" in vars(self):
-            return 0
-        return nbytes_of(self.lazy_tower())
+        return 0 if "tower" in vars(self) else nbytes_of(self.lazy_tower())
 
     def lazy_tower(self) -> VisionTower:
         """A tower of which each tensor is read when it is used."""

@@ -1,12 +1,9 @@
 """Functions of a module and arrays, compiled once for each kind of module and each shape.
 
-MLX builds a new graph for every token. With Python calls for each operation, this takes as long as a small model takes to run.
-A function of ``mx.compile`` is traced once; then its graph is copied without Python, with fused elementwise operations.
-
-The module is an argument, so its weights are arguments of the trace: layers of one kind share a trace, and new weights take
-effect at once. All other attributes are fixed in the trace and define the kind of the module: its class, its numbers, and those
-of its submodules. A ``Compiler`` looks up the kind of a module at its first call, and serves one generation: the next one sees
-whatever was changed in the modules.
+Python takes as long to build the graph of a token as a small model takes to run. A function of ``mx.compile`` is traced once;
+then its graph is copied without Python, with fused elementwise operations. The module is an argument, so its weights are
+arguments of the trace: layers of one kind share a trace, and new weights take effect at once. All other attributes are fixed in
+the trace and define the kind of the module: its class, its numbers, and those of its submodules.
 """
 
 import copy
@@ -31,11 +28,7 @@ Function = Callable[..., Any]  # (module, *arrays, **numbers) -> arrays; numbers
 
 
 class Kind:
-    """The common part of the modules of one kind: a copy of a module with other arrays in place of its own.
-
-    Args:
-        module: A module whose arrays are all different ones.
-    """
+    """The common part of the modules of one kind: a copy of a module, whose arrays are all different ones, without them."""
 
     def __init__(self, module: nn.Module):
         arrays = _arrays_of(module)
@@ -43,7 +36,6 @@ class Kind:
         self.template = copy.deepcopy(module, {id(x): self.placeholders[name] for name, x in arrays.items()})
 
     def filled(self, arrays: dict[str, mx.array]) -> nn.Module:
-        """A module of this kind with the arrays of another one, which a trace has by the same names."""
         if arrays.keys() != self.placeholders.keys():
             raise MTPError("The modules of a model cannot be replaced while it generates: end the generation before.")
         return copy.deepcopy(self.template, {id(x): arrays[name] for name, x in self.placeholders.items()})
@@ -71,7 +63,7 @@ _traces = _Traces()
 
 
 class Compiler:
-    """Runs functions of modules compiled, for one generation. It takes the modules as they are at its first call of each."""
+    """Runs functions of modules compiled, for one generation: it looks at a module at its first call."""
 
     def __init__(self) -> None:
         # By the id of the module, which is kept: otherwise a later module may have the same id.
@@ -82,14 +74,10 @@ class Compiler:
         self.kinds = {}
 
     def run(self, function: Function, module: Any, *inputs: mx.array, **numbers: int) -> Any:
-        """``function(module, *inputs, **numbers)``, compiled.
+        """``function(module, *inputs, **numbers)``, compiled, where traces are looked up by the shape of the first input.
 
-        Args:
-            function: A pure function that returns arrays. It may call the modules in ``module``.
-            module: The module. The call is not compiled if a module in it is no pure function, such as a dropout in
-              training, or has an attribute that a trace cannot have, such as a distributed group.
-            inputs: At least one array. Traces are looked up by the shape of the first.
-            numbers: Numbers, which are fixed in the trace.
+        It is not compiled if a module in it is no pure function, such as a dropout in training, or has an attribute that a
+        trace cannot have, such as a distributed group.
         """
         if id(module) not in self.kinds:
             self.kinds[id(module)] = module, _kind_of(module)

@@ -1,8 +1,7 @@
 """The configuration of a model's drafts and passes, ``model.drafting``, which ``mlx_mtp.load`` sets, and cheaper drafts.
 
-A cheaper draft has an output layer of fewer tokens or bits, or a head of fewer bits. The whole model verifies each draft, so
-cheaper drafts do not change the text, only the cost and the acceptance rate of drafts. Most of a draft's cost is the output
-layer, with the weights of some 250,000 tokens.
+A cheaper draft has an output layer of fewer tokens or bits, or a head of fewer bits. The text does not change, only the cost
+and the acceptance rate of drafts.
 """
 
 import copy
@@ -25,9 +24,8 @@ class Settings:
     draft_head_bits: int | None = None
     draft_vocab: int | None = None
     draft_p_min: float = 0.0
-    seconds: Mapping[int, float] = field(
-        default_factory=dict, hash=False
-    )  # of steps by draft length, with which "auto" begins
+    # Of steps by draft length, with which "auto" begins
+    seconds: Mapping[int, float] = field(default_factory=dict, hash=False)
     attention_rows: int | None = None  # this and the following fields as in DraftConfig
     compiled: bool = True
     pieces: int | None = None
@@ -52,46 +50,31 @@ class Settings:
 
 @dataclass
 class DraftConfig:
-    """
-    Args:
-        lm_head: The output layer of the drafts. Default: ``None``, the model's own.
-        tuned: The settings of ``--tune``. Default: ``None``, not tuned.
-        attention_rows: The most tokens of a verify pass that attention takes at a time, see ``group_size``;
-          0 for all. Default: ``None``, on Metal as many as its fused attention takes, elsewhere all.
-        compiled: Whether passes over a few tokens are compiled, see ``compiled.py``. Default: ``True``.
-        pieces: As in ``Pass``.
-        times: The times of steps, which all generations share and update.
-        turn: Identifies the generation that last submitted work to the device.
-    """
-
-    lm_head: "DraftLMHead | None" = None
-    tuned: Settings | None = None
+    lm_head: "DraftLMHead | None" = None  # the output layer of the drafts; ``None``: the model's own
+    tuned: Settings | None = None  # of ``--tune``
+    # The most tokens of a verify pass that attention takes at a time, 0 for all; ``None``: as many as Metal's fused attention
     attention_rows: int | None = None
-    compiled: bool = True
-    pieces: int | None = None
-    times: Any = None
-    turn: Any = None
+    compiled: bool = True  # whether passes over a few tokens are
+    pieces: int | None = None  # as in ``Pass``
+    times: Any = None  # of steps, which all generations share and update
+    turn: Any = None  # identifies the generation that last submitted work to the device
 
 
 class DraftLMHead:
-    """The output layer of drafts.
-
-    It is not an ``nn.Module``, since its arrays are copied from the model's and are not parameters.
+    """The output layer of drafts, with copies of the model's weights, which are no parameters.
 
     Args:
         layer: The model's ``lm_head``, or its embedding if they are tied; quantized or not.
-        ids: The tokens whose weights to copy, in ascending order, so that the first of equal logits is
-          chosen, as in the whole layer. Default: ``None``, all tokens.
-        bits: Quantize the copy to this many bits. Default: ``None``, no quantization.
+        ids: The tokens whose weights to copy, in ascending order, so that the first of equal logits is chosen; ``None``: all.
+        bits: Quantize the copy to this many bits.
     """
 
     def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
         self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # a LoRA layer, with its adapter
         self._bits = bits
-        self._known = set(ids or ())
         self.ids = None if ids is None else mx.array(ids, mx.uint32)  # [n]
         self.layers = [self._rows(self.ids)]
-        self._sizes = [len(self._known)]  # the tokens of each layer
+        self._tokens = [set(ids or ())]  # of each layer
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[B, T, H] -> logits of ``ids`` [B, T, n]"""
@@ -99,24 +82,16 @@ class DraftLMHead:
         return logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=-1)
 
     def with_tokens(self, tokens: Iterable[int]) -> "DraftLMHead":
-        """Add tokens to the draft vocabulary: a text repeats its own words, even rare ones.
-
-        Args:
-            tokens: Tokens of the prompt, or generated tokens.
-
-        Returns:
-            DraftLMHead: This layer if it has all of them, otherwise a new layer. New tokens come last in ``ids``.
-        """
-        new = [i for i in dict.fromkeys(tokens) if i not in self._known]
+        """This layer if it has these tokens, otherwise a new one, with the new tokens last in ``ids``."""
+        new = [i for i in dict.fromkeys(tokens) if not any(i in own for own in self._tokens)]
         if self.ids is None or not new:
             return self
-        head = copy.copy(self)
-        head._known, head.ids = self._known | {*new}, mx.concatenate([self.ids, mx.array(new, mx.uint32)])
-        sizes, n = [*self._sizes], len(new)
+        head, held, added = copy.copy(self), [*self._tokens], {*new}
+        head.ids = mx.concatenate([self.ids, mx.array(new, mx.uint32)])
         # A layer takes the rows of those behind it that are no larger, so there are few, and each row is copied a few times.
-        while len(sizes) > 1 and sizes[-1] <= n:
-            n += sizes.pop()
-        head.layers, head._sizes = [*self.layers[: len(sizes)], self._rows(head.ids[-n:])], [*sizes, n]
+        while len(held) > 1 and len(held[-1]) <= len(added):
+            added |= held.pop()
+        head.layers, head._tokens = [*self.layers[: len(held)], self._rows(head.ids[-len(added) :])], [*held, added]
         return head
 
     def _rows(self, ids: mx.array | None) -> nn.Module:

@@ -1,15 +1,8 @@
 """A decoder layer as pure functions around its cache, which can be compiled: see ``compiled.py``.
 
-A recurrent layer is one function, of its input and its states. An attention layer is two:
-
-    x ── before_attention ── queries, keys, values ── cache, attention ──┐
-    x ───────────────────────────────────────────────────────── after_attention ── x
-
-Cache and attention are outside of the functions, since the number of tokens changes at every step. A pass that is neither
-compiled nor recorded, and has no groups of queries, runs mlx-lm's own layer.
-
-Attention over a verify pass is in groups of queries that MLX's fused attention takes on Metal. Without a fused kernel, MLX
-writes the scores of all queries to memory, and may read the keys once for each query head. Each group reads them once.
+A recurrent layer is one function, of its input and its states. An attention layer is two, before and after its cache and
+attention, since the number of tokens changes at every step. A pass that is neither compiled nor recorded, and has no groups of
+queries, runs mlx-lm's own layer.
 """
 
 from typing import Any
@@ -22,7 +15,7 @@ from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from ..caches import indexed
 from ..caches.indexed import NAMES
-from ..caches.recurrent import ArraysCache, State, recur
+from ..caches.recurrent import ArraysCache, Recorded, State, recur
 from ..caches.rows import MixedKVRows
 from .passes import Pass, current_pass
 
@@ -44,9 +37,7 @@ class Layer:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of activations."""
-        dtype: mx.Dtype = self.input_layernorm.weight.dtype
-        return dtype
+        return self.input_layernorm.weight.dtype
 
     @property
     def states(self) -> list[State]:
@@ -59,11 +50,10 @@ class Layer:
 
     @property
     def row_sizes(self) -> dict[str, tuple[int, int]]:
-        """The numbers of heads and dimensions of the arrays of the cache of an attention layer, by name."""
+        """The heads and dimensions of the arrays of the cache of an attention layer, by name."""
         return dict.fromkeys(NAMES, (self.self_attn.num_key_value_heads, self.self_attn.head_dim))
 
     def make_cache(self) -> Any:
-        """An empty cache of this layer."""
         if self.is_linear:
             return ArraysCache(size=len(self.states))
         return KVCache() if len(self.row_sizes) == len(NAMES) else indexed.KVCache()
@@ -80,8 +70,8 @@ class Layer:
         """Run the second part, and add its output."""
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def embed(self, x: mx.array, cache: Any, this: Pass) -> tuple[mx.array, list[mx.array]]:
-        """Change the input of a recurrent layer -> it, and the further last inputs of its cache, each with the new ones."""
+    def embed(self, x: mx.array, held: list[mx.array], this: Pass) -> tuple[mx.array, list[mx.array]]:
+        """Change the input of a recurrent layer -> it, and the further last inputs that it holds, each with the new ones."""
         return x, []
 
     def index(self, normed: mx.array) -> tuple[mx.array, ...]:
@@ -89,46 +79,39 @@ class Layer:
         return ()
 
     def select(self, mask: Any, queries: mx.array, keys: mx.array, offset: int | mx.array) -> Any:
-        """The mask of attention to the tokens that the indexer selects.
+        """The mask of attention to the tokens that the indexer selects, by ``index`` of the queries and of all keys.
 
-        Args:
-            mask: The mask without a selection.
-            queries, keys: As in ``index``, the keys of all tokens, [B, 1, N, Di].
-            offset: The index of the first query, [B].
+        ``offset`` is the index of the first query, [B], and ``mask`` the mask without a selection.
         """
         raise NotImplementedError
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         this = current_pass()
-        if cache is not None and self.is_linear:
-            if getattr(cache, "window", None) is not None or (this.compiler is not None and mask is None):
-                return self.recur(x, cache, this)
-        elif cache is not None and (
-            this.compiler is not None or this.attention_rows != 0 or isinstance(cache, MixedKVRows)
-        ):
+        if cache is not None and self.is_linear and (this.records or (this.compiler is not None and mask is None)):
+            return self.recur(x, cache, this)
+        is_own = this.compiler is not None or this.attention_rows != 0 or isinstance(cache, MixedKVRows)
+        if cache is not None and not self.is_linear and is_own:
             return self.attend(x, mask, cache, this)
         return super().__call__(x, mask, cache)  # type: ignore[misc]
 
     def recur(self, x: mx.array, cache: Any, this: Pass) -> mx.array:
         """Run a recurrent layer over a window or one token, and update its cache."""
-        B, T, _ = x.shape
-        delta, window = self.linear_attn, cache.window if isinstance(cache, ArraysCache) else None
-        x, last_inputs = self.embed(x, cache, this)
-        conv_state, state = cache[0], cache[1]
-        if conv_state is None:
-            conv_state = mx.zeros((B, delta.conv_kernel_size - 1, delta.conv_dim), x.dtype)
-        if state is None:
-            state = mx.zeros((B, delta.num_v_heads, delta.head_v_dim, delta.head_k_dim), mx.float32)
-        n_confirmed = 0 if window is None else min(window.n_confirmed, T)
-        x, conv_state, state, *record = this.call(recurrent_layer, self, x, conv_state, state, n_confirmed=n_confirmed)
-        if window is not None:
-            conv_input, window.state, *inputs = record
-            window.n_tokens, window.last_inputs, window.inputs = T, (conv_input, *last_inputs), tuple(inputs)
+        T, held = x.shape[1], self.held(cache, x)
+        x, last_inputs = self.embed(x, held, this)
+        x, conv_state, state, *record = this.call(recurrent_layer, self, x, *held[:2])
+        if this.records:
+            cache.window = Recorded(T, (*record[:1], *last_inputs), held[1], tuple(record[1:]))
         cache[0], cache[1] = conv_state, state
         for i, own in enumerate(last_inputs, 2):
             cache[i] = mx.contiguous(own[:, T:])
         cache.advance(T)
         return x
+
+    def held(self, cache: Any, x: mx.array) -> list[mx.array]:
+        """The arrays of a recurrent layer's cache; zeros before the first token."""
+        if cache[0] is not None:
+            return cache.cache
+        return [mx.zeros((len(x), *s.shape), s.dtype or x.dtype) for s in self.states]
 
     def attend(self, x: mx.array, mask: mx.array | str | None, cache: Any, this: Pass) -> mx.array:
         start = this.start(cache)
@@ -139,11 +122,7 @@ class Layer:
         return x
 
     def attention(self, arrays: Any, mask: Any, cache: Any, this: Pass, *, is_rotated: bool) -> mx.array:
-        """Update an attention layer's cache, and attend.
-
-        Args:
-            arrays: Those of ``before_attention``, with queries of the last positions or all.
-        """
+        """Update an attention layer's cache, and attend: by the arrays of ``before_attention``."""
         if isinstance(cache, MixedKVRows):
             return self.attention_in_parts(arrays, mask, cache, this, is_rotated=is_rotated)
         queries, keys, values, *index = arrays
@@ -169,22 +148,12 @@ class Layer:
         return out
 
 
-def recurrent_layer(
-    layer: Any, x: mx.array, conv_state: mx.array, state: mx.array, n_confirmed: int
-) -> tuple[mx.array, ...]:
+def recurrent_layer(layer: Any, x: mx.array, conv_state: mx.array, state: mx.array) -> tuple[mx.array, ...]:
     """A decoder layer with a GatedDeltaNet, as in mlx-lm's ``DecoderLayer`` and ``GatedDeltaNet`` (0.32.2).
 
-    Args:
-        layer: Its ``linear_attn`` has ``project``.
-        x: [B, T, H]
-        conv_state: The last inputs of the convolution, [B, K - 1, C].
-        state: The state of the recurrence, [B, Hv, Dv, Dk].
-        n_confirmed: The number of leading tokens that are final; 0 if the call is not recorded.
-
-    Returns:
-        The output [B, T, H] and both states after all tokens. If ``n_confirmed`` is above 0, also the
-          inputs of the convolution [B, K - 1 + T, C], the state of the recurrence after the confirmed tokens, and q, k, v and
-          the gates g, beta of the other tokens, each [B, T - n_confirmed, ...], if there are any.
+    x [B, T, H], the last inputs of the convolution [B, K - 1, C] and the state of the recurrence [B, Hv, Dv, Dk] -> the output,
+    both states after all tokens and, of more than one token, the record: the inputs of the convolution [B, K - 1 + T, C], and
+    those of the recurrence, q, k, v and the gates g, beta, each [B, T, ...].
     """
     delta, (B, T, _) = layer.linear_attn, x.shape
     normed, *ways = layer.enter(x)
@@ -204,54 +173,38 @@ def recurrent_layer(
     q, k = normalize_qk(q, k, inv_scale=delta.head_k_dim**-0.5, eps=1e-6)
 
     inputs = (q, k, v, compute_g(delta.A_log, a, delta.dt_bias), mx.sigmoid(b))
-    if 0 < n_confirmed < T:
-        out, confirmed = recur([t[:, :n_confirmed] for t in inputs], state)
-        others = [t[:, n_confirmed:] for t in inputs]
-        rest, state = recur(others, confirmed)
-        out = mx.concatenate([out, rest], axis=1)  # [B, T, Hv, Dv]
-        record = [conv_input, confirmed, *others]
-    else:
-        out, state = recur(inputs, state)
-        record = [conv_input, state] if n_confirmed > 0 else []
-
+    out, state = recur(inputs, state)  # [B, T, Hv, Dv]
     out = delta.out_proj(delta.norm(out, z).reshape(B, T, -1))
     if delta.sharding_group is not None:
         out = mx.distributed.all_sum(out, group=delta.sharding_group)
-    return layer.feed_forward(layer.join(x, out, *ways)), conv_state, state, *record
+    out = layer.feed_forward(layer.join(x, out, *ways))
+    return (out, conv_state, state) if T == 1 else (out, conv_state, state, conv_input, *inputs)
 
 
 def before_attention(
     layer: Any, x: mx.array, start: mx.array | None = None, query_start: mx.array | None = None, *, last: bool = False
 ) -> tuple[Any, ...]:
-    """The first part of a layer with mlx-lm's ``Qwen3NextAttention`` (0.32.2).
+    """The first part of a layer with mlx-lm's ``Qwen3NextAttention`` (0.32.2), of x [B, T, H].
 
-    Args:
-        x: [B, T, H]
-        start: The position of the first token, [] or [B]. Default: ``None``, without rope.
-        query_start: The position of the first query. Default: ``None``, that of the first token.
-        last: Only the last position has a query. Default: ``False``.
+    ``start`` is the position of the first token, [] or [B], and ``query_start`` of the first query; ``None``: without rope.
+    With ``last``, only the last position has a query.
 
     Returns:
-        Of the positions with queries, x, the gate [B, T, Hq D] and what ``join`` takes; then queries [B, Hq, T, D], keys
-          and values [B, Hkv, T, D], and those of ``index``.
+        Of the positions with queries, x, the gate [B, T, Hq D] and what ``join`` takes; then queries [B, Hq, T, D], keys and
+        values [B, Hkv, T, D], and those of ``index``.
     """
     normed, *ways = layer.enter(x)
     keys, values = keys_and_values_of(layer.self_attn, normed)
     index = layer.index(normed)
     if last:
         x, normed, *ways = (t[:, -1:] for t in (x, normed, *ways))
-    queries, gate = queries_of(layer.self_attn, normed)
+    (B, T, _), own = normed.shape, layer.self_attn
+    queries, gate = mx.split(own.q_proj(normed).reshape(B, T, own.num_attention_heads, -1), 2, axis=-1)
+    queries, gate = own.q_norm(queries).transpose(0, 2, 1, 3), gate.reshape(B, T, -1)
     if start is not None:
-        rope = layer.self_attn.rope
-        queries, keys = rope(queries, offset=start if query_start is None else query_start), rope(keys, offset=start)
+        queries = own.rope(queries, offset=start if query_start is None else query_start)
+        keys = own.rope(keys, offset=start)
     return x, gate, ways, (queries, keys, values, *index)
-
-
-def queries_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]:
-    """x [B, T, H] after the layer's norm -> queries before rope [B, Hq, T, D], and the gate [B, T, Hq D]"""
-    B, T, _ = x.shape
-    queries, gate = mx.split(attention.q_proj(x).reshape(B, T, attention.num_attention_heads, -1), 2, axis=-1)
-    return attention.q_norm(queries).transpose(0, 2, 1, 3), gate.reshape(B, T, -1)
 
 
 def keys_and_values_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -269,17 +222,7 @@ def append_to_cache(layer: Any, x: mx.array, cache: Any) -> None:
 
 
 def after_attention(layer: Any, x: mx.array, out: mx.array, gate: mx.array, *ways: mx.array) -> mx.array:
-    """The last part of such a layer.
-
-    Args:
-        x: The layer's input, [B, T, H].
-        out: The output of attention, [B, Hq, T, D].
-        gate: [B, T, Hq D]
-        ways: What ``join`` takes.
-
-    Returns:
-        [B, T, H]
-    """
+    """The last part of such a layer, given its input x [B, T, H] and the output of attention [B, Hq, T, D]."""
     B, T, _ = x.shape
     out = out.transpose(0, 2, 1, 3).reshape(B, T, -1)  # [B, T, Hq D]
     return layer.feed_forward(layer.join(x, layer.self_attn.o_proj(out * mx.sigmoid(gate)), *ways))
@@ -288,8 +231,7 @@ def after_attention(layer: Any, x: mx.array, out: mx.array, gate: mx.array, *way
 def group_size(n: int, heads: int, kv_heads: int, head_dim: int) -> int:
     """The queries of an attention call, of the n in a window, that a fused kernel of Metal takes; n if none is fused.
 
-    The mask may be causal or an array: the rule is the same, as there are at least as many keys as queries. Examples: 5 for
-    Qwen3.5-27B, 4 for 35B-A3B, 2 for 122B-A10B and 397B-A17B.
+    Examples: 5 for Qwen3.5-27B, 4 for 35B-A3B, 2 for 122B-A10B and 397B-A17B.
     """
     max_queries = min(FEW, HEADS * kv_heads // heads)
     if max_queries == 0 or head_dim not in SIZES_OF_FEW or (n > FEW and head_dim in SIZES_OF_MANY):
@@ -306,16 +248,14 @@ def attend(
     mask: mx.array | str | None,
     max_queries: int | None,
 ) -> mx.array:
-    """mlx-lm's attention, in groups of queries.
+    """mlx-lm's attention, in groups of at most ``max_queries``; 0 for all, ``None`` for those of ``group_size``.
+
+    Without a fused kernel, Metal writes the scores of all queries to memory, and may read the keys once for each query head.
 
     Args:
         queries: Of the last T of N positions, [B, H, T, D].
         keys, values: [B, Hkv, N, D]; from a quantized cache tuples of arrays, for which there is no fused kernel.
         mask: ``"causal"``, or [..., T, N].
-        max_queries: The most queries of a group; 0 for all. ``None``: as ``group_size``.
-
-    Returns:
-        [B, H, T, D]
     """
     _, H, T, D = queries.shape
     n = max_queries or T

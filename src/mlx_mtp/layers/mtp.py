@@ -21,12 +21,7 @@ from .passes import current_pass, in_pass, pass_of_head
 
 
 class MTPModule(nn.Module):
-    """The head, without the embedding and the lm_head that it shares with the backbone.
-
-    Args:
-        args: The backbone's text arguments.
-        layer (nn.Module): A full-attention decoder layer of the backbone's kind.
-    """
+    """The head: a decoder layer with attention, without the embedding and the lm_head that it shares with the backbone."""
 
     pre_fc_norm_embedding: Any
     pre_fc_norm_hidden: Any
@@ -41,14 +36,9 @@ class MTPModule(nn.Module):
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any = None) -> mx.array:
-        """
-        Args:
-            embeddings (mx.array): The embedding of the token after each position, [B, T, H].
-            hidden (mx.array): The backbone's hidden state at each position, or the head's own for a further draft, [B, T, H].
-            cache (KVCache, optional): The head's keys and values.
+        """The embedding of the token after each position, and the position's hidden state, [B, T, H] each -> [B, T, H]
 
-        Returns:
-            mx.array: [B, T, H], after the head's norm.
+        The hidden state is the backbone's or, for a further draft, the head's own. The output is after the head's norm.
         """
         return self.decode(self.combine(embeddings, hidden), cache)
 
@@ -97,19 +87,12 @@ def run_head(
     positions: Positions | None = None,
     compiler: Compiler | None = None,
 ) -> mx.array:
-    """One pass of a model's head, for its last position.
+    """A pass of a model's head over hidden states [B, T, H] and the token after each, [B, T] -> the last output, [B, 1, H]
 
     Args:
-        hidden: The hidden states of T positions, [B, T, H].
-        tokens: The token after each, [B, T].
         cache: The head's keys and values, to which T positions are appended.
-        embeddings: Embeddings to use instead of the tokens', [B, T, H].
-        positions: The positions of the hidden states in a text with images. Default: ``None``, plain
-          positions.
-        compiler: Compiles the pass. Default: ``None``, not compiled.
-
-    Returns:
-        The head's output for the last position, [B, 1, H].
+        embeddings: To use instead of the tokens', [B, T, H].
+        positions: Those of the hidden states in a text with images. Default: ``None``, plain positions.
     """
     this = pass_of_head(hidden.shape[1], model.drafting, compiler, positions)
     if embeddings is None:

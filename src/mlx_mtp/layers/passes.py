@@ -18,21 +18,13 @@ MAX_WINDOW = MAX_COPY_TOKENS + 1  # tokens of a sequence in a compiled pass, the
 
 @dataclass
 class Pass:
-    """
-    Args:
-        compiler: Compiles the layers. Default: ``None``, they run as in mlx-lm.
-        attention_rows: The most queries of an attention call, see ``group_size``: 0 for all, ``None`` for as
-          many as Metal's fused attention takes.
-        pieces: The number of attention layers after which the graph built so far is submitted to the device,
-          while the host builds the rest. Default: ``None``, the whole graph at once.
-        positions: The positions of a text with images, into which the offset of ``MRoPE`` is an index.
-          Default: ``None``, indices are positions.
-    """
-
-    compiler: Compiler | None = None
-    attention_rows: int | None = 0
-    pieces: int | None = None
-    positions: Positions | None = None
+    compiler: Compiler | None = None  # compiles the layers; ``None``: they run as in mlx-lm
+    attention_rows: int | None = 0  # as in ``DraftConfig``
+    pieces: int | None = (
+        None  # attention layers after which the graph so far is submitted, while the host builds the rest
+    )
+    positions: Positions | None = None  # of a text with images, into which the offset of ``MRoPE`` is an index
+    records: bool = False  # whether the calls of recurrent layers are recorded, to roll back
     n_attended: int = 0  # attention layers built so far
     arrays: dict[Any, Any] = field(default_factory=dict)  # results of ``start`` and ``ids``, which all layers share
 
@@ -43,23 +35,18 @@ class Pass:
         return self.compiler.run(function, module, *inputs, **numbers)
 
     def start(self, cache: Any) -> tuple[mx.array, ...]:
-        """The position of the first token after a cache, as an array, since a number would be fixed in a trace.
-
-        Empty if positions have three axes.
-        """
+        """The position of the first token after a cache, as an array; empty if positions have three axes."""
         offset = cache.offset
         if isinstance(offset, mx.array):
             return (offset,)
         if offset not in self.arrays:
             position = self.position(offset)
             self.arrays[offset] = () if position is None else (mx.array(position),)
-        start: tuple[mx.array, ...] = self.arrays[offset]
-        return start
+        return self.arrays[offset]
 
     def position(self, index: int) -> int | None:
         """The position of the token at an index; ``None`` unless this token and all later tokens have plain positions."""
-        text = self.positions
-        if text is None:
+        if (text := self.positions) is None:
             return index
         return index + text.shift if text.are_plain(index) else None
 
@@ -68,8 +55,7 @@ class Pass:
         if (begin, n) not in self.arrays:
             assert self.positions is not None
             self.arrays[begin, n] = mx.array(self.positions.ids(begin, n))
-        ids: mx.array = self.arrays[begin, n]
-        return ids
+        return self.arrays[begin, n]
 
     def count_attention(self, x: mx.array) -> None:
         """Call with the hidden states after each attention layer."""
@@ -83,19 +69,17 @@ def on_metal() -> bool:
 
 
 def pass_over(
-    T: int, drafting: DraftConfig, n_confirmed: int, compiler: Compiler | None, positions: Positions | None
+    T: int, drafting: DraftConfig, records: bool, compiler: Compiler | None, positions: Positions | None
 ) -> Pass:
     """A pass of the backbone over T tokens of each sequence. Prompts run as in mlx-lm."""
-    if n_confirmed == 0 and T > 1:
+    if not records and T > 1:
         return Pass(positions=positions)
-    rows = drafting.attention_rows if n_confirmed > 0 else 0
-    if rows is None and not on_metal():
-        rows = 0
-    return Pass(_compiler(T, drafting, compiler), rows, drafting.pieces, positions)
+    rows = drafting.attention_rows if records else 0
+    rows = 0 if rows is None and not on_metal() else rows
+    return Pass(_compiler(T, drafting, compiler), rows, drafting.pieces, positions, records)
 
 
 def pass_of_head(T: int, drafting: DraftConfig, compiler: Compiler | None, positions: Positions | None = None) -> Pass:
-    """A pass of the head over T tokens of each sequence."""
     return Pass(_compiler(T, drafting, compiler), positions=positions)
 
 
@@ -107,7 +91,6 @@ _pass: ContextVar[Pass | None] = ContextVar("pass", default=None)
 
 
 def current_pass() -> Pass:
-    """The pass that runs, or the configuration of a layer that is called outside ``in_pass``."""
     return _pass.get() or Pass()
 
 

@@ -30,11 +30,6 @@ class Norm(nn.Module):
 
 
 class Indexer(nn.Module):
-    """
-    Args:
-        args: The text arguments.
-    """
-
     def __init__(self, args: Any):
         super().__init__()
         self.n_heads, self.head_dim = args.indexer_n_heads, args.indexer_head_dim
@@ -47,22 +42,13 @@ class Indexer(nn.Module):
     def __call__(self, normed: mx.array) -> tuple[mx.array, mx.array]:
         """The input of attention [B, T, H] -> raw queries [B, Hi, T, D] and keys [B, 1, T, D]"""
         B, T, _ = normed.shape
-        queries_and_key = (
-            self.index_qk_proj(normed).reshape(B, T, self.n_heads + 1, self.head_dim).transpose(0, 2, 1, 3)
-        )
-        return queries_and_key[:, :-1], queries_and_key[:, -1:]
+        both = self.index_qk_proj(normed).reshape(B, T, self.n_heads + 1, self.head_dim).transpose(0, 2, 1, 3)
+        return both[:, :-1], both[:, -1:]
 
     def select(self, rope: Any, queries: mx.array, keys: mx.array, offset: int | mx.array) -> mx.array:
-        """The tokens that each query attends to.
+        """The tokens that each query attends to, [B or 1, 1, T, N], by the raw keys of all tokens, [B, 1, N, D].
 
-        Args:
-            rope: The rope of the layer's attention.
-            queries: Of ``__call__``, [B, Hi, T, D].
-            keys: The raw keys of all tokens, [B, 1, N, D].
-            offset: The index of the first query, also [B].
-
-        Returns:
-            [B or 1, 1, T, N], bool.
+        ``rope`` is that of the layer's attention, and ``offset`` the index of the first query, also [B].
         """
         T, N, size = queries.shape[2], keys.shape[2], self.block_size
         scores = self._scores(rope(self.q_layernorm(queries), offset=offset), self._summaries(rope, keys))

@@ -4,13 +4,9 @@
     mlx_lm.stream_generate(draft_model.target, tokenizer, prompt, draft_model=draft_model, num_draft_tokens=2)
 
 That loop makes the target's cache and then the draft's, prefills the draft model before the target, gives it tokens but no
-hidden states, and rolls back rejected drafts by trimming both caches. So the target is an adapter around the model:
-
-- The draft's cache is made with the target's: the target's passes leave their hidden states in it. Tokens wait in it until
-  their hidden states are known.
-- A pass of the target with a token that the draft model was not given (the last draft is never fed back) is a verify pass, and
-  is recorded. A recurrent layer's cache can be trimmed within this window, and while it is empty. Trimming beyond the window is
-  an error.
+hidden states, and rolls back rejected drafts by trimming both caches. So the target is an adapter around the model, whose
+passes leave their hidden states in the draft's cache. A pass with a token that the draft model was not given (the last draft is
+never fed back) is a verify pass, and is recorded: a recurrent layer's cache can be trimmed within it, and while it is empty.
 
 So a cache is for one generation: mlx-lm refuses a second one, since the cache cannot be trimmed then. To keep prompt caches
 over turns use :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
@@ -30,10 +26,7 @@ from ..layers.mtp import run_head
 
 
 class ArraysCache(recurrent.ArraysCache):
-    """A recurrent layer's cache that can be trimmed within the target's last window.
-
-    The class has its parent's name because a prompt cache file has the names of its classes.
-    """
+    """A recurrent layer's cache that can be trimmed within the target's last window. Its name is in prompt cache files."""
 
     def __init__(self, draft: "DraftCache", size: int):
         super().__init__(size)
@@ -43,11 +36,7 @@ class ArraysCache(recurrent.ArraysCache):
         return self.empty() or (self.window is not None and self.window.n_tokens > 0)
 
     def trim(self, n: int) -> int:
-        """Remove the last ``n`` tokens of the open window, and close it.
-
-        Raises:
-            MTPError: The tokens are not in the window, or no window is open.
-        """
+        """Remove the last ``n`` tokens of the open window, and close it; an MTPError if they are not in it."""
         if self.empty():
             return 0
         kept = 0 if self.window is None else self.window.n_tokens - n
@@ -152,20 +141,15 @@ class Target(nn.Module):
         """Token ids [1, T] -> logits [1, T, V]"""
         draft = next((c.draft for c in cache or [] if isinstance(c, ArraysCache)), None)
         if draft is None or draft.empty():
-            logits: mx.array = self.model(inputs, cache=cache)
-            return logits
+            return self.model(inputs, cache=cache)
         verifies = draft.n_tokens + inputs.shape[1] > draft.n_seen  # otherwise a chunk of the prompt
-        logits, hidden = self.model(inputs, cache=cache, return_hidden=True, n_confirmed=int(verifies))
+        logits, hidden = self.model(inputs, cache=cache, return_hidden=True, record=verifies)
         draft.record(self.model, hidden, verifies)
         return logits
 
 
 class DraftModel:
-    """The head of a model as a draft model for mlx-lm's speculative loop. Made by ``model.make_draft_model()``.
-
-    Attributes:
-        target: The model to pass to that loop.
-    """
+    """The head of a model as a draft model for mlx-lm's speculative loop, which takes ``target`` as the model."""
 
     def __init__(self, model: Any):
         self.model, self.target = model, Target(model)
@@ -180,14 +164,9 @@ class DraftModel:
         return [draft]
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
-        """
-        Args:
-            inputs: Token ids, [1, T].
-            cache: Of ``make_cache``.
+        """Token ids [1, T] -> the logits of the token after the last, [1, 1, V].
 
-        Returns:
-            Logits of the token after the last, [1, 1, V]. Zeros for a chunk of the prompt, whose logits are not used,
-              and after the first token of a text, which has no hidden state before it.
+        Zeros for a chunk of the prompt, and after the first token of a text, which has no hidden state before it.
         """
         if not cache or not isinstance(cache[0], DraftCache):
             raise MTPError("The draft model needs its cache: append draft_model.make_cache() to target.make_cache().")

@@ -27,11 +27,7 @@ class FamilyModel(MTPModel):
         return "The model takes no images: its positions have one axis, or are scaled (YaRN)."
 
     def make_draft_model(self) -> DraftModel:
-        """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``.
-
-        Raises:
-            MTPError: The model has no head.
-        """
+        """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``; an MTPError without a head."""
         if getattr(self, "mtp", None) is None:
             raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
         return DraftModel(self)
@@ -41,30 +37,20 @@ class FamilyModel(MTPModel):
     ) -> dict[str, mx.array]:
         """mlx-lm's ``sanitize``, which drops the head, and then the head's.
 
-        Args:
-            weights: The tensors of a checkpoint.
-            head: The head's tensors, under names without ``mtp.``, if they are not in
-              ``weights``.
-            raw: Whether ``head`` is in the Hugging Face layout.
+        ``head`` has the head's tensors without ``mtp.``, if they are not in ``weights``, ``raw`` in the Hugging Face layout.
         """
         weights, inside = split_head(weights)
         if head is None:
             head, raw = inside, is_raw(weights)
         weights = super().sanitize(weights)  # type: ignore[misc]
         if (mtp := getattr(self, "mtp", None)) is not None:
-            weights.update(
-                {self.head_prefix + name: w for name, w in sanitize_head(mtp, head, raw and self.shifts_norms).items()}
-            )
+            own = sanitize_head(mtp, head, raw and self.shifts_norms)
+            weights.update({self.head_prefix + name: w for name, w in own.items()})
         return weights
 
 
 def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> None:
-    """Replace a model's layers by layers that can roll back, and add the head if its arguments have one.
-
-    Args:
-        args: The text arguments.
-        decoder_layer: Makes a decoder layer of ``args`` and ``layer_idx``, which is recurrent or not by its index.
-    """
+    """Replace a model's layers by layers that can roll back, and add the head if its text arguments have one."""
     model.model.layers = [decoder_layer(args, layer_idx=i) for i in range(args.num_hidden_layers)]
     attention = [layer.self_attn for layer in model.model.layers if not layer.is_linear]
     if args.mtp_num_hidden_layers > 0:

@@ -7,7 +7,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 
 from ..caches.prompt_cache import PromptCache
-from ..caches.recurrent import open_windows
+from ..caches.recurrent import check_recordable
 from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
@@ -16,8 +16,6 @@ from ..layers.passes import in_pass, pass_over
 
 
 class MTPModel:
-    """A model with its MTP head, as the loop calls it."""
-
     head_prefix = "mtp."  # of the names of the head's parameters
     no_shard: str | None = None  # why ranks cannot have a part of each layer, if they cannot
     text_only: str | None = None  # why a family takes no images, even if its checkpoints have a vision encoder
@@ -46,7 +44,7 @@ class MTPModel:
         input_embeddings: mx.array | None = None,
         *,
         return_hidden: bool = False,
-        n_confirmed: int = 0,
+        record: bool = False,
         compiler: Compiler | None = None,
     ) -> Any:
         """mlx-lm's call, with more options.
@@ -56,18 +54,17 @@ class MTPModel:
             cache: One entry for each layer; further entries are ignored.
             input_embeddings: [B, T, H], in place of ``inputs``.
             return_hidden: Also return the output of the final norm. Default: ``False``.
-            n_confirmed: The number of leading tokens known to be final. If above 0, the call is recorded, and
-              ``mlx_mtp.caches.recurrent.rollback`` can roll back to any token from this one on. Default: ``0``.
+            record: Record the call, so that ``mlx_mtp.caches.recurrent.rollback`` can keep its first tokens alone.
             compiler: Compiles the pass. Default: ``None``, it runs as in mlx-lm.
 
         Returns:
             mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
         """
         n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
-        if n_confirmed > 0:
-            open_windows(cache, n, n_confirmed)
+        if record:
+            check_recordable(cache if cache is None else cache[:n])
         positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
-        this = pass_over(inputs.shape[1], self.drafting, n_confirmed, compiler, positions)
+        this = pass_over(inputs.shape[1], self.drafting, record, compiler, positions)
         with in_pass(this):
             # Only the layers' caches: in a pipeline, mlx-lm's backbone writes to the last cache.
             hidden = self.model(inputs, None if cache is None else cache[:n], **embeddings)
@@ -84,19 +81,16 @@ class MTPModel:
         return self.project(hidden) if lm_head is None else lm_head(hidden)
 
     def project(self, hidden: mx.array) -> mx.array:
-        """The output layer: [B, T, H] -> [B, T, V]."""
         if self._text.args.tie_word_embeddings:
-            out: mx.array = self.model.embed_tokens.as_linear(hidden)
-            return out
+            return self.model.embed_tokens.as_linear(hidden)
         out, group = self._text.lm_head(hidden), self._text.sharding_group
         return out if group is None else gather_last_axis(out, group)
 
     def make_cache(self) -> list[Any]:
-        """An empty cache for each layer."""
         return [layer.make_cache() for layer in self.layers]
 
     def fingerprint(self) -> bytes:
-        """The digest that identifies this model's prompt caches, see ``caches/validation.py``. It is computed once."""
+        """The digest that identifies this model's prompt caches, computed once."""
         self._fingerprint = self._fingerprint or fingerprint(self)
         return self._fingerprint
 
@@ -118,33 +112,27 @@ class MTPModel:
 
     @property
     def _text(self) -> Any:
-        """The language model."""
         return getattr(self, "language_model", self)
 
     @property
     def text_args(self) -> Any:
-        """The arguments of the whole language model, also on a rank with a part of it."""
+        """Those of the whole language model, also on a rank with a part of it."""
         return self._text.args
 
     @property
     def vocab_size(self) -> int:
         """The number of token ids. On several ranks ``output_layer`` may have only some of their weights."""
-        size: int = self.text_args.vocab_size
-        return size
+        return self.text_args.vocab_size
 
     @property
     def output_layer(self) -> nn.Module:
-        """``lm_head``, or the embedding if they are tied."""
-        layer: nn.Module = self.model.embed_tokens if self.text_args.tie_word_embeddings else self._text.lm_head
-        return layer
+        return self.model.embed_tokens if self.text_args.tie_word_embeddings else self._text.lm_head
 
     @property
     def hidden_size(self) -> int:
         """The size of a hidden state, which the head takes."""
-        size: int = self.text_args.hidden_size
-        return size
+        return self.text_args.hidden_size
 
     @property
     def head_layer(self) -> Any:
-        """The head's decoder layer."""
         return self.mtp.layers[0]

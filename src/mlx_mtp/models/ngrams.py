@@ -41,12 +41,7 @@ def _is_prime(n: int) -> bool:
 
 
 class NgramHash:
-    """The ids of a text's n-grams in a layer's table.
-
-    Args:
-        args: The text arguments.
-        place: The layer's place among those with n-gram embeddings.
-    """
+    """The ids of a text's n-grams in the table of a layer, given its place among those with n-gram embeddings."""
 
     def __init__(self, args: Any, place: int):
         self.eos: int = args.eos_token_id[0] if isinstance(args.eos_token_id, list) else args.eos_token_id
@@ -88,13 +83,7 @@ class Quantized(NamedTuple):
 class NgramTable:
     """A table of n-gram embeddings, whose rows are read when they are used.
 
-    Args:
-        rows: The rows as they are stored.
-        width: The numbers in a row.
-        n_rows: The least number of rows.
-
-    Raises:
-        MTPError: The rows are not those of such a table.
+    An MTPError if the rows as they are stored are not at least ``n_rows`` of ``width`` numbers.
     """
 
     def __init__(self, rows: Any, width: int, n_rows: int):
@@ -105,11 +94,9 @@ class NgramTable:
 
     @property
     def nbytes(self) -> int:
-        """The bytes held in memory."""
         return sum(x.nbytes for x in (self.arrays or {}).values())
 
     def load(self) -> None:
-        """Read all rows into memory."""
         arrays = {}
         for name, (width, dtype) in self.rows.layout.items():
             arrays[name] = mx.zeros((len(self.rows), width), mx.array(np.zeros(1, dtype)).dtype)
@@ -163,11 +150,7 @@ def floats(x: mx.array) -> mx.array:
 
 
 class NgramEmbedding(nn.Module):
-    """The part of a layer that makes vectors of its streams and of the n-gram embeddings of its tokens.
-
-    Args:
-        args: The text arguments.
-    """
+    """The part of a layer that makes vectors of its streams and of the n-gram embeddings of its tokens."""
 
     def __init__(self, args: Any):
         super().__init__()
@@ -181,12 +164,7 @@ class NgramEmbedding(nn.Module):
 
 
 def add_ngrams(own: Any, x: mx.array, embeddings: mx.array, last: mx.array) -> tuple[mx.array, mx.array]:
-    """
-    Args:
-        own: The weights.
-        x: The streams, [B, T, n H].
-        embeddings: [B, T, P]
-        last: The last inputs of the convolution, [B, K, n H].
+    """Add to streams [B, T, n H] the vectors of embeddings [B, T, P], given the last inputs of the convolution [B, K, n H].
 
     Returns:
         The streams, and the inputs of the convolution, [B, K + T, n H].

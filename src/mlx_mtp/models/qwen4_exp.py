@@ -56,42 +56,33 @@ class TextModelArgs(qwen3_5.TextModelArgs):
         super().__post_init__()
         self.ple_layer_ids = sorted({*(self.ple_layer_ids or ())})
         self.ple_embed_dim = self.ple_embed_dim or self.hidden_size
-
+        n, ids = self.num_hidden_layers, self.ple_layer_ids
         wrong = {
             "num_experts must be 1 or more": self.num_experts < 1,
-            "layer_types must have a type for each layer": len(self.layer_types or ())
-            not in (0, self.num_hidden_layers),
+            "layer_types must have a type for each layer": len(self.layer_types or ()) not in (0, n),
             "indexer_budget must be a multiple of indexer_compress_ratio": self.indexer_budget
             % self.indexer_compress_ratio,
-            "ple_layer_ids must be those of recurrent layers, from 1 on": any(
-                not 1 <= i <= self.num_hidden_layers or not self.is_linear(i - 1) for i in self.ple_layer_ids
-            ),
-            "ngram_size must be 2 or more": self.ple_layer_ids and self.ngram_size < 2,
+            "ple_layer_ids must be those of recurrent layers, from 1 on": ids
+            and not (1 <= ids[0] <= ids[-1] <= n and all(self.is_linear(i - 1) for i in ids)),
+            "ngram_size must be 2 or more": ids and self.ngram_size < 2,
             "split_ngram_parts must be 1 or more": self.split_ngram_parts < 1,
-            "ple_conv_kernel_size must be 2 or more": self.ple_layer_ids and self.ple_conv_kernel_size < 2,
-            "eos_token_id is needed for n-gram embeddings": self.ple_layer_ids and self.eos_token_id in (None, []),
+            "ple_conv_kernel_size must be 2 or more": ids and self.ple_conv_kernel_size < 2,
+            "eos_token_id is needed for n-gram embeddings": ids and self.eos_token_id in (None, []),
         }
         if sentences := [sentence for sentence, is_wrong in wrong.items() if is_wrong]:
             raise MTPError(f"in its config, {sentences[0]}")
 
     def is_linear(self, i: int) -> bool:
-        """Whether layer i is recurrent."""
         if self.layer_types is None:
             return (i + 1) % self.full_attention_interval != 0
         return self.layer_types[i] == "linear_attention"
 
 
-class ModelArgs(qwen3_5.ModelArgs):
-    pass
+ModelArgs = qwen3_5.ModelArgs
 
 
 class Streams(nn.Module):
-    """The mixer of residual streams before a part of a layer, or before an output layer.
-
-    Args:
-        args: The text arguments.
-        injects: Whether the output of the part is added to the streams. Default: ``True``.
-    """
+    """The mixer of residual streams before a part of a layer, whose output is injected, or before an output layer."""
 
     def __init__(self, args: TextModelArgs, injects: bool = True):
         super().__init__()
@@ -188,14 +179,11 @@ class DecoderLayer(Layer, nn.Module):
         mixed, injection = self.mlp_hyper_connection(x)
         return inject(x, self.mlp(mixed), injection)
 
-    def embed(self, x: mx.array, cache: Any, this: Pass) -> tuple[mx.array, list[mx.array]]:
+    def embed(self, x: mx.array, held: list[mx.array], this: Pass) -> tuple[mx.array, list[mx.array]]:
         if not self.has_ngrams:
             return x, []
         tokens, embeddings = this.arrays[id(self)]
-        last = cache[2]
-        if last is None:
-            last = mx.zeros((len(x), self.ple.n_last, x.shape[-1]), x.dtype)
-        x, inputs = this.call(add_ngrams, self.ple, x, embeddings, last)
+        x, inputs = this.call(add_ngrams, self.ple, x, embeddings, held[2])
         return x, [inputs, tokens]
 
     def index(self, normed: mx.array) -> tuple[mx.array, ...]:
@@ -243,11 +231,7 @@ class Backbone(stock.Qwen3_5TextModel):
 
 
 class Ngrams:
-    """The hashes and tables of the layers with n-gram embeddings, which are no parameters.
-
-    Args:
-        args: The text arguments.
-    """
+    """The hashes and tables of the layers with n-gram embeddings, which are no parameters."""
 
     def __init__(self, args: TextModelArgs):
         self.hashes = {i - 1: NgramHash(args, place) for place, i in enumerate(args.ple_layer_ids)}
@@ -255,15 +239,7 @@ class Ngrams:
         self.tables: dict[int, NgramTable] = {}  # by layer, set by ``mlx_mtp.load``
 
     def read(self, i: int, inputs: mx.array, held: mx.array | None) -> tuple[mx.array, mx.array]:
-        """
-        Args:
-            i: The layer.
-            inputs: Token ids, [B, T].
-            held: The layer's last tokens.
-
-        Returns:
-            The last tokens with the new ones, and the embeddings of the new ones, [B, T, P].
-        """
+        """New tokens [B, T] of layer i -> the last tokens held with the new ones, and the embeddings of these, [B, T, P]"""
         own, table = self.hashes[i], self.tables[i]
         if held is None:
             held = mx.zeros((len(inputs), own.n_previous, 1), mx.int32)
@@ -274,12 +250,7 @@ class Ngrams:
 
 
 class Head(MTPModule):
-    """The MTP head, whose hidden states are streams.
-
-    Args:
-        args: The text arguments.
-        layer: A decoder layer with sparse attention.
-    """
+    """The MTP head, whose hidden states are streams."""
 
     def __init__(self, args: TextModelArgs, layer: nn.Module):
         nn.Module.__init__(self)

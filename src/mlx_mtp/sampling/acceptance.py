@@ -1,24 +1,9 @@
-"""The acceptance of drafts, and the token that replaces the first rejected one.
+"""The acceptance of drafts, and the token that replaces the first rejected one: see docs/develop/sampling.md.
 
-p is the target's distribution and q the draft's. There are three ways, and all emit tokens with exactly the distribution p:
-
-``RejectionSampling``, for a sampler whose distribution is known (Leviathan et al. 2023, arXiv:2211.17192, and Chen et al. 2023,
-arXiv:2302.01318): a draft x ~ q is accepted with probability min(1, p(x) / q(x)); a rejected draft is replaced by a token from
-the residual, the normalized positive part of p - q.
-
-``Coupled``, for a sampler with a seed (drafter-invariant speculative decoding: Daliri, Musco and Suresh 2024,
-arXiv:2408.07978): the target's token is argmax(p / e) and the draft is argmax(q / e), with the same exponential noise e of the
-position. The token does not depend on the draft, so the text depends only on the seed and the prompt.
-
-``TokenMatch``, for any other sampler: it chooses a token at every position, and a draft is accepted if it is that choice.
-
-A copied draft is a proposal with probability one, q(x) = 1: rejection sampling accepts it with probability p(x), and the
-residual is p without x.
-
-Texts whose acceptances are equal are drafted for and accepted in one call. ``draft`` takes the head's logits [G, V] for a draft
-of each of G texts, and returns the drafts [G] and the ``Proposal`` for ``accept``. ``accept`` takes the target's log
-probabilities [G, T, V], the drafts [G, T - 1], and the proposals of the head's drafts. This module does not depend on models or
-caches.
+p is the target's distribution and q the draft's. All emit tokens with exactly the distribution p. Texts whose acceptances are
+equal are drafted for and accepted in one call: ``draft`` takes the head's logits [G, V] for a draft of each of G texts, and
+returns the drafts [G] and the ``Proposal`` for ``accept``, which takes the target's log probabilities [G, T, V], the drafts
+[G, T - 1], and the proposals of the head's drafts.
 """
 
 from collections.abc import Sequence
@@ -30,35 +15,23 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import greedy_sampler
 
 from .processors import until_error
-from .sampler import Sampler, Support, TextSampler, for_one_text, noise_words, sample
+from .sampler import Sampler, Support, TextSampler, for_one_text, noise_words
 
 
 class Drafted(NamedTuple):
-    """A text and its drafts in a window.
-
-    Args:
-        acceptance: That of the text.
-        position: The position of the first draft, counted from the first generated token.
-        n: The number of drafts.
-        are_copies: Whether they are proposals with probability one.
-    """
+    """A text and its drafts in a window."""
 
     acceptance: "Acceptance"
-    position: int
+    position: int  # of the first draft, counted from the first generated token
     n: int = 1
-    are_copies: bool = False
+    are_copies: bool = False  # proposals with probability one, q(x) = 1
 
 
 class Proposal(NamedTuple):
-    """The distributions of a draft of each text.
-
-    Args:
-        support: The tokens that each draft may be, and their probabilities, [G, m].
-        uniforms: The uniform numbers of the position, for XTC, [G, 1].
-    """
+    """The distributions of a draft of each text."""
 
     support: Support
-    uniforms: mx.array
+    uniforms: mx.array  # of the position, for XTC, [G, 1]
 
 
 class Verdict(NamedTuple):
@@ -69,7 +42,10 @@ class Verdict(NamedTuple):
 
 
 class TokenMatch:
-    """Equal to no other, since an error of a text's own sampler ends this text alone."""
+    """For any sampler: accept a draft if it is the sampler's choice at the position.
+
+    Equal to no other, since an error of a text's own sampler ends this text alone.
+    """
 
     def __init__(self, sampler: AnySampler):
         self.sampler = sampler
@@ -80,33 +56,29 @@ class TokenMatch:
     def accept(
         self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[Proposal | None]
     ) -> Verdict:
-        tokens = self._choose(logprobs)
+        if self.sampler is greedy_sampler:
+            tokens = mx.argmax(logprobs, axis=-1)
+        else:  # one text, one position at a time, as mlx-lm does
+            tokens = mx.stack(until_error(self.sampler, (logprobs[:, t] for t in range(logprobs.shape[1]))), axis=1)
         return Verdict(tokens, tokens[:, :-1] == drafts[:, : tokens.shape[1] - 1])
 
-    def _choose(self, logprobs: mx.array) -> mx.array:
-        """[1, T, V] -> [1, T], one position at a time, as mlx-lm passes them to samplers."""
-        return mx.stack(until_error(self.sampler, (logprobs[:, t] for t in range(logprobs.shape[1]))), axis=1)
 
-
-class Greedy(TokenMatch):
-    def __init__(self) -> None:
-        super().__init__(greedy_sampler)
-
-    def _choose(self, logprobs: mx.array) -> mx.array:
-        return mx.argmax(logprobs, axis=-1)
-
-
-GREEDY = Greedy()  # of all texts
+GREEDY = TokenMatch(greedy_sampler)  # of all texts
 
 
 @dataclass(frozen=True)
 class RejectionSampling:
+    """Accept a draft x ~ q with probability min(1, p(x) / q(x)), or replace it by a token from the positive part of p - q.
+
+    Leviathan et al. 2023, arXiv:2211.17192, and Chen et al. 2023, arXiv:2302.01318.
+    """
+
     sampler: Sampler
 
     def draft(self, texts: list[Drafted], logits: mx.array) -> tuple[mx.array, Proposal]:
         uniforms = self.sampler.uniforms(len(texts))
-        support = self.sampler.for_drafts(logits.shape[-1]).support(logits, uniforms)
-        return support.tokens(sample(support.p, mx.random.uniform(shape=support.p.shape))), Proposal(support, uniforms)
+        support = self.sampler.support(logits, uniforms, True)
+        return support.draw(), Proposal(support, uniforms)
 
     def accept(
         self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[Proposal]
@@ -117,39 +89,40 @@ class RejectionSampling:
         more = self.sampler.uniforms(G * (T - len(proposals))).reshape(G, -1)
         uniforms = mx.concatenate([*(p.uniforms for p in proposals), more], axis=1)  # [G, T]
         support = self.sampler.support(logprobs.reshape(-1, V), uniforms.reshape(-1, 1))
-        u = mx.random.uniform(shape=support.p.shape)
         if T == 1:
-            return Verdict(support.tokens(sample(support.p, u))[:, None], drafts == drafts)
-        p = support.p.reshape(G, T, -1)
-        ids = None if support.ids is None else support.ids.reshape(G, T, -1)
-        # The number of drafts of each text, and of those that have a proposal, each [G, 1].
-        n, n_proposed = mx.array([[t.n, 0 if t.are_copies else t.n] for t in texts]).T[..., None]
-        is_draft, is_proposed = mx.arange(T) < n, mx.arange(T) < n_proposed  # [G, T]
-        x = mx.where(is_draft, mx.pad(drafts, [(0, 0), (0, 1)]), V)  # V is no token
-        is_x = (mx.arange(V) if ids is None else ids) == x[..., None]  # [G, T, m]
-        q = mx.where(is_proposed[..., None], _probabilities(proposals, ids, T, V), is_x)
-        accepted = mx.random.uniform(shape=(G, T)) * (q * is_x).sum(axis=-1) < (p * is_x).sum(axis=-1)
-        others = support.tokens(sample(residual(p, q).reshape(support.p.shape), u))
-        tokens = mx.where(accepted, x, others.reshape(G, T))
-        return Verdict(tokens, accepted[:, :-1])
+            return Verdict(support.draw()[:, None], drafts == drafts)
+        # The number of drafts of each text, and of those that are copies, each [G, 1].
+        n, n_copies = mx.array([[t.n, t.n if t.are_copies else 0] for t in texts]).T[..., None]
+        is_draft, is_copy = mx.arange(T) < n, mx.arange(T) < n_copies  # [G, T]
+        x = mx.pad(drafts, [(0, 0), (0, 1)]).flatten()  # and the following by position, [G * T, ...]
+        q = self._proposed(proposals, is_draft & ~is_copy, V).at[mx.arange(G * T), x].add(is_copy.flatten())
+        rest = residual(support.p, q if support.ids is None else mx.take_along_axis(q, support.ids, axis=-1))
+        others = support._replace(p=rest).draw()
+        bound = mx.random.uniform(shape=(G * T,)) * Support(None, q).at(x)
+        accepted = is_draft.flatten() & (bound < support.at(x))
+        return Verdict(mx.where(accepted, x, others).reshape(G, T), accepted.reshape(G, T)[:, :-1])
+
+    @staticmethod
+    def _proposed(proposals: Sequence[Proposal], are: mx.array, V: int) -> mx.array:
+        """The probabilities of all tokens as drafts of the positions [G, T] that are proposed, else 0, [G * T, V]."""
+        G, T = are.shape
+        q = [p.support._replace(p=p.support.p * are[:, i, None]).of_all(V) for i, p in enumerate(proposals)]
+        return mx.stack([*q, *[mx.zeros((G, V))] * (T - len(q))], axis=1).reshape(-1, V)
 
 
 @dataclass(frozen=True)
 class Coupled:
-    """Equal for texts with any seeds.
+    """Choose the target's token and the draft by the same noise of a seed, so that the text does not depend on drafts.
 
-    Args:
-        sampler: The filters and the temperature.
-        seed: The seed of the text.
-        start: The position of the first generated token in the noise of the seed.
+    Daliri, Musco and Suresh 2024, arXiv:2408.07978. Equal for texts with any seeds.
     """
 
     sampler: Sampler
     seed: int = field(compare=False)
-    start: int = field(compare=False)
+    start: int = field(compare=False)  # the position of the first generated token in the noise
 
     def draft(self, texts: list[Drafted], logits: mx.array) -> tuple[mx.array, None]:
-        return self.sampler.for_drafts(logits.shape[-1]).sample(logits, self._words(texts, 1)), None
+        return self.sampler.sample(logits, self._words(texts, 1), are_drafts=True), None
 
     def accept(self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[None]) -> Verdict:
         G, T, V = logprobs.shape
@@ -163,20 +136,6 @@ class Coupled:
 
 
 Acceptance = TokenMatch | RejectionSampling | Coupled
-
-
-def _probabilities(proposals: Sequence[Proposal], ids: mx.array | None, T: int, V: int) -> mx.array:
-    """The probabilities of tokens [G, T, m] as drafts, all tokens if ``None``; 0 at the positions without proposals."""
-    if not proposals:
-        return mx.zeros((1, T, 1))
-    n, supports = len(proposals), [proposal.support for proposal in proposals]
-    q = mx.stack([support.p for support in supports], axis=1)  # [G, n, m]
-    if supports[0].ids is not None:
-        proposed = mx.stack([support.ids for support in supports if support.ids is not None], axis=1)
-        q = mx.put_along_axis(mx.zeros((len(q), n, V)), proposed, q, axis=-1)
-    if ids is not None:
-        q = mx.take_along_axis(q, ids[:, :n], axis=-1)
-    return mx.pad(q, [(0, 0), (0, T - n), (0, 0)])
 
 
 def residual(p: mx.array, q: mx.array) -> mx.array:

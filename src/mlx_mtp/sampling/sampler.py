@@ -1,14 +1,10 @@
-"""Samplers with a method for their distribution, which rejection sampling and coupled drafts need, and the noise of seeds.
-
-MLX's generator has one state for the process, so its numbers depend on earlier samples of other requests and drafts. A sampler
-with a seed has a key for each position of a text instead, hashed from (seed, position).
-"""
+"""Samplers whose distribution is known, and the noise of seeds: a hash of seed, position and token, not MLX's random state."""
 
 import math
 import secrets
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import ClassVar, Literal, NamedTuple, get_args
 
@@ -55,23 +51,42 @@ def sample(p: mx.array, u: mx.array) -> mx.array:
     return mx.argmax(p / -mx.log1p(-mx.minimum(u + 2.0**-33, 1 - 2.0**-24)), axis=-1)
 
 
+def draw(p: mx.array) -> mx.array:
+    """``sample`` by MLX's random state: of many tokens first a block, then a token in it, with fewer random numbers."""
+    n, m = p.shape
+    if m % BLOCK > 0 or m < BLOCK**2:
+        return sample(p, mx.random.uniform(shape=(n, m)))
+    blocks = p.reshape(n, -1, BLOCK)
+    chosen = draw(blocks.sum(axis=-1))
+    return chosen * BLOCK + draw(mx.take_along_axis(blocks, chosen[:, None, None], axis=1).squeeze(1))
+
+
 AcceptanceName = Literal["rejection", "coupled", "match"]
 
 
 class Support(NamedTuple):
-    """The tokens that rows may have.
+    """The tokens that rows may have."""
 
-    Args:
-        ids: The tokens of each row, [B, m]. ``None``: all tokens, m = V.
-        p: Their probabilities after all filters and the temperature, float32, [B, m]; 0 where filtered out.
-    """
-
-    ids: mx.array | None
-    p: mx.array
+    ids: mx.array | None  # [B, m]; ``None`` for all tokens, m = V
+    p: mx.array  # their probabilities after all filters and the temperature, float32, [B, m]; 0 where filtered out
 
     def tokens(self, index: mx.array) -> mx.array:
         """The token at an index of each row, [B] -> [B]"""
         return index if self.ids is None else mx.take_along_axis(self.ids, index[:, None], axis=-1).squeeze(-1)
+
+    def draw(self) -> mx.array:
+        """A token of each row, [B]"""
+        return self.tokens(draw(self.p))
+
+    def at(self, x: mx.array) -> mx.array:
+        """The probability of a token of each row, [B] -> [B]"""
+        if self.ids is None:
+            return mx.take_along_axis(self.p, x[:, None], axis=-1).squeeze(-1)
+        return (self.p * (self.ids == x[:, None])).sum(axis=-1)
+
+    def of_all(self, V: int) -> mx.array:
+        """The probabilities of all tokens, [B, V]"""
+        return self.p if self.ids is None else mx.put_along_axis(mx.zeros((len(self.p), V)), self.ids, self.p, axis=-1)
 
 
 def largest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
@@ -82,7 +97,7 @@ def largest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
     B, V = x.shape
     if not isinstance(k, int) or not 0 < k < V:
         raise MTPError(f"top_k must be an integer below the vocabulary's size of {V}, not {k}.")
-    if V % BLOCK > 0 or 4 * BLOCK * k > V:
+    if V % BLOCK > 0 or 3 * BLOCK * k > V:
         ids = mx.argpartition(-x, kth=k - 1, axis=-1)[:, :k]
         return ids, mx.take_along_axis(x, ids, axis=-1)
     blocks = x.reshape(B, -1, BLOCK)
@@ -94,10 +109,7 @@ def largest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
 
 @dataclass(frozen=True)
 class Sampler:
-    """mlx-lm's sampler with the same arguments, and its ``distribution``. Made by ``make_sampler``.
-
-    It has no state, so it can be shared by texts. Samplers with equal arguments are equal.
-    """
+    """mlx-lm's sampler with the same arguments, without a state. Samplers with equal arguments are equal."""
 
     temp: float
     top_p: float
@@ -111,76 +123,61 @@ class Sampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [B, V] -> tokens [B], as mlx-lm's samplers."""
-        support = self.support(logprobs, self.uniforms(len(logprobs)))
-        return support.tokens(sample(support.p, mx.random.uniform(shape=support.p.shape)))
+        return self.support(logprobs, self.uniforms(len(logprobs))).draw()
 
     def uniforms(self, n: int) -> mx.array:
         """n uniform numbers, which decide whether XTC applies to a position, [n, 1]."""
         return mx.random.uniform(shape=(n, 1)) if self.xtc_probability > 0 else mx.zeros((n, 1))
 
-    def distribution(self, logprobs: mx.array, uniforms: mx.array) -> mx.array:
-        """The log probabilities of all tokens after filters and temperature, float32, [B, V]; arguments as of ``support``."""
-        ids, p = self.support(logprobs, uniforms)
-        return mx.log(p if ids is None else mx.put_along_axis(mx.zeros(logprobs.shape), ids, p, axis=-1))
-
-    def support(self, logits: mx.array, uniforms: mx.array) -> Support:
+    def support(self, logits: mx.array, uniforms: mx.array, are_drafts: bool = False) -> Support:
         """Apply the filters and the temperature. Takes no random number.
 
         Args:
             logits: Logits or log probabilities, [B, V].
             uniforms: A uniform number for each token to sample, [B, 1].
+            are_drafts: Whether to sample drafts, whose distribution is free: for top-p and min-p, of the likeliest tokens.
         """
-        x, ids = logits, None
-        if self.top_k == 0 or self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1):
-            x = self._filtered(x, uniforms)
-            if self.top_k > 0:
-                ids, x = largest(x, self.top_k)
-        else:
-            # Top-p and min-p keep the first tokens in descending order, so top-k can come first.
-            ids, x = largest(x, self.top_k)
-            if self.min_p > 0:
-                x = apply_min_p(x, self.min_p)
-            if 0 < self.top_p < 1:  # of the mass of all tokens
-                x = x.astype(mx.float32) - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
-                x = apply_top_p(x, self.top_p / mx.exp(x).sum(axis=-1, keepdims=True))
-        scale = min(max(1 / self.temp, 1e-30), 1e30)  # at any temperature, logits are finite in float32
-        return Support(ids, mx.softmax(x.astype(mx.float32) * scale, axis=-1))
-
-    def for_drafts(self, size: int) -> "Sampler":
-        """The sampler of drafts, whose distribution is free: for top-p, of the likeliest of ``size`` tokens, without a sort."""
-        return replace(self, top_k=min(DRAFT_TOP_K, size - 1)) if self.top_k == 0 and 0 < self.top_p < 1 else self
-
-    def sample(self, logits: mx.array, words: mx.array) -> mx.array:
-        """The tokens that ``noise_words`` [B, 3] sample from logits [B, V] -> [B]"""
-        support = self.support(logits, words[:, 2:] * 2.0**-32)
-        ids = mx.arange(logits.shape[-1], dtype=mx.uint32) if support.ids is None else support.ids
-        return support.tokens(sample(support.p, noise(words[:, :2], ids)))
-
-    def _filtered(self, x: mx.array, uniforms: mx.array) -> mx.array:
-        """Apply mlx-lm's filters other than top-k, [B, V] -> [B, V]"""
-        if 0 < self.top_p < 1:
-            x = apply_top_p(x, self.top_p)
+        x, ids, k, top_p = logits, None, self.top_k, mx.array(self.top_p)
+        has_top_p = 0 < self.top_p < 1
+        if are_drafts and k == 0 and (has_top_p or self.min_p > 0):
+            k = min(DRAFT_TOP_K, logits.shape[-1] - 1)
+        # Top-p and min-p keep the first tokens in descending order, so top-k can come first.
+        if k > 0 and self.xtc_probability == 0 and (self.min_p == 0 or self.min_tokens_to_keep == 1):
+            ids, x = largest(logits, k)
+            if has_top_p:  # of the mass of all tokens; for drafts, whose number is not limited, of these
+                whole = logits if self.top_k > 0 else x
+                x = x.astype(mx.float32) - mx.logsumexp(whole.astype(mx.float32), axis=-1, keepdims=True)
+                top_p = self.top_p / mx.exp(x).sum(axis=-1, keepdims=True)
+        elif are_drafts:
+            x = x - x.max(axis=-1, keepdims=True)  # logits may be too large for the exponentials of top-p
+        if has_top_p:
+            x = apply_top_p(x, top_p)
         if self.min_p > 0:
             x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability > 0:
             without = exclude_top_choices(x, self.xtc_threshold, self.xtc_special_tokens)
             x = mx.where(uniforms > self.xtc_probability, x, without)
-        return x
+        if self.top_k > 0 and ids is None:
+            ids, x = largest(x, self.top_k)
+        scale = min(max(1 / self.temp, 1e-30), 1e30)  # at any temperature, logits are finite in float32
+        return Support(ids, mx.softmax(x.astype(mx.float32) * scale, axis=-1))
+
+    def sample(self, logits: mx.array, words: mx.array, are_drafts: bool = False) -> mx.array:
+        """The tokens that ``noise_words`` [B, 3] sample from logits [B, V] -> [B]"""
+        support = self.support(logits, words[:, 2:] * 2.0**-32, are_drafts)
+        ids = mx.arange(logits.shape[-1], dtype=mx.uint32) if support.ids is None else support.ids
+        return support.tokens(sample(support.p, noise(words[:, :2], ids)))
 
 
 @dataclass(frozen=True)
 class SeededSampler:
-    """A sampler whose token at a position depends only on the seed, the position and the distribution there.
-
-    It samples with the noise of the position. MLX's random state is neither read nor written.
-    """
+    """A sampler whose token at a position depends only on the seed, the position and the distribution there."""
 
     sampler: Sampler
     seed: int  # from 0 to 2**64 - 1
     keeps_state: ClassVar[bool] = False
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Raise an MTPError, since a call has no position."""
         raise MTPError(
             "A sampler with a seed samples by position, which mlx-lm's functions do not tell: give them sampler.at(0), a new "
             "one for each text."
@@ -202,7 +199,7 @@ class TextSampler:
         self.sampler, self.start, self.n_sampled = sampler, start, 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Log probabilities [1, V] -> the next token, [1]. An MTPError for those of several texts."""
+        """Log probabilities [1, V] -> the next token, [1]."""
         if len(logprobs) != 1:
             raise MTPError(
                 f"sampler.at({self.start}) is for one text, not for {len(logprobs)}: give each its own, as `samplers` of "
@@ -214,7 +211,7 @@ class TextSampler:
 
 
 def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
-    """The sampler for one text: with a seed, a ``TextSampler`` at its first position. An MTPError if it has begun."""
+    """With a seed, a ``TextSampler`` at the text's first position. An MTPError if it has begun."""
     if isinstance(sampler, SeededSampler):
         return sampler.at(0)
     if isinstance(sampler, TextSampler):
