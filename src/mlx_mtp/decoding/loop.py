@@ -161,6 +161,7 @@ def _generate(
 
 def _after_image(decoder: Decoder, s: Sequence, logits: mx.array, hidden: mx.array) -> list[Token]:
     """Choose the first token after a prompt that ends with an image: rows have no positions in three axes."""
+    s.start()
     plan = WindowPlan([s], (PLAIN_PLAN,), PLAIN_PLAN, False)
     choice = choose(Window(plan, Drafts(plan.plans), logits, hidden))
     ((_, tokens),) = decoder.read(choice).tokens_of_each()
