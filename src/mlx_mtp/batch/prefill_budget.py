@@ -20,16 +20,7 @@ class PrefillBudget:
 
     A size fits if its tokens, at the speed of the last chunk, take no longer than allowed. Longer chunks are faster per token,
     never slower, so the size may grow until it no longer fits. A speed is valid for texts up to twice as long as the measured
-    one. Without a measured speed the chunk is short.
-
-    Args:
-        prefill_step_size: The most tokens of a chunk.
-        max_token_gap: The target for the time between two tokens of a running answer, in seconds, or ``math.inf``.
-        min_decode_share: The share of the time for running answers while prompts are prefilled, from 0 to below 1.
-        ranks: The ranks that run the model, of which rank 0 chooses. Default: ``None``, one process.
-
-    Raises:
-        MTPError: An argument is out of range.
+    one. Without a measured speed the chunk is short. Of several ranks, rank 0 chooses.
     """
 
     SHORTEST, UNMEASURED = 16, 64  # tokens of a chunk, unless the step size is less
@@ -60,13 +51,7 @@ class PrefillBudget:
         self.n_steps = 0  # before the next choice
 
     def next(self, n_cached: int, is_running: bool) -> int:
-        """
-        The number of prompt tokens to prefill before the next step; 0 if a step is due.
-
-        Args:
-            n_cached: The number of tokens in the prompt cache.
-            is_running: Whether answers are being generated.
-        """
+        """The number of prompt tokens to prefill before the next step, after ``n_cached`` others; 0 if a step is due."""
         if not is_running:
             self.owed, self.n_steps = 0.0, 0
         if self.n_steps > 0:
@@ -112,7 +97,6 @@ class PrefillBudget:
         self.owed = seconds * self.decode_per_prefill
 
     def record_step(self, seconds: float) -> None:
-        """Record the time of a step of the running answers."""
         self.owed -= seconds
         is_first = self.step_seconds == 0
         self.step_seconds = seconds if is_first else self.FADING * self.step_seconds + (1 - self.FADING) * seconds
