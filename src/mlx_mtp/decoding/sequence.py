@@ -160,8 +160,7 @@ class Sequence:
 
 
 def without_images(text: list[int], first: int, images: list[ImageSpan]) -> list[int]:
-    """Replace each image token of a text, which begins with token ``first``, by a negative number of its own."""
-    text = text[:]
+    """Replace each image token of a text, which begins with token ``first``, by a negative number of its own, in place."""
     for image in images:
         for i in range(max(image.start, first), min(image.end, first + len(text))):
             text[i - first] = -1 - i
