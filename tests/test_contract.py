@@ -85,6 +85,7 @@ SIGNATURES = [
     (generate.BatchGenerator.remove, "self uids return_prompt_caches"),
     (generate.BatchGenerator.extract_cache, "self uids"),
     (generate.BatchGenerator.next, "self"),
+    (generate.BatchGenerator.stats, "self"),
     (generate.batch_generate, "model tokenizer prompts prompt_caches max_tokens verbose return_prompt_caches "
                               "return_token_ids return_logprobs kwargs"),
     (generate.StopSequences.__init__, "self stop_sequences"),

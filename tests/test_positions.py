@@ -145,6 +145,14 @@ def test_copies_end_where_an_image_begins(n_copies):
     assert n_copies == "auto" or 4 <= len(counts.of("copies").drafted) <= p.images[0].start
 
 
+@some_prompts
+def test_processors_after_images(j):
+    """Also where the prompt ends with an image: its first token is chosen before the others."""
+    even = lambda tokens, logits: mx.where(mx.arange(logits.shape[-1]) % 2, -mx.inf, logits)  # noqa: E731
+    want = stock_greedy(j, 6, logits_processors=[even])
+    assert greedy(j, 6, logits_processors=[even], num_draft_tokens=2) == want
+
+
 @pytest.fixture
 def drafted(monkeypatch):
     """The drafts of each proposal, and how many sequences they were for."""

@@ -105,7 +105,7 @@ def batch_generate(
                     if r.logprobs is not None and r.finish_reason != "stop":
                         tokens[r.uid].append(r.token)
                         if return_logprobs:
-                            logprobs[r.uid].append(r.logprobs[r.token].item())  # type: ignore[arg-type]
+                            logprobs[r.uid].append(r.logprobs[r.token].item())
     counts = [last[uid].counts for uid in uids]
     if verbose:
         print(f"[batch_generate] Finished processing {n}/{n}")

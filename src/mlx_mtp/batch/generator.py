@@ -1,11 +1,10 @@
 """Continuous batching as in mlx-lm's ``BatchGenerator``, with drafts: sequences join and leave between two steps."""
 
-import contextlib
 import copy
+import math
 import time
-from collections import abc
-from collections.abc import Generator
-from dataclasses import asdict
+import weakref
+from collections import abc, deque
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, StopSequences, generation_stream
-from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
+from mlx_lm.generate import BatchGenerator as StockGenerator
+from mlx_lm.generate_utils import BatchCounters
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -29,7 +29,7 @@ from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..errors import MTPError
 from .prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
-from .prompts import Prompts, check_count, entries_of, make_sequence, options_of_each
+from .prompts import check_count, entries_of, make_sequence, prefill
 from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, responses_of
 
 __all__ = ["BatchGenerator", "PromptResponse", "Response"]
@@ -46,11 +46,8 @@ class BatchGenerator:
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens of sequences without their own. Default: ``128``.
         stop_tokens (Sequence[Sequence[int]], optional): Stop sequences of sequences without their own.
-        sampler (Sampler, optional): The sampler of sequences without their own. Default: ``None``, the most likely token.
-        logits_processors (List[LogitsProcessor], optional): The processors of sequences without their own. Objects with state
-          must not be shared by sequences.
-        num_draft_tokens, copy_drafts, draft_p_min (optional): Of sequences without their own; a number is the limit of all. See
-          ``mlx_mtp.TextOptions``.
+        sampler, logits_processors, num_draft_tokens, copy_drafts, draft_p_min (optional): Of sequences without their own, see
+          ``mlx_mtp.TextOptions``. A number of drafts is the limit of all. Processors with state must not be shared.
         completion_batch_size (int): The maximum number of sequences that generate at once. Default: ``32``.
         prefill_step_size (int): The maximum number of prompt tokens to prefill between two steps. Default: ``2048``.
         max_token_gap (float): The maximum time between two tokens of a sequence while prompts are prefilled, in seconds. It
@@ -66,8 +63,6 @@ class BatchGenerator:
     Raises:
         MTPError: The model has no MTP head, or an argument is out of range.
     """
-
-    _old_wired_limit: int | None = None
 
     def __init__(
         self,
@@ -92,64 +87,39 @@ class BatchGenerator:
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
     ):
         if max_kv_size is not None:
-            raise MTPError("max_kv_size is not supported: the caches of these models do not rotate.")
-        self.options = TextOptions(
-            check_count("max_tokens", max_tokens),
-            sampler,
-            logits_processors,
-            StopSequences(stop_tokens or None),
-            num_draft_tokens,
-            copy_drafts,
-            draft_p_min,
-        )
+            raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
+        n, stops = check_count("max_tokens", max_tokens), StopSequences(stop_tokens or None)
+        self.options = TextOptions(n, sampler, logits_processors, stops, num_draft_tokens, copy_drafts, draft_p_min)
         self.model: Any = check_model(model, self.options)
         self.completion_batch_size = check_count("completion_batch_size", completion_batch_size)
         check_count("prefill_step_size", prefill_step_size)
         self.prefill_budget = PrefillBudget(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
         self.kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
-        self.prompts = Prompts(self.model)
+        self._counters = BatchCounters()
+        self.prompts: deque[Sequence] = deque()  # that wait
         TextOptions().resolve(self.model, self.options)  # raises an error for invalid options
         self.stream = stream or generation_stream
         self.planner = Planner(self.model)
         if self.planner.exchange is not None:
             with mx.stream(self.stream):
                 self.planner.exchange.agree(mx.zeros(0, mx.uint32), 0, None)  # no sequences yet
-        self.decoder = Decoder(self.model, kv=self.kv, exchange=self.planner.exchange, stream=self.stream)
+        self.decoder = Decoder(self.model, self.kv, self.planner.exchange, self.stream)
         self.return_prompt_caches = return_prompt_caches
         self._uid_count = 0
-        self._counters = BatchCounters()
-        self._old_wired_limit = maybe_set_recommended_wired_limit()
+        self._restore = weakref.finalize(self, _set_wired_limit, maybe_set_recommended_wired_limit(), self.stream)
 
     def close(self) -> None:
         """Remove all sequences, and restore the wired limit."""
-        self.prompts.sequences.clear()
+        self.prompts.clear()
         self.decoder.clear()
         if self.planner.exchange is not None:
             synchronize(self.stream)  # collectives of the pass in flight must not mix with those of another stream
-        self._restore_wired_limit()
-
-    def __del__(self) -> None:
-        self._restore_wired_limit()
-
-    def _restore_wired_limit(self) -> None:
-        if self._old_wired_limit is not None:
-            mx.synchronize(self.stream)
-            mx.set_wired_limit(self._old_wired_limit)
-            self._old_wired_limit = None
+        self._restore()
 
     def __len__(self) -> int:
         return len(self.prompts) + sum(s.end is None for s in self.decoder.sequences)
 
-    @contextlib.contextmanager
-    def stats(self) -> Generator[BatchStats, None, None]:
-        """A context that counts the work of this generator, as in mlx-lm."""
-        stats = BatchStats()
-        start = BatchCountersSnapshot(**asdict(self._counters))
-        try:
-            yield stats
-        finally:
-            end = BatchCountersSnapshot(**asdict(self._counters))
-            stats += BatchCountersSnapshot.between(start, end)
+    stats = StockGenerator.stats
 
     @property
     def prompt_cache_nbytes(self) -> int:
@@ -160,7 +130,9 @@ class BatchGenerator:
     @property
     def next_chunk(self) -> tuple[int, int]:
         """The maximum number of tokens of the next prompt chunk, and of its text up to its end; (0, 0) for none."""
-        return self.prompts.next_chunk(self.prefill_budget.sizes[0], self._n_free)
+        size = self.prefill_budget.sizes[0]
+        chunks = [(min(len(s.segments[0]), size), s.cache.n_tokens) for s in self._waiting(is_prefilled=False)]
+        return max(((n, n_cached + n) for n, n_cached in chunks), key=math.prod, default=(0, 0))
 
     @property
     def growing(self) -> list[tuple[int, KVOptions]]:
@@ -173,6 +145,10 @@ class BatchGenerator:
     def _n_free(self) -> int:
         """The number of sequences that could generate in addition to the running ones."""
         return self.completion_batch_size - sum(s.end is None for s in self.decoder.sequences)
+
+    def _waiting(self, is_prefilled: bool) -> list[Sequence]:
+        """Those whose prompts are prefilled except for the last token, or not, of the waiting sequences that can generate."""
+        return [s for s in islice(self.prompts, self._n_free) if s.is_prefilled is is_prefilled]
 
     # Sequences join and leave
 
@@ -205,12 +181,9 @@ class BatchGenerator:
             caches (List[List[Any]], optional): Prompt caches of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, which are copied; a
               ``PromptCache`` is not.
             all_tokens (List[List[int]], optional): The tokens in the caches, for logits processors.
-            samplers (List[Sampler], optional): The sampler of each.
-            logits_processors (List[List[LogitsProcessor]], optional): The processors of each; ``None`` for none.
-            stop_sequences (List[StopSequences], optional): The stop sequences of each.
-            num_draft_tokens (List[Union[int, str]], optional): The number of drafts of each in a step, at most the generator's.
-            copy_drafts (List[Union[int, str]], optional): The number of copies of each in a step.
-            options (List[TextOptions], optional): The options of each, in place of the lists above.
+            samplers, logits_processors, stop_sequences, num_draft_tokens, copy_drafts (optional): See ``mlx_mtp.TextOptions``.
+              The number of drafts is at most the generator's; ``None`` in place of processors is for none.
+            options (List[TextOptions], optional): The options of each, in place of those above.
             counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
             input_embeddings (List[Union[mx.array, PendingEmbeddings]], optional): The embeddings of each, [T, H], or embeddings
               to compute between steps; ``None`` for those of the tokens.
@@ -226,38 +199,36 @@ class BatchGenerator:
         lists = {
             "max_tokens": max_tokens, "samplers": samplers, "logits_processors": logits_processors,
             "stop_sequences": stop_sequences, "num_draft_tokens": num_draft_tokens, "copy_drafts": copy_drafts,
-        }  # fmt: skip
-        others = {
             "caches": caches, "all_tokens": all_tokens, "counts": counts, "input_embeddings": input_embeddings,
-            "images": images,
+            "images": images, "options": options,
         }  # fmt: skip
-        n = len(segments)
-        new = []
-        for i, (text, own) in enumerate(zip(options_of_each(n, options, lists), entries_of(others, n))):
-            text, uid = text.resolve(self.model, self.options), self._uid_count + i
-            new.append(make_sequence(self.model, i, uid, text, segments[i], kv=self.kv, **own))
+        new = [
+            make_sequence(self.model, i, self._uid_count + i, own, self.options, self.kv, **entries)
+            for i, (own, entries) in enumerate(zip(segments, entries_of(lists, len(segments))))
+        ]
         self._uid_count += len(new)
-        self.prompts.sequences.extend(new)
+        self.prompts.extend(new)
         return [s.uid for s in new]
 
     def extract_cache(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """The prompt cache of each sequence at this moment, and the tokens in it."""
         with mx.stream(self.stream):
+            caches = {s.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.uid in uids}
             running = [s for s in self.decoder.sequences if s.uid in uids and s.end is None]
-            caches = {s.uid: (cache_at_end(self.decoder, s), s.tokens) for s in running}
+            caches |= {s.uid: (cache_at_end(self.decoder, s), s.tokens) for s in running}
             # Copies: the sequences go on, and one that waits or runs alone shares its arrays with its cache.
-            return copy.deepcopy(self.prompts.caches(uids) | caches)
+            return copy.deepcopy(caches)
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
         """Remove sequences. With ``return_prompt_caches``, return the prompt cache of each and the tokens in it."""
-        caches = self.prompts.caches(uids)
+        caches = {s.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.uid in uids}
         with mx.stream(self.stream):
             for s in self.decoder.sequences:
                 if s.uid in uids and s.end is None:
                     s.end = "removed"
                     if return_prompt_caches:
                         caches[s.uid] = cache_at_end(self.decoder, s), s.tokens
-            self.prompts.remove(uids)
+            self.prompts = deque(s for s in self.prompts if s.uid not in uids)
             if all(s.end is not None for s in self.decoder.sequences):
                 self.decoder.clear()
                 self.planner.clear()
@@ -266,20 +237,16 @@ class BatchGenerator:
     # Steps
 
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
-        """
-        Make a step of the sequences that generate, and prefill a part of the prompts that can join them.
-
-        Returns:
-            Tuple of prompt processing responses and generation responses.
-        """
+        """Make a step of the sequences that generate, and prefill a part of the waiting prompts -> (prompts, tokens)."""
         with mx.stream(self.stream):
-            ready = self.prompts.ready(self._n_free)
+            ready = self._waiting(is_prefilled=True)
             finished = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in ready]
             responses = self._step(ready)
             is_running = self._n_free < self.completion_batch_size
-            if chunks := self.prompts.prefill(self.prefill_budget, is_running, self._n_free):
+            waiting = self._waiting(is_prefilled=False)
+            chunks = prefill(self.model, waiting, self.prefill_budget, is_running, self._counters)
+            if chunks:
                 self.planner.is_interrupted = True
-            self._counters.prompt_tokens, self._counters.prompt_time = self.prompts.n_prefilled, self.prompts.seconds
             return finished + chunks, responses
 
     def next_generated(self) -> list[Response]:
@@ -299,7 +266,7 @@ class BatchGenerator:
             failures.extend(failures_of(running, cache_of))
             decoder.filter([s for s in running if _goes_on(s, self.return_prompt_caches)])
             if ready:
-                self.prompts.take(ready)
+                self.prompts = deque(s for s in self.prompts if s not in ready)
                 decoder.join(ready)
 
         responses = [*responses_of(step(decoder, self.planner, move), cache_of), *failures]
@@ -315,8 +282,14 @@ class BatchGenerator:
         return responses
 
 
+def _set_wired_limit(limit: int | None, stream: mx.Stream | mx.ThreadLocalStream) -> None:
+    if limit is not None:
+        mx.synchronize(stream)
+        mx.set_wired_limit(limit)
+
+
 def _goes_on(s: Sequence, return_prompt_caches: bool) -> bool:
     """Whether a sequence has further tokens, or its prompt cache is not extracted yet."""
     if s.end is not None or return_prompt_caches:
         return return_prompt_caches and s.finish_reason != "error"
-    return not 0 <= s.max_tokens <= s.n_unobserved
+    return not 0 <= s.max_tokens <= s.n_generated

@@ -20,16 +20,7 @@ class PrefillBudget:
 
     A size fits if its tokens, at the speed of the last chunk, take no longer than allowed. Longer chunks are faster per token,
     never slower, so the size may grow until it no longer fits. A speed is valid for texts up to twice as long as the measured
-    one. Without a measured speed the chunk is short.
-
-    Args:
-        prefill_step_size: The most tokens of a chunk.
-        max_token_gap: The target for the time between two tokens of a running answer, in seconds, or ``math.inf``.
-        min_decode_share: The share of the time for running answers while prompts are prefilled, from 0 to below 1.
-        ranks: The ranks that run the model, of which rank 0 chooses. Default: ``None``, one process.
-
-    Raises:
-        MTPError: An argument is out of range.
+    one. Without a measured speed the chunk is short. Of several ranks, rank 0 chooses.
     """
 
     SHORTEST, UNMEASURED = 16, 64  # tokens of a chunk, unless the step size is less
@@ -60,16 +51,8 @@ class PrefillBudget:
         self.n_steps = 0  # before the next choice
 
     def next(self, n_cached: int, is_running: bool) -> int:
-        """
-        The number of prompt tokens to prefill before the next step; 0 if a step is due.
-
-        Args:
-            n_cached: The number of tokens in the prompt cache.
-            is_running: Whether answers are being generated.
-        """
-        if not is_running:
-            self.owed, self.n_steps = 0.0, 0
-        if self.n_steps > 0:
+        """The number of prompt tokens to prefill before the next step, after ``n_cached`` others; 0 if a step is due."""
+        if is_running and self.n_steps > 0:
             self.n_steps -= 1
             return 0
         choice = self._choose(n_cached, is_running)
@@ -78,27 +61,24 @@ class PrefillBudget:
 
     def _choose(self, n_cached: int, is_running: bool) -> tuple[int, int]:
         """(tokens to prefill, steps until the next choice)"""
+        seconds, speed = self.seconds(is_running), self.seconds_per_token
         if self.owed > 0:
             n = 1 if self.ranks is None else min(self.owed / max(self.step_seconds, 1e-6), self.CHOOSE_EVERY)
             return 0, math.ceil(n) - 1
-        return self._size(self._allowed(is_running), n_cached), 0
+        if seconds == math.inf:
+            return self.sizes[0], 0
+        if speed is None or n_cached > 2 * max(self.n_measured, self.sizes[0]):
+            fitting = [n for n in self.sizes if n <= self.UNMEASURED]
+        else:
+            fitting = [n for n in self.sizes if n * speed <= seconds]
+        return [*fitting, self.sizes[-1]][0], 0
 
     def seconds(self, is_running: bool) -> float:
-        """The seconds that the images of a prompt may take before the next step; 0 if a step is due."""
+        """The seconds that work on a prompt may take before the next step; 0 if a step is due."""
         if not is_running:
             self.owed = 0.0
-        return 0.0 if self.owed > 0 else self._allowed(is_running)
-
-    def _allowed(self, is_running: bool) -> float:
-        return self.max_token_gap - self.step_seconds if is_running else max(self.IDLE_CHUNK, self.max_token_gap)
-
-    def _size(self, seconds: float, n_cached: int) -> int:
-        """The largest size that is prefilled within this time."""
-        if seconds == math.inf:
-            return self.sizes[0]
-        if self.seconds_per_token is None or n_cached > 2 * max(self.n_measured, self.sizes[0]):
-            return next((n for n in self.sizes if n <= self.UNMEASURED), self.sizes[-1])
-        return next((n for n in self.sizes if n * self.seconds_per_token <= seconds), self.sizes[-1])
+            return max(self.IDLE_CHUNK, self.max_token_gap)
+        return 0.0 if self.owed > 0 else self.max_token_gap - self.step_seconds
 
     def record_chunk(self, n: int, n_cached: int, seconds: float) -> None:
         """Count a chunk of prefill: its tokens, after ``n_cached`` others, and its seconds."""
@@ -112,7 +92,6 @@ class PrefillBudget:
         self.owed = seconds * self.decode_per_prefill
 
     def record_step(self, seconds: float) -> None:
-        """Record the time of a step of the running answers."""
         self.owed -= seconds
         is_first = self.step_seconds == 0
         self.step_seconds = seconds if is_first else self.FADING * self.step_seconds + (1 - self.FADING) * seconds

@@ -33,10 +33,7 @@ class Message:
 
 
 class Conversation:
-    """A conversation whose prompt cache or prompt store has all turns, so that each turn prefills only new tokens.
-
-    ``args`` are the flags. Raise an MTPError if ``--thinking`` is given and the chat template has no such switch.
-    """
+    """A conversation whose prompt cache or prompt store has all turns, so that each turn prefills only new tokens."""
 
     def __init__(self, args: Namespace, model: Any, tokenizer: TokenizerWrapper, store: PromptStore | None = None):
         self.args, self.model, self.tokenizer, self.store = args, model, tokenizer, store
@@ -55,14 +52,11 @@ class Conversation:
 
     def _rewind(self) -> None:
         """Make the next turn prefill all messages."""
-        self.cache: list[Any] | None
-        is_ours = isinstance(self.model, MTPModel)  # with a prompt cache that also has the head's part
-        if self.store is not None:
-            self.cache = None
-        elif is_ours:
-            self.cache = make_prompt_cache(self.model)
-        else:
-            self.cache = stock.make_prompt_cache(self.model, self.args.max_kv_size)
+        model: Any = self.model
+        self.cache: list[Any] | None = None
+        if self.store is None:
+            is_ours = isinstance(model, MTPModel)  # with a prompt cache that also has the head's part
+            self.cache = make_prompt_cache(model) if is_ours else stock.make_prompt_cache(model, self.args.max_kv_size)
         self.n_rendered = 0  # messages that the cache holds
         # The tokens before the next prompt that the cache lacks: with a store, the earlier turns.
         self.text: list[int] = []
@@ -75,24 +69,23 @@ class Conversation:
         self._rewind()
 
     def attach(self, file: str) -> None:
-        """Add an image to the next question, or raise an error if it cannot be read or the model does not support images."""
+        """Add an image to the next question."""
         vision_of(self.model)
         path = Path(file).expanduser()
         open_image(path)
         self.attached.append(str(path.absolute()))
 
     def think(self, thinking: bool) -> None:
-        """Switch thinking on or off for the next answers, or raise an MTPError if the chat template has no such switch."""
+        """Switch thinking on or off for the next answers."""
         question = [Message("user", "a")]
         if self._render(question, True) == self._render(question, False):
             raise MTPError(f"The chat template of {self.args.model} has no switch for thinking.")
         self.thinking = thinking
 
     def answer(self, query: str, show: Callable[[str], None]) -> GenerationResponse | None:
-        """Generate an answer, and show each piece. Ctrl-C stops it; the generated part stays in the conversation.
+        """Generate an answer, show each piece, and return the last response; ``None`` after Ctrl-C before the first token.
 
-        Return the last response, with the figures, or ``None`` after Ctrl-C before the first token. Raise an error if an image
-        cannot be read; the question is then forgotten.
+        What is generated before Ctrl-C stays in the conversation. After an error, the question is forgotten.
         """
         question = Message("user", query, self.attached)
         new = [*self.messages[self.n_rendered :], question]

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import mlx.core as mx
 from huggingface_hub.utils import TensorInfo

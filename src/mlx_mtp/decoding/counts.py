@@ -17,13 +17,9 @@ class OfSource(NamedTuple):
 class DraftCounts:
     """The number of drafts made and accepted, by source and by position in the window."""
 
-    by_source: dict[str, OfSource] = field(
-        default_factory=dict
-    )  # "head", "copies", "grammar", or another in ``sources.py``
+    by_source: dict[str, OfSource] = field(default_factory=dict)  # "head", "copies", or another in ``sources.py``
     source: str = HEAD  # of the latest step's drafts
-    n_timed: int = (
-        0  # tokens of the steps that are timed: all but the first, and those that made a trace (``traces.py``)
-    )
+    n_timed: int = 0  # tokens of the steps that are timed: all but the first, and those that made a trace
     seconds: float = 0.0  # of these steps
 
     def of(self, source: str) -> OfSource:
@@ -31,13 +27,10 @@ class DraftCounts:
 
     def add(self, n_drafted: int, n_accepted: int, source: str = HEAD) -> None:
         self.source = source
-        drafted, accepted = self.of(source)
-        new = n_drafted - len(drafted)
-        drafted += [0] * new
-        accepted += [0] * new
-        for i in range(n_drafted):
-            drafted[i] += 1
-            accepted[i] += i < n_accepted
+        for numbers, n in zip(self.of(source), (n_drafted, n_accepted)):
+            numbers += [0] * (n_drafted - len(numbers))
+            for i in range(n):
+                numbers[i] += 1
 
     @property
     def drafted(self) -> list[int]:
@@ -49,7 +42,7 @@ class DraftCounts:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The speed of the text, without its first step and steps that made a trace; ``None`` if there is no other step."""
+        """The speed of the timed steps; ``None`` if there are none."""
         return self.n_timed / self.seconds if self.n_timed > 0 else None
 
     @property

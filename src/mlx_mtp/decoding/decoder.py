@@ -22,37 +22,25 @@ from .sequence import Sequence
 from .window import Choice, Drafts, Step, Window, WindowPlan
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
-
-
-@dataclass(frozen=True)
-class Last:
-    """The last committed token of each sequence, which the next pass begins with."""
-
-    tokens: mx.array  # [B, 1]
-    embeddings: tuple[mx.array | None, ...]  # [1, H] where a prompt's last position was given as one, [B]
-    # Hidden states [B, T, H], and the row and the column of the token before; ``None`` for a text's first token, [B]
-    hidden: tuple[tuple[mx.array, int, int] | None, ...]
+# Hidden states [B, T, H], and the row and the column of the token before the last; ``None`` for a text's first token, [B]
+Hidden = tuple[tuple[mx.array, int, int] | None, ...]
 
 
 @dataclass(frozen=True)
 class DecoderState:
-    """The caches of all sequences, without the pass in flight."""
+    """The caches of all sequences, without the pass in flight, and their last tokens, which the next pass begins with."""
 
     rows: RowsState
     head: HeadState
-    last: Last
+    tokens: mx.array  # [B, 1]
+    hidden: Hidden
 
 
 class Decoder:
     """The sequences that generate, and their caches, between two moves. All moves run on ``stream``."""
 
     def __init__(
-        self,
-        model: MTPModel,
-        *,
-        kv: KVOptions = KVOptions(),  # noqa: B008
-        exchange: Exchange | None = None,
-        stream: mx.Stream | mx.ThreadLocalStream,
+        self, model: MTPModel, kv: KVOptions, exchange: Exchange | None, stream: mx.Stream | mx.ThreadLocalStream
     ):
         self.model, self.kv, self.exchange, self.stream = model, kv, exchange, stream
         self.clear()
@@ -70,20 +58,21 @@ class Decoder:
         self.cache, self.compiler = Rows(self.model, self.kv), Compiler()
         self.head = HeadCache(self.model, self.compiler) if has_head(self.model) else NoHead()
         self.drafter = HeadDrafter(self.model, self.head)
-        self.last = Last(mx.zeros((0, 1), mx.uint32), (), ())
+        self.tokens = mx.zeros((0, 1), mx.uint32)
+        self.hidden: Hidden = ()
         self.window: Window | None = None  # the verify pass in flight
         self.kept: list[int] | None = None  # of its tokens by each sequence, once its drafts are accepted or rejected
         self.n_since_clear = 0  # tokens committed since MLX's buffer cache was last cleared
 
     @property
     def state(self) -> DecoderState:
-        return DecoderState(self.cache.state, self.head.state, self.last)
+        return DecoderState(self.cache.state, self.head.state, self.tokens, self.hidden)
 
     def restore(self, state: DecoderState) -> None:
         """Restore an earlier state, without a pass in flight, if no sequence has joined or left since."""
         self.window = self.kept = None
         self.cache.state, self.cache.in_flight = state.rows, 0
-        self.head.state, self.last = state.head, state.last
+        self.head.state, self.tokens, self.hidden = state.head, state.tokens, state.hidden
 
     # Accept
 
@@ -116,23 +105,22 @@ class Decoder:
         n_inputs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, counts)]
         self.head.extend(choice.window.hidden, choice.tokens, n_inputs)
         columns = [n - 1 for n in counts]
-        hidden = tuple((choice.window.hidden, b, column) for b, column in enumerate(columns))
-        self.last = Last(columns_of(choice.tokens, columns), (None,) * len(self), hidden)
+        self.tokens = columns_of(choice.tokens, columns)
+        self.hidden = tuple((choice.window.hidden, b, column) for b, column in enumerate(columns))
         self.n_since_clear += max(counts)
         self.kept = counts
 
     # Draft
 
     def draft(self, planned: WindowPlan) -> Drafts:
-        plans = [*planned.plans]
-        if all(plan.k == 0 for plan in plans):
+        if planned.plan.k == 0:
             return Drafts(planned.plans)
-        limits = [0 if plan.skips_head else plan.k for plan in plans]
-        tokens, proposals = mx.zeros((len(plans), 0), mx.uint32), list[list[Any]]()
+        limits = [0 if plan.skips_head else plan.k for plan in planned.plans]
+        tokens, proposals = mx.zeros((len(limits), 0), mx.uint32), list[list[Any]]()
         if max(limits) > 0:
             tokens, proposals, limits = self.drafter.propose(self.sequences, limits)
+        plans = [Plan(k) for k in limits]
         for b, (s, plan) in enumerate(zip(self.sequences, planned.plans)):
-            plans[b] = Plan(limits[b])
             if plan.skips_head:
                 own = s.sources[plan.source].propose(plan.k, s.n_unobserved)
                 plans[b] = Plan(len(own), plan.source)
@@ -156,9 +144,7 @@ class Decoder:
 
     def verify(self, planned: WindowPlan, drafts: Drafts) -> None:
         """Start a pass over the last committed tokens and their drafts. Call ``commit`` first."""
-        tokens = self.last.tokens
-        if len(drafts) > 0:
-            tokens = mx.concatenate([tokens, drafts.tokens], axis=1)
+        tokens = self.tokens if len(drafts) == 0 else mx.concatenate([self.tokens, drafts.tokens], axis=1)
         self.cache.start_pass()
         logits, hidden = self.model(
             tokens,
@@ -176,7 +162,9 @@ class Decoder:
 
     def _embeddings(self, tokens: mx.array) -> mx.array | None:
         """The embeddings of a window [B, T, H], if the last position of a prompt that has just joined was given as one."""
-        given = [(b, x) for b, x in enumerate(self.last.embeddings) if x is not None]
+        given = [
+            (b, s.embeddings) for b, s in enumerate(self.sequences) if s.n_generated == 0 and s.embeddings is not None
+        ]
         if not given:
             return None
         embeddings: mx.array = self.model.model.embed_tokens(tokens)
@@ -190,20 +178,19 @@ class Decoder:
         self.commit()
         self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
         tokens = mx.array([[s.take_last()] for s in sequences], mx.uint32)  # [B, 1]
-        embeddings = [_own_embedding(self.model, s, token) for s, token in zip(sequences, tokens)]
+        for s, token in zip(sequences, tokens):
+            if s.embeddings is not None and mx.array_equal(s.embeddings, self.model.model.embed_tokens(token)):
+                s.embeddings = None  # so that the head can draft
         self.cache.join([s.cache for s in sequences], [s.kv for s in sequences])
-        self.head.join([s.cache for s in sequences], tokens, embeddings)
+        self.head.join([s.cache for s in sequences], tokens, [s.embeddings for s in sequences])
         hidden = [None if s.cache.last_hidden is None else (s.cache.last_hidden, 0, 0) for s in sequences]
-        held = self.last
-        self.last = Last(
-            mx.concatenate([held.tokens, tokens]), (*held.embeddings, *embeddings), (*held.hidden, *hidden)
-        )
+        self.tokens, self.hidden = mx.concatenate([self.tokens, tokens]), (*self.hidden, *hidden)
         self.sequences = [*self.sequences, *sequences]
         for s in sequences:
             # MLX writes in place only if nobody else holds an array.
             s.cache.entries[:-1] = [*self.model.make_cache(), empty_head(self.model)]
             s.start()
-            self.drafter.observe([*s.cached_text, *s.tokens])
+            self.drafter.observe(s.text)
 
     def filter(self, sequences: list[Sequence]) -> None:
         keep = [b for b, s in enumerate(self.sequences) if s in sequences]
@@ -215,11 +202,9 @@ class Decoder:
         self.commit()
         self.head.filter(keep)
         self.cache.filter(keep)
-        held = self.last
-        own = [(held.embeddings[b], held.hidden[b]) for b in keep]
-        self.last = Last(held.tokens[mx.array(keep)], *zip(*own))
+        self.tokens, self.hidden = self.tokens[mx.array(keep)], tuple(self.hidden[b] for b in keep)
         self.sequences = [self.sequences[b] for b in keep]
-        self.drafter.forget(token for s in self.sequences for token in [*s.cached_text, *s.tokens])
+        self.drafter.forget(token for s in self.sequences for token in s.text)
 
     def extract(self, sequence: Sequence, cache: PromptCache) -> int:
         """Put a sequence's tokens into a prompt cache, up to the first token of a window in flight -> their number."""
@@ -227,7 +212,7 @@ class Decoder:
         n = self.cache.n_tokens[b] + in_flight
         cache.entries[:-1] = [*self.cache.extract(b), self.head.extract(b, n)]
         cache.begin(n)
-        cache.images, held = sequence.images, self.last.hidden[b]
+        cache.images, held = sequence.images, self.hidden[b]
         if in_flight and self.window is not None:
             held = self.window.hidden, b, 0
         if held is not None:
@@ -238,13 +223,6 @@ class Decoder:
         return n
 
 
-def _own_embedding(model: MTPModel, s: Sequence, token: mx.array) -> mx.array | None:
-    """The embedding of a prompt's last position, [1, H]; ``None`` if it is its token's [1], so that the head can draft."""
-    if s.embeddings is None or mx.array_equal(s.embeddings, model.model.embed_tokens(token)):
-        return None
-    return s.embeddings
-
-
 def draft_limit(decoder: Decoder, b: int) -> int:
     """The most drafts that sequence b can take within its token limit: a window yields one more token than it accepts."""
     s, k = decoder.sequences[b], MAX_COPY_TOKENS
@@ -253,7 +231,7 @@ def draft_limit(decoder: Decoder, b: int) -> int:
     if len(decoder) == 1 and s.n_generated == 0:  # the first token comes sooner so, and from the pass that mlx-lm runs
         return 0
     if s.max_tokens >= 0:
-        k = max(min(k, s.max_tokens - s.n_unobserved - 1), 0)
+        k = max(min(k, s.max_tokens - s.n_generated - 1), 0)
     n = decoder.cache.n_tokens[b] + (0 if decoder.kept is None else decoder.kept[b])
     if s.kv.kv_bits is not None and n < s.kv.quantized_kv_start:  # quantized after a token, never within a window
         k = min(k, s.kv.quantized_kv_start - n - 1)

@@ -36,7 +36,10 @@ class Exchange:
     def agree(self, prompt: mx.array, n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
         """Give all ranks rank 0's random state, seed and times -> the sampler. Raises MTPError if their texts differ."""
         tokens: Any = prompt.tolist()
-        self._check([_checksum(tokens, 0), n_cached % 2**24], "were given other prompts or prompt caches than rank 0")
+        numbers: list[float] = [_checksum(tokens, 0), n_cached % 2**24]
+        by_rank: Any = self.ranks.gather(numbers, mx.array(0)).tolist()
+        if others := differing_ranks(by_rank):
+            raise MTPError(f"{others} were given other prompts or prompt caches than rank 0.")
         seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None
         agreed: Any = self.ranks.broadcast((_random_state(), seeded, self.times))
         state, seeded, times = agreed
@@ -44,11 +47,6 @@ class Exchange:
         if self.times is not None:
             self.times.copy_from(times)
         return sampler if seeded is None else seeded
-
-    def _check(self, numbers: list[float], what: str) -> None:
-        by_rank: Any = self.ranks.gather(numbers, mx.array(0)).tolist()
-        if others := differing_ranks(by_rank):
-            raise MTPError(f"{others} {what}.")
 
     def send(self, hidden: mx.array) -> list[mx.array]:
         """The message to evaluate with a pass with this output [B, T, H]."""
@@ -66,10 +64,8 @@ class Exchange:
         if message is not None:
             by_rank: Any = message.tolist()
             if others := differing_ranks([checksum for _, checksum in by_rank]):
-                raise RuntimeError(
-                    f"{others} have chosen other tokens than rank 0: use the same versions, files and kind of machine on all "
-                    "ranks."
-                )
+                same = "use the same versions, files and kind of machine on all ranks"
+                raise RuntimeError(f"{others} have chosen other tokens than rank 0: {same}.")
             if by_rank[0][0] > 0:
                 self.received.append(by_rank[0][0])
         self.checksum = _checksum(tokens, self.checksum)

@@ -25,7 +25,7 @@ from ..models.mixin import MTPModel
 from ..sampling.acceptance import Drafted, n_leading
 from ..sampling.processors import restoring_random_state
 from .sequence import Sequence
-from .window import NO_TOKENS, groups_of, normalized, of_members
+from .window import NO_TOKENS, groups_of, normalized, of_members, with_rows
 
 MAX_PENDING = 512  # inputs that steps without the head's drafts leave pending
 
@@ -230,10 +230,7 @@ class HeadDrafter:
                         counts[b] = min(counts[b], i)
                     continue
                 own.append(proposal)
-                if len(members) == len(sequences):
-                    tokens = chosen
-                else:
-                    tokens[mx.array(members)] = chosen
+                tokens = with_rows(tokens, members, chosen)
                 if any(p_min[b] > 0 for b in members):
                     # By the likeliest token, not by the drafted one: dropping drafts by their own probability would change
                     # the distribution of the text.
@@ -262,7 +259,7 @@ def _draft(
 ) -> tuple[mx.array, Any, mx.array]:
     """Draft for a group, by logits [G, V] and earlier drafts -> drafts [G, 1], proposal, processed logits [G, V]"""
     s = sequences[members[0]]
-    if s.logits_processors:
+    if s.options.logits_processors:
         logits = s.process(logits, mx.concatenate([d[members[0]] for d in before]) if before else NO_TOKENS)
     texts = [Drafted(sequences[b].acceptance, sequences[b].n_generated + len(before)) for b in members]
     drafts, proposal = s.acceptance.draft(texts, logits)

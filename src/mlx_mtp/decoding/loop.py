@@ -16,13 +16,14 @@ from ..caches.prompt_cache import PromptCache, open_prompt_cache, place_images
 from ..caches.rows import KVOptions
 from ..distributed.ranks import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
+from ..errors import MTPError
 from ..pacing.depth import Depth
 from ..pacing.step_times import PLAIN_PLAN
 from ..sampling.acceptance import make_acceptance
 from .counts import DraftCounts
 from .decoder import Decoder, DecoderState
 from .planner import Planner
-from .prefill import check_arguments, prefill_chunk, prefill_part, split_prompt
+from .prefill import check_embeddings, prefill_chunk, prefill_part
 from .sequence import Sequence
 from .window import Drafts, Stepped, Token, Window, WindowPlan, choose
 
@@ -69,11 +70,8 @@ def mtp_generate_step(
         all_tokens (Iterable[int]): The tokens in the prompt cache, for logits processors, as in batches. Default: none; they
           see the prompt, as in mlx-lm.
         prefill_step_size (int): Step size for processing the prompt.
-        kv_bits (int, optional): Number of bits to use for KV cache quantization. None implies no cache quantization.
-          Default: ``None``.
-        kv_group_size (int): Group size for KV cache quantization. Default: ``64``.
-        quantized_kv_start (int): Step to begin using a quantized KV cache when ``kv_bits`` is non-None. Default: ``5000``. In a
-          prompt, quantization begins at mlx-lm's chunks of 2,048 tokens, whatever ``prefill_step_size``.
+        kv_bits, kv_group_size, quantized_kv_start (optional): The quantization of keys and values, as in mlx-lm. In a prompt
+          it begins at mlx-lm's chunks of 2,048 tokens, whatever ``prefill_step_size``. Default: none.
         prompt_progress_callback (Callable[[int, int], None]): A call-back which takes the prompt tokens processed so far
           and the total number of prompt tokens.
         input_embeddings (mx.array, optional): Input embeddings to use instead of or in conjunction with prompt tokens,
@@ -96,7 +94,14 @@ def mtp_generate_step(
             max_tokens, sampler, logits_processors, stop_sequences, num_draft_tokens, copy_drafts, draft_p_min
         )
     mtp_model = check_model(model, options)
-    check_arguments(prompt, model, prefill_step_size, max_kv_size, input_embeddings)
+    if prefill_step_size < 1:
+        raise MTPError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
+    if max_kv_size is not None:
+        raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
+    if input_embeddings is not None:
+        check_embeddings(model, len(prompt), input_embeddings)
+    elif len(prompt) == 0:
+        raise MTPError("Either input_embeddings or prompt (or both) must be provided.")
     options = options.resolve(mtp_model)
     cache = open_prompt_cache(model, prompt_cache)
     place_images(mtp_model, cache, images, input_embeddings is not None)
@@ -105,11 +110,11 @@ def mtp_generate_step(
     sequence = Sequence(
         cache,
         options,
+        kv,
+        [tokens],
         counts or DraftCounts(),
-        kv.of_text(cache.n_tokens, len(tokens)),
-        segments=split_prompt([tokens]),
-        tokens=[*all_tokens],
-        embeddings=input_embeddings,
+        [*all_tokens],
+        input_embeddings,
         has_tokens=len(prompt) > 0,
     )
     number = options.num_draft_tokens
@@ -118,7 +123,7 @@ def mtp_generate_step(
     if planner.exchange is not None:
         with mx.stream(stream):
             sequence.acceptance = make_acceptance(planner.exchange.agree(prompt, cache.n_tokens, options.sampler))
-    decoder = Decoder(mtp_model, kv=kv, exchange=planner.exchange, stream=stream)
+    decoder = Decoder(mtp_model, kv, planner.exchange, stream)
     progress = prompt_progress_callback or (lambda *_: None)
     yield from _generate(decoder, planner, sequence, prefill_step_size, progress)
 
@@ -127,24 +132,24 @@ def _generate(
     decoder: Decoder, planner: Planner, s: Sequence, chunk: int, progress: Callable[[int, int], Any]
 ) -> Generator[Token, None, None]:
     """Prefill a prompt in chunks of ``chunk`` tokens, and generate its tokens, alone in the decoder."""
-    n_yielded, before = 0, None
+    n_yielded, before, is_wanted = 0, None, s.max_tokens != 0
     s.cache.begin(s.cache.n_tokens)
     try:
         progress(0, s.n_prompt)
         with mx.stream(decoder.stream):
-            while s.segments and not (s.is_prefilled and s.max_tokens != 0 and not s.ends_with_image):
+            ends_with_image = bool(s.images) and s.images[-1].end >= s.prompt_end
+            while len(s.segments) > (is_wanted and not ends_with_image):
                 out = prefill_part(decoder.model, s, chunk)
                 progress(s.n_prefilled, s.n_prompt)
-            first = _after_image(decoder, s, *out) if not s.segments and s.max_tokens != 0 else []
-            if s.max_tokens != 0 or first:
+            first = _after_image(decoder, s, *out) if is_wanted and ends_with_image else []
+            if is_wanted:
                 decoder.join([s])
         for token in first:
             n_yielded = 1
             yield token
         while decoder.sequences and s.end is None:
             before = decoder.state
-            tokens = [token for _, own in step(decoder, planner) for token in own]
-            s.check()
+            tokens = _tokens(step(decoder, planner))
             if n_yielded == 0 and tokens:
                 progress(s.n_prompt, s.n_prompt)
             for n_left, token in zip(range(len(tokens) - 1, -1, -1), tokens):
@@ -161,22 +166,31 @@ def _generate(
 
 def _after_image(decoder: Decoder, s: Sequence, logits: mx.array, hidden: mx.array) -> list[Token]:
     """Choose the first token after a prompt that ends with an image: rows have no positions in three axes."""
+    s.start()
     plan = WindowPlan([s], (PLAIN_PLAN,), PLAIN_PLAN, False)
     choice = choose(Window(plan, Drafts(plan.plans), logits, hidden))
-    ((_, tokens),) = decoder.read(choice).tokens_of_each()
-    s.check()
+    tokens = _tokens(decoder.read(choice).tokens_of_each())
     s.commit(choice.tokens, 0, 1)
     return tokens
 
 
-def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: None) -> list[Stepped]:
-    """Accept the drafts of the window in flight; draft, commit and verify the next -> the tokens of each sequence.
+def _tokens(stepped: list[Stepped]) -> list[Token]:
+    """The tokens of the only sequence, or the error of its sampler or a processor."""
+    for s, _ in stepped:
+        if isinstance(s.end, Exception):
+            raise s.end
+    return [token for _, tokens in stepped for token in tokens]
 
-    ``move`` lets sequences leave and join, once the tokens of the window are accepted.
+
+def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: None) -> list[Stepped]:
+    """Plan, draft, verify, accept, commit -> the tokens of each sequence.
+
+    A call begins with the window that the call before has verified, and returns its tokens while the device verifies the next.
+    ``move`` lets sequences leave and join in between.
     """
     with mx.stream(decoder.stream):
-        done = None
-        if (window := decoder.window) is not None:
+        window, done = decoder.window, None
+        if window is not None:
             choice = choose(window)
             # The host waits for the choice if it decides on drafts. Otherwise the device runs the next pass first.
             if len(window.drafts) > 0 or any(s.needs_tokens for s in window.sequences):
@@ -187,7 +201,7 @@ def step(decoder: Decoder, planner: Planner, move: Callable[[], None] = lambda: 
         if len(decoder) > 0:
             planned = planner.next(decoder)
             drafts = decoder.draft(planned)
-            decoder.commit()
+            decoder.commit()  # after the drafts are submitted, so that the device has work
             decoder.verify(planned, drafts)
             planner.start_window(planned, drafts)
         if window is not None and done is None:
@@ -206,11 +220,13 @@ def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yield
         if before is not None:
             decoder.restore(before)
         if decoder.sequences:
-            (embedding,) = decoder.last.embeddings
             n = decoder.extract(s, s.cache)
-            if missing := s.tokens_between(n, n_yielded):
+            first = s.text_start  # later than n only if the last position of the prompt has an embedding and no token
+            missing = [0] * (first - n) + s.text[max(n - first, 0) : s.prompt_end + n_yielded - first]
+            if missing:
                 tokens = mx.array(missing, mx.uint32)
-                if embedding is not None:  # of the prompt's last position
+                embedding = s.embeddings if n < s.prompt_end else None  # of the prompt's last position
+                if embedding is not None:
                     embedding = mx.concatenate([embedding, decoder.model.model.embed_tokens(tokens[1:])])
                 prefill_chunk(decoder.model, s.cache, tokens, embedding, s.kv)
         if decoder.exchange is not None:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from time import perf_counter
-from typing import NamedTuple
 
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer, expected_tokens
@@ -16,14 +15,6 @@ from .window import Drafts, Step, WindowPlan
 Planned = tuple[WindowPlan, int]  # the plan of a window, and the most drafts of any sequence that were made
 
 
-class Timed(NamedTuple):  # a step whose seconds may come later, where several ranks run the model
-    plan: Plan
-    n_accepted: float  # the mean of the sequences
-    n_sequences: int
-    is_clear: bool  # whether its time was spent on this step only, judged by the steps around it
-    is_alone: bool  # whether no other generation ran since the step before
-
-
 class Planner:
     """Plans the drafts of each window by a ``Depth``, and passes it the time of each step. Ranks use rank 0's seconds.
 
@@ -32,14 +23,14 @@ class Planner:
 
     def __init__(self, model: MTPModel, given: Depth | None = None, uses_times: bool = True):
         self.depth = Depth(MAX_DRAFT_TOKENS, times=times_of(model)) if given is None else given.for_text()
-        self.exchange = exchange = (
-            None if model.ranks is None else Exchange(model.ranks, self.depth.times if uses_times else None)
-        )
-        self.unsent: deque[float] = deque() if exchange is None else exchange.unsent
-        self.received = (
-            self.unsent if exchange is None else exchange.received
-        )  # one process uses its own seconds at once
-        self.waiting: deque[Timed] = deque()
+        self.exchange, self.unsent = None, deque[float]()
+        self.received = self.unsent  # one process uses its own seconds at once
+        if model.ranks is not None:
+            self.exchange = exchange = Exchange(model.ranks, self.depth.times if uses_times else None)
+            self.unsent, self.received = exchange.unsent, exchange.received
+        # The steps whose seconds are not received yet: plan, mean number of accepted drafts, whether the time was spent on this
+        # step only, whether no other generation ran since the step before, and number of sequences.
+        self.waiting: deque[tuple[Plan, float, bool, bool, int]] = deque()
         self.latest: list[Planned] = []  # of the latest windows
         # The sequences of the latest step, and the time and the number of traces at its end.
         self.last_end: tuple[list[Sequence], float, int] = [], 0.0, 0
@@ -50,14 +41,12 @@ class Planner:
 
     def next(self, decoder: Decoder) -> WindowPlan:
         sequences = decoder.sequences
-        limits = [draft_limit(decoder, b) for b in range(len(decoder))]
-        offers = [s.offers(limit) for s, limit in zip(sequences, limits)]
-        given = max((min(s.number or 0, limit) for s, limit in zip(sequences, limits)), default=0)
-        plan, is_chosen = Plan(given), any(_is_chosen(s, offer) for s, offer in zip(sequences, offers))
+        offers = [(s, s.offers(draft_limit(decoder, b))) for b, s in enumerate(sequences)]
+        given = max((len(offer.get(HEAD, ())) for s, offer in offers if s.fixed(HEAD) is not None), default=0)
+        plan, is_chosen = Plan(given), any(s.fixed(name) is None for s, offer in offers for name in offer)
         if is_chosen:
-            running = [offer for s, offer in zip(sequences, offers) if s.end is None]
-            plan = self.depth.next(running, given, len(sequences))
-        plans = tuple(_own_plan(s, offer, plan, len(sequences) == 1) for s, offer in zip(sequences, offers))
+            plan = self.depth.next([offer for s, offer in offers if s.end is None], given, len(sequences))
+        plans = tuple(_own_plan(s, offer, plan, len(sequences) == 1) for s, offer in offers)
         width = max(own.k for own in plans)
         uses_head = any(own.k > 0 and not own.skips_head for own in plans)
         whole = Plan(width, HEAD if uses_head or width == 0 else FREE)
@@ -75,11 +64,14 @@ class Planner:
     def record(self, step: Step) -> None:
         """Call when the host knows the tokens of a step: those of a plain one while the device runs the next step."""
         now, made, (sequences, before, made_before) = perf_counter(), n_traces(), self.last_end
-        window, has_trace = step.window, made > made_before  # a new shape was traced, and its kernels were compiled
+        window, has_trace = (
+            step.choice.window,
+            made > made_before,
+        )  # a new shape was traced, and its kernels were compiled
         planned, drafts, n = window.planned, window.drafts, len(window.sequences)
-        for b, (s, own, n_accepted) in enumerate(zip(window.sequences, planned.plans, step.n_accepted)):
+        for s, own, n_accepted, count in zip(window.sequences, planned.plans, step.n_accepted, step.counts):
             if s in sequences and not has_trace:
-                s.counts.n_timed += step.counts[b]
+                s.counts.n_timed += count
                 s.counts.seconds += now - before
             # Drafts dropped by ``p_min`` count as rejected: the head has computed them.
             if own.k > 0 and not own.skips_head:
@@ -93,19 +85,16 @@ class Planner:
             plan = Plan(len(drafts), plan.source)  # a source may give fewer than it offers
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         self._take_turn()
-        is_clear = _is_clear(windows, is_plain) and not has_trace
-        timed = Timed(plan, sum(step.n_accepted) / n, n, is_clear, self.is_alone)
+        mean, is_clear = sum(step.n_accepted) / n, _is_clear(windows, is_plain) and not has_trace
         if not self.is_interrupted:
-            self.waiting.append(timed)
+            self.waiting.append((plan, mean, is_clear, self.is_alone, n))
             self.unsent.append(now - before)
         elif n > 1 or len(self.latest) > 2:  # a first step also prefills
-            self.depth.observe(plan, timed.n_accepted, None, n_sequences=n)
+            self.depth.observe(plan, mean, None, n_sequences=n)
         self.is_interrupted, self.is_alone = False, True
         while self.received:
-            timed, seconds = self.waiting.popleft(), self.received.popleft()
-            self.depth.observe(
-                timed.plan, timed.n_accepted, seconds if timed.is_clear else None, timed.is_alone, timed.n_sequences
-            )
+            (plan, mean, is_clear, is_alone, n), seconds = self.waiting.popleft(), self.received.popleft()
+            self.depth.observe(plan, mean, seconds if is_clear else None, is_alone, n)
 
     def clear(self) -> None:
         self.latest, self.last_end, self.is_interrupted = [], ([], 0.0, 0), True
@@ -123,16 +112,11 @@ def _is_clear(windows: list[Planned], is_plain: bool) -> bool:
     return len(windows) == 2 and windows[0][1] > 0 and plans[0].plan.skips_head <= plans[1].plan.skips_head
 
 
-def _is_chosen(s: Sequence, offer: Offer) -> bool:
-    has_auto_source = any(name != HEAD and s.sources[name].fixed is None for name in offer)
-    return has_auto_source or (s.number is None and HEAD in offer)
-
-
 def _own_plan(s: Sequence, offer: Offer, plan: Plan, is_alone: bool) -> Plan:
     """The plan of one sequence in a window, with the source that is expected to yield the most tokens."""
     best, max_tokens = PLAIN_PLAN, 0.0
     for name, acceptance in offer.items():
-        fixed = s.number if name == HEAD else s.sources[name].fixed
+        fixed = s.fixed(name)
         k = min(plan.k if fixed is None else fixed, len(acceptance))
         if name != HEAD and fixed is not None:
             return Plan(k, name)

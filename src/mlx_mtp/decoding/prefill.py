@@ -17,12 +17,6 @@ from ..models.mixin import MTPModel
 from .sequence import Sequence
 
 
-def split_prompt(segments: list[list[int]]) -> list[list[int]]:
-    """The segments of a prompt that are not empty, with its last token in one of its own."""
-    *before, end = [segment for segment in segments if segment]
-    return [*before, end[:-1], end[-1:]] if len(end) > 1 else [*before, end]
-
-
 def prefill_part(model: MTPModel, s: Sequence, max_tokens: int) -> tuple[mx.array, mx.array]:
     """Prefill up to ``max_tokens`` tokens of a sequence's prompt, at most to the end of a segment."""
     cache, n_cached = s.cache, s.cache.n_tokens
@@ -64,23 +58,6 @@ def prefill_chunk(
         raise
     mx.clear_cache()
     return logits[:, -1:], cache.last_hidden
-
-
-def check_arguments(
-    prompt: mx.array,
-    model: nn.Module,
-    prefill_step_size: int,
-    max_kv_size: int | None,
-    input_embeddings: mx.array | None,
-) -> None:
-    if prefill_step_size < 1:
-        raise MTPError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
-    if max_kv_size is not None:
-        raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
-    if input_embeddings is not None:
-        check_embeddings(model, len(prompt), input_embeddings)
-    elif len(prompt) == 0:
-        raise MTPError("Either input_embeddings or prompt (or both) must be provided.")
 
 
 def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:

@@ -1,7 +1,5 @@
 """A sequence: a text that is generated, with its options, its prompt cache and its tokens so far."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +13,6 @@ from ..drafts.sources import Source, make_sources
 from ..pacing.depth import MAX_DRAFT_TOKENS, Offer, Rates
 from ..pacing.step_times import HEAD, Plan
 from ..sampling.acceptance import make_acceptance
-from ..sampling.processors import restoring_random_state
 from .counts import DraftCounts
 
 
@@ -37,9 +34,9 @@ class Sequence:
 
     cache: PromptCache  # of its tokens, except for those that a pass in flight verifies
     options: TextOptions  # resolved
+    kv: KVOptions
+    segments: list[list[int]]  # of the prompt that is left; the last is its last token
     counts: DraftCounts
-    kv: KVOptions  # of ``KVOptions.of_text``
-    segments: list[list[int]] = field(default_factory=list)  # of the prompt that is left; the last is its last token
     tokens: list[int] = field(default_factory=list)  # that the host knows: of the prefilled prompt, and generated ones
     embeddings: mx.array | None = None  # [T, H], of the prompt that is left, in place of the tokens'
     pending: PendingEmbeddings | None = None  # computes ``embeddings``
@@ -48,29 +45,28 @@ class Sequence:
 
     def __post_init__(self) -> None:
         assert self.options.max_tokens is not None
-        self.max_tokens = self.options.max_tokens  # still to generate; negative for no limit
-        self.logits_processors = self.options.logits_processors or ()
+        self.max_tokens = self.options.max_tokens  # to generate; negative for no limit
         self.stop = None if self.options.stop_sequences is None else self.options.stop_sequences.matcher()
         # "length", "stop", "removed", or the error of its sampler or a processor
         self.end: str | Exception | None = None
+        self.images, n_cached = self.cache.images, self.cache.n_tokens
         self.cached_text = [] if self.tokens else self.cache.text  # before ``tokens``
-        self.images = self.cache.images
-        # The index of the first known token.
-        self.text_start = self.cache.n_tokens - len(self.cached_text) - len(self.tokens)
+        self.text_start = n_cached - len(self.cached_text) - len(self.tokens)  # the index of the first known token
+        *before, end = [segment for segment in self.segments if segment]
+        self.segments = [*before, end[:-1], end[-1:]] if len(end) > 1 else [*before, end]
         self.n_prefilled, self.n_prompt = 0, sum(map(len, self.segments))
-        self.prompt_end = self.cache.n_tokens + self.n_prompt  # the index after the prompt
-        self.n_generated = self.n_observed = 0
+        self.kv = self.kv.of_text(n_cached, self.n_prompt)
+        self.prompt_end = n_cached + self.n_prompt  # the index after the prompt
+        self.n_generated = self.n_observed = 0  # the host knows the latter number of them
         self.context: mx.array | None = None  # [N], for the logits processors
         self.acceptance = make_acceptance(self.options.sampler)
-        number = self.options.num_draft_tokens
-        self.number = number if isinstance(number, int) else None  # of drafts; ``None`` if it is chosen at every step
         self.rates = Rates(MAX_DRAFT_TOKENS)  # of the head's drafts
         self.sources: dict[str, Source] = {}  # other than the head, by name
 
     @property
     def needs_tokens(self) -> bool:
         """Whether the host must know its last token before the next can be chosen."""
-        return any(getattr(p, "needs_tokens", False) for p in self.logits_processors)
+        return any(getattr(p, "needs_tokens", False) for p in self.options.logits_processors or ())
 
     @property
     def finish_reason(self) -> str | None:
@@ -81,18 +77,10 @@ class Sequence:
         """The number of committed tokens that the host does not know yet."""
         return self.n_generated - self.n_observed
 
-    def check(self) -> None:
-        if isinstance(self.end, Exception):
-            raise self.end
-
     @property
     def is_prefilled(self) -> bool:
         """Whether its prompt is prefilled except for the last token."""
         return len(self.segments) == 1 and self.pending is None
-
-    @property
-    def ends_with_image(self) -> bool:
-        return bool(self.images) and self.images[-1].end >= self.prompt_end
 
     def take_prompt(self, n: int) -> None:
         segment, self.n_prefilled = self.segments[0], self.n_prefilled + n
@@ -114,25 +102,27 @@ class Sequence:
         return own[0]
 
     def start(self) -> None:
-        text = without_images([*self.cached_text, *self.tokens], self.text_start, self.images)
-        self.sources = make_sources(self.options, text)
-        if self.logits_processors:
+        self.sources = make_sources(self.options, without_images(self.text, self.text_start, self.images))
+        if self.options.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 
-    def tokens_between(self, n: int, n_generated: int) -> list[int]:
-        """The tokens from index n up to a number of generated ones."""
-        text = [*self.cached_text, *self.tokens][: self.prompt_end + n_generated - self.text_start]
-        unknown = [0] * max(self.text_start - n, 0)
-        return unknown + text[max(n - self.text_start, 0) :]
+    @property
+    def text(self) -> list[int]:
+        """All tokens that the host knows, from index ``text_start`` on."""
+        return [*self.cached_text, *self.tokens]
 
     def text_of(self, n_tokens: int) -> list[int]:
-        n, text = n_tokens - self.text_start, [*self.cached_text, *self.tokens]
+        n, text = n_tokens - self.text_start, self.text
         return text[:n] if 0 <= n <= len(text) else []
+
+    def fixed(self, source: str) -> int | None:
+        """The number of drafts of a source; ``None`` if it is chosen at every step."""
+        n = self.options.num_draft_tokens if source == HEAD else self.sources[source].fixed
+        return n if isinstance(n, int) else None
 
     def offers(self, limit: int) -> Offer:
         rates = {name: source.acceptance(self.n_unobserved)[:limit] for name, source in self.sources.items()}
-        if self.number != 0:
-            rates[HEAD] = self.rates.estimate[: limit if self.number is None else min(limit, self.number)]
+        rates[HEAD] = self.rates.estimate[:limit][: self.fixed(HEAD)]
         return {name: of_each for name, of_each in rates.items() if of_each}
 
     def process(self, logits: mx.array, drafts: mx.array) -> mx.array:
@@ -140,7 +130,7 @@ class Sequence:
         assert self.context is not None
         tokens = mx.concatenate([self.context, drafts])
         if tokens.size > 0:  # as mlx-lm, which has none where the prompt was given as embeddings
-            for processor in self.logits_processors:
+            for processor in self.options.logits_processors or ():
                 logits = processor(tokens, logits)
         return logits
 
@@ -153,37 +143,24 @@ class Sequence:
     def take(self, tokens: list[int], plan: Plan, n_accepted: int) -> list[int]:
         """Add a step's tokens, now that the host knows them -> the tokens up to the one that ends the sequence."""
         self.counts.add(plan.k, n_accepted, plan.source)
-        taken = tokens
-        for i, token in enumerate(tokens, 1):
-            self.max_tokens -= 1
-            if self.max_tokens == 0:
+        n_before = len(self.tokens)
+        for token in tokens:
+            self.tokens.append(token)
+            self.n_observed += 1
+            if self.n_observed == self.max_tokens:
                 self.end = "length"
             if self.stop is not None and self.stop.advance(token):
                 self.end = "stop"
-            if self.end in ("length", "stop"):
-                taken = tokens[:i]
+            if self.end is not None:
                 break
-        self.n_observed += len(taken)
+        taken = self.tokens[n_before:]
         for source in self.sources.values():
             source.observe(taken)
-        self.tokens += taken
         return taken
 
 
-@contextmanager
-def own_errors(sequences: list[Sequence]) -> Iterator[None]:
-    """A context for calls of samplers and processors: an exception ends these sequences, and no other."""
-    try:
-        with restoring_random_state():
-            yield
-    except Exception as e:
-        for s in sequences:
-            s.end = e
-
-
 def without_images(text: list[int], first: int, images: list[ImageSpan]) -> list[int]:
-    """Replace each image token of a text, which begins with token ``first``, by a negative number of its own."""
-    text = text[:]
+    """Replace each image token of a text, which begins with token ``first``, by a negative number of its own, in place."""
     for image in images:
         for i in range(max(image.start, first), min(image.end, first + len(text))):
             text[i - first] = -1 - i

@@ -7,8 +7,8 @@ import mlx.core as mx
 
 from ..pacing.step_times import Plan
 from ..sampling.acceptance import Drafted, Verdict
-from ..sampling.processors import until_error
-from .sequence import Sequence, own_errors
+from ..sampling.processors import restoring_random_state, until_error
+from .sequence import Sequence
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
 Stepped = tuple[Sequence, list[Token]]  # a sequence, and its tokens of a step
@@ -71,10 +71,6 @@ class Step:
     tokens: list[list[int]]  # of each sequence, up to the token that ends it
 
     @property
-    def window(self) -> Window:
-        return self.choice.window
-
-    @property
     def counts(self) -> list[int]:
         """The number of tokens that each sequence commits; at least 1, [B]."""
         return [max(len(own), 1) for own in self.tokens]
@@ -82,7 +78,7 @@ class Step:
     def tokens_of_each(self) -> list[Stepped]:
         return [
             (s, [(token, self.choice.logprobs_of(b, t), t < self.n_accepted[b]) for t, token in enumerate(tokens)])
-            for b, (s, tokens) in enumerate(zip(self.window.sequences, self.tokens))
+            for b, (s, tokens) in enumerate(zip(self.choice.window.sequences, self.tokens))
         ]
 
 
@@ -94,16 +90,19 @@ def choose(window: Window) -> Choice:
     own_logprobs: dict[int, mx.array] = {}
     for members, proposals in zip(groups, window.drafts.proposals or [[]] * len(groups)):
         running = [sequences[b] for b in members if sequences[b].end is None]
-        with own_errors(running):
-            if running:
+        if not running:
+            continue
+        try:
+            with restoring_random_state():
                 (first, *_), own = members, of_members(logprobs, members)
-                if sequences[first].logits_processors:
+                if sequences[first].options.logits_processors:
                     own = own_logprobs[first] = _processed(window, first)
                 verdict = _verdict(window, members, own, proposals)
-                tokens, accepted = (
-                    with_rows(tokens, members, verdict.tokens),
-                    with_rows(accepted, members, verdict.accepted),
-                )
+                tokens = with_rows(tokens, members, verdict.tokens)
+                accepted = with_rows(accepted, members, verdict.accepted)
+        except Exception as e:  # of a sampler or processor: it ends these sequences, and no other
+            for s in running:
+                s.end = e
     return Choice(window, tokens, accepted, logprobs, own_logprobs, [s.end is not None for s in sequences])
 
 
@@ -130,7 +129,7 @@ def groups_of(sequences: list[Sequence]) -> list[list[int]]:
     """The sequences that are drafted for and accepted together: with equal samplers, and without logits processors."""
     groups: dict[Any, list[int]] = {}
     for b, s in enumerate(sequences):
-        groups.setdefault((s.acceptance, b if s.logits_processors else None), []).append(b)
+        groups.setdefault((s.acceptance, b if s.options.logits_processors else None), []).append(b)
     return list(groups.values())
 
 

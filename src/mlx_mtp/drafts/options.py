@@ -63,24 +63,12 @@ class TextOptions:
         Raises:
             MTPError: An option is out of range, requires a head, or is not for batches.
         """
-        tuned, options = model.drafting.tuned or Settings(), self
-        limit = None
-        if batch is not None:
-            limit = batch.num_draft_tokens
-            options = replace(batch, **{name: value for name, value in vars(self).items() if value is not None})
-            for n in (options.num_draft_tokens, limit):
-                if isinstance(n, Depth):  # it has the times of one sequence
-                    raise MTPError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
-        n, copies, p_min = options.num_draft_tokens, options.copy_drafts, options.draft_p_min
-        if copies is None:
-            copies = "off" if isinstance(n, int) else "auto"
-        if n is None:
-            n = tuned.num_draft_tokens if has_head(model) else 0
-        if p_min is None:
-            p_min = tuned.draft_p_min
-        max_tokens = MAX_TOKENS if options.max_tokens is None else options.max_tokens
-        options = replace(options, max_tokens=max_tokens, num_draft_tokens=n, copy_drafts=copies, draft_p_min=p_min)
-        options.check()
+        tuned, options = model.drafting.tuned or Settings(), self if batch is None else self._or(batch)
+        copies: CopyDrafts = "off" if isinstance(options.num_draft_tokens, int) else "auto"
+        n: NumDraftTokens | None = tuned.num_draft_tokens if has_head(model) else 0
+        options = options._or(TextOptions(MAX_TOKENS, None, None, None, n, copies, tuned.draft_p_min))
+        options.check(in_batch=batch is not None)
+        n, limit = options.num_draft_tokens, None if batch is None else batch.num_draft_tokens
         if not has_head(model) and n != 0:
             raise MTPError(f"num_draft_tokens must be 0 for a model without an MTP head, not {n}.")
         if options.keeps_state:
@@ -89,12 +77,16 @@ class TextOptions:
             return replace(options, num_draft_tokens=limit)
         return options
 
-    def check(self) -> None:
+    def _or(self, defaults: "TextOptions") -> "TextOptions":
+        return replace(defaults, **{name: value for name, value in vars(self).items() if value is not None})
+
+    def check(self, in_batch: bool = False) -> None:
         """Raise an MTPError if an option of drafts is out of range, or the number of tokens is no integer."""
         n, copies, p_min = self.num_draft_tokens, self.copy_drafts, self.draft_p_min
         if self.max_tokens is not None and not isinstance(self.max_tokens, Integral):
             raise MTPError(f"max_tokens must be an integer, not {self.max_tokens}.")
-        if n not in (None, "auto") and not isinstance(n, Depth) and not _is_number(n, 0, MAX_DRAFT_TOKENS):
+        is_depth = isinstance(n, Depth) and not in_batch  # it has the times of one sequence
+        if n not in (None, "auto") and not is_depth and not _is_number(n, 0, MAX_DRAFT_TOKENS):
             raise MTPError(f"num_draft_tokens must be auto or from 0 to {MAX_DRAFT_TOKENS}, not {n}.")
         if copies not in (None, "auto", "off") and not _is_number(copies, 1, MAX_COPY_TOKENS):
             raise MTPError(f"copy_drafts must be auto, off or from 1 to {MAX_COPY_TOKENS}, not {copies}.")
@@ -105,12 +97,6 @@ class TextOptions:
     def keeps_state(self) -> bool:
         """Whether the sampler or a processor may keep state, so that the text has no drafts."""
         return any(map(keeps_state, (self.sampler or greedy_sampler, *(self.logits_processors or ()))))
-
-    @property
-    def max_drafts(self) -> int:
-        """The most drafts that a step may have, of resolved options."""
-        n = self.num_draft_tokens if isinstance(self.num_draft_tokens, int) else MAX_DRAFT_TOKENS
-        return max(n, {"auto": MAX_COPY_TOKENS, "off": 0}.get(self.copy_drafts, self.copy_drafts))  # type: ignore
 
 
 def _is_number(value: Any, low: int, high: int) -> bool:

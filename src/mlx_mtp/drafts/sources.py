@@ -1,21 +1,14 @@
 """Sources of drafts other than the head, which need no pass of a model: the text's own repetitions, and a grammar.
 
-To add a source, write a class like ``Source`` and a function that makes it for a text, and add the function to ``SOURCES``.
-``depth.Depth`` chooses the source and the number of drafts, by the acceptance rates of each source and by the times of steps.
-A logits processor may have a source as well (``draft_source``), such as the tokens that a grammar forces.
+To add a source, write a class like ``Source``, and a function in ``SOURCES`` that makes it for a text. ``depth.Depth`` chooses
+the source and the number of drafts, by the acceptance rates of each source and by the times of steps. A logits processor may
+have a source as well (``draft_source``), such as the tokens that a grammar forces.
 
 Copy drafts are prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023,
-arXiv:2304.04487): if the text's last tokens occurred before, the tokens that followed them are drafted. A draft costs no pass
-of a model, and an answer that edits or quotes its prompt copies whole paragraphs. A match has at least ``N_GRAM`` tokens. It
-continues while the text repeats the earlier passage. The longer it is, the likelier is another copy:
-
-    ... a b c d e f g ...            a match of a b c d e, then of f, ...
-    ... a b c d e  ->  f g ...       the drafts
-        <- length ->
-
-After a difference, such as a changed name, the text often rejoins the copied passage: ``N_REJOIN`` tokens are enough for a
-match a little further on. Every token shows whether a copy would have been right, even if no copy was drafted. So the
-acceptance rate of copies is known without trying them.
+arXiv:2304.04487): if the text's last ``N_GRAM`` tokens occurred before, the tokens that followed them are drafted. A match
+continues while the text repeats the earlier passage; the longer it is, the likelier is another copy. After a difference, such
+as a changed name, ``N_REJOIN`` tokens are enough for a match a little further on. Every token shows whether a copy would have
+been right, even if none was drafted, so the acceptance rate of copies is known without trying them.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,23 +45,6 @@ class Source(Protocol):
         ...
 
 
-class NGramIndex:
-    """The last occurrence of each n-gram in a growing text."""
-
-    def __init__(self, text: list[int]):
-        self.text = text
-        self.ends: dict[tuple[int, ...], int] = {}  # the index after the last occurrence of each n-gram
-        self.n_indexed = 0  # n-grams
-
-    def find(self) -> int | None:
-        """The position after the last earlier occurrence of the text's last n-gram, if any."""
-        rest = self.text[self.n_indexed : -1]
-        n_grams = zip(*(rest[i:] for i in range(N_GRAM)))
-        self.ends.update((n_gram, end) for end, n_gram in enumerate(n_grams, self.n_indexed + N_GRAM))
-        self.n_indexed = max(len(self.text) - N_GRAM, 0)
-        return self.ends.get(tuple(self.text[-N_GRAM:]))
-
-
 class PromptLookup:
     """The text's own repetitions as a source of drafts. Call ``propose`` only if ``acceptance`` is not empty.
 
@@ -80,7 +56,8 @@ class PromptLookup:
 
     def __init__(self, text: Sequence[int] = (), fixed: int | None = None):
         self.text, self.fixed = [*text], fixed
-        self.index = NGramIndex(self.text)
+        self.ends: dict[tuple[int, ...], int] = {}  # the index after the last occurrence of each n-gram
+        self.n_indexed = 0  # n-grams
         self.rates = Rates(self._bucket(LONGEST) + 1)  # by the length of the match
         self.length = 0  # tokens of the match
         self.followed: int | None = None
@@ -91,14 +68,13 @@ class PromptLookup:
     def at(self) -> int | None:
         """The index of the next token's copy, if the text ends in a match."""
         if self.is_lost:
-            self.followed, self.is_lost = self.index.find(), False
+            self.followed, self.is_lost = self._find(), False
             if self.followed is None and self.left is not None:
                 self.followed = self._rejoin(self.left)
             self.length = 0 if self.followed is None else self._match_length(self.followed)
         return self.followed
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Add committed tokens when the host learns them, and count the copies among them."""
         for token in tokens:
             at = self.at
             if at is not None:
@@ -111,7 +87,7 @@ class PromptLookup:
             self.text.append(token)
 
     def acceptance(self, n_unobserved: int) -> list[float]:
-        """As in ``Source``: up to [MAX_COPY_TOKENS]. Unobserved tokens are assumed to be copies as well."""
+        """Up to [MAX_COPY_TOKENS]. Unobserved tokens are assumed to be copies as well."""
         if self.at is None:
             return []
         n = len(self._copy(self.at, n_unobserved + MAX_COPY_TOKENS))
@@ -121,9 +97,16 @@ class PromptLookup:
         return [prod(rates[: n_unobserved + 1]), *rates[n_unobserved + 1 :]]
 
     def propose(self, k: int, n_unobserved: int) -> mx.array:
-        """Up to k copies for the tokens after the unobserved ones."""
         assert self.at is not None
         return mx.array(self._copy(self.at, n_unobserved + k)[n_unobserved:], mx.uint32)
+
+    def _find(self) -> int | None:
+        """The position after the last earlier occurrence of the text's last n-gram, if any."""
+        rest = self.text[self.n_indexed : -1]
+        n_grams = zip(*(rest[i:] for i in range(N_GRAM)))
+        self.ends.update((n_gram, end) for end, n_gram in enumerate(n_grams, self.n_indexed + N_GRAM))
+        self.n_indexed = max(len(self.text) - N_GRAM, 0)
+        return self.ends.get(tuple(self.text[-N_GRAM:]))
 
     def _copy(self, at: int, n: int) -> list[int]:
         """The n tokens from an index on, fewer if an image begins before."""
@@ -155,19 +138,14 @@ def prompt_lookup(options: TextOptions, text: Sequence[int]) -> Source | None:
 
 
 def of_processors(options: TextOptions, text: Sequence[int]) -> Source | None:
-    """The source of a logits processor that has one, such as the forced tokens of a grammar."""
-    made = (p.draft_source() for p in options.logits_processors or () if hasattr(p, "draft_source"))
-    return next(made, None)
+    return next((p.draft_source() for p in options.logits_processors or () if hasattr(p, "draft_source")), None)
 
 
-# Makes a source from the options and the prompt of a text; ``None`` if it does not apply.
-MakeSource = Callable[[TextOptions, Sequence[int]], Source | None]
-SOURCES: list[MakeSource] = [prompt_lookup, of_processors]
+# Each makes a source from the options and the prompt of a text; ``None`` if it does not apply.
+SOURCES: list[Callable[[TextOptions, Sequence[int]], Source | None]] = [prompt_lookup, of_processors]
 
 
 def make_sources(options: TextOptions, text: Sequence[int]) -> dict[str, Source]:
     """Make the sources of a text whose prompt is prefilled, by name."""
-    if options.keeps_state:
-        return {}
-    made = [make(options, text) for make in SOURCES]
+    made = [] if options.keeps_state else [make(options, text) for make in SOURCES]
     return {source.name: source for source in made if source is not None}

@@ -89,9 +89,8 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load_model(args, saved)
     if saved is not None and isinstance(model, MTPModel):
         open_prompt_cache(model, saved.caches)  # --check passes it to mlx-lm first, which does not check it
-    prompt = from_rank_0(
-        getattr(model, "ranks", None), lambda: encode_prompt(args, model, tokenizer, saved is not None)
-    )
+    ranks = getattr(model, "ranks", None)  # missing in models of plain mlx-lm
+    prompt = from_rank_0(ranks, lambda: encode_prompt(args, model, tokenizer, saved is not None))
     options: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
     options["prompt_cache"] = None if saved is None else saved.caches
     if args.check:
@@ -99,9 +98,8 @@ def run(args: argparse.Namespace) -> None:
             image_prompt = read_images(vision_of(model), prompt, args.image)
             prompt, options["input_embeddings"] = image_prompt.tokens, image_prompt.embed(model)
             options["prompt_cache"] = image_prompt.cache(model, options["prompt_cache"])
-        result = check(
-            model, mx.array(prompt), flags.text_options(args), stop_tokens=tokenizer.eos_token_ids, **options
-        )
+        text_options, stop_tokens = flags.text_options(args), tokenizer.eos_token_ids
+        result = check(model, mx.array(prompt), text_options, stop_tokens=stop_tokens, **options)
         print(result.report(tokenizer))
         sys.exit(0 if result.passed else 1)
     with flags.open_prompt_store(args, model) as store, prompt_progress() as progress:
@@ -141,8 +139,8 @@ def check_flags(args: argparse.Namespace) -> None:
     template_options(args.chat_template_config)
     if args.json_schema is not None:
         require("server", "--json-schema")
-    if args.json_schema is not None and not is_json(args.json_schema):
-        check_source(Path(args.json_schema), "--json-schema")
+        if not is_json(args.json_schema):
+            check_source(Path(args.json_schema), "--json-schema")
     if args.check:
         if args.json_schema is not None:
             raise MTPError("--check compares free text and cannot be combined with --json-schema.")
@@ -166,9 +164,6 @@ def load_model(args: argparse.Namespace, saved: PromptCacheFile | None) -> tuple
     add_eos_tokens(tokenizer, args.extra_eos_token)
     flags.settle_drafts(args, model)
     return model, tokenizer
-
-
-# The prompt
 
 
 def load_prompt_cache(file: str, model: str | None, kv_bits: int | None, kv_group_size: int) -> PromptCacheFile:
@@ -209,11 +204,7 @@ def template_options(text: str | None) -> dict[str, Any]:
 def encode_prompt(
     args: argparse.Namespace, model: nn.Module, tokenizer: TokenizerWrapper, is_suffix: bool
 ) -> list[int]:
-    """The prompt's token ids.
-
-    ``is_suffix``: a prompt cache has the beginning of the conversation. Raise an MTPError if the prompt is empty or no text,
-    or the model takes no images.
-    """
+    """The prompt's token ids; ``is_suffix``: a prompt cache has the beginning of the conversation."""
     text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     text = sys.stdin.read() if text == "-" else text
     if args.image:
@@ -257,13 +248,8 @@ def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, 
     return text
 
 
-# Others
-
-
 def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
-    """Make these tokens, given as text or as ids, end the generation. Raise an MTPError for one that is not in the vocabulary;
-    mlx-lm would use the unknown token instead.
-    """
+    """Make these tokens, given as text or as ids, end the generation; mlx-lm would use the unknown token for others."""
     vocab = tokenizer.get_vocab()
     ids = set(map(str, vocab.values()))
     for token in tokens:
@@ -275,7 +261,7 @@ def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
 
 
 def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: list[int], prefill: str) -> list[Grammar]:
-    """The logits processor of ``--json-schema``, which begins after the reasoning. An MTPError if it is no JSON schema."""
+    """The logits processor of ``--json-schema``, which begins after the reasoning."""
     if schema is None:
         return []
     text = schema if is_json(schema) else Path(schema).read_text(encoding="utf-8")

@@ -19,12 +19,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream, maybe_quantize_kv_cache
+from mlx_lm.generate import generate_step, generation_stream, maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..caches.rows import KVOptions
 from ..decoding.loop import mtp_generate_step
 from ..drafts.options import MAX_TOKENS, TextOptions
 from ..layers.compiled import Compiler
+from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from .stream import KV_NAMES
 
 
 @dataclass
@@ -99,19 +102,14 @@ def check(
         """Copies for plain mlx-lm. The positions of images are in the last entry."""
         return model.make_cache() if prompt_cache is None else copy.deepcopy(prompt_cache)
 
+    kv = KVOptions(**{name: value for name, value in options.items() if name in KV_NAMES})
     caches, of_plain = backbone_caches(), options.copy()
-    if options.get("kv_bits") is not None:  # whose places are those of mlx-lm's own chunks
+    if kv.kv_bits is not None:  # whose places are those of mlx-lm's own chunks
         of_plain.pop("prefill_step_size", None)
     plain = generate_step(
         prompt, model, max_tokens=max_tokens, prompt_cache=caches, logits_processors=[keep], **of_plain
     )
-    mtp = mtp_generate_step(
-        prompt,
-        model,
-        options=text,
-        prompt_cache=copy.deepcopy(prompt_cache),
-        **options,
-    )
+    mtp = mtp_generate_step(prompt, model, options=text, prompt_cache=copy.deepcopy(prompt_cache), **options)
     with closing(plain), closing(mtp):
         same, pair = _compare(plain, mtp, stop_tokens)
     mx.synchronize(generation_stream)  # plain decoding leaves a pass in flight
@@ -120,12 +118,15 @@ def check(
     row = recent[len(same)].astype(mx.float32)
     rounding = 0.0  # the token after the prompt comes from one pass in both
     if same:
-        size = 1 + text.resolve(model).max_drafts
+        resolved = text.resolve(model)
+        k, copies = resolved.num_draft_tokens, resolved.copy_drafts
+        n_copies = MAX_COPY_TOKENS if copies == "auto" else copies if isinstance(copies, int) else 0
+        size = 1 + max(k if isinstance(k, int) else MAX_DRAFT_TOKENS, n_copies)
         for n in {size, 1} if model.drafting.compiled else {size}:  # one by one they are compiled
             caches = backbone_caches()
             for _ in generate_step(prompt, model, prompt_cache=caches, max_tokens=0, **of_plain):
                 pass
-            rounding = max(rounding, float(mx.abs(row - _run_in_windows(model, caches, same, n, **options)).max()))
+            rounding = max(rounding, float(mx.abs(row - _run_in_windows(model, caches, same, n, kv)).max()))
     (second, first), (a, b) = mx.sort(row)[-2:], pair
     return Check(len(same), Difference(a, b, float(first - second), float(row[a] - row[b]), rounding))
 
@@ -144,24 +145,14 @@ def _compare(
     return same, None
 
 
-def _run_in_windows(
-    model: nn.Module,
-    caches: list[Any],
-    tokens: list[int],
-    size: int,
-    *,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
-    **_: Any,
-) -> mx.array:
+def _run_in_windows(model: nn.Module, caches: list[Any], tokens: list[int], size: int, kv: KVOptions) -> mx.array:
     """Plain mlx-lm's logits [V] after the tokens in the caches and these tokens, run ``size`` at a time."""
     # The last window is padded with its last token, which does not affect the tokens before.
     n_filled = -len(tokens) % size
     filled, compiler = mx.array(tokens + tokens[-1:] * n_filled), Compiler()
     with mx.stream(generation_stream):
         for window in mx.split(filled, filled.size // size):  # [size]
-            maybe_quantize_kv_cache(caches, quantized_kv_start, kv_group_size, kv_bits)
+            maybe_quantize_kv_cache(caches, **vars(kv))
             logits: mx.array = model(window[None], cache=caches, compiler=compiler)  # [1, size, V]
             mx.eval(logits, [c.state for c in caches])
     return logits[0, size - 1 - n_filled].astype(mx.float32)

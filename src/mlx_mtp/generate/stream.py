@@ -127,9 +127,9 @@ def stream_generate(
                 kwargs["prompt_cache"] = image_prompt.cache(model, kwargs.get("prompt_cache"))
     if drafts:
         options = options if mtp else replace(options, num_draft_tokens=0)
-        steps = (
-            mtp_generate_step if prompt_store is None else partial(stored_steps, prompt_store, tokenizer, image_prompt)
-        )
+        steps: Callable[..., Generator[Token, None, None]] = mtp_generate_step
+        if prompt_store is not None:
+            steps = partial(stored_steps, prompt_store, tokenizer, image_prompt)
         yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), stream, steps, options, **kwargs)
         return
     kwargs |= {"sampler": for_one_text(options.sampler), "logits_processors": options.logits_processors}
@@ -233,8 +233,7 @@ def print_text(
             print(paint(response.text, response.source) if show_drafts else response.text, end="", flush=True)
         text += response.text
     if verbose:
-        print()
-        print("=" * 10)
+        print("\n" + "=" * 10)
         if text:
             mtp = kwargs.get("mtp")
             _print_figures(response, has_head(model) if mtp is None else mtp)
@@ -247,19 +246,14 @@ def _print_figures(response: GenerationResponse, mtp: bool) -> None:
     print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
     print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
     print(f"Peak memory: {response.peak_memory:.3f} GB")
-    drafts = [f"{a / d:.3f}" for a, d in zip(response.accepted, response.drafted)]
-    drafts = [f"{', '.join(drafts)} accepted by position"] if drafts else []
-    for name, made, accepted in (
-        ("copies", response.copied, response.copies_accepted),
-        ("forced tokens", response.forced, response.forced_accepted),
-    ):
-        if made:
-            drafts.append(f"{sum(accepted)} of {sum(made)} {name} accepted")
+    rates = [f"{a / d:.3f}" for a, d in zip(response.accepted, response.drafted)]
+    drafts = [f"{', '.join(rates)} accepted by position"] if rates else []
+    if response.copied:
+        drafts.append(f"{sum(response.copies_accepted)} of {sum(response.copied)} copies accepted")
+    if response.forced:
+        drafts.append(f"{sum(response.forced_accepted)} of {sum(response.forced)} forced tokens accepted")
     if drafts or mtp:
         print(f"Drafts: {', '.join(drafts) or 'none'}, {response.tokens_per_step:.3f} tokens-per-step")
-
-
-# Generation with a prompt store
 
 
 def stored_steps(
@@ -272,10 +266,7 @@ def stored_steps(
     **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """``mtp_generate_step`` with a prompt store in place of a prompt cache: prefill begins after the stored prefix of the
-    prompt, and the rest is stored. ``image_prompt`` is the prompt with images, if it has any.
-
-    Raise an MTPError if an option cannot be combined with a store, or the store is for another model.
-    """
+    prompt, and the rest is stored."""
     for name in ("prompt_cache", "input_embeddings"):
         if options.pop(name, None) is not None:
             raise MTPError(f"prompt_store and {name} cannot be combined.")

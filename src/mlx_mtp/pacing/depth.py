@@ -43,8 +43,7 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
 
 def joint_tokens(offers: Sequence[Offer], n: int) -> list[float]:
     """The harmonic mean of the tokens that each sequence's best source yields at each draft length, [n + 1]."""
-    of_each = [[max(own) for own in zip(*(_padded(a, n) for a in offer.values()))] for offer in offers if offer]
-    of_each += [[1.0] * (n + 1) for offer in offers if not offer]
+    of_each = [[max(own) for own in zip(*(_padded(a, n) for a in ((), *offer.values())))] for offer in offers]
     return [len(of_each) / sum(1 / tokens for tokens in at_k) for at_k in zip(*of_each)]
 
 
@@ -57,7 +56,7 @@ def _padded(acceptance: Sequence[float], n: int) -> list[float]:
 class Rates:
     """A running estimate of the acceptance rate in each of n buckets, such as the positions in a window: ``estimate``, [n].
 
-    Without new counts, the estimate of a bucket moves towards that of the bucket before it.
+    Without new counts, it moves towards that of the bucket before.
     """
 
     FADING = 0.97  # the decay of a count with each later one: to a third after 36, about a paragraph
@@ -98,8 +97,7 @@ class Rates:
 class Depth:
     """Chooses the draft length of every step of a generation; docs/develop/depth.md has its rules.
 
-    Times are kept after a text and are shared: a ``Depth`` given as ``num_draft_tokens`` passes its times to each generation,
-    which makes a ``Depth`` of its own (``for_text``).
+    Given as ``num_draft_tokens``, it passes its times to each generation, which makes a ``Depth`` of its own (``for_text``).
 
     Args:
         max_draft_tokens (int): The largest draft length.
@@ -125,7 +123,6 @@ class Depth:
         self.is_alone = True  # whether no other generation ran during the latest step
 
     def for_text(self) -> "Depth":
-        """Make one for another text with the same times."""
         return type(self)(self.max_draft_tokens, times=self.times)
 
     def next(self, offers: Sequence[Offer], min_draft_tokens: int = 0, n_sequences: int = 1) -> Plan:
@@ -166,8 +163,7 @@ class Depth:
         Args:
             plan (Plan): The plan of the step.
             n_accepted (float): The number of accepted drafts; the mean of several sequences.
-            seconds (float, optional): The time from the end of the step before to the end of this step; ``None`` if it may
-              include other steps.
+            seconds (float, optional): The time since the end of the step before; ``None`` if it may include other steps.
             is_alone (bool): Whether no other generation ran in between.
             n_sequences (int): The number of sequences in the pass. Default: ``1``.
         """
@@ -175,14 +171,15 @@ class Depth:
         if is_alone:
             times.observe(plan, seconds)
         # A pause, such as a slow caller's, neither allows more probing nor counts as a loss of a probe.
-        seconds = times.of(plan) if seconds is None else times.without_pause(plan, seconds)
+        expected = times.of(plan)
+        seconds = expected if seconds is None else min(seconds, times.BEYOND_NOISE * expected)
         self.elapsed += seconds
         # Drafts that were expected to pay are no probes: a text that was hard for a while would otherwise not be probed again.
         if self.is_probing and plan.k > 0:
             n_tokens = 1 + (1 - self.DOUBT) * n_accepted
             self.lost = max(self.lost + seconds - n_tokens * times.estimate[0], 0.0)
         if plan.skips_head and n_accepted == plan.k == times.max_free:
-            times.allow_more()
+            times.max_free = min(2 * times.max_free, MAX_COPY_TOKENS)
 
 
 def _faster(times: StepTimes, plan: Plan, speed: float, offers: Sequence[Offer]) -> tuple[Plan, float]:

@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import NamedTuple, cast
 
 from ..layers.drafting import Settings
-from ..layers.passes import MAX_COPY_TOKENS
 from ..models.mixin import MTPModel
 
 MAX_DRAFT_TOKENS = 8
@@ -24,7 +23,6 @@ class Plan(NamedTuple):
 
     @property
     def skips_head(self) -> bool:
-        """Whether its drafts cost no pass of the head."""
         return self.source != HEAD
 
 
@@ -32,11 +30,12 @@ PLAIN_PLAN = Plan(0)
 
 
 class StepTimes:
-    """A running estimate of t(k), in seconds.
+    """A running estimate of t(k), in seconds, k from 0, [N_LENGTHS]: ``estimate`` for the head's drafts, ``free`` for others.
 
-    The times that the test of the device measured, or else ``TYPICAL``, give the shape of t(k): the time of an
-    unmeasured draft length is scaled as that of the next lower measured one, or else of the lowest. By ``TYPICAL`` times,
-    plain steps are measured first.
+    The times that the test of the device measured (``seconds`` by draft length), or else ``TYPICAL``, give the shape of t(k):
+    the time of an unmeasured draft length is scaled as that of the next lower measured one, or else of the lowest. By
+    ``TYPICAL`` times, plain steps are measured first. ``draft_cost`` is the time in which the head drafts a token, in plain
+    steps; 0 if unknown.
 
     A step far from its estimate is not counted: the machine may have paused, or the host may have read the clock late. Several
     in succession show a change. If steps have become far shorter, those before were slow, and only the new time is kept.
@@ -45,11 +44,7 @@ class StepTimes:
     Drafts of other sources cost no pass of the head. The time of as many of the head's drafts is an upper bound, and
     the estimate for numbers that were not tried.
 
-    Times are kept after a text, and all open generations update the same times, in any thread: dictionaries are replaced.
-
-    ``estimate`` is t(k) for the head's drafts, and ``free`` for drafts of other sources, k from 0, both [N_LENGTHS].
-    ``seconds`` were measured earlier, by draft length; without those of plain steps or of any drafts, they are ``TYPICAL``.
-    ``draft_cost`` is the time in which the head drafts a token, in plain steps; 0 if unknown.
+    All open generations update the same times, in any thread: dictionaries are replaced.
     """
 
     BEYOND_NOISE = 1.4  # the ratio of two times below which the difference may be noise
@@ -78,10 +73,6 @@ class StepTimes:
     def of(self, plan: Plan) -> float:
         return (self.free if plan.skips_head else self.estimate)[plan.k]
 
-    def without_pause(self, plan: Plan, seconds: float) -> float:
-        """At most ``BEYOND_NOISE`` times the expected time of a step."""
-        return min(seconds, self.BEYOND_NOISE * self.of(plan))
-
     def _count(self, plan: Plan, seconds: float) -> None:
         expected, n_odd = self.of(plan), self.n_odd.pop(plan, 0)
         if expected / self.BEYOND_NOISE < seconds < expected * self.BEYOND_NOISE:
@@ -103,10 +94,7 @@ class StepTimes:
             self.plain_age = 0
 
     def knows_plain(self, gain: float) -> bool:
-        """Whether plain steps were measured recently, and since the latest change.
-
-        If drafting gains much, as a factor, their time matters little, and measuring it costs much.
-        """
+        """Whether plain steps were measured recently. The more drafting gains, as a factor, the less their time matters."""
         return self.plain_age <= self.STALE * gain**2
 
     def _update(self) -> None:
@@ -121,11 +109,6 @@ class StepTimes:
             ratio = known[k] / t if k in known else ratio
             times.append(ratio * t)
         return times
-
-    def allow_more(self) -> None:
-        self.max_free = min(2 * self.max_free, MAX_COPY_TOKENS)
-
-    # Several sequences
 
     def of_size(self, n: int) -> "StepTimes":
         """The times of n sequences, kept in ``by_size``. New ones begin with those of the next smaller number."""
@@ -161,10 +144,9 @@ def times_of(model: MTPModel) -> StepTimes:
 
 
 def on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
-    """The values of the lines through the points, from the first x to n.
+    """The values of the lines through the points, from the first x to n, each at most as large as any after it.
 
-    A value is at most as large as any after it: a longer pass does more. From the last point to n the line rises as from the
-    first to the last: the slope of the last line may be noise or a step.
+    From the last point to n the line rises as from the first to the last: the slope of the last line may be noise or a step.
     """
     points = [(x, min(y for _, y in points[i:])) for i, (x, _) in enumerate(points)]
     (first, low), (last, high) = points[0], points[-1]
