@@ -1,5 +1,6 @@
 """A conversion without a head drafts with that of its base model, which is found, fetched once and tried."""
 
+import math
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -318,6 +319,8 @@ def test_a_head_that_is_not_accepted_is_not_used(hub, folder, monkeypatch):
 def test_the_head_is_tried_on_text(hub, tmp_path, monkeypatch):
     """Its acceptance is that of the base model with its own head, on the same text."""
     monkeypatch.setattr(acceptance, "measure_readings", acceptance_measured)
+    monkeypatch.setattr(acceptance, "N_TOKENS", 64)
+    monkeypatch.setattr(acceptance, "MAX_SECONDS", math.inf)
     hub.publish(BASE_MODEL, DENSE)
     bare = card(converted(DENSE, tmp_path / "bare", mtp=False), BASE_MODEL)
     configure(bare, mlx_mtp=None)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -171,8 +172,7 @@ def round_otherwise(monkeypatch, amount: float) -> None:
 
     Passes are not compiled: the CPU backend would compile kernels for each amount.
     """
-    uncompiled = lambda self, function, module, *inputs, **numbers: function(module, *inputs, **numbers)  # noqa: E731
-    monkeypatch.setattr(compiled.Compiler, "run", uncompiled)
+    monkeypatch.setattr(compiled.Compiler, "run", _run)
 
     def patch(owner, name, rows):
         original = getattr(owner, name)
@@ -193,12 +193,17 @@ def round_otherwise(monkeypatch, amount: float) -> None:
 
 @contextmanager
 def uncompiled():
-    """No function is compiled: for each number and type, the CPU backend would compile kernels, for a second each."""
+    """No function is compiled: for each number and type, the CPU backend would compile kernels."""
     mx.disable_compile()
     try:
-        yield
+        with mock.patch.object(compiled.Compiler, "run", _run):  # which would copy the module at each call
+            yield
     finally:
         mx.enable_compile()
+
+
+def _run(self, function, module, *inputs, **numbers):
+    return function(module, *inputs, **numbers)
 
 
 def trace_anew(monkeypatch) -> None:

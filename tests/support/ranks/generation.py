@@ -4,6 +4,7 @@ python -m tests.support.ranks.generation all|some tensor:FOLDER|pipeline:FOLDER 
 """
 
 import sys
+from contextlib import nullcontext
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -14,11 +15,9 @@ from mlx_mtp.decoding.decoder import Decoder
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.launch import report
-from tests.support.models import PACK
+from tests.support.models import PACK, uncompiled
 
 how_much, *models = sys.argv[1:]
-if how_much == "some":
-    mx.disable_compile()  # while a rank compiles kernels, the other one spins
 group = mx.distributed.init()
 rank = group.rank()
 REPEATED, N = mx.tile(PROMPT, 3), 6
@@ -154,18 +153,20 @@ def count(owner, name, n):
     setattr(owner, name, counted)
 
 
-for i, (how, folder) in enumerate(argument.split(":") for argument in models):
-    name = f"{how}, {folder.rpartition('/')[2]}"
-    model, whole = load(folder)
-    depths = (0, 1, 2, 3, 4, "auto") if how_much == "all" else (0, 3, "auto") if i == 0 else (2,)
-    tokens_are_the_same(name, model, whole, depths)
-    if how_much == "all" or "qwen3_5/" in folder + "/" or how == "pipeline":  # its stage may have no attention
-        caches_last(name, model, whole)
-    if how_much == "all" or "qwen3_5/" in folder + "/":
-        rows_are_the_same(name, model, whole)
-    if how_much == "all" or i == 0:
-        options_work(name, model, whole)
-        samples_are_the_same(name, model, whole)
-        two_at_once(name, model, whole)
-        differences_are_found(name, model)
-        counts_collectives(name, model)
+# While a rank compiles kernels, the other one spins.
+with nullcontext() if how_much == "all" else uncompiled():
+    for i, (how, folder) in enumerate(argument.split(":") for argument in models):
+        name = f"{how}, {folder.rpartition('/')[2]}"
+        model, whole = load(folder)
+        depths = (0, 1, 2, 3, 4, "auto") if how_much == "all" else (0, 3, "auto") if i == 0 else (2,)
+        tokens_are_the_same(name, model, whole, depths)
+        if how_much == "all" or "qwen3_5/" in folder + "/" or how == "pipeline":  # its stage may have no attention
+            caches_last(name, model, whole)
+        if how_much == "all" or "qwen3_5/" in folder + "/":
+            rows_are_the_same(name, model, whole)
+        if how_much == "all" or i == 0:
+            options_work(name, model, whole)
+            samples_are_the_same(name, model, whole)
+            two_at_once(name, model, whole)
+            differences_are_found(name, model)
+            counts_collectives(name, model)
