@@ -64,10 +64,8 @@ class Planner:
     def record(self, step: Step) -> None:
         """Call when the host knows the tokens of a step: those of a plain one while the device runs the next step."""
         now, made, (sequences, before, made_before) = perf_counter(), n_traces(), self.last_end
-        window, has_trace = (
-            step.choice.window,
-            made > made_before,
-        )  # a new shape was traced, and its kernels were compiled
+        has_trace = made > made_before  # a new shape was traced, and its kernels were compiled
+        window = step.choice.window
         planned, drafts, n = window.planned, window.drafts, len(window.sequences)
         for s, own, n_accepted, count in zip(window.sequences, planned.plans, step.n_accepted, step.counts):
             if s in sequences and not has_trace:
