@@ -135,7 +135,7 @@ class Sampler:
         Args:
             logits: Logits or log probabilities, [B, V].
             uniforms: A uniform number for each token to sample, [B, 1].
-            are_drafts: Whether to sample drafts, whose distribution is free: for top-p and min-p, of the likeliest tokens.
+            are_drafts: Whether to sample drafts, whose distribution is free: top-p and min-p take the likeliest tokens alone.
         """
         x, ids, k, top_p = logits, None, self.top_k, mx.array(self.top_p)
         has_top_p = 0 < self.top_p < 1
@@ -144,8 +144,8 @@ class Sampler:
         # Top-p and min-p keep the first tokens in descending order, so top-k can come first.
         if k > 0 and self.xtc_probability == 0 and (self.min_p == 0 or self.min_tokens_to_keep == 1):
             ids, x = largest(logits, k)
-            if has_top_p:  # of the mass of all tokens; for drafts, whose number is not limited, of these
-                whole = logits if self.top_k > 0 else x
+            if has_top_p:
+                whole = x if are_drafts else logits  # of the mass of all tokens; of drafts, of these
                 x = x.astype(mx.float32) - mx.logsumexp(whole.astype(mx.float32), axis=-1, keepdims=True)
                 top_p = self.top_p / mx.exp(x).sum(axis=-1, keepdims=True)
         elif are_drafts:
