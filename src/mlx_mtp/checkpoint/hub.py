@@ -41,12 +41,11 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
     patterns += ["README.md", *files, *([WEIGHTS] if weights is None else weights)]
     is_cached = False
     try:
-        commit, listed = list_files(name, revision)
+        commit, missing = _not_cached(name, revision, patterns)
     except FileNotFoundError:
         pass  # the cache may have the files
     else:
-        check_format(name, listed)
-        if missing := _not_cached(name, commit, listed, patterns):
+        if missing:
             check_download(name, commit, missing)
         else:
             is_cached, revision = True, commit
@@ -60,16 +59,18 @@ def sizes_to_download(name: str, revision: str | None, patterns: Sequence[str]) 
     if Path(name).exists():
         return {}
     try:
-        commit, listed = list_files(name, revision)
+        commit, missing = _not_cached(name, revision, patterns)
     except FileNotFoundError:
         return {}  # fetch tells why
-    missing = _not_cached(name, commit, listed, patterns)
     return {entry.path: entry.size for entry in _tree(name, commit) if entry.path in missing} if missing else {}
 
 
-def _not_cached(name: str, commit: str, files: Sequence[str], patterns: Sequence[str]) -> list[str]:
+def _not_cached(name: str, revision: str | None, patterns: Sequence[str]) -> tuple[str, list[str]]:
+    """The commit of a revision, and its files that fit a pattern and are not in the cache."""
+    commit, files = list_files(name, revision)
+    check_format(name, files)
     wanted = filter_repo_objects(files, allow_patterns=[*patterns])
-    return [file for file in wanted if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)]
+    return commit, [f for f in wanted if not isinstance(try_to_load_from_cache(name, f, revision=commit), str)]
 
 
 def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:

@@ -107,8 +107,8 @@ def needs_of_checkpoint(
 def _types(backbone: Mapping[str, TensorInfo], dtype: str) -> tuple[Sequence[str], int]:
     """The type of a backbone's activations in its files, and the bytes of a number in the type that it gets."""
     sizes = Counter[str]()
-    for t in backbone.values():
-        sizes[t.dtype] += math.prod(t.shape) * (t.dtype in FLOATS)
+    for t in (t for t in backbone.values() if t.dtype in FLOATS):
+        sizes[t.dtype] += math.prod(t.shape)
     norms = [t.dtype for name, t in backbone.items() if name.endswith(NORMS)]
     own = norms[0] if norms else max(sizes, key=sizes.__getitem__, default="BF16")
     return (own,), 4 if own == "F32" and dtype == AUTO else 2

@@ -25,20 +25,20 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     with suppress(FileNotFoundError, MTPError):  # told by the verdict
         head = checkpoint.head()
     commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
-    tables = checkpoint.tensors({n: file for n, file in checkpoint.model_map.items() if place_of(n)})
+    n_table = n_bytes(
+        *checkpoint.tensors({n: file for n, file in checkpoint.model_map.items() if place_of(n)}).values()
+    )
     index = checkpoint.read_json(INDEX_FILE) if INDEX_FILE in checkpoint.files else {}
     total = (index.get("metadata") or {}).get("total_size")
+    if not isinstance(total, int):
+        total = n_bytes(*checkpoint.tensors(checkpoint.model_map).values())
     quantization = _quantization(config, first_tensor(checkpoint, "embed_tokens.weight"))
     lines = {
         "Model": checkpoint.name + commit,
         "Model type": config.get("model_type"),
         "Backbone": f"{quantization}, {_layout(checkpoint, has_raw_backbone(checkpoint))}",
-        "Size": size(total)
-        if isinstance(total, int)
-        else size(n_bytes(*checkpoint.tensors(checkpoint.model_map).values())),
-        **(
-            {"N-grams": f"{size(n_bytes(*tables.values()))} of that size, read from the files by row"} if tables else {}
-        ),
+        "Size": size(total),
+        **({"N-grams": f"{size(n_table)} of that size, read from the files by row"} if n_table else {}),
         "MTP head": _describe_head(checkpoint, head) if head else "none",
         "Vision": f"{len(tower)} tensors, {size(n_bytes(*tower.values()))}" if tower else "none",
         "--mtp": verdict,

@@ -56,26 +56,14 @@ def fit(
 ) -> Comparison:
     """Train only a model's MTP head, to predict the model's text, and write it if more drafts are accepted.
 
-    The head does not change the model's text. After an interruption, the same call uses the answers and recorded states so
-    far.
+    After an interruption, the same call uses the answers and recorded states so far.
 
     Args:
-        model: The path or the Hugging Face repository of a checkpoint. If it has no head, the head of its base model is
-          fetched and fitted.
-        mlx_path: The folder of the checkpoint to write.
-        adapter_path: A trained adapter of ``mlx_lm.lora`` for the backbone. Default: ``None``.
-        cache_path: The folder for recorded states, which is kept. Default: ``None``, a folder
-          next to ``mlx_path``, which is removed at the end.
-        dtype: The type of weights that are not quantized, as in ``mlx_mtp.load``; ``"auto"`` is the checkpoint's on every chip.
-          Default: ``"auto"``.
-        options: The texts and the training, see :class:`FitOptions`.
-
-    Returns:
-        Comparison: The acceptance before and after. Nothing is written unless ``is_better``.
-
-    Raises:
-        FileNotFoundError: The checkpoint or a file is missing.
-        MTPError: An argument is out of range, the target exists, there is too little text, or the head is quantized.
+        model: A checkpoint's path or repository. If it has no head, that of its base model is fetched and fitted.
+        mlx_path: The folder to write.
+        cache_path: A folder of recorded states to keep. Default: ``None``, one beside ``mlx_path``, removed at the end.
+        dtype: As in ``mlx_mtp.load``, but ``"auto"`` is the checkpoint's type on every chip. Default: ``"auto"``.
+        options: See ``FitOptions``.
     """
     target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
     check_new(target)

@@ -21,34 +21,18 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class FitOptions:
-    """
-    Args:
-        corpus: Files of text like the future output, or ``.jsonl`` files of ``mlx_lm.lora``. Default: ``None``, prompts.
-        prompts: A file of prompts between lines of three dashes, which the model answers first. Default: ``None``, built-in.
-        drafts: The number of drafts to train and measure at each position. Default: ``4``.
-        iters: Iterations to train for. Default: ``500``.
-        batch_size: Texts in an iteration. Default: ``4``.
-        learning_rate: AdamW's highest learning rate. Default: ``1e-4``.
-        max_seq_length: Cut texts into pieces of this many tokens; use the end of longer answers. Default: ``512``.
-        steps_per_eval: Iterations between validations; the best head is kept. Default: ``50``.
-        answers: Answers to each prompt. Default: ``8``.
-        max_tokens: The length of an answer, and of a measured continuation. Default: ``256``.
-        temp: The temperature of the answers. Default: ``0.7``.
-        seed: The seed for dividing and ordering the texts. Default: ``0``.
-    """
-
-    corpus: Sequence[str | Path] | None = None
-    prompts: str | Path | None = None
-    drafts: int = 4
+    corpus: Sequence[str | Path] | None = None  # files of text like the future output, also of ``mlx_lm.lora``
+    prompts: str | Path | None = None  # a file of prompts, without a corpus; None: built-in ones
+    drafts: int = 4  # to train and measure at each position
     iters: int = 500
-    batch_size: int = 4
-    learning_rate: float = 1e-4
-    max_seq_length: int = 512
-    steps_per_eval: int = 50
-    answers: int = 8
-    max_tokens: int = 256
-    temp: float = 0.7
-    seed: int = 0
+    batch_size: int = 4  # texts in an iteration
+    learning_rate: float = 1e-4  # AdamW's highest
+    max_seq_length: int = 512  # tokens to cut texts into; of longer answers the end is used
+    steps_per_eval: int = 50  # iterations between validations
+    answers: int = 8  # to each prompt
+    max_tokens: int = 256  # of an answer, and of a measured continuation
+    temp: float = 0.7  # of the answers
+    seed: int = 0  # for dividing and ordering the texts
 
     def check(self) -> None:
         if self.corpus is not None and self.prompts is not None:
