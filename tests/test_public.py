@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from itertools import permutations
 from pathlib import Path
@@ -57,11 +58,17 @@ def module_files() -> dict[str, Path]:
 FILES = module_files()
 
 
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text(encoding="utf-8"))
+
+
+@cache
 def imports_of(name: str) -> set[str]:
     """The modules of the package that a module imports, at its top or inside a function."""
     found: set[str] = set()
     package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -109,7 +116,7 @@ ELSEWHERE = {  # of a validator of pydantic or of the system, or caught by the s
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_what_is_raised_is_of_one_base(name):
-    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(name)):
         if not isinstance(node, ast.Raise) or node.exc is None:
             continue
         kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
@@ -133,8 +140,8 @@ def docstrings(node: ast.AST, is_public: bool = False) -> Iterator[tuple[str, bo
 
 def test_docstrings_of_public_functions_alone_carry_types():
     typed = Counter()
-    for name, file in FILES.items():
-        for function, is_public, text in docstrings(ast.parse(file.read_text(encoding="utf-8"))):
+    for name in FILES:
+        for function, is_public, text in docstrings(tree_of(name)):
             n = len(ARGUMENT.findall(text))
             assert is_public or n == 0, f"{name}.{function}"
             typed[is_public] += n

@@ -26,9 +26,12 @@ def architecture(recipe) -> str:
     return next(name for name in ARCHITECTURES if f"-{name}" in recipe.original)
 
 
+published_model = cache(model_of)  # for tests that leave it as it was
+
+
 @cache
 def parameters(name):
-    return dict(tree_flatten(model_of(name)[0].parameters()))
+    return dict(tree_flatten(published_model(name)[0].parameters()))
 
 
 def test_head_of_the_27b_has_the_published_size():
@@ -48,7 +51,7 @@ def sizes(name, bits):
 
 def table_gb(name) -> float:
     """The GB of the n-gram table of a published model, with rows in 4 bits in groups of 32."""
-    ngrams = model_of(name)[0].ngrams
+    ngrams = published_model(name)[0].ngrams
     rows = 0 if ngrams is None else sum(own.n_rows for own in ngrams.hashes.values())
     return rows * (ngrams.width / 2 + ngrams.width / 32 * 4) / 1e9 if rows else 0.0
 
@@ -56,13 +59,13 @@ def table_gb(name) -> float:
 @pytest.mark.parametrize("model", published().values(), ids=lambda model: model.name)
 def test_the_catalog_has_the_models_sizes(model):
     architecture = next(name for name in ARCHITECTURES if f"-{name}" in model.original)
-    _, config = model_of(architecture)
+    own, config = published_model(architecture)
     text = config.get("text_config", config)
     assert (model.layers, model.hidden_size) == (text["num_hidden_layers"], text["hidden_size"])
     assert (model.kv_heads, HEAD_DIM) == (text["num_key_value_heads"], text["head_dim"])
     head = sum(w.nbytes for path, w in parameters(architecture).items() if is_head(path))
     assert model.head_gb == pytest.approx(head / 1e9, abs=0.005)
-    cache = [c for c in model_of(architecture)[0].make_cache() if isinstance(c, KVCache)]
+    cache = [c for c in own.make_cache() if isinstance(c, KVCache)]
     n_layers, of_layer = len(cache) + 1, 2 * text["num_key_value_heads"] * text["head_dim"]  # with the head's
     assert model.needs(1000).caches == 1000 * n_layers * 2 * (of_layer + text.get("indexer_head_dim", 0))
     assert model.needs(1).weights == pytest.approx(1e9 * (model.disk_gb - model.ngrams_gb - model.head_gb))
