@@ -10,7 +10,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint import load, self_test, settings
 from mlx_mtp.layers import layer
 from mlx_mtp.layers.compiled import Compiler
-from mlx_mtp.pacing.step_times import TYPICAL, times_of
+from mlx_mtp.pacing.step_times import TYPICAL, StepTimes, times_of
 from tests.support.checkpoints import DATA
 from tests.support.models import FLASH, GROUPED, deep_model, tiny_model, trace_anew
 
@@ -72,6 +72,7 @@ def test_it_ends_when_its_time_is_over(cache_folder, monkeypatch, n_calls):
     times = times_of(model).estimate
     assert times == sorted(times)
     assert bool(result.seconds) == (n_calls > 10)
+    assert (cache_folder / "mlx_mtp" / "self-test.json").exists() == bool(result.seconds)
     assert times[:1] == (result.seconds[:1] or [TYPICAL[0]])
 
 
@@ -82,6 +83,15 @@ def test_times_that_were_not_measured_follow_from_the_others():
     assert draft == pytest.approx(0.05)
     assert self_test.step_seconds(seconds, passes) == (whole[:9], draft)
     assert self_test.step_seconds(seconds, {1: 1.0, 8: 1.35}) == (seconds, 0.0)
+
+
+def test_a_pass_that_another_program_delayed_makes_no_deeper_step_shorter():
+    """Otherwise longer passes seem to take less than no time, and so do all shorter steps with them."""
+    seconds = [0.01 + 0.001 * k for k in range(9)]
+    passes = {1: 0.01, 8: 0.09, 9: 0.018, **dict.fromkeys(self_test.ROWS, 0.02)}
+    whole, _ = self_test.step_seconds(seconds, passes)
+    assert min(whole[9:]) >= seconds[7]
+    assert StepTimes(dict(zip(self_test.DRAFT_LENGTHS, whole))).estimate[:8] == seconds[:8]
 
 
 @pytest.mark.parametrize(
