@@ -2,6 +2,7 @@
 
 from collections import deque
 from time import perf_counter
+from typing import NamedTuple
 
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer, expected_tokens
@@ -13,6 +14,16 @@ from .sequence import Sequence
 from .window import Drafts, Step, WindowPlan
 
 Planned = tuple[WindowPlan, int]  # the plan of a window, and the most drafts of any sequence that were made
+
+
+class Timed(NamedTuple):
+    """A step whose seconds are not received yet."""
+
+    plan: Plan
+    n_accepted: float  # the mean of the sequences
+    is_clear: bool  # whether its time was spent on this step only
+    is_alone: bool  # whether no other generation ran since the step before
+    n_sequences: int
 
 
 class Planner:
@@ -28,9 +39,7 @@ class Planner:
         if model.ranks is not None:
             self.exchange = exchange = Exchange(model.ranks, self.depth.times if uses_times else None)
             self.unsent, self.received = exchange.unsent, exchange.received
-        # The steps whose seconds are not received yet: plan, mean number of accepted drafts, whether the time was spent on this
-        # step only, whether no other generation ran since the step before, and number of sequences.
-        self.waiting: deque[tuple[Plan, float, bool, bool, int]] = deque()
+        self.waiting: deque[Timed] = deque()
         self.latest: list[Planned] = []  # of the latest windows
         # The sequences of the latest step, and the time and the number of traces at its end.
         self.last_end: tuple[list[Sequence], float, int] = [], 0.0, 0
@@ -85,14 +94,15 @@ class Planner:
         self._take_turn()
         mean, is_clear = sum(step.n_accepted) / n, _is_clear(windows, is_plain) and not has_trace
         if not self.is_interrupted:
-            self.waiting.append((plan, mean, is_clear, self.is_alone, n))
+            self.waiting.append(Timed(plan, mean, is_clear, self.is_alone, n))
             self.unsent.append(now - before)
         elif n > 1 or len(self.latest) > 2:  # a first step also prefills
             self.depth.observe(plan, mean, None, n_sequences=n)
         self.is_interrupted, self.is_alone = False, True
         while self.received:
-            (plan, mean, is_clear, is_alone, n), seconds = self.waiting.popleft(), self.received.popleft()
-            self.depth.observe(plan, mean, seconds if is_clear else None, is_alone, n)
+            timed, seconds = self.waiting.popleft(), self.received.popleft()
+            counted = seconds if timed.is_clear else None
+            self.depth.observe(timed.plan, timed.n_accepted, counted, timed.is_alone, timed.n_sequences)
 
     def clear(self) -> None:
         self.latest, self.last_end, self.is_interrupted = [], ([], 0.0, 0), True
