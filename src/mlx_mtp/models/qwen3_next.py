@@ -8,7 +8,7 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import qwen3_next as stock
 
 from ..layers.layer import Layer
-from .family import FamilyModel, add_head
+from .family import FamilyModel, add_head, without_layers
 from .shard import shard_layers, shard_recurrent_layer
 
 
@@ -39,7 +39,8 @@ class Model(FamilyModel, stock.Model):
     lm_head: Any
 
     def __init__(self, args: ModelArgs):
-        super().__init__(args)
+        super().__init__(without_layers(args))
+        self.args = args
         add_head(self, args, DecoderLayer)
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
