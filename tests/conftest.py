@@ -4,7 +4,8 @@ import inspect
 import itertools
 import os
 import shutil
-from tempfile import TemporaryDirectory
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,8 @@ def pytest_configure(config):
     if config.getoption("--long"):
         profiles.LONG, config.option.markexpr = True, ""
         settings.load_profile("long")
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # then all processes of the tests would compile all modules
+        os.environ["PYTHONPYCACHEPREFIX"] = str(Path(gettempdir(), "mlx_mtp-bytecode"))
     os.environ.update(
         HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, XDG_CACHE_HOME=CACHE.name, HF_HUB_DISABLE_PROGRESS_BARS="1"
     )
@@ -46,13 +49,16 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_loading():
-    """No self-test, a second for each new checkpoint; and mlx-lm asks for the signature of its arguments once."""
+    """No self-test, a second for each new checkpoint. mlx-lm asks for the signature of its arguments once, and transformers
+    writes no config for a log that is off."""
     from mlx_lm.models import base
+    from transformers import PretrainedConfig
 
     from mlx_mtp.checkpoint import load
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "ensure_tested", lambda *_: None)
+        patch.setattr(PretrainedConfig, "__repr__", object.__repr__)
         patch.setattr(base, "inspect", SimpleNamespace(signature=functools.cache(inspect.signature)))
         yield
 

@@ -3,6 +3,7 @@
 import copy
 import re
 from importlib import import_module
+from itertools import product
 
 import mlx.core as mx
 import pytest
@@ -15,6 +16,7 @@ from mlx_mtp.generate.check import Check, Difference, check
 from tests.support.commands import run_command
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import FAMILIES, TRAINED, arrays_equal, model_of, round_otherwise
+from tests.support.profiles import LONG
 
 
 def skip_rollback(monkeypatch):
@@ -35,16 +37,14 @@ def rounded_model(monkeypatch):
     raise AssertionError("no near-tie: nothing is at stake")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 16},
-        {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": 0, "prefill_step_size": 3},
-    ],
-    ids=str,
-)
+OPTIONS = [
+    {},
+    {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 16},
+    {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": 0, "prefill_step_size": 3},
+]
+
+
+@pytest.mark.parametrize(("family", "options"), [*product(FAMILIES, OPTIONS)][:: 1 if LONG else 2], ids=str)
 def test_equal_tokens_pass(family, options):
     assert check(model_of(family), PROMPT, TextOptions(18, num_draft_tokens=3), **options) == Check(18)
 
@@ -68,7 +68,7 @@ def test_a_near_tie_is_within_rounding(monkeypatch):
 def test_a_fault_is_not_within_rounding(monkeypatch, amount):
     round_otherwise(monkeypatch, amount)
     skip_rollback(monkeypatch)
-    for seed in range(4):
+    for seed in range(4 if LONG else 2):
         model = model_of("qwen3_5", seed)
         want = plain(PROMPT, model, max_tokens=50)
         result = check(model, PROMPT, TextOptions(50, num_draft_tokens=3))

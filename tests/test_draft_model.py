@@ -21,7 +21,7 @@ from mlx_mtp.layers.drafting import DraftLMHead
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of, tiny_model
-from tests.support.profiles import examples
+from tests.support.profiles import LONG, examples
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 CODE = "class Queue:\n    def __init__(self, maxsize=0):\n"  # a text that goes on
@@ -53,7 +53,7 @@ def read(draft_model, tokens, target, draft):
     prompt=st.lists(st.integers(0, 31), min_size=1, max_size=40),
     depth=st.integers(0, 8),
     prefill=st.integers(1, 50),
-    max_tokens=st.integers(1, 40),
+    max_tokens=st.integers(1, 40 if LONG else 20),
 )
 def test_greedy_tokens_match_plain_decoding(family, prompt, depth, prefill, max_tokens):
     model = model_of(family)

@@ -78,7 +78,7 @@ def accepted(model, prompts):
     """The share of first drafts that the loop accepts."""
     counts = DraftCounts()
     for prompt in prompts:
-        mtp(prompt, model, max_tokens=24, num_draft_tokens=1, counts=counts)
+        mtp(prompt, model, max_tokens=12, num_draft_tokens=1, counts=counts)
     return counts.accepted[0] / counts.drafted[0]
 
 

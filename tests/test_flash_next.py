@@ -32,6 +32,9 @@ from tests.support.profiles import LONG
 FOLDER = DATA / "flash_next"
 VALUES = np.load(FOLDER / "reference.npz")
 PROMPTS = [0, 3, 5, 7]
+CHUNKS = (
+    [(j, n) for j in PROMPTS for n in (1, 7, 1000)] if LONG else [(0, 1), (0, 1000), (3, 1), (3, 7), (5, 1000), (7, 7)]
+)
 TOLERANCE = 5e-5
 
 
@@ -44,11 +47,6 @@ def difference(ours: mx.array, name: str) -> float:
     """From the last values of a prompt."""
     theirs = VALUES[name]
     return float(np.abs(np.array(ours)[-len(theirs) :] - theirs).max())
-
-
-CHUNKS = (
-    [(j, n) for j in PROMPTS for n in (1, 7, 1000)] if LONG else [(0, 1), (0, 1000), (3, 1), (3, 7), (5, 1000), (7, 7)]
-)
 
 
 @pytest.mark.parametrize(("j", "chunk"), CHUNKS)

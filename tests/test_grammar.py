@@ -44,7 +44,7 @@ def follows(lark, tokens):
 
 
 @every_way
-@examples(8)
+@examples(6)
 @given(
     lark=st.sampled_from(LARKS),
     family=st.sampled_from(["qwen3_5", "qwen3_next"]),

@@ -28,6 +28,12 @@ MODULES = (cache, indexed, prompt_cache_module, rows, decoder, head, loop, prefi
 FILES = {module.__file__ for module in MODULES}
 
 
+@functools.cache
+def may_handle(file: str, line: int) -> bool:
+    """Whether signals are handled before a line: not where there is no call before it."""
+    return not linecache.getline(file, line).strip().startswith(("yield token", "try:"))
+
+
 class Interrupts:
     """Ctrl-C at the n-th line of the loop, or of ``finalize`` and what it calls."""
 
@@ -47,15 +53,13 @@ class Interrupts:
         if frame.f_code.co_filename not in FILES:
             return None
         outer, in_finalize = frame, False
-        while outer is not None and not in_finalize:
+        while outer is not None and outer.f_code.co_filename != __file__ and not in_finalize:
             in_finalize = outer.f_code.co_name == "finalize" and outer.f_code.co_filename == loop.__file__
             outer = outer.f_back
         return self._line if in_finalize == self.in_finalize else None
 
     def _line(self, frame, event, arg):
-        # Before these lines there is no call, and so none of the points where signals are handled.
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not text.startswith(("yield token", "try:")):
+        if event == "line" and may_handle(frame.f_code.co_filename, frame.f_lineno):
             self.count += 1
             if self.count == self.n:
                 self.came = True

@@ -32,7 +32,7 @@ class Counting:
         return self._model(inputs, **kwargs)
 
 
-@examples(8)
+@examples(6)
 @given(data=st.data())
 def test_greedy_turns_match_mlx_lm(data):
     """Two turns in one cache, also through a file, which mlx-lm does in a cache of its own, with the same options in each."""

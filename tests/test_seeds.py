@@ -125,8 +125,9 @@ def variants(model, sampler, n):
     truth = PROMPT.tolist() + plain(PROMPT, model, max_tokens=n + 10, sampler=sampler)
     yield truth[len(PROMPT) :][:n]
     options = dict(text=truth, right=lambda i: i % 4 > 0, max_tokens=n, sampler=sampler)
-    for way, depths in (("alone", (0, 1, 4, "auto")), ("batch of three", (0, 2, 3, "auto"))):
-        for depth in depths:
+    depths = {"alone": (0, 1, 4, "auto"), "batch of three": (0, 2, 3, "auto")}
+    for way in depths:
+        for depth in depths[way] if LONG else depths[way][1::2]:
             yield generate(way, PROMPT, model, num_draft_tokens=depth, **options).tokens
     yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=3, sampler=sampler, draft_p_min=0.3)
     for lm_head in (DraftLMHead(model.output_layer, [*range(10)]), DraftLMHead(model.output_layer, None, 4)):

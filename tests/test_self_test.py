@@ -54,11 +54,10 @@ def test_runs_once_for_a_model_and_a_version(cache_folder, monkeypatch, caplog):
 
 
 def test_its_times_serve_the_process_that_measured_them(cache_folder, monkeypatch):
-    model_folder = str(write_tiny(cache_folder / "model", "qwen3_5"))
     monkeypatch.setattr(self_test, "MAX_SECONDS", 300)
     results, run = [], self_test.run
     monkeypatch.setattr(self_test, "run", lambda model: results.append(run(model)) or results[-1])
-    model, _ = mlx_mtp.load(model_folder)
+    model, _ = mlx_mtp.load(str(write_tiny(cache_folder / "model", "qwen3_5")))
     seconds, estimate = dict(zip(self_test.DRAFT_LENGTHS, results[0].seconds)), times_of(model).estimate
     assert [*seconds] == [*self_test.DRAFT_LENGTHS]
     assert estimate[: len(self_test.ROWS)] == pytest.approx([seconds[k] for k in range(len(self_test.ROWS))])

@@ -338,7 +338,7 @@ def test_heads_and_query_strings(server):
 
 
 def test_attack(server):
-    assert attack(server, 3000 if LONG else 60) == []
+    assert attack(server, 3000 if LONG else 40) == []
 
 
 def test_slow_reader_delays_nobody(server):

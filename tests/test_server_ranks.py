@@ -118,7 +118,7 @@ def test_two_ranks_answer_as_one_process(tmp_path, checkpoint, alone, flags):
             a_failing_request_fails_alone,
         ):
             check_that(s, alone)
-        with s.begin(PROMPTS[0], 1500) as unfinished:
+        with s.begin(PROMPTS[0], 300) as unfinished:
             s.process.send_signal(signal.SIGTERM)
             answer = unfinished.makefile("rb").read()
         body, end = b"data: [DONE]\n\n\r\n", b"0\r\n\r\n"  # the last chunk, and the end of a chunked answer

@@ -13,7 +13,7 @@ from mlx_mtp.models.head_weights import split_head
 
 from .checkpoints import INDEX, WEIGHTS, config_of, configure
 
-PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
+PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.", "language_model.model.mtp.")
 INSIDE = ("inside", "model-mtp")  # files that mlx-lm loads: their tensors have a prefix
 # A file that the config names, files that the index names, files of another index, and files that nothing names.
 PLACES = (
