@@ -12,9 +12,9 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, stream_generate, traces
+from mlx_mtp.batch.generate_step import prefill
 from mlx_mtp.caches.recurrent import ArraysCache, rollback
 from mlx_mtp.decoding import planner
-from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.layers import compiled
 from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.layers.mtp import run_head

@@ -12,8 +12,9 @@ from mlx_lm.generate import generate_step, generation_stream
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.batch.generate_step import prefill
 from mlx_mtp.caches import rows
-from mlx_mtp.decoding import decoder, loop
+from mlx_mtp.decoding import decoder
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.pacing.depth import Depth
 from mlx_mtp.pacing.step_times import Plan
@@ -129,7 +130,7 @@ def test_a_prompt_without_a_text():
     assert all(c.empty() for c in prompt_cache)
     assert mtp(PROMPT, model, max_tokens=0, prompt_cache=prompt_cache) == []
     assert_cache_of(model, prompt_cache, len(PROMPT))
-    loop.prefill(PROMPT[:-1], model, prompt_cache=prefilled)
+    prefill(PROMPT[:-1], model, prompt_cache=prefilled)
     assert_cache_of(model, prefilled, len(PROMPT) - 1)
     assert mtp(PROMPT[-1:], model, max_tokens=6, prompt_cache=prefilled) == truth[:6]
 
@@ -241,7 +242,7 @@ def test_synchronizes_once_a_step_and_clears_the_buffer_cache_every_256_tokens(m
     assert 256 - depth - 1 <= n <= 256 + 2 * depth + 1
     # It synchronizes once a step
     scripted, evals, original = Scripted(model_of(DENSE), text_of_plain(DENSE), lambda i: i % 3 > 0), [], mx.eval
-    monkeypatch.setattr(loop.mx, "eval", lambda *args: (evals.append(1), original(*args))[1])
+    monkeypatch.setattr(decoder.mx, "eval", lambda *args: (evals.append(1), original(*args))[1])
     steps = list(mtp_generate_step(PROMPT, scripted, max_tokens=40, num_draft_tokens=3))
     n_steps = 40 - sum(d for _, _, d in steps)
     assert len(evals) == n_steps  # one for the prefill, and none for the first token, which has no draft

@@ -15,15 +15,16 @@ import mlx_mtp
 from benchmarks.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
 from mlx_mtp import memory as account_of
+from mlx_mtp.batch.generate_step import prefill
 from mlx_mtp.checkpoint import self_test
 from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.memory_check import check_memory, needs_of_checkpoint
 from mlx_mtp.checkpoint.reader import CheckpointReader
-from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.memory import STEP, Account, needs_of, sizes_of
 from mlx_mtp.models.head_weights import is_head
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.request import ApiError, Prompt, Request
+from tests.support.batches import AT_ONCE
 from tests.support.checkpoints import edit, write_tiny
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
@@ -110,7 +111,7 @@ def test_scores_of_a_chunk(monkeypatch):
 
 def test_bytes_of_texts_together():
     model = tiny_model("qwen3_5")
-    generator = BatchGenerator(model, num_draft_tokens=0)
+    generator = BatchGenerator(model, num_draft_tokens=0, **AT_ONCE)
     generator.insert([[1] * 20, [2] * 300], max_tokens=[90, 90])
     while len(generator.decoder.sequences) < 2:
         generator.next()
@@ -128,7 +129,8 @@ def test_what_a_request_is_admitted_for_is_what_it_takes(n, start):
     admission = Admission(options, SimpleNamespace(model=model, key=None), nothing, None, None)
     admission.sizes = sizes = replace(sizes_of(model), chunk_bytes=0, score_bytes=0, fixed_bytes=0)
     admission.account = SimpleNamespace(left=0, release=lambda: None)
-    admission.batch = generator = BatchGenerator(model, num_draft_tokens=1, quantized_kv_start=start, **bits)
+    generator = BatchGenerator(model, num_draft_tokens=1, quantized_kv_start=start, **bits, **AT_ONCE)
+    admission.batch = generator
     request = Request("text", "a", [], None, None)
     request.encoded = Prompt([1] * n)
     need = admission.need(request, [request])  # in a batch, caches are in whole steps

@@ -4,8 +4,8 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.batch.generate_step import prefill
 from mlx_mtp.caches.recurrent import ArraysCache
-from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.sampling.sampler import for_one_text
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])

@@ -25,9 +25,9 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
 
 from .._version import __version__
+from ..batch.generate_step import mtp_generate_step
 from ..cli.display import alternate
 from ..decoding.counts import DraftCounts, OfSource
-from ..decoding.loop import mtp_generate_step
 from ..drafts.sources import N_GRAM
 from ..errors import MTPError
 from ..memory import GB, needs_of

@@ -18,12 +18,12 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..batch.generate_step import prefill
 from ..caches import recurrent
 from ..caches.prompt_cache import PromptCache, make_prompt_cache
 from ..checkpoint.settings import cheapen_drafts
 from ..cli.display import alternate, table
 from ..decoding.counts import DraftCounts
-from ..decoding.loop import prefill
 from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
 from ..layers.layer import group_size

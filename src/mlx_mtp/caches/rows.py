@@ -352,11 +352,11 @@ class Rows:
         recurrent = [[None if x is None else x[rows] for x in arrays] for arrays in self.state.recurrent]
         self.state = RowsState(ends, recurrent, entries, tuple(self.state.starts[b] for b in keep))
 
-    def extract(self, b: int) -> list[Any]:
-        """Row b's caches, one for each layer; with a pass in flight, after its first token."""
-        n, states, caches = self.n_tokens[b], iter(self.state.recurrent), list[Any]()
-        if self.in_flight > 0:
-            n, states = n + 1, iter(self._after([1] * len(self.n_tokens)))
+    def extract(self, b: int, n: int) -> list[Any]:
+        """The first n tokens of row b as a cache for each layer, with a pass in flight up to its first token."""
+        states, caches = iter(self.state.recurrent), list[Any]()
+        if n > self.n_tokens[b]:
+            states = iter(self._after([1] * len(self.n_tokens)))
         for c in self.entries:
             if isinstance(c, ArraysCache):
                 own = [None if x is None else mx.contiguous(x[b : b + 1]) for x in next(states)]

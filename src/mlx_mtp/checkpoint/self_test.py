@@ -17,9 +17,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
+from ..batch.generate_step import mtp_generate_step
 from ..caches.prompt_cache import has_head
 from ..caches.recurrent import restore, rollback, snapshot
-from ..decoding.loop import mtp_generate_step
 from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
 from ..layers.layer import FEW, group_size

@@ -17,8 +17,8 @@ from mlx_lm.tuner.datasets import create_dataset
 from tqdm import tqdm
 
 from .. import prompts
+from ..batch.generate_step import mtp_generate_step
 from ..cli.display import say
-from ..decoding.loop import mtp_generate_step
 from ..errors import MTPError
 from ..files import write_atomic
 from ..sampling.sampler import make_sampler

@@ -22,8 +22,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream, maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..batch.generate_step import mtp_generate_step
 from ..caches.rows import KVOptions
-from ..decoding.loop import mtp_generate_step
 from ..drafts.options import MAX_TOKENS, TextOptions
 from ..layers.compiled import Compiler
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
