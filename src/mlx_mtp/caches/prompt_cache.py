@@ -23,7 +23,7 @@ from mlx_lm.models import cache as stock
 from ..errors import MTPError
 from .indexed import adopted
 from .positions import ImageSpan, Positions, check_images
-from .recurrent import ArraysCache
+from .recurrent import RecurrentCache
 from .validation import FLOATS, SIZE, check_arrays, check_backbone, check_keys, misfit
 
 HIDDEN, COUNT, TEXT, PART, FINGERPRINT, IMAGES = range(6)  # the arrays of the last entry
@@ -168,10 +168,8 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
     entries[:-1] = [adopted(c) for c in entries[:-1]]
     check_backbone(entries, model.layers)
     for i, c in enumerate(cache.backbone):
-        if type(c) is stock.ArraysCache:
-            entries[i] = ArraysCache.from_state(c.state)
-        elif isinstance(c, ArraysCache):
-            c.draft = None  # it may be from mlx-lm's own speculative loop
+        if isinstance(c, stock.ArraysCache) and type(c) is not RecurrentCache:
+            entries[i] = RecurrentCache.from_state(c.state)
     n, n_tokens, images = cache.n_recorded, cache.n_tokens, cache.images
     if n > n_tokens:
         raise misfit(n_layers + 1, f"is of {n} tokens, and the layers' of {n_tokens}")

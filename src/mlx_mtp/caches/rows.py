@@ -26,7 +26,7 @@ from mlx_lm.models import cache as stock
 from . import indexed
 from .indexed import NAMES, enlarged, names_of, size_of
 from .prompt_cache import PromptCache
-from .recurrent import ArraysCache, rewound
+from .recurrent import RecurrentCache, rewound
 
 EVERY = 2048  # tokens of a prompt after which mlx-lm quantizes: its default ``prefill_step_size``
 
@@ -261,8 +261,8 @@ class Rows:
 
     def __init__(self, model: Any, kv: KVOptions):
         self.kv, self.in_flight = kv, 0
-        entries = [c if isinstance(c, ArraysCache) else KVRows(c) for c in model.make_cache()]
-        self.recurrent = [c for c in entries if isinstance(c, ArraysCache)]
+        entries = [c if isinstance(c, RecurrentCache) else KVRows(c) for c in model.make_cache()]
+        self.recurrent = [c for c in entries if isinstance(c, RecurrentCache)]
         self.state = RowsState(Ends(), self.states, entries)  # without the pass in flight
 
     @property
@@ -287,10 +287,17 @@ class Rows:
         """Call before the model runs over the next tokens of each row."""
         self.in_flight, states = 0, iter(self.state.recurrent)
         for c in self.entries:
-            if isinstance(c, ArraysCache):
+            if isinstance(c, RecurrentCache):
                 c.cache, c.window = [*next(states)], None
             else:
                 c.ends = self.state.ends
+
+    def run(self, model: Any, tokens: mx.array, **options: Any) -> Any:
+        """Start a pass of the model over tokens [B, n], in flight until ``commit`` or the next pass -> its output."""
+        self.start_pass()
+        out = model(tokens, cache=self.entries, **options)
+        self.in_flight = tokens.shape[1]
+        return out
 
     def commit(self, kept: Sequence[int]) -> None:
         """End the pass in flight: keep its first ``kept[b]`` tokens in row b, from 1 on. May be interrupted at any line."""
@@ -324,7 +331,7 @@ class Rows:
         held, states, sizes = self.state, iter(self.state.recurrent), [len(self.n_tokens), *[1] * len(caches)]
         recurrent, entries = [], list[Any]()
         for entry, *new in zip(held.entries, *(c.backbone for c in caches)):
-            if isinstance(entry, ArraysCache):
+            if isinstance(entry, RecurrentCache):
                 recurrent.append([_stacked(own, sizes) for own in zip(next(states), *(c.cache for c in new))])
             elif type(entry) is KVRows and all(hasattr(c, "bits") is hasattr(entry, "bits") for c in new):
                 entry.join(new, held.ends)
@@ -358,9 +365,9 @@ class Rows:
         if self.in_flight > 0:
             n, states = n + 1, iter(self._after([1] * len(self.n_tokens)))
         for c in self.entries:
-            if isinstance(c, ArraysCache):
+            if isinstance(c, RecurrentCache):
                 own = [None if x is None else mx.contiguous(x[b : b + 1]) for x in next(states)]
-                caches.append(ArraysCache.from_state((own, None, None)))
+                caches.append(RecurrentCache.from_state((own, None, None)))
             else:
                 caches.append(self._row(c, b, n))
         return caches

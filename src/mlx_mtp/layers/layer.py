@@ -15,7 +15,7 @@ from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from ..caches import indexed
 from ..caches.indexed import NAMES
-from ..caches.recurrent import ArraysCache, Recorded, State, recur
+from ..caches.recurrent import Recorded, RecurrentCache, State, recur
 from ..caches.rows import MixedKVRows
 from .passes import Pass, current_pass
 
@@ -55,7 +55,7 @@ class Layer:
 
     def make_cache(self) -> Any:
         if self.is_linear:
-            return ArraysCache(size=len(self.states))
+            return RecurrentCache(size=len(self.states))
         return KVCache() if len(self.row_sizes) == len(NAMES) else indexed.KVCache()
 
     def enter(self, x: mx.array) -> tuple[mx.array, ...]:

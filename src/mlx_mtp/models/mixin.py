@@ -7,7 +7,6 @@ import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 
 from ..caches.prompt_cache import PromptCache
-from ..caches.recurrent import check_recordable
 from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
@@ -54,15 +53,13 @@ class MTPModel:
             cache: One entry for each layer; further entries are ignored.
             input_embeddings: [B, T, H], in place of ``inputs``.
             return_hidden: Also return the output of the final norm. Default: ``False``.
-            record: Record the call, so that ``mlx_mtp.caches.recurrent.rollback`` can keep its first tokens alone.
+            record: Record the call in the caches of recurrent layers, so that they can keep its first tokens alone.
             compiler: Compiles the pass. Default: ``None``, it runs as in mlx-lm.
 
         Returns:
             mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
         """
         n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
-        if record:
-            check_recordable(cache if cache is None else cache[:n])
         positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
         this = pass_over(inputs.shape[1], self.drafting, record, compiler, positions)
         with in_pass(this):
