@@ -130,7 +130,7 @@ def test_rows_of_named_arrays(bits, tmp_path):
     """Rows of different lengths, two of them from files, hold what each cache holds alone, and give it back."""
     sizes, lengths, keys = dict(keys=(2, 32), values=(2, 32), index_keys=(1, 8)), (0, 3, 300), mx.random.key(0)
     tokens = lambda n: [mx.random.normal((1, H, n, D), key=keys) for H, D in sizes.values()]  # noqa: E731
-    alone = [indexed.KVCache() for _ in lengths]
+    alone = [indexed.IndexedKVCache() for _ in lengths]
     for c, n in zip(alone, lengths):
         if n > 0:
             c.update_and_fetch(*tokens(n))

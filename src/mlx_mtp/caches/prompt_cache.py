@@ -135,7 +135,8 @@ def make_head_cache(model: Any, has_fingerprint: bool = True) -> list[Any]:
 
 def empty_head(model: Any) -> Any:
     """An empty cache of the head's keys and values."""
-    return model.head_layer.make_cache() if has_head(model) else stock.KVCache()
+    layer = model.head_layer
+    return stock.KVCache() if layer is None else layer.make_cache()
 
 
 def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None) -> PromptCache:
@@ -175,7 +176,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
         raise misfit(n_layers + 1, f"is of {n} tokens, and the layers' of {n_tokens}")
     if n < n_tokens:
         entries[n_layers:] = make_head_cache(model)
-    elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
+    elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or model.head_layer is None:
         entries[n_layers] = empty_head(model)
     else:
         check_keys(n_layers, cache.head, model.head_layer, may_be_quantized=False)
@@ -241,10 +242,6 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
             "The prompt cache belongs to another model, or to other weights, settings or adapters of this model. Make a new "
             "one with mlx_mtp.make_prompt_cache(model)."
         )
-
-
-def has_head(model: Any) -> bool:
-    return getattr(model, "mtp", None) is not None
 
 
 def part_of(model: Any) -> list[int]:

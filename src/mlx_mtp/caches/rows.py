@@ -21,9 +21,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map, tree_reduce
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
-from mlx_lm.models import cache as stock
 
-from . import indexed
 from .indexed import NAMES, enlarged, names_of, size_of
 from .prompt_cache import PromptCache
 from .recurrent import RecurrentCache, rewound
@@ -118,7 +116,7 @@ class KVRows:
     """
 
     def __init__(self, like: Any):
-        self.ends, self.names = Ends(), names_of(like)
+        self.ends, self.names, self.kind = Ends(), names_of(like), type(like)
         for name in self.names:
             setattr(self, name, None)
         if hasattr(like, "bits"):  # for mlx-lm's attention as well
@@ -182,8 +180,7 @@ class KVRows:
 
     def extract(self, b: int, n: int) -> Any:
         """The first n tokens of row b. A row that is alone shares its arrays: copy the cache if both go on."""
-        kinds: Any = stock if self.names == NAMES else indexed
-        cache = kinds.QuantizedKVCache(self.group_size, self.bits) if hasattr(self, "bits") else kinds.KVCache()
+        cache = self.kind(self.group_size, self.bits) if hasattr(self, "bits") else self.kind()
         if n > 0:
             for name, held in zip(self.names, self.arrays):
                 own = tree_map(lambda x: x if len(x) == 1 else mx.contiguous(x[b : b + 1, :, :n]), held)

@@ -16,13 +16,13 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-from ..caches.prompt_cache import has_head, open_prompt_cache
+from ..caches.prompt_cache import open_prompt_cache
 from ..caches.rows import KVOptions, Rows
 from ..decoding.loop import mtp_generate_step
 from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
 from ..layers.layer import FEW, group_size
-from ..layers.mtp import run_head
+from ..layers.mtp import has_head, run_head
 from ..memory import TEST_TOKENS
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import Plan, StepTimes, on_lines

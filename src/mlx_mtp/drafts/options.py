@@ -9,9 +9,9 @@ import mlx.nn as nn
 from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
-from ..caches.prompt_cache import has_head
 from ..errors import MTPError
 from ..layers.drafting import Settings
+from ..layers.mtp import has_head
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 from ..sampling.processors import keeps_state

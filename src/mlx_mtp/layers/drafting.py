@@ -113,7 +113,7 @@ def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> m
     return mx.put_along_axis(others, mx.broadcast_to(lm_head.ids, logits.shape), logits, axis=-1)
 
 
-class QuantizedLinear(nn.QuantizedLinear):
+class QuantizedRows(nn.QuantizedLinear):
     """MLX's layer of a weight [n, H], without the random numbers that its own constructor draws."""
 
     def __init__(self, weight: mx.array, bits: int):
@@ -122,7 +122,7 @@ class QuantizedLinear(nn.QuantizedLinear):
         self.weight, self.scales, self.biases = mx.quantize(weight, self.group_size, bits)
 
 
-def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
+def _quantized(layer: nn.Module, bits: int) -> QuantizedRows:
     weight = layer.weight
     if "scales" in layer:
         if bits >= layer.bits:
@@ -130,7 +130,7 @@ def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
                 f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
             )
         weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)
-    return QuantizedLinear(weight, bits)
+    return QuantizedRows(weight, bits)
 
 
 def quantized_group_size(weight: mx.array) -> int:

@@ -13,8 +13,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
-from ..caches import indexed
-from ..caches.indexed import NAMES
+from ..caches.indexed import NAMES, IndexedKVCache
 from ..caches.recurrent import Recorded, RecurrentCache, State, recur
 from ..caches.rows import MixedKVRows
 from .passes import Pass, current_pass
@@ -56,7 +55,7 @@ class Layer:
     def make_cache(self) -> Any:
         if self.is_linear:
             return RecurrentCache(size=len(self.states))
-        return KVCache() if len(self.row_sizes) == len(NAMES) else indexed.KVCache()
+        return KVCache() if len(self.row_sizes) == len(NAMES) else IndexedKVCache()
 
     def enter(self, x: mx.array) -> tuple[mx.array, ...]:
         """The input of the layer's first part, [B, T, H], and what ``join`` takes, given the layer's input x."""

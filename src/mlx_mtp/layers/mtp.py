@@ -78,6 +78,11 @@ def _after_attention(mtp: Any, x: mx.array, out: mx.array, gate: mx.array, *ways
     return mtp.norm(after_attention(mtp.layers[0], x, out, gate, *ways))
 
 
+def has_head(model: Any) -> bool:
+    """Whether a model, which may be mlx-lm's own, has the head."""
+    return getattr(model, "mtp", None) is not None
+
+
 def run_head(
     model: Any,
     hidden: mx.array,

@@ -11,6 +11,7 @@ from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
+from ..layers.mtp import has_head
 from ..layers.passes import in_pass, pass_over
 
 
@@ -132,4 +133,5 @@ class MTPModel:
 
     @property
     def head_layer(self) -> Any:
-        return self.mtp.layers[0]
+        """The decoder layer of the head; ``None`` without a head."""
+        return self.mtp.layers[0] if has_head(self) else None
