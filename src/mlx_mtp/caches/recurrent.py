@@ -11,11 +11,10 @@ from ..traces import compiled
 
 
 def recur(inputs: Sequence[mx.array], state: mx.array, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:
-    """The part of mlx-lm's ``gated_delta_update`` (0.32.2) after its gates.
+    """The part of mlx-lm's ``gated_delta_update`` (0.32.2) after its gates -> the output [B, T, Hv, Dv], and the state.
 
     Args:
         inputs: Normalized q and k [B, T, Hk, Dk], v [B, T, Hv, Dv], the gates g and beta [B, T, Hv].
-        state: [B, Hv, Dv, Dk], returned after the output [B, T, Hv, Dv].
         mask: Whether each token changes the state, [B, T].
     """
     has_kernel = mx.default_device() == mx.gpu and mx.metal.is_available() and inputs[1].shape[-1] % 32 == 0
@@ -40,10 +39,8 @@ class Recorded(NamedTuple):
 
 
 def rewound(windows: Sequence[Recorded], kept: Sequence[int]) -> list[list[mx.array]]:
-    """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence.
-
-    The layers share the lists of indices: a range of the device would be more operations.
-    """
+    """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence."""
+    # The layers share lists of indices: a range of the device would be more operations.
     n_tokens, m = windows[0].n_tokens, max(kept)
     mask = None if len(set(kept)) == 1 else mx.array([[i < n for i in range(m)] for n in kept])  # [B, m]
     widths = {x.shape[1] - n_tokens for own in windows for x in own.last_inputs}

@@ -78,9 +78,8 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
         except Exception as e:  # MLX's, such as of memory, or of a kernel that this device does not have
             log.warning(f"[WARNING] The passes of {name} could not be tested on this device: {first_line(e)}")
             return None
-        if result.seconds or not has_head(
-            model
-        ):  # otherwise kernels were compiled in the time, and the next load has times
+        # Without times, kernels were compiled in the time, and the next load has them.
+        if result.seconds or not has_head(model):
             keep(file, key, result)
     if result.wrong and must_pass:
         raise Float16Error(name, f"{', '.join(result.wrong)} passes are wrong")

@@ -47,18 +47,13 @@ class MTPModel:
         record: bool = False,
         compiler: Compiler | None = None,
     ) -> Any:
-        """mlx-lm's call, with more options.
+        """mlx-lm's call: token ids [B, T] or embeddings [B, T, H] -> logits [B, T, V].
 
         Args:
-            inputs: Token ids, [B, T].
             cache: One entry for each layer; further entries are ignored.
-            input_embeddings: [B, T, H], in place of ``inputs``.
-            return_hidden: Also return the output of the final norm. Default: ``False``.
+            return_hidden: Also return the output of the final norm, [B, T, H].
             record: Record the call in the caches of recurrent layers, so that they can keep its first tokens alone.
-            compiler: Compiles the pass. Default: ``None``, it runs as in mlx-lm.
-
-        Returns:
-            mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
+            compiler: Compiles the pass; ``None``: it runs as in mlx-lm.
         """
         n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
         positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
