@@ -23,7 +23,7 @@ from mlx_mtp.checkpoint.dtype import DTYPES, set_dtype
 from mlx_mtp.checkpoint.part import evaluate
 from mlx_mtp.checkpoint.self_test import SelfTest
 from mlx_mtp.cli import flags
-from mlx_mtp.distributed.ranks import any_rank
+from mlx_mtp.distributed.calls import any_rank
 from mlx_mtp.errors import MTPError
 from mlx_mtp.fit import comparison, fitting
 from mlx_mtp.generate import demo

@@ -11,7 +11,6 @@ import mlx.core as mx
 from huggingface_hub import constants
 
 from ._version import __version__
-from .caches.prompt_cache import has_head
 from .checkpoint.acceptance import FLOOR
 from .checkpoint.catalog import published
 from .checkpoint.dtype import dtype_of
@@ -27,6 +26,7 @@ from .cli.display import one_line_errors, table
 from .cli.flags import MODEL_HELP, add_flags
 from .cli.parser import finish, parse
 from .errors import MTPError
+from .layers.mtp import has_head
 from .memory import CONTEXT, GB, Account, needs_of, size, total_memory
 from .models.mixin import MTPModel
 

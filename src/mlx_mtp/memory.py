@@ -235,7 +235,7 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
     n = value_bytes or model.layers[0].dtype.size
     recurrent = [layer for layer in model.layers if layer.is_linear]
     attention = [layer for layer in model.layers if not layer.is_linear]
-    head = [model.head_layer] if getattr(model, "mtp", None) is not None else []
+    head = [] if model.head_layer is None else [model.head_layer]
     passes = [_recurrent(layer, n) for layer in recurrent[:1]] + [_attention(layer, n) for layer in attention[:1]]
     args = model.text_args
     return Sizes(

@@ -19,8 +19,8 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..batch.generate_step import prefill
-from ..caches import recurrent
 from ..caches.prompt_cache import PromptCache, make_prompt_cache
+from ..caches.rows import KVOptions, Rows
 from ..checkpoint.settings import cheapen_drafts
 from ..cli.display import alternate, table
 from ..decoding.counts import DraftCounts
@@ -222,24 +222,18 @@ def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[Se
 
 def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[Settings], repeat: int) -> Seconds:
     """Time a verify pass over each window after a prompt [T] in each way, alternating."""
-    entries, compiler = make_prompt_cache(model), Compiler()
+    entries, compiler, rows = make_prompt_cache(model), Compiler(), Rows(model, kv := KVOptions())
     prefill(prompt, model, prompt_cache=entries)
-    mx.eval([c.state for c in entries])
-    cache = PromptCache(entries, len(model.layers))
-    n_tokens = cache.n_tokens
+    rows.join([PromptCache(entries, len(model.layers))], [kv])
+    del entries  # MLX writes keys and values in place only if nothing else holds them
 
     def verify(_: int, name: str) -> float:
-        nonlocal n_tokens
         n, way = kinds[name]
         window = mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]
         with applied(model, way):
             start = time.perf_counter()
-            mx.eval(model(window, cache=cache.backbone, return_hidden=True, record=True, compiler=compiler))
-            seconds = time.perf_counter() - start
-        recurrent.rollback(cache.backbone, n_tokens, 1)
-        mx.eval([c.state for c in cache.backbone if isinstance(c, recurrent.ArraysCache)])
-        n_tokens += 1
-        return seconds
+            mx.eval(rows.run(model, window, return_hidden=True, record=True, compiler=compiler))
+            return time.perf_counter() - start
 
     calls, kinds = range(N_CALLS), {f"passes over {n} tokens, {way}": (n, way) for n in windows for way in ways}
     rounds = alternate(list(kinds), calls, repeat, verify)

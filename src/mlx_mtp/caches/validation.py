@@ -20,10 +20,9 @@ SIZE = 16  # bytes of a digest
 
 
 def fingerprint(model: Any) -> bytes:
-    """The digest of the backbone, [16], followed by the digest of the head, [16].
+    """The digest of the backbone, [16], and that of the head, [16]: a prompt cache stays valid if the head is another one.
 
-    They are separate since the text depends only on the backbone: a prompt cache stays valid if the head is quantized or
-    fitted. The model's own attributes are left out: they tell where its head is from and what it accepted.
+    The model's own attributes are left out: they tell where its head is from and what it accepted.
     """
     parameters: Any = [*tree_flatten(model.parameters()), *model.other_weights()]
     args = {name: x for name, x in vars(model.text_args).items() if not name.startswith("mtp_")}
@@ -46,10 +45,7 @@ def digest(parameters: Iterable[tuple[str, mx.array]], settings: Any = None) -> 
 
 
 def _checksums(p: mx.array) -> mx.array:
-    """The sums of the columns of a tensor's bits, and the sum of its rows in their order: some KB, all modulo 2**32.
-
-    The device computes them at the speed of its memory. No change of a single row leaves the columns' as they are.
-    """
+    """The sums of the columns of a tensor's bits, and the sum of its rows in their order, modulo 2**32, at memory speed."""
     rows = p.reshape(1, -1) if p.ndim < 2 else p
     kind = {1: mx.uint8, 2: mx.uint16}.get(p.dtype.size, mx.uint32)
     bits = rows.view(mx.uint32 if rows.shape[-1] * p.dtype.size % 4 == 0 else kind).astype(mx.uint32)

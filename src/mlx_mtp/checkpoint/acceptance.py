@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..distributed.ranks import from_rank_0
+from ..distributed.calls import from_rank_0
 from ..memory import TEST_CHUNK
 from ..models.mixin import MTPModel
 from ..prompts import built_in_tokens

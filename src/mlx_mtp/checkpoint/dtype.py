@@ -16,9 +16,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import has_head
-from ..distributed.ranks import any_rank, from_rank_0
+from ..distributed.calls import any_rank, from_rank_0
 from ..errors import MTPError
+from ..layers.mtp import has_head
 from ..memory import gpu_generation
 from ..models import BASES
 from ..models.head_weights import is_head

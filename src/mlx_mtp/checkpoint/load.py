@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
-from ..distributed.ranks import any_rank, from_rank_0, raise_on_all
+from ..distributed.calls import any_rank, from_rank_0, raise_on_all
 from ..errors import MTPError
 from ..images.tower import split_tower
 from ..images.vision import Vision

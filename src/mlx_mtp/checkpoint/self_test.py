@@ -5,7 +5,6 @@ compared over a short window. The steps that "auto" chooses from are timed as we
 those, and "auto" measures them when it drafts as many tokens.
 """
 
-import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,12 @@ from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 from ..batch.generate_step import mtp_generate_step
-from ..caches.prompt_cache import has_head
-from ..caches.recurrent import restore, rollback, snapshot
+from ..caches.prompt_cache import open_prompt_cache
+from ..caches.rows import KVOptions, Rows
 from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
 from ..layers.layer import FEW, group_size
-from ..layers.mtp import run_head
+from ..layers.mtp import has_head, run_head
 from ..memory import TEST_TOKENS
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import Plan, StepTimes, on_lines
@@ -79,9 +78,8 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
         except Exception as e:  # MLX's, such as of memory, or of a kernel that this device does not have
             log.warning(f"[WARNING] The passes of {name} could not be tested on this device: {first_line(e)}")
             return None
-        if result.seconds or not has_head(
-            model
-        ):  # otherwise kernels were compiled in the time, and the next load has times
+        # Without times, kernels were compiled in the time, and the next load has them.
+        if result.seconds or not has_head(model):
             keep(file, key, result)
     if result.wrong and must_pass:
         raise Float16Error(name, f"{', '.join(result.wrong)} passes are wrong")
@@ -115,27 +113,28 @@ def run(model: Any) -> SelfTest:
 def _run(model: Any, bar: Any) -> SelfTest:
     prompt = (mx.arange(12) * 977 + 11) % model.vocab_size
     window = (mx.arange(FEW + 1) * 613 + 7)[None] % model.vocab_size  # [1, 9]: longer than a group
-    caches, kept, rows = _prefilled(model, prompt), 3, model.drafting.attention_rows
+    rows, kept, before = _prefilled(model, prompt[None]), 3, model.drafting.attention_rows
     heads = next(layer.self_attn for layer in model.layers if not layer.is_linear)
     try:
         model.drafting.attention_rows = 0
-        whole = model(window, cache=copy.deepcopy(caches), record=True)
+        whole = rows.run(model, window, record=True)
         mx.eval(whole)
         bar.update()
-        drafted = copy.deepcopy(caches)
-        model(window[:, : kept + 2], cache=drafted, record=True)
-        rollback(drafted, prompt.size, kept)
-        after = model(window[:, kept : kept + 1], cache=drafted)
-        fresh = model(window[:, kept : kept + 1], cache=_prefilled(model, mx.concatenate([prompt, window[0, :kept]])))
-        mx.eval(after, fresh)
-        bar.update()
-        compiled = max(_compiled_difference(model, caches, window[:, :n]) for n in (1, kept + 2))
+        compiled = max(_compiled_difference(model, rows, window[:, :n]) for n in (1, kept + 2))
         model.drafting.attention_rows = group_size(
             window.size, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
         )
-        grouped = model(window, cache=caches, record=True)
+        grouped = rows.run(model, window, record=True)
+        mx.eval(grouped)
+        bar.update()
+        model.drafting.attention_rows = 0
+        rows.run(model, window[:, : kept + 2], record=True)
+        rows.commit([kept])
+        prefilled = _prefilled(model, mx.concatenate([prompt[None], window[:, :kept]], axis=1))
+        after, fresh = (each.run(model, window[:, kept : kept + 1]) for each in (rows, prefilled))
+        mx.eval(after, fresh)
     finally:
-        model.drafting.attention_rows = rows
+        model.drafting.attention_rows = before
     bar.update()
     largest = float(mx.abs(whole).max())
     return SelfTest(
@@ -148,19 +147,22 @@ def _run(model: Any, bar: Any) -> SelfTest:
     )
 
 
-def _compiled_difference(model: Any, caches: list[Any], window: mx.array) -> float:
-    record, compilers = window.size > 1, (Compiler(), None)
-    return _difference(*(model(window, cache=copy.deepcopy(caches), record=record, compiler=c) for c in compilers))
+def _compiled_difference(model: Any, rows: Rows, window: mx.array) -> float:
+    return _difference(*(rows.run(model, window, record=window.size > 1, compiler=c) for c in (Compiler(), None)))
 
 
 def _difference(a: mx.array, b: mx.array) -> float:
     return float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max())
 
 
-def _prefilled(model: Any, prompt: mx.array) -> list[Any]:
-    caches: list[Any] = model.make_cache()
-    mx.eval(model(mx.atleast_2d(prompt), cache=caches), [c.state for c in caches])
-    return caches
+def _prefilled(model: Any, prompts: mx.array) -> Rows:
+    """Rows of prompts [B, T]."""
+    (B, T), kv = prompts.shape, KVOptions()
+    rows = Rows(model, kv)
+    rows.join([open_prompt_cache(model, None)] * B, [kv] * B)
+    mx.eval(rows.run(model, prompts), rows.states)
+    rows.commit([T] * B)
+    return rows
 
 
 def _head_copies(model: Any) -> int:
@@ -236,11 +238,9 @@ def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple
 def _pass_seconds(model: Any, B: int, n: int) -> float:
     """The shortest of several times of a pass over n tokens of each of B sequences."""
     windows, times = mx.arange(B * n).reshape(B, n) % model.vocab_size, []
-    caches = _prefilled(model, windows)
-    state = snapshot(caches)
+    rows = _prefilled(model, windows)
     for _ in range(N_TIMES):
         before = perf_counter()
-        mx.eval(model(windows, cache=caches, record=True))
+        mx.eval(rows.run(model, windows, record=True))
         times.append(perf_counter() - before)
-        restore(caches, state)
     return min(times)

@@ -19,7 +19,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .._version import __version__
 from ..caches.validation import BITS
-from ..distributed.ranks import Ranks, from_rank_0
+from ..distributed.calls import from_rank_0
+from ..distributed.ranks import Ranks
 from ..errors import MTPError, MTPFileNotFoundError
 from ..files import check_target, write_atomic
 from ..layers.drafting import DraftLMHead, Settings

@@ -9,9 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.prompt_cache import PromptCache, empty_head, has_head
+from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import KVOptions, Rows, RowsState
 from ..layers.compiled import Compiler
+from ..layers.mtp import has_head
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.step_times import PLAIN_PLAN, Plan

@@ -8,11 +8,11 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.utils import does_model_support_input_embeddings
 
-from ..caches.prompt_cache import PromptCache, has_head
+from ..caches.prompt_cache import PromptCache
 from ..caches.recurrent import restore, snapshot
 from ..caches.rows import KVOptions
 from ..errors import MTPError
-from ..layers.mtp import run_head
+from ..layers.mtp import has_head, run_head
 from ..models.mixin import MTPModel
 from .sequence import Sequence
 

@@ -19,7 +19,7 @@ from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
 from ..cli.parser import extend, finish, parse
-from ..distributed.ranks import from_rank_0
+from ..distributed.calls import from_rank_0
 from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 from ..extras import require
 from ..files import check_source

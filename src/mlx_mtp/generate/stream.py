@@ -15,7 +15,7 @@ from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..batch.generate_step import mtp_generate_step
-from ..caches.prompt_cache import PromptCache, has_head, n_tokens
+from ..caches.prompt_cache import PromptCache, n_tokens
 from ..caches.rows import KVOptions
 from ..cli.display import paint
 from ..decoding.counts import DraftCounts
@@ -24,6 +24,7 @@ from ..decoding.window import Token
 from ..drafts.options import TextOptions, asks_for_copies
 from ..errors import MTPError
 from ..images.prompt import ImagePrompt, read_images, vision_of
+from ..layers.mtp import has_head
 from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
 from ..sampling.sampler import for_one_text

@@ -19,30 +19,37 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from ..caches import recurrent
+from ..caches.recurrent import RecurrentCache, rewound
 from ..errors import MTPError
 from ..layers.drafting import draft_logits
 from ..layers.mtp import run_head
 
 
-class ArraysCache(recurrent.ArraysCache):
-    """A recurrent layer's cache that can be trimmed within the target's last window. Its name is in prompt cache files."""
+class TrimmableCache(RecurrentCache):
+    """A recurrent layer's cache that can be trimmed within the target's last window."""
 
     def __init__(self, draft: "DraftCache", size: int):
         super().__init__(size)
         self.draft = draft
 
     def is_trimmable(self) -> bool:
-        return self.empty() or (self.window is not None and self.window.n_tokens > 0)
+        return self.empty() or self.window is not None
 
     def trim(self, n: int) -> int:
         """Remove the last ``n`` tokens of the open window, and close it; an MTPError if they are not in it."""
         if self.empty():
             return 0
-        kept = 0 if self.window is None else self.window.n_tokens - n
-        self.rollback(kept)
-        self.draft.keep(kept)
+        n_tokens = 0 if self.window is None else self.window.n_tokens
+        if self.window is None or n >= n_tokens:
+            raise MTPError(f"Cannot keep {n_tokens - n} tokens of a window of {n_tokens}: keep at least one.")
+        if n > 0:
+            (self.cache,) = rewound([self.window], [n_tokens - n])
+        self.window = None
+        self.draft.keep(n_tokens - n)
         return n
+
+
+TrimmableCache.__name__ = RecurrentCache.__name__
 
 
 class DraftCache(stock._BaseCache):
@@ -135,11 +142,11 @@ class Target(nn.Module):
     def make_cache(self) -> list[Any]:
         draft, caches = DraftCache(self.model.head_layer.make_cache()), self.model.make_cache()
         self._waiting = weakref.ref(draft)
-        return [ArraysCache(draft, len(c.cache)) if isinstance(c, recurrent.ArraysCache) else c for c in caches]
+        return [TrimmableCache(draft, len(c.cache)) if isinstance(c, RecurrentCache) else c for c in caches]
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """Token ids [1, T] -> logits [1, T, V]"""
-        draft = next((c.draft for c in cache or [] if isinstance(c, ArraysCache)), None)
+        draft = next((c.draft for c in cache or [] if isinstance(c, TrimmableCache)), None)
         if draft is None or draft.empty():
             return self.model(inputs, cache=cache)
         verifies = draft.n_tokens + inputs.shape[1] > draft.n_seen  # otherwise a chunk of the prompt

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import MTPError
-from ..layers.mtp import MTPModule
+from ..layers.mtp import MTPModule, has_head
 from .draft_model import DraftModel
 from .head_weights import is_raw, sanitize_head, split_head
 from .mixin import MTPModel
@@ -28,7 +28,7 @@ class FamilyModel(MTPModel):
 
     def make_draft_model(self) -> DraftModel:
         """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``; an MTPError without a head."""
-        if getattr(self, "mtp", None) is None:
+        if not has_head(self):
             raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
         return DraftModel(self)
 
@@ -43,8 +43,8 @@ class FamilyModel(MTPModel):
         if head is None:
             head, raw = inside, is_raw(weights)
         weights = super().sanitize(weights)  # type: ignore[misc]
-        if (mtp := getattr(self, "mtp", None)) is not None:
-            own = sanitize_head(mtp, head, raw and self.shifts_norms)
+        if has_head(self):
+            own = sanitize_head(self.mtp, head, raw and self.shifts_norms)
             weights.update({self.head_prefix + name: w for name, w in own.items()})
         return weights
 

@@ -7,11 +7,11 @@ import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 
 from ..caches.prompt_cache import PromptCache
-from ..caches.recurrent import check_recordable
 from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
+from ..layers.mtp import has_head
 from ..layers.passes import in_pass, pass_over
 
 
@@ -47,22 +47,15 @@ class MTPModel:
         record: bool = False,
         compiler: Compiler | None = None,
     ) -> Any:
-        """mlx-lm's call, with more options.
+        """mlx-lm's call: token ids [B, T] or embeddings [B, T, H] -> logits [B, T, V].
 
         Args:
-            inputs: Token ids, [B, T].
             cache: One entry for each layer; further entries are ignored.
-            input_embeddings: [B, T, H], in place of ``inputs``.
-            return_hidden: Also return the output of the final norm. Default: ``False``.
-            record: Record the call, so that ``mlx_mtp.caches.recurrent.rollback`` can keep its first tokens alone.
-            compiler: Compiles the pass. Default: ``None``, it runs as in mlx-lm.
-
-        Returns:
-            mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
+            return_hidden: Also return the output of the final norm, [B, T, H].
+            record: Record the call in the caches of recurrent layers, so that they can keep its first tokens alone.
+            compiler: Compiles the pass; ``None``: it runs as in mlx-lm.
         """
         n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
-        if record:
-            check_recordable(cache if cache is None else cache[:n])
         positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
         this = pass_over(inputs.shape[1], self.drafting, record, compiler, positions)
         with in_pass(this):
@@ -135,4 +128,5 @@ class MTPModel:
 
     @property
     def head_layer(self) -> Any:
-        return self.mtp.layers[0]
+        """The decoder layer of the head; ``None`` without a head."""
+        return self.mtp.layers[0] if has_head(self) else None

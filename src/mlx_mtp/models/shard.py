@@ -15,6 +15,7 @@ from mlx_lm.models import qwen3_5
 from mlx_lm.models.qwen3_next import Qwen3NextMLP
 
 from ..errors import MTPError
+from ..layers.mtp import has_head
 
 SUMMED = ("o_proj", "out_proj", "down_proj")  # layers whose inputs are split, and whose outputs are summed
 SPLIT = ("gate_proj", "up_proj")  # layers whose outputs are split
@@ -69,7 +70,7 @@ def check_shard(model: Any, n: int) -> None:
         sizes["key-value heads"] = kv_heads
     if not args.tie_word_embeddings:
         sizes["token ids"] = args.vocab_size
-    layers = [*model.layers, *(() if getattr(model, "mtp", None) is None else model.mtp.layers)]
+    layers = [*model.layers, *(model.mtp.layers if has_head(model) else ())]
     for layer in layers:
         for name, size in _widths(layer):
             sizes[f"columns or groups of {name}"] = size

@@ -17,7 +17,7 @@ from mlx_lm.models import cache as stock
 from numpy.typing import NDArray
 
 from ..caches.indexed import NAMES, names_of, size_of
-from ..caches.prompt_cache import PromptCache, has_head, make_prompt_cache
+from ..caches.prompt_cache import PromptCache, make_prompt_cache
 from ..caches.rows import KVOptions
 from ..errors import MTPError
 
@@ -42,7 +42,7 @@ def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
             f"with, not {kv}."
         )
     has_inputs = cache.last_hidden is not None and cache.head.offset == cache.n_tokens - 1
-    return Format(kv if quantized else None, has_inputs and has_head(model))
+    return Format(kv if quantized else None, has_inputs and model.head_layer is not None)
 
 
 def keys_and_values(cache: PromptCache, format: Format, begin: int, end: int) -> Arrays:

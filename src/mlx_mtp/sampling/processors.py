@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def keeps_state(f: Callable[..., Any]) -> bool:
-    """Whether a sampler or logits processor may keep state between calls.
+    """Whether a sampler or logits processor may keep state between calls: by its attribute ``keeps_state``, if it has one.
 
-    An object whose class defines ``__call__`` in Python may, and so may a method of an object. A function, a compiled function
-    and a ``partial`` of one do not. An attribute ``keeps_state`` of the object or function, ``True`` or ``False``, decides.
+    Else an object whose class defines ``__call__`` in Python may, and so may a method. A function, a compiled function and a
+    ``partial`` of one do not.
     """
     while isinstance(f, functools.partial):
         f = f.func

@@ -153,7 +153,7 @@ class Tool(Part):
     tools: "Many[Tool] | None" = None  # the tools of a namespace
 
 
-class Settings(Part):
+class OutputSettings(Part):
     """The fields of ``stream_options`` and ``output_config``."""
 
     include_usage: bool = False
@@ -217,7 +217,7 @@ class Body(Part):
     reasoning: Switch | None = None  # OpenRouter's and that of Responses
     think: Switch | None = None  # Ollama's
     reasoning_effort: Effort | None = None
-    output_config: Settings = Settings()
+    output_config: OutputSettings = OutputSettings()
     thinking_budget: Budget | None = None
     reasoning_budget: Budget | None = None  # llama.cpp's
     thinking_token_budget: Budget | None = None  # vLLM's

@@ -22,7 +22,7 @@ from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import LOADING, ApiError, Delta, Likely, Request, StructuredOutput
 from ..structured_output import from_response_format, only_one
 from . import common
-from .common import Body, Call, Item, Limit, Many, Natural, Settings, Short, Usage, Writer, event
+from .common import Body, Call, Item, Limit, Many, Natural, OutputSettings, Short, Usage, Writer, event
 from .history import History
 
 DONE = b"data: [DONE]\n\n"
@@ -241,7 +241,7 @@ def _name(t: Likely) -> str:
 
 class OpenAIBody(Body):
     LIMITS: ClassVar = ("max_completion_tokens", "max_tokens", "n_predict")
-    stream_options: Settings = Settings()
+    stream_options: OutputSettings = OutputSettings()
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     n_predict: Limit | None = None  # llama.cpp's

@@ -12,11 +12,12 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...batch.generator import BatchGenerator
-from ...caches.prompt_cache import PromptCache, has_head
+from ...caches.prompt_cache import PromptCache
 from ...caches.rows import KVOptions
 from ...distributed.ranks import Ranks
 from ...drafts.options import TextOptions
 from ...images.prompt import ImageEmbeddings
+from ...layers.mtp import has_head
 from ...memory import CACHE_SHARE, STEP, Account, Sizes, size, sizes_of
 from ...sampling import sampler as sampling
 from ...text.answer import QwenReader, make_answer
