@@ -83,10 +83,7 @@ class Conversation:
         self.thinking = thinking
 
     def answer(self, query: str, show: Callable[[str], None]) -> GenerationResponse | None:
-        """Generate an answer, show each piece, and return the last response; ``None`` after Ctrl-C before the first token.
-
-        What is generated before Ctrl-C stays in the conversation. After an error, the question is forgotten.
-        """
+        """Generate an answer, show each piece, and return the last response; ``None`` after Ctrl-C before the first token."""
         question = Message("user", query, self.attached)
         new = [*self.messages[self.n_rendered :], question]
         images = [open_image(Path(file)) for message in new for file in message.images]

@@ -54,16 +54,11 @@ def fit(
     dtype: str = AUTO,
     **options: Any,
 ) -> Comparison:
-    """Train only a model's MTP head, to predict the model's text, and write it if more drafts are accepted.
+    """Train only the MTP head of ``model``, or of its base model, to predict the model's text, and write a folder ``mlx_path``
+    if more drafts are accepted.
 
-    After an interruption, the same call uses the answers and recorded states so far.
-
-    Args:
-        model: A checkpoint's path or repository. If it has no head, that of its base model is fetched and fitted.
-        mlx_path: The folder to write.
-        cache_path: A folder of recorded states to keep. Default: ``None``, one beside ``mlx_path``, removed at the end.
-        dtype: As in ``mlx_mtp.load``, but ``"auto"`` is the checkpoint's type on every chip. Default: ``"auto"``.
-        options: See ``FitOptions``.
+    After an interruption, the same call uses the answers and recorded states so far, in ``cache_path``, which is removed at the
+    end by default. ``dtype`` is that of ``mlx_mtp.load``, and ``options`` are those of ``FitOptions``.
     """
     target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
     check_new(target)

@@ -1,7 +1,4 @@
-"""The texts of a fit: the user's files, or prompts that the model answers itself (self-distillation). A part is held out.
-
-Answers are kept in a file, so that an interrupted run resumes.
-"""
+"""The texts of a fit: the user's files, or prompts that the model answers itself (self-distillation). A part is held out."""
 
 import json
 import random
@@ -145,7 +142,7 @@ def describe(parts: Split, how: FitOptions, iters: int) -> dict[str, Any]:
 def answer_all(
     model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[Document], file: Path, how: FitOptions
 ) -> list[Document]:
-    """Answer each prompt with different seeds, at temperature 0 once, and append each answer to a file of JSON lines."""
+    """Answer each prompt with different seeds, at temperature 0 once, and append each answer to a file, to resume with."""
     n_answers = how.answers if how.temp > 0 else 1
     tasks = [(text, how.seed + i) for i in range(n_answers) for text in prompts]
     done = _read(file)

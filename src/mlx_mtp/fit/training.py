@@ -1,7 +1,4 @@
-"""Training the head with mlx-lm's trainer.
-
-The backbone's hidden states and predictions are recorded on disk first, so that a training step runs only the head.
-"""
+"""Training the head with mlx-lm's trainer, on recorded states of the backbone."""
 
 import io
 import math
@@ -74,8 +71,7 @@ def record(
 
 
 def read_states(file: Path) -> dict[str, mx.array]:
-    """``tokens`` [T], ``hidden`` [T, H], the likeliest ``ids`` [T, k] after each position and their ``probabilities`` [T, k],
-    which sum to 1, and ``n_prompt`` []."""
+    """``tokens`` [T], ``hidden`` [T, H], ``n_prompt`` [], and the likeliest ``ids`` and ``probabilities`` behind each [T, k]"""
     return load_tensors(file)
 
 

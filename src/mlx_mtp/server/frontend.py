@@ -51,9 +51,7 @@ class Frontend:
         self.created = int(time.time())
 
     async def generate(self, choices: list[Request]) -> AsyncIterator[tuple[int, str | Waiting | Delta]]:
-        """Yield the start and the tokens of each answer, with the answer's index; see ``_receive``. The first answer to a
-        prompt prefills it. The others begin after its first token, with the prompt in the prompt cache.
-        """
+        """Yield the start and the tokens of each answer, with its index. The first one of a prompt prefills it for all."""
         items: Items = asyncio.Queue()
         n_of_each = choices[0].n
         has_read = [asyncio.Event() for _ in choices[::n_of_each]]
@@ -117,9 +115,7 @@ class Frontend:
         self.clients.add(request)
 
     async def _receive(self, items: Items, n: int) -> AsyncIterator[tuple[int, Any]]:
-        """Yield the items of n requests, and ``None`` at the end of each; of the progress, the latest every few seconds. Raises
-        the error of a request, or a 503 if the generation thread has ended.
-        """
+        """Yield the items of n requests, and ``None`` at the end of each; of the progress, the latest every few seconds."""
         progress, due = None, math.inf
         while n > 0:
             if progress is not None and time.monotonic() >= due:

@@ -1,7 +1,6 @@
 """A tool's JSON schema: the types of a call's arguments, and what its grammar needs.
 
-Qwen's format has all values as text without quotes, so the schema decides whether ``5`` is a number. Types are judged by
-``type``, listed values, references and combinations alone, as a wrong value must reach the tool that reports it.
+Types are judged by ``type``, listed values, references and combinations alone, as a wrong value must reach the tool.
 """
 
 import ast
@@ -35,9 +34,8 @@ WORDS = {"null": ("null", "none"), "boolean": ("true", "false")}
 
 
 def standard(schema: Any, root: str = "#") -> Any:
-    """A client's schema as the standard has it: a keyword whose value is null is absent, OpenAPI's ``nullable`` and Python's
-    names of types are types, an unknown ``format`` is dropped. ``root`` is the place that references are relative to.
-    """
+    """A client's schema as the standard has it, with references relative to ``root``: a keyword that is null is absent,
+    OpenAPI's ``nullable`` and Python's names of types are types, an unknown ``format`` is dropped."""
     if not isinstance(schema, dict):
         return schema
     found: Json = {key: value for key, value in schema.items() if value is not None or key == "const"}
@@ -203,9 +201,8 @@ def is_string(start: str, types: frozenset[str]) -> bool:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """Convert a parameter's text to the JSON of a value of one of these types, or of the text if it has none: a wrong type
-    tells the model more than a lost call. So does a number beyond the range of a float, which clients would read as infinite.
-    """
+    """Convert a parameter's text to the JSON of a value of one of these types, or of the text if it has none or is a number
+    beyond the range of a float: a wrong type tells the model more than a lost call."""
     word = text.strip()
     # A model without a value for a number writes null even where the schema does not allow it.
     if word.lower() in WORDS["null"] and ("null" in types or "string" not in types):

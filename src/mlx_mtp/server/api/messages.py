@@ -1,9 +1,4 @@
-"""Anthropic's API, ``/v1/messages`` and ``/v1/messages/count_tokens``.
-
-Ignored, since the answer does not depend on them: ``metadata``, ``cache_control``, ``context_management``, ``service_tier``,
-``container``, and tools that Anthropic's own servers would run. Claude Code's ``x-anthropic-billing-header``, a block of the
-system prompt, is removed: it changes with every request, so no prompt would find its prefix in the prompt cache.
-"""
+"""Anthropic's API, ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 import re
 from typing import Annotated, Any, ClassVar
@@ -20,6 +15,7 @@ from .common import Body, Item, Limit, Many, Stop, Tool, Usage, Writer, event
 from .history import SYSTEM, History, arguments_of
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it
+# Claude Code's, in the system prompt: it changes with every request, so no prompt would find its prefix in the prompt cache.
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 ERRORS = {**common.ERRORS, 413: "request_too_large", 503: "overloaded_error"}
 ROLES = ("user", "assistant", *SYSTEM)

@@ -1,10 +1,4 @@
-"""OpenAI's Responses API, ``/v1/responses``, without stored responses: each request has the whole conversation.
-
-``store`` is accepted and has no effect. Ignored, since the answer does not depend on them: ``client_metadata``,
-``prompt_cache_key``, ``safety_identifier``, ``service_tier``, ``user``, and tools of OpenAI's servers, such as ``web_search``.
-The ``encrypted_content`` of reasoning is its text in base 64, not encrypted: clients such as Codex send it back, and the prompt
-then has the earlier reasoning and so its prefix in the prompt cache.
-"""
+"""OpenAI's Responses API, ``/v1/responses``, without stored responses: each request has the whole conversation."""
 
 import base64
 import json
@@ -108,6 +102,7 @@ class ResponsesWriter(Writer):
             done = self._item_event(f"{part['type']}.done", content_index=0, text=part["text"], **fields)
             done += self._item_event("content_part.done", content_index=0, part=part)
             if part["type"] == "reasoning_text" and "reasoning.encrypted_content" in (self.body.include or []):
+                # Clients such as Codex send it back, so that the next prompt has the reasoning.
                 item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode()
         return done + self._event("output_item.done", output_index=len(self.blocks) - 1, item=_shown(item))
 

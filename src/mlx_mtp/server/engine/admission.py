@@ -130,9 +130,7 @@ class Admission:
         return self.account.left + self.account.buffers + self.caches.nbytes
 
     def lack(self) -> int:
-        """The bytes missing for the next step, 0 if there are enough, once MLX's buffers and the prompt caches of earlier
-        requests are freed as needed.
-        """
+        """The bytes missing for the next step once MLX's buffers and the prompt caches of earlier requests are freed."""
         n, n_context = self.batch.next_chunk
         need = self.sizes.chunk(n, n_context, self.options.kv_bits)
         need += sum(self.sizes.caches(STEP, **kv.at(n)) - self.sizes.state_bytes for n, kv in self.batch.growing)
@@ -238,9 +236,7 @@ def _patience(tokenizer: TokenizerWrapper, request: Request) -> float | None:
 
 
 def make_penalties(given: Any, n_prompt: int) -> list[LogitsProcessor]:
-    """The logits processors of ``LogitsProcessorArguments``. Presence and frequency penalties are mlx-lm's with a context size,
-    and otherwise count all tokens of the answer, and none of the prompt, as in OpenAI's API.
-    """
+    """mlx-lm's. Without a context size, presence and frequency penalties count the answer's tokens alone, as OpenAI's."""
     own = {**vars(given)}
     of_answer = {
         n: own.pop(n) for n in ("presence_penalty", "frequency_penalty") if own[f"{n[:-7]}context_size"] is None
@@ -262,9 +258,7 @@ def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -
 
 
 def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool | None, budget: int) -> LogitsProcessor:
-    """A logits processor that ends reasoning after ``budget`` tokens, as in the chat template. It closes a code block first,
-    and has no state. ``in_reasoning``: whether the prompt ends within reasoning.
-    """
+    """A logits processor without a state that ends reasoning after ``budget`` tokens, as in the chat template."""
 
     @lru_cache(maxsize=1)  # consecutive positions have the same reasoning
     def ending(thought: tuple[int, ...]) -> list[int]:

@@ -1,10 +1,4 @@
-"""The generation thread, one loop over the waiting and the running requests, and its clients.
-
-If several ranks run the model, rank 0 has the clients, and all ranks run the same steps. A step depends on the requests and on
-the tokens generated before. So rank 0 sends the arrived requests and the disconnected clients to the other ranks, and each rank
-runs the whole engine: batch generator, prompt cache, samplers and stop words. Every few turns the ranks exchange some numbers;
-requests and disconnects are broadcast only if rank 0 has any.
-"""
+"""The generation thread, one loop over the waiting and the running requests, and its clients."""
 
 import _thread
 import logging
@@ -44,11 +38,7 @@ ALONE = 10.0  # seconds that a failed rank waits for the others to fail as well
 
 
 class Engine:
-    """Generates answers to requests, as many at a time as ``Admission`` admits, in the order of arrival.
-
-    An error ends the running requests, and two failures of the GPU without an answer in between end the thread: MLX may refuse
-    its passes until the process ends.
-    """
+    """Generates answers to requests, as many at a time as ``Admission`` admits, in the order of arrival."""
 
     def __init__(self, admission: Admission, clients: "Clients", metrics: Metrics, ranks: Ranks | None):
         self.admission, self.clients, self.metrics, self.ranks = admission, clients, metrics, ranks
@@ -135,7 +125,7 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """End the running requests after an error. Later requests use a new batch generator."""
         self.n_failures += is_device_error(error)
-        if is_loss(error) or self.n_failures > 1:
+        if is_loss(error) or self.n_failures > 1:  # MLX may refuse passes until the process ends
             raise error
         logging.error("Generation failed.", exc_info=error)
         for uid in [*self.running]:
@@ -195,9 +185,7 @@ class Engine:
         self.admission.make_room()
 
     def _advance(self, finish_reason: str | None = None) -> None:
-        """Run a step of the batch generator, send the progress of prefill and the tokens, and keep a snapshot at each cut of a
-        prompt. A ``finish_reason`` ends each answer with its next token.
-        """
+        """Run a step of the batch generator. A ``finish_reason`` ends each answer with its next token."""
         prefilled, generated = self.admission.batch.next()
         if n_requests := len({response.uid for response in generated}):
             self.metrics["steps"].labels(n_requests).inc()
@@ -322,9 +310,7 @@ class Clients:
     # The generation thread
 
     def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
-        """The changes since the last step; ``None`` when the server stops. If no request runs (``is_idle``), it waits briefly
-        for one. ``known`` are the waiting and running requests.
-        """
+        """The changes since the last step, ``known`` the requests before it; ``None`` when the server stops."""
         return None if self.is_stopping else self.look(known, wait=is_idle)
 
     def look(self, known: Iterable[Request], wait: bool) -> Changes:
@@ -340,6 +326,8 @@ class Clients:
 
 
 class SharedClients(Clients):
+    """Clients of rank 0, whose requests and disconnects it broadcasts: each rank runs the whole engine, and the same steps."""
+
     def __init__(self, ranks: Ranks):
         super().__init__()
         self.ranks = ranks
