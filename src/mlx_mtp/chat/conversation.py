@@ -64,19 +64,16 @@ class Conversation:
         self.shown: list[Image] = []  # in the earlier turns, with a store
 
     def instruct(self, system_prompt: str) -> None:
-        """Set the system prompt. The next turn prefills all messages again."""
         self.system_prompt = system_prompt
         self._rewind()
 
     def attach(self, file: str) -> None:
-        """Add an image to the next question."""
         vision_of(self.model)
         path = Path(file).expanduser()
         open_image(path)
         self.attached.append(str(path.absolute()))
 
     def think(self, thinking: bool) -> None:
-        """Switch thinking on or off for the next answers."""
         question = [Message("user", "a")]
         if self._render(question, True) == self._render(question, False):
             raise MTPError(f"The chat template of {self.args.model} has no switch for thinking.")

@@ -63,7 +63,6 @@ def say(text: str) -> None:
 
 @contextmanager
 def prompt_progress() -> Iterator[Callable[[int, int], None]]:
-    """The callback of a progress bar on stderr, if that is a terminal. The bar disappears after prefill."""
     with tqdm(desc="Processing the prompt", unit=" tokens", delay=DELAY, leave=False, disable=None) as bar:
 
         def show(n_processed: int, n_prompt: int) -> None:

@@ -81,9 +81,8 @@ def fit(
     loaded.fetched_head = head
     check_head_weights(loaded, model, adapter_path)
     texts = read_texts(tokenizer, how)
-    open_work(
-        work, [model, adapter_path, dtype, texts, how.max_seq_length, how.answers, how.max_tokens, how.temp, how.seed]
-    )
+    used = how.max_seq_length, how.answers, how.max_tokens, how.temp, how.seed
+    open_work(work, [model, adapter_path, dtype, texts, *used])
     parts = prepare(loaded, tokenizer, split(texts, how), how, work)
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
@@ -122,9 +121,6 @@ def open_work(work: Path, source: Any) -> None:
         return
     work.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(wanted))
-
-
-# What a fit writes
 
 
 def write_checkpoint(

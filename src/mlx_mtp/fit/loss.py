@@ -82,8 +82,7 @@ class DraftLoss:
         layer = self.output_layer
         logits = (layer.as_linear if hasattr(layer, "as_linear") else layer)(out.astype(self.dtype))
         logits = logits.astype(mx.float32)  # [n, V]
-        logprobs = mx.take_along_axis(logits, mx.stop_gradient(ids), axis=-1) - mx.logsumexp(
-            logits, axis=-1, keepdims=True
-        )
+        chosen = mx.take_along_axis(logits, mx.stop_gradient(ids), axis=-1)
+        logprobs = chosen - mx.logsumexp(logits, axis=-1, keepdims=True)
         p = mx.stop_gradient(probabilities).astype(mx.float32)
         return (p * (mx.log(mx.maximum(p, 1e-9)) - logprobs)).sum(-1)

@@ -116,17 +116,13 @@ def split(texts: Sequence[Document], how: FitOptions) -> Split:
 
 
 def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, how: FitOptions, work: Path) -> Split:
-    """Let the model answer the prompts. Keep as many texts as are trained on."""
     if how.corpus is None:
         train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", how)
         valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", how)
         parts = Split(train, valid, parts.test)
     parts = Split(parts.train[: how.iters * how.batch_size], parts.valid, parts.test)
-    n_tokens = [sum(len(text.tokens) for text in part) for part in (parts.train, parts.valid, parts.test)]
-    say(
-        f"{n_tokens[0]:,} tokens to train on, {n_tokens[1]:,} to choose the best head by, and {n_tokens[2]:,} to "
-        "measure it on"
-    )
+    n, k, m = (sum(len(text.tokens) for text in part) for part in (parts.train, parts.valid, parts.test))
+    say(f"{n:,} tokens to train on, {k:,} to choose the best head by, and {m:,} to measure it on")
     return parts
 
 

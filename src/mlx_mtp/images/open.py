@@ -100,7 +100,6 @@ def _unreadable(name: str, error: Exception) -> MTPError:
 
 
 def check_size(width: int, height: int, name: str) -> None:
-    """Raise an MTPError if an image is empty, too large, or too long."""
     if min(width, height) < 1:
         raise MTPError(f"{name} is empty: it has {width} x {height} pixels.")
     if width * height > MAX_PIXELS:

@@ -122,9 +122,8 @@ def read_images(
         n_tokens, n_pixels = n_tokens + math.prod(vision.processor.grid(*sizes[-1])), n_pixels + math.prod(sizes[-1])
         for count, maximum, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
             if maximum is not None and count > maximum:
-                raise MTPError(
-                    f"The images up to number {i} have more than {maximum} {unit}: send fewer or smaller ones."
-                )
+                many = f"The images up to number {i} have more than {maximum} {unit}"
+                raise MTPError(f"{many}: send fewer or smaller ones.")
     pixel_values: list[mx.array] = []
     try:
         for i, (image, size) in enumerate(zip(images, sizes), 1):

@@ -75,7 +75,6 @@ class Processor:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a config.json about images."""
     return {key: config[key] for key in ("vision_config", *TOKENS) if key in config}
 
 
@@ -112,14 +111,11 @@ class Vision:
 
     def keep_own_type(self) -> None:
         """Load the tower again as it is stored, for the next image."""
-        log.warning(
-            f"[WARNING] The vision encoder of {self.folder} does not run in the model's type: it keeps its own."
-        )
+        log.warning(f"[WARNING] The vision encoder of {self.folder} overflows in the model's type: it keeps its own.")
         self.dtype = None
         self.free()
 
     def free(self) -> None:
-        """Free the tower, which is loaded again for the next image."""
         vars(self).pop("tower", None)
 
     @property
@@ -143,9 +139,7 @@ class Vision:
         try:
             args, n = VisionArgs.from_dict(self.config["vision_config"]), self.config["text_config"]["hidden_size"]
         except (KeyError, TypeError) as e:  # text in place of a number
-            raise MTPError(
-                f"The vision_config of {self.folder} is not usable ({e!r}): is it as it was published?"
-            ) from e
+            raise MTPError(f"The vision_config of {self.folder} is not usable ({e!r}): is it as published?") from e
         if args.out_hidden_size != n:
             raise MTPError(
                 f"The vision encoder of {self.folder} makes embeddings of {args.out_hidden_size}, its model takes {n}."

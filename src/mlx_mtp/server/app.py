@@ -179,7 +179,6 @@ class Endpoints:
         return [*self.frontend.models.served, *downloaded]
 
     def _describe(self, name: str) -> Json:
-        """A model, with the fields of OpenAI, vLLM and Anthropic."""
         created, path = self.frontend.created, self.frontend.models.resolve(name)
         tokenizer = self.frontend.models.tokenizers.get(path)
         length = None if tokenizer is None else tokenizer.context_length

@@ -49,16 +49,43 @@ LIMITS: dict[str, tuple[float, float]] = {
 }
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as e:
+        raise argparse.ArgumentTypeError(f"must be JSON, not {text!r}: {e}") from e
+
+
 # The flags of mlx_lm.server that mlx_lm.generate has as well
 AS_GENERATE = (
     "--adapter-path", "--trust-remote-code", "--use-default-chat-template", "--prefill-step-size", "--kv-bits",
     "--kv-group-size", "--quantized-kv-start",
 )  # fmt: skip
-NUMBERS: tuple[tuple[str, Any, Any, str | None, str], ...] = (  # flag, type, default, metavar, help
+VALUES: tuple[tuple[str, Any, Any, str | None, str], ...] = (  # flag, type, default, metavar, help
+    ("--model", str, str(DEMO), None, flags.MODEL_HELP),
+    ("--served-model-name", str, None, "NAME", "Name of --model for clients (default: its path)."),
+    ("--draft-model", str, None, None, "Not supported: use mlx_lm.server."),
+    ("--chat-template", str, "", None, "Specify a chat template for the tokenizer"),
+    ("--chat-template-args", _json, "{}", None, """JSON for the chat template, e.g. '{"enable_thinking":false}'"""),
+    ("--host", str, "127.0.0.1", None, "Host for the HTTP server"),
     ("--port", int, 8080, None, "Port for the HTTP server; 0 takes a free one"),
+    (
+        "--allowed-origins",
+        _names,
+        None,
+        "ORIGIN,...",
+        "Other web pages that may use it; * is all (default: localhost).",
+    ),
+    ("--allowed-hosts", _names, [], "NAME,...", "More names of the server, besides localhost and --host; * is all."),
     ("--max-queue", int, None, "N", "Refuse requests with 429 while N wait for a first token (default: no limit)."),
     ("--unload-after", float, None, "MINUTES", "Free the model after so long without a request (default: never)."),
     ("--keep-warm", float, 0.0, "SECONDS", "Keep the weights resident for so long after a request (default: 0, off)."),
+    ("--api-key", str, None, None, "Answer only requests with this key (default: every request)."),
+    ("--api-key-file", Path, None, None, "Read the key from this file, which other users of the machine cannot see."),
     ("--max-tokens", int, -1, None, "Limit of answers whose request sets none (default: -1, the rest of the context)"),
     ("--decode-concurrency", int, 32, None, "Maximum number of requests to decode in parallel"),
     ("--prompt-concurrency", int, 8, None, "Ignored: prompts are prefilled one after the other"),
@@ -74,74 +101,21 @@ def make_parser() -> argparse.ArgumentParser:
     """mlx-lm makes its parser in ``main``: these are its flags and defaults."""
     description = "Serve OpenAI's and Anthropic's APIs, with drafts of the model's own MTP head."
     parser = argparse.ArgumentParser(prog="mlx_mtp server", description=description)
+    add = parser.add_argument
     adopt(parser, setup_arg_parser(), AS_GENERATE)
-    _add_model_flags(parser)
-    _add_http_flags(parser)
-    for name, kind, default, metavar, text in NUMBERS:
-        parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+    for name, kind, default, metavar, text in VALUES:
+        add(name, type=kind, default=default, metavar=metavar, help=text)
+    other_models = "Another model to serve; can be repeated. Requests choose by name; one model is loaded at a time."
+    add("--serve-model", action="append", default=[], metavar="MODEL", help=other_models)
+    add("--allow-any-model", action="store_true", help="Load any model that a request names, as mlx_lm.server does.")
+    add("--print-config", choices=CLIENTS, help="Print the settings of this client for these flags, and exit.")
+    add("--no-ui", action="store_true", help="Do not serve the chat page at /.")
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+    add("--log-level", default="INFO", choices=levels, help="Set the logging level")
     flags.add_sampling(parser)
     own = ("--mtp", "--no-mtp", "--num-draft-tokens", "--copy-drafts", "--acceptance", *flags.LOADING)
     flags.add_flags(parser, (*own, "--images", "--prompt-cache-dir", "--pipeline"))
     return finish(parser)
-
-
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", default=str(DEMO), help=flags.MODEL_HELP)
-    add("--served-model-name", metavar="NAME", help="Name of --model for clients (default: its path).")
-    add("--draft-model", help="Not supported: use mlx_lm.server.")
-    add("--chat-template", default="", help="Specify a chat template for the tokenizer")
-    add(
-        "--chat-template-args",
-        type=_json,
-        default="{}",
-        help="""Arguments for the chat template in JSON, e.g. '{"enable_thinking":false}'""",
-    )
-    add(
-        "--serve-model",
-        action="append",
-        default=[],
-        metavar="MODEL",
-        help="Another model to serve; can be repeated. Requests choose by name; one model is loaded at a time.",
-    )
-    add("--allow-any-model", action="store_true", help="Load any model that a request names, as mlx_lm.server does.")
-
-
-def _add_http_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--host", default="127.0.0.1", help="Host for the HTTP server")
-    add(
-        "--allowed-origins",
-        type=_names,
-        metavar="ORIGIN,...",
-        help="Web pages that may use the server besides its own, such as https://example.com; * allows all. Default: pages of "
-        "localhost.",
-    )
-    add(
-        "--allowed-hosts",
-        type=_names,
-        default=[],
-        metavar="NAME,...",
-        help="More host names for the server, besides localhost, this machine's name, --host and all IP addresses; * allows "
-        "all.",
-    )
-    add("--print-config", choices=CLIENTS, help="Print the settings of this client for these flags, and exit.")
-    add("--no-ui", action="store_true", help="Do not serve the chat page at /.")
-    levels = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
-    add("--log-level", default="INFO", choices=levels, help="Set the logging level")
-    add("--api-key", help="Answer only requests with this key (default: every request).")
-    add("--api-key-file", type=Path, help="Read the key from this file, which other users of the machine cannot read.")
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as e:
-        raise argparse.ArgumentTypeError(f"must be JSON, not {text!r}: {e}") from e
 
 
 def check(args: argparse.Namespace) -> Options:
@@ -176,7 +150,6 @@ def check(args: argparse.Namespace) -> Options:
 
 
 def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``mlx_mtp.load`` for each model."""
     trust = {"trust_remote_code": args.trust_remote_code}
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     images = {"vision": "auto"} if args.images else {}
@@ -196,7 +169,6 @@ def _check_template(args: argparse.Namespace) -> None:
 
 
 def check_model(args: argparse.Namespace, models: ModelProvider) -> None:
-    """Raise an MTPError if a flag does not fit the model that was loaded."""
     flags.check_model_flags(args, vars(models.model.args))
     if args.chat_template:
         question = [{"role": "user", "content": "a"}]
@@ -237,13 +209,11 @@ class ClientSettings:
 
     @property
     def note(self) -> str:
-        """The place of the settings, in one line."""
         where = f"put this into ~/{self.file}" if self.file else "run this in a shell"
         exports = "".join(f" {name}={shlex.quote(value)}" for name, value in self.variables.items() if self.file)
         return f"# {where}{', export' * bool(exports)}{exports}, then start: {self.command}"
 
     def as_text(self) -> str:
-        """The file's content, or the lines for a shell."""
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.variables.items())
         return self.text if self.file else exports
 

@@ -78,7 +78,6 @@ class Frontend:
                 self.clients.leave(choice)
 
     async def start(self, request: Request, items: Items, i: int) -> None:
-        """Encode a request's prompt, which may load its model first, and submit the request."""
         tokenizer = await self._tokenizer_of(request)
         prompt = await in_thread(encode, tokenizer, request, self.options, self.engine.admission.account)
         if self.options.prompt_cache_dir is not None and prompt.image_prompt is None:
@@ -229,7 +228,6 @@ class GeneratedResponse(Response):
 
 
 def figures_of(choices: Sequence[Request], usage: Usage) -> str:
-    """The tokens, times and drafts of a finished request, for the log."""
     figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{usage.n_generated} output tokens"]
     figures.append(f"{time.perf_counter() - choices[0].arrived:.2f} s")
     if n_timed := sum(r.counts.n_timed for r in choices):  # tokens of steps that compile nothing

@@ -232,13 +232,7 @@ class Metrics(dict[str, Any]):
         for kind, name, text, *labels in METRICS:
             self[name] = kind(name, text, labels, namespace="mlx_mtp", registry=self.registry)
 
-    def begin(self, n_prompt: int, n_cached: int, n_running: int) -> None:
-        self["prompt_tokens"].inc(n_prompt)
-        self["cached_prompt_tokens"].inc(n_cached)
-        self["requests_in_flight"].set(n_running)
-
-    def finish(self, counts: DraftCounts, n_running: int) -> None:
-        self["requests_in_flight"].set(n_running)
+    def finish(self, counts: DraftCounts) -> None:
         if (speed := counts.tokens_per_second) is not None:
             self["tokens_per_second"].observe(speed)
         for source, of_source in counts.by_source.items():

@@ -117,12 +117,10 @@ def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning
     after: Any = tokenizer.think_end if in_reasoning else ""
     if not output.is_required:
         after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
-    grammar, calls = output.grammar, output.calls
-    if grammar and calls and tokenizer.has_tool_calling:
-        text = f"{'SPACE? ' if after else ''}{rule_of(**grammar)}"
-        grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, calls, text=text).lark)}
-    elif calls and not grammar:
-        grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, calls, output.is_required).lark)}
+    grammar = output.grammar
+    if output.calls and (not grammar or tokenizer.has_tool_calling):
+        text = f"{'SPACE? ' if after else ''}{rule_of(**grammar)}" if grammar else ""
+        grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, output.calls, output.is_required, text).lark)}
     return make_grammar(tokenizer, **grammar, after=after)
 
 
@@ -292,7 +290,6 @@ def _parameter(key: str, value: str) -> str:
 
 
 def _is_plain(schema: Any) -> bool:
-    """Whether a schema only names types."""
     if not isinstance(schema, dict):
         return True
     return not schema.keys() - ANNOTATIONS - {"type", "anyOf"} and all(map(_is_plain, schema.get("anyOf", ())))

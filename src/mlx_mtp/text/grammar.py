@@ -96,7 +96,6 @@ class Grammar:
         return ForcedTokens(self)
 
     def copy(self) -> "Grammar":
-        """Another grammar, for another text, without compiling it again."""
         beginning = self.beginning and Beginning(self.beginning.tokenizer, self.beginning.find)
         matcher = self.matcher.deep_copy()
         matcher.reset()
@@ -122,7 +121,6 @@ class Grammar:
         return len(self.taken) == len(tokens)
 
     def _check(self) -> None:
-        """Raise an MTPError if llguidance has stopped because the grammar is too complex."""
         if self.matcher.is_error():
             raise MTPError(f"llguidance aborted: {self.matcher.get_error().splitlines()[0]}")
 
@@ -137,7 +135,6 @@ class Grammar:
 
 
 def n_equal(a: Tokens, b: Tokens) -> int:
-    """The number of equal tokens at the beginning of two texts."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) > 0 else n
@@ -264,9 +261,8 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
 
 def reason(error: str) -> str:
     first, *others = error.splitlines()
-    return " ".join(
-        [first.rpartition("JSON schema: ")[2], *(x.removeprefix("error: ") for x in others if "error: " in x)]
-    )[:500]
+    reasons = [first.rpartition("JSON schema: ")[2], *(x.removeprefix("error: ") for x in others if "error: " in x)]
+    return " ".join(reasons)[:500]
 
 
 def _check_size(text: str) -> None:

@@ -74,7 +74,6 @@ class Lines:
 
 
 def _column(line: str) -> int:
-    """The column at which the text of a line begins."""
     return len(line) - len(line.lstrip())
 
 

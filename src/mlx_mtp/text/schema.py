@@ -16,19 +16,16 @@ Json = dict[str, Any]
 STRING = frozenset({"string"})
 ANY = frozenset({"null", "boolean", "integer", "number", "object", "array", "string"})
 PYTHON = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
-FORMATS = (  # the formats that llguidance enforces
-    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
-)
+# The formats that llguidance enforces
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 NOTHING: dict[str, tuple[Any, ...]] = {  # values of keywords that say nothing, and that llguidance refuses
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
     "propertyNames": (True, {}, {"type": "string"}),
 }
-OF_SCHEMAS = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "anyOf", "oneOf", "allOf", "prefixItems"}
-)
-OF_SCHEMA = frozenset({"items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not"})
+OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "anyOf", "oneOf", "allOf", "prefixItems"}
+OF_SCHEMA = {"items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not"}
 LONGEST_NUMBER = 400  # characters
 WORDS = {"null": ("null", "none"), "boolean": ("true", "false")}
 
@@ -181,9 +178,6 @@ def _dict(value: Any) -> Json:
 
 def _strings(value: Any) -> list[str]:
     return [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]
-
-
-# Values
 
 
 def is_string(start: str, types: frozenset[str]) -> bool:

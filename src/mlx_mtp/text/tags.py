@@ -169,7 +169,6 @@ class EndOfValue:
         return "f" if closed == self.function or closed.startswith("function") else "p"
 
     def _ends(self, after: Any) -> bool:
-        """Whether ``</parameter>`` ends the value, by what follows it."""
         if after["key"] is None:
             return not self.quoted
         key = key_of(after["key"], self.declared)

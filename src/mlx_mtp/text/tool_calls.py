@@ -248,7 +248,6 @@ class ToolCallParser(_Buffer):
         self._read = self._part
 
     def _part(self) -> bool:
-        """The next parameter of a function, or its end."""
         m = self.match(PART)
         if m is not None and m.partial:
             return False
@@ -287,7 +286,6 @@ class ToolCallParser(_Buffer):
         return True
 
     def _after_function(self) -> bool:
-        """The next function of a block, or its end."""
         m = self.match(AFTER_BLOCK if self.has_ended else AFTER_FUNCTION)
         if m is not None and m.partial:
             return False

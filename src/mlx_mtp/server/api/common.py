@@ -173,10 +173,6 @@ class ThinkingSettings(Part):
     exclude: Literal[False] | None = None
     summary: str | None = None
 
-    @property
-    def is_on(self) -> bool | None:
-        return self.enabled if self.type is None else self.type != "disabled"
-
 
 SHORT = {bool: "enabled", str: "effort"}  # the fields that are also the value of a switch by themselves
 Switch = Annotated[ThinkingSettings, BeforeValidator(lambda x: {SHORT[type(x)]: x} if type(x) in SHORT else x)]
@@ -231,11 +227,10 @@ class Body(Part):
     @property
     def thinking_wanted(self) -> Thinking:
         switches = [switch for switch in (self.thinking, self.reasoning, self.think) if switch is not None]
-        enabled = [*(switch.is_on for switch in switches), self.enable_thinking]
+        enabled = [x.enabled if x.type is None else x.type != "disabled" for x in switches] + [self.enable_thinking]
         efforts = [self.reasoning_effort, *(switch.effort for switch in switches), self.output_config.effort]
         budgets = [budget for switch in switches for budget in (switch.budget_tokens, switch.max_tokens)]
-        budgets += [self.thinking_budget, self.reasoning_budget, self.thinking_token_budget]
-        budget = _first(budgets)
+        budget = _first([*budgets, self.thinking_budget, self.reasoning_budget, self.thinking_token_budget])
         return Thinking(_first(enabled), _first(efforts), None if budget == NO_LIMIT else budget)
 
     @property
@@ -300,17 +295,15 @@ class Body(Part):
     def set_arguments(self, request: Request, flags: Any) -> None:
         """Set the arguments of a request: the values of the body, or of the server's flags, as mlx-lm's ``do_POST``."""
         limits = [(name, limit) for name in self.LIMITS if (limit := getattr(self, name)) is not None]
-        name, limit = next(iter(limits), (None, flags.max_tokens))
-        request.limit = None if self.CLAMPS or limit == NO_LIMIT else name
+        field, limit = next(iter(limits), (None, flags.max_tokens))
+        request.limit = None if self.CLAMPS or limit == NO_LIMIT else field
         request.copy_drafts = flags.copy_drafts if self.copy_drafts is None else self.copy_drafts
         request.min_tokens = NEVER if self.ignore_eos else self.min_tokens
         request.stop_token_ids = self.stop_token_ids
         request.streams = self.stream
         if request.min_tokens > 0 and request.structured_output is not None:
-            param = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise ApiError(
-                400, f"{param} cannot be combined with structured output, which may end before.", param=param
-            )
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise ApiError(400, f"{name} cannot be combined with structured output, which may end before.", param=name)
         request.args = stock.GenerationArguments(
             model=self.model,
             sampling=self._fields_of(stock.SamplingArguments),
@@ -360,9 +353,6 @@ def function_tool(tool: Tool, name: str | None, parameters: Json | None) -> Json
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
-# Answers
-
-
 @dataclass(frozen=True)
 class Usage:
     n_prompt: int  # tokens of the prompts, each counted once
@@ -390,12 +380,12 @@ class Writer:
         self.body = body
         self.blocks: list[Json] = []  # the answer so far
         self.is_open = False  # whether the last block is open
+        self.written = ""  # the arguments of the last call so far
 
     def begin(self, usage: Usage) -> bytes:
         return b""
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
-        """The progress of prefill in a stream, by default as a comment."""
         return f": keepalive {n_read}/{n_prompt}\n\n".encode()
 
     def loading(self) -> bytes:
@@ -411,8 +401,10 @@ class Writer:
         if isinstance(e, Text | Reasoning):
             return self.say(e)
         if isinstance(e, CallBegins):
+            self.written = ""
             return self.open(self.call(e))
         if isinstance(e, CallArguments):
+            self.written += e.text
             return self.arguments(e)
         return self.close()
 
@@ -431,7 +423,6 @@ class Writer:
         return self.closed(self.blocks[-1]) if was_open else b""
 
     def whole(self, usage: Usage) -> Json:
-        """The whole answer, after the last step, for a client that does not stream."""
         self.close()
         return self.message(usage)
 

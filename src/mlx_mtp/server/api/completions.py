@@ -39,9 +39,6 @@ Prompts = Annotated[Many[Prompt] | Many[Tokens], Field(min_length=1, max_length=
 fingerprint = cache(get_system_fingerprint)
 
 
-# Answers
-
-
 @dataclass
 class Choice:
     index: int
@@ -103,7 +100,6 @@ class OpenAIWriter(Writer):
         return {**self._head(self.kind), "choices": choices, "usage": _usage(usage)}
 
     def whole_choice(self, whole: Json) -> Json:
-        """A choice of joined pieces."""
         return whole
 
     def failed(self, error: ApiError) -> bytes:
@@ -186,7 +182,6 @@ class CompletionWriter(OpenAIWriter):
 
 
 def _join(whole: Json, piece: Json) -> None:
-    """Add the texts and lists of a piece to those of the whole."""
     for name, value in piece.items():
         if isinstance(value, dict):
             _join(whole[name], value)
@@ -231,9 +226,6 @@ def _name(t: Likely) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in t.piece)
 
 
-# Requests
-
-
 class OpenAIBody(Body):
     LIMITS: ClassVar = ("max_completion_tokens", "max_tokens", "n_predict")
     stream_options: Settings = Settings()
@@ -257,8 +249,6 @@ class OpenAIBody(Body):
         super().set_arguments(request, flags)
         request.n = self.n
 
-
-# Chats
 
 # The fields of a message that ``History`` reads
 READ = (
@@ -303,9 +293,6 @@ class ChatBody(OpenAIBody):
             others = {name: x for name, x in message.items() if name not in READ and x is not None}
             history.messages[-1] |= {name: x for name, x in others.items() if name not in history.messages[-1]}
         return history, content["tools"] if self.tools else []
-
-
-# Texts
 
 
 class CompletionBody(OpenAIBody):

@@ -282,19 +282,17 @@ def _split_thoughts(message: Json, is_last: bool) -> None:
 
 def _sort_results(messages: list[Json]) -> None:
     """Put the results of a turn's tools in the order of its calls. Those with other ids keep their places."""
-    order: dict[str, int] = {}
-    places: list[int] = []
-    has_results = False
+    order, results = dict[str, int](), list[int]()
     for i, message in enumerate([*messages, {"role": "assistant"}]):
         if message["role"] == "tool":
-            has_results = True
-            places += [i] if message["tool_call_id"] in order else []
+            results.append(i)
         elif message["role"] == "assistant":
-            if has_results:
-                results = sorted((messages[k] for k in places), key=lambda m: order[m["tool_call_id"]])
-                for k, result in zip(places, results):
+            if results:
+                places = [k for k in results if messages[k]["tool_call_id"] in order]
+                in_order = sorted((messages[k] for k in places), key=lambda m: order[m["tool_call_id"]])
+                for k, result in zip(places, in_order):
                     messages[k] = result
-                order, places, has_results = {}, [], False
+                order, results = {}, []
             for call in message.get("tool_calls", []):
                 if call["id"]:
                     order.setdefault(call["id"], len(order))

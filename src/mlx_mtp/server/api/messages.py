@@ -37,7 +37,6 @@ def error_content(error: ApiError) -> Json:
 class MessagesWriter(Writer):
     def __init__(self, body: "MessagesBody"):
         super().__init__(body)
-        self.input = ""  # the input of the last call, as text
         self.stop_word: str | None = None
         self.id = common.new_id("msg")
 
@@ -63,11 +62,9 @@ class MessagesWriter(Writer):
         return begun + self._delta({"type": f"{kind}_delta", kind: piece.text})
 
     def call(self, call: CallBegins) -> Json:
-        self.input = ""
         return {"type": "tool_use", "id": common.new_id("toolu"), "name": call.name, "input": {}}
 
     def arguments(self, piece: CallArguments) -> bytes:
-        self.input += piece.text
         return self._delta({"type": "input_json_delta", "partial_json": piece.text})
 
     def opened(self, block: Json) -> bytes:
@@ -76,7 +73,7 @@ class MessagesWriter(Writer):
     def closed(self, block: Json) -> bytes:
         signed = b""
         if block["type"] == "tool_use":
-            block["input"] = arguments_of(self.input)
+            block["input"] = arguments_of(self.written)
         elif block["type"] == "thinking":
             block["signature"] = SIGNATURE
             signed = self._delta({"type": "signature_delta", "signature": SIGNATURE})

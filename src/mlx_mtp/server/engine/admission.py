@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import lru_cache, partial
 from typing import Any
 
@@ -82,12 +82,6 @@ class Admission:
             self.batch = None
             self.caches.store.model = None  # to free its weights for the next one
 
-    def unload(self) -> None:
-        """Free the model. The prompt caches stay, and ``open`` loads it again."""
-        self.close()
-        self.models.reset()
-        self.account.release()
-
     def end(self) -> None:
         """Drop the model and its caches, and end the threads of its streams. Call in the thread that owns the streams."""
         self.close()
@@ -95,15 +89,12 @@ class Admission:
         self.models.reset()
         mx.clear_streams()
 
-    def fits(self, request: Request, running: Iterable[Request]) -> bool:
-        running = [*running]
-        if not running:
-            return True
-        if request.key != self.models.key:
-            return False
+    def fits(self, request: Request, running: Collection[Request]) -> bool:
+        if not running or request.key != self.models.key:
+            return not running
         return self.ranks is not None or self.need(request, running) <= self._free()
 
-    def need(self, request: Request, running: Iterable[Request] = ()) -> int:
+    def need(self, request: Request, running: Collection[Request] = ()) -> int:
         """The bytes that a request's prompt needs in addition to the running requests."""
         kinds: dict[Any, list[int]] = {}  # a batch pads those that are quantized and those that are not apart
         for r in (*running, request):
@@ -121,7 +112,6 @@ class Admission:
         return caches - self.batch.prompt_cache_nbytes + peak + tower
 
     def held_by(self, request: Request) -> int:
-        """The bytes of the caches of a running request."""
         n = request.n_prompt + request.n_tokens
         return self.sizes.caches(n, **_kv_of(self.options, request).at(n))
 
@@ -143,7 +133,6 @@ class Admission:
         return max(need - self.account.left, 0) if self.ranks is None else 0
 
     def begin(self, request: Request, prompt: Prompt) -> int:
-        """Insert a request into the batch generator and return its uid. An ApiError if the prompt does not fit in memory."""
         need, free = self.need(request), self._free()
         if self.ranks is None and len(self.batch) == 0 and need > free:
             message = (

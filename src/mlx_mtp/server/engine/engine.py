@@ -50,6 +50,7 @@ class Engine:
         self.n_failures = 0  # of the GPU since the last answer
         self.last_active = self.warmed = time.monotonic()  # the last request, and the last operation without one
         metrics["queue_length"].set_function(lambda: clients.arriving.qsize() + len(self.waiting))
+        metrics["requests_in_flight"].set_function(lambda: len(self.running))
         self.thread = Thread(target=self._run)
         self.thread.start()
 
@@ -116,7 +117,9 @@ class Engine:
         if admission.batch is None:
             return
         if options.unload_after is not None and seconds >= 60 * options.unload_after:
-            admission.unload()
+            admission.close()
+            admission.models.reset()
+            admission.account.release()
             logging.info(f"The model is unloaded after {options.unload_after:g} minutes without a request.")
         elif seconds < options.keep_warm and time.monotonic() > self.warmed + WARM_EVERY:
             mx.eval(mx.zeros(1) + 1)
@@ -129,7 +132,7 @@ class Engine:
             raise error
         logging.error("Generation failed.", exc_info=error)
         for uid in [*self.running]:
-            self._fail(uid, _failure(f"Generation failed: {error}", error))
+            self.running.pop(uid).send(_failure(f"Generation failed: {error}", error))
         reseed(self.ranks)  # an error in a compiled function invalidates the random state
         self.admission.restart()
 
@@ -145,7 +148,7 @@ class Engine:
                 f"The answer was stopped after {request.n_tokens} tokens: the server has reached its memory limit of "
                 f"{size(admission.account.limit)}. Try again later, or start it with a larger --max-memory."
             )
-            self._fail(uid, ApiError(507, message, code=NO_MEMORY))
+            self.running.pop(uid).send(ApiError(507, message, code=NO_MEMORY))
 
     def _drop(self, gone: set[int]) -> None:
         for request in [request for request in self.waiting if request.number in gone]:
@@ -181,7 +184,8 @@ class Engine:
             return
         request.send(STARTED)
         self.running[uid] = request
-        self.metrics.begin(request.n_prompt, request.n_cached, len(self.running))
+        self.metrics["prompt_tokens"].inc(request.n_prompt)
+        self.metrics["cached_prompt_tokens"].inc(request.n_cached)
         self.admission.make_room()
 
     def _advance(self, finish_reason: str | None = None) -> None:
@@ -210,7 +214,7 @@ class Engine:
                 raise response.error
             if not isinstance(response.error, MTPError):
                 logging.error("Generation failed.", exc_info=response.error)
-            self._fail(uid, _failure(f"Generation failed: {response.error}", response.error))
+            self.running.pop(uid).send(_failure(f"Generation failed: {response.error}", response.error))
             return
         if request.n_tokens == 0:
             metrics["time_to_first_token_seconds"].observe(time.perf_counter() - request.arrived)
@@ -230,17 +234,11 @@ class Engine:
             prompt_cache, tokens = last.prompt_cache, last.all_tokens
         request = self.running.pop(uid)
         request.send(None)
-        self.metrics.finish(request.counts, len(self.running))
+        self.metrics.finish(request.counts)
         self.admission.keep(request, prompt_cache, tokens)
         self.n_failures = 0
 
-    def _fail(self, uid: int, error: ApiError) -> None:
-        """End a request with an error, after its sequence has left the batch generator."""
-        self.running.pop(uid).send(error)
-        self.metrics["requests_in_flight"].set(len(self.running))
-
     def _end(self) -> None:
-        """End all requests. Running requests get one last token."""
         for uid in [uid for uid, request in self.running.items() if request.n_tokens == 0]:
             self.admission.batch.remove([uid])
             del self.running[uid]
@@ -283,9 +281,6 @@ def _with_logprobs(delta: Delta, response: Response, n: int, tokenizer: Any) -> 
     likely, *top = (Likely(bytes_of([i]), value) for i, value in zip(ids, logprobs[tokens].tolist()))
     top = sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)
     return replace(delta, likely=likely, top=top)
-
-
-# Clients
 
 
 class Clients:
