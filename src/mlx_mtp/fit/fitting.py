@@ -57,8 +57,8 @@ def fit(
     """Train only the MTP head of ``model``, or of its base model, to predict the model's text, and write a folder ``mlx_path``
     if more drafts are accepted.
 
-    After an interruption, the same call uses the answers and recorded states so far, in ``cache_path``, which is removed at the
-    end by default. ``dtype`` is that of ``mlx_mtp.load``, and ``options`` are those of ``FitOptions``.
+    After an interruption, the same call uses the answers and recorded states so far, in ``cache_path``, by default a folder
+    beside ``mlx_path`` that is removed at the end. ``dtype`` is that of ``mlx_mtp.load``, ``options`` are of ``FitOptions``.
     """
     target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
     check_new(target)

@@ -366,6 +366,7 @@ class Writer:
     """Writes an answer as a stream of bytes or as a whole: blocks, such as texts and calls, the last of which may be open."""
 
     finish_reason: str | None = None
+    stop_word: str | None = None  # that ended the text
     # Of each API: pieces of a stream, but for the block of a call, and the whole answer once its blocks are closed.
     say: Callable[[Any], bytes]  # of a Text or Reasoning
     call: Callable[[CallBegins], Json]
@@ -394,7 +395,7 @@ class Writer:
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         """The part of a stream for a step; ``choice`` is the index of the answer, in APIs with several."""
-        self.finish_reason = step.finish_reason or self.finish_reason
+        self.finish_reason, self.stop_word = step.finish_reason or self.finish_reason, step.stop_word
         return b"".join(map(self._add, step.events))
 
     def _add(self, e: Any) -> bytes:

@@ -299,8 +299,8 @@ def _sort_results(messages: list[Json]) -> None:
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:
-    """Make one system message of system and developer messages at the beginning, and marked user messages of later ones, in
-    place: the prompt of a conversation remains a prefix of its continuations."""
+    """Make one system message of system and developer messages at the beginning, and marked user messages of later ones, where
+    they stand: the prompt of a conversation remains a prefix of its continuations."""
     n = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM), len(messages))
     texts = [text for m in messages[:n] if (text := m.get("content"))]
     folded = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []

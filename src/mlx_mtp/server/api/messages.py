@@ -8,7 +8,7 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import LOADING, ApiError, Delta, StructuredOutput, TooLong
+from ..request import LOADING, ApiError, StructuredOutput, TooLong
 from ..structured_output import from_response_format
 from . import common
 from .common import Body, Item, Limit, Many, Stop, Tool, Usage, Writer, event
@@ -37,7 +37,6 @@ def error_content(error: ApiError) -> Json:
 class MessagesWriter(Writer):
     def __init__(self, body: "MessagesBody"):
         super().__init__(body)
-        self.stop_word: str | None = None
         self.id = common.new_id("msg")
 
     def begin(self, usage: Usage) -> bytes:
@@ -49,10 +48,6 @@ class MessagesWriter(Writer):
 
     def loading(self) -> bytes:
         return _event("ping", status=LOADING)
-
-    def add(self, step: Delta, choice: int = 0) -> bytes:
-        self.stop_word = step.stop_word
-        return super().add(step, choice)
 
     def say(self, piece: Text | Reasoning) -> bytes:
         """Add text to the last block, or begin one. The text is in the field named like the type."""

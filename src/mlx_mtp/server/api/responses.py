@@ -124,6 +124,13 @@ class ResponsesWriter(Writer):
 
     def message(self, usage: Usage | None, status: str | None = None) -> Json:
         body, status = self.body, status or ("incomplete" if self.finish_reason == "length" else "completed")
+        counts = usage and {
+            "input_tokens": usage.n_prompt,
+            "input_tokens_details": {"cached_tokens": usage.n_cached},
+            "output_tokens": usage.n_generated,
+            "output_tokens_details": {"reasoning_tokens": self.n_reasoning},
+            "total_tokens": usage.n_prompt + usage.n_generated,
+        }
         return {
             "id": self.id,
             "object": "response",
@@ -141,14 +148,7 @@ class ResponsesWriter(Writer):
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or []],
             "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
-            "usage": usage
-            and {
-                "input_tokens": usage.n_prompt,
-                "input_tokens_details": {"cached_tokens": usage.n_cached},
-                "output_tokens": usage.n_generated,
-                "output_tokens_details": {"reasoning_tokens": self.n_reasoning},
-                "total_tokens": usage.n_prompt + usage.n_generated,
-            },
+            "usage": counts,
             "metadata": body.metadata or {},
         }
 
