@@ -43,9 +43,6 @@ class Command(NamedTuple):
             self.run(parse(parser))
 
 
-# The published models by their names for --model
-
-
 def models_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_mtp models",
@@ -74,9 +71,6 @@ def show_models(args: argparse.Namespace) -> None:
         f"MLX may use {account.limit / GB:.0f} GB here. For more bits, add -8bit or -bf16 to a name, where published.\n"
         "`mlx_mtp generate --mtp --model NAME` downloads the weights and the head of the base model, and generates."
     )
-
-
-# This machine, and whether a model drafts on it
 
 
 def doctor_parser() -> argparse.ArgumentParser:
@@ -147,15 +141,12 @@ def _local(name: str, dtype: str) -> Lines:
     yield "Head", "its own" if fetched is None else f"of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB"
     tuned = model.drafting.tuned
     yield "Settings", "none: `mlx_mtp benchmark --tune` finds the fastest" if tuned is None else str(tuned)
+    verdict = "ready; `mlx_mtp benchmark` measures the speed"
     if accepted is not None:
         yield "Accepted", f"{accepted:.0%} of first drafts on built-in text"
-    if accepted is not None and accepted < FLOOR:
-        yield (
-            "Verdict",
-            ("the model rejects most drafts: `mlx_mtp fit` trains the head, `--copy-drafts auto` drafts without it"),
-        )
-    else:
-        yield "Verdict", "ready; `mlx_mtp benchmark` measures the speed"
+        if accepted < FLOOR:
+            verdict = "the model rejects most drafts: `mlx_mtp fit` trains the head, `--copy-drafts auto` needs none"
+    yield "Verdict", verdict
 
 
 def _to_fetch(name: str) -> str:
