@@ -6,17 +6,16 @@ the tokens of a pass are read, so steps without drafts stay asynchronous. Each r
 
 import zlib
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
-from ..distributed.ranks import Ranks, differing_ranks, synchronize
+from ..distributed.ranks import Ranks, differing_ranks
 from ..errors import MTPError
 from ..pacing.step_times import StepTimes
+from ..sampling.processors import seed_of
 from ..sampling.sampler import SeededSampler, TextSampler
 
 
@@ -38,7 +37,7 @@ class Exchange:
         if others := differing_ranks(by_rank):
             raise MTPError(f"{others} were given other prompts or prompt caches than rank 0.")
         seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None
-        agreed: Any = self.ranks.broadcast((_random_state(), seeded, self.times))
+        agreed: Any = self.ranks.broadcast((seed_of(mx.random.state[0]), seeded, self.times))  # type: ignore[index]
         state, seeded, times = agreed
         mx.random.seed(state)
         self.times.copy_from(times)
@@ -64,25 +63,6 @@ class Exchange:
         """Receive the messages of the passes in flight, whose tokens are not used."""
         while self.sent:
             self.receive([])
-
-
-@contextmanager
-def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
-    """A context in which mlx-lm's plain generation samples the same tokens on all ranks; it ends with the stream."""
-    if ranks is None:
-        yield
-        return
-    with mx.stream(stream):
-        mx.random.seed(ranks.broadcast(_random_state()))
-    try:
-        yield
-    finally:
-        synchronize(stream)
-
-
-def _random_state() -> int:
-    high, low = np.array(mx.random.state[0]).tolist()  # type: ignore[index]
-    return high << 32 | low
 
 
 def _checksum(tokens: list[int], before: int) -> int:

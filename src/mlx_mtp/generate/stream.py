@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -19,14 +19,15 @@ from ..caches.prompt_cache import PromptCache, n_tokens
 from ..caches.rows import KVOptions
 from ..cli.display import paint
 from ..decoding.counts import DraftCounts
-from ..decoding.exchange import same_random_state
 from ..decoding.window import Token
+from ..distributed.ranks import Ranks, synchronize
 from ..drafts.options import TextOptions, asks_for_copies
 from ..errors import MTPError
 from ..images.prompt import ImagePrompt, read_images, vision_of
 from ..layers.mtp import has_head
 from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
+from ..sampling.processors import seed_of
 from ..sampling.sampler import for_one_text
 
 # The fields of a response with the drafts and the accepted drafts of each source.
@@ -137,6 +138,20 @@ def stream_generate(
     with same_random_state(getattr(model, "ranks", None), stream):
         for r in plain_stream_generate(model, tokenizer, prompt, options.max_tokens, stream=stream, **kwargs):
             yield GenerationResponse(**vars(r))
+
+
+@contextmanager
+def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
+    """A context in which mlx-lm's plain generation samples the same tokens on all ranks; it ends with the stream."""
+    if ranks is None:
+        yield
+        return
+    with mx.stream(stream):
+        mx.random.seed(ranks.broadcast(seed_of(mx.random.state[0])))  # type: ignore[index]
+    try:
+        yield
+    finally:
+        synchronize(stream)
 
 
 def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:

@@ -47,6 +47,12 @@ def until_error(f: Callable[[S], T], positions: Iterable[S]) -> list[T]:
     return results
 
 
+def seed_of(state: mx.array) -> int:
+    """The seed that sets MLX's random state to these two words."""
+    high, low = np.array(state).tolist()
+    return high << 32 | low
+
+
 @contextmanager
 def restoring_random_state() -> Iterator[None]:
     """Restore MLX's random state after an exception: one in a compiled sampler leaves a state that cannot be used."""
@@ -54,6 +60,5 @@ def restoring_random_state() -> Iterator[None]:
     try:
         yield
     except Exception:
-        high, low = np.array(state).tolist()
-        mx.random.seed(high << 32 | low)  # which sets the state to just these two words
+        mx.random.seed(seed_of(state))
         raise
