@@ -21,10 +21,11 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from ..errors import MTPError
+from .fingerprint import SIZE
 from .indexed import adopted
 from .positions import ImageSpan, Positions, check_images
 from .recurrent import RecurrentCache
-from .validation import FLOATS, SIZE, check_arrays, check_backbone, check_keys, misfit
+from .validation import FLOATS, check_arrays, check_backbone, check_keys, misfit
 
 HIDDEN, COUNT, TEXT, PART, FINGERPRINT, IMAGES = range(6)  # the arrays of the last entry
 
@@ -55,10 +56,9 @@ class PromptCache:
     @property
     def n_tokens(self) -> int:
         """The number of tokens in the backbone's caches."""
-        if any(hasattr(c, "offset") for c in self.backbone):
-            return n_tokens(self.backbone)
-        # A pipeline stage without attention, whose states do not have their length.
-        return max(self.n_recorded, -1 - self.n_recorded)
+        # The states of a pipeline stage without attention do not have their length.
+        has_length = any(hasattr(c, "offset") for c in self.backbone)
+        return n_tokens(self.backbone) if has_length else max(self.n_recorded, -1 - self.n_recorded)
 
     @property
     def n_recorded(self) -> int:
@@ -161,7 +161,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
     else:
         _check_owner(model, cache)
     entries[:-1] = [adopted(c) for c in entries[:-1]]
-    check_backbone(entries, model.layers)
+    check_backbone(cache.backbone, model.layers)
     for i, c in enumerate(cache.backbone):
         if isinstance(c, stock.ArraysCache) and type(c) is not RecurrentCache:
             entries[i] = RecurrentCache.from_state(c.state)

@@ -6,8 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 
+from ..caches.fingerprint import Fingerprinted
 from ..caches.prompt_cache import PromptCache
-from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
@@ -15,8 +15,7 @@ from ..layers.mtp import has_head
 from ..layers.passes import in_pass, pass_over
 
 
-class MTPModel:
-    head_prefix = "mtp."  # of the names of the head's parameters
+class MTPModel(Fingerprinted):
     no_shard: str | None = None  # why ranks cannot have a part of each layer, if they cannot
     text_only: str | None = None  # why a family takes no images, even if its checkpoints have a vision encoder
     no_images: str | None = None  # why a model takes no images
@@ -31,7 +30,6 @@ class MTPModel:
     shifts_norms = True  # whether checkpoints may store norms with or without 1
     head_acceptance: float | None = None  # of first drafts on built-in text, set by ``mlx_mtp.load``
     fetched_head: Any = None  # the ``checkpoint.fetched.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
-    _fingerprint: bytes | None = None  # computed on the first call
 
     def __init__(self, args: Any):
         super().__init__(args)  # type: ignore[call-arg]
@@ -81,23 +79,6 @@ class MTPModel:
 
     def make_cache(self) -> list[Any]:
         return [layer.make_cache() for layer in self.layers]
-
-    def fingerprint(self) -> bytes:
-        """The digest that identifies this model's prompt caches, computed once."""
-        self._fingerprint = self._fingerprint or fingerprint(self)
-        return self._fingerprint
-
-    def other_weights(self) -> list[tuple[str, mx.array]]:
-        """Named samples of the weights that are no parameters, for the fingerprint."""
-        return []
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        self._fingerprint = None  # new weights, such as those of an adapter
-        return super().update(*args, **kwargs)  # type: ignore[misc]
-
-    def update_modules(self, *args: Any, **kwargs: Any) -> Any:
-        self._fingerprint = None
-        return super().update_modules(*args, **kwargs)  # type: ignore[misc]
 
     def drop_head(self) -> None:
         """Generate without drafts of the head from now on."""
