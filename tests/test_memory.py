@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from huggingface_hub.utils import TensorInfo
 
 import mlx_mtp
 from benchmarks.synthetic import COMMON, FOUR_BITS, synthetic_model
@@ -19,7 +18,7 @@ from mlx_mtp.batch.generate_step import prefill
 from mlx_mtp.checkpoint import self_test
 from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.memory_check import check_memory, needs_of_checkpoint
-from mlx_mtp.checkpoint.reader import CheckpointReader
+from mlx_mtp.checkpoint.reader import CheckpointReader, Tensor
 from mlx_mtp.memory import STEP, Account, needs_of, sizes_of
 from mlx_mtp.models.head_weights import is_head
 from mlx_mtp.server.engine.admission import Admission
@@ -231,9 +230,12 @@ def test_a_tensor_larger_than_an_array_is_refused_before_it_is_read(monkeypatch)
             mlx_mtp.load(str(DEMO), mtp=mtp)
     # Experts that are stored one by one are one array
     monkeypatch.setattr(mx, "device_info", lambda: {"max_buffer_length": 300})
-    experts = {f"layers.0.mlp.experts.{i}.up_proj.weight": TensorInfo("BF16", [8, 10], [0, 160]) for i in range(2)}
+    experts = {
+        f"layers.0.mlp.experts.{i}.up_proj.weight": Tensor("model.safetensors", "BF16", [8, 10], 0, 160)
+        for i in range(2)
+    }
     header = SimpleNamespace(tensors=experts)
-    checkpoint = SimpleNamespace(name="model", model_files=["model.safetensors"], header=lambda file: header)
+    checkpoint = SimpleNamespace(name="model", folder="", model_files=["model.safetensors"], header=lambda file: header)
     with pytest.raises(ValueError, match=r"experts.up_proj.weight takes 0\.3 kB"):
         check_memory(checkpoint, None, Account(), 0)
 

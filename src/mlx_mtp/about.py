@@ -14,11 +14,11 @@ from ._version import __version__
 from .checkpoint.acceptance import FLOOR
 from .checkpoint.catalog import published
 from .checkpoint.dtype import dtype_of
-from .checkpoint.fetched import fetched_heads, has_usable_head, head_to_fetch
+from .checkpoint.head_formats import check_head
 from .checkpoint.hub import WEIGHTS, cached_repositories, sizes_to_download
 from .checkpoint.load import DEMO, DEMO_NOTE, load
 from .checkpoint.memory_check import needs_of_checkpoint
-from .checkpoint.originals import HEADS, folder_of
+from .checkpoint.originals import HEAD, fetched_heads, head_to_fetch
 from .checkpoint.output import dtype_name
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.self_test import ensure_tested
@@ -99,7 +99,7 @@ def _machine() -> Lines:
     yield "Versions", f"mlx-mtp {__version__}, {packages}, Python {platform.python_version()}"
     models, heads = [*cached_repositories().values()], [head.nbytes for head in fetched_heads()]
     yield "Models", f"{len(models)} in {constants.HF_HUB_CACHE}, {sum(models) / GB:.2f} GB"
-    yield "Heads", f"{len(heads)} in {folder_of(HEADS)}, {sum(heads) / GB:.2f} GB"
+    yield "Heads", f"{len(heads)} in {HEAD.root}, {sum(heads) / GB:.2f} GB"
 
 
 def _model(name: str, dtype: str) -> Lines:
@@ -129,7 +129,8 @@ def _local(name: str, dtype: str) -> Lines:
         yield "Self-test", str(ensure_tested(model, name) or "could not run")
     if not has_head(model):
         try:
-            has_usable_head(CheckpointReader(name))
+            if (checkpoint := CheckpointReader(name)).head_map:
+                check_head(checkpoint)
             head = _to_fetch(name)
         except (MTPError, OSError) as e:
             head = f"not usable: {e}"

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ..batch.generate_step import mtp_generate_step
 from ..caches.prompt_cache import open_prompt_cache
 from ..caches.rows import KVOptions, Rows
+from ..files import keep, kept
 from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
 from ..layers.layer import FEW, group_size
@@ -28,7 +29,6 @@ from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import Plan, StepTimes, on_lines
 from .dtype import Float16Error
 from .hub import first_line
-from .kept import keep, kept
 from .settings import machine
 
 # A share of the largest logit; wrong kernels miss by more.
@@ -66,9 +66,7 @@ class SelfTest(NamedTuple):
 
 
 def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | None:
-    """The result of a model's test on this machine, which runs once. What is wrong is off, with a warning, or if the model
-    ``must_pass`` a Float16Error. ``None`` if the test itself fails.
-    """
+    """The result of a model's test on this machine, made once; ``None`` if it fails. What is wrong is off, or an error."""
     file, key = "self-test.json", _key_of(model)
     try:
         result = SelfTest(*kept(file, key))
@@ -78,8 +76,7 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
         except Exception as e:  # MLX's, such as of memory, or of a kernel that this device does not have
             log.warning(f"[WARNING] The passes of {name} could not be tested on this device: {first_line(e)}")
             return None
-        # Without times, kernels were compiled in the time, and the next load has them.
-        if result.seconds or not has_head(model):
+        if result.seconds or not has_head(model):  # otherwise kernels were compiled: the next load has times
             keep(file, key, result)
     if result.wrong and must_pass:
         raise Float16Error(name, f"{', '.join(result.wrong)} passes are wrong")
@@ -121,9 +118,8 @@ def _run(model: Any, bar: Any) -> SelfTest:
         mx.eval(whole)
         bar.update()
         compiled = max(_compiled_difference(model, rows, window[:, :n]) for n in (1, kept + 2))
-        model.drafting.attention_rows = group_size(
-            window.size, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
-        )
+        sizes = heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
+        model.drafting.attention_rows = group_size(window.size, *sizes)
         grouped = rows.run(model, window, record=True)
         mx.eval(grouped)
         bar.update()
@@ -182,14 +178,12 @@ def _head_copies(model: Any) -> int:
 
 
 class _EveryLength(Depth):
-    """Chooses all draft lengths in turn, and keeps the shortest time of each: others may include a pause.
-
-    The first step of a draft length makes traces and is not timed, so each is chosen several times before the next.
-    """
+    """Chooses all draft lengths in turn, and keeps the shortest time of each: others may include a pause."""
 
     def __init__(self, max_drafts: int):
         super().__init__(max_drafts)
         self.shortest: dict[int, float] = {}
+        # The first step of a draft length makes traces and is not timed.
         self.left = [k for k in range(max_drafts + 1) for _ in range(N_TIMES + 1)]
 
     def for_text(self) -> "_EveryLength":
@@ -223,12 +217,9 @@ def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
 
 
 def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple[list[float], float]:
-    """The times of steps at ``DRAFT_LENGTHS``, and of a draft in plain steps, 0 if unknown.
-
-    Given are those of steps of one sequence with 0 to 8 drafts, and of passes over 1, 8 and 9 rows and ``ROWS``, or the first.
-    """
+    """The times of steps at ``DRAFT_LENGTHS`` and of a draft, given those of steps with 0 to 8 drafts and of passes by rows."""
     if not {1, 8, 9} <= passes.keys():
-        return [*seconds], 0.0
+        return [*seconds], 0.0  # unknown
     draft = max(seconds[8] - seconds[0] - (passes[9] - passes[1]), 0.0) / 8
     # A pass over fewer rows may have been delayed.
     deeper = [seconds[7] + max(passes[n] - passes[8], 0.0) + (n - 8) * draft for n in ROWS if n in passes]

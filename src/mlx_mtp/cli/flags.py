@@ -19,8 +19,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.validation import BITS, GROUP_SIZES
 from ..checkpoint.dtype import AUTO, DTYPES
-from ..checkpoint.fetched import head_to_fetch
 from ..checkpoint.load import DEMO, DEMO_NOTE, check_family, load
+from ..checkpoint.originals import head_to_fetch
 from ..checkpoint.settings import Sampling, sampling_defaults
 from ..distributed.ranks import Ranks
 from ..drafts.options import TextOptions, asks_for_copies

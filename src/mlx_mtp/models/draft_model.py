@@ -1,15 +1,11 @@
-"""The MTP head as a draft model for mlx-lm's own speculative loop.
-
-    draft_model = model.make_draft_model()
-    mlx_lm.stream_generate(draft_model.target, tokenizer, prompt, draft_model=draft_model, num_draft_tokens=2)
+"""The MTP head as a draft model for mlx-lm's own speculative loop; docs/develop/design.md has an example.
 
 That loop makes the target's cache and then the draft's, prefills the draft model before the target, gives it tokens but no
 hidden states, and rolls back rejected drafts by trimming both caches. So the target is an adapter around the model, whose
 passes leave their hidden states in the draft's cache. A pass with a token that the draft model was not given (the last draft is
 never fed back) is a verify pass, and is recorded: a recurrent layer's cache can be trimmed within it, and while it is empty.
 
-So a cache is for one generation: mlx-lm refuses a second one, since the cache cannot be trimmed then. To keep prompt caches
-over turns use :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
+So a cache is for one generation: mlx-lm refuses a second one, since the cache cannot be trimmed then.
 """
 
 import weakref
@@ -55,14 +51,14 @@ TrimmableCache.__name__ = RecurrentCache.__name__
 class DraftCache(stock._BaseCache):
     """The draft model's state: the head's keys and values, and the tokens and hidden states of the head's next inputs.
 
-    Input i of the head is token i with the target's hidden state of token i - 1, so token 0 has none. ``n_verified`` is the
-    number of keys and values made from the target's hidden states. Later ones belong to drafts, and are made from the head's
-    own output.
+    Input i of the head is token i with the target's hidden state of token i - 1, so token 0 has none.
     """
 
     def __init__(self, kv: stock.KVCache):
         self.kv = kv
-        self.n_verified = 0
+        self.n_verified = (
+            0  # keys and values made from the target's hidden states; later ones from the head's own output
+        )
         self.tokens = mx.array([], mx.uint32)  # from n_verified + 1 on
         self.n_seen = 0  # tokens given to the draft model
         self.hidden: mx.array | None = None  # the target's hidden states from n_verified on, [1, N, H]

@@ -35,10 +35,7 @@ class FamilyModel(MTPModel):
     def sanitize(
         self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
     ) -> dict[str, mx.array]:
-        """mlx-lm's ``sanitize``, which drops the head, and then the head's.
-
-        ``head`` has the head's tensors without ``mtp.``, if they are not in ``weights``, ``raw`` in the Hugging Face layout.
-        """
+        """mlx-lm's ``sanitize``, which drops the head, and then that of ``head``, by default the one in ``weights``."""
         weights, inside = split_head(weights)
         if head is None:
             head, raw = inside, is_raw(weights)

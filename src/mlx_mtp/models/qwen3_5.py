@@ -56,7 +56,6 @@ class Model(FamilyModel, stock.Model):
         self.language_model = TextModel(TextModelArgs.from_dict(args.text_config))
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
-        """Keep this rank's part of each layer, including the head's."""
         group = group or mx.distributed.init()
         super().shard(group)
         if has_head(self):

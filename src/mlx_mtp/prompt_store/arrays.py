@@ -58,7 +58,6 @@ def keys_and_values(cache: PromptCache, format: Format, begin: int, end: int) ->
 
 
 def states(cache: PromptCache, format: Format) -> Arrays:
-    """The states after the last token."""
     recurrent = [(i, c) for i, c in enumerate(cache.backbone) if isinstance(c, stock.ArraysCache)]
     arrays = {f"{i}.{j}": x for i, c in recurrent for j, x in enumerate(c.cache)}
     return arrays | ({"hidden": cache.last_hidden} if format.head else {})
@@ -84,8 +83,7 @@ def nbytes(arrays: Arrays) -> int:
 
 
 def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Arrays], last: Arrays) -> list[Any]:
-    """A prompt cache of tokens, with their keys and values and the states after the last of them. Drafts can be copied from the
-    tokens after the last image."""
+    """A prompt cache of tokens, with their keys and values and the states after the last of them."""
     entries = make_prompt_cache(model)
     cache = PromptCache(entries, len(model.layers))
     for i, c in enumerate(cache.backbone):
@@ -96,7 +94,7 @@ def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Array
     if format.head:
         entries[cache.n_layers] = _filled(cache.head, "head", None, spans)
         cache.last_hidden = last["hidden"]
-    of_images = np.flatnonzero(tokens < 0)
+    of_images = np.flatnonzero(tokens < 0)  # drafts can be copied from the tokens after the last image
     cache.record(len(tokens), tokens[of_images[-1] + 1 if len(of_images) > 0 else 0 :].tolist())
     mx.eval([c.state for c in entries])  # another thread may use them
     return entries
