@@ -1,8 +1,11 @@
+import functools
 import gc
+import inspect
 import itertools
 import os
 import shutil
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -42,12 +45,15 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_self_test():
-    """A second for each new checkpoint."""
+def _quick_loading():
+    """No self-test, a second for each new checkpoint; and mlx-lm asks for the signature of its arguments once."""
+    from mlx_lm.models import base
+
     from mlx_mtp.checkpoint import load
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "ensure_tested", lambda *_: None)
+        patch.setattr(base, "inspect", SimpleNamespace(signature=functools.cache(inspect.signature)))
         yield
 
 

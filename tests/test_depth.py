@@ -95,7 +95,7 @@ def test_speed(case, n_seeds):
     assert to_best >= case.to_best
 
 
-NEXT_TEXTS = [case for case in cases() if case.group == "next text"][:: 1 if profiles.LONG else 7]
+NEXT_TEXTS = [case for case in cases() if case.group == "next text"][:: 1 if profiles.LONG else 14]
 
 
 @pytest.mark.parametrize("case", NEXT_TEXTS, ids=lambda case: f"{case.cost} {case.before[1].first} {case.text.first}")

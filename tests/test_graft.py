@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import mlx_mtp
+from mlx_mtp.checkpoint import acceptance
 from mlx_mtp.checkpoint.acceptance import FLOOR, N_TOKENS, PARTS, measure_readings, told_by
 from mlx_mtp.fit.fitting import write_checkpoint
 from mlx_mtp.models.head_weights import norms_of, split_head
@@ -54,6 +55,12 @@ def pair(request, tmp_path_factory):
     return source, *(converted(source, folder / name, mtp=mtp, **FOUR_BITS) for name, mtp in ways.items())
 
 
+@pytest.fixture
+def briefly(monkeypatch):
+    """A head is tried on a quarter of the text."""
+    monkeypatch.setattr(acceptance, "N_TOKENS", N_TOKENS // 4)
+
+
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
     return converted(DENSE, tmp_path_factory.mktemp("dense") / "bare", mtp=False)
@@ -76,7 +83,7 @@ def assert_indexed(folder):
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights.values())
 
 
-def test_grafts_and_checks_a_head(bare, tmp_path, capsys):
+def test_grafts_and_checks_a_head(bare, briefly, tmp_path, capsys):
     assert_is(graft(DENSE, bare, tmp_path / "out", skip_check=False), converted(DENSE, tmp_path / "with"))
     rate = re.search(r"Drafts accepted on built-in text: (\d+)%", capsys.readouterr().out)
     assert int(rate[1]) > 100 * FLOOR
@@ -201,7 +208,7 @@ def of_another_run(name, w, size=192):
     return w[order] if name.endswith(("o_proj.weight", "down_proj.weight")) else w[:, order]
 
 
-def test_rejects_another_models_head(bare, tmp_path):
+def test_rejects_another_models_head(bare, briefly, tmp_path):
     other = shutil.copytree(DENSE, tmp_path / "other")
     edit(other, lambda w: w.update({name: of_another_run(name, w[name]) for name in w if name.startswith("mtp.")}))
     with pytest.raises(ValueError, match=r"accepts [0-9]% of the drafts .* nothing was written") as e:

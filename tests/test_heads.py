@@ -4,11 +4,12 @@ import json
 import math
 import re
 import shutil
+from functools import cache
 
 import mlx.core as mx
 import mlx_lm
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_mtp
@@ -62,6 +63,23 @@ def tiny(tmp_path_factory):
     return {family: write_tiny(folder / family, family, **WIDER) for family in FAMILIES[:3]}
 
 
+@pytest.fixture(scope="module")
+def heads(tiny):
+    return {family: parameters(loaded(folder).mtp) for family, folder in tiny.items()}
+
+
+@pytest.fixture(scope="module")
+def plain_heads(tiny, tmp_path_factory):
+    """Those of checkpoints of one file, by family and quantization."""
+
+    @cache
+    def head(family, quantization):
+        layout = Layout(prefix="language_model.mtp.", quantization=quantization)
+        return head_of(tiny[family], tmp_path_factory.mktemp("plain") / "model", layout)
+
+    return head
+
+
 def head_of(source, folder, layout, **options):
     model = loaded(write_layout(source, folder, layout), **options)
     return parameters(model.mtp)
@@ -74,10 +92,10 @@ BY_DEFAULT = lambda axis, i: axis if profiles.LONG else axis[i::3]  # noqa: E731
     ("prefix", "place"),
     [(prefix, place) for i, prefix in enumerate(["", *PREFIXES]) for place in BY_DEFAULT(PLACES, i % 3)],
 )
-def test_a_head_is_read_from_any_file_under_any_prefix(place, prefix, tiny, tmp_path, hub):
+def test_a_head_is_read_from_any_file_under_any_prefix(place, prefix, tiny, heads, tmp_path, hub):
     """Also from the hub, where no other file is downloaded, and ``--inspect`` names the file."""
     layout = Layout(place, prefix or (PREFIXES[0] if place in INSIDE else ""))
-    want = parameters(loaded(tiny["qwen3_5"]).mtp)
+    want = heads["qwen3_5"]
     folder = write_layout(tiny["qwen3_5"], tmp_path / "model", layout)
     mx.save_safetensors(str(folder / "adapters.safetensors"), {"layers.0.lora_a": mx.zeros((200, 200))})
     assert not differing(parameters(loaded(folder).mtp), want)
@@ -99,15 +117,14 @@ def test_a_head_is_read_from_any_file_under_any_prefix(place, prefix, tiny, tmp_
     [(quantization, e) for i, quantization in enumerate(QUANTIZATIONS) for e in BY_DEFAULT(EXPERTS, i % 3)],
     ids=str,
 )
-def test_experts_are_read_in_any_form_with_any_quantization(experts, quantization, tiny, tmp_path):
-    plain = Layout(quantization=quantization)
-    want = head_of(tiny["qwen3_5_moe"], tmp_path / "plain", plain)
+def test_experts_are_read_in_any_form_with_any_quantization(experts, quantization, tiny, heads, plain_heads, tmp_path):
+    want = plain_heads("qwen3_5_moe", quantization)
     layout = Layout(
         "config", "mtp.", experts, quantization, told={"mtplx_mtp_quantization": {"norm_encoding": "plain"}}
     )
     assert not differing(head_of(tiny["qwen3_5_moe"], tmp_path / "model", layout), want)
     if quantization == "fp8":
-        original = parameters(loaded(tiny["qwen3_5_moe"]).mtp)
+        original = heads["qwen3_5_moe"]
         assert want.keys() == original.keys()
         assert all(mx.allclose(want[name], w, rtol=0.08, atol=0.02) for name, w in original.items())
 
@@ -119,10 +136,10 @@ VALUES = ["delta", "delta_plus_one", "mlx_delta", " Delta ", "absolute", "plus_o
     ("value", "encoding"), [(v, i) for i in range(len(ENCODINGS)) for v in BY_DEFAULT(VALUES, i % 3)]
 )
 @pytest.mark.parametrize("file", ["config.json", "mtplx_runtime.json"])
-def test_a_config_tells_the_encoding_of_norms(encoding, file, value, tiny, tmp_path):
+def test_a_config_tells_the_encoding_of_norms(encoding, file, value, tiny, heads, tmp_path):
     parts = PARTS if "delta" in value.lower() else ()
     layout = Layout("config", "mtp.", without_one=parts, told=ENCODINGS[encoding](value), told_in=file)
-    got, want = head_of(tiny["qwen3_5"], tmp_path / "model", layout), parameters(loaded(tiny["qwen3_5"]).mtp)
+    got, want = head_of(tiny["qwen3_5"], tmp_path / "model", layout), heads["qwen3_5"]
     assert all(mx.allclose(got[name], w, rtol=0, atol=1e-6) for name, w in want.items())
     assert ("raw" in report(inspect(str(tmp_path / "model")))["MTP head"]) == bool(parts)
 
@@ -143,21 +160,22 @@ def layouts(draw):
     )
 
 
-@settings(max_examples=25)
+@profiles.examples(10)
 @given(family=st.sampled_from(FAMILIES[:3]), layout=layouts())
-def test_any_combination_is_read(family, layout, tiny, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("layout")
-    plain = Layout(prefix="language_model.mtp.", quantization=layout.quantization)
-    want, got = (head_of(tiny[family], folder / name, own) for name, own in (("plain", plain), ("other", layout)))
+def test_any_combination_is_read(family, layout, tiny, plain_heads, tmp_path_factory):
+    want, got = (
+        plain_heads(family, layout.quantization),
+        head_of(tiny[family], tmp_path_factory.mktemp("layout") / "model", layout),
+    )
     assert got.keys() == want.keys()
     for name, w in want.items():
         assert mx.array_equal(got[name], w) or (w.ndim == 1 and mx.allclose(got[name], w, rtol=0, atol=1e-6)), name
 
 
-def test_of_two_copies_the_first_is_used(tiny, tmp_path):
+def test_of_two_copies_the_first_is_used(tiny, heads, tmp_path):
     """That in the file which the config names; otherwise the model's own, that of an index, and one named like a head."""
     folder = write_layout(tiny["qwen3_5"], tmp_path / "model", Layout("config", "mtp."))
-    want = parameters(loaded(tiny["qwen3_5"]).mtp)
+    want = heads["qwen3_5"]
     other = {f"mtp.{name}": mx.zeros_like(w) for name, w in want.items()}
     for name in ("model-a.safetensors", "mtp.safetensors", "heads/draft.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -175,7 +193,7 @@ def test_of_two_copies_the_first_is_used(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_8", "qwen3_8_moe", "qwen3_8_text", "qwen3_5_text", "qwen3_8_moe_text"])
-def test_model_types_of_qwen38_are_those_of_qwen35(model_type, tiny, tmp_path, hub):
+def test_model_types_of_qwen38_are_those_of_qwen35(model_type, tiny, heads, tmp_path, hub):
     """With the head, without it, and with a drafter; a conversion has the type that mlx-lm knows."""
     family = "qwen3_5_moe" if "moe" in model_type else "qwen3_5"
     folder = shutil.copytree(tiny[family], tmp_path / "model")
@@ -189,7 +207,7 @@ def test_model_types_of_qwen38_are_those_of_qwen35(model_type, tiny, tmp_path, h
     assert report(inspect(str(folder)))["--mtp"] == "ready"
     head = {name.removeprefix("language_model.mtp."): w for name, w in want.items() if "mtp." in name}
     drafter = write(tmp_path / "drafter", {"model_type": "qwen3_8_mtp", "text_config": text}, head)
-    assert not differing(parameters(loaded(folder, str(drafter)).mtp), parameters(loaded(tiny[family]).mtp))
+    assert not differing(parameters(loaded(folder, str(drafter)).mtp), heads[family])
     if not model_type.endswith("_text"):
         out = converted(folder, tmp_path / "out")
         assert config_of(out)["model_type"] == family

@@ -38,7 +38,7 @@ def text_of_plain(family: str, seed: int = 0, max_tokens: int = 100) -> list[int
     family=st.sampled_from(FAMILIES),
     right=st.lists(st.booleans(), min_size=1, max_size=12),
     depth=st.integers(1, 8),
-    max_tokens=st.integers(1, 60),
+    max_tokens=st.integers(1, 60 if LONG else 30),
 )
 def test_any_pattern_of_right_and_wrong_drafts(way, family, right, depth, max_tokens):
     """The draft of token i is right where ``right`` says so, over and over."""

@@ -1,6 +1,7 @@
 """The account of memory: what models and texts need, what a process may hold, and what gives way."""
 
 import asyncio
+import itertools
 import logging
 import re
 from dataclasses import replace
@@ -28,6 +29,7 @@ from tests.support.checkpoints import edit, write_tiny
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.models import FAMILIES, FLASH, TRAINED, tiny_model
+from tests.support.profiles import LONG
 from tests.support.published import model_of
 from tests.support.requests import options_of
 
@@ -283,11 +285,13 @@ def test_the_longest_context_that_fits_does():
 
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
+STORED = [(F32, F32), (BF16, F32), (F32, F16), (BF16, BF16)]
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
-@pytest.mark.parametrize("stored", [(F32, F32), (BF16, F32), (F32, F16), (BF16, BF16)], ids=str)
-@pytest.mark.parametrize("family", ["qwen3_5", FLASH])
+TYPES = list(itertools.product(["qwen3_5", FLASH], STORED, ["auto", "bfloat16", "float16"]))
+
+
+@pytest.mark.parametrize(("family", "stored", "dtype"), TYPES if LONG else [*TYPES[:12], *TYPES[12::4]], ids=str)
 def test_a_checkpoint_is_counted_in_the_type_that_it_gets(family, stored, dtype, tmp_path):
     """Its backbone and its head, which takes the type of the backbone, and a text. In plain mlx-lm its backbone alone."""
     folder = write_tiny(tmp_path / "model", family, vocab_size=512)
@@ -394,14 +398,16 @@ def test_a_failed_allocation_is_a_507_and_the_server_goes_on(engine, monkeypatch
     assert engine.ask(HELLO, max_tokens=20).tokens == right
 
 
-@pytest.mark.parametrize("family", FAMILIES[:3])
-def test_the_test_of_the_device_takes_no_more_than_estimated(family):
+LARGE = dict(linear_num_value_heads=16, linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=8)
+SIZES = [(family, sizes) for family in FAMILIES[:3] for sizes in (LARGE, dict(num_key_value_heads=2, head_dim=256))]
+
+
+@pytest.mark.parametrize(("family", "sizes"), SIZES if LONG else [SIZES[i] for i in (0, 3, 4)], ids=str)
+def test_the_test_of_the_device_takes_no_more_than_estimated(family, sizes):
     """With large recurrent states, and with a large cache of the head."""
-    large = dict(linear_num_value_heads=16, linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=8)
-    for changes in (large, dict(num_key_value_heads=2, head_dim=256)):
-        model = tiny_model(family, **changes)
-        mx.clear_cache()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        self_test.run(model)
-        assert mx.get_peak_memory() - before < sizes_of(model).of_test
+    model = tiny_model(family, **sizes)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    self_test.run(model)
+    assert mx.get_peak_memory() - before < sizes_of(model).of_test

@@ -272,11 +272,11 @@ def test_quantized_texts_do_not_depend_on_what_is_stored(start, trained, monkeyp
     monkeypatch.setattr(store_module, "choose_cuts", lambda _, n, __: [c for c in (20, 30, 70) if c < n])
     store, text = PromptStore(model, 1 << 30), tokenizer.encode("def read_lines(path):\n" * 4)[:30]
     kv = dict(kv_bits=2, kv_group_size=32, quantized_kv_start=start)
-    for question in ("", "import os\n", "import sys\n", "def write"):
+    for question in ("", "import os\n" * 6, "import sys\n" * 4):
         text = text + tokenizer.encode(question)
-        want = plain(text, model, max_tokens=12, prefill_step_size=64, **kv)
+        want = plain(text, model, max_tokens=8, prefill_step_size=64, **kv)
         for _ in range(2):
-            assert answer(model, tokenizer, text, store, max_tokens=12, **kv) == want
+            assert answer(model, tokenizer, text, store, max_tokens=8, **kv) == want
         text += want
     assert len(text) > 80
 

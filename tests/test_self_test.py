@@ -12,12 +12,18 @@ from mlx_mtp.checkpoint import load, self_test, settings
 from mlx_mtp.layers import layer
 from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.pacing.step_times import TYPICAL, StepTimes, times_of
-from tests.support.checkpoints import DATA
+from tests.support.checkpoints import DATA, write_tiny
 from tests.support.models import FLASH, GROUPED, deep_model, tiny_model, trace_anew
 
 
+@pytest.fixture
+def untimed(monkeypatch):
+    """Passes are compared, and steps not timed."""
+    monkeypatch.setattr(self_test, "_step_seconds", lambda *_: ([], 0.0))
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", FLASH])
-def test_the_cpu_gives_the_same_bits(family):
+def test_the_cpu_gives_the_same_bits(untimed, family):
     result = self_test.run(deep_model(family, **GROUPED))
     assert result[:5] == (0, 0, 0, 0.01, 0)
     assert str(result).startswith("within rounding (1%); differences of logits: compiled 0.00%, grouped 0.00%,")
@@ -49,10 +55,11 @@ def test_runs_once_for_a_model_and_a_version(cache_folder, monkeypatch, caplog):
 
 
 def test_its_times_serve_the_process_that_measured_them(cache_folder, monkeypatch):
+    model_folder = str(write_tiny(cache_folder / "model", "qwen3_5"))
     monkeypatch.setattr(self_test, "MAX_SECONDS", 300)
     results, run = [], self_test.run
     monkeypatch.setattr(self_test, "run", lambda model: results.append(run(model)) or results[-1])
-    model, _ = mlx_mtp.load(str(DATA / "dense"))
+    model, _ = mlx_mtp.load(model_folder)
     seconds, estimate = dict(zip(self_test.DRAFT_LENGTHS, results[0].seconds)), times_of(model).estimate
     assert [*seconds] == [*self_test.DRAFT_LENGTHS]
     assert estimate[: len(self_test.ROWS)] == pytest.approx([seconds[k] for k in range(len(self_test.ROWS))])
@@ -119,7 +126,7 @@ def test_a_model_that_this_device_cannot_run_is_loaded(cache_folder, caplog):
 
 
 @pytest.mark.parametrize("what", ["compiled", "grouped", "rolled_back"])
-def test_what_is_wrong_is_off_and_told(cache_folder, monkeypatch, caplog, what):
+def test_what_is_wrong_is_off_and_told(cache_folder, untimed, monkeypatch, caplog, what):
     """By a wrong kernel, which may also give numbers that are none."""
     model = tiny_model("qwen3_5", **GROUPED)
 
@@ -145,7 +152,7 @@ def test_what_is_wrong_is_off_and_told(cache_folder, monkeypatch, caplog, what):
     assert model.drafting.attention_rows == (0 if what == "grouped" else None)
 
 
-def test_copies_of_the_heads_cache_are_counted(monkeypatch):
+def test_copies_of_the_heads_cache_are_counted(untimed, monkeypatch):
     """A reference that something else holds makes MLX copy the arrays at each write."""
     model, held = tiny_model("qwen3_5", **GROUPED), []
     original = self_test.run_head

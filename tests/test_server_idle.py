@@ -94,7 +94,7 @@ def test_prompts_on_disk_are_read_for_a_model_that_is_not_loaded(tmp_path):
     other = str(write_tiny(tmp_path / "other", "qwen3_5", vocab_size=4096))
     flags = ["--model", TRAINED, *FLAGS, "--prompt-cache-dir", str(tmp_path / "prompts"), "--serve-model", other]
     with Engine(*flags) as engine:
-        for model in ("default_model", other) * 3:  # what is asked again is worth writing
+        for model in ["default_model"] * 3 + [other] * 3:  # what is asked again is worth writing
             engine.ask(ASKED, max_tokens=4, model=model)
     with Engine(*flags) as engine:
         rest(engine)

@@ -15,7 +15,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_mtp import convert, load
 from mlx_mtp.checkpoint import acceptance
 
-from .models import DATA, tiny_config, tiny_model
+from .models import DATA, model_of, tiny_config
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
@@ -30,7 +30,7 @@ def write(folder, config, weights):
 
 
 def write_tiny(folder, family, dtype=mx.float32, **changes):
-    model = tiny_model(family, dtype=dtype, **changes)
+    model = model_of(family, dtype=dtype, **changes)
     return write(folder, tiny_config(family, **changes), parameters(model) | tables(model))
 
 

@@ -1,6 +1,7 @@
 """The common part of the family's models: construction, the loading of their weights, and the head as a draft model."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -46,8 +47,15 @@ class FamilyModel(MTPModel):
         return weights
 
 
+def without_layers(args: Any) -> Any:
+    """Arguments for mlx-lm's constructors, whose layers would only be replaced."""
+    args = copy(args)
+    args.num_hidden_layers = 0
+    return args
+
+
 def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> None:
-    """Replace a model's layers by layers that can roll back, and add the head if its text arguments have one."""
+    """Give a model layers that can roll back, and the head if its text arguments have one."""
     model.model.layers = [decoder_layer(args, layer_idx=i) for i in range(args.num_hidden_layers)]
     attention = [layer.self_attn for layer in model.model.layers if not layer.is_linear]
     if args.mtp_num_hidden_layers > 0:

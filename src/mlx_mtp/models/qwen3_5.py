@@ -8,7 +8,7 @@ from mlx_lm.models import qwen3_5 as stock
 
 from ..layers.layer import Layer
 from ..layers.mtp import MTPModule, has_head
-from .family import FamilyModel, add_head
+from .family import FamilyModel, add_head, without_layers
 from .shard import shard_layers
 
 
@@ -44,7 +44,8 @@ class DecoderLayer(Layer, stock.DecoderLayer):
 
 class TextModel(stock.TextModel):
     def __init__(self, args: TextModelArgs):
-        super().__init__(args)
+        super().__init__(without_layers(args))
+        self.args = args
         add_head(self, args, DecoderLayer)
 
 

@@ -9,7 +9,7 @@ from mlx_lm.models import qwen3_next as stock
 
 from ..layers.layer import Layer
 from ..layers.mtp import has_head
-from .family import FamilyModel, add_head
+from .family import FamilyModel, add_head, without_layers
 from .shard import shard_layers, shard_recurrent_layer
 
 
@@ -40,7 +40,8 @@ class Model(FamilyModel, stock.Model):
     lm_head: Any
 
     def __init__(self, args: ModelArgs):
-        super().__init__(args)
+        super().__init__(without_layers(args))
+        self.args = args
         add_head(self, args, DecoderLayer)
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None, **options: Any) -> Any:  # type: ignore[override]

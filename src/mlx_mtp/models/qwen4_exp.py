@@ -25,7 +25,7 @@ from ..layers.mtp import MTPModule
 from ..layers.passes import Pass, current_pass
 from ..layers.sparse import Indexer, Norm
 from . import qwen3_5
-from .family import FamilyModel
+from .family import FamilyModel, without_layers
 from .head_weights import is_raw
 from .ngrams import NgramEmbedding, NgramHash, NgramTable, add_ngrams
 
@@ -208,7 +208,7 @@ class Backbone(stock.Qwen3_5TextModel):
     """The layers between the embedding and the last mixer, as in mlx-lm's Qwen3.5, over streams."""
 
     def __init__(self, args: TextModelArgs):
-        super().__init__(args)
+        super().__init__(without_layers(args))
         self.n_streams, ids = args.hc_count, args.ple_layer_ids
         kinds = [args.is_linear(i) for i in range(args.num_hidden_layers)]
         self.layers = [DecoderLayer(args, kind, i + 1 in ids) for i, kind in enumerate(kinds)]
@@ -272,8 +272,8 @@ class Head(MTPModule):
 
 class TextModel(stock.TextModel):
     def __init__(self, args: TextModelArgs):
-        super().__init__(args)
-        self.model = Backbone(args)
+        super().__init__(without_layers(args))
+        self.args, self.model = args, Backbone(args)
         if args.mtp_num_hidden_layers > 0:
             self.mtp = Head(args, DecoderLayer(args, is_linear=False))
 
