@@ -115,7 +115,8 @@ def in_turn(runs: Sequence[T], i: int) -> list[T]:
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
     """A context that exits with one line and status 2 for an error that the user can mend, or 1 for the GPU's, with 130 after
-    Ctrl-C, and silently with 141 if the reader of the output has ended. Rank 0 prints, and others where it has no error."""
+    Ctrl-C, and silently with 141 if the reader of the output has ended. Rank 0 prints, and others where it has no error.
+    """
     group = mx.distributed.init()
     with _silent_on_broken_pipe(), rank_0_prints():
         try:

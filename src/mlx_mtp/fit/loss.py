@@ -37,7 +37,8 @@ class DraftKVCache(ConcatenateKVCache):
 
 class DraftLoss:
     """The loss of a head on a batch, as ``mlx_lm.tuner.trainer.train`` takes it, with the embedding and the output layer of the
-    backbone (its ``lm_head``, or the embedding where they are tied) and ``n_drafts`` drafts at each position."""
+    backbone (its ``lm_head``, or the embedding where they are tied) and ``n_drafts`` drafts at each position.
+    """
 
     def __init__(self, embedding: nn.Module, output_layer: nn.Module, n_drafts: int):
         self.embedding, self.n_drafts = embedding, n_drafts

@@ -282,7 +282,8 @@ def stored_steps(
     **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """``mtp_generate_step`` with a prompt store in place of a prompt cache: prefill begins after the stored prefix of the
-    prompt, and the rest is stored."""
+    prompt, and the rest is stored.
+    """
     for name in ("prompt_cache", "input_embeddings"):
         if options.pop(name, None) is not None:
             raise MTPError(f"prompt_store and {name} cannot be combined.")

@@ -30,7 +30,8 @@ _opening = Lock()
 
 def open_image(source: "Source", name: str | None = None) -> "Image":
     """Open an image as a viewer shows it: upright, in RGB, its first frame, transparent parts on white. ``source`` is a file, a
-    ``data:`` URL, bytes, uint8 values [height, width, 3] in RGB, or an image of Pillow, and ``name`` its name in errors."""
+    ``data:`` URL, bytes, uint8 values [height, width, 3] in RGB, or an image of Pillow, and ``name`` its name in errors.
+    """
     with _opening, warnings.catch_warnings(action="ignore"):  # about metadata and sizes
         image, name = _open(source, name)
         try:

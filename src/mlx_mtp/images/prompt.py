@@ -110,7 +110,8 @@ def read_images(
     before_each: Callable[[int], None] = lambda n_bytes: None,
 ) -> ImagePrompt:
     """Open the images of a prompt, ``tokens`` with ``<|image_pad|>`` once for each, which are repeated for their tokens. All
-    sizes are checked before any is decoded, and ``before_each`` gets the most bytes that this takes."""
+    sizes are checked before any is decoded, and ``before_each`` gets the most bytes that this takes.
+    """
     placeholder = vision.config["image_token_id"]
     if (video := vision.config.get("video_token_id")) is not None and video in tokens:
         raise MTPError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
@@ -145,7 +146,8 @@ def read_images(
 
 def encode_marked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
     """The tokens of a text with untrusted parts: ``<|image_pad|>`` once for each ``MARK``. A placeholder that the text quotes
-    becomes ordinary tokens of its characters, and so does any other token with a ``CUT`` inside."""
+    becomes ordinary tokens of its characters, and so does any other token with a ``CUT`` inside.
+    """
     pieces: list[str] = []
     for i, part in enumerate(text.split(MARK)):
         pieces += [PLACEHOLDER] * (i > 0) + INSIDE_PLACEHOLDER.split(part)

@@ -177,7 +177,8 @@ class VisionTower(nn.Module):
     def pieces(self, pixel_values: mx.array, size: Size) -> Generator[int, None, mx.array]:
         """The embeddings of one image in pieces of about ``size`` multiplications, each yielded, so that other work can run in
         between: a grid of image tokens, the patches of each in its block of m x m, and their values, channels * frames * height
-        * width, [rows, columns, m * m, P] -> [rows * columns, H of the language model], evaluated."""
+        * width, [rows, columns, m * m, P] -> [rows * columns, H of the language model], evaluated.
+        """
         rows, columns = self._check(pixel_values)
         y, x = _positions(rows, columns, self.args.spatial_merge_size)
         patches, D = pixel_values.reshape(-1, self.args.patch_dim), self.args.hidden_size

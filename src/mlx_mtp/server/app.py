@@ -319,7 +319,8 @@ async def error_response(http: HTTPRequest, error: Exception) -> Response:
 
 class Browsers(CORSMiddleware):
     """Refuses requests of web pages other than its own and those of ``origins``, and requests to hosts other than ``names``: a
-    page's domain may resolve to this machine's address (DNS rebinding). Answers CORS. ``*`` allows all."""
+    page's domain may resolve to this machine's address (DNS rebinding). Answers CORS. ``*`` allows all.
+    """
 
     def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] | None):
         pages = LOCAL_PAGES if origins is None else None

@@ -114,7 +114,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> Options:
     """Check the flags before the model is loaded, and read the API key. Return them with ``load``, the arguments of
-    ``mlx_mtp.load``, ``sampling``, the given flags of ``Sampling``, and ``kv``."""
+    ``mlx_mtp.load``, ``sampling``, the given flags of ``Sampling``, and ``kv``.
+    """
     if args.draft_model is not None:
         raise MTPError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
     flags.check_generation_flags(args)

@@ -70,7 +70,8 @@ def from_fields(
 
 def _from_tool_choice(choice: Any, tools: list[Json]) -> tuple[StructuredOutput | None, list[Json]]:
     """The calls that a ``tool_choice`` of any API requires, and the tools that it allows: ``auto``, ``none``, ``required``,
-    ``any``, the name of a tool, or a list of allowed tools."""
+    ``any``, the name of a tool, or a list of allowed tools.
+    """
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind == "allowed_tools":
         given = choice.get("allowed_tools", choice)  # nested in chat completions

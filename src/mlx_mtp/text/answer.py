@@ -35,7 +35,8 @@ class Answer:
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
         """Add the next token, by the characters that it completes, and the finish reason of the last one, "stop" or "length".
-        Return its events, and "stop", "length", "tool_calls" or ``None``."""
+        Return its events, and "stop", "length", "tool_calls" or ``None``.
+        """
         self.tokens.read(text, is_end=finish_reason == "stop")
         events = self._clean(self.reader.add(text))
         if finish_reason is not None:
@@ -277,7 +278,8 @@ class QwenReader:
 
 def ends_in_reasoning(prompt: str, think: tuple[str, str] | None, prefill: str = "") -> bool | None:
     """Whether a prompt ends within reasoning; ``None`` if it has ended none. A mark at its end decides, and behind it the
-    ``prefill``, in which one within a line is a mention."""
+    ``prefill``, in which one within a line is a mention.
+    """
     if think is None:
         return None
     begun = prefill.strip()

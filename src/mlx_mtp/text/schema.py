@@ -32,7 +32,8 @@ WORDS = {"null": ("null", "none"), "boolean": ("true", "false")}
 
 def standard(schema: Any, root: str = "#") -> Any:
     """A client's schema as the standard has it, with references relative to ``root``: a keyword that is null is absent,
-    OpenAPI's ``nullable`` and Python's names of types are types, an unknown ``format`` is dropped."""
+    OpenAPI's ``nullable`` and Python's names of types are types, an unknown ``format`` is dropped.
+    """
     if not isinstance(schema, dict):
         return schema
     found: Json = {key: value for key, value in schema.items() if value is not None or key == "const"}
@@ -196,7 +197,8 @@ def is_string(start: str, types: frozenset[str]) -> bool:
 
 def to_json(text: str, types: frozenset[str]) -> str:
     """Convert a parameter's text to the JSON of a value of one of these types, or of the text if it has none or is a number
-    beyond the range of a float: a wrong type tells the model more than a lost call."""
+    beyond the range of a float: a wrong type tells the model more than a lost call.
+    """
     word = text.strip()
     # A model without a value for a number writes null even where the schema does not allow it.
     if word.lower() in WORDS["null"] and ("null" in types or "string" not in types):

@@ -47,7 +47,8 @@ def _tags_in_value(function: str, key: str) -> tuple[Any, Any]:
 
 class EndOfValue:
     """Searches the end of a value in a streamed text. ``keys`` are the parameters of the call so far, with this one,
-    ``declared`` those in the function's schema, and ``names`` the functions that the request offers."""
+    ``declared`` those in the function's schema, and ``names`` the functions that the request offers.
+    """
 
     def __init__(self, function: str, key: str, keys: Set[str], declared: Set[str], names: Set[str]):
         self.function, self.key, self.keys, self.declared, self.names = function, key, keys, declared, names
@@ -66,7 +67,8 @@ class EndOfValue:
 
     def search(self, text: str, is_last: bool) -> tuple[int, int | None, bool]:
         """The number of characters at the text's beginning that belong to the value, which the next call is without; if it ends
-        after them the number of those of its closing tags, and whether these end the function."""
+        after them the number of those of its closing tags, and whether these end the function.
+        """
         if self.is_inline is None and (text or is_last):
             self.is_inline = not text.startswith("\n")
         lines = text + "\n" * is_last  # which ends a tag without ">"

@@ -43,7 +43,8 @@ Parts = list[tuple[str, Any]]  # parts of a content, each after its place in the
 
 class History:
     """Messages and items, added in order: with ``between`` between two texts of a message, except of the assistant's, and with
-    ``joins`` one message of consecutive items of the assistant."""
+    ``joins`` one message of consecutive items of the assistant.
+    """
 
     def __init__(self, between: str = "", joins: bool = False):
         self.between, self.joins = between, joins
@@ -300,7 +301,8 @@ def _sort_results(messages: list[Json]) -> None:
 
 def fold_roles(messages: list[Json]) -> list[Json]:
     """Make one system message of system and developer messages at the beginning, and marked user messages of later ones, where
-    they stand: the prompt of a conversation remains a prefix of its continuations."""
+    they stand: the prompt of a conversation remains a prefix of its continuations.
+    """
     n = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM), len(messages))
     texts = [text for m in messages[:n] if (text := m.get("content"))]
     folded = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
