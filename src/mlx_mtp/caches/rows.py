@@ -261,17 +261,14 @@ class Rows:
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.entries)
 
-    def start_pass(self) -> None:
+    def run(self, model: Any, tokens: mx.array, **options: Any) -> Any:
+        """Start a pass of the model over the next tokens [B, n] -> its output."""
         self.in_flight, states = 0, iter(self.state.recurrent)
         for c in self.entries:
             if isinstance(c, RecurrentCache):
                 c.cache, c.window = [*next(states)], None
             else:
                 c.ends = self.state.ends
-
-    def run(self, model: Any, tokens: mx.array, **options: Any) -> Any:
-        """Start a pass of the model over the next tokens [B, n] -> its output."""
-        self.start_pass()
         out = model(tokens, cache=self.entries, **options)
         self.in_flight = tokens.shape[1]
         return out
