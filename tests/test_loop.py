@@ -1,5 +1,6 @@
 """The loop: plain decoding's tokens whatever the head drafts, and a prompt cache of exactly the tokens yielded."""
 
+import copy
 import itertools
 import json
 from functools import cache
@@ -176,6 +177,20 @@ def test_input_embeddings_and_progress_are_mlx_lms():
             callback = dict(prefill_step_size=4, prompt_progress_callback=lambda *x, own=calls[-1]: own.append(x))
             run(prompt, model_of(DENSE), max_tokens=max_tokens, **callback)
         assert calls[0] == calls[1] != []
+
+
+def test_prefill_stops_at_cuts_where_the_prompt_cache_can_be_copied():
+    model, prompt_cache, copies = model_of(DENSE), make_prompt_cache(model_of(DENSE)), {}
+    options = dict(prompt_cache=prompt_cache, prompt_cuts=[9, -3, 4, 0, 99], prefill_step_size=6, max_tokens=6)
+    at_chunk = lambda n, _: copies.update({n: copy.deepcopy(prompt_cache)})  # noqa: E731
+    want = text_of_plain(DENSE)[len(PROMPT) :][:6]
+    assert mtp(PROMPT, model, prompt_progress_callback=at_chunk, **options) == want
+    assert [*copies] == [0, 4, 9, 10, 11]
+    for n in (4, 9, 10):
+        assert_cache_of(model, copies[n], n)
+        assert mtp(PROMPT[n:], model, prompt_cache=copies[n], max_tokens=6) == want
+    with pytest.raises(ValueError, match="a generation that has not ended"):
+        mtp(PROMPT, model, prompt_cache=copies[11])
 
 
 def test_p_min_stops_drafting():

@@ -113,7 +113,7 @@ def mtp_generate_step(
         with mx.stream(stream):
             options = replace(options, sampler=exchange.agree(prompt, cache.n_tokens, options.sampler))
     tokens: Any = prompt.tolist() or [0] * len(input_embeddings)  # type: ignore[arg-type]
-    ends = [0, *sorted(prompt_cuts), len(tokens)]
+    ends = [0, *sorted(cut for cut in prompt_cuts if 0 < cut < len(tokens)), len(tokens)]
     sequence = Sequence(
         cache,
         options,
