@@ -82,11 +82,6 @@ class Sequence:
         """Whether its prompt is prefilled except for the last token."""
         return len(self.segments) <= 1 and self.pending is None
 
-    @property
-    def has_more(self) -> bool:
-        """Whether tokens follow those that are committed."""
-        return self.end is None and not 0 <= self.max_tokens <= self.n_generated
-
     def take_prompt(self, n: int) -> None:
         segment, self.n_prefilled = self.segments[0], self.n_prefilled + n
         if self.has_tokens:
