@@ -27,12 +27,7 @@ from .config import parse_json, read_json
 from .hub import fetch
 
 # The lowest and the highest value of each field of generation_config.json.
-RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, math.inf),
-    "top_p": (0, 1),
-    "top_k": (0, math.inf),
-    "min_p": (0, 1),
-}
+RANGES = {"temperature": (0, math.inf), "top_p": (0, 1), "top_k": (0, math.inf), "min_p": (0, 1)}
 
 log = logging.getLogger(__name__)
 
@@ -92,14 +87,12 @@ def read(file: Path) -> tuple[dict[str, str], Settings]:
     try:
         content = parse_json(file.read_bytes(), str(file))
         settings = Settings(**content["settings"])
-        seconds = {int(k): float(t) for k, t in settings.seconds.items()}
-        settings = replace(settings, seconds=seconds)
+        settings = replace(settings, seconds={int(k): float(t) for k, t in settings.seconds.items()})
         _check(settings)
         return dict(content["key"]), settings
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise MTPError(
-            f"{file} is not a settings file: write it again with `mlx_mtp benchmark --tune`, "
-            "or omit it (--settings off)."
+            f"{file} is not a settings file: write it again with `mlx_mtp benchmark --tune`, or omit it (--settings off)."
         ) from e
 
 

@@ -56,9 +56,7 @@ class DraftCache(stock._BaseCache):
 
     def __init__(self, kv: stock.KVCache):
         self.kv = kv
-        self.n_verified = (
-            0  # keys and values made from the target's hidden states; later ones from the head's own output
-        )
+        self.n_verified = 0  # keys and values made from the target's hidden states; drafts have later ones
         self.tokens = mx.array([], mx.uint32)  # from n_verified + 1 on
         self.n_seen = 0  # tokens given to the draft model
         self.hidden: mx.array | None = None  # the target's hidden states from n_verified on, [1, N, H]
