@@ -104,9 +104,7 @@ class Decoder:
             mx.async_eval(choice.tokens)
         for b, (s, n) in enumerate(zip(self.sequences, counts)):
             s.commit(choice.tokens, b, n)
-        # A sequence that has failed has no token for the head's inputs.
-        n_inputs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, counts)]
-        self.head.extend(choice.window.hidden, choice.tokens, n_inputs)
+        self.head.extend(choice.window.hidden, choice.tokens, counts)
         columns = [n - 1 for n in counts]
         self.tokens = columns_of(choice.tokens, columns)
         self.hidden = tuple((choice.window.hidden, b, column) for b, column in enumerate(columns))
