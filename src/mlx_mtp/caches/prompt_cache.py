@@ -182,9 +182,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
 
 
 def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], are_embedded: bool) -> None:
-    """Record the spans of a prompt's images, which may include images in its cache, before prefill. Raises an MTPError if they
-    overlap or have no embeddings, or the model does not support images.
-    """
+    """Record the spans of a prompt's images, which may include images in its cache, before prefill."""
     both = sorted({*cache.images, *images})
     if not both:
         return

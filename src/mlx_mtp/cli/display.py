@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from tqdm import tqdm
 
-from ..distributed.ranks import LOST, Ranks, is_loss
+from ..distributed.calls import LOST, is_loss
+from ..distributed.ranks import Ranks
 from ..errors import MTPError, is_mendable
 from ..memory import is_device_error
 from ..traces import n_traces

@@ -1,4 +1,4 @@
-"""Calls whose result or error all ranks share, such as those of loading a model."""
+"""Calls whose result or error all ranks share, such as those of loading a model, and the loss of a rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +8,12 @@ from ..errors import MTPError
 from .ranks import Ranks
 
 T = TypeVar("T")
+LOST = "Another rank has ended: see its error, or the line of mlx.launch."
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended (with MLX's ring; other backends wait for ``mlx.launch``)."""
+    return isinstance(error, RuntimeError) and "connection to a peer was lost" in str(error)
 
 
 def from_rank_0(ranks: Ranks | None, call: Callable[[], T]) -> T:

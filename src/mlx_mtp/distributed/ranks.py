@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 T = TypeVar("T")
-LOST = "Another rank has ended: see its error, or the line of mlx.launch."
 
 
 class Ranks:
@@ -43,11 +42,6 @@ def synchronize(stream: mx.Stream | mx.ThreadLocalStream) -> None:
     """Wait for a model's stream and all collectives. Those of a GPU's stream run on the default stream of the CPU."""
     mx.synchronize(stream)
     mx.synchronize(mx.default_stream(mx.cpu))
-
-
-def is_loss(error: BaseException) -> bool:
-    """Whether a collective failed because another rank has ended (with MLX's ring; other backends wait for ``mlx.launch``)."""
-    return isinstance(error, RuntimeError) and "connection to a peer was lost" in str(error)
 
 
 def differing_ranks(values: Sequence[object]) -> str:

@@ -31,15 +31,12 @@ class Source(Protocol):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Observe committed tokens when the host learns them."""
-        ...
 
     def acceptance(self, n_unobserved: int) -> list[float]:
         """The probability that each draft is accepted, given that the drafts before it are; empty without drafts."""
-        ...
 
     def propose(self, k: int, n_unobserved: int) -> mx.array:
         """Up to k drafts for the tokens after the unobserved ones, each a proposal with probability one."""
-        ...
 
 
 class PromptLookup:

@@ -57,7 +57,6 @@ class DraftLMHead:
     Args:
         layer: The model's ``lm_head``, or its embedding if they are tied; quantized or not.
         ids: The tokens whose weights to copy, in ascending order, so that the first of equal logits is chosen; ``None``: all.
-        bits: Of the quantized copy.
     """
 
     def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):

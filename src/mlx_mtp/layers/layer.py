@@ -110,7 +110,9 @@ class Layer:
         x, gate, ways, arrays = this.call(before_attention, self, x, *start)
         out = self.attention(arrays, mask, cache, this, is_rotated=bool(start))
         x = this.call(after_attention, self, x, out, gate, *ways)
-        this.count_attention(x)
+        this.n_attended += 1
+        if this.pieces is not None and this.n_attended % this.pieces == 0:
+            mx.async_eval(x)
         return x
 
     def attention(self, arrays: Any, mask: Any, cache: Any, this: Pass, *, is_rotated: bool) -> mx.array:

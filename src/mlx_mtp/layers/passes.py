@@ -46,12 +46,6 @@ class Pass:
             self.arrays[begin, n] = mx.array(self.positions.ids(begin, n))
         return self.arrays[begin, n]
 
-    def count_attention(self, x: mx.array) -> None:
-        """Call with the hidden states after each attention layer."""
-        self.n_attended += 1
-        if self.pieces is not None and self.n_attended % self.pieces == 0:
-            mx.async_eval(x)
-
 
 def on_metal() -> bool:
     return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)

@@ -48,7 +48,6 @@ class MTPModel(Fingerprinted):
         """mlx-lm's call: token ids [B, T] or embeddings [B, T, H] -> logits [B, T, V].
 
         Args:
-            cache: One entry for each layer; further entries are ignored.
             return_hidden: Also return the output of the final norm, [B, T, H].
             record: Record the call in the caches of recurrent layers, so that they can keep its first tokens alone.
             compiler: Compiles the pass; ``None``: it runs as in mlx-lm.
@@ -57,7 +56,7 @@ class MTPModel(Fingerprinted):
         positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
         this = pass_over(inputs.shape[1], self.drafting, record, compiler, positions)
         with in_pass(this):
-            # Only the layers' caches: in a pipeline, mlx-lm's backbone writes to the last cache.
+            # Only the layers' entries: in a pipeline, mlx-lm's backbone writes to the last one.
             hidden = self.model(inputs, None if cache is None else cache[:n], **embeddings)
             logits = self.logits(hidden)
         return (logits, hidden) if return_hidden else logits
