@@ -78,10 +78,7 @@ class Passes:
         return times
 
     def _pass(self, n: int, **options: Any) -> Any:
-        self.rows.start_pass()
-        out = self.model(self.ids[:, :n], cache=self.rows.entries, compiler=self.compiler, **options)
-        self.rows.in_flight = n
-        return out
+        return self.rows.run(self.model, self.ids[:, :n], compiler=self.compiler, **options)
 
     def _draft(self) -> mx.array:
         out, token, tokens = self.hidden[:, -1:], self.ids[:, :1], []

@@ -5,10 +5,9 @@ import pytest
 from mlx_lm.models import base, cache
 
 from mlx_mtp import make_prompt_cache
-from mlx_mtp.caches.recurrent import rollback
 from mlx_mtp.layers import passes
 from mlx_mtp.layers.layer import attend, group_size
-from tests.support.decoding import PROMPT, WINDOW, assert_cache_of, filled, mtp, plain
+from tests.support.decoding import PROMPT, WINDOW, assert_cache_of, mtp, plain, rows_of
 from tests.support.models import GROUPED, deep_model
 
 
@@ -60,14 +59,14 @@ def test_windows_alone_are_grouped_on_metal(calls, monkeypatch, bits, metal):
     """By the layer's own heads. There is no fused kernel for quantized keys, nor a reason to group on the CPU."""
     monkeypatch.setattr(passes, "on_metal", lambda: metal)
     model = deep_model("qwen3_5", **GROUPED)
-    caches = filled(model, bits)
+    rows = rows_of(model, bits)
     assert calls == [(11, 11)] * 2  # two layers
     for n, before, kept in ((9, 11, 1), (4, 12, 4)):
         calls.clear()
-        model(WINDOW[None, :n], cache=caches, record=True)
+        rows.run(model, WINDOW[None, :n], record=True)
         grouped = [(4, 15), (4, 19), (1, 20)] if metal and not bits and n == 9 else [(n, before + n)]
         assert calls == grouped * 2
-        rollback(caches, before, kept)
+        rows.commit([kept])
     calls.clear()
     plain(PROMPT, model, max_tokens=2)  # keeps its operations
     assert {rows for rows, _ in calls} == {PROMPT.size - 1, 1}

@@ -3,7 +3,6 @@
 import copy
 import gc
 import itertools
-import math
 import random
 import re
 
@@ -22,7 +21,7 @@ from mlx_mtp.caches import rows
 from mlx_mtp.decoding.decoder import Decoder
 from mlx_mtp.layers.drafting import DraftLMHead
 from mlx_mtp.sampling.sampler import Sampler
-from tests.support.batches import run
+from tests.support.batches import AT_ONCE, run
 from tests.support.decoding import mtp, plain
 from tests.support.distribution import LEVEL, PROMPT, Case, Counter
 from tests.support.models import model_of, tiny_model
@@ -31,7 +30,6 @@ from tests.support.prompt_store import names
 from tests.support.scripted import Scripted, script_copies
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
-AT_ONCE = dict(max_token_gap=math.inf, min_decode_share=0.0)  # prompts are read whenever there are some
 
 
 def test_prompt_cache_in_and_out():

@@ -10,16 +10,16 @@ from mlx_lm.models import cache as stock
 
 from mlx_mtp.caches import indexed
 from mlx_mtp.caches.prompt_cache import open_prompt_cache
-from mlx_mtp.caches.recurrent import ArraysCache, Recorded, check_recordable, rewound, rollback
+from mlx_mtp.caches.recurrent import Recorded, rewound
 from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, Rows
-from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one
+from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one, rows_of
 from tests.support.models import FAMILIES, FLASH, arrays_equal, deep_model, model_of, tiny_model
 from tests.support.profiles import LONG
 
 
 def kept(cache):
-    rows_of = lambda c: [getattr(c, name)[..., : c.offset, :] for name in indexed.names_of(c)]  # noqa: E731
-    return [c.cache if isinstance(c, stock.ArraysCache) else rows_of(c) for c in cache]
+    arrays_of = lambda c: [getattr(c, name)[..., : c.offset, :] for name in indexed.names_of(c)]  # noqa: E731
+    return [c.cache if isinstance(c, stock.ArraysCache) else arrays_of(c) for c in cache]
 
 
 FORMS = [*((family, mx.float32) for family in FAMILIES), ("qwen3_5", mx.bfloat16)]
@@ -29,7 +29,8 @@ FORMS = [*((family, mx.float32) for family in FAMILIES), ("qwen3_5", mx.bfloat16
 @pytest.mark.parametrize("prompt", [[], PROMPT] if LONG else [PROMPT], ids=len)
 def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
     model = deep_model(family, dtype=dtype)
-    before = filled(model, prompt=prompt)
+    before, rows = filled(model, prompt=prompt), rows_of(model, prompts=[prompt])
+    state = rows.state
     wanted = {}  # after n tokens: their logits, what the cache then holds, the logits of one more
     for n in range(1, 10):
         theirs = copy.deepcopy(before)
@@ -37,9 +38,10 @@ def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
         wanted[n] = want, kept(theirs), model(mx.array([[7]]), cache=copy.deepcopy(theirs))
     for n_tokens in range(1, 10) if LONG else (1, 2, 3, 6, 9):
         for n in range(1, n_tokens + 1):
-            ours = copy.deepcopy(before)
-            logits = model(WINDOW[None, :n_tokens], cache=ours, record=True)
-            rollback(ours, len(prompt), n)
+            rows.state = state
+            logits = rows.run(model, WINDOW[None, :n_tokens], record=True)
+            rows.commit([n])
+            ours = rows.extract(0, rows.n_tokens[0])
             want, held, follow_up = wanted[n]
             assert arrays_equal(kept(ours), held)
             if dtype == mx.float32:
@@ -49,40 +51,31 @@ def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
 
 def test_rollback_multiplies_with_no_weight(monkeypatch):
     model = deep_model("qwen3_5")
-    cache = filled(model)
-    model(WINDOW[None, :9], cache=cache, record=True)
-    mx.eval([c.state for c in cache])
+    rows = rows_of(model)
+    mx.eval(rows.run(model, WINDOW[None, :9], record=True))
     refuse = Mock(side_effect=AssertionError("a weight matrix was multiplied with"))
     monkeypatch.setattr(nn.Linear, "__call__", refuse)
-    rollback(cache, len(PROMPT), 4)
-    mx.eval([c.state for c in cache])
+    rows.commit([4])
+    mx.eval(rows.state.recurrent)
     with pytest.raises(AssertionError, match="weight"):
-        model(mx.array([[1]]), cache=cache)
+        rows.run(model, mx.array([[1]]))
 
 
 def test_windows():
-    """A closed one keeps nothing, and outside of one the cache is mlx-lm's."""
+    """A pass that is over keeps nothing, and outside of one the cache is mlx-lm's."""
     model = deep_model("qwen3_5")
-    cache = filled(model)
+    cache, rows = filled(model), rows_of(model)
     theirs = [stock.ArraysCache(size=2) if l.is_linear else stock.KVCache() for l in model.layers]
     model(PROMPT[None], cache=theirs)
     assert arrays_equal(kept(cache), kept(theirs))
     assert [type(c).__name__ for c in cache] == [type(c).__name__ for c in theirs]
     for n in (1, 3, 4):
-        model(WINDOW[None, :4], cache=cache, record=True)
-        rollback(cache, cache[1].offset - 4, n)
-        assert cache[0].window is cache[2].window is None
-    with pytest.raises(ValueError, match="nothing to roll back"):
-        rollback(cache, cache[1].offset - 1, 1)
-    model(WINDOW[None, :4], cache=cache, record=True)
-    with pytest.raises(ValueError, match="Cannot keep 0 tokens of a window of 4"):
-        cache[0].rollback(0)
-    with pytest.raises(ValueError, match="was not finished"):
-        model(WINDOW[None, :2], cache=cache, record=True)
-    with pytest.raises(ValueError, match="padded"):
-        check_recordable([ArraysCache(size=2, left_padding=[0, 3])])
-    with pytest.raises(ValueError, match="make_cache"):
-        check_recordable([stock.ArraysCache(size=2)])
+        rows.run(model, WINDOW[None, :4], record=True)
+        rows.commit([n])
+        assert all(c.window is None for c in rows.extract(0, rows.n_tokens[0]) if isinstance(c, stock.ArraysCache))
+    assert rows.n_tokens == (len(PROMPT) + 1 + 3 + 4,)
+    rows.commit([1])  # no pass is in flight
+    assert rows.n_tokens == (len(PROMPT) + 8,)
 
 
 def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
@@ -99,12 +92,10 @@ def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
     size, before = rows.nbytes, mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(3):
-        rows.start_pass()
-        mx.eval(model(mx.array([[7]]), cache=rows.entries))
-        rows.in_flight = 1
+        mx.eval(rows.run(model, mx.array([[7]])))
         rows.commit([1])
     assert mx.get_peak_memory() - before < size / 4
-    assert rows.extract(0)[-1].offset == 8192 + 3
+    assert rows.extract(0, rows.n_tokens[0])[-1].offset == 8192 + 3
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -114,10 +105,12 @@ def test_window_over_a_quantized_cache(family, bits):
     model, close = tiny_model(family, 3, num_attention_heads=8, num_key_value_heads=2), dict(rtol=1e-3, atol=1e-3)
     want = one_by_one(model, filled(model, bits), WINDOW[:9])
     for n, n_kept in ((2, 1), (9, 2), (9, 7)):
-        ours = filled(model, bits)
-        assert mx.allclose(model(WINDOW[None, :n], cache=ours, record=True), want[:, :n], **close)
-        rollback(ours, len(PROMPT), n_kept)
-        assert mx.allclose(one_by_one(model, ours, WINDOW[n_kept:9]), want[:, n_kept:], **close)
+        rows = rows_of(model, bits)
+        assert mx.allclose(rows.run(model, WINDOW[None, :n], record=True), want[:, :n], **close)
+        rows.commit([n_kept])
+        assert mx.allclose(
+            one_by_one(model, rows.extract(0, rows.n_tokens[0]), WINDOW[n_kept:9]), want[:, n_kept:], **close
+        )
 
 
 def test_all_last_inputs_are_rolled_back():
@@ -139,7 +132,7 @@ def test_rows_of_named_arrays(bits, tmp_path):
     """Rows of different lengths, two of them from files, hold what each cache holds alone, and give it back."""
     sizes, lengths, keys = dict(keys=(2, 32), values=(2, 32), index_keys=(1, 8)), (0, 3, 300), mx.random.key(0)
     tokens = lambda n: [mx.random.normal((1, H, n, D), key=keys) for H, D in sizes.values()]  # noqa: E731
-    alone = [indexed.KVCache() for _ in lengths]
+    alone = [indexed.IndexedKVCache() for _ in lengths]
     for c, n in zip(alone, lengths):
         if n > 0:
             c.update_and_fetch(*tokens(n))

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_mtp import DEMO, TextOptions, make_prompt_cache
 from mlx_mtp.caches import rows
-from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.caches.recurrent import RecurrentCache
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
 from tests.support.commands import run_command
@@ -103,7 +103,9 @@ def test_a_prompt_cache_is_left_unchanged():
     result = check(model, mx.array([7, 2]), TextOptions(20), prompt_cache=prompt_cache, stop_tokens=want[19:])
     assert result == Check(want.index(want[19]) + 1)
     assert [getattr(c, "offset", None) for c in prompt_cache] == [getattr(c, "offset", None) for c in before]
-    assert arrays_equal(*([c.cache for c in cache if isinstance(c, ArraysCache)] for cache in (prompt_cache, before)))
+    assert arrays_equal(
+        *([c.cache for c in cache if isinstance(c, RecurrentCache)] for cache in (prompt_cache, before))
+    )
 
 
 def run(capsys, *flags):

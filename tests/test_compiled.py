@@ -12,9 +12,8 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, stream_generate, traces
-from mlx_mtp.caches.recurrent import ArraysCache, rollback
+from mlx_mtp.batch.generate_step import prefill
 from mlx_mtp.decoding import planner
-from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.layers import compiled
 from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.layers.mtp import run_head
@@ -22,7 +21,7 @@ from mlx_mtp.models.head_weights import quantize_head
 from mlx_mtp.pacing.depth import Depth
 from mlx_mtp.pacing.step_times import PLAIN_PLAN
 from tests.support.batches import run
-from tests.support.decoding import PROMPT, WINDOW, mtp
+from tests.support.decoding import PROMPT, WINDOW, mtp, rows_of
 from tests.support.models import FAMILIES, PACK, TRAINED, arrays_equal, deep_model, tiny_model, trace_anew
 
 # The CPU backend multiplies gathered matrices in float32 alone, so experts are in float32. Each form takes kernels of its own.
@@ -37,28 +36,22 @@ FORMS = [
 ]
 
 
-def recurrent_states(caches) -> list:
-    return [c.cache for c in caches if isinstance(c, ArraysCache)]
-
-
 def passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits: int | None = None) -> list:
     """What windows of these lengths, plain steps and the head return and leave in the caches, of B sequences."""
     compiler = Compiler() if is_compiled else None
-    caches, head = model.make_cache(), KVCache()
-    rows = mx.stack([mx.roll(PROMPT, b) for b in range(B)])
-    _, hidden = model(rows, cache=caches, return_hidden=True)
-    if kv_bits is not None:
-        caches = [c.to_quantized(32, kv_bits) if hasattr(c, "to_quantized") else c for c in caches]
-    seen, n = [run_head(model, hidden[:, :-1], rows[:, 1:], head, compiler=compiler)], rows.shape[1]
+    prompts, head = mx.stack([mx.roll(PROMPT, b) for b in range(B)]), KVCache()
+    _, hidden = model(prompts, return_hidden=True)
+    rows, seen = (
+        rows_of(model, kv_bits, prompts),
+        [run_head(model, hidden[:, :-1], prompts[:, 1:], head, compiler=compiler)],
+    )
     for T in lengths:
         window = mx.broadcast_to(WINDOW[:T], (B, T))
         options = {"record": T > 1, "compiler": compiler}
-        logits, hidden = model(window, cache=caches, return_hidden=True, **options)
-        seen += [logits, hidden, *recurrent_states(caches), run_head(model, hidden, window, head, compiler=compiler)]
-        if T > 1:
-            rollback(caches, n, T // 2)
-            seen += recurrent_states(caches)
-        n += max(T // 2, 1)
+        logits, hidden = rows.run(model, window, return_hidden=True, **options)
+        seen += [logits, hidden, *rows.states, run_head(model, hidden, window, head, compiler=compiler)]
+        rows.commit([max(T // 2, 1)] * B)
+        seen += rows.state.recurrent
     mx.eval(seen)
     return seen
 

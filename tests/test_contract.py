@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 import mlx_mtp
 from mlx_mtp.caches import rows
-from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.caches.recurrent import RecurrentCache
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.layers.compiled import Compiler
 from mlx_mtp.layers.passes import Pass, in_pass
@@ -216,7 +216,7 @@ def test_a_recurrent_layer_matches_the_stock_layer_bit_for_bit(family, dtype, be
     moved = f"mlx-lm's {stock.__module__}.{stock.__name__} computes otherwise: layers/layer.py must follow"
     for n_tokens in range(1, 10):
         for records in (False, True):
-            ours, theirs = ArraysCache(size=2), cache.ArraysCache(size=2)
+            ours, theirs = RecurrentCache(size=2), cache.ArraysCache(size=2)
             if before:
                 layer(x[:, :before], cache=ours)
                 stock.__call__(layer, x[:, :before], cache=theirs)

@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
 from mlx_mtp.caches.indexed import names_of
-from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.caches.recurrent import RecurrentCache
 from mlx_mtp.layers.drafting import DraftLMHead
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import mtp, plain
@@ -121,10 +121,10 @@ def test_head_rows_come_from_verified_hidden_states(family):
         assert mx.allclose(a[..., :n, :], b[..., :n, :], atol=1e-4)
     # And the target's cache is that of the tokens yielded but the last.
     n_tokens, fresh = text.size - 1, model.make_cache()
-    assert {c.offset for c in prompt_cache[:-1] if not isinstance(c, ArraysCache)} == {n_tokens}
+    assert {c.offset for c in prompt_cache[:-1] if not isinstance(c, RecurrentCache)} == {n_tokens}
     model(text[:, :n_tokens], cache=fresh)
     for a, b in zip(prompt_cache, fresh):
-        if isinstance(a, ArraysCache):
+        if isinstance(a, RecurrentCache):
             assert a.window is None
             assert all(mx.allclose(x, y, atol=1e-4) for x, y in zip(a.cache, b.cache))
 
@@ -149,11 +149,11 @@ def test_trimming():
         draft.trim(1)
     draft_model.target(mx.array([[7, 8, 9]]), cache=target)
     assert can_trim_prompt_cache(target)
-    before = [c.offset for c in target if not isinstance(c, ArraysCache)]
+    before = [c.offset for c in target if not isinstance(c, RecurrentCache)]
     for n in (3, 10):
         with pytest.raises(ValueError, match="Cannot keep"):
             trim_prompt_cache(target, n)
-    assert [c.offset for c in target if not isinstance(c, ArraysCache)] == before
+    assert [c.offset for c in target if not isinstance(c, RecurrentCache)] == before
     with pytest.raises(ValueError, match="can trim its last 1 tokens, not 2"):
         trim_prompt_cache([draft], 2)
 

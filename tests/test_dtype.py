@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp import PromptStore, about, load, make_prompt_cache
 from mlx_mtp.__main__ import COMMANDS
+from mlx_mtp.batch.generate_step import prefill
 from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.checkpoint import load as loading
@@ -22,8 +23,7 @@ from mlx_mtp.checkpoint.dtype import DTYPES, set_dtype
 from mlx_mtp.checkpoint.part import evaluate
 from mlx_mtp.checkpoint.self_test import SelfTest
 from mlx_mtp.cli import flags
-from mlx_mtp.decoding.loop import prefill
-from mlx_mtp.distributed.ranks import any_rank
+from mlx_mtp.distributed.calls import any_rank
 from mlx_mtp.errors import MTPError
 from mlx_mtp.fit import comparison, fitting
 from mlx_mtp.generate import demo

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from mlx_mtp import load, mtp_generate_step
-from mlx_mtp.caches.prompt_cache import has_head
 from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.images.prompt import vision_of
+from mlx_mtp.layers.mtp import has_head
 from mlx_mtp.memory import Account, needs_of
 from mlx_mtp.models.head_weights import split_head
 from mlx_mtp.models.ngrams import NgramHash

@@ -293,7 +293,7 @@ FENCED = f"So:\n```\n{BLUE}\n```\n"
 
 def strict_grammar(tokenizer, in_reasoning: bool = False):
     request = SimpleNamespace(
-        structured_output=structured_output.from_fields([], "auto", functions(*STRICT)), grammar=None
+        structured_output=structured_output.from_fields([], "auto", functions(*STRICT))[0], grammar=None
     )
     (grammar,) = structured_output.make_output_grammar(tokenizer, request, in_reasoning)
     return grammar

@@ -128,10 +128,10 @@ def test_reads_single_tensors(hub):
     hub.publish("org/parts", DATA / "moe35")
     remote, local = CheckpointReader("org/parts"), CheckpointReader(str(DATA / "moe35"))
     assert remote.config == local.config
-    assert remote.weight_map == local.weight_map
+    assert (remote.model_map, remote.head_map) == (local.model_map, local.head_map)
     hub.reset_counts()
     assert remote.head() == local.head()
-    files = {remote.weight_map[name] for name in remote.head()}
+    files = {remote.head_map[name] for name in remote.head()}
     assert sum(hub.served[file] for file in files) <= HEADER_BYTES * len(files)
     hub.reset_counts()
     assert remote.read("config.json", 10, 50) == local.read("config.json", 10, 50)

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_sampler as stock_sampler
 
 from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
+from mlx_mtp.batch import generate_step, scheduler
 from mlx_mtp.caches import indexed, rows
 from mlx_mtp.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.caches import recurrent as cache
@@ -24,7 +25,8 @@ from tests.support.models import FLASH, deep_model, tiny_model
 from tests.support.profiles import LONG
 from tests.support.scripted import Scripted, script_copies
 
-MODULES = (cache, indexed, prompt_cache_module, rows, decoder, head, loop, prefill, sequence)
+CACHES = (cache, indexed, prompt_cache_module, rows)
+MODULES = (*CACHES, decoder, head, loop, prefill, sequence, scheduler, generate_step)
 FILES = {module.__file__ for module in MODULES}
 
 
@@ -54,7 +56,7 @@ class Interrupts:
             return None
         outer, in_finalize = frame, False
         while outer is not None and outer.f_code.co_filename != __file__ and not in_finalize:
-            in_finalize = outer.f_code.co_name == "finalize" and outer.f_code.co_filename == loop.__file__
+            in_finalize = outer.f_code.co_name == "finalize" and outer.f_code.co_filename == generate_step.__file__
             outer = outer.f_back
         return self._line if in_finalize == self.in_finalize else None
 
@@ -88,7 +90,7 @@ def uninterrupted(n, *family):
     """What follows in a cache of the text's first n tokens, and the head's rows in it."""
     (model, truth), prompt_cache = model_and_truth(*family), make_prompt_cache(model_and_truth(*family)[0])
     if n > 0:
-        loop.prefill(mx.array(truth[:n]), model, prompt_cache=prompt_cache)
+        generate_step.prefill(mx.array(truth[:n]), model, prompt_cache=prompt_cache)
     return plain([*truth[:n], 7, 2], model, max_tokens=4), head_rows(prompt_cache)
 
 
@@ -159,7 +161,7 @@ def test_an_end_that_is_interrupted_twice_is_known_as_such(interrupted, monkeypa
         assert_holds(prompt_cache, len(PROMPT) + 4)
         return
     with monkeypatch.context() as m:
-        m.setattr(loop, "finalize", Mock(side_effect=KeyboardInterrupt))
+        m.setattr(generate_step, "finalize", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             steps.close()
     refused(prompt_cache, earlier, copy.deepcopy(prompt_cache), load_prompt_cache(file))

@@ -1,5 +1,6 @@
 """The loop: plain decoding's tokens whatever the head drafts, and a prompt cache of exactly the tokens yielded."""
 
+import copy
 import itertools
 import json
 from functools import cache
@@ -12,8 +13,9 @@ from mlx_lm.generate import generate_step, generation_stream
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp.batch.generate_step import prefill
 from mlx_mtp.caches import rows
-from mlx_mtp.decoding import decoder, loop
+from mlx_mtp.decoding import decoder
 from mlx_mtp.decoding.counts import DraftCounts
 from mlx_mtp.pacing.depth import Depth
 from mlx_mtp.pacing.step_times import Plan
@@ -129,7 +131,7 @@ def test_a_prompt_without_a_text():
     assert all(c.empty() for c in prompt_cache)
     assert mtp(PROMPT, model, max_tokens=0, prompt_cache=prompt_cache) == []
     assert_cache_of(model, prompt_cache, len(PROMPT))
-    loop.prefill(PROMPT[:-1], model, prompt_cache=prefilled)
+    prefill(PROMPT[:-1], model, prompt_cache=prefilled)
     assert_cache_of(model, prefilled, len(PROMPT) - 1)
     assert mtp(PROMPT[-1:], model, max_tokens=6, prompt_cache=prefilled) == truth[:6]
 
@@ -175,6 +177,20 @@ def test_input_embeddings_and_progress_are_mlx_lms():
             callback = dict(prefill_step_size=4, prompt_progress_callback=lambda *x, own=calls[-1]: own.append(x))
             run(prompt, model_of(DENSE), max_tokens=max_tokens, **callback)
         assert calls[0] == calls[1] != []
+
+
+def test_prefill_stops_at_cuts_where_the_prompt_cache_can_be_copied():
+    model, prompt_cache, copies = model_of(DENSE), make_prompt_cache(model_of(DENSE)), {}
+    options = dict(prompt_cache=prompt_cache, prompt_cuts=[9, -3, 4, 0, 99], prefill_step_size=6, max_tokens=6)
+    at_chunk = lambda n, _: copies.update({n: copy.deepcopy(prompt_cache)})  # noqa: E731
+    want = text_of_plain(DENSE)[len(PROMPT) :][:6]
+    assert mtp(PROMPT, model, prompt_progress_callback=at_chunk, **options) == want
+    assert [*copies] == [0, 4, 9, 10, 11]
+    for n in (4, 9, 10):
+        assert_cache_of(model, copies[n], n)
+        assert mtp(PROMPT[n:], model, prompt_cache=copies[n], max_tokens=6) == want
+    with pytest.raises(ValueError, match="a generation that has not ended"):
+        mtp(PROMPT, model, prompt_cache=copies[11])
 
 
 def test_p_min_stops_drafting():
@@ -241,7 +257,7 @@ def test_synchronizes_once_a_step_and_clears_the_buffer_cache_every_256_tokens(m
     assert 256 - depth - 1 <= n <= 256 + 2 * depth + 1
     # It synchronizes once a step
     scripted, evals, original = Scripted(model_of(DENSE), text_of_plain(DENSE), lambda i: i % 3 > 0), [], mx.eval
-    monkeypatch.setattr(loop.mx, "eval", lambda *args: (evals.append(1), original(*args))[1])
+    monkeypatch.setattr(decoder.mx, "eval", lambda *args: (evals.append(1), original(*args))[1])
     steps = list(mtp_generate_step(PROMPT, scripted, max_tokens=40, num_draft_tokens=3))
     n_steps = 40 - sum(d for _, _, d in steps)
     assert len(evals) == n_steps  # one for the prefill, and none for the first token, which has no draft

@@ -10,21 +10,21 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from huggingface_hub.utils import TensorInfo
 
 import mlx_mtp
 from benchmarks.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
 from mlx_mtp import memory as account_of
+from mlx_mtp.batch.generate_step import prefill
 from mlx_mtp.checkpoint import self_test
 from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.memory_check import check_memory, needs_of_checkpoint
-from mlx_mtp.checkpoint.reader import CheckpointReader
-from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.checkpoint.reader import CheckpointReader, Tensor
 from mlx_mtp.memory import STEP, Account, needs_of, sizes_of
 from mlx_mtp.models.head_weights import is_head
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.request import ApiError, Prompt, Request
+from tests.support.batches import AT_ONCE
 from tests.support.checkpoints import edit, write_tiny
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
@@ -112,7 +112,7 @@ def test_scores_of_a_chunk(monkeypatch):
 
 def test_bytes_of_texts_together():
     model = tiny_model("qwen3_5")
-    generator = BatchGenerator(model, num_draft_tokens=0)
+    generator = BatchGenerator(model, num_draft_tokens=0, **AT_ONCE)
     generator.insert([[1] * 20, [2] * 300], max_tokens=[90, 90])
     while len(generator.decoder.sequences) < 2:
         generator.next()
@@ -130,7 +130,8 @@ def test_what_a_request_is_admitted_for_is_what_it_takes(n, start):
     admission = Admission(options, SimpleNamespace(model=model, key=None), nothing, None, None)
     admission.sizes = sizes = replace(sizes_of(model), chunk_bytes=0, score_bytes=0, fixed_bytes=0)
     admission.account = SimpleNamespace(left=0, release=lambda: None)
-    admission.batch = generator = BatchGenerator(model, num_draft_tokens=1, quantized_kv_start=start, **bits)
+    generator = BatchGenerator(model, num_draft_tokens=1, quantized_kv_start=start, **bits, **AT_ONCE)
+    admission.batch = generator
     request = Request("text", "a", [], None, None)
     request.encoded = Prompt([1] * n)
     need = admission.need(request, [request])  # in a batch, caches are in whole steps
@@ -231,9 +232,12 @@ def test_a_tensor_larger_than_an_array_is_refused_before_it_is_read(monkeypatch)
             mlx_mtp.load(str(DEMO), mtp=mtp)
     # Experts that are stored one by one are one array
     monkeypatch.setattr(mx, "device_info", lambda: {"max_buffer_length": 300})
-    experts = {f"layers.0.mlp.experts.{i}.up_proj.weight": TensorInfo("BF16", [8, 10], [0, 160]) for i in range(2)}
+    experts = {
+        f"layers.0.mlp.experts.{i}.up_proj.weight": Tensor("model.safetensors", "BF16", [8, 10], 0, 160)
+        for i in range(2)
+    }
     header = SimpleNamespace(tensors=experts)
-    checkpoint = SimpleNamespace(name="model", model_files=["model.safetensors"], header=lambda file: header)
+    checkpoint = SimpleNamespace(name="model", folder="", model_files=["model.safetensors"], header=lambda file: header)
     with pytest.raises(ValueError, match=r"experts.up_proj.weight takes 0\.3 kB"):
         check_memory(checkpoint, None, Account(), 0)
 

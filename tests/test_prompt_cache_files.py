@@ -17,9 +17,9 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
 
 from mlx_mtp import load, make_prompt_cache
-from mlx_mtp.caches.recurrent import ArraysCache
-from mlx_mtp.caches.validation import SIZE, digest
-from mlx_mtp.models import mixin
+from mlx_mtp.caches import fingerprint
+from mlx_mtp.caches.fingerprint import SIZE, digest
+from mlx_mtp.caches.recurrent import RecurrentCache
 from tests.support.checkpoints import copied, make_adapter
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import FLASH, ROPE, deep_model, tiny_model
@@ -100,11 +100,11 @@ def test_refuses_a_damaged_file(options, tmp_path):
     if options:
         return
     for i, entry, error in [
-        (0, ArraysCache(3), "Entry 0 .* has 3 values in place of convolution inputs, state"),
-        (0, ArraysCache(2, left_padding=[1]), "Entry 0 .* is that of padded prompts"),
-        (4, ArraysCache(2), "Entry 4 .* is a ArraysCache, and this model needs a KVCache"),
+        (0, RecurrentCache(3), "Entry 0 .* has 3 values in place of convolution inputs, state"),
+        (0, RecurrentCache(2, left_padding=[1]), "Entry 0 .* is that of padded prompts"),
+        (4, RecurrentCache(2), "Entry 4 .* is a ArraysCache, and this model needs a KVCache"),
         (5, KVCache(), "Entry 5 .* is a KVCache, and this model needs a ArraysCache"),
-        (5, ArraysCache(9), "Entry 5 .* has 9 values in place of hidden state, "),
+        (5, RecurrentCache(9), "Entry 5 .* has 9 values in place of hidden state, "),
     ]:
         prompt_cache = make_prompt_cache(model)
         prompt_cache[i] = entry
@@ -179,9 +179,9 @@ def test_resumes_files_without_a_fingerprint(tmp_path):
 
 def test_fingerprint(monkeypatch):
     """It is taken once, for a cache alone. The head's tensors change the second half alone, all others the first."""
-    model, taken, original = tiny_model("qwen3_5_moe"), [], mixin.fingerprint
+    model, taken, original = tiny_model("qwen3_5_moe"), [], fingerprint.fingerprint
     with monkeypatch.context() as patch:
-        patch.setattr(mixin, "fingerprint", lambda model: taken.append(1) or original(model))
+        patch.setattr(fingerprint, "fingerprint", lambda model: taken.append(1) or original(model))
         mtp(PROMPT, model, max_tokens=3)
         assert taken == []
         prompt_cache = make_prompt_cache(model)

@@ -16,11 +16,11 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import PromptStore, make_prompt_cache, make_sampler, stream_generate
+from mlx_mtp.batch.generate_step import prefill
 from mlx_mtp.caches import rows
 from mlx_mtp.caches.prompt_cache import PromptCache
-from mlx_mtp.caches.recurrent import ArraysCache
+from mlx_mtp.caches.recurrent import RecurrentCache
 from mlx_mtp.caches.rows import KVOptions
-from mlx_mtp.decoding.loop import prefill
 from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.prompt_store import arrays
 from mlx_mtp.prompt_store import store as store_module
@@ -75,7 +75,7 @@ def test_each_part_of_a_text_is_held_once():
     before = store.nbytes
     prefill(mx.array([30]), model, prompt_cache=prompt_cache)
     store.insert([*TEXT, 30], prompt_cache)
-    states = sum(c.nbytes for c in prompt_cache if isinstance(c, ArraysCache)) + prompt_cache[-1][0].nbytes
+    states = sum(c.nbytes for c in prompt_cache if isinstance(c, RecurrentCache)) + prompt_cache[-1][0].nbytes
     assert store.nbytes - before == states + 3 * row  # two layers and the head
 
 

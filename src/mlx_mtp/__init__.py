@@ -2,12 +2,12 @@
 
 from ._version import __version__
 from .batch.generate import BatchResponse, batch_generate
+from .batch.generate_step import mtp_generate_step
 from .batch.generator import BatchGenerator
 from .caches.prompt_cache import make_prompt_cache
 from .checkpoint.load import DEMO, load
 from .convert import convert
 from .decoding.counts import DraftCounts
-from .decoding.loop import mtp_generate_step
 from .drafts.options import TextOptions
 from .errors import MTPError
 from .generate import GenerationResponse, generate, stream_generate

@@ -11,15 +11,14 @@ import mlx.core as mx
 from huggingface_hub import constants
 
 from ._version import __version__
-from .caches.prompt_cache import has_head
 from .checkpoint.acceptance import FLOOR
 from .checkpoint.catalog import published
 from .checkpoint.dtype import dtype_of
-from .checkpoint.fetched import fetched_heads, has_usable_head, head_to_fetch
+from .checkpoint.head_formats import check_head
 from .checkpoint.hub import WEIGHTS, cached_repositories, sizes_to_download
 from .checkpoint.load import DEMO, DEMO_NOTE, load
 from .checkpoint.memory_check import needs_of_checkpoint
-from .checkpoint.originals import HEADS, folder_of
+from .checkpoint.originals import HEAD, fetched_heads, head_to_fetch
 from .checkpoint.output import dtype_name
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.self_test import ensure_tested
@@ -27,6 +26,7 @@ from .cli.display import one_line_errors, table
 from .cli.flags import MODEL_HELP, add_flags
 from .cli.parser import finish, parse
 from .errors import MTPError
+from .layers.mtp import has_head
 from .memory import CONTEXT, GB, Account, needs_of, size, total_memory
 from .models.mixin import MTPModel
 
@@ -41,9 +41,6 @@ class Command(NamedTuple):
         parser = self.make_parser()
         with one_line_errors(parser.prog):
             self.run(parse(parser))
-
-
-# The published models by their names for --model
 
 
 def models_parser() -> argparse.ArgumentParser:
@@ -76,9 +73,6 @@ def show_models(args: argparse.Namespace) -> None:
     )
 
 
-# This machine, and whether a model drafts on it
-
-
 def doctor_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_mtp doctor",
@@ -105,7 +99,7 @@ def _machine() -> Lines:
     yield "Versions", f"mlx-mtp {__version__}, {packages}, Python {platform.python_version()}"
     models, heads = [*cached_repositories().values()], [head.nbytes for head in fetched_heads()]
     yield "Models", f"{len(models)} in {constants.HF_HUB_CACHE}, {sum(models) / GB:.2f} GB"
-    yield "Heads", f"{len(heads)} in {folder_of(HEADS)}, {sum(heads) / GB:.2f} GB"
+    yield "Heads", f"{len(heads)} in {HEAD.root}, {sum(heads) / GB:.2f} GB"
 
 
 def _model(name: str, dtype: str) -> Lines:
@@ -135,7 +129,8 @@ def _local(name: str, dtype: str) -> Lines:
         yield "Self-test", str(ensure_tested(model, name) or "could not run")
     if not has_head(model):
         try:
-            has_usable_head(CheckpointReader(name))
+            if (checkpoint := CheckpointReader(name)).head_map:
+                check_head(checkpoint)
             head = _to_fetch(name)
         except (MTPError, OSError) as e:
             head = f"not usable: {e}"
@@ -147,15 +142,12 @@ def _local(name: str, dtype: str) -> Lines:
     yield "Head", "its own" if fetched is None else f"of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB"
     tuned = model.drafting.tuned
     yield "Settings", "none: `mlx_mtp benchmark --tune` finds the fastest" if tuned is None else str(tuned)
+    verdict = "ready; `mlx_mtp benchmark` measures the speed"
     if accepted is not None:
         yield "Accepted", f"{accepted:.0%} of first drafts on built-in text"
-    if accepted is not None and accepted < FLOOR:
-        yield (
-            "Verdict",
-            ("the model rejects most drafts: `mlx_mtp fit` trains the head, `--copy-drafts auto` drafts without it"),
-        )
-    else:
-        yield "Verdict", "ready; `mlx_mtp benchmark` measures the speed"
+        if accepted < FLOOR:
+            verdict = "the model rejects most drafts: `mlx_mtp fit` trains the head, `--copy-drafts auto` needs none"
+    yield "Verdict", verdict
 
 
 def _to_fetch(name: str) -> str:

@@ -5,9 +5,7 @@ from contextlib import contextmanager
 
 
 class MTPError(ValueError):
-    """The base of this package's errors: a wrong argument, flag, checkpoint, file or prompt cache. The message names the
-    remedy.
-    """
+    """A wrong argument, flag, checkpoint, file or prompt cache. The message names the remedy."""
 
 
 class MTPOSError(OSError, MTPError):
@@ -25,9 +23,7 @@ def is_mendable(error: BaseException) -> bool:
 
 @contextmanager
 def as_mtp_error(wrong: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """A context that turns errors of other libraries about the user's input into an MTPError, whose message begins with
-    ``wrong``.
-    """
+    """A context that turns errors of other libraries about the user's input into an MTPError, which begins with ``wrong``."""
     try:
         yield
     except MTPError:

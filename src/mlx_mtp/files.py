@@ -1,11 +1,15 @@
-"""Files that are written completely or not at all."""
+"""Files that are written completely or not at all, and results that are kept in the user's cache folder."""
 
+import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+from huggingface_hub.utils import WeakFileLock
+from platformdirs import user_cache_path
 
 from .errors import MTPFileNotFoundError, MTPOSError
 
@@ -13,9 +17,8 @@ from .errors import MTPFileNotFoundError, MTPOSError
 def check_source(file: Path, name: str) -> None:
     """Raise an OSError that begins with a name, such as that of a flag, if the file cannot be read."""
     if not file.is_file():
-        raise MTPFileNotFoundError(
-            f"{name}: {file} is not a file." if file.exists() else f"{name}: there is no file {file}."
-        )
+        wrong = f"{file} is not a file" if file.exists() else f"there is no file {file}"
+        raise MTPFileNotFoundError(f"{name}: {wrong}.")
     try:
         file.open("rb").close()
     except OSError as e:
@@ -30,8 +33,7 @@ def check_folder(folder: Path, name: str) -> None:
 
 
 def make_folder(folder: Path, name: str) -> None:
-    """Make a folder that only its user can read, if it is missing. Raise an OSError that begins with a name, such as that of a
-    flag, if files cannot be written there."""
+    """Make a folder that only its user can read, if it is missing. An OSError as of ``check_folder`` if it is not writable."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -81,3 +83,32 @@ def writing(file: Path) -> Iterator[None]:
         if isinstance(e, OSError) and e.errno is None:
             raise
         raise MTPOSError(f"{file} could not be written: {getattr(e, 'strerror', None) or e}") from e
+
+
+def cache_file(name: str) -> Path:
+    return user_cache_path("mlx_mtp", appauthor=False) / name
+
+
+def kept(name: str, key: str) -> Any:
+    return read_own(cache_file(name)).get(key)
+
+
+def keep(name: str, key: str, value: Any) -> None:
+    with suppress(OSError):  # a read-only folder: it is found again
+        cache_file(name).parent.mkdir(parents=True, exist_ok=True)
+        update_own(cache_file(name), key, value)
+
+
+def read_own(file: Path) -> dict[str, Any]:
+    """Read a file of this package. Empty if it is missing or damaged, since it can be made again."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def update_own(file: Path, key: str, value: Any) -> None:
+    """Set one entry of a file of this package, which other processes may change."""
+    with WeakFileLock(file.with_name(f".{file.name}.lock")):
+        write_atomic(file, json.dumps(read_own(file) | {key: value}, indent=4) + "\n")

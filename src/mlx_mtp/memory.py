@@ -74,11 +74,10 @@ def gpu_generation() -> tuple[int, str]:
 
 
 def host_memory(process: psutil.Process) -> int:
-    """The memory of a process in bytes. On macOS its physical footprint, as in Activity Monitor, from psutil 8.0 on:
-    the resident memory lacks compressed pages and counts those of the system's libraries."""
-    footprint = None
-    if hasattr(process, "memory_info_ex"):
-        footprint = getattr(process.memory_info_ex(), "phys_footprint", None)
+    """The memory of a process in bytes. On macOS its physical footprint, as in Activity Monitor, from psutil 8.0 on."""
+    # The resident memory lacks compressed pages, and counts those of the system's libraries.
+    own = process.memory_info_ex() if hasattr(process, "memory_info_ex") else None
+    footprint = getattr(own, "phys_footprint", None)
     return int(process.memory_info().rss if footprint is None else footprint)
 
 
@@ -95,13 +94,10 @@ def limit_restored_on_error() -> Iterator[None]:
 
 
 class Account:
-    """The memory used by this process, and its limit.
+    """The memory used by this process, and the most bytes to hold, by default MLX's limit on this machine.
 
     MLX's memory is counted twice, by MLX and by the system, since neither count is complete: the system may not attribute a
     GPU's buffers to the process, and MLX does not know the tokenizer, images that are decoded, or Python itself.
-
-    Args:
-        limit: The most bytes to hold. Default: ``None``, MLX's limit on this machine.
     """
 
     def __init__(self, limit: int | None = None):
@@ -129,7 +125,6 @@ class Account:
 
     @property
     def held(self) -> int:
-        """All bytes that the process holds."""
         mlx = mx.get_active_memory() + self.buffers
         if (now := time.monotonic()) - self._asked > EVERY:
             self._asked = now
@@ -178,8 +173,7 @@ def needs_of(model: Any, context: int, chunk: int = CHUNK) -> Needs:
     """The memory of a loaded model with a text of ``context`` tokens, prefilled in chunks of ``chunk``."""
     head, sizes = nbytes_of(getattr(model, "mtp", None)), sizes_of(model)
     of_chunk = sizes.chunk(min(chunk, context), context)
-    tables = () if getattr(model, "ngrams", None) is None else model.ngrams.tables.values()
-    ngrams = sum(table.nbytes for table in tables)
+    ngrams = 0 if model.ngrams is None else sum(table.nbytes for table in model.ngrams.tables.values())
     return Needs(nbytes_of(model) - head, head, ngrams=ngrams, caches=sizes.caches(context), chunk=of_chunk)
 
 
@@ -215,18 +209,15 @@ class Sizes:
         return len(lengths) * self.caches((max(lengths) // STEP + 1) * STEP, **kv) if lengths else 0
 
     def chunk(self, n_tokens: int, n_context: int, kv_bits: int | None = None) -> int:
-        """The most bytes of the activations of a pass over up to ``n_tokens`` of a prompt, the last of ``n_context``.
-
-        A pass over fewer tokens may have scores in memory that a longer one has not; with quantized keys all are.
-        """
+        """The most bytes of the activations of a pass over up to ``n_tokens`` of a prompt, the last of ``n_context``."""
+        # A pass over fewer tokens may have scores in memory that a longer one has not; with quantized keys all are.
         n_scored = n_tokens if self.max_scored is None or kv_bits is not None else min(n_tokens, self.max_scored)
         return n_tokens * self.chunk_bytes + n_scored * n_context * self.score_bytes + self.fixed_bytes
 
     @property
     def of_test(self) -> int:
-        """The most bytes of the test of the device: copies of the recurrent states, a pass over some tokens, and long keys and
-        values of the head, for which MLX allocates a quarter more."""
-        keys = TEST_TOKENS * self.head_values * self.value_bytes
+        """The most bytes of the test of the device: recurrent states, a pass over some tokens, and keys of the head."""
+        keys = TEST_TOKENS * self.head_values * self.value_bytes  # for which MLX allocates a quarter more
         return TEST_STATES * self.state_bytes + keys + keys // 4 + self.chunk(TEST_CHUNK, TEST_CHUNK)
 
 
@@ -235,7 +226,7 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
     n = value_bytes or model.layers[0].dtype.size
     recurrent = [layer for layer in model.layers if layer.is_linear]
     attention = [layer for layer in model.layers if not layer.is_linear]
-    head = [model.head_layer] if getattr(model, "mtp", None) is not None else []
+    head = [] if model.head_layer is None else [model.head_layer]
     passes = [_recurrent(layer, n) for layer in recurrent[:1]] + [_attention(layer, n) for layer in attention[:1]]
     args = model.text_args
     return Sizes(
@@ -249,28 +240,23 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
         chunk_bytes=(4 if model.hidden_size > args.hidden_size else 2) * model.hidden_size * n
         + max(*passes, _mlp(args, n)),
         score_bytes=max((_score_bytes(layer, n) for layer in attention + head), default=0),
-        fixed_bytes=0 if mx.metal.is_available() else STATES_AT_ONCE * max(map(_states, recurrent), default=0),
+        fixed_bytes=0 if mx.metal.is_available() else STATES_AT_ONCE * max(map(_state_of, recurrent), default=0),
         max_scored=_max_scored({layer.self_attn.head_dim for layer in attention + head}),
     )
 
 
 def _max_scored(head_dims: set[int]) -> int | None:
-    """The most queries of a pass whose scores are in memory, given the head dimensions; ``None``: any number.
-
-    Without matrix units, a text's first chunk of 2,048 tokens or more has none either, but the chunks after it do.
-    """
+    """The most queries of a pass whose scores are in memory, given the head dimensions; ``None``: any number."""
     if not mx.metal.is_available():
         return None
     if head_dims.issubset(FUSED_HEAD_DIMS):
         return FEWEST_FUSED - 1
-    return FEWEST_FUSED_256 - 1 if head_dims.issubset((*FUSED_HEAD_DIMS, 256)) and _has_matrix_units() else None
-
-
-def _has_matrix_units() -> bool:
-    """Whether MLX uses the matrix units of the GPU: from the M5 and macOS 26.2 on (``is_nax_available`` in its device.cpp)."""
+    # MLX uses the matrix units of the GPU from the M5 and macOS 26.2 on (``is_nax_available`` in its device.cpp). Without
+    # them, the first chunk of 2,048 tokens or more has no scores in memory either, but the chunks after it do.
     generation, kind = gpu_generation()
     system = [int(n) for n in re.findall(r"\d+", platform.mac_ver()[0])[:2]]
-    return generation >= (18 if kind == "p" else 17) and system >= [26, 2]
+    has_matrix_units = generation >= (18 if kind == "p" else 17) and system >= [26, 2]
+    return FEWEST_FUSED_256 - 1 if has_matrix_units and head_dims.issubset((*FUSED_HEAD_DIMS, 256)) else None
 
 
 def _score_bytes(layer: Any, n: int) -> int:
@@ -287,23 +273,19 @@ def _row_values(layer: Any, *names: str) -> int:
 
 
 def _state_bytes(state: Any, n: int) -> int:
-    """The bytes of an array of a recurrent layer's cache."""
     return math.prod(state.shape) * (n if state.dtype is None else state.dtype.size)
 
 
-def _states(layer: Any) -> int:
-    """The bytes of the state of a recurrent layer's recurrence."""
+def _state_of(layer: Any) -> int:
     return _state_bytes(layer.states[1], 0)
 
 
 def _recurrent(layer: Any, n: int) -> int:
-    """The bytes of a token's activations in a recurrent layer.
-
-    Without Metal, the recurrence is computed token by token, and MLX allocates several states before it frees one.
-    """
+    """The bytes of a token's activations in a recurrent layer."""
     own = layer.linear_attn
     values = own.num_v_heads * own.head_v_dim
-    by_token = 0 if mx.metal.is_available() else _states(layer) + 18 * values
+    # Without Metal, the recurrence is computed token by token.
+    by_token = 0 if mx.metal.is_available() else _state_of(layer) + 18 * values
     return by_token + n * (6 * values + 4 * own.conv_dim)
 
 
@@ -315,13 +297,11 @@ def _attention(layer: Any, n: int) -> int:
 
 def _mlp(args: Any, n: int) -> int:
     """The bytes of gate, up and their product; with experts, also of the input, the output and the sorted copy of each."""
-    dense = 3 * args.intermediate_size
-    if (experts := getattr(args, "num_experts_per_tok", 0)) == 0 or not getattr(args, "num_experts", 0):
-        return dense * n
-    sparse = (
-        experts * (5 * args.hidden_size + 4 * args.moe_intermediate_size) + 3 * args.shared_expert_intermediate_size
-    )
-    return max(dense, sparse) * n
+    sparse = 0
+    if (experts := getattr(args, "num_experts_per_tok", 0)) > 0 and getattr(args, "num_experts", 0):
+        sparse = experts * (5 * args.hidden_size + 4 * args.moe_intermediate_size)
+        sparse += 3 * args.shared_expert_intermediate_size
+    return max(3 * args.intermediate_size, sparse) * n
 
 
 def check_fits(name: str, needs: Needs, account: Account, advice: str = "") -> None:
@@ -341,7 +321,6 @@ def check_fits(name: str, needs: Needs, account: Account, advice: str = "") -> N
 
 
 def size(n_bytes: int) -> str:
-    """A size in kB, MB or GB."""
     if n_bytes >= GB:
         return f"{n_bytes / GB:.1f} GB"
     return f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:.1f} kB"

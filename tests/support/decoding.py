@@ -4,8 +4,10 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.caches.recurrent import ArraysCache
-from mlx_mtp.decoding.loop import prefill
+from mlx_mtp.batch.generate_step import prefill
+from mlx_mtp.caches.prompt_cache import open_prompt_cache
+from mlx_mtp.caches.recurrent import RecurrentCache
+from mlx_mtp.caches.rows import KVOptions, Rows
 from mlx_mtp.sampling.sampler import for_one_text
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
@@ -45,6 +47,16 @@ def filled(model, bits=None, prompt=PROMPT) -> list:
     return [c.to_quantized(32, bits) if bits and hasattr(c, "to_quantized") else c for c in caches]
 
 
+def rows_of(model, bits=None, prompts=(PROMPT,)) -> Rows:
+    """The caches of prompts as rows, quantized to so many bits."""
+    rows = Rows(model, kv := KVOptions())
+    for prompt in prompts:
+        cache = open_prompt_cache(model, None)
+        cache.entries[: len(model.layers)] = filled(model, bits, prompt)
+        rows.join([cache], [kv])
+    return rows
+
+
 def one_by_one(model, caches, tokens) -> mx.array:
     """The logits of these tokens, each read in a pass of its own."""
     return mx.concatenate([model(token[None, None], cache=caches) for token in tokens], axis=1)
@@ -53,8 +65,8 @@ def one_by_one(model, caches, tokens) -> mx.array:
 def assert_cache_of(model, prompt_cache, n_tokens):
     """A cache of ``n_tokens`` tokens: no window open, a row of the head for each but the last, whose hidden state waits."""
     backbone, (head, last_hidden) = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers) :]
-    assert {c.offset for c in backbone if not isinstance(c, ArraysCache)} == {n_tokens}
-    assert all(c.window is None for c in backbone if isinstance(c, ArraysCache))
+    assert {c.offset for c in backbone if not isinstance(c, RecurrentCache)} == {n_tokens}
+    assert all(c.window is None for c in backbone if isinstance(c, RecurrentCache))
     assert head.offset == n_tokens - 1
     assert last_hidden[0].shape[1] == 1
 

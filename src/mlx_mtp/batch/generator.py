@@ -1,19 +1,14 @@
 """Continuous batching as in mlx-lm's ``BatchGenerator``, with drafts: sequences join and leave between two steps."""
 
 import copy
-import math
-import time
 import weakref
 from collections import abc, deque
-from functools import partial
-from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, StopSequences, generation_stream
 from mlx_lm.generate import BatchGenerator as StockGenerator
-from mlx_lm.generate_utils import BatchCounters
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -21,21 +16,18 @@ from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
 from ..caches.rows import KVOptions
 from ..decoding.counts import DraftCounts
-from ..decoding.decoder import Decoder
-from ..decoding.loop import step
-from ..decoding.planner import Planner
-from ..decoding.sequence import PendingEmbeddings, Sequence
-from ..distributed.ranks import synchronize
+from ..decoding.sequence import PendingEmbeddings
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..errors import MTPError
 from .prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
-from .prompts import check_count, entries_of, make_sequence, prefill
-from .responses import CacheOf, PromptResponse, Response, cache_at_end, failures_of, responses_of
+from .prompts import check_count, entries_of, make_sequence
+from .responses import PromptResponse, Response, cache_at_end, responses_of
+from .scheduler import Scheduler
 
 __all__ = ["BatchGenerator", "PromptResponse", "Response"]
 
 
-class BatchGenerator:
+class BatchGenerator(Scheduler):
     """
     A batch generator implements continuous batching, as mlx-lm's ``BatchGenerator``, with drafts by the model's MTP head.
 
@@ -90,30 +82,24 @@ class BatchGenerator:
             raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
         n, stops = check_count("max_tokens", max_tokens), StopSequences(stop_tokens or None)
         self.options = TextOptions(n, sampler, logits_processors, stops, num_draft_tokens, copy_drafts, draft_p_min)
-        self.model: Any = check_model(model, self.options)
-        self.completion_batch_size = check_count("completion_batch_size", completion_batch_size)
-        check_count("prefill_step_size", prefill_step_size)
-        self.prefill_budget = PrefillBudget(prefill_step_size, max_token_gap, min_decode_share, self.model.ranks)
-        self.kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
-        self._counters = BatchCounters()
-        self.prompts: deque[Sequence] = deque()  # that wait
-        TextOptions().resolve(self.model, self.options)  # raises an error for invalid options
-        self.stream = stream or generation_stream
-        self.planner = Planner(self.model)
+        mtp_model = check_model(model, self.options)
+        check_count("completion_batch_size", completion_batch_size)
+        budget = PrefillBudget(
+            check_count("prefill_step_size", prefill_step_size), max_token_gap, min_decode_share, mtp_model.ranks
+        )
+        kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
+        TextOptions().resolve(mtp_model, self.options)  # raises an error for invalid options
+        stream = stream or generation_stream
+        super().__init__(mtp_model, kv, budget, stream, completion_batch_size, return_prompt_caches)
         if self.planner.exchange is not None:
-            with mx.stream(self.stream):
+            with mx.stream(stream):
                 self.planner.exchange.agree(mx.zeros(0, mx.uint32), 0, None)  # no sequences yet
-        self.decoder = Decoder(self.model, self.kv, self.planner.exchange, self.stream)
-        self.return_prompt_caches = return_prompt_caches
         self._uid_count = 0
-        self._restore = weakref.finalize(self, _set_wired_limit, maybe_set_recommended_wired_limit(), self.stream)
+        self._restore = weakref.finalize(self, _set_wired_limit, maybe_set_recommended_wired_limit(), stream)
 
     def close(self) -> None:
         """Remove all sequences, and restore the wired limit."""
-        self.prompts.clear()
-        self.decoder.clear()
-        if self.planner.exchange is not None:
-            synchronize(self.stream)  # collectives of the pass in flight must not mix with those of another stream
+        super().close()
         self._restore()
 
     def __len__(self) -> int:
@@ -126,29 +112,6 @@ class BatchGenerator:
         """The size of the caches in use."""
         prompts = sum(int(c.nbytes) for s in self.prompts for c in s.cache.entries)
         return prompts + self.decoder.cache.nbytes + self.decoder.head.nbytes
-
-    @property
-    def next_chunk(self) -> tuple[int, int]:
-        """The maximum number of tokens of the next prompt chunk, and of its text up to its end; (0, 0) for none."""
-        size = self.prefill_budget.sizes[0]
-        chunks = [(min(len(s.segments[0]), size), s.cache.n_tokens) for s in self._waiting(is_prefilled=False)]
-        return max(((n, n_cached + n) for n, n_cached in chunks), key=math.prod, default=(0, 0))
-
-    @property
-    def growing(self) -> list[tuple[int, KVOptions]]:
-        """The number of tokens in the caches of each sequence that the next step may extend, and its quantization."""
-        waiting = islice(self.prompts, self._n_free)
-        texts = [*zip(self.decoder.sequences, self.decoder.cache.n_tokens), *((s, s.cache.n_tokens) for s in waiting)]
-        return [(n, s.kv) for s, n in texts]
-
-    @property
-    def _n_free(self) -> int:
-        """The number of sequences that could generate in addition to the running ones."""
-        return self.completion_batch_size - sum(s.end is None for s in self.decoder.sequences)
-
-    def _waiting(self, is_prefilled: bool) -> list[Sequence]:
-        """Those whose prompts are prefilled except for the last token, or not, of the waiting sequences that can generate."""
-        return [s for s in islice(self.prompts, self._n_free) if s.is_prefilled is is_prefilled]
 
     # Sequences join and leave
 
@@ -228,26 +191,20 @@ class BatchGenerator:
                     s.end = "removed"
                     if return_prompt_caches:
                         caches[s.uid] = cache_at_end(self.decoder, s), s.tokens
-            self.prompts = deque(s for s in self.prompts if s.uid not in uids)
-            if all(s.end is not None for s in self.decoder.sequences):
-                self.decoder.clear()
-                self.planner.clear()
+        self.prompts = deque(s for s in self.prompts if s.uid not in uids)
+        self.drop_ended()
         return caches if return_prompt_caches else {}
 
     # Steps
 
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
         """Make a step of the sequences that generate, and prefill a part of the waiting prompts -> (prompts, tokens)."""
+        joined, stepped = self.step()
         with mx.stream(self.stream):
-            ready = self._waiting(is_prefilled=True)
-            finished = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in ready]
-            responses = self._step(ready)
-            is_running = self._n_free < self.completion_batch_size
-            waiting = self._waiting(is_prefilled=False)
-            chunks = prefill(self.model, waiting, self.prefill_budget, is_running, self._counters)
-            if chunks:
-                self.planner.is_interrupted = True
-            return finished + chunks, responses
+            responses = responses_of(stepped, self.decoder if self.keeps_ended else None)
+        self.drop_ended()
+        finished = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in joined]
+        return finished + self.prefill(), responses
 
     def next_generated(self) -> list[Response]:
         """Return the next generated tokens, prefilling prompts until there are any. Empty if no sequence is left."""
@@ -256,40 +213,8 @@ class BatchGenerator:
                 return generated
         return []
 
-    def _step(self, ready: list[Sequence]) -> list[Response]:
-        """Make a step of the sequences that generate, after the ready ones have joined."""
-        start, decoder = time.perf_counter(), self.decoder
-        running, failures = [s for s in decoder.sequences if s.end is None], list[Response]()
-        cache_of: CacheOf = partial(cache_at_end, decoder) if self.return_prompt_caches else lambda _: None
-
-        def move() -> None:
-            failures.extend(failures_of(running, cache_of))
-            decoder.filter([s for s in running if _goes_on(s, self.return_prompt_caches)])
-            if ready:
-                self.prompts = deque(s for s in self.prompts if s not in ready)
-                decoder.join(ready)
-
-        responses = [*responses_of(step(decoder, self.planner, move), cache_of), *failures]
-        if all(s.end is not None for s in decoder.sequences):
-            decoder.clear()
-            self.planner.clear()
-        seconds = time.perf_counter() - start
-        self._counters.generation_tokens += len(responses)
-        self._counters.decode_time += seconds
-        self._counters.generation_steps += len(responses) > 0
-        if responses:
-            self.prefill_budget.record_step(seconds)
-        return responses
-
 
 def _set_wired_limit(limit: int | None, stream: mx.Stream | mx.ThreadLocalStream) -> None:
     if limit is not None:
         mx.synchronize(stream)
         mx.set_wired_limit(limit)
-
-
-def _goes_on(s: Sequence, return_prompt_caches: bool) -> bool:
-    """Whether a sequence has further tokens, or its prompt cache is not extracted yet."""
-    if s.end is not None or return_prompt_caches:
-        return return_prompt_caches and s.finish_reason != "error"
-    return not 0 <= s.max_tokens <= s.n_generated

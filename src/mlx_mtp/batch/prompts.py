@@ -1,26 +1,21 @@
-"""The waiting sequences of a batch: made of the arguments of ``insert_segments``, then prefilled one after the other."""
+"""The waiting sequences of a batch, made of the arguments of ``insert_segments``."""
 
 import copy
-import time
 from collections import abc
 from numbers import Integral
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate_utils import BatchCounters
 from mlx_lm.models.cache import QuantizedKVCache
 
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache, open_prompt_cache, place_images
 from ..caches.rows import KVOptions
 from ..decoding.counts import DraftCounts
-from ..decoding.prefill import check_embeddings, prefill_part
+from ..decoding.prefill import check_embeddings
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..drafts.options import TextOptions
 from ..errors import MTPError
-from ..models.mixin import MTPModel
-from .prefill_budget import PrefillBudget
-from .responses import PromptResponse
 
 
 def check_count(name: str, value: Any) -> int:
@@ -88,44 +83,4 @@ def make_sequence(
     place_images(model, cache, images, input_embeddings is not None)
     embeddings = input_embeddings if isinstance(input_embeddings, mx.array) else None
     pending = None if isinstance(input_embeddings, mx.array) else input_embeddings
-    s = Sequence(cache, options, kv, segments, counts or DraftCounts(), [*all_tokens], embeddings, pending, uid)
-    if s.images and (end := s.images[-1].end) >= s.prompt_end:
-        raise MTPError(f"Prompt {i} ends with token {s.prompt_end}, and its last image with {end}: text must follow.")
-    return s
-
-
-def prefill(
-    model: MTPModel, waiting: list[Sequence], budget: PrefillBudget, is_running: bool, counters: BatchCounters
-) -> list[PromptResponse]:
-    """Prefill as many tokens of these sequences as the budget allows between two steps; ``is_running``: of other sequences."""
-    if not waiting:
-        return []
-    if (pending := waiting[0].pending) is not None:
-        return _embed(waiting[0], pending, budget.seconds(is_running), budget)
-    n_cached, responses = waiting[0].cache.n_tokens, list[PromptResponse]()
-    n_left = n = budget.next(n_cached, is_running)
-    start = time.perf_counter()
-    for s in waiting:
-        if n_left > 0 and s.pending is None:
-            n_before, n_segments = s.n_prefilled, len(s.segments)
-            prefill_part(model, s, n_left)
-            s.cache.record(s.cache.n_tokens, s.text_of(s.cache.n_tokens))
-            n_left -= s.n_prefilled - n_before
-            responses.append(PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), len(s.segments) < n_segments, False))
-    if responses:
-        seconds = time.perf_counter() - start
-        budget.record_chunk(n - n_left, n_cached, seconds)
-        counters.prompt_tokens += n - n_left
-        counters.prompt_time += seconds
-    return responses
-
-
-def _embed(s: Sequence, pending: PendingEmbeddings, seconds: float, budget: PrefillBudget) -> list[PromptResponse]:
-    """Compute the embeddings of a prompt for so many seconds, if any."""
-    if seconds <= 0:
-        return []
-    start = time.perf_counter()
-    if pending.advance(seconds):
-        s.embeddings, s.pending = pending.array, None
-    budget.record(time.perf_counter() - start)
-    return [PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), False, False)]
+    return Sequence(cache, options, kv, segments, counts or DraftCounts(), [*all_tokens], embeddings, pending, uid)

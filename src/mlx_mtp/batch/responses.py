@@ -1,6 +1,5 @@
 """Conversion of a batch's step to mlx-lm's responses."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ from ..decoding.decoder import Decoder
 from ..decoding.sequence import Sequence
 from ..decoding.window import Stepped
 
-CacheOf = Callable[[Sequence], list[Any] | None]  # the prompt cache to return with a sequence's last token, if any
 PromptResponse = PromptProcessingBatch.Response  # the progress of a prompt's prefill
 
 
@@ -30,31 +28,26 @@ class Response(GenerationBatch.Response):
     error: Exception | None = None
 
 
-def responses_of(stepped: list[Stepped], cache_of: CacheOf) -> list[Response]:
-    """A response for each token of a step, sequence by sequence."""
+def responses_of(stepped: list[Stepped], decoder: Decoder | None) -> list[Response]:
+    """A response for each token of a step, sequence by sequence. Of the last, the prompt cache is the decoder's, if given."""
     responses = []
     for s, tokens in stepped:
         for token, logprobs, from_draft in tokens:
             responses.append(Response(s.uid, token, logprobs, None, None, None, from_draft, s.counts))
-        if tokens and s.end is not None:
-            last = responses[-1]
-            last.finish_reason, last.all_tokens, last.prompt_cache = s.finish_reason, s.tokens, cache_of(s)
+        if s.end is None:
+            continue
+        if not tokens:  # its sampler or a processor has failed
+            responses.append(Response(s.uid, s.tokens[-1], None, None, None, None, False, s.counts, s.end))
+        last = responses[-1]
+        last.finish_reason, last.all_tokens = s.finish_reason, s.tokens
+        last.prompt_cache = None if decoder is None else cache_at_end(decoder, s)
     return responses
 
 
-def failures_of(sequences: list[Sequence], cache_of: CacheOf) -> list[Response]:
-    """The last response of each sequence whose sampler or processor has failed."""
-    return [
-        Response(s.uid, s.tokens[-1], None, s.finish_reason, cache_of(s), s.tokens, False, s.counts, s.end)
-        for s in sequences
-        if isinstance(s.end, Exception)
-    ]
-
-
 def cache_at_end(decoder: Decoder, s: Sequence) -> list[Any]:
-    """The prompt cache of a sequence at the first token of the window in flight."""
+    """The prompt cache of a sequence that generates, with all of its tokens."""
     entries: list[Any] = [None] * len(decoder.model.layers) + make_head_cache(decoder.model)
     cache = PromptCache(entries, len(decoder.model.layers))
-    n = decoder.extract(s, cache)
+    n = decoder.extract(s, cache, s.prompt_end + s.n_observed)
     cache.record(n, s.text_of(n))
     return entries

@@ -11,9 +11,9 @@ import mlx.core as mx
 
 from .. import prompts
 from ..checkpoint import settings
-from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
+from ..checkpoint.originals import fetch_missing_head
 from ..checkpoint.reader import fetch_checkpoint
 from ..cli.display import one_line_errors, table
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
@@ -23,19 +23,7 @@ from ..extras import require
 from ..files import check_target, write_atomic
 from ..pacing.depth import MAX_DRAFT_TOKENS
 from . import tune
-from .measure import (
-    AUTO,
-    COPIED,
-    HEAD,
-    NO_COPIES,
-    NO_DRAFTS,
-    OVERALL,
-    Report,
-    Result,
-    check_sizes,
-    loop_warning,
-    measure,
-)
+from .measure import AUTO, COPIED, HEAD, NO_COPIES, NO_DRAFTS, OVERALL, Report, Result, loop_warning, measure
 
 # Built-in sets of prompts, by the value of --prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -43,7 +31,6 @@ KINDS: dict[str, Callable[[], dict[str, str]]] = {
     "copying": prompts.copying_kinds,
     "python": prompts.python_beginnings,
 }
-DEMO_NAME = "demo"
 COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("tokens/s", lambda r: f"{r.mtp_tps:.1f}"),
     ("ratio", lambda r: f"{r.ratio:.2f}"),
@@ -72,30 +59,16 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens for each prompt (default: 128).")
     add("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
-    add(
-        "--compare-depths",
-        nargs="?",
-        type=int,
-        const=4,
-        metavar="K",
-        help="Also measure the head at each fixed draft length from 1 to K, or to 4 without K.",
+    depths = "Also measure the head at each fixed draft length from 1 to K, or to 4 without K."
+    add("--compare-depths", nargs="?", type=int, const=4, metavar="K", help=depths)
+    tuned = (
+        "Measure auto, fixed draft lengths and cheaper drafts against plain decoding, and write the best settings to FILE "
+        "(default: one in the user's cache folder, where --mtp finds it)."
     )
-    add(
-        "--tune",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="FILE",
-        help="Measure auto, fixed draft lengths and cheaper drafts against plain decoding, and write the best settings to FILE "
-        "(default: one in the user's cache folder, where --mtp finds it).",
-    )
+    add("--tune", nargs="?", const=True, default=False, metavar="FILE", help=tuned)
     add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="Draw speed by draft length into this image; requires --compare-depths.",
-    )
+    picture = "Draw speed by draft length into this image; requires --compare-depths."
+    add("--plot", type=Path, metavar="FILE", help=picture)
     add(
         "--prompts",
         metavar="FILE|KIND",
@@ -103,25 +76,13 @@ def make_parser() -> argparse.ArgumentParser:
         "(four prompts with answers that repeat them), python (beginnings of Python files). Default: nine, or python for the "
         "demo.",
     )
-    add(
-        "--context",
-        type=int,
-        nargs="+",
-        default=[0],
-        metavar="N",
-        help="Lengthen each prompt to about N tokens (default: as it is), and measure each of several lengths.",
-    )
+    context = "Lengthen each prompt to about N tokens (default: as it is), and measure each of several lengths."
+    add("--context", type=int, nargs="+", default=[0], metavar="N", help=context)
     add_flags(parser, (*LOADING, "--pipeline"))
     add("--model", help=MODEL_HELP)
     # The head is always measured, without tuned settings by default.
-    add(
-        "--mtp",
-        nargs="?",
-        const=True,
-        default=True,
-        metavar="HEAD",
-        help="Use the head in HEAD, a folder or Hugging Face repo with only a head (default: the model's own).",
-    )
+    head = "Use the head in HEAD, a folder or Hugging Face repo with only a head (default: the model's own)."
+    add("--mtp", nargs="?", const=True, default=True, metavar="HEAD", help=head)
     add("--settings", metavar="FILE", help="Measure with the tuned settings in this file (default: no settings).")
     return finish(parser, GROUPS)
 
@@ -138,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
         return
     options = load_options(args) | {"settings": args.settings or False}
     model, tokenizer = load(args.model or str(DEMO), **options)
-    name = args.model or DEMO_NAME
+    name = args.model or "demo"
     name = Path(name).resolve().name if Path(name).exists() else name  # without the path of a folder
     if model.drafting.tuned is not None:
         name += f" with {model.drafting.tuned}"
@@ -152,7 +113,8 @@ def run(args: argparse.Namespace) -> None:
         print(show(reports[-1]), end="\n\n" if several else "\n")
     if mx.distributed.init().rank() == 0:
         if args.json:
-            write_json(args.json, [asdict(r) for r in reports] if several else asdict(reports[0]))
+            figures = [asdict(r) for r in reports] if several else asdict(reports[0])
+            write_atomic(args.json, json.dumps(figures, indent=2) + "\n")
         if args.plot:
             plot(reports[0]).savefig(args.plot, dpi=150)
     names = [f"auto, --context {n}" for n in args.context] if several else ["auto"]
@@ -184,17 +146,16 @@ def run_tune(args: argparse.Namespace) -> None:
     users = "`--mtp` and `mlx_mtp.load` use it from now on" if args.tune is True else f"`--settings {file}` uses it"
     print(f"Written to {file}: {users}.")
     if args.json:
-        write_json(args.json, [asdict(m) for m in measured])
-
-
-def write_json(file: Path, value: Any) -> None:
-    write_atomic(file, json.dumps(value, indent=2) + "\n")
+        write_atomic(args.json, json.dumps([asdict(m) for m in measured], indent=2) + "\n")
 
 
 def check_flags(args: argparse.Namespace) -> None:
     check_alone(args, "tune")
     check_head(args)
-    check_sizes(args.max_tokens, args.repeat)
+    if args.max_tokens < 2:
+        raise MTPError(f"max_tokens must be 2 or more, not {args.max_tokens}: times start at the first token.")
+    if args.repeat < 1:
+        raise MTPError(f"repeat must be 1 or more, not {args.repeat}.")
     if args.tune:
         for name in ("compare_depths", "plot", "draft_vocab", "mtp_bits", "draft_head_bits", "settings"):
             if getattr(args, name) is not None:
@@ -216,9 +177,6 @@ def check_flags(args: argparse.Namespace) -> None:
         if args.compare_depths is None:
             raise MTPError("--plot draws speed by draft length and requires --compare-depths.")
         check_plot(args.plot)
-
-
-# The report
 
 
 def show(report: Report) -> str:
@@ -265,9 +223,6 @@ def gain(report: Report, name: str = "auto") -> str:
         f"{name}: {auto.ratio:.2f} times as fast as plain mlx-lm ({auto.ratio_low:.2f} to {auto.ratio_high:.2f} by round): "
         f"compiled passes {compiled:.2f}, drafts {auto.ratio / compiled:.2f}"
     )
-
-
-# The picture
 
 
 def check_plot(file: Path) -> None:

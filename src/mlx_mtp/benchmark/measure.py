@@ -25,9 +25,9 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
 
 from .._version import __version__
+from ..batch.generate_step import mtp_generate_step
 from ..cli.display import alternate
 from ..decoding.counts import DraftCounts, OfSource
-from ..decoding.loop import mtp_generate_step
 from ..drafts.sources import N_GRAM
 from ..errors import MTPError
 from ..memory import GB, needs_of
@@ -38,15 +38,13 @@ PLAIN, NO_DRAFTS, NO_COPIES, COPIES, AUTO = "plain", "no drafts", "auto, no copi
 Run = int | str  # a fixed draft length, or one of these
 # The source of a token: an accepted draft of the head, an accepted copy, or the target's own choice. Each pass has one choice
 # of the target: the token of a plain step, or the token after the accepted drafts.
-HEAD, COPIED, TARGET = "head", "copies", "target"  # the origin of a token
+HEAD, COPIED, TARGET = "head", "copies", "target"
 OVERALL = "overall"
 LOOPS = 1 / 3  # a larger share of repeated tokens is reported
 
 
 @dataclass
 class Generation:
-    """The tokens of one run on one prompt, and its times."""
-
     tokens: list[int]
     origins: list[str]  # of each token
     first_token: float  # seconds from the start
@@ -118,7 +116,6 @@ def measure(
     name: str = "",
 ) -> Report:
     """Time plain and MTP generation on prompts [T] by name, alternating: a result of each run for each prompt and for all."""
-    check_sizes(max_tokens, repeat)
     turns: list[Run] = [PLAIN, *runs]
     # Each run keeps the times of its steps from one text to the next, as in normal use.
     depths: dict[Run, Depth] = {
@@ -269,10 +266,3 @@ def loop_warning(shares: Mapping[str, float]) -> str | None:
         f"Warning: texts that repeat themselves, and how much of each: {', '.join(loops)}. Their figures hold for loops: "
         "use other prompts."
     )
-
-
-def check_sizes(max_tokens: int, repeat: int) -> None:
-    if max_tokens < 2:
-        raise MTPError(f"max_tokens must be 2 or more, not {max_tokens}: times start at the first token.")
-    if repeat < 1:
-        raise MTPError(f"repeat must be 1 or more, not {repeat}.")

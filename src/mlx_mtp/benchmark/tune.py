@@ -18,19 +18,19 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches import recurrent
+from ..batch.generate_step import prefill
 from ..caches.prompt_cache import PromptCache, make_prompt_cache
+from ..caches.rows import KVOptions, Rows
 from ..checkpoint.settings import cheapen_drafts
 from ..cli.display import alternate, table
 from ..decoding.counts import DraftCounts
-from ..decoding.loop import prefill
 from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
 from ..layers.layer import group_size
 from ..layers.passes import MAX_WINDOW, on_metal
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import times_of
-from .measure import NO_COPIES, PLAIN, Generation, Run, check_sizes, generate, speed, sum_counts
+from .measure import NO_COPIES, PLAIN, Generation, Run, generate, speed, sum_counts
 
 OFF, AUTO = Settings(0), Settings("auto")
 FIXED = [Settings(k) for k in (1, 2, 3, 4)]
@@ -104,15 +104,9 @@ def show(measured: Sequence[Measured]) -> str:
 
 
 def tune(
-    model: Any,
-    tokenizer: TokenizerWrapper,
-    prompts: Mapping[str, mx.array],
-    *,
-    max_tokens: int = 128,
-    repeat: int = 5,
+    model: Any, tokenizer: TokenizerWrapper, prompts: Mapping[str, mx.array], *, max_tokens: int = 128, repeat: int = 5
 ) -> list[Measured]:
     """Measure settings, the simplest first, as ``measure``. The model was loaded with ``draft_vocab=0, settings=False``."""
-    check_sizes(max_tokens, repeat)
     with wired_limit(model, [generation_stream]):
         way = fastest_way(model, max(prompts.values(), key=len), repeat)
         run = partial(measure, model, tokenizer, prompts, max_tokens=max_tokens, repeat=repeat)
@@ -190,15 +184,8 @@ def applied(model: Any, settings: Settings, tokenizer: Any = None) -> Iterator[N
             setattr(model.drafting, name, getattr(before, name))
 
 
-# Ways to run passes, of which the fastest depends on the device and its host
-
-
 def fastest_way(model: Any, prompt: mx.array, repeat: int) -> Settings:
-    """The fastest way after a prompt [T].
-
-    First the ways are compared over short windows. Then, on Metal, attention in groups of as many tokens as its fused attention
-    takes is compared with attention over all tokens of a window, after the prompt repeated up to ``CONTEXT`` tokens.
-    """
+    """The fastest way after a prompt [T]: of all over short windows, and on Metal of attention with and without groups."""
     n_attention = sum(not layer.is_linear for layer in model.layers)
     others = [Settings(compiled=False), *(Settings(pieces=n) for n in PIECES if n < n_attention)]
     best = _fastest(model, prompt, WINDOWS, [Settings(), *others], repeat)
@@ -221,25 +208,18 @@ def _fastest(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[Se
 
 
 def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[Settings], repeat: int) -> Seconds:
-    """Time a verify pass over each window after a prompt [T] in each way, alternating."""
-    entries, compiler = make_prompt_cache(model), Compiler()
+    entries, compiler, rows = make_prompt_cache(model), Compiler(), Rows(model, kv := KVOptions())
     prefill(prompt, model, prompt_cache=entries)
-    mx.eval([c.state for c in entries])
-    cache = PromptCache(entries, len(model.layers))
-    n_tokens = cache.n_tokens
+    rows.join([PromptCache(entries, len(model.layers))], [kv])
+    del entries  # MLX writes keys and values in place only if nothing else holds them
 
     def verify(_: int, name: str) -> float:
-        nonlocal n_tokens
         n, way = kinds[name]
         window = mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]
         with applied(model, way):
             start = time.perf_counter()
-            mx.eval(model(window, cache=cache.backbone, return_hidden=True, record=True, compiler=compiler))
-            seconds = time.perf_counter() - start
-        recurrent.rollback(cache.backbone, n_tokens, 1)
-        mx.eval([c.state for c in cache.backbone if isinstance(c, recurrent.ArraysCache)])
-        n_tokens += 1
-        return seconds
+            mx.eval(rows.run(model, window, return_hidden=True, record=True, compiler=compiler))
+            return time.perf_counter() - start
 
     calls, kinds = range(N_CALLS), {f"passes over {n} tokens, {way}": (n, way) for n in windows for way in ways}
     rounds = alternate(list(kinds), calls, repeat, verify)

@@ -31,8 +31,7 @@ def enlarged(held: mx.array | None, like: mx.array, n: int) -> mx.array:
 class Indexed(stock._BaseCache):
     """A key-value cache with ``index_keys``, [B, 1, S, D], which are never quantized. List it before mlx-lm's cache.
 
-    A prompt cache file has the names and states of mlx-lm's classes. So the subclasses have their parents' names, and their
-    state is mlx-lm's with ``[values, index_keys]`` in place of the values.
+    Its state is that of mlx-lm's cache with ``[values, index_keys]`` in place of the values.
     """
 
     names = (*NAMES, "index_keys")
@@ -62,21 +61,27 @@ class Indexed(stock._BaseCache):
         return n + (0 if self.index_keys is None else self.index_keys.nbytes)
 
 
-class QuantizedKVCache(Indexed, stock.QuantizedKVCache):
+class IndexedQuantizedKVCache(Indexed, stock.QuantizedKVCache):
     pass
 
 
-class KVCache(Indexed, stock.KVCache):
-    def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
-        cache = QuantizedKVCache(group_size, bits)
+class IndexedKVCache(Indexed, stock.KVCache):
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> IndexedQuantizedKVCache:
+        cache = IndexedQuantizedKVCache(group_size, bits)
         if self.keys is not None:
             cache.keys, cache.values = (mx.quantize(x, group_size, bits) for x in (self.keys, self.values))
         cache.offset, cache.index_keys = self.offset, self.index_keys
         return cache
 
 
+# By mlx-lm's class, whose name they have, since prompt cache files name classes, and mlx-lm looks them up among its own.
+KINDS: Any = {stock.KVCache: IndexedKVCache, stock.QuantizedKVCache: IndexedQuantizedKVCache}
+for stock_kind, kind in KINDS.items():
+    kind.__name__ = stock_kind.__name__
+
+
 def adopted(cache: Any) -> Any:
     """One of these caches in place of mlx-lm's, if its state, such as that of a file, has keys of an indexer."""
-    ours: Any = {stock.KVCache: KVCache, stock.QuantizedKVCache: QuantizedKVCache}.get(type(cache))
+    ours = KINDS.get(type(cache))
     is_pair = isinstance(getattr(cache, "values", None), list | tuple) and len(cache.values) == 2
     return cache if ours is None or not is_pair else ours.from_state(cache.state)

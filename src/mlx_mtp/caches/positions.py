@@ -8,8 +8,6 @@ count from it. The text resumes after the longer side of the grid, so positions 
     height     0   1   2    2    2    3    3    3    5
     width      0   1   2    3    4    2    3    4    5
 
-A prompt cache has the spans of its images, which determine the position of each token.
-
 These are the positions of Qwen2-VL (arXiv:2409.12191, section 2.1) in Qwen3.5's interleaved layout, as in ``get_rope_index``
 and ``Qwen3_5TextRotaryEmbedding`` of transformers (5.23).
 """

@@ -21,10 +21,11 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from ..errors import MTPError
+from .fingerprint import SIZE
 from .indexed import adopted
 from .positions import ImageSpan, Positions, check_images
-from .recurrent import ArraysCache
-from .validation import FLOATS, SIZE, check_arrays, check_backbone, check_keys, misfit
+from .recurrent import RecurrentCache
+from .validation import FLOATS, check_arrays, check_backbone, check_keys, misfit
 
 HIDDEN, COUNT, TEXT, PART, FINGERPRINT, IMAGES = range(6)  # the arrays of the last entry
 
@@ -52,38 +53,30 @@ class PromptCache:
     def last_hidden(self, hidden: mx.array | None) -> None:
         self.entries[-1][HIDDEN] = hidden
 
-    def _numbers(self, i: int) -> Any:
-        """Array i of the last entry as a list or a number; empty for none."""
-        return [] if (numbers := self.entries[-1][i]) is None else numbers.tolist()
-
     @property
     def n_tokens(self) -> int:
         """The number of tokens in the backbone's caches."""
-        if any(hasattr(c, "offset") for c in self.backbone):
-            return n_tokens(self.backbone)
-        # A pipeline stage without attention, whose states do not have their length.
-        return max(self.n_recorded, -1 - self.n_recorded)
+        # The states of a pipeline stage without attention do not have their length.
+        has_length = any(hasattr(c, "offset") for c in self.backbone)
+        return n_tokens(self.backbone) if has_length else max(self.n_recorded, -1 - self.n_recorded)
 
     @property
     def n_recorded(self) -> int:
         """The number of tokens in the backbone's caches when ``record`` was last called; negative since ``begin``."""
-        return self._numbers(COUNT) or 0
+        return _listed(self.entries[-1][COUNT]) or 0
 
     @property
     def text(self) -> list[int]:
         """The last known tokens of the caches."""
-        return self._numbers(TEXT)
+        return _listed(self.entries[-1][TEXT])
 
     @property
     def fingerprint(self) -> bytes:
         """That of the model that filled the caches; empty if unknown."""
-        return bytes(self._numbers(FINGERPRINT))
+        return bytes(_listed(self.entries[-1][FINGERPRINT]))
 
     def begin(self, n_tokens: int) -> None:
-        """Mark the cache as incomplete, until ``record``, with so many tokens in the backbone's caches.
-
-        Its last tokens may be drafts, so no other generation may use it or a copy of it.
-        """
+        """Mark the cache as in use, until ``record``, with so many tokens in the backbone's caches: the last may be drafts."""
         self.entries[-1][COUNT] = mx.array(-1 - n_tokens)
 
     def record(self, n_tokens: int, text: Sequence[int] = ()) -> None:
@@ -95,7 +88,7 @@ class PromptCache:
     @property
     def images(self) -> list[ImageSpan]:
         """The spans of the images in the caches and, during prefill, of the images that follow in the prompt."""
-        return [ImageSpan(*span) for span in self._numbers(IMAGES)]
+        return [ImageSpan(*span) for span in _listed(self.entries[-1][IMAGES])]
 
     @images.setter
     def images(self, images: Sequence[ImageSpan]) -> None:
@@ -109,6 +102,11 @@ class PromptCache:
     def positions(self, start: int = 0) -> Positions | None:
         """The positions of the text from a token on; ``None`` without images. Those of the head begin at ``first_position``."""
         return Positions(tuple(images), start) if (images := self.images) else None
+
+
+def _listed(x: mx.array | None) -> Any:
+    """An array as a list or a number; empty for none."""
+    return [] if x is None else x.tolist()
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
@@ -135,20 +133,17 @@ def make_head_cache(model: Any, has_fingerprint: bool = True) -> list[Any]:
 
 def empty_head(model: Any) -> Any:
     """An empty cache of the head's keys and values."""
-    return model.head_layer.make_cache() if has_head(model) else stock.KVCache()
+    layer = model.head_layer
+    return stock.KVCache() if layer is None else layer.make_cache()
 
 
 def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None) -> PromptCache:
-    """Check a prompt cache, and complete it in place to one of ``make_prompt_cache``.
+    """Complete a prompt cache in place to one of ``make_prompt_cache``; ``None``: an empty one.
 
     A cache from mlx-lm has no keys and values of the head, and those of another head are dropped. The head then begins with the
     tokens that follow, since only relative positions matter to it, and its first drafts are worse.
 
-    Args:
-        entries: Of ``make_prompt_cache``, mlx-lm or a file; ``None``: an empty one. A ``PromptCache`` is returned as it is.
-
-    Raises:
-        MTPError: The cache is damaged, from another model or rank, or in use by a generation.
+    Raises an MTPError if the cache is damaged, from another model or rank, or in use by a generation.
     """
     n_layers = len(model.layers)
     if isinstance(entries, PromptCache):
@@ -166,18 +161,16 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
     else:
         _check_owner(model, cache)
     entries[:-1] = [adopted(c) for c in entries[:-1]]
-    check_backbone(entries, model.layers)
+    check_backbone(cache.backbone, model.layers)
     for i, c in enumerate(cache.backbone):
-        if type(c) is stock.ArraysCache:
-            entries[i] = ArraysCache.from_state(c.state)
-        elif isinstance(c, ArraysCache):
-            c.draft = None  # it may be from mlx-lm's own speculative loop
+        if isinstance(c, stock.ArraysCache) and type(c) is not RecurrentCache:
+            entries[i] = RecurrentCache.from_state(c.state)
     n, n_tokens, images = cache.n_recorded, cache.n_tokens, cache.images
     if n > n_tokens:
         raise misfit(n_layers + 1, f"is of {n} tokens, and the layers' of {n_tokens}")
     if n < n_tokens:
         entries[n_layers:] = make_head_cache(model)
-    elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or not has_head(model):
+    elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or model.head_layer is None:
         entries[n_layers] = empty_head(model)
     else:
         check_keys(n_layers, cache.head, model.head_layer, may_be_quantized=False)
@@ -189,11 +182,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
 
 
 def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], are_embedded: bool) -> None:
-    """Record the spans of a prompt's images, which may include images in its cache, before prefill.
-
-    Raises:
-        MTPError: Images overlap or have no embeddings, or the model does not support images.
-    """
+    """Record the spans of a prompt's images, which may include images in its cache, before prefill."""
     both = sorted({*cache.images, *images})
     if not both:
         return
@@ -228,7 +217,7 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
         check_images(cache.images)
     except MTPError as e:
         raise misfit(i, f"has images that no text has ({e})") from e
-    if (part := cache._numbers(PART)) != part_of(model):
+    if (part := _listed(last[PART])) != part_of(model):
         raise MTPError(
             f"The prompt cache belongs to {_name(part)} and this is {_name(part_of(model))}: "
             "give each rank its own, on as many ranks as made it."
@@ -243,10 +232,6 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
             "The prompt cache belongs to another model, or to other weights, settings or adapters of this model. Make a new "
             "one with mlx_mtp.make_prompt_cache(model)."
         )
-
-
-def has_head(model: Any) -> bool:
-    return getattr(model, "mtp", None) is not None
 
 
 def part_of(model: Any) -> list[int]:

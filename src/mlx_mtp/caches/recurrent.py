@@ -1,4 +1,4 @@
-"""Caches that can roll back a few tokens. This module does not depend on layers, drafts or acceptance."""
+"""The caches of recurrent layers, which can roll back to any token of the last window."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,16 +7,14 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 
-from ..errors import MTPError
 from ..traces import compiled
 
 
 def recur(inputs: Sequence[mx.array], state: mx.array, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:
-    """The part of mlx-lm's ``gated_delta_update`` (0.32.2) after its gates.
+    """The part of mlx-lm's ``gated_delta_update`` (0.32.2) after its gates -> the output [B, T, Hv, Dv], and the state.
 
     Args:
         inputs: Normalized q and k [B, T, Hk, Dk], v [B, T, Hv, Dv], the gates g and beta [B, T, Hv].
-        state: [B, Hv, Dv, Dk], returned after the output [B, T, Hv, Dv].
         mask: Whether each token changes the state, [B, T].
     """
     has_kernel = mx.default_device() == mx.gpu and mx.metal.is_available() and inputs[1].shape[-1] % 32 == 0
@@ -41,10 +39,8 @@ class Recorded(NamedTuple):
 
 
 def rewound(windows: Sequence[Recorded], kept: Sequence[int]) -> list[list[mx.array]]:
-    """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence.
-
-    The layers share the lists of indices: a range of the device would be more operations.
-    """
+    """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence."""
+    # The layers share lists of indices: a range of the device would be more operations.
     n_tokens, m = windows[0].n_tokens, max(kept)
     mask = None if len(set(kept)) == 1 else mx.array([[i < n for i in range(m)] for n in kept])  # [B, m]
     widths = {x.shape[1] - n_tokens for own in windows for x in own.last_inputs}
@@ -66,51 +62,15 @@ def rewind(m: int, last_inputs: Any, state: mx.array, inputs: Any, ends: Any, ma
 _rewound = compiled(rewind)  # the outputs of the recurrence are not computed
 
 
-class ArraysCache(stock.ArraysCache):
-    """mlx-lm's ``ArraysCache`` of a recurrent layer. Its last call can be rolled back in part.
-
-    Its arrays are the last inputs of the convolution, the state of the recurrence, and the last inputs that mlx-lm's layers do
-    not have. A recorded call leaves a ``window``, which ``rollback`` closes. In between, ``state`` is that after the window. It
-    has its parent's name because a prompt cache file has the names of its classes.
-    """
+class RecurrentCache(stock.ArraysCache):
+    """The last inputs of the convolution, the state of the recurrence, and the last inputs that mlx-lm's layers do not have."""
 
     cache: list[Any]
-    window: Recorded | None = None
-
-    def rollback(self, n: int) -> None:
-        """Close the window: keep its first ``n`` tokens, at least one, and free its record."""
-        window = self.window
-        if window is None:
-            raise MTPError("There is nothing to roll back: call the model with record=True.")
-        if not 1 <= n <= window.n_tokens:
-            raise MTPError(f"Cannot keep {n} tokens of a window of {window.n_tokens}: keep at least one.")
-        if n < window.n_tokens:
-            (self.cache,) = rewound([window], [n])
-        self.window = None
+    window: Recorded | None = None  # of the last call, if it was recorded; ``cache`` is that after the window
 
 
-def check_recordable(caches: list[Any] | None) -> None:
-    """Raise an MTPError if the next call with a model's caches cannot be recorded."""
-    if caches is None:
-        raise MTPError("With record=True, the model needs a cache to record in.")
-    for c in caches:
-        if isinstance(c, stock.ArraysCache):
-            if not isinstance(c, ArraysCache):
-                raise MTPError("This cache cannot roll back: make it with model.make_cache().")
-            if c.window is not None:
-                raise MTPError("The last verify pass on this cache was not finished: call rollback first.")
-            if c.lengths is not None or c.left_padding is not None:
-                raise MTPError("A cache of padded prompts cannot roll back.")
-
-
-def rollback(caches: list[Any], offset: int, n: int) -> None:
-    """Keep the first ``n`` tokens of the window that began at ``offset`` in each of a model's caches."""
-    for c in caches:
-        if isinstance(c, ArraysCache):
-            c.rollback(n)
-        else:
-            c.trim(c.offset - offset - n)
-    mx.async_eval([c.cache for c in caches if isinstance(c, ArraysCache)])
+# Prompt cache files name classes, which mlx-lm looks up among its own.
+RecurrentCache.__name__ = stock.ArraysCache.__name__
 
 
 def snapshot(caches: list[Any]) -> list[Any]:

@@ -7,26 +7,21 @@
 A pass changes no row: it writes keys and values after the rows' ends, and leaves the states of recurrent layers beside those
 before it. ``Rows.commit`` then keeps the first tokens of each row, by one assignment of an immutable ``RowsState``. So an
 earlier state can be restored by an assignment as well, as long as no row has joined or left.
-
-A row is made from the caches of one sequence, whose arrays it takes without a copy if it is alone, and can be extracted into
-such caches. This module does not depend on layers, drafts or acceptance.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map, tree_reduce
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
-from mlx_lm.models import cache as stock
 
-from . import indexed
 from .indexed import NAMES, enlarged, names_of, size_of
 from .prompt_cache import PromptCache
-from .recurrent import ArraysCache, rewound
+from .recurrent import RecurrentCache, rewound
 
 EVERY = 2048  # tokens of a prompt after which mlx-lm quantizes: its default ``prefill_step_size``
 
@@ -42,8 +37,8 @@ class KVOptions:
     def of_text(self, n_cached: int, n_prompt: int) -> "KVOptions":
         """These options for one text: its keys and values are quantized once it has exactly ``quantized_kv_start`` tokens.
 
-        The place is that of mlx-lm's ``generate_step`` with its own chunks, whatever the chunks here: after a multiple of 2,048
-        tokens, before the last token of the prompt, or after any later token, and at least one token is read before.
+        As in mlx-lm's ``generate_step`` with its own chunks, whatever the chunks here: after a multiple of 2,048 tokens, before
+        the last token of the prompt, or after any later token, and at least one token is read before.
         """
         first, end = max(self.quantized_kv_start, n_cached + 1), n_cached + n_prompt - 1
         return replace(self, quantized_kv_start=first if first > end else min(-(-first // EVERY) * EVERY, end))
@@ -66,6 +61,7 @@ class Ends:
 
     lengths: tuple[int, ...] = ()  # the number of tokens in each row, [B]
     shifts: tuple[int, ...] = ()  # position minus index of each row's next token: not 0 in texts with images, [B]
+    made: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)  # by ``next`` and ``of``
 
     @cached_property
     def columns(self) -> mx.array:
@@ -75,19 +71,11 @@ class Ends:
     def positions(self) -> mx.array:
         return self.columns + mx.array(self.shifts, mx.int32) if any(self.shifts) else self.columns
 
-    @cached_property
-    def _next(self) -> dict[int, tuple[mx.array, mx.array]]:
-        return {}
-
-    @cached_property
-    def _of(self) -> dict[tuple[int, ...], "Ends"]:
-        return {}
-
     def next(self, T: int) -> tuple[mx.array, mx.array]:
         """The rows, [B, 1], and columns, [B, T], of the next T tokens of each row."""
-        if T not in self._next:
-            self._next[T] = mx.arange(len(self.lengths))[:, None], self.columns[:, None] + mx.arange(T)
-        return self._next[T]
+        if T not in self.made:
+            self.made[T] = mx.arange(len(self.lengths))[:, None], self.columns[:, None] + mx.arange(T)
+        return self.made[T]
 
     @property
     def longest(self) -> int:
@@ -103,22 +91,19 @@ class Ends:
     def of(self, rows: Sequence[int]) -> "Ends":
         """The ends of these rows."""
         key = tuple(rows)
-        if key not in self._of:
-            self._of[key] = Ends(tuple(self.lengths[b] for b in rows), tuple(self.shifts[b] for b in rows))
-        return self._of[key]
+        if key not in self.made:
+            self.made[key] = Ends(tuple(self.lengths[b] for b in rows), tuple(self.shifts[b] for b in rows))
+        return self.made[key]
 
     def joined(self, other: "Ends") -> "Ends":
         return Ends(self.lengths + other.lengths, self.shifts + other.shifts)
 
 
 class KVRows:
-    """The keys and values of a layer, and its other arrays by token, [B, H, S, D]; each of them three arrays if quantized.
-
-    A pass writes them after the ``ends`` set before. They are attributes, named as those of ``like``, a cache of the layer.
-    """
+    """The arrays [B, H, S, D] of an attention layer, named as those of ``like``, a cache of the layer."""
 
     def __init__(self, like: Any):
-        self.ends, self.names = Ends(), names_of(like)
+        self.ends, self.names, self.kind = Ends(), names_of(like), type(like)
         for name in self.names:
             setattr(self, name, None)
         if hasattr(like, "bits"):  # for mlx-lm's attention as well
@@ -174,7 +159,7 @@ class KVRows:
             setattr(self, name, _stacked([getattr(c, name) for c in (self, *caches)], sizes, lengths))
 
     def filter(self, keep: list[int], longest: int) -> None:
-        """Keep these rows, the longest of which has so many tokens."""
+        """Keep these rows, the ``longest`` of which has so many tokens."""
         rows, size = mx.array(keep), size_of(longest)
         for name, held in zip(self.names, self.arrays):
             if held is not None:
@@ -182,8 +167,7 @@ class KVRows:
 
     def extract(self, b: int, n: int) -> Any:
         """The first n tokens of row b. A row that is alone shares its arrays: copy the cache if both go on."""
-        kinds: Any = stock if self.names == NAMES else indexed
-        cache = kinds.QuantizedKVCache(self.group_size, self.bits) if hasattr(self, "bits") else kinds.KVCache()
+        cache = self.kind(self.group_size, self.bits) if hasattr(self, "bits") else self.kind()
         if n > 0:
             for name, held in zip(self.names, self.arrays):
                 own = tree_map(lambda x: x if len(x) == 1 else mx.contiguous(x[b : b + 1, :, :n]), held)
@@ -219,11 +203,9 @@ def rows_of(caches: list[Any]) -> KVRows:
 
 
 def _stacked(arrays: Sequence[Any], sizes: Sequence[int], lengths: Sequence[int] | None = None) -> Any:
-    """Concatenate arrays [B, ...] along B. One that is alone is taken as it is, and zeros stand for a missing one.
+    """Concatenate arrays [B, ...], given the B of each and, of keys and values, the tokens, after which they get space.
 
-    Args:
-        sizes: The B of each.
-        lengths: Of keys and values [B, H, S, D], the number of tokens in each. They get space for the next tokens.
+    One that is alone is taken as it is, and zeros stand for a missing one.
     """
     like = next((x for x in arrays if x is not None), None)
     if like is None or sum(B > 0 for B in sizes) == 1:
@@ -253,16 +235,12 @@ class RowsState:
 
 
 class Rows:
-    """The caches of the sequences in a pass.
-
-    A pass over a window of n tokens of each row is in flight from ``start_pass``, the model's call and ``in_flight = n`` until
-    ``commit``.
-    """
+    """The caches of the sequences in a pass, which is in flight, over ``in_flight`` tokens of each row, until ``commit``."""
 
     def __init__(self, model: Any, kv: KVOptions):
         self.kv, self.in_flight = kv, 0
-        entries = [c if isinstance(c, ArraysCache) else KVRows(c) for c in model.make_cache()]
-        self.recurrent = [c for c in entries if isinstance(c, ArraysCache)]
+        entries = [c if isinstance(c, RecurrentCache) else KVRows(c) for c in model.make_cache()]
+        self.recurrent = [c for c in entries if isinstance(c, RecurrentCache)]
         self.state = RowsState(Ends(), self.states, entries)  # without the pass in flight
 
     @property
@@ -283,17 +261,20 @@ class Rows:
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.entries)
 
-    def start_pass(self) -> None:
-        """Call before the model runs over the next tokens of each row."""
+    def run(self, model: Any, tokens: mx.array, **options: Any) -> Any:
+        """Start a pass of the model over the next tokens [B, n] -> its output."""
         self.in_flight, states = 0, iter(self.state.recurrent)
         for c in self.entries:
-            if isinstance(c, ArraysCache):
+            if isinstance(c, RecurrentCache):
                 c.cache, c.window = [*next(states)], None
             else:
                 c.ends = self.state.ends
+        out = model(tokens, cache=self.entries, **options)
+        self.in_flight = tokens.shape[1]
+        return out
 
     def commit(self, kept: Sequence[int]) -> None:
-        """End the pass in flight: keep its first ``kept[b]`` tokens in row b, from 1 on. May be interrupted at any line."""
+        """Keep the first ``kept[b]`` tokens of the pass in flight in row b, from 1 on. May be interrupted at any line."""
         if self.in_flight == 0:
             return
         ends, recurrent = self.state.ends.plus(kept), self._after(kept)
@@ -324,7 +305,7 @@ class Rows:
         held, states, sizes = self.state, iter(self.state.recurrent), [len(self.n_tokens), *[1] * len(caches)]
         recurrent, entries = [], list[Any]()
         for entry, *new in zip(held.entries, *(c.backbone for c in caches)):
-            if isinstance(entry, ArraysCache):
+            if isinstance(entry, RecurrentCache):
                 recurrent.append([_stacked(own, sizes) for own in zip(next(states), *(c.cache for c in new))])
             elif type(entry) is KVRows and all(hasattr(c, "bits") is hasattr(entry, "bits") for c in new):
                 entry.join(new, held.ends)
@@ -352,15 +333,15 @@ class Rows:
         recurrent = [[None if x is None else x[rows] for x in arrays] for arrays in self.state.recurrent]
         self.state = RowsState(ends, recurrent, entries, tuple(self.state.starts[b] for b in keep))
 
-    def extract(self, b: int) -> list[Any]:
-        """Row b's caches, one for each layer; with a pass in flight, after its first token."""
-        n, states, caches = self.n_tokens[b], iter(self.state.recurrent), list[Any]()
-        if self.in_flight > 0:
-            n, states = n + 1, iter(self._after([1] * len(self.n_tokens)))
+    def extract(self, b: int, n: int) -> list[Any]:
+        """The first n tokens of row b as a cache for each layer, with a pass in flight up to its first token."""
+        states, caches = iter(self.state.recurrent), list[Any]()
+        if n > self.n_tokens[b]:
+            states = iter(self._after([1] * len(self.n_tokens)))
         for c in self.entries:
-            if isinstance(c, ArraysCache):
+            if isinstance(c, RecurrentCache):
                 own = [None if x is None else mx.contiguous(x[b : b + 1]) for x in next(states)]
-                caches.append(ArraysCache.from_state((own, None, None)))
+                caches.append(RecurrentCache.from_state((own, None, None)))
             else:
                 caches.append(self._row(c, b, n))
         return caches

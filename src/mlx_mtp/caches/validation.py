@@ -1,68 +1,13 @@
-"""Checks that a prompt cache fits a model. A damaged or foreign file could otherwise crash the process or change the text.
+"""Checks that a prompt cache fits a model. A damaged or foreign file could otherwise crash the process or change the text."""
 
-A model's fingerprint identifies its prompt caches: a digest of its config and of checksums of each weight.
-"""
-
-import json
-from collections.abc import Iterable, Sequence
-from hashlib import blake2b
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
 from ..errors import MTPError
 from .indexed import NAMES
-
-SIZE = 16  # bytes of a digest
-
-
-def fingerprint(model: Any) -> bytes:
-    """The digest of the backbone, [16], followed by the digest of the head, [16].
-
-    They are separate since the text depends only on the backbone: a prompt cache stays valid if the head is quantized or
-    fitted. The model's own attributes are left out: they tell where its head is from and what it accepted.
-    """
-    parameters: Any = [*tree_flatten(model.parameters()), *model.other_weights()]
-    args = {name: x for name, x in vars(model.text_args).items() if not name.startswith("mtp_")}
-
-    def part(is_head: bool) -> bytes:
-        own = [(name, p) for name, p in parameters if name.startswith(model.head_prefix) is is_head]
-        of_part = lambda name: bool(name) and f"{name}.".startswith(model.head_prefix) is is_head  # noqa: E731
-        return digest(own, [args, [(name, _numbers(m)) for name, m in model.named_modules() if of_part(name)]])
-
-    return part(False) + part(True)
-
-
-def digest(parameters: Iterable[tuple[str, mx.array]], settings: Any = None) -> bytes:
-    """The digest of named tensors and of the settings of their modules, [16]."""
-    parameters = sorted(parameters)
-    names = json.dumps([[(name, p.shape, str(p.dtype)) for name, p in parameters], settings], sort_keys=True)
-    sums = [_checksums(p) for _, p in parameters]
-    read = bytes(np.array(mx.concatenate(sums))) if sums else b""
-    return blake2b(names.encode() + read, digest_size=SIZE).digest()
-
-
-def _checksums(p: mx.array) -> mx.array:
-    """The sums of the columns of a tensor's bits, and the sum of its rows in their order: some KB, all modulo 2**32.
-
-    The device computes them at the speed of its memory. No change of a single row leaves the columns' as they are.
-    """
-    rows = p.reshape(1, -1) if p.ndim < 2 else p
-    kind = {1: mx.uint8, 2: mx.uint16}.get(p.dtype.size, mx.uint32)
-    bits = rows.view(mx.uint32 if rows.shape[-1] * p.dtype.size % 4 == 0 else kind).astype(mx.uint32)
-    by_row = bits.sum(axis=-1).flatten()
-    in_order = by_row * (2 * mx.arange(by_row.size, dtype=mx.uint32) + 1)
-    return mx.concatenate([bits.sum(axis=tuple(range(bits.ndim - 1))), in_order.sum(keepdims=True)])
-
-
-def _numbers(module: Any) -> dict[str, Any]:
-    """A module's numbers and names, such as an adapter's scale."""
-    own = sorted(vars(module).items())
-    return {name: x for name, x in own if not name.startswith("_") and isinstance(x, int | float | str)}
-
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's affine quantization
@@ -73,20 +18,17 @@ Wanted = tuple[str, tuple[int | None, ...], tuple[mx.Dtype, ...]]
 
 def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
     """Raise an MTPError if a cache does not fit its layer, or is of another number of tokens than the others."""
-    counts, filled = [], []
     for i, (c, layer) in enumerate(zip(caches, layers)):
         if layer.is_linear:
             check_arrays(i, c, *((own.name, (1, *own.shape), _dtypes(own.dtype)) for own in layer.states))
             if any((x is None) != (c[0] is None) for x in c.cache):
                 raise misfit(i, "has only some of its arrays")
-            filled.append(not c.empty())
         else:
             check_keys(i, c, layer)
-            counts.append(c.offset)
-    n = max(counts, default=0)
-    any_tokens = n > 0 if counts else any(filled)  # the states of recurrent layers do not have their number
-    for i, (c, layer) in enumerate(zip(caches, layers)):
-        if c.empty() == any_tokens if layer.is_linear else c.offset != n:
+    # The states of recurrent layers do not have their number of tokens.
+    n = max((c.offset for c in caches if hasattr(c, "offset")), default=any(not c.empty() for c in caches))
+    for i, c in enumerate(caches):
+        if c.offset != n if hasattr(c, "offset") else c.empty() == (n > 0):
             raise misfit(i, "is of other tokens than the other layers'")
 
 

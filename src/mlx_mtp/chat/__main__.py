@@ -29,9 +29,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
     flags.add_sampling(parser)
     flags.add_flags(parser, ["--images"])
-    parser.add_argument(
-        "--thinking", choices=("on", "off"), help="Turn thinking on or off (default: on, if the model supports it)."
-    )
+    thinking = "Turn thinking on or off (default: on, if the model supports it)."
+    parser.add_argument("--thinking", choices=("on", "off"), help=thinking)
     return finish(parser)
 
 
@@ -101,9 +100,6 @@ def figures(response: GenerationResponse) -> str:
     if response.drafted or response.copied:
         parts.append(f"{response.tokens_per_step:.2f} tokens-per-step")
     return ", ".join(parts)
-
-
-# Commands, which begin with a slash
 
 
 class Command(NamedTuple):

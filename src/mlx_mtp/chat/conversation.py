@@ -64,29 +64,23 @@ class Conversation:
         self.shown: list[Image] = []  # in the earlier turns, with a store
 
     def instruct(self, system_prompt: str) -> None:
-        """Set the system prompt. The next turn prefills all messages again."""
         self.system_prompt = system_prompt
         self._rewind()
 
     def attach(self, file: str) -> None:
-        """Add an image to the next question."""
         vision_of(self.model)
         path = Path(file).expanduser()
         open_image(path)
         self.attached.append(str(path.absolute()))
 
     def think(self, thinking: bool) -> None:
-        """Switch thinking on or off for the next answers."""
         question = [Message("user", "a")]
         if self._render(question, True) == self._render(question, False):
             raise MTPError(f"The chat template of {self.args.model} has no switch for thinking.")
         self.thinking = thinking
 
     def answer(self, query: str, show: Callable[[str], None]) -> GenerationResponse | None:
-        """Generate an answer, show each piece, and return the last response; ``None`` after Ctrl-C before the first token.
-
-        What is generated before Ctrl-C stays in the conversation. After an error, the question is forgotten.
-        """
+        """Generate an answer, show each piece, and return the last response; ``None`` after Ctrl-C before the first token."""
         question = Message("user", query, self.attached)
         new = [*self.messages[self.n_rendered :], question]
         images = [open_image(Path(file)) for message in new for file in message.images]

@@ -21,7 +21,6 @@ def history_file() -> Path:
 
 
 def make_reader(commands: Iterable[str]) -> Callable[[], str]:
-    """Make a function that reads the next input, and completes commands."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return lambda: input(PROMPT)
     session: PromptSession[str] = PromptSession(

@@ -16,13 +16,13 @@ import mlx.core as mx
 from mlx.utils import tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..distributed.ranks import from_rank_0
+from ..distributed.calls import from_rank_0
+from ..files import keep, kept
 from ..memory import TEST_CHUNK
 from ..models.mixin import MTPModel
 from ..prompts import built_in_tokens
 from .head_formats import Head
 from .hub import first_line
-from .kept import keep, kept
 from .reader import CheckpointReader
 
 # On the built-in text, mostly code, a model accepts 0.5 to 0.9 of its own head's drafts. A constant draft is right as often as
@@ -147,9 +147,6 @@ def read_norms(model: Any, norms: Mapping[str, mx.array], reading: Reading) -> N
 def with_ones(norms: Mapping[str, mx.array], reading: Reading) -> dict[str, mx.array]:
     """Norms as in MLX's layout, given those stored."""
     return {name: w + 1.0 if name.startswith(reading) else w for name, w in norms.items()}
-
-
-# What was measured before
 
 
 def known(key: str) -> Measured | None:

@@ -166,9 +166,8 @@ def _of_fused_experts(
     mlp: str, parameter: str, pair: Mapping[str, mx.array], config: Config, layers: Layers
 ) -> dict[str, Update]:
     """The updates of ``switch_mlp`` that an update of a fused tensor [E, outputs, inputs] consists of."""
-    names = [
-        f"{mlp}.switch_mlp.{p}" for p in (("gate_proj", "up_proj") if parameter == "gate_up_proj" else ("down_proj",))
-    ]
+    projections = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else ("down_proj",)
+    names = [f"{mlp}.switch_mlp.{p}" for p in projections]
     layer: Any = _layer(layers, names[0])[1]
     E = layer.num_experts
     a = pair["A"].reshape(E, -1, pair["A"].shape[1])

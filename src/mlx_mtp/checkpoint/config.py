@@ -39,7 +39,6 @@ def read_json(file: Path) -> Config:
 
 
 def read_config(folder: Path, name: str) -> Config:
-    """Read the config of a supported model; ``name`` is the checkpoint's, for the error."""
     file = folder / "config.json"
     return check_config(canonical(read_json(file)) if file.exists() else None, name)
 
@@ -52,7 +51,7 @@ def check_config(config: Config | None, name: str) -> Config:
         raise MTPError(f"The text_config of {name}'s config.json is not an object.")
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
-        if not _mlx_lm_has(model_type):
+        if not mlx_lm_has(model_type):
             raise MTPError(f"Model type {model_type} is supported neither here nor by mlx-lm {version('mlx-lm')}.")
         raise MTPError(
             f"Model type {model_type} has no MTP head here (supported: {', '.join(MODEL_TYPES)}). mlx-lm runs it without "
@@ -61,13 +60,7 @@ def check_config(config: Config | None, name: str) -> Config:
     return config
 
 
-def runs_in(config: Config | None) -> tuple[bool, bool]:
-    """Whether this package, and whether mlx-lm, has the family of a checkpoint's model."""
-    model_type = (config or {}).get("model_type")
-    return model_type in MODEL_TYPES, _mlx_lm_has(model_type)
-
-
-def _mlx_lm_has(model_type: Any) -> bool:
+def mlx_lm_has(model_type: Any) -> bool:
     module = MODEL_REMAPPING.get(model_type, model_type) if isinstance(model_type, str) else ""
     return module.isidentifier() and find_spec(f"mlx_lm.models.{module}") is not None
 
@@ -114,12 +107,6 @@ def _named_ends(config: Any) -> set[int]:
 def context_length_of(config: Config) -> int | None:
     length: int | None = text_config_of(config).get("max_position_embeddings")
     return length
-
-
-def with_output_layer(config: Config, is_tied: bool) -> Config:
-    """The entries of a config.json by which mlx-lm and transformers tie the output layer to the embedding, or do not."""
-    tie = {"tie_word_embeddings": is_tied}
-    return {**tie, "text_config": config["text_config"] | tie} if "text_config" in config else tie
 
 
 def first_difference(config: Config, other: Config) -> str:

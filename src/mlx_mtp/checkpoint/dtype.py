@@ -1,7 +1,6 @@
-"""The type of a model's floating-point weights, ``--dtype``: one for the backbone, the head, adapters and the vision encoder.
+"""The one type of a model's floating-point weights, ``--dtype``: see "One type" in docs/develop/design.md.
 
-See "One type" in docs/develop/design.md. Weights that a checkpoint has in float32 beside others, such as the decay of a
-recurrence, stay as they are.
+Weights that a checkpoint has in float32 beside others, such as the decay of a recurrence, stay as they are.
 """
 
 import logging
@@ -16,15 +15,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import has_head
-from ..distributed.ranks import any_rank, from_rank_0
+from ..distributed.calls import any_rank, from_rank_0
 from ..errors import MTPError
-from ..memory import gpu_generation
+from ..files import keep, kept
+from ..layers.mtp import has_head
 from ..models import BASES
 from ..models.head_weights import is_head
 from ..models.mixin import MTPModel
 from ..prompts import built_in_tokens
-from .kept import keep, kept
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,12 +41,7 @@ class Float16Error(MTPError):
         super().__init__(f"{name} does not run in float16 ({reason}): use --dtype bfloat16.")
 
 
-def lacks_bfloat16() -> bool:
-    return gpu_generation()[0] in WITHOUT_BFLOAT16
-
-
 def dtype_of(model: Any) -> mx.Dtype:
-    """The type of a model's activations."""
     if isinstance(model, MTPModel):
         dtype: mx.Dtype = model.layers[0].dtype
         return dtype

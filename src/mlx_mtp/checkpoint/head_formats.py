@@ -1,22 +1,18 @@
-"""The layouts of MTP heads in checkpoints, and whether a head can be used.
+"""The layouts of MTP heads, and whether a head can be used. In Hugging Face's ("raw"), norms lack the 1 that MLX's adds."""
 
-In the Hugging Face layout ("raw"), norms are stored without the 1 that MLX's layout adds. A drafter is a folder with a head.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub.utils import TensorInfo
 
 from ..errors import MTPError
-from ..models import MODEL_TYPES, drafter_of, model_module
+from ..models import drafter_of
 from ..models.head_weights import MARKER, check_quantized, is_head, norms_of, sanitize_head, split_head
 from .config import Config, check_config, first_difference, skeleton, text_config_of
-from .reader import CheckpointReader, fetch_checkpoint
+from .reader import CheckpointReader, Tensor, Tensors, fetch_checkpoint
 
 RUNTIME = "mtplx_runtime.json"  # MTPLX's settings beside config.json
 # The keys of config.json and RUNTIME that tell the encoding of the head's norms, and the values that mean without the 1.
@@ -52,7 +48,7 @@ def check_head(checkpoint: CheckpointReader) -> None:
     raise MTPError(f"{name} has no MTP head: {fix}")
 
 
-def check_shapes(checkpoint: CheckpointReader, head: Mapping[str, TensorInfo]) -> None:
+def check_shapes(checkpoint: CheckpointReader, head: Tensors) -> None:
     """Raise an MTPError if tensors of a head for a checkpoint are missing, unknown or of the wrong shape."""
     mtp = skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name).mtp
     # Zeros that are never evaluated take no memory.
@@ -66,11 +62,11 @@ def read_head(source: CheckpointReader) -> Head:
     return Head(source, weights, has_raw_head(source), norms_of(weights))
 
 
-def first_tensor(checkpoint: CheckpointReader, suffix: str) -> TensorInfo | None:
+def first_tensor(checkpoint: CheckpointReader, suffix: str) -> Tensor | None:
     """Describe the first tensor whose name has this suffix, among the files that exist."""
     own = checkpoint.model_map.items()
-    first = [(name, file) for name, file in own if name.endswith(suffix) and checkpoint.has(file)][:1]
-    return next(iter(checkpoint.tensors(dict(first)).values()), None)
+    first = next(((name, file) for name, file in own if name.endswith(suffix) and checkpoint.has(file)), None)
+    return None if first is None else checkpoint.tensors(dict([first]))[first[0]]
 
 
 def has_raw_backbone(checkpoint: CheckpointReader) -> bool:
@@ -79,41 +75,29 @@ def has_raw_backbone(checkpoint: CheckpointReader) -> bool:
 
 
 def has_raw_head(checkpoint: CheckpointReader) -> bool:
-    """Whether a checkpoint's head is in the Hugging Face layout, so that 1 must be added to its norms.
-
-    The config or a file of MTPLX may tell. Otherwise a head without a prefix is converted, as in mlx-vlm's drafters, and a head
-    has the layout of the backbone. A head in a file of its own beside a converted backbone may have either: then this is a
-    guess, by the format of the file and by the names of experts. The values of the norms can be near 0 or near 1 in both
-    layouts, but only the right ones make drafts that the model accepts, see ``acceptance.py``.
-    """
+    """Whether a checkpoint's head is in the Hugging Face layout, so that 1 must be added to its norms."""
     record = (checkpoint.config or {}).get("mlx_mtp")
     if isinstance(record, dict) and isinstance(record.get("norms_shifted"), bool):
         return not record["norms_shifted"]
     runtime = checkpoint.read_json(RUNTIME) if RUNTIME in checkpoint.files else None
     if encodings := [*_encodings(checkpoint.config), *_encodings(runtime)]:
         return any(encoding.strip().lower() in WITHOUT_ONE for encoding in encodings)
-    if MARKER in checkpoint.head_map:
+    if MARKER in checkpoint.head_map:  # without a prefix, as in mlx-vlm's drafters
         return False
     if first_tensor(checkpoint, "conv1d.weight") is None or has_raw_backbone(checkpoint):
         return True
-    from_torch = any(checkpoint.header(file).metadata.get("format") == "pt" for file in checkpoint.head_files)
-    return from_torch or (
-        bool(checkpoint.head_files) and any(".experts.0." in tensor for tensor in checkpoint.head_map)
-    )
+    # A head in a file of its own beside a converted backbone may have either layout: this is a guess. The values of the norms
+    # can be near 0 or near 1 in both, but only the right ones make drafts that the model accepts, see ``acceptance.py``.
+    own_files = checkpoint.head_files
+    from_torch = any(checkpoint.header(file).metadata.get("format") == "pt" for file in own_files)
+    return from_torch or (bool(own_files) and any(".experts.0." in tensor for tensor in checkpoint.head_map))
 
 
 def _encodings(config: Any) -> Iterator[str]:
-    """The encodings of norms that a config has, also in its parts."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if key in ENCODINGS and isinstance(value, str):
             yield value
         yield from _encodings(value)
-
-
-def shifts_norms(checkpoint: CheckpointReader) -> bool:
-    """Whether the layouts of a checkpoint's family differ in its norms."""
-    model_type = (checkpoint.config or {}).get("model_type")
-    return model_type not in MODEL_TYPES or model_module(model_type).Model.shifts_norms
 
 
 def fetch_drafter(drafter: str, checkpoint: CheckpointReader) -> CheckpointReader:

@@ -4,32 +4,29 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import huggingface_hub as hf
 from huggingface_hub import constants, errors, is_offline_mode, snapshot_download, try_to_load_from_cache
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_raise_for_status, http_stream_backoff
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ..errors import MTPError, MTPFileNotFoundError, MTPOSError
 from ..memory import size
 from .catalog import conversion_like, resolve
 
-NO_CONNECTION = "no connection to the Hugging Face hub"
 WEIGHTS = "model*.safetensors"
 SHOWN = 5  # models of the cache in an error
+TRIES = 5  # for a body that breaks off
 HEAD_FILE = "mtp.safetensors"
 TOWER_FILE = "model-vision.safetensors"  # of a grafted tower; other programs read it as a file of the model
 
 
 def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequence[str] | None = None) -> Path:
-    """The folder of a checkpoint, downloaded if it is a repository: mlx-lm's files, ``files``, and all weights or ``weights``.
-
-    Raises a FileNotFoundError, another OSError if the disk has no room, or an MTPError for another format, of one line.
-    """
+    """A checkpoint's folder, downloaded if it is a repository: mlx-lm's files, ``files`` and ``weights``, by default all."""
     check_path(path_or_hf_repo)
     check_format(path_or_hf_repo, [path_or_hf_repo])
     name = resolve(path_or_hf_repo)
@@ -167,18 +164,18 @@ def _reason(error: Exception, name: str, revision: str | None) -> str:
             f"{name} is not a folder, and the hub has no repository of that name or you may not see it: "
             "correct the name, or log in with `hf auth login`."
         )
+    unreachable = "HF_HUB_OFFLINE is set" if is_offline_mode() else "there is no connection to the Hugging Face hub"
     if isinstance(error, errors.IncompleteSnapshotError):
         missing = re.search(r"missing \((.*?)\)", str(error))
         lacks = f"the cache lacks {missing[1]}" if missing else first_line(error)
-        reason = "HF_HUB_OFFLINE is set" if is_offline_mode() else f"there is {NO_CONNECTION}"
-        return f"{name} is not complete: {lacks}, and {reason}."
-    if is_offline_mode():
-        reason = f"HF_HUB_OFFLINE is set and the cache does not have it: unset it to download. {cache_contents()}"
-    elif _is_connection_error(error):
-        reason = f"there is {NO_CONNECTION} to download it. {cache_contents()}"
-    else:
-        reason = f"it could not be downloaded: {first_line(error)}"
-    return f"{name} is not a folder, and {reason}"
+        return f"{name} is not complete: {lacks}, and {unreachable}."
+    if not is_offline_mode() and not _is_connection_error(error):
+        return f"{name} is not a folder, and it could not be downloaded: {first_line(error)}"
+    remedy = " and the cache does not have it: unset it to download" if is_offline_mode() else " to download it"
+    names = sorted(cached_repositories())
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    cache = f"In the cache: {', '.join(names[:SHOWN])}{more}." if names else "The cache is empty."
+    return f"{name} is not a folder, and {unreachable}{remedy}. {cache}"
 
 
 def _is_connection_error(error: BaseException | None) -> bool:
@@ -188,12 +185,6 @@ def _is_connection_error(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def cache_contents() -> str:
-    names = sorted(cached_repositories())
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"In the cache: {', '.join(names[:SHOWN])}{more}." if names else "The cache is empty."
 
 
 def first_line(error: BaseException) -> str:
@@ -211,3 +202,43 @@ def cached_repositories() -> dict[str, int]:
         return {repo.repo_id: repo.size_on_disk for repo in hf.scan_cache_dir().repos if repo.repo_type == "model"}
     except errors.CacheNotFound:
         return {}
+
+
+def download(repo: str, revision: str | None, file: str, start: int, stop: int | None) -> tuple[bytes, int]:
+    """The bytes of a file on the hub from ``start`` to before ``stop`` or its end, and its size. Raises a FileNotFoundError."""
+    url, headers = hf.hf_hub_url(repo, file, revision=revision), build_hf_headers()
+    if stop is not None:
+        headers["Range"] = f"bytes={start}-{stop - 1}"
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with hub_errors(repo, revision):
+        for _ in range(TRIES):
+            with http_stream_backoff("GET", url, headers=headers, timeout=timeout) as response:
+                hf_raise_for_status(response)
+                size = None if stop is None else _size_of_part(response, file, start, stop)
+                with suppress(errors.HTTPError):  # the body broke off: ask again
+                    data = _read_body(response, None if size is None or stop is None else min(stop, size) - start)
+                    return data, len(data) if size is None else size
+        raise MTPOSError(f"{file} broke off {TRIES} times.")
+
+
+def _size_of_part(response: Any, file: str, start: int, stop: int) -> int:
+    """The size of a file, of which a part was requested. Raises OSError if the body, still unread, is not this part."""
+    if response.status_code != 206:
+        raise MTPOSError("its server does not support range requests.")
+    sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
+    first, last, size = (int(n) for n in sent.groups()) if sent else (-1, -1, 0)
+    if (first, last + 1) != (start, min(stop, size)):
+        raise MTPOSError(f"its server sent other bytes of {file} than asked for.")
+    return size
+
+
+def _read_body(response: Any, length: int | None) -> bytes:
+    """Read a body. If it is not of this length, raise an OSError once it is longer or ends."""
+    data = bytearray()
+    for piece in response.iter_bytes():
+        data += piece
+        if length is not None and len(data) > length:
+            break
+    if length is not None and len(data) != length:
+        raise MTPOSError("its server sent another number of bytes than asked for.")
+    return bytes(data)

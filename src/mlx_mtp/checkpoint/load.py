@@ -1,11 +1,12 @@
 """Load a checkpoint with its MTP head, or raise an error that explains the problem."""
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -13,45 +14,35 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
-from ..distributed.ranks import any_rank, from_rank_0, raise_on_all
+from ..distributed.calls import any_rank, from_rank_0, raise_on_all
 from ..errors import MTPError
 from ..images.tower import split_tower
 from ..images.vision import Vision
-from ..memory import CONTEXT, Account, limit_restored_on_error
+from ..memory import CONTEXT, Account, gpu_generation, limit_restored_on_error
 from ..models import MODEL_TYPES, model_module
 from ..models.mixin import MTPModel
 from ..models.shard import check_shard
 from . import head_formats
 from .acceptance import FLOOR, key_of, settle
 from .adapters import check_adapter, with_adapter
-from .config import (
-    Config,
-    check_config,
-    ends_of_text,
-    loading_errors,
-    read_config,
-    runs_in,
-    skeleton,
-    with_output_layer,
-)
+from .config import Config, check_config, ends_of_text, loading_errors, mlx_lm_has, read_config, skeleton
 from .dtype import (
     AUTO,
     DTYPES,
+    WITHOUT_BFLOAT16,
     bfloat16_if_needed,
     check_float16,
     check_untried,
     dtype_of,
-    lacks_bfloat16,
     once_in_float16,
     set_dtype,
 )
-from .fetched import fetch_missing_head, fetch_tower, has_usable_head
 from .hub import fetch
-from .memory_check import check_memory, is_large_download
+from .memory_check import check_memory
 from .ngram_files import find_tables, open_tables
-from .originals import HEADS, check_not_fp8, fetched_before, forget
+from .originals import HEAD, FetchedHead, check_not_fp8, fetch_missing_head, fetch_tower, fetched_before, forget
 from .part import Stage, divide, evaluate, make_ranks
-from .reader import CheckpointReader, is_tied
+from .reader import CheckpointReader, is_tied, model_tensors
 from .self_test import ensure_tested
 from .settings import cheapen_drafts, check_bits, find, machine
 from .settings import read as read_settings
@@ -131,34 +122,27 @@ def load(
           original's head, a file is damaged, the model does not fit in the memory, it has no finite values in the ``dtype``
           asked for, or it cannot be divided among the processes.
     """
-    name, asked, drafting = path_or_hf_repo, mtp, (draft_vocab, mtp_bits, draft_head_bits)
+    name, is_asked, drafting = path_or_hf_repo, mtp != "cached", (draft_vocab, mtp_bits, draft_head_bits)
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
     account = None if lazy or ranks is not None else Account(max_memory)
     held: Config = {"dtype": dtype, "has_tower": vision == "auto", "ngram_memory": ngram_memory}
     check: Any = partial(check_memory, account=account, context=context, **held)
-    prefers_float16 = not lazy and any_rank(ranks, lacks_bfloat16())
+    prefers_float16 = not lazy and any_rank(ranks, gpu_generation()[0] in WITHOUT_BFLOAT16)
     with raise_on_all(ranks):  # before the weights are downloaded
         _check_arguments(mtp, drafting, settings, adapter_path, dtype)
         checkpoint = CheckpointReader(name, revision)
-        runs_here, in_mlx_lm = runs_in(checkpoint.config)
+        model_type = (checkpoint.config or {}).get("model_type")
+        runs_here, in_mlx_lm = model_type in MODEL_TYPES, mlx_lm_has(model_type)
         if mtp in ("auto", "cached") and not copy_drafts and in_mlx_lm and not runs_here:
             mtp = False
-        copy_drafts = copy_drafts or (runs_here and not in_mlx_lm)
+        may_be_plain = not copy_drafts and ranks is None and (in_mlx_lm or not runs_here)
+        is_plain = may_be_plain and not mtp
         check_not_fp8(checkpoint)
         stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
-        is_plain = not mtp and not copy_drafts and ranks is None
-        if not is_plain:
-            config = check_config(checkpoint.config, name)
-            if checkpoint.folder is None:
-                find_tables(skeleton(config, name), checkpoint)
-        if is_large_download(checkpoint, account):
-            check(checkpoint, checkpoint if mtp else None, is_plain=is_plain)
-        files = None if stage is None else stage.files
-        folder = fetch(name, revision, *_head_files(checkpoint, mtp), weights=files)
-        checkpoint = CheckpointReader(name, folder=folder, needed=files)
+        checkpoint = _download(checkpoint, revision, mtp, is_plain, stage, check)
     if mtp == "cached":
         mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
-        is_plain = not mtp and not copy_drafts and ranks is None
+        is_plain = may_be_plain and not mtp
     _check_drafting(mtp, drafting, settings)
     key = None
     if prefers_float16 and dtype == AUTO:
@@ -170,29 +154,24 @@ def load(
             check(checkpoint, None, is_plain=True)
             with loading_errors(name):
                 model, tokenizer, config = mlx_lm.load(
-                    str(folder), tokenizer_config, own, None, True, True, trust_remote_code=trust_remote_code
+                    str(checkpoint.path), tokenizer_config, own, None, True, True, trust_remote_code=trust_remote_code
                 )
         else:
-            if mtp == "auto":
-                fetched = fetch_missing_head(checkpoint)
-                mtp = True if fetched is None else str(fetched.folder)
-            source = _source_of_head(checkpoint, mtp)
-            holds = check(checkpoint, source)
+            source, fetched = _head_of(checkpoint, mtp)
+            in_memory = check(checkpoint, source) and not lazy
             head = None if source is None else head_formats.read_head(source)
-            own["mtp_num_hidden_layers"] = int(bool(mtp))
             model, config = _load_model(checkpoint, head, own, trust_remote_code, stage)
-            open_tables(model, checkpoint, in_memory=holds and not lazy)
+            open_tables(model, checkpoint, in_memory)
+            tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
         model = model if adapter_path is None else with_adapter(model, adapter_path)
         is_cast = set_dtype(model, dtype, prefers_float16) and not lazy
-        if not is_plain:
-            tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
         _complete(tokenizer, checkpoint)
     if not is_plain:
         model.ranks, model.fetched_head = ranks, fetched
         model.vision = _vision_of(model, checkpoint, config, may_fetch=vision == "auto")
-    if mtp:
-        if all(x is None for x in drafting):
-            drafting = _apply_settings(model, settings, checkpoint.path, mtp, adapter_path)
+    if head is not None:
+        if drafting == (None, None, None):
+            drafting = _apply_settings(model, settings, checkpoint, head.source, adapter_path)
         cheapen_drafts(model, tokenizer, *drafting)
     with raise_on_all(ranks), loading_errors(name):
         if tensor_group is not None and ranks is not None:
@@ -209,8 +188,29 @@ def load(
     if head is not None:
         may_measure = is_tested or (fetched is not None and not lazy)
         settle(model, tokenizer, checkpoint, head, adapter_path, drafting[1], may_measure)
-        _check_accepted(model, checkpoint, asked)
+        _check_accepted(model, checkpoint, is_asked)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _download(
+    checkpoint: CheckpointReader,
+    revision: str | None,
+    mtp: bool | str,
+    is_plain: bool,
+    stage: Stage | None,
+    check: Callable[..., bool],
+) -> CheckpointReader:
+    """Check the headers of a checkpoint, and download it or the files of a stage."""
+    name, files, own = checkpoint.name, None if stage is None else stage.files, list[str]()
+    if not is_plain:
+        config = check_config(checkpoint.config, name)
+        if checkpoint.folder is None:
+            find_tables(skeleton(config, name), checkpoint)
+    if checkpoint.folder is None:
+        check(checkpoint, checkpoint if mtp else None, is_plain=is_plain)
+    with suppress(MTPError, OSError):  # the error is raised, or logged, when the head is read
+        own = checkpoint.head_files if mtp in (True, "auto", "cached") else []
+    return CheckpointReader(name, folder=fetch(name, revision, *own, weights=files), needed=files)
 
 
 def _own_config(checkpoint: CheckpointReader, given: Config) -> Config:
@@ -219,7 +219,10 @@ def _own_config(checkpoint: CheckpointReader, given: Config) -> Config:
     own = {key: config[key] for key in ("model_type",) if key in config}
     if config.get("model_type") not in MODEL_TYPES:
         return given | own
-    return with_output_layer(check_config(config, checkpoint.name), is_tied(checkpoint)) | given | own
+    tie: Config = {"tie_word_embeddings": is_tied(checkpoint)}
+    if "text_config" in check_config(config, checkpoint.name):
+        tie["text_config"] = config["text_config"] | tie
+    return tie | given | own
 
 
 def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
@@ -249,37 +252,34 @@ def _check_drafting(mtp: bool | str, drafting: Drafting, settings: bool | str | 
         )
 
 
-def _head_files(checkpoint: CheckpointReader, mtp: bool | str) -> list[str]:
-    """The files of a checkpoint's own head that mlx-lm does not load, if the head may be used."""
-    with suppress(MTPError, OSError):  # the error is raised, or logged, when the head is read
-        return checkpoint.head_files if mtp in (True, "auto", "cached") else []
-    return []
-
-
 def _cached_head(checkpoint: CheckpointReader) -> bool | str:
     """What ``mtp="cached"`` stands for. A head of its own that cannot be used is no error, since nobody has asked for it."""
     check_config(checkpoint.config, checkpoint.name)
     try:
-        if has_usable_head(checkpoint):
+        if checkpoint.head_map:
+            head_formats.check_head(checkpoint)
             return True
     except (MTPError, OSError) as e:
         log.warning(f"[WARNING] {checkpoint.name} generates without drafts: {e}")
         return False
-    return "auto" if fetched_before(HEADS, checkpoint) is not None else False
+    return "auto" if fetched_before(HEAD, checkpoint) is not None else False
 
 
-def _source_of_head(checkpoint: CheckpointReader, mtp: bool | str) -> CheckpointReader | None:
-    """The checkpoint of the head to load. Raises an error if there is none, it cannot be used, or a file is missing."""
+def _head_of(checkpoint: CheckpointReader, mtp: bool | str) -> tuple[CheckpointReader | None, FetchedHead | None]:
+    """The checkpoint of the head to load, and the base model's if it was fetched. Raises an error if it cannot be used."""
+    fetched = None
+    if mtp == "auto":
+        fetched = fetch_missing_head(checkpoint)
+        mtp = True if fetched is None else str(fetched.folder)
     if isinstance(mtp, str):
         _ = checkpoint.model_map  # checks the index
-        return head_formats.fetch_drafter(mtp, checkpoint)
-    if not mtp:
-        return None
-    head_formats.check_head(checkpoint)
-    return checkpoint
+        return head_formats.fetch_drafter(mtp, checkpoint), fetched
+    if mtp:
+        head_formats.check_head(checkpoint)
+    return checkpoint if mtp else None, None
 
 
-def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, asked: bool | str) -> None:
+def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, is_asked: bool) -> None:
     """Warn of a head that the model rejects. Another checkpoint's is an MTPError or, where nobody has asked for it, dropped."""
     accepted, name, fetched = model.head_acceptance, checkpoint.name, model.fetched_head
     if accepted is None or accepted >= FLOOR:
@@ -292,8 +292,8 @@ def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, asked: bool |
     )
     if fetched is not None:
         with suppress(OSError):  # a read-only folder
-            forget(HEADS, checkpoint)  # so that mtp="cached" loads without it
-        if asked != "cached":
+            forget(HEAD, checkpoint)  # so that mtp="cached" loads without it
+        if is_asked:
             raise MTPError(message)
         model.fetched_head = None
         model.drop_head()
@@ -307,45 +307,37 @@ def _load_model(
     trust_remote_code: bool,
     stage: Stage | None,
 ) -> tuple[Any, Config]:
-    config = check_config(checkpoint.config, checkpoint.name)
+    config, loaded = check_config(checkpoint.config, checkpoint.name), set[str]()
     module = model_module(config["model_type"])
-    model_class = _class_of(module.Model, head, stage)
-    if head is not None:
-        changes = changes | head_formats.quantization_beside(config, head.weights)
-    with loading_errors(checkpoint.name):
-        model, config = load_model(
-            checkpoint.path,
-            lazy=True,  # see ``evaluate``
-            strict=stage is None,
-            model_config=changes,
-            get_model_classes=lambda config: (model_class, module.ModelArgs),
-            trust_remote_code=trust_remote_code,
-        )
-    if stage is not None:
-        model.model.pipeline(mx.distributed.init())
-        if missing := sorted(dict(tree_flatten(model.parameters())).keys() - model.loaded):
-            raise MTPError(f"{checkpoint.name} lacks the tensor {missing[0]}: download it again.")
-    return model, config
+    base: Any = module.Model
 
-
-def _class_of(base: Any, head: head_formats.Head | None, stage: Stage | None) -> Any:
-    """A model class that loads a head, or only the tensors of a stage, and has the names of those that it loaded."""
-    if head is None and stage is None:
-        return base
-
-    class Model(base):
-        loaded: ClassVar[set[str]] = set()
-
+    class Model(base):  # loads the head, or only the tensors of a stage
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             own = weights if stage is None else stage.own(weights)
             separate = () if head is None else (dict(head.weights), head.raw)
             if head is not None:
                 head.weights.clear()  # so that tensors of which others are made are freed
             sanitized: dict[str, mx.array] = super().sanitize(own, *separate)
-            self.loaded.update(sanitized)
+            loaded.update(sanitized)
             return sanitized
 
-    return Model
+    changes = changes | {"mtp_num_hidden_layers": int(head is not None)}
+    if head is not None:
+        changes |= head_formats.quantization_beside(config, head.weights)
+    with loading_errors(checkpoint.name):
+        model, config = load_model(
+            checkpoint.path,
+            lazy=True,  # see ``evaluate``
+            strict=stage is None,
+            model_config=changes,
+            get_model_classes=lambda config: (Model, module.ModelArgs),
+            trust_remote_code=trust_remote_code,
+        )
+    if stage is not None:
+        model.model.pipeline(mx.distributed.init())
+        if missing := sorted(dict(tree_flatten(model.parameters())).keys() - loaded):
+            raise MTPError(f"{checkpoint.name} lacks the tensor {missing[0]}: download it again.")
+    return model, config
 
 
 def _vision_of(model: MTPModel, checkpoint: CheckpointReader, config: Config, may_fetch: bool) -> Vision | None:
@@ -366,13 +358,11 @@ def find_vision(checkpoint: CheckpointReader, config: Config) -> Vision | None:
     """The vision of a model with a head, if its checkpoint has a vision encoder. Only names of tensors are read here."""
     if config.get("model_type") not in MODEL_TYPES or not isinstance(config.get("vision_config"), dict):
         return None
-    files = [file for file in checkpoint.model_files if split_tower(checkpoint.header(file).tensors)[1]]
+    files = sorted({t.file for t in split_tower(model_tensors(checkpoint))[1].values()})
     return Vision(checkpoint.path, config, files) if files else None
 
 
-def _load_tokenizer(
-    checkpoint: CheckpointReader, tokenizer_config: dict[str, Any] | None, config: Config
-) -> TokenizerWrapper:
+def _load_tokenizer(checkpoint: CheckpointReader, tokenizer_config: Config | None, config: Config) -> TokenizerWrapper:
     try:
         tokenizer = load_tokenizer(checkpoint.path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
         if not tokenizer.encode("a", add_special_tokens=False):
@@ -400,15 +390,19 @@ def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None
 
 
 def _apply_settings(
-    model: MTPModel, settings: bool | str | Path, path: Path, mtp: bool | str, adapter_path: str | None
+    model: MTPModel,
+    settings: bool | str | Path,
+    checkpoint: CheckpointReader,
+    head: CheckpointReader,
+    adapter: str | None,
 ) -> Drafting:
     """Apply the settings of ``--tune`` to the model, if any. Return their draft_vocab, mtp_bits and draft_head_bits."""
-    folders = [path, *([fetch(mtp, None)] if isinstance(mtp, str) else [])]
-    folders += [] if adapter_path is None else [Path(adapter_path)]
+    folders = [checkpoint.path] if head is checkpoint else [checkpoint.path, head.path]
+    folders += [] if adapter is None else [Path(adapter)]
     n_ranks = 1 if model.ranks is None else model.ranks.size
-    tuned = from_rank_0(model.ranks, lambda: find(settings, folders, n_ranks))
-    if tuned is None:
+    if (tuned := from_rank_0(model.ranks, lambda: find(settings, folders, n_ranks))) is None:
         return None, None, None
-    model.drafting.tuned, model.drafting.attention_rows = tuned, tuned.attention_rows
-    model.drafting.compiled, model.drafting.pieces = tuned.compiled, tuned.pieces
+    drafting = model.drafting
+    drafting.tuned, drafting.attention_rows = tuned, tuned.attention_rows
+    drafting.compiled, drafting.pieces = tuned.compiled, tuned.pieces
     return tuned.draft_vocab, tuned.mtp_bits, tuned.draft_head_bits

@@ -4,12 +4,11 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
-from huggingface_hub.utils import TensorInfo
 
 from .. import memory
 from ..errors import MTPError
@@ -21,18 +20,10 @@ from .config import check_config, skeleton
 from .dtype import AUTO
 from .hub import WEIGHTS, sizes_to_download
 from .ngram_files import without_tables
-from .reader import CheckpointReader, n_bytes
+from .reader import FLOATS, CheckpointReader, Tensors, model_tensors
 
 # These have the dtype of all unquantized weights.
 NORMS = "layers.0.input_layernorm.weight", "layers.0.attn_hyper_connection.hc_norm.weight"
-FLOATS = "F32", "F16", "BF16", "F8_E4M3"  # which become one type in a head
-
-
-def is_large_download(checkpoint: CheckpointReader, account: Account | None) -> bool:
-    """Whether a checkpoint is on the hub, and the files to download take more than half of the memory left."""
-    if account is None or checkpoint.folder is not None:
-        return False
-    return sum(sizes_to_download(checkpoint.name, checkpoint.revision, [WEIGHTS]).values()) > account.left / 2
 
 
 def check_memory(
@@ -48,13 +39,16 @@ def check_memory(
 ) -> bool:
     """Raise an MTPError if a checkpoint with the head of ``source`` and a text do not fit in memory; without ``account`` never.
 
-    Plain mlx-lm drops heads and towers, and is checked without a text. Return whether n-gram tables are in memory: if
-    ``ngram_memory``, or with ``None`` if they leave enough of it.
+    Return whether n-gram tables are in memory: if ``ngram_memory``, or with ``None`` if they leave enough of it.
     """
     if account is None:
         return bool(ngram_memory)
+    if checkpoint.folder is None:
+        to_download = sizes_to_download(checkpoint.name, checkpoint.revision, [WEIGHTS]).values()
+        if sum(to_download) <= account.left / 2:
+            return bool(ngram_memory)  # it is checked after the download
     tensors, name = model_tensors(checkpoint), checkpoint.name
-    if is_plain:
+    if is_plain:  # without heads, towers and texts
         backbone = split_head(split_tower(tensors)[0])[0]
         _check_arrays(backbone, name)
         check_fits(name, Needs(weights=_nbytes(backbone, *_types(backbone, dtype))), account)
@@ -71,7 +65,7 @@ def check_memory(
     return needs.ngrams > 0
 
 
-def _check_arrays(tensors: Mapping[str, TensorInfo], name: str) -> None:
+def _check_arrays(tensors: Tensors, name: str) -> None:
     """Raise an MTPError if a tensor is too large for the device. Experts that are stored one by one become one array."""
     max_bytes: Any = mx.device_info().get("max_buffer_length")  # on Metal
     arrays = Counter[str]()
@@ -92,8 +86,7 @@ def needs_of_checkpoint(
     dtype: str = AUTO,
     has_tower: bool = False,
 ) -> tuple[Needs, Sizes]:
-    """The memory of a checkpoint with a head and a text, and the sizes of its model."""
-    config, head = check_config(checkpoint.config, checkpoint.name), dict[str, TensorInfo]()
+    config, head = check_config(checkpoint.config, checkpoint.name), Tensors()
     language, tower = split_tower(without_tables(model_tensors(checkpoint))[0])
     backbone, _ = split_head(language)
     with suppress(MTPError, OSError):  # a head that cannot be used
@@ -104,7 +97,7 @@ def needs_of_checkpoint(
     return _with_text(Needs(_nbytes(backbone, own, n), _nbytes(head, FLOATS, n), tower_bytes), sizes, context), sizes
 
 
-def _types(backbone: Mapping[str, TensorInfo], dtype: str) -> tuple[Sequence[str], int]:
+def _types(backbone: Tensors, dtype: str) -> tuple[Sequence[str], int]:
     """The type of a backbone's activations in its files, and the bytes of a number in the type that it gets."""
     sizes = Counter[str]()
     for t in (t for t in backbone.values() if t.dtype in FLOATS):
@@ -112,10 +105,6 @@ def _types(backbone: Mapping[str, TensorInfo], dtype: str) -> tuple[Sequence[str
     norms = [t.dtype for name, t in backbone.items() if name.endswith(NORMS)]
     own = norms[0] if norms else max(sizes, key=sizes.__getitem__, default="BF16")
     return (own,), 4 if own == "F32" and dtype == AUTO else 2
-
-
-def model_tensors(checkpoint: CheckpointReader) -> dict[str, TensorInfo]:
-    return {name: t for file in checkpoint.model_files for name, t in checkpoint.header(file).tensors.items()}
 
 
 def _with_text(needs: Needs, sizes: Sizes, context: int) -> Needs:
@@ -137,6 +126,6 @@ def _advice(needs: Needs, sizes: Sizes, account: Account, context: int) -> str:
     return f"The largest published model that fits is {largest.name}: `mlx_mtp models` lists them."
 
 
-def _nbytes(tensors: Mapping[str, TensorInfo], cast: Sequence[str] = (), n: int = 0) -> int:
+def _nbytes(tensors: Tensors, cast: Sequence[str] = (), n: int = 0) -> int:
     """The bytes of tensors. Those in the types ``cast`` get n bytes a number."""
-    return sum(math.prod(t.shape) * n if t.dtype in cast else n_bytes(t) for t in tensors.values())
+    return sum(math.prod(t.shape) * n if t.dtype in cast else t.stop - t.start for t in tensors.values())

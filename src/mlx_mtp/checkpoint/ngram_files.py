@@ -8,18 +8,16 @@ import os
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from huggingface_hub.utils import TensorInfo
 
 from ..errors import MTPError
 from ..models.ngrams import NgramTable
 from .originals import base_in_16_bits
-from .reader import CheckpointReader, n_bytes
+from .reader import CheckpointReader, Tensors, n_bytes
 
 # In raw checkpoints shard_7.weight, in conversions shards.7.weight and .scales
 TABLE = r"layers\.(\d+)\.ple\.ple_embedding\.ngram_embedding\."
@@ -34,36 +32,21 @@ def place_of(tensor: str) -> tuple[int, int, str] | None:
     return None if match is None else (int(match[1]), int(match[2] or 0), match[3])
 
 
-def without_tables(tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], int]:
+def without_tables(tensors: Tensors) -> tuple[Tensors, int]:
     """Tensors that are not of tables, and the bytes of those that are."""
     others = {name: t for name, t in tensors.items() if place_of(name) is None}
-    return others, n_bytes(*(t for name, t in tensors.items() if name not in others))
-
-
-class FileArray(NamedTuple):
-    file: Path
-    start: int  # in the file, in bytes
-    tensor: TensorInfo
-
-    @property
-    def layout(self) -> tuple[int, Any]:
-        """The width, and the dtype."""
-        *_, width = self.tensor.shape
-        return width, DTYPES.get(self.tensor.dtype, self.tensor.dtype)
+    return others, n_bytes(tensors) - n_bytes(others)
 
 
 class FileRows:
-    """The rows of a table in files, of which each part has arrays. Raises an MTPError if they do not fit together.
+    """The rows of a table in files, of which each part has arrays. Raises an MTPError if they do not fit together."""
 
-    ``layout`` has the width of each array and its dtype; bfloat16 is read as uint16.
-    """
-
-    def __init__(self, parts: list[dict[str, FileArray]]):
-        self.layout = {name: x.layout for name, x in parts[0].items()}
+    def __init__(self, folder: Path, parts: list[Tensors]):
+        self.folder, self.layout = folder, _layout(parts[0])
         lengths = []
         for j, part in enumerate(parts):
-            sizes = {x.tensor.shape[0] for x in part.values()}
-            if {name: x.layout for name, x in part.items()} != self.layout or len(sizes) > 1:
+            sizes = {x.shape[0] for x in part.values()}
+            if _layout(part) != self.layout or len(sizes) > 1:
                 raise MTPError(f"has other arrays in part {j} than in part 0")
             if unknown := next((dtype for _, dtype in self.layout.values() if isinstance(dtype, str)), None):
                 raise MTPError(f"is in {unknown}, not in 16 or 32 bits or quantized by MLX")
@@ -72,7 +55,7 @@ class FileRows:
 
     def open(self) -> None:
         files = {x.file for part in self.parts for x in part.values()}
-        self.opened = {file: os.open(file, os.O_RDONLY) for file in files}  # their descriptors
+        self.opened = {file: os.open(self.folder / file, os.O_RDONLY) for file in files}  # their descriptors
         weakref.finalize(self, _close, [*self.opened.values()])
         self.pool = ThreadPoolExecutor(N_THREADS, "ngrams")
 
@@ -96,7 +79,6 @@ class FileRows:
         return found
 
     def read_range(self, begin: int, end: int) -> dict[str, np.ndarray]:
-        """The arrays of the rows from ``begin`` to before ``end``."""
         found: dict[str, list[np.ndarray]] = {name: [] for name in self.layout}
         for start, stop, part in zip(self.starts.tolist(), self.starts[1:].tolist(), self.parts):
             first, last = max(begin, start), min(end, stop)
@@ -106,6 +88,11 @@ class FileRows:
                 data = _read_all([(self.opened[x.file], n * (last - first), x.start + n * (first - start))])
                 found[name].append(np.frombuffer(data, dtype).reshape(-1, width))
         return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def _layout(part: Tensors) -> dict[str, tuple[int, Any]]:
+    """The width and the dtype of each array; bfloat16 is read as uint16."""
+    return {name: (x.shape[-1], DTYPES.get(x.dtype, x.dtype)) for name, x in part.items()}
 
 
 def _close(descriptors: list[int]) -> None:
@@ -125,18 +112,17 @@ def find_tables(model: Any, checkpoint: CheckpointReader) -> dict[int, NgramTabl
     """The tables of a model's layers by the headers of a checkpoint. Raises MTPError if one is incomplete or does not fit."""
     if (ngrams := model.ngrams) is None:
         return {}
-    found: dict[int, dict[int, dict[str, FileArray]]] = defaultdict(lambda: defaultdict(dict))
-    own = {tensor: file for tensor, file in checkpoint.model_map.items() if place_of(tensor) and checkpoint.has(file)}
-    for tensor, info in checkpoint.tensors(own).items():
-        layer, part, name = place_of(tensor) or (0, 0, "")
-        start = checkpoint.header(own[tensor]).start + info.data_offsets[0]
-        found[layer][part][name] = FileArray((checkpoint.folder or Path()) / own[tensor], start, info)
-    tables = {}
+    found: dict[int, dict[int, Tensors]] = defaultdict(lambda: defaultdict(dict))
+    own = {name: file for name, file in checkpoint.model_map.items() if place_of(name) and checkpoint.has(file)}
+    for name, tensor in checkpoint.tensors(own).items():
+        layer, part, array = place_of(name) or (0, 0, "")
+        found[layer][part][array] = tensor
+    tables, folder = {}, checkpoint.folder or Path()
     for i in model.model.ngram_layers:
         parts = [found[i][j] for j in sorted(found[i])]
         try:
             if [*found[i]] and [*sorted(found[i])] == [*range(len(parts))] and all("weight" in part for part in parts):
-                tables[i] = NgramTable(FileRows(parts), ngrams.width, ngrams.hashes[i].n_rows)
+                tables[i] = NgramTable(FileRows(folder, parts), ngrams.width, ngrams.hashes[i].n_rows)
                 continue
             wrong = f"{checkpoint.name} lacks a part of the n-gram table of layer {i}"
         except MTPError as e:

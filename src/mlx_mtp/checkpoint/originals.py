@@ -1,4 +1,4 @@
-"""Parts that a conversion lacks of its base model: find the base model, and fetch only the part.
+"""The MTP head and the vision encoder that conversions lack: find the base model, and fetch only the part.
 
 A model card names the checkpoint that its model was made from (``base_model``), whose card may name another one. If the cards
 do not lead to the base model, the config's ``_name_or_path`` is tried, then the published models with a fitting name and size.
@@ -14,59 +14,48 @@ import hashlib
 import json
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from huggingface_hub import RepoCard, constants
-from huggingface_hub.utils import TensorInfo, WeakFileLock
+from huggingface_hub.utils import WeakFileLock
 from tqdm import tqdm
 from yaml import YAMLError
 
 from ..errors import MTPError, MTPFileNotFoundError
-from ..files import write_atomic, writing
-from ..models import MODEL_TYPES
+from ..files import read_own, update_own, write_atomic, writing
+from ..images.vision import CONFIG_FILES, Vision, settings_of
+from ..memory import GB
+from ..models import MODEL_TYPES, drafter_of
 from ..models.head_weights import split_head
-from .catalog import Published, originals_like, published
+from .catalog import originals_like, published
 from .config import Config, check_config, first_difference, read_json, text_config_of
-from .kept import read_own, update_own
-from .reader import CheckpointReader, n_bytes
+from .head_formats import check_head, check_shapes, has_raw_head
+from .reader import FLOATS, CheckpointReader, Tensors, n_bytes
 
 BASE_MODEL = "BASE_MODEL"  # in commands, where none is known
 MAX_STEPS = 4  # from a checkpoint to its base model
+PATIENCE = 5  # seconds to wait for the hub's answer about a head that the user has not asked for
 CARD = "README.md"
-HEADS, TOWERS = "heads", "towers"
-PARTS = {HEADS: "MTP head", TOWERS: "vision encoder"}
 WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
 CHUNK_BYTES = 16 << 20  # in a range request, which is repeated if it fails
 
-Tensors = dict[str, TensorInfo]
-Describe = Callable[[CheckpointReader, CheckpointReader], Tensors]  # of an original, for a checkpoint
 
-
-def find_original(kind: str, checkpoint: CheckpointReader, describe: Describe) -> tuple[CheckpointReader, Tensors]:
-    """The base model of a checkpoint that lacks a part, and what ``describe`` says of the part. No weights are downloaded."""
+def find_original(part: "Part", checkpoint: CheckpointReader) -> tuple[CheckpointReader, Tensors]:
+    """The base model of a checkpoint that lacks a part, and the part's tensors. No weights are downloaded."""
     tried: dict[str, str] = {}
     for original in _candidates(checkpoint):
         try:
             reader = CheckpointReader(original)
-            return reader, describe(reader, checkpoint)
+            return reader, part.fitting(reader, checkpoint)
         except MTPError as e:
             tried[original] = str(e)
     reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
-    raise MTPFileNotFoundError(f"{checkpoint.name} has no {PARTS[kind]}, and its base model was not found. {reasons}")
-
-
-def check_sizes(original: CheckpointReader, checkpoint: CheckpointReader) -> Config:
-    """Return the config of an original, or raise an MTPError if a size differs from a checkpoint's."""
-    own, config = (check_config(reader.config, reader.name) for reader in (original, checkpoint))
-    ties = [bool(c.get("tie_word_embeddings", text_config_of(c).get("tie_word_embeddings"))) for c in (own, config)]
-    difference = first_difference(own, config)
-    if not difference and ties[0] != ties[1]:
-        difference = f"tie_word_embeddings is {ties[0]}, not {ties[1]}"
-    if difference:
-        raise MTPError(f"{original.name} does not fit {checkpoint.name}: {difference}.")
-    return own
+    raise MTPFileNotFoundError(f"{checkpoint.name} has no {part.name}, and its base model was not found. {reasons}")
 
 
 def _candidates(checkpoint: CheckpointReader) -> Iterator[str]:
@@ -96,13 +85,6 @@ def _named(checkpoint: CheckpointReader) -> list[str]:
         *([own_name] if isinstance(own_name, str) and own_name else []),
         *originals_like(f"{checkpoint.name} {own_name}", config),
     ]
-
-
-def published_base(checkpoint: CheckpointReader) -> Published | None:
-    """The published model that a checkpoint's own card, config or name says it was made from, without the hub."""
-    by_original = {m.original: m for m in published().values() if m.has_sizes_of(checkpoint.config or {})}
-    likely = [*base_models(checkpoint), *_named(checkpoint)]
-    return next((by_original[original] for original in likely if original in by_original), None)
 
 
 def base_models(checkpoint: CheckpointReader) -> list[str]:
@@ -142,55 +124,179 @@ def base_in_16_bits(checkpoint: CheckpointReader) -> str:
     return next((base for base in named if "fp8" not in base.lower()), BASE_MODEL)
 
 
+class Part(NamedTuple):
+    name: str
+    folder: str  # in HF_HOME, beside the hub's cache
+    advice: str  # where there is no base model
+    fitting: Callable[[CheckpointReader, CheckpointReader], Tensors]  # of an original, for a checkpoint; or an MTPError
+    write: Callable[[CheckpointReader, Tensors, Path], Config]  # an original's to a folder, whose config it returns
+
+    @property
+    def root(self) -> Path:
+        return Path(constants.HF_HOME) / "mlx_mtp" / self.folder
+
+
+@dataclass(frozen=True)  # a tuple would be a parameter of the model
+class FetchedHead:
+    folder: Path  # a drafter for load(..., mtp=str(folder))
+
+    @property
+    def record(self) -> Config:
+        """Its source, as recorded in the config.json of conversions."""
+        record: Config = read_json(self.folder / CONFIG)["mlx_mtp"]
+        return record
+
+    @property
+    def source(self) -> str:
+        return str(self.record.get("source", ""))
+
+    @property
+    def nbytes(self) -> int:
+        return (self.folder / WEIGHTS).stat().st_size
+
+
+def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
+    """Fetch the head of a checkpoint's original, once. ``None`` if the checkpoint has its own head."""
+    return None if checkpoint.head_map else FetchedHead(_fetch(HEAD, checkpoint))
+
+
+def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[str, int] | None:
+    """The original of a checkpoint without a head and the bytes of its head, by the catalog or the hub; ``None`` if unknown."""
+    checkpoint = CheckpointReader(path_or_hf_repo, revision)
+    check_config(checkpoint.config, path_or_hf_repo)
+    if checkpoint.head_map:
+        return None  # which cannot be used
+    by_original = {m.original: m for m in published().values() if m.has_sizes_of(checkpoint.config or {})}
+    for named in (*base_models(checkpoint), *_named(checkpoint)):
+        if named in by_original:
+            return named, int(by_original[named].head_gb * GB)
+    found: list[tuple[str, int]] = []
+
+    def ask() -> None:
+        with suppress(MTPError, OSError):
+            original, tensors = find_original(HEAD, checkpoint)
+            found.append((original.name, n_bytes(tensors)))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return next(iter(found), None)
+
+
+def fetched_heads() -> Iterator[FetchedHead]:
+    for file in sorted(HEAD.root.glob(f"*/*/{CONFIG}")):
+        yield FetchedHead(file.parent)
+
+
+def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
+    """Describe the tensors of an original's head. Raises MTPError if there is none, or it does not fit or is quantized."""
+    _check_sizes(original, checkpoint)
+    if not (tensors := original.head()):
+        raise MTPError(f"{original.name} has no MTP head: the base model of {checkpoint.name} has.")
+    check_head(original)
+    if original.name != checkpoint.name and any(t.dtype not in FLOATS for t in tensors.values()):
+        raise MTPError(f"The MTP head of {original.name} is quantized: the base model's is in bfloat16.")
+    check_shapes(checkpoint, tensors)
+    return tensors
+
+
+def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
+    own = original.config or {}
+    prefix = "mtp." if has_raw_head(original) else ""  # the names of a drafter's tensors imply its layout
+    names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
+    copy_tensors(original, tensors, target / WEIGHTS, names)
+    record = own.get("mlx_mtp") or {"source": original.name, "revision": original.revision}
+    return {"model_type": drafter_of(own["model_type"]), "text_config": text_config_of(own), "mlx_mtp": record}
+
+
+def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:
+    tower = _fetch(TOWER, checkpoint)
+    return Vision(tower, config | settings_of(read_json(tower / CONFIG)), [WEIGHTS])
+
+
+def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
+    """Describe the tensors of a base model's tower. Raises MTPError if there is none, or the sizes of the models differ."""
+    own, tensors = _check_sizes(original, checkpoint), original.tower()
+    if not tensors or not isinstance(own.get("vision_config"), dict):
+        raise MTPError(f"{original.name} has no vision encoder: the base model of {checkpoint.name} has.")
+    return tensors
+
+
+def _write_tower(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
+    own = original.config or {}
+    copy_image_settings(original, target)
+    copy_tensors(original, tensors, target / WEIGHTS)
+    record = {"source": original.name, "revision": original.revision}
+    return {"text_config": text_config_of(own), **settings_of(own), "mlx_mtp": record}
+
+
+def copy_image_settings(original: CheckpointReader, target: Path) -> None:
+    for file in CONFIG_FILES:
+        if file in original.files:
+            (target / file).write_bytes(original.read(file))
+
+
+def _check_sizes(original: CheckpointReader, checkpoint: CheckpointReader) -> Config:
+    """Return the config of an original, or raise an MTPError if a size differs from a checkpoint's."""
+    own, config = (check_config(reader.config, reader.name) for reader in (original, checkpoint))
+    ties = [bool(c.get("tie_word_embeddings", text_config_of(c).get("tie_word_embeddings"))) for c in (own, config)]
+    difference = first_difference(own, config)
+    if not difference and ties[0] != ties[1]:
+        difference = f"tie_word_embeddings is {ties[0]}, not {ties[1]}"
+    if difference:
+        raise MTPError(f"{original.name} does not fit {checkpoint.name}: {difference}.")
+    return own
+
+
+HEAD = Part(
+    "MTP head",
+    "heads",
+    "Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {} --mlx-path NEW`, or "
+    "generate without a head (--no-mtp, in Python mtp=False).",
+    fitting_head,
+    _write_head,
+)
+TOWER = Part(
+    "vision encoder",
+    "towers",
+    "Add one with `mlx_mtp convert --graft-vision-from BASE_MODEL --model {} --mlx-path NEW`.",
+    fitting_tower,
+    _write_tower,
+)
+
+
 # Fetching
 
 
-def folder_of(kind: str) -> Path:
-    """In ``HF_HOME``, beside the hub's cache."""
-    return Path(constants.HF_HOME) / "mlx_mtp" / kind
-
-
-def fetch_from_original(
-    kind: str,
-    checkpoint: CheckpointReader,
-    describe: Describe,
-    write: Callable[[CheckpointReader, Tensors, Path], Config],
-    advice: str,
-) -> Path:
-    """Fetch a part of a checkpoint's original, once. Return its folder.
-
-    ``describe`` returns the tensors of the part in an original, or raises an MTPError. ``write`` writes them to a folder and
-    returns its config.json, which is written last. ``advice`` ends the FileNotFoundError if there is no original.
-    """
-    if (known := fetched_before(kind, checkpoint)) is not None:
+def _fetch(part: Part, checkpoint: CheckpointReader) -> Path:
+    """Fetch a part of a checkpoint's original, once. Return its folder, whose config.json is written last."""
+    if (known := fetched_before(part, checkpoint)) is not None:
         return known
     try:
-        original, tensors = find_original(kind, checkpoint, describe)
+        original, tensors = find_original(part, checkpoint)
     except FileNotFoundError as e:
-        raise MTPFileNotFoundError(f"{e} {advice}") from e
-    root = folder_of(kind)
-    target = root / original.name.strip("/").replace("/", "--") / (original.revision or _revision_of(original))
+        raise MTPFileNotFoundError(f"{e} {part.advice.format(checkpoint.name)}") from e
+    target = part.root / original.name.strip("/").replace("/", "--") / (original.revision or _revision_of(original))
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(target / ".lock"):  # another process may fetch it as well
             if not (target / CONFIG).exists():
-                write_atomic(target / CONFIG, json.dumps(write(original, tensors, target), indent=4) + "\n")
-        update_own(root / OF, _key_of(checkpoint), str(target.relative_to(root)))
+                write_atomic(target / CONFIG, json.dumps(part.write(original, tensors, target), indent=4) + "\n")
+        update_own(part.root / OF, _key_of(checkpoint), str(target.relative_to(part.root)))
     return target
 
 
-def fetched_before(kind: str, checkpoint: CheckpointReader) -> Path | None:
+def fetched_before(part: Part, checkpoint: CheckpointReader) -> Path | None:
     """The part that was fetched for a checkpoint, if it still fits: the folder may have another checkpoint now."""
-    root = folder_of(kind)
-    known = read_own(root / OF).get(_key_of(checkpoint))
-    if known is None or not (root / known / CONFIG).exists():
+    known = read_own(part.root / OF).get(_key_of(checkpoint))
+    if known is None or not (part.root / known / CONFIG).exists():
         return None
-    own = read_json(root / known / CONFIG).get("text_config", {})
-    return None if first_difference(own, text_config_of(checkpoint.config or {})) else root / known
+    own = read_json(part.root / known / CONFIG).get("text_config", {})
+    return None if first_difference(own, text_config_of(checkpoint.config or {})) else part.root / known
 
 
-def forget(kind: str, checkpoint: CheckpointReader) -> None:
-    update_own(folder_of(kind) / OF, _key_of(checkpoint), None)
+def forget(part: Part, checkpoint: CheckpointReader) -> None:
+    update_own(part.root / OF, _key_of(checkpoint), None)
 
 
 def _key_of(checkpoint: CheckpointReader) -> str:
@@ -208,11 +314,10 @@ def copy_tensors(
     original: CheckpointReader, tensors: Tensors, file: Path, names: Mapping[str, str] | None = None
 ) -> None:
     """Copy tensors to a new file, under ``names`` or their own. An incomplete file has the suffix ``.part``, and is resumed."""
-    order = sorted(tensors, key=lambda name: (original.weight_map[name], tensors[name].data_offsets))
+    order = dict(sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start)))
     header, n = {}, 0
-    for name in order:
-        t = tensors[name]
-        stop = n + n_bytes(t)
+    for name, t in order.items():
+        stop = n + t.stop - t.start
         header[names[name] if names else name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [n, stop]}
         n = stop
     text = json.dumps(header).encode()
@@ -221,7 +326,7 @@ def copy_tensors(
     done = _resume(part, head, n)
     bar = tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None)
     with writing(file), part.open("ab") as f, bar:
-        for source, start, stop in _runs(original, order, tensors):
+        for source, start, stop in _runs(order):
             for begin in range(start + (skipped := min(done, stop - start)), stop, CHUNK_BYTES):
                 f.write(data := original.read(source, begin, min(begin + CHUNK_BYTES, stop)))
                 bar.update(len(data))
@@ -229,16 +334,12 @@ def copy_tensors(
     part.replace(file)
 
 
-def _runs(original: CheckpointReader, order: list[str], tensors: Tensors) -> list[tuple[str, int, int]]:
+def _runs(tensors: Tensors) -> list[tuple[str, int, int]]:
     """The ranges to read, (file, start, stop). Adjacent tensors are joined into one range."""
     runs: list[tuple[str, int, int]] = []
-    for name in order:
-        file = original.weight_map[name]
-        start, stop = (original.header(file).start + offset for offset in tensors[name].data_offsets)
-        if runs and (runs[-1][0], runs[-1][2]) == (file, start):
-            runs[-1] = (file, runs[-1][1], stop)
-        else:
-            runs.append((file, start, stop))
+    for t in tensors.values():
+        joined = runs and (runs[-1][0], runs[-1][2]) == (t.file, t.start)
+        runs.append((t.file, runs.pop()[1] if joined else t.start, t.stop))
     return runs
 
 

@@ -1,5 +1,4 @@
-"""Writing of checkpoints: folders that appear when complete, the record of the head in config.json, and heads or vision
-encoders beside linked files of another checkpoint."""
+"""Writing of checkpoints: folders that appear when complete, and heads or vision encoders beside another's linked files."""
 
 import json
 import logging
@@ -20,9 +19,8 @@ from ..files import writing
 from ..models.head_weights import split_head
 from .config import EXTRA_TENSORS, Config, text_config_of
 from .head_formats import load_tensors, quantization_beside
-from .head_places import INDEX_FILE
 from .hub import HEAD_FILE, TOWER_FILE, check_path
-from .reader import CheckpointReader, n_bytes
+from .reader import INDEX_FILE, CheckpointReader, n_bytes
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +98,6 @@ def describe_head(config: Config, origin: Config, dtype: mx.Dtype, bits: int | N
         config[EXTRA_TENSORS] = {"mtp_file": HEAD_FILE}
 
 
-def describe_no_head(config: Config) -> None:
-    for key in ("mtp_num_hidden_layers", "mlx_mtp", EXTRA_TENSORS):
-        config.pop(key, None)
-    text_config = text_config_of(config)
-    if "mtp_num_hidden_layers" in text_config:
-        text_config["mtp_num_hidden_layers"] = 0
-
-
 def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
@@ -117,7 +107,8 @@ def write_weights(
 ) -> None:
     """Write a head and a vision encoder beside links to the receiver's files, and an index of all. Either may be empty."""
     tower = tower or {}
-    linked = split_head(receiver.weight_map)[0] if head else receiver.weight_map
+    linked = receiver.model_map | receiver.head_map
+    linked = split_head(linked)[0] if head else linked
     weight_map = dict(linked)
     for file, tensors in ((HEAD_FILE, head), (TOWER_FILE, tower)):
         if tensors:
@@ -126,15 +117,10 @@ def write_weights(
     _link_files(receiver, folder, old=receiver.head_files if head else ())
     metadata = receiver.read_json(INDEX_FILE).get("metadata", {}) if INDEX_FILE in receiver.files else {}
     if "total_size" in metadata:
-        metadata["total_size"] = n_bytes(*receiver.tensors(linked).values())
+        metadata["total_size"] = n_bytes(receiver.tensors(linked))
         metadata["total_size"] += sum(w.nbytes for w in (*head.values(), *tower.values()))
     write_index(folder, weight_map, metadata)
     check_written(folder, head | tower, weight_map)
-
-
-def rewrite_head(folder: Path, head: dict[str, mx.array]) -> None:
-    save(folder / HEAD_FILE, head)
-    check_written(folder, head, dict.fromkeys(head, HEAD_FILE))
 
 
 def _link_files(source: CheckpointReader, folder: Path, old: Collection[str]) -> None:
@@ -185,9 +171,7 @@ mlx_mtp generate --mtp --model {name} --image picture.png --prompt 'What is this
 """
 
 
-def write_card(
-    folder: Path, original: Path, base_model: str | None, usage: str = "", takes_images: bool = False
-) -> None:
+def write_card(folder: Path, original: Path, base_model: str | None, usage: str, takes_images: bool) -> None:
     """Write the model card. mlx-lm's function asks the hub for the base model's even if it is in the cache."""
     card = ModelCard.from_template(ModelCardData(language="en"))
     try:

@@ -1,7 +1,6 @@
-"""The parts of a checkpoint and of a model for one of several ranks.
+"""The parts of a checkpoint and of a model for one of several ranks: a share of each layer, or in a pipeline some layers.
 
-Tensors are read when they are used, so a rank reads only what it keeps: its share of each layer, or in a pipeline the layers of
-its stage. A stage also downloads only the files with its layers.
+Tensors are read when they are used, so a rank reads only what it keeps. A stage also downloads only the files with its layers.
 """
 
 import re

@@ -1,55 +1,58 @@
 """The tensors of a checkpoint, from the headers of its files in a folder or on the hub, and reading single ones.
 
-On the hub, parts are read by HTTP range requests, all from the commit of the revision at the first request.
+On the hub, parts are read by HTTP range requests, all from the commit of the revision at the first request. An MTP head may be
+among the model's tensors, in a file that the config or an index names, or in others.
 """
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from fnmatch import fnmatch
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from huggingface_hub import (
-    constants,
-    hf_hub_url,
-    is_offline_mode,
-    parse_local_safetensors_file_metadata,
-    try_to_load_from_cache,
-)
-from huggingface_hub.errors import HTTPError, SafetensorsParsingError
-from huggingface_hub.utils import TensorInfo, build_hf_headers, hf_raise_for_status, http_stream_backoff
+from huggingface_hub import is_offline_mode, parse_local_safetensors_file_metadata, try_to_load_from_cache
+from huggingface_hub.errors import SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 
-from ..errors import MTPError, MTPFileNotFoundError, MTPOSError
+from ..errors import MTPError, MTPFileNotFoundError
 from ..images.tower import split_tower
-from ..models.head_weights import split_head
+from ..models.head_weights import MARKER, split_head
 from .catalog import resolve
-from .config import Config, canonical, parse_json
-from .head_places import INDEX_FILE, is_models, missing_file, places_of_heads, read_index
-from .hub import check_format, check_path, commit_of, fetch, hub_errors, list_files
+from .config import EXTRA_TENSORS, Config, canonical, parse_json
+from .hub import WEIGHTS, check_format, check_path, commit_of, download, fetch, is_inside, list_files
 
+FLOATS = "F32", "F16", "BF16", "F8_E4M3"  # dtypes of tensors that are not quantized
+INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES = 100_000  # requested at first, enough for most headers
-TRIES = 5  # for a body that breaks off
 DEPTH = 3  # of the folders in which a head may be
 
 
-class Header(NamedTuple):
-    """The checked header of a safetensors file; offsets count from ``start`` in the file."""
+class Tensor(NamedTuple):
+    """A tensor in a safetensors file, the bytes from ``start`` to before ``stop``."""
 
-    tensors: Mapping[str, TensorInfo]
-    metadata: Mapping[str, str]
+    file: str
+    dtype: str
+    shape: list[int]
     start: int
+    stop: int
+
+
+Tensors = dict[str, Tensor]
+
+
+class Header(NamedTuple):
+    tensors: Tensors
+    metadata: Mapping[str, str]
 
 
 class CheckpointReader:
     """Reads only the requested parts of a checkpoint, a folder or a repository. Raises a FileNotFoundError without one.
 
-    Args:
-        folder: Its folder, if it was downloaded.
-        needed: The files of the index that must exist. Default: ``None``, all.
+    ``folder`` is its folder, if it was downloaded, and ``needed`` the files of the index that must exist, by default all.
     """
 
     def __init__(
@@ -74,7 +77,10 @@ class CheckpointReader:
             if not self.files:
                 self.folder = fetch(self.name, revision, weights=())
         if self.folder is not None:
-            self.revision, self.files = commit_of(self.folder), _files_in(self.folder)
+            levels = ["/".join(["*"] * n) for n in range(1, DEPTH + 1)]
+            found = [file.relative_to(self.folder) for level in levels for file in self.folder.glob(level)]
+            self.files = [file.as_posix() for file in found if not file.parts[0].startswith(".")]
+            self.revision = commit_of(self.folder)
         has_config = "config.json" in self.files
         self.config: Config | None = canonical(self.read_json("config.json")) if has_config else None
 
@@ -94,7 +100,7 @@ class CheckpointReader:
     def read(self, file: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read the bytes of a file from ``start`` to before ``stop``."""
         if (here := self._here(file)) is None:
-            data, _ = _download(self.name, self.revision, file, start, stop)
+            data, _ = download(self.name, self.revision, file, start, stop)
         else:
             with here.open("rb") as f:
                 f.seek(start)
@@ -107,11 +113,10 @@ class CheckpointReader:
         return parse_json(self.read(file), f"{file} of {self.name}")
 
     def header(self, file: str) -> Header:
-        """Read and check the header of a safetensors file once, see ``read_header``."""
+        """Read and check the header of a safetensors file once."""
         if file not in self._headers:
-            name, here = f"{file} of {self.name}", self._here(file)
-            own = _download_header(self.name, self.revision, file, name) if here is None else read_header(here, name)
-            self._headers[file] = own
+            here = self._here(file)
+            self._headers[file] = _download_header(self, file) if here is None else _read_header(here, file, self.name)
         return self._headers[file]
 
     def has(self, file: str) -> bool:
@@ -120,19 +125,14 @@ class CheckpointReader:
     @property
     def model_files(self) -> list[str]:
         """The files that mlx-lm loads."""
-        files = sorted(filter(is_models, self.files))
+        files = sorted(filter(_is_models, self.files))
         if not files:
             raise MTPFileNotFoundError(f"No safetensors found in {self.name}")
         return files
 
     @cached_property
     def index(self) -> dict[str, str]:
-        return read_index(self, INDEX_FILE) if INDEX_FILE in self.files else {}
-
-    @cached_property
-    def weight_map(self) -> dict[str, str]:
-        """``model_map`` and ``head_map``."""
-        return self.model_map | self.head_map
+        return _read_index(self, INDEX_FILE) if INDEX_FILE in self.files else {}
 
     @cached_property
     def model_map(self) -> dict[str, str]:
@@ -140,7 +140,7 @@ class CheckpointReader:
         named = set(self.index.values())
         absent = {file for file in named if not self.has(file)}
         if missing := sorted(absent if self._needed is None else absent.intersection(self._needed)):
-            raise missing_file(self, missing[0], "index")
+            raise _missing_file(self, missing[0], "index")
         read = set() if self.folder is None and self.index else {*self.model_files, *named} - absent
         found = {name: file for file in sorted(read) for name in self.header(file).tensors}
         if lost := sorted(name for name, file in self.index.items() if file in read and name not in found):
@@ -149,8 +149,8 @@ class CheckpointReader:
 
     @cached_property
     def head_map(self) -> dict[str, str]:
-        """The file of every tensor of the head, of several the first, see ``places_of_heads``. Raises if one is damaged."""
-        for place in places_of_heads(self):
+        """The file of every tensor of the head, of several the first, see ``_places_of_heads``. Raises if one is damaged."""
+        for place in _places_of_heads(self):
             if head := split_head({name: name for name in place})[1]:
                 return {name: place[name] for name in head.values()}
         return {}
@@ -158,11 +158,11 @@ class CheckpointReader:
     @property
     def head_files(self) -> list[str]:
         """The files of the head that mlx-lm does not load."""
-        if not any(file.endswith(".safetensors") and not is_models(file) for file in self.files):
+        if not any(file.endswith(".safetensors") and not _is_models(file) for file in self.files):
             return []  # no header is read on the hub
-        return sorted({file for file in self.head_map.values() if not is_models(file)})
+        return sorted({file for file in self.head_map.values() if not _is_models(file)})
 
-    def tensors(self, files: Mapping[str, str]) -> dict[str, TensorInfo]:
+    def tensors(self, files: Mapping[str, str]) -> Tensors:
         """Describe tensors in these files. Raises an MTPError if a file lacks one that the index names."""
         found = {}
         for name, file in files.items():
@@ -172,24 +172,93 @@ class CheckpointReader:
             found[name] = tensor
         return found
 
-    def head(self) -> dict[str, TensorInfo]:
-        """Describe the head's tensors, if any. Raises an error as ``head_map``."""
+    def head(self) -> Tensors:
         return self.tensors(self.head_map)
 
-    def tower(self) -> dict[str, TensorInfo]:
-        """Describe the vision encoder's tensors, if any."""
+    def tower(self) -> Tensors:
         names = split_tower({name: name for name in self.model_map})[1].values()
         return self.tensors({name: self.model_map[name] for name in names})
+
+
+def _places_of_heads(checkpoint: CheckpointReader) -> Iterator[Mapping[str, str]]:
+    """The files of tensors among which a head may be, in this order."""
+    model_map, extra = checkpoint.model_map, (checkpoint.config or {}).get(EXTRA_TENSORS)
+    if isinstance(extra, dict) and (named := extra.get("mtp_file")) is not None:
+        _check_inside(named, "config.json", checkpoint.name)
+        if not checkpoint.has(named):
+            raise _missing_file(checkpoint, named, "config")
+        yield dict.fromkeys(checkpoint.header(named).tensors, str(named))
+    yield model_map
+    for file in checkpoint.files:
+        if file.endswith(".safetensors.index.json") and file != INDEX_FILE:
+            place = _read_index(checkpoint, file)
+            if MARKER in split_head(place)[1]:
+                for own in sorted({*place.values()}):
+                    if not checkpoint.has(own):
+                        raise _missing_file(checkpoint, own, file)
+                yield place
+    yield _in_unnamed_files(checkpoint)
+
+
+def _in_unnamed_files(checkpoint: CheckpointReader) -> dict[str, str]:
+    """The files of a head's tensors that nothing names. Files whose names differ only in numbers belong together."""
+    files = [file for file in checkpoint.files if file.endswith(".safetensors") and not _is_models(file)]
+    groups: dict[str, list[str]] = {}
+    for file in sorted(files, key=lambda file: ("mtp" not in file, file.count("/"), file)):
+        groups.setdefault(re.sub(r"\d+", "", file), []).append(file)
+    for group in groups.values():
+        found: dict[str, str] = {}
+        for file in group:
+            try:
+                names = {name: name for name in checkpoint.header(file).tensors}
+            except MTPError as e:
+                if "mtp" in file or isinstance(e, OSError):
+                    raise
+            else:
+                found |= dict.fromkeys(split_head(names)[1].values(), file)
+        if MARKER in split_head(found)[1]:
+            return found
+    return {}
+
+
+def _read_index(checkpoint: CheckpointReader, file: str) -> dict[str, str]:
+    """The file of every tensor in an index. Raises MTPError if it is damaged, or names a file outside the checkpoint."""
+    weights = checkpoint.read_json(file).get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(own, str) for own in weights.values()):
+        raise MTPError(f"{file} of {checkpoint.name} has no weight_map: download it again.")
+    weights = {name: str(PurePosixPath(file).parent / own) for name, own in weights.items()}
+    for own in set(weights.values()):
+        _check_inside(own, file, checkpoint.name)
+    return weights
+
+
+def _is_models(file: str) -> bool:
+    """Whether mlx-lm loads this file."""
+    return fnmatch(file, WEIGHTS) and "/" not in file
+
+
+def _check_inside(file: object, named_by: str, name: str) -> None:
+    if not is_inside(file):
+        raise MTPError(f"The {named_by} of {name} names the file {file!r}, which is not in its folder.")
+
+
+def _missing_file(checkpoint: CheckpointReader, file: str, named_by: str) -> MTPFileNotFoundError:
+    return MTPFileNotFoundError(f"{checkpoint.name} lacks {file}, which its {named_by} names: download it again.")
 
 
 def _lacking(name: str, tensor: str) -> MTPError:
     return MTPError(f"{name} lacks the tensor {tensor}, which its index names: download it again.")
 
 
+def model_tensors(checkpoint: CheckpointReader) -> Tensors:
+    """Describe the tensors that mlx-lm loads."""
+    return {name: t for file in checkpoint.model_files for name, t in checkpoint.header(file).tensors.items()}
+
+
 def is_tied(checkpoint: CheckpointReader) -> bool:
     """Whether the embedding is the output layer: where no ``lm_head`` is stored, whatever the config says."""
-    tensors = (name for file in checkpoint.model_files for name in checkpoint.header(file).tensors)
-    return not any(name.removeprefix("language_model.").startswith("lm_head.") for name in tensors)
+    names = model_tensors(checkpoint)
+    return not any(name.removeprefix("language_model.").startswith("lm_head.") for name in names)
 
 
 def fetch_checkpoint(path_or_hf_repo: str, revision: str | None = None) -> CheckpointReader:
@@ -199,82 +268,34 @@ def fetch_checkpoint(path_or_hf_repo: str, revision: str | None = None) -> Check
     return CheckpointReader(path_or_hf_repo, folder=folder)
 
 
-def _files_in(folder: Path) -> list[str]:
-    """The files in a folder and its folders, and the folders in it, relative to it."""
-    found = (file.relative_to(folder) for depth in range(DEPTH) for file in folder.glob("/".join(["*"] * (depth + 1))))
-    return [file.as_posix() for file in found if not file.parts[0].startswith(".")]
-
-
-def read_header(file: Path, name: str) -> Header:
-    """Read and check the header of a safetensors file, ``name`` in errors. No tensor is read.
-
-    The safetensors library checks that the tensors have known dtypes and the sizes of their shapes, and cover the file
-    without a gap or an overlap; MLX and huggingface_hub do not.
-    """
-    if file.is_dir():
-        raise MTPError(f"{name} is not a safetensors file but a folder: remove or rename it.")
+def _read_header(path: Path, file: str, name: str) -> Header:
+    """Read and check the header of a file of the checkpoint ``name``. No tensor is read."""
+    if path.is_dir():
+        raise MTPError(f"{file} of {name} is not a safetensors file but a folder: remove or rename it.")
     try:
-        with safe_open(file, framework="numpy"):
-            pass
-        header = parse_local_safetensors_file_metadata(file)
+        # Unlike MLX and huggingface_hub, this checks that the tensors have known dtypes and the sizes of their shapes, and
+        # cover the file without a gap or an overlap.
+        with safe_open(path, framework="numpy"):
+            header = parse_local_safetensors_file_metadata(path)
     except (SafetensorError, SafetensorsParsingError) as e:
-        raise MTPError(f"{name} is truncated or damaged ({e}): download or convert it again.") from e
-    with file.open("rb") as f:
-        start = 8 + int.from_bytes(f.read(8), "little")
-    return Header(header.tensors, header.metadata or {}, start)
+        raise MTPError(f"{file} of {name} is truncated or damaged ({e}): download or convert it again.") from e
+    with path.open("rb") as f:
+        begin = 8 + int.from_bytes(f.read(8), "little")
+    found = {n: Tensor(file, t.dtype, t.shape, *(begin + i for i in t.data_offsets)) for n, t in header.tensors.items()}
+    return Header(found, header.metadata or {})
 
 
-def _download_header(repo: str, revision: str | None, file: str, name: str) -> Header:
-    data, size = _download(repo, revision, file, 0, HEADER_BYTES)
+def _download_header(checkpoint: CheckpointReader, file: str) -> Header:
+    data, size = download(checkpoint.name, checkpoint.revision, file, 0, HEADER_BYTES)
     length = min(8 + int.from_bytes(data[:8], "little"), size)
     if length > len(data):
-        data += _download(repo, revision, file, len(data), length)[0]
+        data += download(checkpoint.name, checkpoint.revision, file, len(data), length)[0]
     with TemporaryDirectory() as folder:
         copy = Path(folder) / "header"
         copy.write_bytes(data[:length])
         os.truncate(copy, size)  # a sparse file of the same size takes no space
-        return read_header(copy, name)
+        return _read_header(copy, file, checkpoint.name)
 
 
-def n_bytes(*tensors: TensorInfo) -> int:
-    return sum(stop - start for start, stop in (tensor.data_offsets for tensor in tensors))
-
-
-def _download(repo: str, revision: str | None, file: str, start: int, stop: int | None) -> tuple[bytes, int]:
-    """The bytes of a file on the hub from ``start`` to before ``stop`` or its end, and its size. Raises a FileNotFoundError."""
-    url, headers = hf_hub_url(repo, file, revision=revision), build_hf_headers()
-    if stop is not None:
-        headers["Range"] = f"bytes={start}-{stop - 1}"
-    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-    with hub_errors(repo, revision):
-        for _ in range(TRIES):
-            with http_stream_backoff("GET", url, headers=headers, timeout=timeout) as response:
-                hf_raise_for_status(response)
-                size = None if stop is None else _size_of_part(response, file, start, stop)
-                with suppress(HTTPError):  # the body broke off: ask again
-                    data = _read_body(response, None if size is None or stop is None else min(stop, size) - start)
-                    return data, len(data) if size is None else size
-        raise MTPOSError(f"{file} broke off {TRIES} times.")
-
-
-def _size_of_part(response: Any, file: str, start: int, stop: int) -> int:
-    """The size of a file, of which a part was requested. Raises OSError if the body, still unread, is not this part."""
-    if response.status_code != 206:
-        raise MTPOSError("its server does not support range requests.")
-    sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
-    first, last, size = (int(n) for n in sent.groups()) if sent else (-1, -1, 0)
-    if (first, last + 1) != (start, min(stop, size)):
-        raise MTPOSError(f"its server sent other bytes of {file} than asked for.")
-    return size
-
-
-def _read_body(response: Any, length: int | None) -> bytes:
-    """Read a body. If it is not of this length, raise an OSError once it is longer or ends."""
-    data = bytearray()
-    for piece in response.iter_bytes():
-        data += piece
-        if length is not None and len(data) > length:
-            break
-    if length is not None and len(data) != length:
-        raise MTPOSError("its server sent another number of bytes than asked for.")
-    return bytes(data)
+def n_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.stop - t.start for t in tensors.values())

@@ -5,7 +5,6 @@ compared over a short window. The steps that "auto" chooses from are timed as we
 those, and "auto" measures them when it drafts as many tokens.
 """
 
-import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,19 +16,19 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-from ..caches.prompt_cache import has_head
-from ..caches.recurrent import restore, rollback, snapshot
-from ..decoding.loop import mtp_generate_step
+from ..batch.generate_step import mtp_generate_step
+from ..caches.prompt_cache import open_prompt_cache
+from ..caches.rows import KVOptions, Rows
+from ..files import keep, kept
 from ..layers.compiled import Compiler
 from ..layers.drafting import Settings
 from ..layers.layer import FEW, group_size
-from ..layers.mtp import run_head
+from ..layers.mtp import has_head, run_head
 from ..memory import TEST_TOKENS
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..pacing.step_times import Plan, StepTimes, on_lines
 from .dtype import Float16Error
 from .hub import first_line
-from .kept import keep, kept
 from .settings import machine
 
 # A share of the largest logit; wrong kernels miss by more.
@@ -67,9 +66,7 @@ class SelfTest(NamedTuple):
 
 
 def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | None:
-    """The result of a model's test on this machine, which runs once. What is wrong is off, with a warning, or if the model
-    ``must_pass`` a Float16Error. ``None`` if the test itself fails.
-    """
+    """The result of a model's test on this machine, made once; ``None`` if it fails. What is wrong is off, or an error."""
     file, key = "self-test.json", _key_of(model)
     try:
         result = SelfTest(*kept(file, key))
@@ -79,9 +76,7 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
         except Exception as e:  # MLX's, such as of memory, or of a kernel that this device does not have
             log.warning(f"[WARNING] The passes of {name} could not be tested on this device: {first_line(e)}")
             return None
-        if result.seconds or not has_head(
-            model
-        ):  # otherwise kernels were compiled in the time, and the next load has times
+        if result.seconds or not has_head(model):  # otherwise kernels were compiled: the next load has times
             keep(file, key, result)
     if result.wrong and must_pass:
         raise Float16Error(name, f"{', '.join(result.wrong)} passes are wrong")
@@ -115,27 +110,27 @@ def run(model: Any) -> SelfTest:
 def _run(model: Any, bar: Any) -> SelfTest:
     prompt = (mx.arange(12) * 977 + 11) % model.vocab_size
     window = (mx.arange(FEW + 1) * 613 + 7)[None] % model.vocab_size  # [1, 9]: longer than a group
-    caches, kept, rows = _prefilled(model, prompt), 3, model.drafting.attention_rows
+    rows, kept, before = _prefilled(model, prompt[None]), 3, model.drafting.attention_rows
     heads = next(layer.self_attn for layer in model.layers if not layer.is_linear)
     try:
         model.drafting.attention_rows = 0
-        whole = model(window, cache=copy.deepcopy(caches), record=True)
+        whole = rows.run(model, window, record=True)
         mx.eval(whole)
         bar.update()
-        drafted = copy.deepcopy(caches)
-        model(window[:, : kept + 2], cache=drafted, record=True)
-        rollback(drafted, prompt.size, kept)
-        after = model(window[:, kept : kept + 1], cache=drafted)
-        fresh = model(window[:, kept : kept + 1], cache=_prefilled(model, mx.concatenate([prompt, window[0, :kept]])))
-        mx.eval(after, fresh)
+        compiled = max(_compiled_difference(model, rows, window[:, :n]) for n in (1, kept + 2))
+        sizes = heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
+        model.drafting.attention_rows = group_size(window.size, *sizes)
+        grouped = rows.run(model, window, record=True)
+        mx.eval(grouped)
         bar.update()
-        compiled = max(_compiled_difference(model, caches, window[:, :n]) for n in (1, kept + 2))
-        model.drafting.attention_rows = group_size(
-            window.size, heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
-        )
-        grouped = model(window, cache=caches, record=True)
+        model.drafting.attention_rows = 0
+        rows.run(model, window[:, : kept + 2], record=True)
+        rows.commit([kept])
+        prefilled = _prefilled(model, mx.concatenate([prompt[None], window[:, :kept]], axis=1))
+        after, fresh = (each.run(model, window[:, kept : kept + 1]) for each in (rows, prefilled))
+        mx.eval(after, fresh)
     finally:
-        model.drafting.attention_rows = rows
+        model.drafting.attention_rows = before
     bar.update()
     largest = float(mx.abs(whole).max())
     return SelfTest(
@@ -148,19 +143,22 @@ def _run(model: Any, bar: Any) -> SelfTest:
     )
 
 
-def _compiled_difference(model: Any, caches: list[Any], window: mx.array) -> float:
-    record, compilers = window.size > 1, (Compiler(), None)
-    return _difference(*(model(window, cache=copy.deepcopy(caches), record=record, compiler=c) for c in compilers))
+def _compiled_difference(model: Any, rows: Rows, window: mx.array) -> float:
+    return _difference(*(rows.run(model, window, record=window.size > 1, compiler=c) for c in (Compiler(), None)))
 
 
 def _difference(a: mx.array, b: mx.array) -> float:
     return float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max())
 
 
-def _prefilled(model: Any, prompt: mx.array) -> list[Any]:
-    caches: list[Any] = model.make_cache()
-    mx.eval(model(mx.atleast_2d(prompt), cache=caches), [c.state for c in caches])
-    return caches
+def _prefilled(model: Any, prompts: mx.array) -> Rows:
+    """Rows of prompts [B, T]."""
+    (B, T), kv = prompts.shape, KVOptions()
+    rows = Rows(model, kv)
+    rows.join([open_prompt_cache(model, None)] * B, [kv] * B)
+    mx.eval(rows.run(model, prompts), rows.states)
+    rows.commit([T] * B)
+    return rows
 
 
 def _head_copies(model: Any) -> int:
@@ -180,14 +178,12 @@ def _head_copies(model: Any) -> int:
 
 
 class _EveryLength(Depth):
-    """Chooses all draft lengths in turn, and keeps the shortest time of each: others may include a pause.
-
-    The first step of a draft length makes traces and is not timed, so each is chosen several times before the next.
-    """
+    """Chooses all draft lengths in turn, and keeps the shortest time of each: others may include a pause."""
 
     def __init__(self, max_drafts: int):
         super().__init__(max_drafts)
         self.shortest: dict[int, float] = {}
+        # The first step of a draft length makes traces and is not timed.
         self.left = [k for k in range(max_drafts + 1) for _ in range(N_TIMES + 1)]
 
     def for_text(self) -> "_EveryLength":
@@ -221,12 +217,9 @@ def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
 
 
 def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple[list[float], float]:
-    """The times of steps at ``DRAFT_LENGTHS``, and of a draft in plain steps, 0 if unknown.
-
-    Given are those of steps of one sequence with 0 to 8 drafts, and of passes over 1, 8 and 9 rows and ``ROWS``, or the first.
-    """
+    """The times of steps at ``DRAFT_LENGTHS`` and of a draft, given those of steps with 0 to 8 drafts and of passes by rows."""
     if not {1, 8, 9} <= passes.keys():
-        return [*seconds], 0.0
+        return [*seconds], 0.0  # unknown
     draft = max(seconds[8] - seconds[0] - (passes[9] - passes[1]), 0.0) / 8
     # A pass over fewer rows may have been delayed.
     deeper = [seconds[7] + max(passes[n] - passes[8], 0.0) + (n - 8) * draft for n in ROWS if n in passes]
@@ -236,11 +229,9 @@ def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple
 def _pass_seconds(model: Any, B: int, n: int) -> float:
     """The shortest of several times of a pass over n tokens of each of B sequences."""
     windows, times = mx.arange(B * n).reshape(B, n) % model.vocab_size, []
-    caches = _prefilled(model, windows)
-    state = snapshot(caches)
+    rows = _prefilled(model, windows)
     for _ in range(N_TIMES):
         before = perf_counter()
-        mx.eval(model(windows, cache=caches, record=True))
+        mx.eval(rows.run(model, windows, record=True))
         times.append(perf_counter() - before)
-        restore(caches, state)
     return min(times)

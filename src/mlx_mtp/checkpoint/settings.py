@@ -1,7 +1,4 @@
-"""The settings of ``mlx_mtp benchmark --tune``, cheaper drafts, and the default sampling parameters.
-
-The best settings depend on the machine, the checkpoint and versions: the key of their file, which is ignored for another key.
-"""
+"""The settings of ``mlx_mtp benchmark --tune``, cheaper drafts, and the default sampling parameters."""
 
 import hashlib
 import json
@@ -19,29 +16,24 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .._version import __version__
 from ..caches.validation import BITS
-from ..distributed.ranks import Ranks, from_rank_0
+from ..distributed.calls import from_rank_0
+from ..distributed.ranks import Ranks
 from ..errors import MTPError, MTPFileNotFoundError
-from ..files import check_target, write_atomic
+from ..files import cache_file, check_target, write_atomic
 from ..layers.drafting import DraftLMHead, Settings
 from ..models.head_weights import quantize_head
 from ..models.mixin import MTPModel
 from .config import parse_json, read_json
 from .hub import fetch
-from .kept import cache_file
 
 # The lowest and the highest value of each field of generation_config.json.
-RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, math.inf),
-    "top_p": (0, 1),
-    "top_k": (0, math.inf),
-    "min_p": (0, 1),
-}
+RANGES = {"temperature": (0, math.inf), "top_p": (0, 1), "top_k": (0, math.inf), "min_p": (0, 1)}
 
 log = logging.getLogger(__name__)
 
 
 def key_of(*folders: Path, n_ranks: int = 1) -> dict[str, str]:
-    """The machine, and the checkpoint in these folders (with a drafter, an adapter), by path, config and sizes of weights."""
+    """The machine, and the checkpoint in these folders (with a drafter, an adapter), on which the best settings depend."""
     digest = hashlib.sha256()
     for folder in folders:
         digest.update(str(folder.resolve()).encode())
@@ -70,8 +62,7 @@ def default_file(key: Mapping[str, str]) -> Path:
 
 
 def find(file: bool | str | Path, folders: Sequence[Path], n_ranks: int = 1) -> Settings | None:
-    """The settings of a checkpoint in these folders, for ``settings`` of ``load``; ``None`` without any or, with a warning, if
-    their key differs."""
+    """The settings of a checkpoint in these folders; ``None`` without any or, with a warning, if their key differs."""
     if file is False:
         return None
     key = key_of(*folders, n_ranks=n_ranks)
@@ -96,14 +87,12 @@ def read(file: Path) -> tuple[dict[str, str], Settings]:
     try:
         content = parse_json(file.read_bytes(), str(file))
         settings = Settings(**content["settings"])
-        seconds = {int(k): float(t) for k, t in settings.seconds.items()}
-        settings = replace(settings, seconds=seconds)
+        settings = replace(settings, seconds={int(k): float(t) for k, t in settings.seconds.items()})
         _check(settings)
         return dict(content["key"]), settings
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise MTPError(
-            f"{file} is not a settings file: write it again with `mlx_mtp benchmark --tune`, "
-            "or omit it (--settings off)."
+            f"{file} is not a settings file: write it again with `mlx_mtp benchmark --tune`, or omit it (--settings off)."
         ) from e
 
 
@@ -165,12 +154,9 @@ def first_ids(size: int, vocab_size: int, tokenizer: TokenizerWrapper) -> list[i
     return sorted(always.union(islice(others, size - len(always))))
 
 
-# Default sampling parameters, of generation_config.json
-
-
 @dataclass(frozen=True)
 class Sampling:
-    """Default sampling parameters. Without values they are mlx-lm's: the most likely token."""
+    """Default sampling parameters, of generation_config.json. Without values they are mlx-lm's: the most likely token."""
 
     temperature: float = 0.0
     top_p: float = 1.0

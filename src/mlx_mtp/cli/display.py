@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from tqdm import tqdm
 
-from ..distributed.ranks import LOST, Ranks, is_loss
+from ..distributed.calls import LOST, is_loss
+from ..distributed.ranks import Ranks
 from ..errors import MTPError, is_mendable
 from ..memory import is_device_error
 from ..traces import n_traces
@@ -63,7 +64,6 @@ def say(text: str) -> None:
 
 @contextmanager
 def prompt_progress() -> Iterator[Callable[[int, int], None]]:
-    """The callback of a progress bar on stderr, if that is a terminal. The bar disappears after prefill."""
     with tqdm(desc="Processing the prompt", unit=" tokens", delay=DELAY, leave=False, disable=None) as bar:
 
         def show(n_processed: int, n_prompt: int) -> None:
@@ -116,9 +116,7 @@ def in_turn(runs: Sequence[T], i: int) -> list[T]:
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
     """A context that exits with one line and status 2 for an error that the user can mend, or 1 for the GPU's, with 130 after
-    Ctrl-C, and silently with 141 if the reader of the output has ended. Other errors keep their traceback.
-
-    Of the processes of ``mlx.launch``, only rank 0 prints, and others where rank 0 has no error.
+    Ctrl-C, and silently with 141 if the reader of the output has ended. Rank 0 prints, and others where it has no error.
     """
     group = mx.distributed.init()
     with _silent_on_broken_pipe(), rank_0_prints():

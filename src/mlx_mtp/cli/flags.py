@@ -17,16 +17,16 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import has_head
 from ..caches.validation import BITS, GROUP_SIZES
 from ..checkpoint.dtype import AUTO, DTYPES
-from ..checkpoint.fetched import head_to_fetch
 from ..checkpoint.load import DEMO, DEMO_NOTE, check_family, load
+from ..checkpoint.originals import head_to_fetch
 from ..checkpoint.settings import Sampling, sampling_defaults
 from ..distributed.ranks import Ranks
 from ..drafts.options import TextOptions, asks_for_copies
 from ..errors import MTPError
 from ..files import make_folder
+from ..layers.mtp import has_head
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..prompt_store import PromptStore
 from ..sampling.sampler import AcceptanceName, make_sampler

@@ -86,24 +86,29 @@ def extend(parser: argparse.ArgumentParser, program: str, description: str) -> a
     return argparse.ArgumentParser(prog=program, description=description, parents=[parser], **options)
 
 
+def adopt(parser: argparse.ArgumentParser, other: argparse.ArgumentParser, flags: Sequence[str]) -> None:
+    for flag in flags:
+        parser._add_action(other._option_string_actions[flag])
+
+
 def finish(
     parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]] = SHARED_GROUPS
 ) -> argparse.ArgumentParser:
     """Sort the flags of a parser into groups, show their defaults, and add ``--version``. Return the parser."""
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    ungrouped, flags = parser._optionals._group_actions, {a.dest: a for a in parser._actions}
+    ungrouped = parser._optionals._group_actions
     for title, names in groups.items():
-        if found := [flags[name] for name in names if flags.get(name) in ungrouped]:
+        if found := [action for name in names for action in ungrouped if action.dest == name]:
             group = parser.add_argument_group(title)
             for action in found:
                 ungrouped.remove(action)
                 group._group_actions.append(action)
-    for action in flags.values():
+    for action in parser._actions:
         text, default = action.help or "", action.default
         is_value = isinstance(default, (str, int, float)) and default not in ("", argparse.SUPPRESS)
         if is_value and default is not False and action.nargs != 0 and "efault" not in text:
             action.help = text.removesuffix(".") + " (default: %(default)s)" + "." * text.endswith(".")
-    required = [f"{a.option_strings[0]} {a.metavar or a.dest.upper()}" for a in flags.values() if a.required]
+    required = [f"{a.option_strings[0]} {a.metavar or a.dest.upper()}" for a in parser._actions if a.required]
     parser.usage = " ".join(["%(prog)s", *required, "[flags]"])
     return parser
 

@@ -1,7 +1,4 @@
-"""The command line of ``mlx_mtp convert``: mlx-lm's flags, those of the head and the vision encoder, and recipes.
-
-A recipe has the flags that convert a published model to 4 bits.
-"""
+"""The command line of ``mlx_mtp convert``: mlx-lm's flags, those of heads and vision encoders, and recipes of flags."""
 
 import argparse
 import sys
@@ -36,11 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--q-bits", type=int, metavar="BITS", help="Bits per weight for quantization (default: 4, and 8 for mxfp8).")
     group_size = "Group size for quantization (default: 64 for affine, 16 for nvfp4, 32 for others)."
     add("--q-group-size", type=int, metavar="N", help=group_size)
-    add(
-        "--recipe",
-        metavar="NAME",
-        help="Convert the published model of this name to 4 bits; other flags take precedence.",
-    )
+    recipe = "Convert the published model of this name to 4 bits; other flags take precedence."
+    add("--recipe", metavar="NAME", help=recipe)
     add("--adapter-path", help="Fuse the trained adapter weights in this folder into the model.")
     add("--revision", help="Branch, tag or commit of the Hugging Face repo.")
     add("--no-mtp", dest="mtp", action="store_false", help="Convert without the MTP head.")
@@ -49,11 +43,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--graft-revision", help="Branch, tag or commit of the base model's Hugging Face repo.")
     add("--no-vision", dest="vision", action="store_false", help="Convert without the vision encoder.")
     add("--skip-check", action="store_true", help="Do not run the model to check the grafted head.")
-    add(
-        "--inspect",
-        metavar="MODEL",
-        help="Describe a model and whether --mtp can use its head, without converting it or downloading weights.",
-    )
+    inspected = "Describe a model and whether --mtp can use its head, without converting it or downloading weights."
+    add("--inspect", metavar="MODEL", help=inspected)
     return finish(parser, GROUPS)
 
 
@@ -82,7 +73,6 @@ def recipes() -> dict[str, Published]:
 
 
 def recipe_flags(name: str) -> list[str]:
-    """The flags of a recipe. Prints the needs of the result."""
     if (model := recipes().get(name)) is None:
         raise MTPError(f"There is no recipe {name}: give one of {', '.join(recipes())}.")
     needs = f"{model.disk_gb} GB on disk and a machine with {model.memory_gb} GB of memory"

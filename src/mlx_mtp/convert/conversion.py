@@ -141,7 +141,10 @@ def convert(
 
 def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: str | None) -> None:
     if model is None:
-        output.describe_no_head(config)
+        for key in ("mtp_num_hidden_layers", "mlx_mtp", EXTRA_TENSORS):
+            config.pop(key, None)
+        if "mtp_num_hidden_layers" in (text_config := text_config_of(config)):
+            text_config["mtp_num_hidden_layers"] = 0
         return
     separate = config.get(EXTRA_TENSORS) is not None or config["model_type"] == "qwen3_next"
     origin = config.get("mlx_mtp") or {"source": hf_path, "revision": commit}
@@ -161,15 +164,8 @@ def _write_files(folder: Path, source: Path, ends: set[int], others: Iterable[st
             (folder / GENERATION).write_text(json.dumps(complete, indent=4) + "\n")
 
 
-# Writing
-
-
-def write_model(
-    folder: Path, model: nn.Module, config: Config, tower: dict[str, mx.array], tables: Written | None = None
-) -> None:
-    """Write a model's tensors and a vision encoder's, an index, also of n-gram tables written before, and config.json, and
-    read the head and the encoder back. The model has no weights afterwards."""
-    tables = tables or {}
+def write_model(folder: Path, model: nn.Module, config: Config, tower: dict[str, mx.array], tables: Written) -> None:
+    """Write a model, which has no weights afterwards, and a vision encoder, with an index and config.json. Read both back."""
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters())) | tower
     n_parameters = get_total_parameters(model) + sum(w.size for w in tower.values())
     n_bytes = sum(w.nbytes for w in weights.values()) + sum(n for _, n in tables.values())
@@ -217,9 +213,6 @@ def upload(folder: Path, repo: str) -> None:
             f"{folder} is complete, but could not be uploaded to {repo} ({first_line(e)}): `hf upload {repo} {folder}` does it."
         ) from e
     print(f"Upload successful, go to https://huggingface.co/{repo} for details.")
-
-
-# Casts and quantization
 
 
 def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
@@ -288,17 +281,15 @@ class Quantization:
             raise MTPError(f"MLX cannot quantize with {given}: {e}") from e
 
     def apply(self, model: Any, config: Config) -> tuple[Any, Config]:
-        """Quantize or dequantize a model, and record it in the config. mlx-lm skips layers whose width is not a multiple of the
-        group size; if those are all, it is an MTPError."""
+        """Quantize or dequantize a model, and record it in the config. An MTPError if mlx-lm would quantize no layer."""
         if self.quantize:
             print("[INFO] Quantizing")
             user, before = self.predicate, _quantized(model)
             if isinstance(user, str):
                 user = mixed_quant_predicate_builder(user, model, self.group_size or 64)
             predicate = backbone_predicate(model, user)
-            model, config = quantize_model(
-                model, config, self.group_size, self.bits, mode=self.mode, quant_predicate=predicate
-            )
+            sizes = self.group_size, self.bits
+            model, config = quantize_model(model, config, *sizes, mode=self.mode, quant_predicate=predicate)
             if len(_quantized(model)) == len(before):
                 reason = f"no layer's width is a multiple of --q-group-size {self.group_size or 'of this mode'}"
                 if any(predicate(path, module) for path, module in before.items()):
@@ -324,9 +315,7 @@ def backbone_predicate(model: nn.Module, user: QuantPredicate | None = None) -> 
         if is_head(path):
             return False
         by_model: Decision = own(path, module)
-        if user is None:
-            return by_model
-        by_user = user(path, module)
+        by_user = by_model if user is None else user(path, module)
         return by_model if isinstance(by_model, dict) and by_user else by_user
 
     return predicate

@@ -6,17 +6,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub.utils import TensorInfo
 from mlx.utils import tree_flatten
 
+from ..checkpoint import output
 from ..checkpoint.acceptance import FLOOR, Reading, best_of, key_of, known, measure_readings, told_by, with_ones
 from ..checkpoint.config import Config, check_config, skeleton
-from ..checkpoint.fetched import copy_image_settings, fitting_head, fitting_tower
 from ..checkpoint.head_formats import first_tensor, has_raw_head, load_tensors
+from ..checkpoint.hub import HEAD_FILE
 from ..checkpoint.load import load
-from ..checkpoint.originals import check_not_fp8, copy_tensors
-from ..checkpoint.output import IMAGES, USAGE, atomic_directory, naming, rewrite_head, write_config, write_weights
-from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
+from ..checkpoint.originals import check_not_fp8, copy_image_settings, copy_tensors, fitting_head, fitting_tower
+from ..checkpoint.reader import CheckpointReader, Tensors, fetch_checkpoint
 from ..errors import MTPError
 from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
 from ..images.vision import Vision, settings_of
@@ -33,17 +32,14 @@ def graft(
     revision: str | None = None,
     dtype: str | None = None,
     skip_check: bool = False,
-    name: str | None = None,
+    name: str | None = None,  # in the card
 ) -> None:
-    """Add the MTP head, the vision encoder or both of an original to one of its conversions; see ``convert``.
-
-    The conversion's weights are hard-linked or copied. ``name`` is the result's in its card.
-    """
+    """Add the head, the vision encoder or both of an original to a conversion, whose weights are hard-linked or copied."""
     check_not_fp8(CheckpointReader(model, revision))
     receiver = fetch_checkpoint(model, revision)
     config, origin = check_config(receiver.config, model), Config()
     head, tower = dict[str, mx.array](), dict[str, mx.array]()
-    with atomic_directory(target) as folder:
+    with output.atomic_directory(target) as folder:
         if vision_from is not None:
             if receiver.tower():
                 raise MTPError(f"{model} has a vision encoder already.")
@@ -53,14 +49,16 @@ def graft(
             stored, told = _head(donor, receiver, config, dtype, folder)
             head = _as_parameters(stored, told, config, receiver.name)
             origin = (donor.config or {}).get("mlx_mtp") or {"source": donor.name, "revision": donor.revision}
-        write_weights(folder, receiver, head, tower)
-        write_config(folder, config, head, origin)
+        output.write_weights(folder, receiver, head, tower)
+        output.write_config(folder, config, head, origin)
         with (folder / "README.md").open("a") as f:
-            f.write((USAGE * bool(head) + IMAGES * bool(tower)).format(name=name or target))
+            f.write((output.USAGE * bool(head) + output.IMAGES * bool(tower)).format(name=name or target))
         if mtp_from is not None and not skip_check:
             best = check_acceptance(folder, norms_of(stored), told, mtp_from, model)
             if best != told:
-                rewrite_head(folder, _as_parameters(stored, best, config, receiver.name))
+                head = _as_parameters(stored, best, config, receiver.name)
+                output.save(folder / HEAD_FILE, head)
+                output.check_written(folder, head, dict.fromkeys(head, HEAD_FILE))
 
 
 def _head(
@@ -105,7 +103,7 @@ def named_tower(tower: nn.Module) -> dict[str, mx.array]:
     return {PREFIX + path: w for path, w in parameters}
 
 
-def _read(donor: CheckpointReader, tensors: dict[str, TensorInfo], folder: Path) -> dict[str, mx.array]:
+def _read(donor: CheckpointReader, tensors: Tensors, folder: Path) -> dict[str, mx.array]:
     copy_tensors(donor, tensors, part := folder / "part.safetensors")
     weights = load_tensors(part)
     mx.eval(weights)
@@ -117,7 +115,7 @@ def check_acceptance(folder: Path, norms: Mapping[str, mx.array], told: Reading,
     """The reading of the grafted head's norms whose drafts are accepted; an MTPError if nearly all are rejected."""
     print("[INFO] Checking the head on built-in text")
     try:
-        with naming(folder, model):
+        with output.naming(folder, model):
             loaded, tokenizer = load(str(folder), lazy=True)
         rates = measure_readings(loaded, tokenizer, norms, told)
     except RuntimeError as e:

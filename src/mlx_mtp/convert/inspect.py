@@ -2,17 +2,15 @@
 
 from contextlib import suppress
 
-from huggingface_hub.utils import TensorInfo
-
 from ..checkpoint.acceptance import key_of, known, shifted
 from ..checkpoint.config import Config, check_config, skeleton
-from ..checkpoint.head_formats import check_head, first_tensor, has_raw_backbone, has_raw_head, shifts_norms
-from ..checkpoint.head_places import INDEX_FILE
+from ..checkpoint.head_formats import check_head, first_tensor, has_raw_backbone, has_raw_head
 from ..checkpoint.ngram_files import find_tables, place_of
 from ..checkpoint.originals import check_not_fp8
-from ..checkpoint.reader import CheckpointReader, n_bytes
+from ..checkpoint.reader import INDEX_FILE, CheckpointReader, Tensor, Tensors, n_bytes
 from ..errors import MTPError, MTPFileNotFoundError
 from ..memory import size, sizes_of
+from ..models import MODEL_TYPES, model_module
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
@@ -21,17 +19,15 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     config = checkpoint.config
     if config is None:
         raise MTPFileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
-    tower, verdict, head = checkpoint.tower(), _verdict(checkpoint), dict[str, TensorInfo]()
+    tower, verdict, head = checkpoint.tower(), _verdict(checkpoint), Tensors()
     with suppress(FileNotFoundError, MTPError):  # told by the verdict
         head = checkpoint.head()
     commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
-    n_table = n_bytes(
-        *checkpoint.tensors({n: file for n, file in checkpoint.model_map.items() if place_of(n)}).values()
-    )
+    n_table = n_bytes(checkpoint.tensors({n: file for n, file in checkpoint.model_map.items() if place_of(n)}))
     index = checkpoint.read_json(INDEX_FILE) if INDEX_FILE in checkpoint.files else {}
     total = (index.get("metadata") or {}).get("total_size")
     if not isinstance(total, int):
-        total = n_bytes(*checkpoint.tensors(checkpoint.model_map).values())
+        total = n_bytes(checkpoint.tensors(checkpoint.model_map))
     quantization = _quantization(config, first_tensor(checkpoint, "embed_tokens.weight"))
     lines = {
         "Model": checkpoint.name + commit,
@@ -40,23 +36,23 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         "Size": size(total),
         **({"N-grams": f"{size(n_table)} of that size, read from the files by row"} if n_table else {}),
         "MTP head": _describe_head(checkpoint, head) if head else "none",
-        "Vision": f"{len(tower)} tensors, {size(n_bytes(*tower.values()))}" if tower else "none",
+        "Vision": f"{len(tower)} tensors, {size(n_bytes(tower))}" if tower else "none",
         "--mtp": verdict,
     }
     if verdict.startswith("ready"):
         n_values = sizes_of(skeleton(config, checkpoint.name), 2).head_values
         own = f"for its own keys and values {2 * n_values:,} bytes per token of context"
-        lines["Memory"] = f"{size(n_bytes(*head.values()))} for the head, and {own}"
+        lines["Memory"] = f"{size(n_bytes(head))} for the head, and {own}"
     return "\n".join(f"{key + ':':<12}{value}" for key, value in lines.items())
 
 
-def _describe_head(checkpoint: CheckpointReader, head: dict[str, TensorInfo]) -> str:
+def _describe_head(checkpoint: CheckpointReader, head: Tensors) -> str:
     where = f" in {', '.join(files)}" if (files := checkpoint.head_files) else ""
     quantized = ", quantized" if any(name.endswith(".scales") for name in head) else ""
     layout, measured = _layout(checkpoint, has_raw_head(checkpoint)), known(key_of(checkpoint, checkpoint))
     if measured is not None and measured.reading is not None:
         layout = f"norms to be shifted: {shifted(measured.reading)}"
-    return f"{len(head)} tensors{where}, {size(n_bytes(*head.values()))}{quantized}, {layout}"
+    return f"{len(head)} tensors{where}, {size(n_bytes(head))}{quantized}, {layout}"
 
 
 def _verdict(checkpoint: CheckpointReader) -> str:
@@ -70,7 +66,7 @@ def _verdict(checkpoint: CheckpointReader) -> str:
     return "ready" if measured is None else f"ready, {measured.rate:.0%} of drafts accepted on built-in text"
 
 
-def _quantization(config: Config, embedding: TensorInfo | None) -> str:
+def _quantization(config: Config, embedding: Tensor | None) -> str:
     quantization = config.get("quantization") or config.get("quantization_config")
     if not quantization:
         return "not quantized" if embedding is None else f"not quantized ({embedding.dtype})"
@@ -83,4 +79,6 @@ def _quantization(config: Config, embedding: TensorInfo | None) -> str:
 
 def _layout(checkpoint: CheckpointReader, raw: bool) -> str:
     name, norms = ("raw", "to be shifted") if raw else ("converted", "shifted")
-    return f"{name} (norms {norms})" if shifts_norms(checkpoint) else name
+    model_type = (checkpoint.config or {}).get("model_type")
+    shifts_norms = model_type not in MODEL_TYPES or model_module(model_type).Model.shifts_norms
+    return f"{name} (norms {norms})" if shifts_norms else name

@@ -9,17 +9,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.prompt_cache import PromptCache, empty_head, has_head
+from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import KVOptions, Rows, RowsState
 from ..layers.compiled import Compiler
+from ..layers.mtp import has_head
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_COPY_TOKENS
-from ..pacing.step_times import Plan
+from ..pacing.step_times import PLAIN_PLAN, Plan
 from ..sampling.acceptance import n_leading
 from .exchange import Exchange
 from .head import HeadCache, HeadDrafter, HeadState, NoHead, columns_of, with_drafts
+from .prefill import prefill_part
 from .sequence import Sequence
-from .window import Choice, Drafts, Step, Window, WindowPlan
+from .window import Choice, Drafts, Step, Stepped, Window, WindowPlan, choose
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 # Hidden states [B, T, H], and the row and the column of the token before the last; ``None`` for a text's first token, [B]
@@ -84,9 +86,10 @@ class Decoder:
         chosen: Any = choice.tokens.tolist()
         flags: Any = choice.accepted.tolist()
         n_accepted, tokens = [], []
-        for b, (s, plan, has_ended) in enumerate(zip(window.sequences, window.drafts.plans, choice.has_ended)):
-            n_accepted.append(0 if has_ended else n_leading(flags[b][: plan.k]))
-            tokens.append([] if has_ended else s.take(chosen[b][: n_accepted[b] + 1], plan, n_accepted[b]))
+        for b, (s, plan) in enumerate(zip(window.sequences, window.drafts.plans)):
+            is_running = s.end is None
+            n_accepted.append(n_leading(flags[b][: plan.k]) if is_running else 0)
+            tokens.append(s.take(chosen[b][: n_accepted[b] + 1], plan, n_accepted[b]) if is_running else [])
             every += tokens[b]
         if self.exchange is not None:
             self.exchange.receive(every)
@@ -101,14 +104,24 @@ class Decoder:
             mx.async_eval(choice.tokens)
         for b, (s, n) in enumerate(zip(self.sequences, counts)):
             s.commit(choice.tokens, b, n)
-        # A sequence that has failed has no token for the head's inputs.
-        n_inputs = [0 if s.finish_reason == "error" else n for s, n in zip(self.sequences, counts)]
-        self.head.extend(choice.window.hidden, choice.tokens, n_inputs)
+        self.head.extend(choice.window.hidden, choice.tokens, counts)
         columns = [n - 1 for n in counts]
         self.tokens = columns_of(choice.tokens, columns)
         self.hidden = tuple((choice.window.hidden, b, column) for b, column in enumerate(columns))
         self.n_since_clear += max(counts)
         self.kept = counts
+
+    def begin(self, s: Sequence) -> list[Stepped]:
+        """Choose the first token by a pass over the prompt's last position, before the sequence joins."""
+        logits, hidden = prefill_part(self.model, s, 1)
+        if self.exchange is not None:
+            self.exchange.send(hidden)
+        s.start()
+        plan = WindowPlan([s], (PLAIN_PLAN,), PLAIN_PLAN, False)
+        choice = choose(Window(plan, Drafts(plan.plans), logits, hidden))
+        stepped = self.read(choice).tokens_of_each()
+        s.commit(choice.tokens, 0, 1)
+        return stepped
 
     # Draft
 
@@ -145,32 +158,12 @@ class Decoder:
     def verify(self, planned: WindowPlan, drafts: Drafts) -> None:
         """Start a pass over the last committed tokens and their drafts. Call ``commit`` first."""
         tokens = self.tokens if len(drafts) == 0 else mx.concatenate([self.tokens, drafts.tokens], axis=1)
-        self.cache.start_pass()
-        logits, hidden = self.model(
-            tokens,
-            cache=self.cache.entries,
-            input_embeddings=self._embeddings(tokens),
-            return_hidden=True,
-            record=len(drafts) > 0,
-            compiler=self.compiler,
-        )
-        self.cache.in_flight = tokens.shape[1]
-        sent = [] if self.exchange is None else self.exchange.send(hidden)
+        options = {"return_hidden": True, "record": len(drafts) > 0, "compiler": self.compiler}
+        logits, hidden = self.cache.run(self.model, tokens, **options)
         self.window = Window(planned, drafts, logits, hidden)
+        sent = [] if self.exchange is None else self.exchange.send(hidden)
         # Evaluate the states as well: another thread that closes the generator cannot evaluate arrays of this thread's stream.
         mx.async_eval(logits, hidden, self.cache.states, self.head.states, sent)
-
-    def _embeddings(self, tokens: mx.array) -> mx.array | None:
-        """The embeddings of a window [B, T, H], if the last position of a prompt that has just joined was given as one."""
-        given = [
-            (b, s.embeddings) for b, s in enumerate(self.sequences) if s.n_generated == 0 and s.embeddings is not None
-        ]
-        if not given:
-            return None
-        embeddings: mx.array = self.model.model.embed_tokens(tokens)
-        for b, x in given:
-            embeddings[b, 0] = x[0]
-        return embeddings
 
     # Join and leave
 
@@ -178,18 +171,17 @@ class Decoder:
         self.commit()
         self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
         tokens = mx.array([[s.take_last()] for s in sequences], mx.uint32)  # [B, 1]
-        for s, token in zip(sequences, tokens):
-            if s.embeddings is not None and mx.array_equal(s.embeddings, self.model.model.embed_tokens(token)):
-                s.embeddings = None  # so that the head can draft
         self.cache.join([s.cache for s in sequences], [s.kv for s in sequences])
-        self.head.join([s.cache for s in sequences], tokens, [s.embeddings for s in sequences])
+        self.head.join([s.cache for s in sequences], tokens)
         hidden = [None if s.cache.last_hidden is None else (s.cache.last_hidden, 0, 0) for s in sequences]
         self.tokens, self.hidden = mx.concatenate([self.tokens, tokens]), (*self.hidden, *hidden)
         self.sequences = [*self.sequences, *sequences]
         for s in sequences:
             # MLX writes in place only if nobody else holds an array.
+            s.cache.begin(s.cache.n_tokens)
             s.cache.entries[:-1] = [*self.model.make_cache(), empty_head(self.model)]
-            s.start()
+            if s.n_generated == 0:
+                s.start()
             self.drafter.observe(s.text)
 
     def filter(self, sequences: list[Sequence]) -> None:
@@ -206,15 +198,18 @@ class Decoder:
         self.sequences = [self.sequences[b] for b in keep]
         self.drafter.forget(token for s in self.sequences for token in s.text)
 
-    def extract(self, sequence: Sequence, cache: PromptCache) -> int:
-        """Put a sequence's tokens into a prompt cache, up to the first token of a window in flight -> their number."""
-        b, in_flight = self.sequences.index(sequence), self.cache.in_flight > 0
-        n = self.cache.n_tokens[b] + in_flight
-        cache.entries[:-1] = [*self.cache.extract(b), self.head.extract(b, n)]
+    def extract(self, sequence: Sequence, cache: PromptCache, n: int) -> int:
+        """Put up to n tokens of a sequence into a prompt cache -> their number. The last one may be the first of the window in
+        flight, which the target model has chosen.
+        """
+        b, window = self.sequences.index(sequence), None
+        n_before, held = self.cache.n_tokens[b], self.hidden[b]
+        if self.cache.in_flight > 0 and n > n_before and (window := self.window) is not None:
+            held = window.hidden, b, 0
+        n = n_before + (window is not None)
+        cache.entries[:-1] = [*self.cache.extract(b, n), self.head.extract(b, n)]
         cache.begin(n)
-        cache.images, held = sequence.images, self.hidden[b]
-        if in_flight and self.window is not None:
-            held = self.window.hidden, b, 0
+        cache.images = sequence.images
         if held is not None:
             hidden, row, column = held
             cache.last_hidden = mx.contiguous(hidden[row : row + 1, column : column + 1])

@@ -6,32 +6,28 @@ the tokens of a pass are read, so steps without drafts stay asynchronous. Each r
 
 import zlib
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
-from ..distributed.ranks import Ranks, differing_ranks, synchronize
+from ..distributed.ranks import Ranks, differing_ranks
 from ..errors import MTPError
 from ..pacing.step_times import StepTimes
+from ..sampling.processors import seed_of
 from ..sampling.sampler import SeededSampler, TextSampler
-
-CHECKED_EVERY = 8  # passes between two checksums, where no seconds are sent
 
 
 class Exchange:
-    """``times`` are those to keep equal to rank 0's; ``None`` where numbers of drafts are given."""
+    """Keeps ``times`` equal to rank 0's."""
 
-    def __init__(self, ranks: Ranks, times: StepTimes | None):
+    def __init__(self, ranks: Ranks, times: StepTimes):
         self.ranks, self.times = ranks, times
         self.unsent: deque[float] = deque()  # this rank's seconds of steps
         self.received: deque[float] = deque()  # rank 0's
         self.checksum = 0  # of the tokens received so far; 24 bits, which float32 holds
-        self.n_passes = 0
-        self.sent: deque[mx.array | None] = deque()  # the message of each pass whose tokens are not received yet
+        self.sent: deque[mx.array] = deque()  # the message of each pass whose tokens are not received yet
 
     def agree(self, prompt: mx.array, n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
         """Give all ranks rank 0's random state, seed and times -> the sampler. Raises MTPError if their texts differ."""
@@ -41,58 +37,32 @@ class Exchange:
         if others := differing_ranks(by_rank):
             raise MTPError(f"{others} were given other prompts or prompt caches than rank 0.")
         seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None
-        agreed: Any = self.ranks.broadcast((_random_state(), seeded, self.times))
+        agreed: Any = self.ranks.broadcast((seed_of(mx.random.state[0]), seeded, self.times))  # type: ignore[index]
         state, seeded, times = agreed
         mx.random.seed(state)
-        if self.times is not None:
-            self.times.copy_from(times)
+        self.times.copy_from(times)
         return sampler if seeded is None else seeded
 
     def send(self, hidden: mx.array) -> list[mx.array]:
         """The message to evaluate with a pass with this output [B, T, H]."""
-        message = None
-        if self.times is not None or self.n_passes % CHECKED_EVERY == 0:
-            seconds = self.unsent.popleft() if self.unsent else 0.0  # 0 for none: every step takes longer
-            message = self.ranks.gather([seconds, self.checksum], hidden)  # [R, 2]
-        self.n_passes += 1
-        self.sent.append(message)
-        return [] if message is None else [message]
+        seconds = self.unsent.popleft() if self.unsent else 0.0  # 0 for none: every step takes longer
+        self.sent.append(self.ranks.gather([seconds, self.checksum], hidden))  # [R, 2]
+        return [self.sent[-1]]
 
     def receive(self, tokens: list[int]) -> None:
         """Call when the tokens of the oldest pass are read. Raises RuntimeError if the ranks have chosen other tokens."""
-        message = self.sent.popleft()
-        if message is not None:
-            by_rank: Any = message.tolist()
-            if others := differing_ranks([checksum for _, checksum in by_rank]):
-                same = "use the same versions, files and kind of machine on all ranks"
-                raise RuntimeError(f"{others} have chosen other tokens than rank 0: {same}.")
-            if by_rank[0][0] > 0:
-                self.received.append(by_rank[0][0])
+        by_rank: Any = self.sent.popleft().tolist()
+        if others := differing_ranks([checksum for _, checksum in by_rank]):
+            same = "use the same versions, files and kind of machine on all ranks"
+            raise RuntimeError(f"{others} have chosen other tokens than rank 0: {same}.")
+        if by_rank[0][0] > 0:
+            self.received.append(by_rank[0][0])
         self.checksum = _checksum(tokens, self.checksum)
 
     def abandon(self) -> None:
         """Receive the messages of the passes in flight, whose tokens are not used."""
         while self.sent:
             self.receive([])
-
-
-@contextmanager
-def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
-    """A context in which mlx-lm's plain generation samples the same tokens on all ranks; it ends with the stream."""
-    if ranks is None:
-        yield
-        return
-    with mx.stream(stream):
-        mx.random.seed(ranks.broadcast(_random_state()))
-    try:
-        yield
-    finally:
-        synchronize(stream)
-
-
-def _random_state() -> int:
-    high, low = np.array(mx.random.state[0]).tolist()  # type: ignore[index]
-    return high << 32 | low
 
 
 def _checksum(tokens: list[int], before: int) -> int:

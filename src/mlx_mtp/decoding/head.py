@@ -30,7 +30,6 @@ from .window import NO_TOKENS, groups_of, normalized, of_members, with_rows
 MAX_PENDING = 512  # inputs that steps without the head's drafts leave pending
 
 Pending = list[tuple[mx.array, mx.array, int]]  # hidden states [B, T, H], tokens [B, T], and the columns that count
-Embeddings = list[mx.array | None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class NoHead:
     def can_draft(self, b: int) -> bool:
         return True  # drafts of sources that need no head
 
-    def join(self, caches: list[PromptCache], tokens: mx.array, embeddings: Embeddings) -> None:
+    def join(self, caches: list[PromptCache], tokens: mx.array) -> None:
         pass
 
     def filter(self, keep: list[int]) -> None:
@@ -145,11 +144,11 @@ class HeadCache:
         counts = tuple(min(n, 1) for n in held.counts)
         self.state = HeadState(held.ends.plus(before), held.firsts, counts, [(hidden, tokens, max(counts))])
 
-    def join(self, caches: list[PromptCache], tokens: mx.array, embeddings: Embeddings) -> None:
-        """Add a sequence for each prompt cache, with its next token [B, 1], and the embedding [1, H] given for it, if any."""
+    def join(self, caches: list[PromptCache], tokens: mx.array) -> None:
+        """Add a sequence for each prompt cache, with its next token [B, 1]."""
         self._keep_last_input()
         held, firsts = self.state, [c.first_position for c in caches]
-        counts = [int(self._waits(*each)) for each in zip(caches, tokens, embeddings)]
+        counts = [int(self._waits(*each)) for each in zip(caches, tokens)]
         none = mx.zeros((1, 1, self.model.hidden_size), self.model.model.embed_tokens(tokens[:1]).dtype)
         hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
         for held_hidden, held_tokens, _ in held.pending:
@@ -161,16 +160,15 @@ class HeadCache:
         ends = held.ends.joined(new)
         self.state = HeadState(ends, (*held.firsts, *firsts), (*held.counts, *counts), pending)
 
-    def _waits(self, cache: PromptCache, token: mx.array, embedding: mx.array | None) -> bool:
+    def _waits(self, cache: PromptCache, token: mx.array) -> bool:
         """Whether the input for a sequence's next token [1] can wait in a row. If not, run the head over it now."""
         positions, hidden = cache.positions(cache.first_position), cache.last_hidden
         if hidden is None:
             return False
-        if embedding is None and (positions is None or positions.are_plain(cache.head.offset)):
+        if positions is None or positions.are_plain(cache.head.offset):
             return True
-        # With another embedding than the token's, or at a position in three axes, which rows do not have.
-        own = None if embedding is None else embedding[None]
-        run_head(self.model, hidden, token[None], cache.head, own, positions)
+        # At a position in three axes, which rows do not have.
+        run_head(self.model, hidden, token[None], cache.head, None, positions)
         return False
 
     def filter(self, keep: list[int]) -> None:

@@ -32,12 +32,12 @@ class Planner:
     A step may also wait for a pass of another generation: ``model.drafting.turn`` is the one that last submitted work.
     """
 
-    def __init__(self, model: MTPModel, given: Depth | None = None, uses_times: bool = True):
+    def __init__(self, model: MTPModel, given: Depth | None = None):
         self.depth = Depth(MAX_DRAFT_TOKENS, times=times_of(model)) if given is None else given.for_text()
         self.exchange, self.unsent = None, deque[float]()
         self.received = self.unsent  # one process uses its own seconds at once
         if model.ranks is not None:
-            self.exchange = exchange = Exchange(model.ranks, self.depth.times if uses_times else None)
+            self.exchange = exchange = Exchange(model.ranks, self.depth.times)
             self.unsent, self.received = exchange.unsent, exchange.received
         self.waiting: deque[Timed] = deque()
         self.latest: list[Planned] = []  # of the latest windows

@@ -8,17 +8,17 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.utils import does_model_support_input_embeddings
 
-from ..caches.prompt_cache import PromptCache, has_head
+from ..caches.prompt_cache import PromptCache
 from ..caches.recurrent import restore, snapshot
 from ..caches.rows import KVOptions
 from ..errors import MTPError
-from ..layers.mtp import run_head
+from ..layers.mtp import has_head, run_head
 from ..models.mixin import MTPModel
 from .sequence import Sequence
 
 
 def prefill_part(model: MTPModel, s: Sequence, max_tokens: int) -> tuple[mx.array, mx.array]:
-    """Prefill up to ``max_tokens`` tokens of a sequence's prompt, at most to the end of a segment."""
+    """Prefill up to ``max_tokens`` tokens of a sequence's prompt, at most to the end of a segment -> as ``prefill_chunk``."""
     cache, n_cached = s.cache, s.cache.n_tokens
     tokens = s.segments[0][: s.kv.end_of_chunk(n_cached, max_tokens) - n_cached]
     n = len(tokens)
@@ -26,6 +26,7 @@ def prefill_part(model: MTPModel, s: Sequence, max_tokens: int) -> tuple[mx.arra
     cache.images = s.images
     out = prefill_chunk(model, cache, mx.array(tokens, mx.uint32), own, s.kv)
     s.take_prompt(n)
+    cache.record(cache.n_tokens, s.text_of(cache.n_tokens))
     return out
 
 
@@ -39,6 +40,7 @@ def prefill_chunk(
     # Before the pass, which changes them.
     positions, before, n = cache.positions(cache.first_position), snapshot(cache.entries), cache.n_tokens
     try:
+        cache.begin(n)
         logits, hidden = model(tokens[None], cache=cache.entries, return_hidden=True, **options)  # [1, T, H]
         # The head's inputs are a token and the hidden state before it. The first token's is from an earlier call, if any.
         hidden_before, last = hidden[:, :-1], cache.last_hidden
@@ -58,6 +60,15 @@ def prefill_chunk(
         raise
     mx.clear_cache()
     return logits[:, -1:], cache.last_hidden
+
+
+def ends_with_token(model: MTPModel, s: Sequence) -> bool:
+    """Whether the last position of a prompt is a token with its own embedding and outside of images, as those of rows are."""
+    if not s.has_tokens or (s.images and s.images[-1].end >= s.prompt_end):
+        return False
+    return s.embeddings is None or bool(
+        mx.array_equal(s.embeddings, model.model.embed_tokens(mx.array(s.segments[-1])))
+    )
 
 
 def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:

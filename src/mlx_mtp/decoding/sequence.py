@@ -80,7 +80,7 @@ class Sequence:
     @property
     def is_prefilled(self) -> bool:
         """Whether its prompt is prefilled except for the last token."""
-        return len(self.segments) == 1 and self.pending is None
+        return len(self.segments) <= 1 and self.pending is None
 
     def take_prompt(self, n: int) -> None:
         segment, self.n_prefilled = self.segments[0], self.n_prefilled + n
@@ -93,13 +93,10 @@ class Sequence:
             self.embeddings = self.embeddings[n:] if n < len(self.embeddings) else None
 
     def take_last(self) -> int:
-        """Take the prompt's last token, with which the sequence joins. Return 0 in place of one that is not known."""
-        own = self.segments.pop() if self.segments else self.tokens[-1:]
-        if not self.has_tokens:
-            self.cached_text, self.text_start = [], self.prompt_end
-        elif self.n_generated == 0:
-            self.tokens += own
-        return own[0]
+        """Take the token that the sequence joins with: the prompt's last, or the first that was chosen, if any."""
+        if self.segments:
+            self.tokens += self.segments.pop()
+        return self.tokens[-1] if self.tokens else 0
 
     def start(self) -> None:
         self.sources = make_sources(self.options, without_images(self.text, self.text_start, self.images))

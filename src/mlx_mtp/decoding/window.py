@@ -58,7 +58,7 @@ class Choice:
     accepted: mx.array  # whether each draft is accepted, given those before it, [B, k]
     logprobs: mx.array  # of the sequences without logits processors, [B, T, V]
     own_logprobs: dict[int, mx.array]  # of the other sequences, by index, each [1, n, V]
-    has_ended: list[bool]  # whether each sequence had ended before, or has failed
+    is_running: list[bool]  # whether each sequence had not ended before
 
     def logprobs_of(self, b: int, t: int) -> mx.array:
         return self.own_logprobs[b][0, t] if b in self.own_logprobs else self.logprobs[b, t]
@@ -76,15 +76,18 @@ class Step:
         return [max(len(own), 1) for own in self.tokens]
 
     def tokens_of_each(self) -> list[Stepped]:
+        """The tokens of each sequence that had not ended before; none of one that has failed."""
         return [
             (s, [(token, self.choice.logprobs_of(b, t), t < self.n_accepted[b]) for t, token in enumerate(tokens)])
             for b, (s, tokens) in enumerate(zip(self.choice.window.sequences, self.tokens))
+            if self.choice.is_running[b]
         ]
 
 
 def choose(window: Window) -> Choice:
     """Choose a token at every position of every sequence, in one call for all positions of sequences with equal samplers."""
     sequences, (B, T) = window.sequences, window.logits.shape[:2]
+    is_running = [s.end is None for s in sequences]
     tokens, accepted = mx.zeros((B, T), mx.uint32), mx.zeros((B, T - 1), mx.bool_)
     logprobs, groups = normalized(window.logits), groups_of(sequences)
     own_logprobs: dict[int, mx.array] = {}
@@ -103,7 +106,7 @@ def choose(window: Window) -> Choice:
         except Exception as e:  # of a sampler or processor: it ends these sequences, and no other
             for s in running:
                 s.end = e
-    return Choice(window, tokens, accepted, logprobs, own_logprobs, [s.end is not None for s in sequences])
+    return Choice(window, tokens, accepted, logprobs, own_logprobs, is_running)
 
 
 def _processed(window: Window, b: int) -> mx.array:

@@ -9,9 +9,9 @@ import mlx.nn as nn
 from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
-from ..caches.prompt_cache import has_head
 from ..errors import MTPError
 from ..layers.drafting import Settings
+from ..layers.mtp import has_head
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
 from ..sampling.processors import keeps_state
@@ -57,12 +57,7 @@ class TextOptions:
     draft_p_min: float | None = None
 
     def resolve(self, model: MTPModel, batch: "TextOptions | None" = None) -> "TextOptions":
-        """Complete the options by those of the batch and by the tuned settings. A given number of drafts turns copies off by
-        default; that of the batch is also the upper limit.
-
-        Raises:
-            MTPError: An option is out of range, requires a head, or is not for batches.
-        """
+        """Complete the options by those of the batch, whose number of drafts is also the limit, and by the tuned settings."""
         tuned, options = model.drafting.tuned or Settings(), self if batch is None else self._or(batch)
         copies: CopyDrafts = "off" if isinstance(options.num_draft_tokens, int) else "auto"
         n: NumDraftTokens | None = tuned.num_draft_tokens if has_head(model) else 0

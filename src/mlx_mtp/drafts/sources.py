@@ -1,14 +1,11 @@
 """Sources of drafts other than the head, which need no pass of a model: the text's own repetitions, and a grammar.
 
-To add a source, write a class like ``Source``, and a function in ``SOURCES`` that makes it for a text. ``depth.Depth`` chooses
-the source and the number of drafts, by the acceptance rates of each source and by the times of steps. A logits processor may
+To add a source, write a class like ``Source``, and a function in ``SOURCES`` that makes it for a text. A logits processor may
 have a source as well (``draft_source``), such as the tokens that a grammar forces.
 
 Copy drafts are prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023,
 arXiv:2304.04487): if the text's last ``N_GRAM`` tokens occurred before, the tokens that followed them are drafted. A match
-continues while the text repeats the earlier passage; the longer it is, the likelier is another copy. After a difference, such
-as a changed name, ``N_REJOIN`` tokens are enough for a match a little further on. Every token shows whether a copy would have
-been right, even if none was drafted, so the acceptance rate of copies is known without trying them.
+continues while the text repeats the earlier passage; the longer it is, the likelier is another copy (docs/develop/depth.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,15 +31,12 @@ class Source(Protocol):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Observe committed tokens when the host learns them."""
-        ...
 
     def acceptance(self, n_unobserved: int) -> list[float]:
         """The probability that each draft is accepted, given that the drafts before it are; empty without drafts."""
-        ...
 
     def propose(self, k: int, n_unobserved: int) -> mx.array:
         """Up to k drafts for the tokens after the unobserved ones, each a proposal with probability one."""
-        ...
 
 
 class PromptLookup:

@@ -27,22 +27,12 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="The path to the local model directory or Hugging Face repo.")
     add("--mlx-path", required=True, help="Path to save the model with the fitted head.")
-    add(
-        "--corpus",
-        nargs="+",
-        metavar="FILE",
-        help="Files of text similar to the expected answers, or .jsonl files of mlx_lm.lora (default: the model's answers to "
-        "--prompts).",
-    )
-    add(
-        "--prompts",
-        metavar="FILE",
-        help="A file of prompts, separated by lines of three dashes (default: nine built-in prompts).",
-    )
+    of_corpus = "Files of text like the answers, or .jsonl files of mlx_lm.lora (default: answers to --prompts)."
+    add("--corpus", nargs="+", metavar="FILE", help=of_corpus)
+    of_prompts = "A file of prompts, separated by lines of three dashes (default: nine built-in prompts)."
+    add("--prompts", metavar="FILE", help=of_prompts)
     add("--adapter-path", help="Path to the trained adapter weights and config of the backbone.")
-    of_type = (
-        "Type of weights that are not quantized, in the fit and in the head that is written. auto is the checkpoint's."
-    )
+    of_type = "Type of weights that are not quantized, and of the head that is written. auto is the checkpoint's."
     add("--dtype", **FLAGS["--dtype"] | {"help": of_type})
     add("--drafts", type=int, help="Number of drafts to train at each position.")
     add("--iters", type=int, help="Iterations to train for.")

@@ -33,7 +33,6 @@ class TextCounts:
 def measure(
     model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[list[int]], n_drafts: int, max_tokens: int
 ) -> TextCounts:
-    """Continue each prompt greedily with ``n_drafts`` drafts a step, and count drafts."""
     drafted, accepted = (np.zeros((len(prompts), n_drafts), int) for _ in range(2))
     for i, prompt in enumerate(tqdm(prompts, desc="Measuring", unit="text", disable=None)):
         counts = DraftCounts()

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 from ..checkpoint.adapters import check_adapter
 from ..checkpoint.config import Config, check_config, read_json
 from ..checkpoint.dtype import AUTO, check_float16
-from ..checkpoint.fetched import fetch_missing_head
 from ..checkpoint.head_formats import head_bits
 from ..checkpoint.load import load
+from ..checkpoint.originals import fetch_missing_head
 from ..checkpoint.output import atomic_directory, check_new, write_config, write_weights
 from ..checkpoint.part import evaluate
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
@@ -54,16 +54,11 @@ def fit(
     dtype: str = AUTO,
     **options: Any,
 ) -> Comparison:
-    """Train only a model's MTP head, to predict the model's text, and write it if more drafts are accepted.
+    """Train only the MTP head of ``model``, or of its base model, to predict the model's text, and write a folder ``mlx_path``
+    if more drafts are accepted.
 
-    After an interruption, the same call uses the answers and recorded states so far.
-
-    Args:
-        model: A checkpoint's path or repository. If it has no head, that of its base model is fetched and fitted.
-        mlx_path: The folder to write.
-        cache_path: A folder of recorded states to keep. Default: ``None``, one beside ``mlx_path``, removed at the end.
-        dtype: As in ``mlx_mtp.load``, but ``"auto"`` is the checkpoint's type on every chip. Default: ``"auto"``.
-        options: See ``FitOptions``.
+    After an interruption, the same call uses the answers and recorded states so far, in ``cache_path``, by default a folder
+    beside ``mlx_path`` that is removed at the end. ``dtype`` is that of ``mlx_mtp.load``, ``options`` are of ``FitOptions``.
     """
     target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
     check_new(target)
@@ -86,9 +81,8 @@ def fit(
     loaded.fetched_head = head
     check_head_weights(loaded, model, adapter_path)
     texts = read_texts(tokenizer, how)
-    open_work(
-        work, [model, adapter_path, dtype, texts, how.max_seq_length, how.answers, how.max_tokens, how.temp, how.seed]
-    )
+    used = how.max_seq_length, how.answers, how.max_tokens, how.temp, how.seed
+    open_work(work, [model, adapter_path, dtype, texts, *used])
     parts = prepare(loaded, tokenizer, split(texts, how), how, work)
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
@@ -127,9 +121,6 @@ def open_work(work: Path, source: Any) -> None:
         return
     work.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(wanted))
-
-
-# What a fit writes
 
 
 def write_checkpoint(

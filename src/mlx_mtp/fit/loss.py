@@ -3,8 +3,7 @@
     position i, draft 1    hidden h_i, token t_i+1                  ->  a draft of t_i+2
     position i, draft d    the head's output for draft d - 1, t_i+d  ->  a draft of t_i+1+d
 
-As in decoding, draft d of position i attends to the verified positions up to i and to the drafts of position i. Its input is
-the text's token, since a draft counts only if the drafts before it are accepted.
+As in decoding, draft d of position i attends to the verified positions up to i and to the drafts of position i.
 
 The loss of a draft is the Kullback-Leibler divergence from the backbone's distribution to the head's, as in DistillSpec
 (arXiv:2310.08461), and drafts are weighted by position as in FastMTP (arXiv:2509.18362, equation 2). The drafts of all
@@ -22,15 +21,12 @@ LOGITS = 1 << 25  # computed at once: 128 MiB of float32
 
 
 class DraftKVCache(ConcatenateKVCache):
-    """The keys and values of a head that drafts at T positions in parallel: T verified ones, and T of each draft.
-
-    Sparse attention selects all tokens, as in decoding up to the indexer's budget.
-    """
+    """The keys and values of a head that drafts at T positions in parallel: T verified ones, and T of each draft."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array, *index_keys: mx.array) -> tuple[mx.array, ...]:
         keys_and_values = super().update_and_fetch(keys, values)
         self.offset = self.keys.shape[-2] // keys.shape[-2]  # the position of the first draft in the next pass
-        return *keys_and_values, *(x[:, :, :0] for x in index_keys)
+        return *keys_and_values, *(x[:, :, :0] for x in index_keys)  # sparse attention selects all tokens
 
     def make_mask(self, n: int, **_: Any) -> mx.array:
         """[T, T + T for each draft before]: the verified positions up to this one, and its own drafts."""
@@ -41,7 +37,8 @@ class DraftKVCache(ConcatenateKVCache):
 
 class DraftLoss:
     """The loss of a head on a batch, as ``mlx_lm.tuner.trainer.train`` takes it, with the embedding and the output layer of the
-    backbone (its ``lm_head``, or the embedding where they are tied) and ``n_drafts`` drafts at each position."""
+    backbone (its ``lm_head``, or the embedding where they are tied) and ``n_drafts`` drafts at each position.
+    """
 
     def __init__(self, embedding: nn.Module, output_layer: nn.Module, n_drafts: int):
         self.embedding, self.n_drafts = embedding, n_drafts
@@ -86,8 +83,7 @@ class DraftLoss:
         layer = self.output_layer
         logits = (layer.as_linear if hasattr(layer, "as_linear") else layer)(out.astype(self.dtype))
         logits = logits.astype(mx.float32)  # [n, V]
-        logprobs = mx.take_along_axis(logits, mx.stop_gradient(ids), axis=-1) - mx.logsumexp(
-            logits, axis=-1, keepdims=True
-        )
+        chosen = mx.take_along_axis(logits, mx.stop_gradient(ids), axis=-1)
+        logprobs = chosen - mx.logsumexp(logits, axis=-1, keepdims=True)
         p = mx.stop_gradient(probabilities).astype(mx.float32)
         return (p * (mx.log(mx.maximum(p, 1e-9)) - logprobs)).sum(-1)

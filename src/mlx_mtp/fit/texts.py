@@ -1,7 +1,4 @@
-"""The texts of a fit: the user's files, or prompts that the model answers itself (self-distillation). A part is held out.
-
-Answers are kept in a file, so that an interrupted run resumes.
-"""
+"""The texts of a fit: the user's files, or prompts that the model answers itself (self-distillation). A part is held out."""
 
 import json
 import random
@@ -17,8 +14,8 @@ from mlx_lm.tuner.datasets import create_dataset
 from tqdm import tqdm
 
 from .. import prompts
+from ..batch.generate_step import mtp_generate_step
 from ..cli.display import say
-from ..decoding.loop import mtp_generate_step
 from ..errors import MTPError
 from ..files import write_atomic
 from ..sampling.sampler import make_sampler
@@ -119,17 +116,13 @@ def split(texts: Sequence[Document], how: FitOptions) -> Split:
 
 
 def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, how: FitOptions, work: Path) -> Split:
-    """Let the model answer the prompts. Keep as many texts as are trained on."""
     if how.corpus is None:
         train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", how)
         valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", how)
         parts = Split(train, valid, parts.test)
     parts = Split(parts.train[: how.iters * how.batch_size], parts.valid, parts.test)
-    n_tokens = [sum(len(text.tokens) for text in part) for part in (parts.train, parts.valid, parts.test)]
-    say(
-        f"{n_tokens[0]:,} tokens to train on, {n_tokens[1]:,} to choose the best head by, and {n_tokens[2]:,} to "
-        "measure it on"
-    )
+    n, k, m = (sum(len(text.tokens) for text in part) for part in (parts.train, parts.valid, parts.test))
+    say(f"{n:,} tokens to train on, {k:,} to choose the best head by, and {m:,} to measure it on")
     return parts
 
 
@@ -145,7 +138,7 @@ def describe(parts: Split, how: FitOptions, iters: int) -> dict[str, Any]:
 def answer_all(
     model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[Document], file: Path, how: FitOptions
 ) -> list[Document]:
-    """Answer each prompt with different seeds, at temperature 0 once, and append each answer to a file of JSON lines."""
+    """Answer each prompt with different seeds, at temperature 0 once, and append each answer to a file, to resume with."""
     n_answers = how.answers if how.temp > 0 else 1
     tasks = [(text, how.seed + i) for i in range(n_answers) for text in prompts]
     done = _read(file)

@@ -1,7 +1,4 @@
-"""Training the head with mlx-lm's trainer.
-
-The backbone's hidden states and predictions are recorded on disk first, so that a training step runs only the head.
-"""
+"""Training the head with mlx-lm's trainer, on recorded states of the backbone."""
 
 import io
 import math
@@ -74,8 +71,7 @@ def record(
 
 
 def read_states(file: Path) -> dict[str, mx.array]:
-    """``tokens`` [T], ``hidden`` [T, H], the likeliest ``ids`` [T, k] after each position and their ``probabilities`` [T, k],
-    which sum to 1, and ``n_prompt`` []."""
+    """``tokens`` [T], ``hidden`` [T, H], ``n_prompt`` [], and the likeliest ``ids`` and ``probabilities`` behind each [T, k]"""
     return load_tensors(file)
 
 
@@ -110,7 +106,6 @@ def _top_k(model: Any, hidden: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def make_optimizer(how: FitOptions) -> optim.Optimizer:
-    """AdamW with a warmup of a twentieth of the time, then cosine decay."""
     warmup = max(how.iters // 20, 1)
     decay = [how.learning_rate, max(how.iters - warmup, 1), how.learning_rate / 100]
     schedule = build_schedule({"name": "cosine_decay", "arguments": decay, "warmup": warmup})
@@ -125,7 +120,6 @@ class Best(TrainingCallback):
         self.iters, self.weights, self.losses = 0, _trained(mtp), list[float]()
 
     def on_val_loss_report(self, val_info: dict[str, Any]) -> None:
-        """Called by mlx-lm before the first iteration and every ``steps_per_eval`` iterations."""
         iters, loss = val_info["iteration"], val_info["val_loss"]
         if loss < min(self.losses, default=math.inf):
             self.weights, self.iters = _trained(self.mtp), iters

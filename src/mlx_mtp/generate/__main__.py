@@ -19,7 +19,7 @@ from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
 from ..cli.parser import extend, finish, parse
-from ..distributed.ranks import from_rank_0
+from ..distributed.calls import from_rank_0
 from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 from ..extras import require
 from ..files import check_source
@@ -46,32 +46,24 @@ class PromptCacheFile(NamedTuple):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """mlx-lm's parser, with the flags of MTP added."""
     description = "Generate text, with drafts of the model's own MTP head."
     parser = extend(setup_arg_parser(), "mlx_mtp generate", description)
     flags.add_drafting(parser)
-    parser.add_argument(
-        "--prompt",
-        "-p",
-        default=parser.get_default("prompt"),
-        help=r"Message to be processed by the model ('-' reads from stdin). \n and \t become a line break and a tab, but not "
-        "in stdin: use '-' for text as it is, such as LaTeX or Windows paths.",
+    add = parser.add_argument
+    prompt = (
+        r"Message to be processed by the model ('-' reads from stdin). \n and \t become a line break and a tab, but not in "
+        "stdin: use '-' for text as it is, such as LaTeX or Windows paths."
     )
-    parser.add_argument(
-        "--temp",
-        type=float,
-        default=0.0,
-        help="Sampling temperature (default: 0.0, the most likely token, whatever the model's generation_config.json says)",
+    add("--prompt", "-p", default=parser.get_default("prompt"), help=prompt)
+    temp = (
+        "Sampling temperature (default: 0.0, the most likely token, whatever the model's generation_config.json says)"
     )
-    parser.add_argument("--draft-model", help="Not supported: use mlx_lm.generate.")
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
-    )
-    parser.add_argument(
-        "--json-schema", metavar="FILE|JSON", help="Generate JSON that follows this schema, or the schema in this file."
-    )
+    add("--temp", type=float, default=0.0, help=temp)
+    add("--draft-model", help="Not supported: use mlx_lm.generate.")
+    check = "Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding."
+    add("--check", action="store_true", help=check)
+    schema = "Generate JSON that follows this schema, or the schema in this file."
+    add("--json-schema", metavar="FILE|JSON", help=schema)
     return finish(parser)
 
 
@@ -81,7 +73,6 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Generate as ``mlx_lm.generate`` with these flags."""
     check_flags(args)
     saved = None
     if args.prompt_cache_file is not None:
@@ -126,7 +117,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise an MTPError if a flag is out of range or cannot be combined with another."""
     if args.draft_model is not None:
         raise MTPError(f"--draft-model runs in mlx-lm's own command: mlx_lm.generate --draft-model {args.draft_model}.")
     flags.check_generation_flags(args)
@@ -191,7 +181,6 @@ def load_prompt_cache(file: str, model: str | None, kv_bits: int | None, kv_grou
 
 
 def template_options(text: str | None) -> dict[str, Any]:
-    """The arguments of ``apply_chat_template`` in ``--chat-template-config``."""
     try:
         config = json.loads(text or "{}")
     except json.JSONDecodeError as e:
@@ -201,9 +190,7 @@ def template_options(text: str | None) -> dict[str, Any]:
     return config
 
 
-def encode_prompt(
-    args: argparse.Namespace, model: nn.Module, tokenizer: TokenizerWrapper, is_suffix: bool
-) -> list[int]:
+def encode_prompt(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, is_suffix: bool) -> list[int]:
     """The prompt's token ids; ``is_suffix``: a prompt cache has the beginning of the conversation."""
     text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     text = sys.stdin.read() if text == "-" else text

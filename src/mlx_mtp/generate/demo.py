@@ -31,6 +31,7 @@ class Stack:
 SOURCES = {"model": "the model's own", "head": "drafted by the MTP head", "copies": "copied from the text"}
 PLAIN, DRAFTED = "plain mlx-lm", "with drafts"
 ROUNDS = 3  # the median is shown
+Run = list[GenerationResponse]
 GROUPS = {"model": ("model", "dtype"), "prompt": ("prompt", "max_tokens")}
 
 
@@ -69,13 +70,11 @@ def run(args: argparse.Namespace) -> None:
     print(f"\n{legend(drafted)}\n\n{figures(plain, drafted, ratio)}\n\n{next_step(args.model, is_demo, ratio)}")
 
 
-def compare(
-    model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int
-) -> tuple[list[GenerationResponse], list[GenerationResponse]]:
+def compare(model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int) -> tuple[Run, Run]:
     """Alternate the two runs. Return the responses of the plain run and of the run with drafts that have the median speeds."""
     runs = {PLAIN: False, DRAFTED: True}
 
-    def one(_: str, run: str) -> list[GenerationResponse]:
+    def one(_: str, run: str) -> Run:
         return list(stream_generate(model, tokenizer, prompt, max_tokens, mtp=runs[run]))
 
     rounds = alternate(list(runs), ["the prompt"], ROUNDS, one)
@@ -83,11 +82,11 @@ def compare(
     return plain, drafted
 
 
-def speed(responses: list[GenerationResponse]) -> float:
+def speed(responses: Run) -> float:
     return responses[-1].generation_tps
 
 
-def legend(responses: list[GenerationResponse]) -> str:
+def legend(responses: Run) -> str:
     """The colors, with the number of tokens from each source and the share of its drafts that were accepted."""
     last, counts = responses[-1], Counter(r.source for r in responses)
     drafts = {"head": (last.drafted, last.accepted), "copies": (last.copied, last.copies_accepted)}
@@ -99,8 +98,7 @@ def legend(responses: list[GenerationResponse]) -> str:
     return "\n".join(lines)
 
 
-def figures(plain: list[GenerationResponse], drafted: list[GenerationResponse], ratio: float) -> str:
-    """Both speeds, and whether the texts are equal."""
+def figures(plain: Run, drafted: Run, ratio: float) -> str:
     rows = [["", "tokens/s", "passes of the model"]]
     for name, responses in ((PLAIN, plain), (DRAFTED, drafted)):
         rows.append([name, f"{speed(responses):.1f}", str(sum(not r.from_draft for r in responses))])

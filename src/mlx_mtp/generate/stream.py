@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -14,18 +14,20 @@ from mlx_lm.generate import StopSequences, generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import PromptCache, has_head, n_tokens
+from ..batch.generate_step import mtp_generate_step
+from ..caches.prompt_cache import PromptCache, n_tokens
 from ..caches.rows import KVOptions
 from ..cli.display import paint
 from ..decoding.counts import DraftCounts
-from ..decoding.exchange import same_random_state
-from ..decoding.loop import mtp_generate_step, prefill
 from ..decoding.window import Token
+from ..distributed.ranks import Ranks, synchronize
 from ..drafts.options import TextOptions, asks_for_copies
 from ..errors import MTPError
 from ..images.prompt import ImagePrompt, read_images, vision_of
+from ..layers.mtp import has_head
 from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
+from ..sampling.processors import seed_of
 from ..sampling.sampler import for_one_text
 
 # The fields of a response with the drafts and the accepted drafts of each source.
@@ -136,6 +138,20 @@ def stream_generate(
     with same_random_state(getattr(model, "ranks", None), stream):
         for r in plain_stream_generate(model, tokenizer, prompt, options.max_tokens, stream=stream, **kwargs):
             yield GenerationResponse(**vars(r))
+
+
+@contextmanager
+def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
+    """A context in which mlx-lm's plain generation samples the same tokens on all ranks; it ends with the stream."""
+    if ranks is None:
+        yield
+        return
+    with mx.stream(stream):
+        mx.random.seed(ranks.broadcast(seed_of(mx.random.state[0])))  # type: ignore[index]
+    try:
+        yield
+    finally:
+        synchronize(stream)
 
 
 def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
@@ -266,7 +282,8 @@ def stored_steps(
     **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """``mtp_generate_step`` with a prompt store in place of a prompt cache: prefill begins after the stored prefix of the
-    prompt, and the rest is stored."""
+    prompt, and the rest is stored.
+    """
     for name in ("prompt_cache", "input_embeddings"):
         if options.pop(name, None) is not None:
             raise MTPError(f"prompt_store and {name} cannot be combined.")
@@ -281,29 +298,27 @@ def stored_steps(
     options |= vars(kv)
     entries, n, handle = store.fetch(key[:-1], kv)
     cache = PromptCache(entries, len(model.layers))
-    n_stored, embeddings = n, None if image_prompt is None else image_prompt.embed(model, n)
     progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)
-    # Of a part, as of the whole.
-    options["prompt_progress_callback"] = lambda n_read, _: progress(n + n_read, len(tokens))
+    cuts = [cut - n for cut in cuts_of(tokenizer, tokens, store.n_common(key)) if cut > n]
 
-    def part(end: int) -> dict[str, Any]:
-        """The next part of the prompt, as arguments of the functions that prefill it."""
-        given = {"prompt": prompt[n:end], "model": model, "stream": stream, "prompt_cache": cache}
-        if image_prompt is not None and embeddings is not None:
-            given |= {"input_embeddings": embeddings[n - n_stored : end - n_stored], "images": image_prompt.images}
-        return given
-
-    names = ("prefill_step_size", "prompt_progress_callback", *KV_NAMES)
-    shared: dict[str, Any] = {name: options[name] for name in names if name in options}
-    for cut in cuts_of(tokenizer, tokens, store.n_common(key)):
-        if cut > n:
-            prefill(**part(cut), num_draft_tokens=0, copy_drafts="auto", **shared)  # its text is kept for copies
-            n = cut
+    def at_chunk(n_read: int, _: int) -> None:
+        nonlocal handle
+        progress(n + n_read, len(tokens))
+        if n_read in cuts:
             with mx.stream(stream):
-                handle = store.insert(key[:n], entries, kv, handle)
+                handle = store.insert(key[: n + n_read], entries, kv, handle)
+
+    options |= {
+        "prompt_cache": cache,
+        "all_tokens": tokens[:n],
+        "prompt_cuts": cuts,
+        "prompt_progress_callback": at_chunk,
+    }
+    if image_prompt is not None and (embeddings := image_prompt.embed(model, n)) is not None:
+        options |= {"input_embeddings": embeddings, "images": image_prompt.images}
     is_sound = True
     try:
-        with closing(mtp_generate_step(**part(len(tokens)), all_tokens=tokens[:n], **options)) as steps:
+        with closing(mtp_generate_step(prompt[n:], model, stream, **options)) as steps:
             for step in steps:
                 key.append(step[0])
                 yield step

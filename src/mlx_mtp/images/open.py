@@ -29,15 +29,8 @@ _opening = Lock()
 
 
 def open_image(source: "Source", name: str | None = None) -> "Image":
-    """Open an image as a viewer shows it: upright, in RGB, its first frame, transparent parts on white.
-
-    Args:
-        source: A file, a ``data:`` URL, bytes, uint8 values [height, width, 3] in RGB, or an image of Pillow.
-        name: Its name in errors. Default: ``None``, the file's path or "The image".
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        MTPError: It is not an image, damaged, too large, longer than ``MAX_RATIO`` times its width, or Pillow is missing.
+    """Open an image as a viewer shows it: upright, in RGB, its first frame, transparent parts on white. ``source`` is a file, a
+    ``data:`` URL, bytes, uint8 values [height, width, 3] in RGB, or an image of Pillow, and ``name`` its name in errors.
     """
     with _opening, warnings.catch_warnings(action="ignore"):  # about metadata and sizes
         image, name = _open(source, name)
@@ -48,7 +41,7 @@ def open_image(source: "Source", name: str | None = None) -> "Image":
 
 
 def size_of(source: "Source", name: str | None = None) -> tuple[int, int]:
-    """The width and height of an image as stored, before it is turned upright. Raises as ``open_image``; reads no pixels."""
+    """The width and height of an image as stored, before it is turned upright, without reading its pixels."""
     with _opening, warnings.catch_warnings(action="ignore"):
         image, _ = _open(source, name)
         size = image.size
@@ -108,7 +101,6 @@ def _unreadable(name: str, error: Exception) -> MTPError:
 
 
 def check_size(width: int, height: int, name: str) -> None:
-    """Raise an MTPError if an image is empty, too large, or too long."""
     if min(width, height) < 1:
         raise MTPError(f"{name} is empty: it has {width} x {height} pixels.")
     if width * height > MAX_PIXELS:

@@ -45,26 +45,20 @@ class ImagePrompt:
         return key
 
     def embed(self, model: Any, begin: int = 0) -> mx.array:
-        """The embeddings of the tokens from index ``begin`` on, [T, H]. Images before it are not decoded."""
+        """The embeddings of the tokens from index ``begin`` on, [T, H]."""
         embeddings = ImageEmbeddings(self, model, begin)
         embeddings.advance(math.inf)
         return embeddings.array
 
     def cache(self, model: Any, prompt_cache: list[Any] | None) -> list[Any]:
-        """A prompt cache, by default an empty one, with the spans of the images that follow its tokens.
-
-        mlx-lm's own functions, which pass the cache to the model, then prefill the images at the right positions, too.
-        """
+        """A prompt cache, by default an empty one, with the spans of the images that follow its tokens."""
         cache = open_prompt_cache(model, make_prompt_cache(model) if prompt_cache is None else prompt_cache)
         place_images(model, cache, self.spans(cache.n_tokens), are_embedded=True)
         return cache.entries
 
 
 class ImageEmbeddings:
-    """The embeddings of a prompt from index ``begin`` on, which are computed between two steps of running answers.
-
-    ``array``, [T, H], is complete once ``advance`` has returned ``True``. Images before ``begin`` are not decoded.
-    """
+    """The embeddings of a prompt from index ``begin`` on, ``array`` [T, H], computed between two steps of running answers."""
 
     FIRST = 1 << 24  # multiplications of the first piece, before the speed is known
     GROWTH = 1.2  # the most that speed changes between pieces: linear layers are faster than attention
@@ -115,12 +109,8 @@ def read_images(
     max_pixels: int | None = None,
     before_each: Callable[[int], None] = lambda n_bytes: None,
 ) -> ImagePrompt:
-    """Open the images of a prompt, and repeat its placeholders for their tokens. All sizes are checked before any is decoded.
-
-    Args:
-        tokens: The prompt, with ``<|image_pad|>`` once for each image.
-        max_tokens, max_pixels: The most of all images.
-        before_each: Called before an image is decoded, with the most bytes that this takes. It may raise an error.
+    """Open the images of a prompt, ``tokens`` with ``<|image_pad|>`` once for each, which are repeated for their tokens. All
+    sizes are checked before any is decoded, and ``before_each`` gets the most bytes that this takes.
     """
     placeholder = vision.config["image_token_id"]
     if (video := vision.config.get("video_token_id")) is not None and video in tokens:
@@ -133,9 +123,8 @@ def read_images(
         n_tokens, n_pixels = n_tokens + math.prod(vision.processor.grid(*sizes[-1])), n_pixels + math.prod(sizes[-1])
         for count, maximum, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
             if maximum is not None and count > maximum:
-                raise MTPError(
-                    f"The images up to number {i} have more than {maximum} {unit}: send fewer or smaller ones."
-                )
+                many = f"The images up to number {i} have more than {maximum} {unit}"
+                raise MTPError(f"{many}: send fewer or smaller ones.")
     pixel_values: list[mx.array] = []
     try:
         for i, (image, size) in enumerate(zip(images, sizes), 1):
@@ -156,9 +145,9 @@ def read_images(
 
 
 def encode_marked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
-    """The tokens of a text with untrusted parts, as ``tokenizer.encode`` makes them: ``<|image_pad|>`` once for each ``MARK``
-    and nowhere else. A placeholder that the text quotes becomes ordinary tokens of its characters, and so does any other token
-    with a ``CUT`` inside."""
+    """The tokens of a text with untrusted parts: ``<|image_pad|>`` once for each ``MARK``. A placeholder that the text quotes
+    becomes ordinary tokens of its characters, and so does any other token with a ``CUT`` inside.
+    """
     pieces: list[str] = []
     for i, part in enumerate(text.split(MARK)):
         pieces += [PLACEHOLDER] * (i > 0) + INSIDE_PLACEHOLDER.split(part)

@@ -166,7 +166,7 @@ class VisionTower(nn.Module):
         self.merger = Merger(args)
 
     def __call__(self, pixel_values: mx.array) -> mx.array:
-        """The embeddings of one image, evaluated, [rows * columns, H of the language model]. Arguments as for ``pieces``."""
+        """[rows, columns, m * m, P] -> [rows * columns, H of the language model], see ``pieces``"""
         pieces = self.pieces(pixel_values, lambda: math.inf)
         while True:
             try:
@@ -175,14 +175,9 @@ class VisionTower(nn.Module):
                 return end.value
 
     def pieces(self, pixel_values: mx.array, size: Size) -> Generator[int, None, mx.array]:
-        """A generator computing the embeddings of one image, a piece at a time, so that other work can run in between.
-
-        It yields the multiplications of each piece, and returns [rows * columns, H of the language model], evaluated.
-
-        Args:
-            pixel_values: [rows, columns, m * m, P]: a grid of image tokens, the patches of each in its block of m x m, row by
-              row, and their values, channels * frames * height * width.
-            size: The multiplications of the next piece, at most where a patch of a layer takes fewer.
+        """The embeddings of one image in pieces of about ``size`` multiplications, each yielded, so that other work can run in
+        between: a grid of image tokens, the patches of each in its block of m x m, and their values, channels * frames * height
+        * width, [rows, columns, m * m, P] -> [rows * columns, H of the language model], evaluated.
         """
         rows, columns = self._check(pixel_values)
         y, x = _positions(rows, columns, self.args.spatial_merge_size)

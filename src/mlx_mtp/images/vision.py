@@ -1,7 +1,4 @@
-"""The vision encoder and the image processor of a checkpoint. No file is read before the first image.
-
-transformers' processor turns images into the patches that the tower takes.
-"""
+"""The vision encoder and the image processor of a checkpoint. No file is read before the first image."""
 
 import hashlib
 import json
@@ -15,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..caches.validation import digest
+from ..caches.fingerprint import digest
 from ..errors import MTPError
 from ..extras import require
 from ..memory import nbytes_of
@@ -35,16 +32,11 @@ PUBLISHED: dict[str, Any] = {
     "image_std": [0.5] * 3,
 }
 PLACEHOLDER = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
-
-
 log = logging.getLogger(__name__)
 
 
 class Processor:
-    """transformers' image processor, by the settings of a preprocessor_config.json and the published Qwen3.5's.
-
-    An MTPError if a setting is not usable.
-    """
+    """transformers' image processor, by the settings of a preprocessor_config.json and the published Qwen3.5's."""
 
     def __init__(self, settings: Mapping[str, Any]):
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
@@ -68,10 +60,10 @@ class Processor:
         return h // side, w // side
 
     def nbytes_of(self, width: int, height: int) -> int:
-        """The most bytes that decoding an image of this size takes: the image, its resized copy, the same in float32 before and
-        after it is normalized, and its patches as an array of NumPy and of MLX."""
+        """The most bytes that decoding an image of this size takes."""
         rows, columns = self.grid(width, height)
         n = rows * columns * (self.patch_size * self.merge_size) ** 2  # pixels
+        # The image, its resized copy, this in float32 before and after it is normalized, its patches in NumPy and in MLX
         return PIXEL_BYTES * (2 * width * height + n) + 3 * n * (2 + 2 * self.temporal_patch_size) * np.float32().nbytes
 
     def preprocess_image(self, image: Any, name: str | None = None) -> mx.array:
@@ -83,7 +75,6 @@ class Processor:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a config.json about images."""
     return {key: config[key] for key in ("vision_config", *TOKENS) if key in config}
 
 
@@ -120,14 +111,11 @@ class Vision:
 
     def keep_own_type(self) -> None:
         """Load the tower again as it is stored, for the next image."""
-        log.warning(
-            f"[WARNING] The vision encoder of {self.folder} does not run in the model's type: it keeps its own."
-        )
+        log.warning(f"[WARNING] The vision encoder of {self.folder} overflows in the model's type: it keeps its own.")
         self.dtype = None
         self.free()
 
     def free(self) -> None:
-        """Free the tower, which is loaded again for the next image."""
         vars(self).pop("tower", None)
 
     @property
@@ -151,9 +139,7 @@ class Vision:
         try:
             args, n = VisionArgs.from_dict(self.config["vision_config"]), self.config["text_config"]["hidden_size"]
         except (KeyError, TypeError) as e:  # text in place of a number
-            raise MTPError(
-                f"The vision_config of {self.folder} is not usable ({e!r}): is it as it was published?"
-            ) from e
+            raise MTPError(f"The vision_config of {self.folder} is not usable ({e!r}): is it as published?") from e
         if args.out_hidden_size != n:
             raise MTPError(
                 f"The vision encoder of {self.folder} makes embeddings of {args.out_hidden_size}, its model takes {n}."
@@ -171,7 +157,7 @@ class Vision:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """The digest of this tower's tensors and settings, see ``caches/validation.py``."""
+        """The digest of this tower's tensors and settings, see ``caches/fingerprint.py``."""
         parameters: Any = tree_flatten(self.tower.parameters())
         return digest(parameters)
 

@@ -1,9 +1,8 @@
 """Functions of a module and arrays, compiled once for each kind of module and each shape.
 
-Python takes as long to build the graph of a token as a small model takes to run. A function of ``mx.compile`` is traced once;
-then its graph is copied without Python, with fused elementwise operations. The module is an argument, so its weights are
-arguments of the trace: layers of one kind share a trace, and new weights take effect at once. All other attributes are fixed in
-the trace and define the kind of the module: its class, its numbers, and those of its submodules.
+The module is an argument, so its weights are arguments of the trace: layers of one kind share a trace, and new weights take
+effect at once. All other attributes are fixed in the trace and define the kind of the module: its class, its numbers, and those
+of its submodules.
 """
 
 import copy
@@ -74,10 +73,9 @@ class Compiler:
         self.kinds = {}
 
     def run(self, function: Function, module: Any, *inputs: mx.array, **numbers: int) -> Any:
-        """``function(module, *inputs, **numbers)``, compiled, where traces are looked up by the shape of the first input.
+        """``function(module, *inputs, **numbers)``, compiled if a trace can have the module.
 
-        It is not compiled if a module in it is no pure function, such as a dropout in training, or has an attribute that a
-        trace cannot have, such as a distributed group.
+        Traces are looked up by the shape of the first input.
         """
         if id(module) not in self.kinds:
             self.kinds[id(module)] = module, _kind_of(module)
@@ -88,7 +86,7 @@ class Compiler:
 
 
 class _UntraceableError(Exception):
-    """A module has an attribute that a trace cannot have, or is no pure function."""
+    """A module is no pure function, such as a dropout in training, or has an attribute such as a distributed group."""
 
 
 def _kind_of(module: Any) -> Kind | None:

@@ -1,7 +1,6 @@
 """The configuration of a model's drafts and passes, ``model.drafting``, which ``mlx_mtp.load`` sets, and cheaper drafts.
 
-A cheaper draft has an output layer of fewer tokens or bits, or a head of fewer bits. The text does not change, only the cost
-and the acceptance rate of drafts.
+A cheaper draft has an output layer of fewer tokens or bits, or a head of fewer bits. The text does not change.
 """
 
 import copy
@@ -33,16 +32,8 @@ class Settings:
     def __str__(self) -> str:
         n = self.num_draft_tokens
         words = [n if n == "auto" else "off" if n == 0 else f"--num-draft-tokens {n}"]
-        for name in (
-            "mtp_bits",
-            "draft_head_bits",
-            "draft_vocab",
-            "draft_p_min",
-            "attention_rows",
-            "compiled",
-            "pieces",
-        ):
-            if (value := getattr(self, name)) != getattr(Settings, name):
+        for name, value in vars(self).items():
+            if name not in ("num_draft_tokens", "seconds") and value != getattr(Settings, name):
                 is_flag = name.startswith(("mtp", "draft"))
                 words.append(f"--{name.replace('_', '-')} {value}" if is_flag else f"{name}={value}")
         return " ".join(words)
@@ -66,7 +57,6 @@ class DraftLMHead:
     Args:
         layer: The model's ``lm_head``, or its embedding if they are tied; quantized or not.
         ids: The tokens whose weights to copy, in ascending order, so that the first of equal logits is chosen; ``None``: all.
-        bits: Quantize the copy to this many bits.
     """
 
     def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
@@ -113,7 +103,7 @@ def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> m
     return mx.put_along_axis(others, mx.broadcast_to(lm_head.ids, logits.shape), logits, axis=-1)
 
 
-class QuantizedLinear(nn.QuantizedLinear):
+class QuantizedRows(nn.QuantizedLinear):
     """MLX's layer of a weight [n, H], without the random numbers that its own constructor draws."""
 
     def __init__(self, weight: mx.array, bits: int):
@@ -122,7 +112,7 @@ class QuantizedLinear(nn.QuantizedLinear):
         self.weight, self.scales, self.biases = mx.quantize(weight, self.group_size, bits)
 
 
-def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
+def _quantized(layer: nn.Module, bits: int) -> QuantizedRows:
     weight = layer.weight
     if "scales" in layer:
         if bits >= layer.bits:
@@ -130,7 +120,7 @@ def _quantized(layer: nn.Module, bits: int) -> QuantizedLinear:
                 f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
             )
         weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)
-    return QuantizedLinear(weight, bits)
+    return QuantizedRows(weight, bits)
 
 
 def quantized_group_size(weight: mx.array) -> int:

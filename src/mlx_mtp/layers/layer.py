@@ -13,9 +13,8 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
-from ..caches import indexed
-from ..caches.indexed import NAMES
-from ..caches.recurrent import ArraysCache, Recorded, State, recur
+from ..caches.indexed import NAMES, IndexedKVCache
+from ..caches.recurrent import Recorded, RecurrentCache, State, recur
 from ..caches.rows import MixedKVRows
 from .passes import Pass, current_pass
 
@@ -55,8 +54,8 @@ class Layer:
 
     def make_cache(self) -> Any:
         if self.is_linear:
-            return ArraysCache(size=len(self.states))
-        return KVCache() if len(self.row_sizes) == len(NAMES) else indexed.KVCache()
+            return RecurrentCache(size=len(self.states))
+        return KVCache() if len(self.row_sizes) == len(NAMES) else IndexedKVCache()
 
     def enter(self, x: mx.array) -> tuple[mx.array, ...]:
         """The input of the layer's first part, [B, T, H], and what ``join`` takes, given the layer's input x."""
@@ -79,10 +78,7 @@ class Layer:
         return ()
 
     def select(self, mask: Any, queries: mx.array, keys: mx.array, offset: int | mx.array) -> Any:
-        """The mask of attention to the tokens that the indexer selects, by ``index`` of the queries and of all keys.
-
-        ``offset`` is the index of the first query, [B], and ``mask`` the mask without a selection.
-        """
+        """The mask of attention to the tokens that the indexer selects, given the index of the first query, [B]."""
         raise NotImplementedError
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
@@ -96,7 +92,9 @@ class Layer:
 
     def recur(self, x: mx.array, cache: Any, this: Pass) -> mx.array:
         """Run a recurrent layer over a window or one token, and update its cache."""
-        T, held = x.shape[1], self.held(cache, x)
+        T, held = x.shape[1], cache.cache
+        if held[0] is None:  # before the first token
+            held = [mx.zeros((len(x), *s.shape), s.dtype or x.dtype) for s in self.states]
         x, last_inputs = self.embed(x, held, this)
         x, conv_state, state, *record = this.call(recurrent_layer, self, x, *held[:2])
         if this.records:
@@ -107,18 +105,14 @@ class Layer:
         cache.advance(T)
         return x
 
-    def held(self, cache: Any, x: mx.array) -> list[mx.array]:
-        """The arrays of a recurrent layer's cache; zeros before the first token."""
-        if cache[0] is not None:
-            return cache.cache
-        return [mx.zeros((len(x), *s.shape), s.dtype or x.dtype) for s in self.states]
-
     def attend(self, x: mx.array, mask: mx.array | str | None, cache: Any, this: Pass) -> mx.array:
-        start = this.start(cache)
+        start = start_of(cache)
         x, gate, ways, arrays = this.call(before_attention, self, x, *start)
         out = self.attention(arrays, mask, cache, this, is_rotated=bool(start))
         x = this.call(after_attention, self, x, out, gate, *ways)
-        this.count_attention(x)
+        this.n_attended += 1
+        if this.pieces is not None and this.n_attended % this.pieces == 0:
+            mx.async_eval(x)
         return x
 
     def attention(self, arrays: Any, mask: Any, cache: Any, this: Pass, *, is_rotated: bool) -> mx.array:
@@ -149,11 +143,10 @@ class Layer:
 
 
 def recurrent_layer(layer: Any, x: mx.array, conv_state: mx.array, state: mx.array) -> tuple[mx.array, ...]:
-    """A decoder layer with a GatedDeltaNet, as in mlx-lm's ``DecoderLayer`` and ``GatedDeltaNet`` (0.32.2).
+    """A decoder layer with mlx-lm's ``GatedDeltaNet`` (0.32.2), of x [B, T, H].
 
-    x [B, T, H], the last inputs of the convolution [B, K - 1, C] and the state of the recurrence [B, Hv, Dv, Dk] -> the output,
-    both states after all tokens and, of more than one token, the record: the inputs of the convolution [B, K - 1 + T, C], and
-    those of the recurrence, q, k, v and the gates g, beta, each [B, T, ...].
+    Returns its output, both states after all tokens and, of more than one token, the record: the inputs of the convolution
+    [B, K - 1 + T, C], and those of the recurrence, q, k, v and the gates g, beta, each [B, T, ...].
     """
     delta, (B, T, _) = layer.linear_attn, x.shape
     normed, *ways = layer.enter(x)
@@ -184,14 +177,10 @@ def recurrent_layer(layer: Any, x: mx.array, conv_state: mx.array, state: mx.arr
 def before_attention(
     layer: Any, x: mx.array, start: mx.array | None = None, query_start: mx.array | None = None, *, last: bool = False
 ) -> tuple[Any, ...]:
-    """The first part of a layer with mlx-lm's ``Qwen3NextAttention`` (0.32.2), of x [B, T, H].
+    """The first part of a layer with mlx-lm's ``Qwen3NextAttention`` (0.32.2), with rope if ``start`` is given, [] or [B].
 
-    ``start`` is the position of the first token, [] or [B], and ``query_start`` of the first query; ``None``: without rope.
-    With ``last``, only the last position has a query.
-
-    Returns:
-        Of the positions with queries, x, the gate [B, T, Hq D] and what ``join`` takes; then queries [B, Hq, T, D], keys and
-        values [B, Hkv, T, D], and those of ``index``.
+    Returns, of the positions with queries, x, the gate [B, T, Hq D] and what ``join`` takes; then queries [B, Hq, T, D], keys
+    and values [B, Hkv, T, D], and those of ``index``.
     """
     normed, *ways = layer.enter(x)
     keys, values = keys_and_values_of(layer.self_attn, normed)
@@ -205,6 +194,11 @@ def before_attention(
         queries = own.rope(queries, offset=start if query_start is None else query_start)
         keys = own.rope(keys, offset=start)
     return x, gate, ways, (queries, keys, values, *index)
+
+
+def start_of(cache: Any) -> tuple[mx.array, ...]:
+    """The positions of the next tokens of rows, [B]; empty for a prompt cache, whose offset is an index in the text."""
+    return (cache.offset,) if isinstance(cache.offset, mx.array) else ()
 
 
 def keys_and_values_of(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -229,10 +223,7 @@ def after_attention(layer: Any, x: mx.array, out: mx.array, gate: mx.array, *way
 
 
 def group_size(n: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """The queries of an attention call, of the n in a window, that a fused kernel of Metal takes; n if none is fused.
-
-    Examples: 5 for Qwen3.5-27B, 4 for 35B-A3B, 2 for 122B-A10B and 397B-A17B.
-    """
+    """The queries of an attention call, of the n in a window, that a fused kernel of Metal takes; n if none is fused."""
     max_queries = min(FEW, HEADS * kv_heads // heads)
     if max_queries == 0 or head_dim not in SIZES_OF_FEW or (n > FEW and head_dim in SIZES_OF_MANY):
         return n
@@ -248,14 +239,10 @@ def attend(
     mask: mx.array | str | None,
     max_queries: int | None,
 ) -> mx.array:
-    """mlx-lm's attention, in groups of at most ``max_queries``; 0 for all, ``None`` for those of ``group_size``.
+    """mlx-lm's attention, of queries [B, H, T, D] in groups of ``max_queries``; 0 for all, ``None`` for ``group_size``.
 
     Without a fused kernel, Metal writes the scores of all queries to memory, and may read the keys once for each query head.
-
-    Args:
-        queries: Of the last T of N positions, [B, H, T, D].
-        keys, values: [B, Hkv, N, D]; from a quantized cache tuples of arrays, for which there is no fused kernel.
-        mask: ``"causal"``, or [..., T, N].
+    There is none for quantized keys, which are tuples.
     """
     _, H, T, D = queries.shape
     n = max_queries or T

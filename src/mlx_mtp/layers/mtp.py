@@ -16,7 +16,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from ..caches.positions import Positions
 from .compiled import Compiler
-from .layer import after_attention, before_attention
+from .layer import after_attention, before_attention, start_of
 from .passes import current_pass, in_pass, pass_of_head
 
 
@@ -38,14 +38,14 @@ class MTPModule(nn.Module):
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any = None) -> mx.array:
         """The embedding of the token after each position, and the position's hidden state, [B, T, H] each -> [B, T, H]
 
-        The hidden state is the backbone's or, for a further draft, the head's own. The output is after the head's norm.
+        The hidden state is the backbone's or, for a further draft, the head's own output.
         """
         return self.decode(self.combine(embeddings, hidden), cache)
 
     def last(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
         """The output of the last position alone, [B, 1, H], for a draft: those before only add keys and values to the cache."""
         T, this, (layer,) = hidden.shape[1], current_pass(), self.layers
-        start, mask = this.start(cache), create_attention_mask(hidden, cache)
+        start, mask = start_of(cache), create_attention_mask(hidden, cache)
         # The query's start is computed outside, since the CPU backend compiles a kernel for each number in a trace.
         starts = [*start, *(s + (T - 1) if T > 1 else s for s in start)]
         x, gate, ways, arrays = this.call(_before_attention, self, embeddings, hidden, *starts)
@@ -78,6 +78,11 @@ def _after_attention(mtp: Any, x: mx.array, out: mx.array, gate: mx.array, *ways
     return mtp.norm(after_attention(mtp.layers[0], x, out, gate, *ways))
 
 
+def has_head(model: Any) -> bool:
+    """Whether a model, which may be mlx-lm's own, has the head."""
+    return getattr(model, "mtp", None) is not None
+
+
 def run_head(
     model: Any,
     hidden: mx.array,
@@ -89,10 +94,7 @@ def run_head(
 ) -> mx.array:
     """A pass of a model's head over hidden states [B, T, H] and the token after each, [B, T] -> the last output, [B, 1, H]
 
-    Args:
-        cache: The head's keys and values, to which T positions are appended.
-        embeddings: To use instead of the tokens', [B, T, H].
-        positions: Those of the hidden states in a text with images. Default: ``None``, plain positions.
+    ``embeddings`` [B, T, H] are used in place of the tokens', and ``positions`` are those of a text with images.
     """
     this = pass_of_head(hidden.shape[1], model.drafting, compiler, positions)
     if embeddings is None:

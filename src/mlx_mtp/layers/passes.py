@@ -20,29 +20,18 @@ MAX_WINDOW = MAX_COPY_TOKENS + 1  # tokens of a sequence in a compiled pass, the
 class Pass:
     compiler: Compiler | None = None  # compiles the layers; ``None``: they run as in mlx-lm
     attention_rows: int | None = 0  # as in ``DraftConfig``
-    pieces: int | None = (
-        None  # attention layers after which the graph so far is submitted, while the host builds the rest
-    )
+    # The number of attention layers after which the graph so far is submitted, while the host builds the rest
+    pieces: int | None = None
     positions: Positions | None = None  # of a text with images, into which the offset of ``MRoPE`` is an index
     records: bool = False  # whether the calls of recurrent layers are recorded, to roll back
     n_attended: int = 0  # attention layers built so far
-    arrays: dict[Any, Any] = field(default_factory=dict)  # results of ``start`` and ``ids``, which all layers share
+    arrays: dict[Any, Any] = field(default_factory=dict)  # by ``ids`` and of n-gram embeddings, which all layers share
 
     def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
         """``function(module, *inputs, **numbers)``, compiled or not, see ``Compiler.run``."""
         if self.compiler is None:
             return function(module, *inputs, **numbers)
         return self.compiler.run(function, module, *inputs, **numbers)
-
-    def start(self, cache: Any) -> tuple[mx.array, ...]:
-        """The position of the first token after a cache, as an array; empty if positions have three axes."""
-        offset = cache.offset
-        if isinstance(offset, mx.array):
-            return (offset,)
-        if offset not in self.arrays:
-            position = self.position(offset)
-            self.arrays[offset] = () if position is None else (mx.array(position),)
-        return self.arrays[offset]
 
     def position(self, index: int) -> int | None:
         """The position of the token at an index; ``None`` unless this token and all later tokens have plain positions."""
@@ -56,12 +45,6 @@ class Pass:
             assert self.positions is not None
             self.arrays[begin, n] = mx.array(self.positions.ids(begin, n))
         return self.arrays[begin, n]
-
-    def count_attention(self, x: mx.array) -> None:
-        """Call with the hidden states after each attention layer."""
-        self.n_attended += 1
-        if self.pieces is not None and self.n_attended % self.pieces == 0:
-            mx.async_eval(x)
 
 
 def on_metal() -> bool:

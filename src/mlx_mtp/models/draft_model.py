@@ -1,15 +1,11 @@
-"""The MTP head as a draft model for mlx-lm's own speculative loop.
-
-    draft_model = model.make_draft_model()
-    mlx_lm.stream_generate(draft_model.target, tokenizer, prompt, draft_model=draft_model, num_draft_tokens=2)
+"""The MTP head as a draft model for mlx-lm's own speculative loop; docs/develop/design.md has an example.
 
 That loop makes the target's cache and then the draft's, prefills the draft model before the target, gives it tokens but no
 hidden states, and rolls back rejected drafts by trimming both caches. So the target is an adapter around the model, whose
 passes leave their hidden states in the draft's cache. A pass with a token that the draft model was not given (the last draft is
 never fed back) is a verify pass, and is recorded: a recurrent layer's cache can be trimmed within it, and while it is empty.
 
-So a cache is for one generation: mlx-lm refuses a second one, since the cache cannot be trimmed then. To keep prompt caches
-over turns use :func:`mlx_mtp.mtp_generate_step`, which also needs fewer passes of the head.
+So a cache is for one generation: mlx-lm refuses a second one, since the cache cannot be trimmed then.
 """
 
 import weakref
@@ -19,43 +15,48 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from ..caches import recurrent
+from ..caches.recurrent import RecurrentCache, rewound
 from ..errors import MTPError
 from ..layers.drafting import draft_logits
 from ..layers.mtp import run_head
 
 
-class ArraysCache(recurrent.ArraysCache):
-    """A recurrent layer's cache that can be trimmed within the target's last window. Its name is in prompt cache files."""
+class TrimmableCache(RecurrentCache):
+    """A recurrent layer's cache that can be trimmed within the target's last window."""
 
     def __init__(self, draft: "DraftCache", size: int):
         super().__init__(size)
         self.draft = draft
 
     def is_trimmable(self) -> bool:
-        return self.empty() or (self.window is not None and self.window.n_tokens > 0)
+        return self.empty() or self.window is not None
 
     def trim(self, n: int) -> int:
         """Remove the last ``n`` tokens of the open window, and close it; an MTPError if they are not in it."""
         if self.empty():
             return 0
-        kept = 0 if self.window is None else self.window.n_tokens - n
-        self.rollback(kept)
-        self.draft.keep(kept)
+        n_tokens = 0 if self.window is None else self.window.n_tokens
+        if self.window is None or n >= n_tokens:
+            raise MTPError(f"Cannot keep {n_tokens - n} tokens of a window of {n_tokens}: keep at least one.")
+        if n > 0:
+            (self.cache,) = rewound([self.window], [n_tokens - n])
+        self.window = None
+        self.draft.keep(n_tokens - n)
         return n
+
+
+TrimmableCache.__name__ = RecurrentCache.__name__
 
 
 class DraftCache(stock._BaseCache):
     """The draft model's state: the head's keys and values, and the tokens and hidden states of the head's next inputs.
 
-    Input i of the head is token i with the target's hidden state of token i - 1, so token 0 has none. ``n_verified`` is the
-    number of keys and values made from the target's hidden states. Later ones belong to drafts, and are made from the head's
-    own output.
+    Input i of the head is token i with the target's hidden state of token i - 1, so token 0 has none.
     """
 
     def __init__(self, kv: stock.KVCache):
         self.kv = kv
-        self.n_verified = 0
+        self.n_verified = 0  # keys and values made from the target's hidden states; drafts have later ones
         self.tokens = mx.array([], mx.uint32)  # from n_verified + 1 on
         self.n_seen = 0  # tokens given to the draft model
         self.hidden: mx.array | None = None  # the target's hidden states from n_verified on, [1, N, H]
@@ -135,11 +136,11 @@ class Target(nn.Module):
     def make_cache(self) -> list[Any]:
         draft, caches = DraftCache(self.model.head_layer.make_cache()), self.model.make_cache()
         self._waiting = weakref.ref(draft)
-        return [ArraysCache(draft, len(c.cache)) if isinstance(c, recurrent.ArraysCache) else c for c in caches]
+        return [TrimmableCache(draft, len(c.cache)) if isinstance(c, RecurrentCache) else c for c in caches]
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """Token ids [1, T] -> logits [1, T, V]"""
-        draft = next((c.draft for c in cache or [] if isinstance(c, ArraysCache)), None)
+        draft = next((c.draft for c in cache or [] if isinstance(c, TrimmableCache)), None)
         if draft is None or draft.empty():
             return self.model(inputs, cache=cache)
         verifies = draft.n_tokens + inputs.shape[1] > draft.n_seen  # otherwise a chunk of the prompt

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import MTPError
-from ..layers.mtp import MTPModule
+from ..layers.mtp import MTPModule, has_head
 from .draft_model import DraftModel
 from .head_weights import is_raw, sanitize_head, split_head
 from .mixin import MTPModel
@@ -29,23 +29,20 @@ class FamilyModel(MTPModel):
 
     def make_draft_model(self) -> DraftModel:
         """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``; an MTPError without a head."""
-        if getattr(self, "mtp", None) is None:
+        if not has_head(self):
             raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
         return DraftModel(self)
 
     def sanitize(
         self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
     ) -> dict[str, mx.array]:
-        """mlx-lm's ``sanitize``, which drops the head, and then the head's.
-
-        ``head`` has the head's tensors without ``mtp.``, if they are not in ``weights``, ``raw`` in the Hugging Face layout.
-        """
+        """mlx-lm's ``sanitize``, which drops the head, and then that of ``head``, by default the one in ``weights``."""
         weights, inside = split_head(weights)
         if head is None:
             head, raw = inside, is_raw(weights)
         weights = super().sanitize(weights)  # type: ignore[misc]
-        if (mtp := getattr(self, "mtp", None)) is not None:
-            own = sanitize_head(mtp, head, raw and self.shifts_norms)
+        if has_head(self):
+            own = sanitize_head(self.mtp, head, raw and self.shifts_norms)
             weights.update({self.head_prefix + name: w for name, w in own.items()})
         return weights
 

@@ -30,16 +30,12 @@ Shape = tuple[int | None, ...]  # None for any size
 
 
 def is_head(path: str) -> bool:
-    """Whether this tensor or module of a model belongs to its head."""
     return OF_HEAD.match(path) is not None
 
 
 def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """Split a checkpoint's tensors into (backbone, head). The head's names lose their prefix, which ends in ``mtp.``.
-
-    A head in a file of its own may have no prefix.
-    """
-    backbone, head, is_bare = {}, {}, MARKER in weights
+    """Split a checkpoint's tensors into (backbone, head). The head's names lose their prefix, which ends in ``mtp.``."""
+    backbone, head, is_bare = {}, {}, MARKER in weights  # bare, in a file of its own
     for name, w in weights.items():
         if (found := OF_HEAD.fullmatch(name)) is not None:
             head[found[1]] = w
@@ -56,12 +52,9 @@ def is_raw(weights: Mapping[str, mx.array]) -> bool:
 
 
 def sanitize_head(mtp: nn.Module, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
-    """Map a head's tensors to the names and values of ``MTPModule``'s parameters.
+    """A head's tensors with the names and values of ``MTPModule``'s parameters; if ``raw``, 1 is added to every norm.
 
-    Experts may have any of the names of ``EXPERT``, and weights may be in FP8. If ``raw``, 1 is added to every norm.
-
-    Raises:
-        MTPError: Tensors are missing or of the wrong shape; the message names them.
+    Raises an MTPError that names tensors which are missing or of the wrong shape.
     """
     parameters: Any = tree_flatten(mtp.parameters())
     expected: dict[str, Shape] = {name: p.shape for name, p in parameters}
@@ -104,9 +97,7 @@ def _with_stacked_experts(weights: dict[str, mx.array], expected: Mapping[str, S
     *n_experts, size, hidden = shapes["up_proj"]
     shapes["gate_up_proj"] = (*n_experts, 2 * (size or 0), hidden)
 
-    stored: dict[
-        tuple[str, str], tuple[str, ...]
-    ] = {}  # the name before and after an expert's number, or the whole name
+    stored: dict[tuple[str, str], tuple[str, ...]] = {}  # names before and after an expert's number, or whole
     for name in weights:
         if (found := EXPERT.fullmatch(name)) is not None:
             i, j = max(found.span(1), found.span(3))
@@ -146,7 +137,8 @@ def _dequantized(head: Mapping[str, mx.array]) -> dict[str, mx.array]:
 def _check(weights: Mapping[str, mx.array], expected: Mapping[str, Shape | None]) -> None:
     """Raise an MTPError if tensors are missing or of the wrong shape; ``None`` for any."""
     if missing := [name for name in expected if name not in weights]:
-        raise MTPError(f"The MTP head lacks {_listed(missing)}.")
+        more = f" and {len(missing) - 4} more tensors" if len(missing) > 4 else ""
+        raise MTPError(f"The MTP head lacks {', '.join('mtp.' + name for name in missing[:4])}{more}.")
     wrong = []
     for name, shape in expected.items():
         own = weights[name].shape
@@ -154,11 +146,6 @@ def _check(weights: Mapping[str, mx.array], expected: Mapping[str, Shape | None]
             wrong.append(f"mtp.{name} is {list(own)}, not {list(shape)}")
     if wrong:
         raise MTPError(f"The MTP head does not fit this model: {'; '.join(wrong[:4])}.")
-
-
-def _listed(names: list[str], max_names: int = 4) -> str:
-    shown = ", ".join("mtp." + name for name in names[:max_names])
-    return shown if len(names) <= max_names else f"{shown} and {len(names) - max_names} more tensors"
 
 
 def quantize_head(mtp: nn.Module, bits: int) -> None:

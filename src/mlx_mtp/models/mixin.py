@@ -6,17 +6,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 
+from ..caches.fingerprint import Fingerprinted
 from ..caches.prompt_cache import PromptCache
-from ..caches.recurrent import check_recordable
-from ..caches.validation import fingerprint
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
+from ..layers.mtp import has_head
 from ..layers.passes import in_pass, pass_over
 
 
-class MTPModel:
-    head_prefix = "mtp."  # of the names of the head's parameters
+class MTPModel(Fingerprinted):
     no_shard: str | None = None  # why ranks cannot have a part of each layer, if they cannot
     text_only: str | None = None  # why a family takes no images, even if its checkpoints have a vision encoder
     no_images: str | None = None  # why a model takes no images
@@ -30,8 +29,7 @@ class MTPModel:
     vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
     shifts_norms = True  # whether checkpoints may store norms with or without 1
     head_acceptance: float | None = None  # of first drafts on built-in text, set by ``mlx_mtp.load``
-    fetched_head: Any = None  # the ``checkpoint.fetched.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
-    _fingerprint: bytes | None = None  # computed on the first call
+    fetched_head: Any = None  # the ``checkpoint.originals.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
 
     def __init__(self, args: Any):
         super().__init__(args)  # type: ignore[call-arg]
@@ -47,26 +45,18 @@ class MTPModel:
         record: bool = False,
         compiler: Compiler | None = None,
     ) -> Any:
-        """mlx-lm's call, with more options.
+        """mlx-lm's call: token ids [B, T] or embeddings [B, T, H] -> logits [B, T, V].
 
         Args:
-            inputs: Token ids, [B, T].
-            cache: One entry for each layer; further entries are ignored.
-            input_embeddings: [B, T, H], in place of ``inputs``.
-            return_hidden: Also return the output of the final norm. Default: ``False``.
-            record: Record the call, so that ``mlx_mtp.caches.recurrent.rollback`` can keep its first tokens alone.
-            compiler: Compiles the pass. Default: ``None``, it runs as in mlx-lm.
-
-        Returns:
-            mx.array or Tuple[mx.array, mx.array]: Logits [B, T, V]; with ``return_hidden`` also hidden states [B, T, H].
+            return_hidden: Also return the output of the final norm, [B, T, H].
+            record: Record the call in the caches of recurrent layers, so that they can keep its first tokens alone.
+            compiler: Compiles the pass; ``None``: it runs as in mlx-lm.
         """
         n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
-        if record:
-            check_recordable(cache if cache is None else cache[:n])
         positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
         this = pass_over(inputs.shape[1], self.drafting, record, compiler, positions)
         with in_pass(this):
-            # Only the layers' caches: in a pipeline, mlx-lm's backbone writes to the last cache.
+            # Only the layers' entries: in a pipeline, mlx-lm's backbone writes to the last one.
             hidden = self.model(inputs, None if cache is None else cache[:n], **embeddings)
             logits = self.logits(hidden)
         return (logits, hidden) if return_hidden else logits
@@ -88,23 +78,6 @@ class MTPModel:
 
     def make_cache(self) -> list[Any]:
         return [layer.make_cache() for layer in self.layers]
-
-    def fingerprint(self) -> bytes:
-        """The digest that identifies this model's prompt caches, computed once."""
-        self._fingerprint = self._fingerprint or fingerprint(self)
-        return self._fingerprint
-
-    def other_weights(self) -> list[tuple[str, mx.array]]:
-        """Named samples of the weights that are no parameters, for the fingerprint."""
-        return []
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        self._fingerprint = None  # new weights, such as those of an adapter
-        return super().update(*args, **kwargs)  # type: ignore[misc]
-
-    def update_modules(self, *args: Any, **kwargs: Any) -> Any:
-        self._fingerprint = None
-        return super().update_modules(*args, **kwargs)  # type: ignore[misc]
 
     def drop_head(self) -> None:
         """Generate without drafts of the head from now on."""
@@ -135,4 +108,5 @@ class MTPModel:
 
     @property
     def head_layer(self) -> Any:
-        return self.mtp.layers[0]
+        """The decoder layer of the head; ``None`` without a head."""
+        return self.mtp.layers[0] if has_head(self) else None

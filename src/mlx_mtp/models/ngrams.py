@@ -81,10 +81,7 @@ class Quantized(NamedTuple):
 
 
 class NgramTable:
-    """A table of n-gram embeddings, whose rows are read when they are used.
-
-    An MTPError if the rows as they are stored are not at least ``n_rows`` of ``width`` numbers.
-    """
+    """A table of n-gram embeddings, whose rows are read when they are used. An MTPError if the stored rows do not fit."""
 
     def __init__(self, rows: Any, width: int, n_rows: int):
         self.rows, self.quantized = rows, _quantization(rows.layout, width)
@@ -164,11 +161,7 @@ class NgramEmbedding(nn.Module):
 
 
 def add_ngrams(own: Any, x: mx.array, embeddings: mx.array, last: mx.array) -> tuple[mx.array, mx.array]:
-    """Add to streams [B, T, n H] the vectors of embeddings [B, T, P], given the last inputs of the convolution [B, K, n H].
-
-    Returns:
-        The streams, and the inputs of the convolution, [B, K + T, n H].
-    """
+    """Streams x [B, T, n H], embeddings [B, T, P] and the last inputs of the convolution [B, K, n H] -> streams, and inputs."""
     streams, embeddings = (*x.shape[:2], own.n_streams, -1), embeddings.astype(x.dtype)
     keys, queries = own.norm_key(own.key_proj(embeddings)).reshape(streams), own.norm_query(x).reshape(streams)
     gate = (keys * queries).sum(axis=-1, keepdims=True) / math.sqrt(queries.shape[-1])

@@ -1,7 +1,4 @@
-"""Bonsai 2: the dense model with ternary weights in mlx-lm's 2-bit pack, with rotations in its layers.
-
-The head is not packed. It is the head of the dense model.
-"""
+"""Bonsai 2: the dense model with ternary weights in mlx-lm's 2-bit pack and rotations, and the dense model's head."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

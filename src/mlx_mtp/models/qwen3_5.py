@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_lm.models import qwen3_5 as stock
 
 from ..layers.layer import Layer
-from ..layers.mtp import MTPModule
+from ..layers.mtp import MTPModule, has_head
 from .family import FamilyModel, add_head, without_layers
 from .shard import shard_layers
 
@@ -57,10 +57,9 @@ class Model(FamilyModel, stock.Model):
         self.language_model = TextModel(TextModelArgs.from_dict(args.text_config))
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
-        """Keep this rank's part of each layer, including the head's."""
         group = group or mx.distributed.init()
         super().shard(group)
-        if getattr(self.language_model, "mtp", None) is not None:
+        if has_head(self):
             shard_layers(self.mtp.layers, group)
 
     @property

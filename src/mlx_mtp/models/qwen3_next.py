@@ -8,6 +8,7 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import qwen3_next as stock
 
 from ..layers.layer import Layer
+from ..layers.mtp import has_head
 from .family import FamilyModel, add_head, without_layers
 from .shard import shard_layers, shard_recurrent_layer
 
@@ -57,5 +58,5 @@ class Model(FamilyModel, stock.Model):
             if layer.is_linear:
                 shard_recurrent_layer(layer, group)
         shard_layers([layer for layer in self.layers if not layer.is_linear], group)
-        if getattr(self, "mtp", None) is not None:
+        if has_head(self):
             shard_layers(self.mtp.layers, group)

@@ -56,14 +56,14 @@ class TextModelArgs(qwen3_5.TextModelArgs):
         super().__post_init__()
         self.ple_layer_ids = sorted({*(self.ple_layer_ids or ())})
         self.ple_embed_dim = self.ple_embed_dim or self.hidden_size
-        n, ids = self.num_hidden_layers, self.ple_layer_ids
+        n, ids, budget = self.num_hidden_layers, self.ple_layer_ids, self.indexer_budget
         wrong = {
             "num_experts must be 1 or more": self.num_experts < 1,
             "layer_types must have a type for each layer": len(self.layer_types or ()) not in (0, n),
-            "indexer_budget must be a multiple of indexer_compress_ratio": self.indexer_budget
-            % self.indexer_compress_ratio,
-            "ple_layer_ids must be those of recurrent layers, from 1 on": ids
-            and not (1 <= ids[0] <= ids[-1] <= n and all(self.is_linear(i - 1) for i in ids)),
+            "indexer_budget must be a multiple of indexer_compress_ratio": budget % self.indexer_compress_ratio,
+            "ple_layer_ids must be those of recurrent layers, from 1 on": not all(
+                1 <= i <= n and self.is_linear(i - 1) for i in ids
+            ),
             "ngram_size must be 2 or more": ids and self.ngram_size < 2,
             "split_ngram_parts must be 1 or more": self.split_ngram_parts < 1,
             "ple_conv_kernel_size must be 2 or more": ids and self.ple_conv_kernel_size < 2,
@@ -250,16 +250,12 @@ class Ngrams:
 
 
 class Head(MTPModule):
-    """The MTP head, whose hidden states are streams."""
-
     def __init__(self, args: TextModelArgs, layer: nn.Module):
         nn.Module.__init__(self)
-        self.n_streams = args.hc_count
-        self.pre_fc_norm_embedding = Norm(args.hidden_size, args.rms_norm_eps)
-        self.pre_fc_norm_hidden = Norm(args.hc_count * args.hidden_size, args.rms_norm_eps)
-        self.fc_embedding, self.fc_hidden = (
-            nn.Linear(args.hidden_size, args.hidden_size, bias=False) for _ in range(2)
-        )
+        self.n_streams, H = args.hc_count, args.hidden_size
+        self.pre_fc_norm_embedding = Norm(H, args.rms_norm_eps)
+        self.pre_fc_norm_hidden = Norm(args.hc_count * H, args.rms_norm_eps)
+        self.fc_embedding, self.fc_hidden = (nn.Linear(H, H, bias=False) for _ in range(2))
         self.layers = [layer]
         self.norm = nn.Identity()  # further drafts are fed the streams before the mixer
         self.hyper_connection_mixer = Streams(args, injects=False)

@@ -11,11 +11,9 @@ from ..layers.passes import current_pass
 
 
 class MRoPE(nn.Module):
-    """Rotary embeddings at positions in three axes. At plain positions it calls the wrapped rope.
+    """Rotary embeddings at positions in three axes (time, height, width), each with a section of the frequencies.
 
-    Args:
-        rope: The rope of the attention layer.
-        sections: The number of frequencies of each axis: time, height, width.
+    At plain positions it calls the wrapped rope.
     """
 
     def __init__(self, rope: nn.RoPE, sections: Sequence[int]):
@@ -27,11 +25,7 @@ class MRoPE(nn.Module):
         self._axes = bytes(axes.tolist())  # the axis of each frequency; a list would be a parameter
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """
-        Args:
-            x: [B, H, T, D]
-            offset: The first token's index, or its position, [B].
-        """
+        """x [B, H, T, D] -> the same, given the first token's index, or its position, [B]"""
         if isinstance(offset, int):
             this = current_pass()
             position = this.position(offset)

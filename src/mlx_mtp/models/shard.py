@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.nn.layers.distributed import shard_inplace, shard_linear
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.qwen3_next import Qwen3NextMLP
 
 from ..errors import MTPError
+from ..layers.mtp import has_head
 
 SUMMED = ("o_proj", "out_proj", "down_proj")  # layers whose inputs are split, and whose outputs are summed
 SPLIT = ("gate_proj", "up_proj")  # layers whose outputs are split
@@ -69,10 +69,13 @@ def check_shard(model: Any, n: int) -> None:
         sizes["key-value heads"] = kv_heads
     if not args.tie_word_embeddings:
         sizes["token ids"] = args.vocab_size
-    layers = [*model.layers, *(() if getattr(model, "mtp", None) is None else model.mtp.layers)]
+    layers = [*model.layers, *(model.mtp.layers if has_head(model) else ())]
     for layer in layers:
-        for name, size in _widths(layer):
-            sizes[f"columns or groups of {name}"] = size
+        parameters: Any = tree_flatten(layer.parameters())
+        for name, p in parameters:
+            *_, module, kind = name.split(".")
+            if kind in ("weight", "scales") and module in SUMMED + SPLIT:
+                sizes[f"columns or groups of {name}"] = p.shape[-1 if module in SUMMED else -2]
     for what, size in sizes.items():
         if size % n > 0:
             raise MTPError(
@@ -81,18 +84,6 @@ def check_shard(model: Any, n: int) -> None:
             )
 
 
-def _widths(layer: nn.Module) -> list[tuple[str, int]]:
-    """The axes of a layer's weights and scales that are split."""
-    parameters: Any = tree_flatten(layer.parameters())
-    widths = []
-    for name, p in parameters:
-        *_, module, kind = name.split(".")
-        if kind in ("weight", "scales") and module in SUMMED + SPLIT:
-            widths.append((name, p.shape[-1 if module in SUMMED else -2]))
-    return widths
-
-
 def check_pipeline(model: Any, n: int) -> None:
-    """Raise an MTPError if there are more stages than layers."""
     if n > len(model.layers):
         raise MTPError(f"The model has {len(model.layers)} layers, too few for a pipeline of {n} processes.")

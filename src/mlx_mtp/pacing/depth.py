@@ -2,13 +2,10 @@
 
 A step with k drafts yields E(k) = 1 + a_1 + a_1 a_2 + ... tokens, where a_i is the probability that draft i is accepted, given
 that the drafts before it are, and takes t(k) seconds; k = 0 is plain decoding. ``best_length`` maximizes E(k) / t(k).
-Several sequences share k. It minimizes the mean of t(k) / E_b(k) over the sequences b, so E is the harmonic mean of theirs. The
-tokens per second of the whole batch would favor sequences that are already fast: others would end long after them.
 ``Rates`` estimates a for one text, ``StepTimes`` estimates t for one machine, and ``Depth`` chooses from both.
-Nothing here reads a clock or draws a random number. docs/develop/depth.md has the measured effect of each constant.
 
-The head's confidence in a draft is not used: the host knows it only after the drafts are computed, and to wait for them before
-building the verify pass usually costs more than it saves. If waiting gains, ``--tune`` sets ``draft_p_min``.
+Several sequences share k, and E is the harmonic mean of theirs. The tokens per second of the whole batch would favor sequences
+that are already fast: others would end long after them.
 """
 
 import math
@@ -126,12 +123,9 @@ class Depth:
         return type(self)(self.max_draft_tokens, times=self.times)
 
     def next(self, offers: Sequence[Offer], min_draft_tokens: int = 0, n_sequences: int = 1) -> Plan:
-        """
-        Args:
-            offers (Sequence[Offer]): The sources of each sequence that have drafts, and their acceptance rates.
-            min_draft_tokens (int): The number of tokens to draft with the head in any case. It then chooses only for other
-              sources.
-            n_sequences (int): The number of sequences in the pass, which may include some that have ended. Default: ``1``.
+        """Choose the next plan, by the offers of the sequences that have not ended, ``n_sequences`` with those that have.
+
+        With ``min_draft_tokens``, the head drafts as many in any case, and the choice is that of other sources.
         """
         times = self.times.of_size(n_sequences)
         n = min(self.max_draft_tokens, max((len(offer[HEAD]) for offer in offers if HEAD in offer), default=0))
@@ -159,13 +153,9 @@ class Depth:
     def observe(
         self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True, n_sequences: int = 1
     ) -> None:
-        """
-        Args:
-            plan (Plan): The plan of the step.
-            n_accepted (float): The number of accepted drafts; the mean of several sequences.
-            seconds (float, optional): The time since the end of the step before; ``None`` if it may include other steps.
-            is_alone (bool): Whether no other generation ran in between.
-            n_sequences (int): The number of sequences in the pass. Default: ``1``.
+        """Observe a step: the mean number of accepted drafts, and the time since the end of the step before, if it is clear.
+
+        ``is_alone`` tells whether no other generation ran in between.
         """
         self.is_alone, times = is_alone, self.times.of_size(n_sequences)
         if is_alone:

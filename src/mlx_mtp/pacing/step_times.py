@@ -32,19 +32,9 @@ PLAIN_PLAN = Plan(0)
 class StepTimes:
     """A running estimate of t(k), in seconds, k from 0, [N_LENGTHS]: ``estimate`` for the head's drafts, ``free`` for others.
 
-    The times that the test of the device measured (``seconds`` by draft length), or else ``TYPICAL``, give the shape of t(k):
-    the time of an unmeasured draft length is scaled as that of the next lower measured one, or else of the lowest. By
-    ``TYPICAL`` times, plain steps are measured first. ``draft_cost`` is the time in which the head drafts a token, in plain
-    steps; 0 if unknown.
-
-    A step far from its estimate is not counted: the machine may have paused, or the host may have read the clock late. Several
-    in succession show a change. If steps have become far shorter, those before were slow, and only the new time is kept.
-    Otherwise the time of this draft length was wrong, and plain steps are measured again. A longer context adds to all.
-
-    Drafts of other sources cost no pass of the head. The time of as many of the head's drafts is an upper bound, and
-    the estimate for numbers that were not tried.
-
-    All open generations update the same times, in any thread: dictionaries are replaced.
+    The times of the test of the device (``seconds`` by draft length), or else ``TYPICAL``, give the shape of t(k), which the
+    measured times scale; docs/develop/depth.md has the rules. ``draft_cost`` is the time in which the head drafts a token, in
+    plain steps; 0 if unknown. All open generations update the same times, in any thread: dictionaries are replaced.
     """
 
     BEYOND_NOISE = 1.4  # the ratio of two times below which the difference may be noise
@@ -111,7 +101,7 @@ class StepTimes:
         return times
 
     def of_size(self, n: int) -> "StepTimes":
-        """The times of n sequences, kept in ``by_size``. New ones begin with those of the next smaller number."""
+        """The times of n sequences, kept in ``by_size``."""
         if n not in self.by_size:
             times = StepTimes(self._by_rows(n))
             if self.draft_cost == 0 or n * (MAX_DRAFT_TOKENS + 1) > N_LENGTHS:
@@ -144,13 +134,10 @@ def times_of(model: MTPModel) -> StepTimes:
 
 
 def on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
-    """The values of the lines through the points, from the first x to n, each at most as large as any after it.
-
-    From the last point to n the line rises as from the first to the last: the slope of the last line may be noise or a step.
-    """
+    """The values of the lines through the points, from the first x to n, each at most as large as any after it."""
     points = [(x, min(y for _, y in points[i:])) for i, (x, _) in enumerate(points)]
     (first, low), (last, high) = points[0], points[-1]
-    if last < n:
+    if last < n:  # with the slope of all points: that of the last line may be noise or a step
         points.append((n, high + (high - low) / (last - first) * (n - last)))
     values = [low]
     for (x0, y0), (x1, y1) in pairwise(points):

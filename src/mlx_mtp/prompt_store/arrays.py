@@ -17,7 +17,7 @@ from mlx_lm.models import cache as stock
 from numpy.typing import NDArray
 
 from ..caches.indexed import NAMES, names_of, size_of
-from ..caches.prompt_cache import PromptCache, has_head, make_prompt_cache
+from ..caches.prompt_cache import PromptCache, make_prompt_cache
 from ..caches.rows import KVOptions
 from ..errors import MTPError
 
@@ -42,7 +42,7 @@ def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
             f"with, not {kv}."
         )
     has_inputs = cache.last_hidden is not None and cache.head.offset == cache.n_tokens - 1
-    return Format(kv if quantized else None, has_inputs and has_head(model))
+    return Format(kv if quantized else None, has_inputs and model.head_layer is not None)
 
 
 def keys_and_values(cache: PromptCache, format: Format, begin: int, end: int) -> Arrays:
@@ -58,7 +58,6 @@ def keys_and_values(cache: PromptCache, format: Format, begin: int, end: int) ->
 
 
 def states(cache: PromptCache, format: Format) -> Arrays:
-    """The states after the last token."""
     recurrent = [(i, c) for i, c in enumerate(cache.backbone) if isinstance(c, stock.ArraysCache)]
     arrays = {f"{i}.{j}": x for i, c in recurrent for j, x in enumerate(c.cache)}
     return arrays | ({"hidden": cache.last_hidden} if format.head else {})
@@ -84,8 +83,7 @@ def nbytes(arrays: Arrays) -> int:
 
 
 def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Arrays], last: Arrays) -> list[Any]:
-    """A prompt cache of tokens, with their keys and values and the states after the last of them. Drafts can be copied from the
-    tokens after the last image."""
+    """A prompt cache of tokens, with their keys and values and the states after the last of them."""
     entries = make_prompt_cache(model)
     cache = PromptCache(entries, len(model.layers))
     for i, c in enumerate(cache.backbone):
@@ -96,7 +94,7 @@ def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Array
     if format.head:
         entries[cache.n_layers] = _filled(cache.head, "head", None, spans)
         cache.last_hidden = last["hidden"]
-    of_images = np.flatnonzero(tokens < 0)
+    of_images = np.flatnonzero(tokens < 0)  # drafts can be copied from the tokens after the last image
     cache.record(len(tokens), tokens[of_images[-1] + 1 if len(of_images) > 0 else 0 :].tolist())
     mx.eval([c.state for c in entries])  # another thread may use them
     return entries

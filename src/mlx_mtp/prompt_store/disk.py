@@ -5,9 +5,7 @@
     new.safetensors          the file that is being written
 
 A file is named by digests of its header and tokens, which are checked when the folder is opened, and of its bytes, checked when
-it is read, so a damaged one is never used. It names the span that it continues. It gets its name when it is complete, so a
-killed process leaves no part of one. Files are not synchronized with the disk: a power
-failure may damage some.
+it is read. It names the span that it continues, and gets its name when it is complete.
 """
 
 import fcntl
@@ -59,13 +57,7 @@ def key_of(model: Any, format: Format) -> str:
 class Folder:
     """A folder of files, of which the least recently used go first when it is full. Several stores of a process may share it.
 
-    Args:
-        path: The folder, which is created if it does not exist. Only its owner may read it and its files.
-        max_bytes: The maximum size of all files.
-
-    Raises:
-        BlockingIOError: Another process owns the folder, or another ``Folder`` of this one.
-        OSError: The folder cannot be used.
+    Raises a BlockingIOError if another process owns it, or another ``Folder`` of this one.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_DISK_BYTES):
@@ -146,13 +138,10 @@ class Folder:
                 new.touch(mode=0o600)
                 mx.save_safetensors(str(new), arrays, {"layout": LAYOUT, "model": model, "parent": parent})
                 file = File(_name_of(new, tokens), model, parent, tokens, new.stat().st_size)
-                if file.name in self.files:  # the same text, read alike
-                    new.unlink()
-                else:
+                if file.name not in self.files:  # otherwise the same text, read alike
                     os.replace(new, self._file(file.name))
-            except BaseException:
+            finally:
                 new.unlink(missing_ok=True)
-                raise
             self.files[file.name] = file
             self._move_to_end(file.name)
             return file
@@ -292,9 +281,7 @@ class Disk:
         return True
 
     def _find_next(self, is_last: bool) -> tuple[Node, StoredArrays] | None:
-        """The next span or snapshot to write: the spans above the most recently used snapshot worth writing, then the snapshot.
-        When the store is closed (``is_last``), the ends of all texts are written as well.
-        """
+        """The next part to write: the spans above the most recently used snapshot that is worth it, then the snapshot."""
         waiting = [node for node in self.forest.nodes() if node.snapshot.in_memory and node.snapshot.name is None]
         for node in sorted(waiting, key=lambda node: -node.used):
             if node.snapshot.refused or not (_is_worth_writing(node) or (is_last and not node.children)):
@@ -310,9 +297,7 @@ class Disk:
 
 
 def _is_worth_writing(node: Node) -> bool:
-    """Whether to write a snapshot: its bytes are at most those of the keys and values since the snapshot on disk above it, so
-    that disk use grows with tokens; or texts differ after it or were resumed from it twice, so that others may be as well.
-    """
+    """Whether a snapshot has at most the bytes of the keys and values since the one above, or other texts may need it."""
     last = above(node, lambda n: n.snapshot.name is not None)
     n_bytes = (node.length - last.length) * node.span.nbytes / len(node.tokens)
     return n_bytes >= node.snapshot.nbytes or node.uses > 1 or len({c.tokens.tobytes() for c in node.children}) > 1

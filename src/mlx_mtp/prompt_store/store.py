@@ -29,8 +29,6 @@ OPENING = "<|im_start|>"  # the start of a message in the chat templates of thes
 
 
 class Prefix(NamedTuple):
-    """A stored prefix of a text."""
-
     prompt_cache: list[Any]  # the caller may change it
     n_tokens: int  # in it; 0 if nothing is stored
     handle: Handle | None  # for ``insert``; None if nothing is stored
@@ -106,10 +104,8 @@ class PromptStore(AbstractContextManager["PromptStore"]):
                 return Prefix(make_prompt_cache(self.model), 0, None)
             format, node = found
             snapshot, *spans = (stored for _, stored in _parts(node))
-            node.used, node.uses = self._forest.now, node.uses + 1
-            entries = arrays.make_cache(
-                self.model, format, text[: node.length], [span.arrays for span in spans], snapshot.arrays
-            )
+            node.used, node.uses, held = self._forest.now, node.uses + 1, [span.arrays for span in spans]
+            entries = arrays.make_cache(self.model, format, text[: node.length], held, snapshot.arrays)
         if self.disk is not None:
             self.disk.wake([snapshot, *spans[::-1]])
         return Prefix(entries, node.length, weakref.ref(node))
@@ -272,21 +268,14 @@ def message_ends(tokens: Sequence[int], opening: Sequence[int]) -> list[int]:
 
 
 def choose_cuts(ends: Iterable[int], n_tokens: int, n_common: int = 0, every: int = EVERY) -> list[int]:
-    """The positions at which to cut a prompt, in order. At least one token follows each cut: generation begins with it.
-
-    Args:
-        ends: The ends of its messages. The last ones become cuts; without any, the end of the prompt does.
-        n_tokens: The number of tokens of the prompt.
-        n_common: The position where the prompt differs from all stored texts; other texts may differ there, too. A cut is
-          made a line before it, and a line before the end of the system message, which often has the date.
-        every: The most tokens between two cuts. Additional cuts are at the ends of messages where possible.
-    """
+    """The positions at which to cut a prompt, given the ends of its messages and where it differs from stored texts."""
     known = sorted({end for end in ends if 0 < end < n_tokens}) or [n_tokens - 1] * (n_tokens > 1)
     wanted = {*(known[1:] or known)[-LAST:]}
+    # A line before the end of the system message, which often has the date, and before the place where other texts may differ
     for place in (*known[:1], n_common):
         if place < n_tokens and all(not 0 <= place - cut < NEAR for cut in (0, *wanted)):
             wanted.add(place - LINE)
-    cuts = [0]
+    cuts = [0]  # at least one token follows each: generation begins with it
     for end in sorted(wanted):
         while end - cuts[-1] > every:
             within = [e for e in known if cuts[-1] < e <= cuts[-1] + every]

@@ -9,11 +9,11 @@ A node has the tokens between two cuts, at which the prefill of a text paused, a
 resumed. Two texts share the nodes above the token at which they differ. Nodes are never split: keys and values depend,
 by rounding, on the chunks in which they were prefilled.
 
-The snapshot whose bytes save the least prefill is evicted first. Snapshots close to each other save little each, an old text
-saves nothing until a request returns to it, and evicting the end of a text frees its keys and values as well.
+The snapshot whose bytes save the least prefill is evicted first. Evicting the end of a text frees its keys and values as well.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,8 +28,6 @@ ON_DISK = 0.1  # the time to read a text's arrays from disk, as a share of the t
 
 
 class File(NamedTuple):
-    """A file of a span or a snapshot."""
-
     name: str  # the digest of its bytes
     model: str  # the model's name, see ``key_of``
     parent: str  # the file of the span above a span, or of a snapshot's own span; empty for none
@@ -69,7 +67,6 @@ class Node:
             parent.children.append(self)
 
     def path(self) -> "list[Node]":
-        """The nodes from the root to this one."""
         nodes, node = [self], self.parent
         while node is not None:
             nodes.append(node)
@@ -81,21 +78,13 @@ class Node:
         found = [c for c in self.children if np.array_equal(c.tokens, tokens[self.length : c.length])]
         return sorted(found, key=lambda c: -c.length)
 
-    def subtree(self) -> "Iterator[Node]":
-        """This node and all below it."""
+    def walk(self, tokens: Tokens | None = None) -> "Iterator[Node]":
+        """This node and all below it, or those below it that are prefixes of a text."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
             yield node
-            waiting += node.children
-
-    def prefixes(self, tokens: Tokens) -> "Iterator[Node]":
-        """This node, and all nodes below it that are prefixes of the text."""
-        waiting = [self]
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting += node.next(tokens)
+            waiting += node.children if tokens is None else node.next(tokens)
 
 
 Handle = weakref.ref[Node]  # the last node of a stored text; it keeps nothing in memory
@@ -106,27 +95,22 @@ class Forest:
         self.clear()
 
     def clear(self) -> None:
-        self.roots: dict[Format, Node] = {}
+        self.roots: dict[Format, Node] = defaultdict(lambda: Node(np.zeros(0, np.int64), None, StoredArrays({}, 0)))
         self.keys: dict[Format, str] = {}  # the model's name on disk, by the formats whose files are in the forest
         self.nbytes = 0  # of all arrays in memory
         self.now = 0  # the number of requests so far, which serves as the time
 
-    def root(self, format: Format) -> Node:
-        if format not in self.roots:
-            self.roots[format] = Node(np.zeros(0, np.int64), None, StoredArrays({}, 0))
-        return self.roots[format]
-
     def nodes(self) -> Iterator[Node]:
         """All nodes except the roots."""
         for root in self.roots.values():
-            yield from (node for node in root.subtree() if node is not root)
+            yield from (node for node in root.walk() if node is not root)
 
     def __contains__(self, node: Node) -> bool:
         return node.path()[0] in self.roots.values()
 
     def add_files(self, format: Format, files: Iterable[File]) -> None:
         """Add the files of a folder, each after the one that it continues."""
-        nodes = {"": self.root(format)}
+        nodes = {"": self.roots[format]}
         for file in files:
             stored = StoredArrays(None, file.nbytes, file.name)
             if (parent := nodes.get(file.parent)) is None:  # a damaged header names another text
@@ -136,30 +120,22 @@ class Forest:
             else:
                 nodes[file.name] = Node(file.tokens, parent, stored)
 
-    def deepest(
-        self, text: Tokens, kv: KVOptions | None, is_usable: Callable[[Node], bool]
-    ) -> tuple[Format, Node] | None:
-        """The node of the longest snapshot to resume a text from, among those that are usable.
-
-        Of equal lengths, a snapshot with the head's keys and values is preferred, and then the one that was used last.
-        """
+    def deepest(self, text: Tokens, kv: KVOptions | None, usable: Callable[[Node], bool]) -> tuple[Format, Node] | None:
+        """The node of the longest usable snapshot of a text; of several one with the head, then the one used last."""
         found: list[tuple[Format, Node]] = []
         for format, root in self.roots.items():
             if format.kv not in (None, kv):
                 continue
             # Caches that are not quantized yet can be used with and without quantization.
             end = kv.quantized_kv_start - 1 if kv is not None and format.kv is None else len(text)
-            for node in root.prefixes(text[: max(end, 0)]):
-                if is_usable(node):
+            for node in root.walk(text[: max(end, 0)]):
+                if usable(node):
                     found.append((format, node))
         return max(found, key=lambda pair: (pair[1].length, pair[0].head, pair[1].used), default=None)
 
     def node_of(self, handle: Handle | None, format: Format, text: Tokens) -> Node:
-        """The node of a handle if it is still in the tree and a prefix of the text; otherwise the root.
-
-        The keys and values of the text's cache up to this node are those of the tree.
-        """
-        root = self.root(format)
+        """The node of a handle if it is still in the tree and a prefix of the text; otherwise the root."""
+        root = self.roots[format]
         node = None if handle is None else handle()
         if node is None or node.length > len(text):
             return root
@@ -169,16 +145,13 @@ class Forest:
 
     def n_common(self, text: Tokens) -> int:
         """The most tokens that a text has in common with a stored one."""
-        shared = [n for root in self.roots.values() for n in root.prefixes(text)]
+        shared = [n for root in self.roots.values() for n in root.walk(text)]
         lengths = [n.length + _n_common(c.tokens, text[n.length :]) for n in shared for c in n.children]
         return max(lengths, default=0)
 
-    # Memory
-
     def hold(self, new: Arrays) -> StoredArrays:
-        """Put a copy of these arrays into memory."""
-        stored = StoredArrays(None, 0)
-        self.put(stored, arrays.copied(new))
+        """Put copies of these arrays into memory."""
+        self.put(stored := StoredArrays(None, 0), arrays.copied(new))
         return stored
 
     def put(self, stored: StoredArrays, found: Arrays) -> None:
@@ -197,7 +170,7 @@ class Forest:
 
     def remove(self, top: Node) -> None:
         """Take a node and all below it out of its tree."""
-        for node in top.subtree():
+        for node in top.walk():
             self.nbytes -= sum(part.nbytes for part in (node.span, node.snapshot) if part.in_memory)
         assert top.parent is not None
         top.parent.children.remove(top)
@@ -213,14 +186,17 @@ class Forest:
 
     def trim_to(self, n_bytes: int, n_snapshots: int | None = None) -> None:
         """Evict the snapshots with the lowest scores, until at most ``n_bytes`` and ``n_snapshots`` are in memory."""
-        if self.nbytes > n_bytes:
-            self.free([node for root in self.roots.values() for node in _needless(root)])
+        if self.nbytes > n_bytes:  # first the spans of snapshots that were evicted while the spans were loaded
+            needed = {id(n) for node in self.nodes() if node.snapshot.in_memory for n in node.path()}
+            self.free([n for n in [*self.nodes()][::-1] if n.span.in_memory and id(n) not in needed])
         held = [node for node in self.nodes() if node.snapshot.in_memory]
         n_most = len(held) if n_snapshots is None else n_snapshots
         while held and (self.nbytes > n_bytes or len(held) > n_most):
-            least = min(held, key=self._score)
-            held.remove(least)
-            self._evict(least)
+            held.remove(least := min(held, key=self._score))
+            spare = only_for(least)
+            self.nbytes -= least.snapshot.nbytes
+            least.snapshot.arrays = None
+            self.free(spare)
 
     def _score(self, node: Node) -> float:
         n_bytes = node.snapshot.nbytes + sum(n.span.nbytes for n in only_for(node))
@@ -228,22 +204,13 @@ class Forest:
         n_tokens = node.length - above(node, lambda n: n.snapshot.exists).length
         return score(n_tokens, n_bytes, self.now - node.used, node.uses, on_disk)
 
-    def _evict(self, node: Node) -> None:
-        """Free a snapshot, and the spans that no other snapshot needs."""
-        spare = only_for(node)
-        self.nbytes -= node.snapshot.nbytes
-        node.snapshot.arrays = None
-        self.free(spare)
-
 
 def score(n_tokens: int, n_bytes: int, age: int, uses: int = 0, on_disk: bool = False) -> float:
-    """The tokens of prefill, from the snapshot above on, that a snapshot saves for each byte that its eviction frees, weighted
-    by the requests since it was last used (``age``) and the number of its uses."""
+    """The tokens of prefill that a snapshot saves for each byte that its eviction frees, weighted by its age and its uses."""
     return n_tokens * (ON_DISK if on_disk else 1.0) * (1 + uses) / (1 + age) / max(n_bytes, 1)
 
 
 def is_whole(node: Node) -> bool:
-    """Whether a node's snapshot and all spans of its text are in memory."""
     return node.snapshot.in_memory and all(n.span.in_memory for n in node.path())
 
 
@@ -261,12 +228,6 @@ def only_for(node: Node) -> list[Node]:
             break
         found.append(n)
     return found
-
-
-def _needless(root: Node) -> list[Node]:
-    """The nodes whose spans no snapshot in memory needs, from the leaves up: it was evicted while they were loaded."""
-    needed = {id(n) for node in root.subtree() if node.snapshot.in_memory for n in node.path()}
-    return [n for n in [*root.subtree()][::-1] if n is not root and n.span.in_memory and id(n) not in needed]
 
 
 def _n_common(a: Tokens, b: Tokens) -> int:

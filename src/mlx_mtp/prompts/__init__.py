@@ -1,9 +1,7 @@
-"""Prompts for measurements: nine kinds of request, four whose answers copy from the prompt, beginnings of Python files, and
-files of the user.
-"""
+"""Prompts for measurements: kinds of request, some with answers that copy, beginnings of Python files, and the user's."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import cycle, islice
+from collections.abc import Iterable, Mapping
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +27,10 @@ PYTHON = (
 
 
 def nine_kinds() -> dict[str, str]:
-    """A text of each kind, by name."""
     return _read(KINDS)
 
 
 def copying_kinds() -> dict[str, str]:
-    """A text of each kind whose answer copies from the prompt, by name."""
     return _read(COPYING)
 
 
@@ -66,20 +62,12 @@ def read_prompts(file: Path) -> dict[str, str]:
 
 
 def encode(tokenizer: TokenizerWrapper, text: str, context: int = 0, **template: Any) -> mx.array:
-    """A prompt's tokens, [T], through the chat template, with these variables, if there is one.
-
-    A prompt shorter than ``context`` tokens is extended to about this many by prepending the source of this package.
-    """
+    """A prompt's tokens, [T], by the chat template, if any, extended to about ``context`` tokens by source of this package."""
     if (n := context - len(_encode(tokenizer, text, template))) > 0:
-        text = f"{tokenizer.decode(list(islice(_source(tokenizer), n)))}\n\n{text}"
+        files = (file.read_text(encoding="utf-8") for file in cycle(sorted(FOLDER.parent.glob("**/*.py"))))
+        source = (tokenizer.encode(f"{code}\n\n", add_special_tokens=False, verbose=False) for code in files)
+        text = f"{tokenizer.decode([*islice(chain.from_iterable(source), n)])}\n\n{text}"
     return mx.array(_encode(tokenizer, text, template))
-
-
-def _source(tokenizer: TokenizerWrapper) -> Iterator[int]:
-    """The tokens of the source of this package, file by file, over and over."""
-    for file in cycle(sorted(FOLDER.parent.glob("**/*.py"))):
-        text = file.read_text(encoding="utf-8") + "\n\n"
-        yield from tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
 def _encode(tokenizer: TokenizerWrapper, text: str, template: Mapping[str, Any]) -> list[int]:

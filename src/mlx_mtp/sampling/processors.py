@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def keeps_state(f: Callable[..., Any]) -> bool:
-    """Whether a sampler or logits processor may keep state between calls.
+    """Whether a sampler or logits processor may keep state between calls: by its attribute ``keeps_state``, if it has one.
 
-    An object whose class defines ``__call__`` in Python may, and so may a method of an object. A function, a compiled function
-    and a ``partial`` of one do not. An attribute ``keeps_state`` of the object or function, ``True`` or ``False``, decides.
+    Else an object whose class defines ``__call__`` in Python may, and so may a method. A function, a compiled function and a
+    ``partial`` of one do not.
     """
     while isinstance(f, functools.partial):
         f = f.func
@@ -47,6 +47,12 @@ def until_error(f: Callable[[S], T], positions: Iterable[S]) -> list[T]:
     return results
 
 
+def seed_of(state: mx.array) -> int:
+    """The seed that sets MLX's random state to these two words."""
+    high, low = np.array(state).tolist()
+    return high << 32 | low
+
+
 @contextmanager
 def restoring_random_state() -> Iterator[None]:
     """Restore MLX's random state after an exception: one in a compiled sampler leaves a state that cannot be used."""
@@ -54,6 +60,5 @@ def restoring_random_state() -> Iterator[None]:
     try:
         yield
     except Exception:
-        high, low = np.array(state).tolist()
-        mx.random.seed(high << 32 | low)  # which sets the state to just these two words
+        mx.random.seed(seed_of(state))
         raise

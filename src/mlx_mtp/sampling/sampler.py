@@ -20,17 +20,13 @@ BLOCK = 64  # tokens
 DRAFT_TOP_K = 1024  # tokens that drafts of top-p are sampled from
 
 
-def noise_words(seed: int, position: int) -> tuple[int, int, int]:
+def noise_words(seed: int, position: int) -> tuple[int, ...]:
     """Three random numbers of 32 bits for a position: the key of ``noise``, and one for XTC."""
-    first, second, third = struct.unpack("<III", blake2b(struct.pack("<QQ", seed, position), digest_size=12).digest())
-    return first, second, third
+    return struct.unpack("<III", blake2b(struct.pack("<QQ", seed, position), digest_size=12).digest())
 
 
 def noise(words: mx.array, ids: mx.array) -> mx.array:
-    """Uniform numbers in [0, 1) of tokens: a hash of a row's words [n, 2] and a token's id, [n, m] or [m] -> [n, m]
-
-    The number of a token is the same among any other tokens.
-    """
+    """Uniform numbers in [0, 1) of tokens: a hash of a row's words [n, 2] and a token's id, [n, m] or [m] -> [n, m]"""
     return _mixed(_mixed(ids + words[:, :1]) ^ words[:, 1:]).astype(mx.float32) * 2.0**-32
 
 
@@ -130,12 +126,9 @@ class Sampler:
         return mx.random.uniform(shape=(n, 1)) if self.xtc_probability > 0 else mx.zeros((n, 1))
 
     def support(self, logits: mx.array, uniforms: mx.array, are_drafts: bool = False) -> Support:
-        """Apply the filters and the temperature. Takes no random number.
+        """Apply the filters and the temperature to logits or log probabilities [B, V], with ``uniforms`` [B, 1] of XTC.
 
-        Args:
-            logits: Logits or log probabilities, [B, V].
-            uniforms: A uniform number for each token to sample, [B, 1].
-            are_drafts: Whether to sample drafts, whose distribution is free: top-p and min-p take the likeliest tokens alone.
+        The distribution of drafts is free: there, top-p and min-p take the likeliest tokens alone.
         """
         x, ids, k, top_p = logits, None, self.top_k, mx.array(self.top_p)
         has_top_p = 0 < self.top_p < 1
@@ -225,10 +218,7 @@ def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
 
 
 def exclude_top_choices(logits: mx.array, threshold: float, special_tokens: Sequence[int]) -> mx.array:
-    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, but without taking a random number: [B, V] -> [B, V].
-
-    Of the tokens more likely than the threshold, only the least likely remains, and the special tokens always do.
-    """
+    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, without taking a random number: [B, V] -> [B, V]."""
     probs = mx.softmax(logits, -1)
     mask = probs > mx.where(probs > threshold, probs, mx.inf).min(axis=-1, keepdims=True)
     if special_tokens:

@@ -1,8 +1,4 @@
-"""The HTTP application: its routes, the bodies of requests, the API key, errors, the chat page, other web pages.
-
-The chat page in ``page/`` is served without a build step; ``main.js`` connects its modules. A browser sends the requests of any
-page, even to servers on its own machine: those of other pages are refused.
-"""
+"""The HTTP application: its routes, the bodies of requests, the API key, errors, the chat page, other web pages."""
 
 import asyncio
 import hmac
@@ -151,7 +147,6 @@ class Endpoints:
         return parse() if len(raw) <= LARGE_BODY else await in_thread(parse)
 
     async def root(self) -> Response:
-        """The chat page, or with ``--no-ui`` the name and version."""
         if self.frontend.options.no_ui:
             return JSONResponse({"name": "mlx_mtp", "version": __version__})
         return FileResponse(FOLDER / "page.html")
@@ -166,7 +161,6 @@ class Endpoints:
         return Response(generate_latest(self.frontend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, http: HTTPRequest) -> Response:
-        """List the served models and, with ``--allow-any-model``, the downloaded models."""
         self._authorize(http)
         names = self._names()
         page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -181,13 +175,10 @@ class Endpoints:
         raise ApiError(404, f"The model {wanted!r} is not served here.", param="model", code="model_not_found")
 
     def _names(self) -> list[str]:
-        names = self.frontend.models.served[:]
-        if self.frontend.options.allow_any_model:
-            names += sorted(cached_repositories())
-        return names
+        downloaded = sorted(cached_repositories()) if self.frontend.options.allow_any_model else []
+        return [*self.frontend.models.served, *downloaded]
 
     def _describe(self, name: str) -> Json:
-        """A model, with the fields of OpenAI, vLLM and Anthropic."""
         created, path = self.frontend.created, self.frontend.models.resolve(name)
         tokenizer = self.frontend.models.tokenizers.get(path)
         length = None if tokenizer is None else tokenizer.context_length
@@ -312,7 +303,7 @@ class Counting:
 
 
 async def error_response(http: HTTPRequest, error: Exception) -> Response:
-    """Answer an error in the format of the path's API. On a shared path, a header identifies Anthropic's clients."""
+    """An error in the format of the path's API. On a shared path, a header identifies Anthropic's clients."""
     if isinstance(error, HTTPException):  # of the framework, such as for an unknown path or a wrong method
         message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
         error = ApiError(error.status_code, message)
@@ -327,11 +318,8 @@ async def error_response(http: HTTPRequest, error: Exception) -> Response:
 
 
 class Browsers(CORSMiddleware):
-    """Refuses requests with other host names and requests of other web pages; answers CORS for allowed pages.
-
-    A page's domain may resolve to this machine's address (DNS rebinding): a browser then treats the server as the page's own.
-    Such requests have the domain in ``Host``, which must be an IP address, ``localhost``, this machine's name or one of
-    ``names``. Pages of ``origins`` may use the server besides its own, by default those of ``localhost``. ``*`` allows all.
+    """Refuses requests of web pages other than its own and those of ``origins``, and requests to hosts other than ``names``: a
+    page's domain may resolve to this machine's address (DNS rebinding). Answers CORS. ``*`` allows all.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] | None):

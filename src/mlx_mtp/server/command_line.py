@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 from jinja2 import TemplateSyntaxError
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+from mlx_lm.generate import setup_arg_parser
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..batch.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
@@ -22,7 +22,7 @@ from ..checkpoint.config import context_length_of, read_config
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO
 from ..cli import flags
-from ..cli.parser import byte_size, finish
+from ..cli.parser import adopt, byte_size, finish
 from ..errors import MTPError, as_mtp_error
 from ..files import check_source
 from ..memory import CONTEXT
@@ -36,6 +36,7 @@ KEY_VARIABLE = "MLX_MTP_API_KEY"  # the variable that Codex and Zed read
 MAX_ANSWER = 32000  # tokens that opencode reserves for an answer without --max-tokens
 ZED_CONTEXT = 32768  # tokens of context for Zed, which requires a number, if it is not known
 NAME = "mlx-mtp"  # the provider or profile in the client
+DISK_SIZE = f"{MAX_DISK_BYTES / 1e9:.0f}GB"
 _quoted = json.dumps  # a string in JSON, which is also one in TOML
 LIMITS: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
@@ -46,176 +47,6 @@ LIMITS: dict[str, tuple[float, float]] = {
     "unload_after": (0.01, math.inf),
     "keep_warm": (0, math.inf),
 }
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """mlx-lm makes its parser in ``main``: these are its flags, defaults and help."""
-    parser = argparse.ArgumentParser(
-        prog="mlx_mtp server",
-        description="Serve OpenAI's and Anthropic's APIs, with drafts of the model's own MTP head.",
-    )
-    _add_model_flags(parser)
-    _add_http_flags(parser)
-    _add_generation_flags(parser)
-    _add_cache_flags(parser)
-    flags.add_flags(
-        parser, ("--mtp", "--no-mtp", "--num-draft-tokens", "--copy-drafts", "--acceptance", *flags.LOADING)
-    )
-    flags.add_flags(parser, ("--images", "--prompt-cache-dir", "--pipeline"))
-    return finish(parser)
-
-
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", default=str(DEMO), help=flags.MODEL_HELP)
-    add("--served-model-name", metavar="NAME", help="Name of --model for clients (default: its path).")
-    add("--adapter-path", help="Optional path for the trained adapter weights and config.")
-    add("--draft-model", help="Not supported: use mlx_lm.server.")
-    add("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
-    add("--chat-template", default="", help="Specify a chat template for the tokenizer")
-    add("--use-default-chat-template", action="store_true", help="Use the default chat template")
-    add(
-        "--chat-template-args",
-        type=_json,
-        default="{}",
-        help="A JSON formatted string of arguments for the tokenizer's apply_chat_template, e.g. "
-        """'{"enable_thinking":false}'""",
-    )
-    add(
-        "--serve-model",
-        action="append",
-        default=[],
-        metavar="MODEL",
-        help="Another model to serve; can be repeated. Requests choose by name; one model is loaded at a time.",
-    )
-    add(
-        "--allow-any-model",
-        action="store_true",
-        help="Load any path or Hugging Face repo that a request names as its model, as mlx_lm.server does.",
-    )
-
-
-def _add_http_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--host", default="127.0.0.1", help="Host for the HTTP server")
-    add("--port", type=int, default=8080, help="Port for the HTTP server; 0 takes a free one")
-    add(
-        "--allowed-origins",
-        type=_names,
-        metavar="ORIGIN,...",
-        help="Web pages that may use the server besides its own, such as https://example.com; * allows all. Default: pages of "
-        "localhost.",
-    )
-    add(
-        "--allowed-hosts",
-        type=_names,
-        default=[],
-        metavar="NAME,...",
-        help="More host names for the server, besides localhost, this machine's name, --host and all IP addresses; * allows "
-        "all.",
-    )
-    add(
-        "--print-config",
-        choices=CLIENTS,
-        help="Print the settings of this client for a server with these flags, and exit.",
-    )
-    add("--no-ui", action="store_true", help="Do not serve the chat page at /.")
-    add(
-        "--log-level",
-        default="INFO",
-        choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
-        help="Set the logging level",
-    )
-    add(
-        "--max-queue",
-        type=int,
-        metavar="N",
-        help="Refuse requests with status 429 while N others wait for their first token. Defaults to no limit.",
-    )
-    add(
-        "--unload-after",
-        type=float,
-        metavar="MINUTES",
-        help="Free the model's memory after so long without a request; the next request loads it again. Defaults to never.",
-    )
-    add(
-        "--keep-warm",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="For so long after a request, keep the weights resident by a tiny operation each second (default: 0, off).",
-    )
-    add("--api-key", help="Answer only requests with this key (default: every request).")
-    add(
-        "--api-key-file",
-        type=Path,
-        help="Read the key from this file, so that other users of the machine cannot see it.",
-    )
-
-
-def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    flags.add_sampling(parser)
-    add(
-        "--max-tokens",
-        type=int,
-        default=-1,
-        help="Maximum number of tokens of an answer whose request sets none (default: -1, the rest of the context)",
-    )
-    add("--decode-concurrency", type=int, default=32, help="Maximum number of requests to decode in parallel")
-    add(
-        "--prompt-concurrency",
-        type=int,
-        default=8,
-        help="Ignored, accepted for mlx_lm.server: prompts are prefilled one after the other",
-    )
-    add("--prefill-step-size", type=int, default=2048, help="Step size for prefill processing")
-    add(
-        "--max-token-gap",
-        type=float,
-        default=MAX_TOKEN_GAP,
-        metavar="SECONDS",
-        help="Maximum time between two tokens of an answer while prompts are prefilled",
-    )
-    add(
-        "--min-decode-share",
-        type=float,
-        default=MIN_DECODE_SHARE,
-        metavar="SHARE",
-        help="Minimum share of the time for running answers while prompts are prefilled, from 0 to below 1",
-    )
-
-
-def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--prompt-cache-size",
-        type=int,
-        help="Maximum number of snapshots to hold in the prompt cache. Defaults to no limit.",
-    )
-    add(
-        "--prompt-cache-bytes",
-        type=byte_size,
-        help="Maximum size in bytes of the KV caches, including running requests. Defaults to half of the memory left by the "
-        "model.",
-    )
-    add(
-        "--prompt-cache-disk-bytes",
-        type=byte_size,
-        help=f"Maximum size in bytes of --prompt-cache-dir (default: {MAX_DISK_BYTES / 1e9:.0f}GB).",
-    )
-    add(
-        "--kv-bits",
-        type=int,
-        help="Number of bits for KV cache quantization (e.g., 4 or 8). Default: None (full precision)",
-    )
-    add("--kv-group-size", type=int, default=64, help="Group size for KV cache quantization")
-    add(
-        "--quantized-kv-start",
-        type=int,
-        default=DEFAULT_QUANTIZED_KV_START,
-        help="Token position to start KV cache quantization",
-    )
 
 
 def _names(text: str) -> list[str]:
@@ -229,11 +60,61 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"must be JSON, not {text!r}: {e}") from e
 
 
-def check(args: argparse.Namespace) -> Options:
-    """Check the flags before the model is loaded, and read the API key; an MTPError if a flag is wrong.
+# The flags of mlx_lm.server that mlx_lm.generate has as well
+AS_GENERATE = (
+    "--adapter-path", "--trust-remote-code", "--use-default-chat-template", "--prefill-step-size", "--kv-bits",
+    "--kv-group-size", "--quantized-kv-start",
+)  # fmt: skip
+VALUES: tuple[tuple[str, Any, Any, str | None, str], ...] = (  # flag, type, default, metavar, help
+    ("--model", str, str(DEMO), None, flags.MODEL_HELP),
+    ("--served-model-name", str, None, "NAME", "Name of --model for clients (default: its path)."),
+    ("--draft-model", str, None, None, "Not supported: use mlx_lm.server."),
+    ("--chat-template", str, "", None, "Specify a chat template for the tokenizer"),
+    ("--chat-template-args", _json, "{}", None, """JSON for the chat template, e.g. '{"enable_thinking":false}'"""),
+    ("--host", str, "127.0.0.1", None, "Host for the HTTP server"),
+    ("--port", int, 8080, None, "Port for the HTTP server; 0 takes a free one"),
+    ("--allowed-origins", _names, None, "ORIGIN,...", "Other pages that may use it; * is all (default: localhost)."),
+    ("--allowed-hosts", _names, [], "NAME,...", "More names of the server, besides localhost and --host; * is all."),
+    ("--max-queue", int, None, "N", "Refuse requests with 429 while N wait for a first token (default: no limit)."),
+    ("--unload-after", float, None, "MINUTES", "Free the model after so long without a request (default: never)."),
+    ("--keep-warm", float, 0.0, "SECONDS", "Keep the weights resident for so long after a request (default: 0, off)."),
+    ("--api-key", str, None, None, "Answer only requests with this key (default: every request)."),
+    ("--api-key-file", Path, None, None, "Read the key from this file, which other users of the machine cannot see."),
+    ("--max-tokens", int, -1, None, "Limit of answers whose request sets none (default: -1, the rest of the context)"),
+    ("--decode-concurrency", int, 32, None, "Maximum number of requests to decode in parallel"),
+    ("--prompt-concurrency", int, 8, None, "Ignored: prompts are prefilled one after the other"),
+    ("--max-token-gap", float, MAX_TOKEN_GAP, "SECONDS", "Longest time between tokens of an answer during prefill"),
+    ("--min-decode-share", float, MIN_DECODE_SHARE, "SHARE", "Least share of time for answers during prefill, below 1"),
+    ("--prompt-cache-size", int, None, None, "Maximum number of snapshots in the prompt cache (default: no limit)."),
+    ("--prompt-cache-bytes", byte_size, None, "SIZE", "Limit of all caches (default: half of what the model leaves)."),
+    ("--prompt-cache-disk-bytes", byte_size, None, "SIZE", f"Limit of --prompt-cache-dir (default: {DISK_SIZE})."),
+)
 
-    The options are the flags, and ``load``, the arguments of ``mlx_mtp.load``; ``sampling``, the given flags by the names of
-    ``Sampling``; and ``kv``, the quantization of keys and values. Without ``--max-tokens``, it is ``NO_LIMIT``.
+
+def make_parser() -> argparse.ArgumentParser:
+    """mlx-lm makes its parser in ``main``: these are its flags and defaults."""
+    description = "Serve OpenAI's and Anthropic's APIs, with drafts of the model's own MTP head."
+    parser = argparse.ArgumentParser(prog="mlx_mtp server", description=description)
+    add = parser.add_argument
+    adopt(parser, setup_arg_parser(), AS_GENERATE)
+    for name, kind, default, metavar, text in VALUES:
+        add(name, type=kind, default=default, metavar=metavar, help=text)
+    other_models = "Another model to serve; can be repeated. Requests choose by name; one model is loaded at a time."
+    add("--serve-model", action="append", default=[], metavar="MODEL", help=other_models)
+    add("--allow-any-model", action="store_true", help="Load any model that a request names, as mlx_lm.server does.")
+    add("--print-config", choices=CLIENTS, help="Print the settings of this client for these flags, and exit.")
+    add("--no-ui", action="store_true", help="Do not serve the chat page at /.")
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+    add("--log-level", default="INFO", choices=levels, help="Set the logging level")
+    flags.add_sampling(parser)
+    own = ("--mtp", "--no-mtp", "--num-draft-tokens", "--copy-drafts", "--acceptance", *flags.LOADING)
+    flags.add_flags(parser, (*own, "--images", "--prompt-cache-dir", "--pipeline"))
+    return finish(parser)
+
+
+def check(args: argparse.Namespace) -> Options:
+    """Check the flags before the model is loaded, and read the API key. Return them with ``load``, the arguments of
+    ``mlx_mtp.load``, ``sampling``, the given flags of ``Sampling``, and ``kv``.
     """
     if args.draft_model is not None:
         raise MTPError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
@@ -264,16 +145,12 @@ def check(args: argparse.Namespace) -> Options:
 
 
 def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``mlx_mtp.load`` for each model. Without ``--mtp``, models are loaded without their heads."""
-    tokenizer_config: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
-    if args.chat_template:
-        tokenizer_config["chat_template"] = args.chat_template
-    own = {"trust_remote_code": args.trust_remote_code, "copy_drafts": True}
-    # The least context that must fit; longer prompts are checked when they arrive.
-    own["context"] = min(CONTEXT, args.prefill_step_size)
-    if args.images:
-        own["vision"] = "auto"
-    return {**own, "tokenizer_config": tokenizer_config, **flags.load_options(args)}
+    trust = {"trust_remote_code": args.trust_remote_code}
+    template = {"chat_template": args.chat_template} if args.chat_template else {}
+    images = {"vision": "auto"} if args.images else {}
+    context = min(CONTEXT, args.prefill_step_size)  # that must fit; longer prompts are checked when they arrive
+    own = {**trust, **images, "tokenizer_config": trust | template, "copy_drafts": True, "context": context}
+    return {**own, **flags.load_options(args)}
 
 
 def _check_template(args: argparse.Namespace) -> None:
@@ -287,7 +164,6 @@ def _check_template(args: argparse.Namespace) -> None:
 
 
 def check_model(args: argparse.Namespace, models: ModelProvider) -> None:
-    """Raise an MTPError if a flag does not fit the model that was loaded."""
     flags.check_model_flags(args, vars(models.model.args))
     if args.chat_template:
         question = [{"role": "user", "content": "a"}]
@@ -328,13 +204,11 @@ class ClientSettings:
 
     @property
     def note(self) -> str:
-        """The place of the settings, in one line."""
         where = f"put this into ~/{self.file}" if self.file else "run this in a shell"
         exports = "".join(f" {name}={shlex.quote(value)}" for name, value in self.variables.items() if self.file)
         return f"# {where}{', export' * bool(exports)}{exports}, then start: {self.command}"
 
     def as_text(self) -> str:
-        """The file's content, or the lines for a shell."""
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.variables.items())
         return self.text if self.file else exports
 

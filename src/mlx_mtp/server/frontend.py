@@ -51,9 +51,7 @@ class Frontend:
         self.created = int(time.time())
 
     async def generate(self, choices: list[Request]) -> AsyncIterator[tuple[int, str | Waiting | Delta]]:
-        """Yield the start and the tokens of each answer, with the answer's index; see ``_receive``. The first answer to a
-        prompt prefills it. The others begin after its first token, with the prompt in the prompt cache.
-        """
+        """Yield the start and the tokens of each answer, with its index. The first one of a prompt prefills it for all."""
         items: Items = asyncio.Queue()
         n_of_each = choices[0].n
         has_read = [asyncio.Event() for _ in choices[::n_of_each]]
@@ -80,7 +78,6 @@ class Frontend:
                 self.clients.leave(choice)
 
     async def start(self, request: Request, items: Items, i: int) -> None:
-        """Encode a request's prompt, which may load its model first, and submit the request."""
         tokenizer = await self._tokenizer_of(request)
         prompt = await in_thread(encode, tokenizer, request, self.options, self.engine.admission.account)
         if self.options.prompt_cache_dir is not None and prompt.image_prompt is None:
@@ -117,9 +114,7 @@ class Frontend:
         self.clients.add(request)
 
     async def _receive(self, items: Items, n: int) -> AsyncIterator[tuple[int, Any]]:
-        """Yield the items of n requests, and ``None`` at the end of each; of the progress, the latest every few seconds. Raises
-        the error of a request, or a 503 if the generation thread has ended.
-        """
+        """Yield the items of n requests, and ``None`` at the end of each; of the progress, the latest every few seconds."""
         progress, due = None, math.inf
         while n > 0:
             if progress is not None and time.monotonic() >= due:
@@ -233,7 +228,6 @@ class GeneratedResponse(Response):
 
 
 def figures_of(choices: Sequence[Request], usage: Usage) -> str:
-    """The tokens, times and drafts of a finished request, for the log."""
     figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{usage.n_generated} output tokens"]
     figures.append(f"{time.perf_counter() - choices[0].arrived:.2f} s")
     if n_timed := sum(r.counts.n_timed for r in choices):  # tokens of steps that compile nothing

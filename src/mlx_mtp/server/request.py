@@ -30,9 +30,7 @@ Options = Namespace  # the flags of ``mlx_mtp server`` by their names, as ``comm
 
 
 class ApiError(Exception):
-    """An answer in the error format of the client's API: the HTTP status, a sentence, the wrong field (``param``) and OpenAI's
-    name for the error (``code``).
-    """
+    """An error in the format of the client's API: HTTP status, sentence, wrong field (``param``), OpenAI's name (``code``)."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -141,7 +139,7 @@ numbers = count()  # the numbers of requests
 
 @dataclass(eq=False)
 class Request:
-    """A request from its arrival to the end of its answer. A body makes it; the frontend and the engine set further fields."""
+    """A request from its arrival to the end of its answer."""
 
     request_type: Literal["chat", "text"]
     prompt: str | list[int]  # the beginning of a text, or its tokens
@@ -195,9 +193,7 @@ class Request:
         return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
 
     def choices(self, prompts: list[Any]) -> "list[Request]":
-        """A request for each answer, ``n`` to each of the prompts, this request, which has the first one, before the others.
-        Answer i has the request's seed plus i.
-        """
+        """A request for each answer, ``n`` to each of the prompts, this request first. Answer i has its seed plus i."""
         of_each = [prompt for prompt in prompts for _ in range(self.n)]
         again = [replace(self, prompt=prompt, n=1, number=next(numbers)) for prompt in of_each[1:]]
         args, seed = self.args, self.args.seed
@@ -236,13 +232,7 @@ class Metrics(dict[str, Any]):
         for kind, name, text, *labels in METRICS:
             self[name] = kind(name, text, labels, namespace="mlx_mtp", registry=self.registry)
 
-    def begin(self, n_prompt: int, n_cached: int, n_running: int) -> None:
-        self["prompt_tokens"].inc(n_prompt)
-        self["cached_prompt_tokens"].inc(n_cached)
-        self["requests_in_flight"].set(n_running)
-
-    def finish(self, counts: DraftCounts, n_running: int) -> None:
-        self["requests_in_flight"].set(n_running)
+    def finish(self, counts: DraftCounts) -> None:
         if (speed := counts.tokens_per_second) is not None:
             self["tokens_per_second"].observe(speed)
         for source, of_source in counts.by_source.items():

@@ -10,8 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from ipaddress import ip_address
 from types import FrameType
 
@@ -79,7 +78,6 @@ def print_config(args: argparse.Namespace) -> None:
 
 
 def make_engine(options: Options, ranks: Ranks | None) -> Engine:
-    """Start the generation thread, which loads the model first."""
     metrics, caches, account = Metrics(), Stores(options, ranks), Account(options.max_memory)
     metrics.registry.register(caches)
     metrics["memory_limit_bytes"].set_function(lambda: account.limit)
@@ -160,17 +158,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.engine = engine
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM stops the server, and the command succeeds; a second one ends the process."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first SIGINT or SIGTERM stops the server, and the command succeeds; a second one ends the process."""
         if self.should_exit:
             os._exit(INTERRUPTED)
         self.should_exit = True
@@ -183,15 +172,12 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Make a listening socket; an OSError if the port is in use, or the host is not an address of this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
-            raise MTPOSError(
-                f"Port {port} of {host} is in use: stop the other program, or choose another --port."
-            ) from e
+            raise MTPOSError(f"Port {port} of {host} is in use: stop the other program, or choose a --port.") from e
         raise MTPOSError(f"The server cannot listen at --host {host}, --port {port}: {e.strerror}.") from e
 
 

@@ -1,9 +1,4 @@
-"""Structured output: ``response_format``, a ``tool_choice`` that requires a call, and strict tools.
-
-The grammar of calls is that of Qwen's chat templates, see ``text/tool_calls.py``, in Lark. Each parameter has a rule: a string
-is raw text up to its closing tag, any other value is JSON that follows the parameter's schema. What cannot be enforced is an
-error for ``strict`` tools, and is left free for others.
-"""
+"""Structured output: ``response_format``, a ``tool_choice`` that requires a call, and strict tools."""
 
 import json
 from dataclasses import replace
@@ -57,11 +52,37 @@ def only_one(*asked: StructuredOutput | None) -> StructuredOutput | None:
     return outputs[0] if outputs else None
 
 
-def from_tool_choice(choice: Any, tools: list[Json]) -> StructuredOutput | None:
-    """The structured output of any API's ``tool_choice``: ``auto``, ``none``, ``required``, ``any``, or the name of a tool."""
+def from_fields(
+    outputs: list[StructuredOutput | None], tool_choice: Any, all_tools: list[Json]
+) -> tuple[StructuredOutput | None, list[Json]]:
+    """The structured output of a request's fields, and the tools that may be called. An answer that may call tools has the
+    requested form, or it calls; a grammar in Lark, which may have any rules, allows no calls.
+    """
+    required, tools = _from_tool_choice(tool_choice, all_tools)
+    output, functions = only_one(*outputs, required), functions_of(tools)
+    is_strict = any(f.get("strict") is True for f in functions)
+    if output is None and (is_strict or 0 < len(tools) < len(all_tools)):
+        output = StructuredOutput("strict" if is_strict else "tool_choice", calls=functions, is_required=False)
+    elif output is not None and not output.calls and "lark" not in output.grammar:
+        output = replace(output, calls=functions)
+    return output, tools
+
+
+def _from_tool_choice(choice: Any, tools: list[Json]) -> tuple[StructuredOutput | None, list[Json]]:
+    """The calls that a ``tool_choice`` of any API requires, and the tools that it allows: ``auto``, ``none``, ``required``,
+    ``any``, the name of a tool, or a list of allowed tools.
+    """
     kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind == "allowed_tools":
+        given = choice.get("allowed_tools", choice)  # nested in chat completions
+        listed, kind = (given.get("tools"), given.get("mode", "auto")) if isinstance(given, dict) else (None, None)
+        names = [_name_of(tool) for tool in listed] if isinstance(listed, list) else []
+        tools = [tool for tool in tools if tool["function"].get("name") in names]
+        if kind not in ("auto", "required") or not tools:
+            message = "tool_choice: allowed_tools must have a mode, auto or required, and tools of the request."
+            raise ApiError(400, message, param="tool_choice")
     if kind in ("auto", "none"):
-        return None
+        return None, tools if kind == "auto" else []
     calls, missing = functions_of(tools), "the request has no tools"
     if kind not in ("required", "any"):
         inner = choice.get("function", choice) if kind in ("function", "tool", "custom") else None
@@ -71,25 +92,16 @@ def from_tool_choice(choice: Any, tools: list[Json]) -> StructuredOutput | None:
         calls, missing = [f for f in calls if f["name"] == name], f"there is no tool {name[:50]!r}"
     if not calls:
         raise ApiError(400, f"tool_choice requires a call, but {missing}.", param="tool_choice")
-    return StructuredOutput("tool_choice", calls=calls)
+    return StructuredOutput("tool_choice", calls=calls), tools
 
 
-def from_fields(outputs: list[StructuredOutput | None], tool_choice: Any, tools: list[Json]) -> StructuredOutput | None:
-    """The structured output of a request's fields. An answer that may call tools has the requested form, or it calls; a grammar
-    in Lark, which may have any rules, allows no calls. With ``strict`` tools alone, the answer is free up to its first call.
-    """
-    output, functions = only_one(*outputs, from_tool_choice(tool_choice, tools)), functions_of(tools)
-    if output is None and any(f.get("strict") is True for f in functions):
-        return StructuredOutput("strict", calls=functions, is_required=False)
-    if output is None or output.calls or "lark" in output.grammar:
-        return output
-    return replace(output, calls=functions)
+def _name_of(tool: Any) -> Any:
+    inner = tool.get(str(tool.get("type")), tool) if isinstance(tool, dict) else {}
+    return inner.get("name") if isinstance(inner, dict) else None
 
 
 def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reasoning: bool | None) -> list[Grammar]:
-    """The logits processor of a request's structured output, if any: a copy of the grammar that the request keeps, since
-    compilation may take seconds. An ApiError if the grammar cannot be read, or the model's calls cannot be forced.
-    """
+    """The logits processor of a request's structured output, if any: a copy of the grammar that the request keeps."""
     output = request.structured_output
     if output is None:
         return []
@@ -106,21 +118,18 @@ def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning
     after: Any = tokenizer.think_end if in_reasoning else ""
     if not output.is_required:
         after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
-    grammar, calls = output.grammar, output.calls
-    if grammar and calls and tokenizer.has_tool_calling:
-        text = f"{'SPACE? ' if after else ''}{rule_of(**grammar)}"
-        grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, calls, text=text).lark)}
-    elif calls and not grammar:
-        grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, calls, output.is_required).lark)}
+    grammar = output.grammar
+    if output.calls and (not grammar or tokenizer.has_tool_calling):
+        text = f"{'SPACE? ' if after else ''}{rule_of(**grammar)}" if grammar else ""
+        grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, output.calls, output.is_required, text).lark)}
     return make_grammar(tokenizer, **grammar, after=after)
 
 
 class CallGrammar:
-    """The grammar of one or more calls of these functions, given in OpenAI's format.
+    """The grammar in Lark of one or more calls of these functions. A parameter that is a string is raw text up to its tag, any
+    other is JSON. What cannot be enforced is an error for ``strict`` functions, and left free for others.
 
-    If it is required, the answer consists of calls only, whose arguments follow their schemas, or of ``text``, a rule in Lark.
-    Otherwise only the arguments of ``strict`` functions follow them, and the first call may lack its opening tag. An MTPError
-    if the model has another format of calls, or a schema is none or cannot be enforced.
+    If it is required, the answer consists of calls only, or of ``text``, a rule. Otherwise the first call may lack its tag.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, tools: list[Json], is_required: bool = True, text: str = ""):
@@ -282,7 +291,6 @@ def _parameter(key: str, value: str) -> str:
 
 
 def _is_plain(schema: Any) -> bool:
-    """Whether a schema only names types."""
     if not isinstance(schema, dict):
         return True
     return not schema.keys() - ANNOTATIONS - {"type", "anyOf"} and all(map(_is_plain, schema.get("anyOf", ())))

@@ -1,9 +1,4 @@
-"""A model's text, piece by piece, as events: reasoning, text and tool calls, without the marks of its chat template.
-
-This module does not depend on HTTP. Line breaks that a template adds around reasoning and calls are removed. Stop words are
-searched in the answer's text, not in its reasoning and calls. For ``logprobs`` of the APIs, each character of the text is kept
-with the tokens that it came from: some of them are sent later than their tokens arrive.
-"""
+"""A model's text, piece by piece, as events: reasoning, text and tool calls, without the marks of its chat template."""
 
 import math
 import re
@@ -28,9 +23,7 @@ Event = Reasoning | tool_calls.Event
 
 
 class Answer:
-    """Converts the tokens of one answer into events. Stop words end the text, and are not part of it. ``is_chat``: whether the
-    text follows a chat template, which adds line breaks around its parts.
-    """
+    """Converts the tokens of one answer into events. Stop words end its text, but not its reasoning and calls."""
 
     def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool = True, one_call: bool = False):
         self.reader, self.one_call = reader, one_call
@@ -41,8 +34,8 @@ class Answer:
         self._reasoning, self._text = _LineBreaks(skips=True), _LineBreaks(holds=is_chat)
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
-        """Add the next token, by the characters that it completes; the last one has a finish reason, "stop" or "length". Return
-        its events, and "stop", "length" (a limit has cut the text), "tool_calls" or ``None``.
+        """Add the next token, by the characters that it completes, and the finish reason of the last one, "stop" or "length".
+        Return its events, and "stop", "length", "tool_calls" or ``None``.
         """
         self.tokens.read(text, is_end=finish_reason == "stop")
         events = self._clean(self.reader.add(text))
@@ -138,7 +131,7 @@ class _StopWords:
 
 
 class TextTokens:
-    """The tokens of an answer, by the characters of its text."""
+    """The tokens of an answer, by the characters of its text: some are sent later than their tokens arrive."""
 
     def __init__(self) -> None:
         self._n_tokens = 0
@@ -174,12 +167,8 @@ class QwenReader:
     """Splits a text by Qwen's marks: ``<think>``, and the tool calls of ``ToolCallParser``, which takes ``schemas``.
 
     ``<think>`` begins reasoning at the start of the answer or in the prompt (``in_reasoning``, ``None`` if that ends with
-    neither mark). If the model ends its turn with a tool call and without ``</think>``, the call is valid, although its text
-    was sent as reasoning.
-
-    After the end of reasoning, a model may go on with it. A line that is ``</think>`` or ``<think>`` is then no content, and
-    the text before this line is reasoning. So the text waits for such a line: until a call, the end, or more than
-    ``patience`` characters. If that is ``None``, all that follows the end of reasoning is content.
+    neither mark). After its end, a line that is one of the marks makes reasoning of the text before it, which waits for such a
+    line: until a call, the end, or more than ``patience`` characters. If that is ``None``, it is content.
     """
 
     def __init__(
@@ -277,7 +266,7 @@ class QwenReader:
         return events
 
     def _calls_at_end(self) -> list[Event]:
-        """The complete calls after the last words of the reasoning."""
+        """The calls after the last words of the reasoning, valid if the turn ends with them, though sent as such."""
         parser = ToolCallParser(self.schemas)
         found = parser.add(self.reasoning.text) + parser.finish(cut=False)
         words = [i for i, event in enumerate(found) if isinstance(event, Text) and event.text.strip()]
@@ -288,8 +277,8 @@ class QwenReader:
 
 
 def ends_in_reasoning(prompt: str, think: tuple[str, str] | None, prefill: str = "") -> bool | None:
-    """Whether a prompt ends within reasoning; ``None`` if it has ended none. Its end alone decides: a mark that the template
-    writes there, and behind it the beginning of the answer (``prefill``). A mark within a line of the prefill is a mention.
+    """Whether a prompt ends within reasoning; ``None`` if it has ended none. A mark at its end decides, and behind it the
+    ``prefill``, in which one within a line is a mention.
     """
     if think is None:
         return None
@@ -304,7 +293,7 @@ def ends_in_reasoning(prompt: str, think: tuple[str, str] | None, prefill: str =
 
 
 def start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool | None) -> int | None:
-    """The position of the first call's opening tag, even if the call is incomplete. Arguments: see ``QwenReader``."""
+    """The position of the first call's opening tag, even if the call is incomplete."""
     end = max(i + len(tag) if (i := text.rfind(tag)) >= 0 else 0 for tag in (START, OPEN_FUNCTION))
     return _start_of_calls(text[: end + 1], think, in_reasoning) if end > 0 else None
 

@@ -1,12 +1,7 @@
-"""Structured output: a grammar masks the logits, and the tokens that it forces are drafted.
+"""Structured output: a grammar of llguidance masks the logits, of drafts as well, and the tokens that it forces are drafted.
 
-The allowed tokens depend only on the text before, so the positions of a window can be masked in any order, and a rejected
-draft changes nothing. The head's drafts are masked like the target's choices. If the grammar allows one continuation only, as
-in the keys and the punctuation of JSON, its tokens are known without a pass of the model: ``ForcedTokens`` offers them as
-drafts. They are accepted with the probability that the masked target gives them, since another tokenization of the same
-characters may be likelier.
-
-Grammars are those of llguidance (github.com/guidance-ai/llguidance): JSON schemas, regular expressions, Lark.
+These are accepted with the probability that the masked target gives them, since another tokenization of the same characters
+may be likelier.
 """
 
 import functools
@@ -45,9 +40,7 @@ SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 
 
 class Beginning:
-    """The beginning of a grammar within a text; before it, all tokens are allowed. ``find`` takes the text so far and returns
-    the position at which the grammar begins, or ``None``. It never changes.
-    """
+    """The beginning of a grammar within a text, by a function ``find`` of the text so far, see ``make_grammar``."""
 
     def __init__(self, tokenizer: Any, find: Callable[[str], int | None]):
         self.tokenizer, self.find = tokenizer, find
@@ -79,9 +72,7 @@ class Beginning:
 
 
 class Grammar:
-    """A logits processor that allows the tokens of a grammar only, from its beginning on, by default the first generated token.
-    Make one for each text with ``make_grammar``.
-    """
+    """A logits processor that allows the tokens of a grammar only, from its beginning on: by default the first generated."""
 
     keeps_state = False
     needs_tokens = True  # the host must know a token before it can allow the next
@@ -105,7 +96,6 @@ class Grammar:
         return ForcedTokens(self)
 
     def copy(self) -> "Grammar":
-        """Another grammar, for another text, without compiling it again."""
         beginning = self.beginning and Beginning(self.beginning.tokenizer, self.beginning.find)
         matcher = self.matcher.deep_copy()
         matcher.reset()
@@ -131,7 +121,6 @@ class Grammar:
         return len(self.taken) == len(tokens)
 
     def _check(self) -> None:
-        """Raise an MTPError if llguidance has stopped because the grammar is too complex."""
         if self.matcher.is_error():
             raise MTPError(f"llguidance aborted: {self.matcher.get_error().splitlines()[0]}")
 
@@ -146,7 +135,6 @@ class Grammar:
 
 
 def n_equal(a: Tokens, b: Tokens) -> int:
-    """The number of equal tokens at the beginning of two texts."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) > 0 else n
@@ -255,7 +243,6 @@ def _with_separators(schema: dict[str, Any] | str) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
-    """Make a matcher. A large schema takes a second, and an agent sends the same one with every request."""
     from llguidance import LLMatcher
 
     _check_size(lark)
@@ -274,9 +261,8 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
 
 def reason(error: str) -> str:
     first, *others = error.splitlines()
-    return " ".join(
-        [first.rpartition("JSON schema: ")[2], *(x.removeprefix("error: ") for x in others if "error: " in x)]
-    )[:500]
+    reasons = [first.rpartition("JSON schema: ")[2], *(x.removeprefix("error: ") for x in others if "error: " in x)]
+    return " ".join(reasons)[:500]
 
 
 def _check_size(text: str) -> None:
@@ -285,9 +271,7 @@ def _check_size(text: str) -> None:
 
 
 def in_deep_stack(f: Callable[[], T]) -> T:
-    """Call a function in a thread with a large stack: llguidance recurses into nested rules, and about a thousand levels would
-    end the process with a usual one.
-    """
+    """Call a function in a thread with a large stack: about a thousand nested rules would end the process with a usual one."""
     with ThreadPoolExecutor(1) as pool:
         with STACK_LOCK:
             usual = threading.stack_size(STACK)

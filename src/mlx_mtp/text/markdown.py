@@ -1,8 +1,7 @@
 """Fenced code blocks of a Markdown text, line by line, as in CommonMark: also in list items and block quotes.
 
-A block ends with a fence of the same mark that is at least as long, or where its list item or block quote ends. Models indent
-list items badly. So a fence in a list item may also end with less indentation, and if the first line of code has too little,
-the code ends with a fence only.
+Models indent list items badly. So a fence in one may also end with less indentation, and if the first line of code has too
+little, the code ends with a fence only.
 """
 
 import re
@@ -75,7 +74,6 @@ class Lines:
 
 
 def _column(line: str) -> int:
-    """The column at which the text of a line begins."""
     return len(line) - len(line.lstrip())
 
 

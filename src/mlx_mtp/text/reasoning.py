@@ -1,8 +1,6 @@
-"""Streaming parser of a model's reasoning, up to the tag that ends it.
+"""Streaming parser of a model's reasoning, up to the tag that ends it, which no backticks or code block quote.
 
-A quoted tag, between backticks or in a fenced code block, does not end the reasoning. A model may forget to close a block: if
-its turn ends within the reasoning, the last tag alone on a line of a block counts as its end, and the text after that tag is
-the answer.
+A model may forget to close a block: if its turn ends within the reasoning, the last tag alone on a line of a block was the end.
 """
 
 from functools import lru_cache
@@ -11,9 +9,7 @@ from .markdown import Lines
 
 
 def end_of_reasoning(text: str, end: str) -> int | None:
-    """The position after the tag that ends the reasoning at the beginning of a text. ``None`` if there is no such tag yet, or
-    if the next character decides whether the tag is quoted.
-    """
+    """The position after the tag that ends the reasoning at the beginning of a text. ``None``: there is none yet."""
     i = text.rfind(end)
     return None if i < 0 else _end_of_reasoning(text[: i + len(end) + 1], end)  # later text changes nothing
 

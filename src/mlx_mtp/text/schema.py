@@ -1,7 +1,6 @@
 """A tool's JSON schema: the types of a call's arguments, and what its grammar needs.
 
-Qwen's format has all values as text without quotes, so the schema decides whether ``5`` is a number. Types are judged by
-``type``, listed values, references and combinations alone, as a wrong value must reach the tool that reports it.
+Types are judged by ``type``, listed values, references and combinations alone, as a wrong value must reach the tool.
 """
 
 import ast
@@ -17,26 +16,23 @@ Json = dict[str, Any]
 STRING = frozenset({"string"})
 ANY = frozenset({"null", "boolean", "integer", "number", "object", "array", "string"})
 PYTHON = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
-FORMATS = (  # the formats that llguidance enforces
-    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
-)
+# The formats that llguidance enforces
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 NOTHING: dict[str, tuple[Any, ...]] = {  # values of keywords that say nothing, and that llguidance refuses
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
     "propertyNames": (True, {}, {"type": "string"}),
 }
-OF_SCHEMAS = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "anyOf", "oneOf", "allOf", "prefixItems"}
-)
-OF_SCHEMA = frozenset({"items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not"})
+OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "anyOf", "oneOf", "allOf", "prefixItems"}
+OF_SCHEMA = {"items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not"}
 LONGEST_NUMBER = 400  # characters
 WORDS = {"null": ("null", "none"), "boolean": ("true", "false")}
 
 
 def standard(schema: Any, root: str = "#") -> Any:
-    """A client's schema as the standard has it: a keyword whose value is null is absent, OpenAPI's ``nullable`` and Python's
-    names of types are types, an unknown ``format`` is dropped. ``root`` is the place that references are relative to.
+    """A client's schema as the standard has it, with references relative to ``root``: a keyword that is null is absent,
+    OpenAPI's ``nullable`` and Python's names of types are types, an unknown ``format`` is dropped.
     """
     if not isinstance(schema, dict):
         return schema
@@ -185,9 +181,6 @@ def _strings(value: Any) -> list[str]:
     return [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]
 
 
-# Values
-
-
 def is_string(start: str, types: frozenset[str]) -> bool:
     """Whether a text that begins with ``start`` is a string regardless of the rest."""
     if types == STRING:
@@ -203,8 +196,8 @@ def is_string(start: str, types: frozenset[str]) -> bool:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """Convert a parameter's text to the JSON of a value of one of these types, or of the text if it has none: a wrong type
-    tells the model more than a lost call. So does a number beyond the range of a float, which clients would read as infinite.
+    """Convert a parameter's text to the JSON of a value of one of these types, or of the text if it has none or is a number
+    beyond the range of a float: a wrong type tells the model more than a lost call.
     """
     word = text.strip()
     # A model without a value for a number writes null even where the schema does not allow it.

@@ -1,8 +1,7 @@
 """The tags of a call, as the format has them and as models write them, and the search for the end of a value.
 
-A value may contain these tags: quoted calls, and parameters on lines of their own. Its proper end is ``</parameter>`` before
-the next parameter or the end of the function, outside of quotations. Where the value would end if tags were missing or
-malformed, the following text is held back: if a proper end follows, the value continues there, and otherwise it ended there.
+The proper end is ``</parameter>`` before the next parameter or the end of the function, outside of quotations. Where the value
+would end if tags were missing or malformed, the following text is held back until a proper end follows, or none.
 """
 
 from collections.abc import Collection, Set
@@ -47,10 +46,8 @@ def _tags_in_value(function: str, key: str) -> tuple[Any, Any]:
 
 
 class EndOfValue:
-    """Searches the end of a value in a streamed text.
-
-    ``keys`` are the parameters of the call so far, with this one, ``declared`` those in the function's schema, and
-    ``names`` the functions that the request offers.
+    """Searches the end of a value in a streamed text. ``keys`` are the parameters of the call so far, with this one,
+    ``declared`` those in the function's schema, and ``names`` the functions that the request offers.
     """
 
     def __init__(self, function: str, key: str, keys: Set[str], declared: Set[str], names: Set[str]):
@@ -69,8 +66,8 @@ class EndOfValue:
         self.behind = ""  # the kind of the tag that ends there: "open", "close", or "" for none
 
     def search(self, text: str, is_last: bool) -> tuple[int, int | None, bool]:
-        """The number of characters at the text's beginning that belong to the value; if it ends after them the number of those
-        of its closing tags, and whether these end the function. The next call must have the text after the value's characters.
+        """The number of characters at the text's beginning that belong to the value, which the next call is without; if it ends
+        after them the number of those of its closing tags, and whether these end the function.
         """
         if self.is_inline is None and (text or is_last):
             self.is_inline = not text.startswith("\n")
@@ -174,7 +171,6 @@ class EndOfValue:
         return "f" if closed == self.function or closed.startswith("function") else "p"
 
     def _ends(self, after: Any) -> bool:
-        """Whether ``</parameter>`` ends the value, by what follows it."""
         if after["key"] is None:
             return not self.quoted
         key = key_of(after["key"], self.declared)
@@ -186,9 +182,7 @@ class EndOfValue:
         )
 
     def _run(self, text: str, end: int, kinds: str, is_last: bool) -> tuple[str, int, bool] | None:
-        """The kinds of the closing tags from here on, their end, and whether an opening tag or the end of the text follows.
-        ``None`` to wait for more text.
-        """
+        """The kinds of the closing tags from here on, their end, and whether an opening tag or the end follows; or ``None``."""
         while (m := self.closing.match(text, end, partial=not is_last)) is not None:
             if m.partial:
                 return None

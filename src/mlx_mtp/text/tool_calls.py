@@ -1,16 +1,6 @@
-r"""Streaming parser of tool calls in a model's text.
+"""Streaming parser of tool calls in a model's text, by the rules of docs/develop/tool-calls.md.
 
-The format is that of Qwen3.5 and Qwen3-Coder. In older Qwen models and Qwen3-Next, the block has JSON::
-
-    <tool_call>                          <tool_call>
-    <function=NAME>                      {"name": NAME, "arguments": {KEY: VALUE}}
-    <parameter=KEY>                      </tool_call>
-    VALUE
-    </parameter>
-    </function>
-    </tool_call>
-
-A block may have several functions. docs/develop/tool-calls.md has the rules.
+The format is that of Qwen3.5 and Qwen3-Coder. In older Qwen models and Qwen3-Next, the block has JSON.
 """
 
 import json
@@ -155,9 +145,7 @@ class ToolCallParser(_Buffer):
     def __init__(self, schemas: Mapping[str, Any] | None):
         super().__init__()
         self.reads_calls, self.schemas = schemas is not None, schemas or {}
-        self.marks: Sequence[
-            str
-        ] = ()  # tags that are a ``Mark`` on a line of their own, outside of calls and code blocks
+        self.marks: Sequence[str] = ()  # the tags of a ``Mark``, outside of calls and code blocks
         self._read = self._content  # parses a part of the rest and returns whether to continue
 
     def add(self, text: str) -> list[Event | Mark]:
@@ -260,7 +248,6 @@ class ToolCallParser(_Buffer):
         self._read = self._part
 
     def _part(self) -> bool:
-        """The next parameter of a function, or its end."""
         m = self.match(PART)
         if m is not None and m.partial:
             return False
@@ -299,7 +286,6 @@ class ToolCallParser(_Buffer):
         return True
 
     def _after_function(self) -> bool:
-        """The next function of a block, or its end."""
         m = self.match(AFTER_BLOCK if self.has_ended else AFTER_FUNCTION)
         if m is not None and m.partial:
             return False

@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...decoding.counts import DraftCounts
 from ...pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
-from ...text.answer import Reasoning, functions_of
+from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import NO_LIMIT, VARIABLE, ApiError, Delta, Effort, Request, StructuredOutput, Thinking
@@ -153,7 +153,7 @@ class Tool(Part):
     tools: "Many[Tool] | None" = None  # the tools of a namespace
 
 
-class Settings(Part):
+class OutputSettings(Part):
     """The fields of ``stream_options`` and ``output_config``."""
 
     include_usage: bool = False
@@ -172,10 +172,6 @@ class ThinkingSettings(Part):
     max_tokens: Budget | None = None
     exclude: Literal[False] | None = None
     summary: str | None = None
-
-    @property
-    def is_on(self) -> bool | None:
-        return self.enabled if self.type is None else self.type != "disabled"
 
 
 SHORT = {bool: "enabled", str: "effort"}  # the fields that are also the value of a switch by themselves
@@ -217,7 +213,7 @@ class Body(Part):
     reasoning: Switch | None = None  # OpenRouter's and that of Responses
     think: Switch | None = None  # Ollama's
     reasoning_effort: Effort | None = None
-    output_config: Settings = Settings()
+    output_config: OutputSettings = OutputSettings()
     thinking_budget: Budget | None = None
     reasoning_budget: Budget | None = None  # llama.cpp's
     thinking_token_budget: Budget | None = None  # vLLM's
@@ -231,11 +227,10 @@ class Body(Part):
     @property
     def thinking_wanted(self) -> Thinking:
         switches = [switch for switch in (self.thinking, self.reasoning, self.think) if switch is not None]
-        enabled = [*(switch.is_on for switch in switches), self.enable_thinking]
+        enabled = [x.enabled if x.type is None else x.type != "disabled" for x in switches] + [self.enable_thinking]
         efforts = [self.reasoning_effort, *(switch.effort for switch in switches), self.output_config.effort]
         budgets = [budget for switch in switches for budget in (switch.budget_tokens, switch.max_tokens)]
-        budgets += [self.thinking_budget, self.reasoning_budget, self.thinking_token_budget]
-        budget = _first(budgets)
+        budget = _first([*budgets, self.thinking_budget, self.reasoning_budget, self.thinking_token_budget])
         return Thinking(_first(enabled), _first(efforts), None if budget == NO_LIMIT else budget)
 
     @property
@@ -264,11 +259,9 @@ class Body(Part):
     @classmethod
     def read_request(cls, content: Json, flags: Any) -> tuple[Self, Request]:
         """Make a request of the fields of a body; an ApiError if a field is wrong, or fields cannot be combined."""
-        variables = content.get("chat_template_kwargs")
-        if isinstance(variables, dict):  # some clients send these fields there
-            efforts = get_args(Effort)
-            switches = {name: variables[name] for name in SWITCHES if name in variables}
-            content = content | {name: x for name, x in switches.items() if name != VARIABLE or x in efforts}
+        if isinstance(variables := content.get("chat_template_kwargs"), dict):  # some clients send these fields there
+            given = {name: variables[name] for name in SWITCHES if name in variables}
+            content = content | {name: x for name, x in given.items() if name != VARIABLE or x in get_args(Effort)}
         body = _validate(cls, content)
         request = body.to_request(content)
         body.set_arguments(request, flags)
@@ -277,10 +270,7 @@ class Body(Part):
     def to_request(self, content: Json) -> Request:
         history, all_tools = self.conversation(content)
         messages, images, n_asked_images = history.finish()
-        choice, tools = _allowed(self.tool_choice, all_tools)
-        output = from_fields(self.outputs, choice, tools)
-        if output is None and 0 < len(tools) < len(all_tools):
-            output = StructuredOutput("tool_choice", calls=functions_of(tools), is_required=False)
+        output, tools = from_fields(self.outputs, self.tool_choice, all_tools)
         request = Request(
             "chat",
             "",
@@ -303,12 +293,10 @@ class Body(Part):
         return request
 
     def set_arguments(self, request: Request, flags: Any) -> None:
-        """Set the arguments of a request: the values of the body, or of the server's flags, as mlx-lm's ``do_POST``. Sampling
-        parameters that the body does not set are ``None`` until the model is known.
-        """
-        limits = {name: limit for name in self.LIMITS if (limit := getattr(self, name)) is not None}
-        limit = next(iter(limits), None)
-        request.limit = None if self.CLAMPS or limit is None or limits[limit] == NO_LIMIT else limit
+        """Set the arguments of a request: the values of the body, or of the server's flags, as mlx-lm's ``do_POST``."""
+        limits = [(name, limit) for name in self.LIMITS if (limit := getattr(self, name)) is not None]
+        field, limit = next(iter(limits), (None, flags.max_tokens))
+        request.limit = None if self.CLAMPS or limit == NO_LIMIT else field
         request.copy_drafts = flags.copy_drafts if self.copy_drafts is None else self.copy_drafts
         request.min_tokens = NEVER if self.ignore_eos else self.min_tokens
         request.stop_token_ids = self.stop_token_ids
@@ -321,7 +309,7 @@ class Body(Part):
             sampling=self._fields_of(stock.SamplingArguments),
             logits=self._fields_of(stock.LogitsProcessorArguments),
             stop_words=self.stop_words,
-            max_tokens=flags.max_tokens if limit is None else limits[limit],
+            max_tokens=limit,
             num_draft_tokens=flags.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens,
             seed=None if self.seed is None else self.seed % 2**64,
             chat_template_kwargs={**self.thinking_wanted.variables(), **(self.chat_template_kwargs or {})},
@@ -358,36 +346,11 @@ def _validate(kind: type[Body], body: Json) -> Any:
         raise ApiError(400, f"{where}: {error['msg']}."[:500], param=param) from e
 
 
-def _allowed(choice: Any, tools: list[Json]) -> tuple[Any, list[Json]]:
-    """The ``tool_choice`` without its list of allowed tools, if it has one, and the tools that may be called."""
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind == "none":
-        return "none", []
-    if kind != "allowed_tools":
-        return choice, tools
-    given = choice.get("allowed_tools", choice)  # nested in chat completions
-    listed, mode = (given.get("tools"), given.get("mode", "auto")) if isinstance(given, dict) else (None, None)
-    names = [_name_of(tool) for tool in listed] if isinstance(listed, list) else []
-    allowed = [tool for tool in tools if tool["function"].get("name") in names]
-    if mode not in ("auto", "required") or not allowed:
-        message = "tool_choice: allowed_tools must have a mode, auto or required, and tools of the request."
-        raise ApiError(400, message, param="tool_choice")
-    return mode, allowed
-
-
-def _name_of(tool: Any) -> Any:
-    inner = tool.get(str(tool.get("type")), tool) if isinstance(tool, dict) else {}
-    return inner.get("name") if isinstance(inner, dict) else None
-
-
 def function_tool(tool: Tool, name: str | None, parameters: Json | None) -> Json:
     if name is None:
         raise ApiError(400, "tools: a tool has no name.", param="tools")
     function = {"name": name, "description": tool.description or "", "parameters": parameters or {"type": "object"}}
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
-
-
-# Answers
 
 
 @dataclass(frozen=True)
@@ -400,11 +363,10 @@ class Usage:
 
 
 class Writer:
-    """Writes the answer to one request from the engine's steps: as a stream of bytes, or as a whole. An answer consists of
-    blocks, such as texts and calls, at most one of which is open. Each API formats its blocks.
-    """
+    """Writes an answer as a stream of bytes or as a whole: blocks, such as texts and calls, the last of which may be open."""
 
     finish_reason: str | None = None
+    stop_word: str | None = None  # that ended the text
     # Of each API: pieces of a stream, but for the block of a call, and the whole answer once its blocks are closed.
     say: Callable[[Any], bytes]  # of a Text or Reasoning
     call: Callable[[CallBegins], Json]
@@ -419,12 +381,12 @@ class Writer:
         self.body = body
         self.blocks: list[Json] = []  # the answer so far
         self.is_open = False  # whether the last block is open
+        self.written = ""  # the arguments of the last call so far
 
     def begin(self, usage: Usage) -> bytes:
         return b""
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
-        """The progress of prefill in a stream, by default as a comment."""
         return f": keepalive {n_read}/{n_prompt}\n\n".encode()
 
     def loading(self) -> bytes:
@@ -433,15 +395,17 @@ class Writer:
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         """The part of a stream for a step; ``choice`` is the index of the answer, in APIs with several."""
-        self.finish_reason = step.finish_reason or self.finish_reason
+        self.finish_reason, self.stop_word = step.finish_reason or self.finish_reason, step.stop_word
         return b"".join(map(self._add, step.events))
 
     def _add(self, e: Any) -> bytes:
         if isinstance(e, Text | Reasoning):
             return self.say(e)
         if isinstance(e, CallBegins):
+            self.written = ""
             return self.open(self.call(e))
         if isinstance(e, CallArguments):
+            self.written += e.text
             return self.arguments(e)
         return self.close()
 
@@ -460,7 +424,6 @@ class Writer:
         return self.closed(self.blocks[-1]) if was_open else b""
 
     def whole(self, usage: Usage) -> Json:
-        """The whole answer, after the last step, for a client that does not stream."""
         self.close()
         return self.message(usage)
 

@@ -1,8 +1,4 @@
-"""OpenAI's APIs for chats, ``/v1/chat/completions``, and texts, ``/v1/completions``.
-
-A call that ``max_tokens`` cuts has incomplete arguments, and the ``finish_reason`` "length". A request for texts may have
-several prompts, as texts or as tokens.
-"""
+"""OpenAI's APIs for chats, ``/v1/chat/completions``, and texts, ``/v1/completions``."""
 
 import codecs
 import time
@@ -22,7 +18,7 @@ from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import LOADING, ApiError, Delta, Likely, Request, StructuredOutput
 from ..structured_output import from_response_format, only_one
 from . import common
-from .common import Body, Call, Item, Limit, Many, Natural, Settings, Short, Usage, Writer, event
+from .common import Body, Call, Item, Limit, Many, Natural, OutputSettings, Short, Usage, Writer, event
 from .history import History
 
 DONE = b"data: [DONE]\n\n"
@@ -41,9 +37,6 @@ Tokens = Annotated[Many[Natural], Field(min_length=1)]
 Prompts = Annotated[Many[Prompt] | Many[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 fingerprint = cache(get_system_fingerprint)
-
-
-# Answers
 
 
 @dataclass
@@ -66,12 +59,11 @@ class OpenAIWriter(Writer):
     chunk_kind: str
     content: Callable[[Any], Json]  # of an event; that of ``None`` is empty
     logprobs: Callable[[Choice, list[Delta]], Json]  # of these tokens
-    whole_choice: Callable[[Json], Json]  # made of joined pieces
 
     def __init__(self, body: "OpenAIBody"):
         super().__init__(body)
         self.id, self.created = f"{self.prefix}-{uuid.uuid4()}", int(time.time())
-        self.choices = [Choice(i) for i in range(body.n_choices)]
+        self.choices = [Choice(i) for i in range(len(body.prompts) * body.n)]
         for c in self.choices:
             c.whole = self._piece(c)
 
@@ -84,7 +76,7 @@ class OpenAIWriter(Writer):
         c.finish_reason = step.finish_reason
         if self.body.top is not None:
             c.steps.append(step)
-        c.sources += [step.source] if step.source is not None else []
+        c.sources += filter(None, [step.source])
         # OpenAI's client expects a chunk of each earlier choice first.
         chunks = [self._chunk(other, self._piece(other)) for other in self.choices[:choice] if not other.has_begun]
         for piece in [self._piece(c, e) for e in step.events if self.content(e)]:
@@ -106,6 +98,9 @@ class OpenAIWriter(Writer):
             for c in self.choices
         ]
         return {**self._head(self.kind), "choices": choices, "usage": _usage(usage)}
+
+    def whole_choice(self, whole: Json) -> Json:
+        return whole
 
     def failed(self, error: ApiError) -> bytes:
         return event(common.error_content(error)) + DONE
@@ -185,12 +180,8 @@ class CompletionWriter(OpenAIWriter):
             c.n_chars += len(c.decoder.decode(step.likely.piece))
         return told
 
-    def whole_choice(self, whole: Json) -> Json:
-        return whole
-
 
 def _join(whole: Json, piece: Json) -> None:
-    """Add the texts and lists of a piece to those of the whole."""
     for name, value in piece.items():
         if isinstance(value, dict):
             _join(whole[name], value)
@@ -219,7 +210,6 @@ def _usage(usage: Usage) -> Json:
 
 
 def logprob_of(step: Delta) -> Json:
-    """A token's log probabilities in the format of chat completions and Responses, with the likeliest tokens."""
     assert step.likely is not None
     return {**_token(step.likely), "top_logprobs": [_token(t) for t in step.top]}
 
@@ -236,12 +226,9 @@ def _name(t: Likely) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in t.piece)
 
 
-# Requests
-
-
 class OpenAIBody(Body):
     LIMITS: ClassVar = ("max_completion_tokens", "max_tokens", "n_predict")
-    stream_options: Settings = Settings()
+    stream_options: OutputSettings = OutputSettings()
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     n_predict: Limit | None = None  # llama.cpp's
@@ -253,10 +240,6 @@ class OpenAIBody(Body):
     guided_grammar: str | None = None
 
     @property
-    def n_choices(self) -> int:
-        return len(self.prompts) * self.n
-
-    @property
     def outputs(self) -> list[StructuredOutput | None]:
         given = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
         outputs = [StructuredOutput(name, {GUIDED[name]: value}) for name, value in given.items()]
@@ -266,8 +249,6 @@ class OpenAIBody(Body):
         super().set_arguments(request, flags)
         request.n = self.n
 
-
-# Chats
 
 # The fields of a message that ``History`` reads
 READ = (
@@ -312,9 +293,6 @@ class ChatBody(OpenAIBody):
             others = {name: x for name, x in message.items() if name not in READ and x is not None}
             history.messages[-1] |= {name: x for name, x in others.items() if name not in history.messages[-1]}
         return history, content["tools"] if self.tools else []
-
-
-# Texts
 
 
 class CompletionBody(OpenAIBody):

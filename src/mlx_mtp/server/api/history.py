@@ -1,11 +1,7 @@
-"""The history of a conversation: one translation of the messages and items of all APIs to the messages of the chat template.
+"""One translation of the messages and items of all APIs to the messages of the chat template.
 
-The model has no form for some items, such as search results of a vendor's servers. Those that have text are rendered as text,
-and the others are left out, with a line in the log. Only parts of the question are refused: the user's messages after the last
-answer.
-
-Qwen's templates accept one system message, at the beginning, and the roles user, assistant and tool. Messages with other roles
-are converted in place, so that the prompt of a conversation remains a prefix of its continuations.
+Items that a template has no form for, such as search results, are rendered as text, or left out with a line in the log. Only
+parts of the question are refused: the user's messages after the last answer.
 """
 
 import base64
@@ -46,8 +42,8 @@ Parts = list[tuple[str, Any]]  # parts of a content, each after its place in the
 
 
 class History:
-    """Messages and items, added in order. ``between`` is put between two texts of a message, except of the assistant's;
-    ``joins``: whether consecutive items of the assistant are one message.
+    """Messages and items, added in order: with ``between`` between two texts of a message, except of the assistant's, and with
+    ``joins`` one message of consecutive items of the assistant.
     """
 
     def __init__(self, between: str = "", joins: bool = False):
@@ -85,9 +81,7 @@ class History:
                 self._message(role)
 
     def finish(self) -> tuple[list[Json], list[str], int]:
-        """The messages for the chat template, the URLs of their images, and how many of these the question has. An ApiError if
-        a part of the question is not supported, or if no message is left.
-        """
+        """The messages for the chat template, the URLs of their images, and how many of these the question has."""
         _sort_results(self.messages)
         urls, n_asked, is_asked = list[str](), 0, True
         for message in reversed(self.messages):
@@ -274,13 +268,11 @@ def _thought_of(item: Json) -> str:
 
 
 def _split_thoughts(message: Json, is_last: bool) -> None:
-    """Tell the reasoning at the beginning of the assistant's text apart, as Qwen's templates do. They also take any other text
-    before ``</think>`` for reasoning, unless the message has ``reasoning_content``.
-    """
+    """Tell the reasoning at the beginning of the assistant's text apart, as Qwen's templates do."""
     text = message["content"].lstrip()
     if END_OF_THINK not in text or "reasoning_content" in message:
         return
-    message["reasoning_content"] = ""
+    message["reasoning_content"] = ""  # without it, templates take any text before ``</think>`` for reasoning
     if text.startswith(THINK):
         thought = text.removeprefix(THINK)
         end = end_of_reasoning(thought, END_OF_THINK)
@@ -291,26 +283,26 @@ def _split_thoughts(message: Json, is_last: bool) -> None:
 
 def _sort_results(messages: list[Json]) -> None:
     """Put the results of a turn's tools in the order of its calls. Those with other ids keep their places."""
-    order: dict[str, int] = {}
-    places: list[int] = []
-    has_results = False
+    order, results = dict[str, int](), list[int]()
     for i, message in enumerate([*messages, {"role": "assistant"}]):
         if message["role"] == "tool":
-            has_results = True
-            places += [i] if message["tool_call_id"] in order else []
+            results.append(i)
         elif message["role"] == "assistant":
-            if has_results:
-                results = sorted((messages[k] for k in places), key=lambda m: order[m["tool_call_id"]])
-                for k, result in zip(places, results):
+            if results:
+                places = [k for k in results if messages[k]["tool_call_id"] in order]
+                in_order = sorted((messages[k] for k in places), key=lambda m: order[m["tool_call_id"]])
+                for k, result in zip(places, in_order):
                     messages[k] = result
-                order, places, has_results = {}, [], False
+                order, results = {}, []
             for call in message.get("tool_calls", []):
                 if call["id"]:
                     order.setdefault(call["id"], len(order))
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:
-    """Make one system message of system and developer messages at the beginning, and marked user messages of later ones."""
+    """Make one system message of system and developer messages at the beginning, and marked user messages of later ones, where
+    they stand: the prompt of a conversation remains a prefix of its continuations.
+    """
     n = next((i for i, m in enumerate(messages) if m["role"] not in SYSTEM), len(messages))
     texts = [text for m in messages[:n] if (text := m.get("content"))]
     folded = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []

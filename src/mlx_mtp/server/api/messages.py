@@ -1,9 +1,4 @@
-"""Anthropic's API, ``/v1/messages`` and ``/v1/messages/count_tokens``.
-
-Ignored, since the answer does not depend on them: ``metadata``, ``cache_control``, ``context_management``, ``service_tier``,
-``container``, and tools that Anthropic's own servers would run. Claude Code's ``x-anthropic-billing-header``, a block of the
-system prompt, is removed: it changes with every request, so no prompt would find its prefix in the prompt cache.
-"""
+"""Anthropic's API, ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 import re
 from typing import Annotated, Any, ClassVar
@@ -13,13 +8,14 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import LOADING, ApiError, Delta, StructuredOutput, TooLong
+from ..request import LOADING, ApiError, StructuredOutput, TooLong
 from ..structured_output import from_response_format
 from . import common
 from .common import Body, Item, Limit, Many, Stop, Tool, Usage, Writer, event
 from .history import SYSTEM, History, arguments_of
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it
+# Claude Code's, in the system prompt: it changes with every request, so no prompt would find its prefix in the prompt cache.
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 ERRORS = {**common.ERRORS, 413: "request_too_large", 503: "overloaded_error"}
 ROLES = ("user", "assistant", *SYSTEM)
@@ -41,8 +37,6 @@ def error_content(error: ApiError) -> Json:
 class MessagesWriter(Writer):
     def __init__(self, body: "MessagesBody"):
         super().__init__(body)
-        self.input = ""  # the input of the last call, as text
-        self.stop_word: str | None = None
         self.id = common.new_id("msg")
 
     def begin(self, usage: Usage) -> bytes:
@@ -55,10 +49,6 @@ class MessagesWriter(Writer):
     def loading(self) -> bytes:
         return _event("ping", status=LOADING)
 
-    def add(self, step: Delta, choice: int = 0) -> bytes:
-        self.stop_word = step.stop_word
-        return super().add(step, choice)
-
     def say(self, piece: Text | Reasoning) -> bytes:
         """Add text to the last block, or begin one. The text is in the field named like the type."""
         kind, more = ("text", {}) if isinstance(piece, Text) else ("thinking", {"signature": ""})
@@ -67,11 +57,9 @@ class MessagesWriter(Writer):
         return begun + self._delta({"type": f"{kind}_delta", kind: piece.text})
 
     def call(self, call: CallBegins) -> Json:
-        self.input = ""
         return {"type": "tool_use", "id": common.new_id("toolu"), "name": call.name, "input": {}}
 
     def arguments(self, piece: CallArguments) -> bytes:
-        self.input += piece.text
         return self._delta({"type": "input_json_delta", "partial_json": piece.text})
 
     def opened(self, block: Json) -> bytes:
@@ -80,7 +68,7 @@ class MessagesWriter(Writer):
     def closed(self, block: Json) -> bytes:
         signed = b""
         if block["type"] == "tool_use":
-            block["input"] = arguments_of(self.input)
+            block["input"] = arguments_of(self.written)
         elif block["type"] == "thinking":
             block["signature"] = SIGNATURE
             signed = self._delta({"type": "signature_delta", "signature": SIGNATURE})

@@ -1,13 +1,6 @@
-"""OpenAI's Responses API, ``/v1/responses``, without stored responses: each request has the whole conversation.
-
-``store`` is accepted and has no effect. Ignored, since the answer does not depend on them: ``client_metadata``,
-``prompt_cache_key``, ``safety_identifier``, ``service_tier``, ``user``, and tools of OpenAI's servers, such as ``web_search``.
-The ``encrypted_content`` of reasoning is its text in base 64, not encrypted: clients such as Codex send it back, and the prompt
-then has the earlier reasoning and so its prefix in the prompt cache.
-"""
+"""OpenAI's Responses API, ``/v1/responses``, without stored responses: each request has the whole conversation."""
 
 import base64
-import json
 import time
 from contextlib import suppress
 from itertools import count
@@ -79,27 +72,27 @@ class ResponsesWriter(Writer):
 
     def call(self, call: CallBegins) -> Json:
         tool, space = self.tools.get(call.name, (Tool(type="function", name=call.name), None))
-        kind = "custom_tool_call" if tool.type == "custom" else "function_call"
-        item: Json = {"type": kind, "id": new_id("fc" if kind == "function_call" else "ctc"), "call_id": new_id("call")}
-        item |= {"name": tool.name, "arguments": "", "status": "in_progress"}
+        is_custom = tool.type == "custom"
+        kind, prefix = ("custom_tool_call", "ctc") if is_custom else ("function_call", "fc")
+        item: Json = {"type": kind, "id": new_id(prefix), "call_id": new_id("call"), "name": tool.name}
+        item |= {"input" if is_custom else "arguments": "", "status": "in_progress"}
         return item if space is None else {**item, "namespace": space}
 
     def arguments(self, piece: CallArguments) -> bytes:
-        item = self.blocks[-1]
-        item["arguments"] += piece.text
-        is_custom = item["type"] == "custom_tool_call"  # its input is complete at the end
-        return b"" if is_custom else self._item_event("function_call_arguments.delta", delta=piece.text)
+        if "input" in self.blocks[-1]:  # of a custom tool, known at the end
+            return b""
+        self.blocks[-1]["arguments"] = self.written
+        return self._item_event("function_call_arguments.delta", delta=piece.text)
 
     def opened(self, item: Json) -> bytes:
-        return self._event("output_item.added", output_index=len(self.blocks) - 1, item=_shown(item))
+        return self._event("output_item.added", output_index=len(self.blocks) - 1, item=item)
 
     def closed(self, item: Json) -> bytes:
         item["status"] = "incomplete" if self.finish_reason == "length" else "completed"
         if item["type"] == "function_call":
-            arguments = item["arguments"]
-            done = self._item_event("function_call_arguments.done", arguments=arguments, name=item["name"])
+            done = self._item_event("function_call_arguments.done", arguments=self.written, name=item["name"])
         elif item["type"] == "custom_tool_call":
-            item["input"] = text = str(arguments_of(item["arguments"]).get("input", ""))
+            item["input"] = text = str(arguments_of(self.written).get("input", ""))
             done = self._item_event("custom_tool_call_input.delta", delta=text)
             done += self._item_event("custom_tool_call_input.done", input=text)
         else:
@@ -108,8 +101,9 @@ class ResponsesWriter(Writer):
             done = self._item_event(f"{part['type']}.done", content_index=0, text=part["text"], **fields)
             done += self._item_event("content_part.done", content_index=0, part=part)
             if part["type"] == "reasoning_text" and "reasoning.encrypted_content" in (self.body.include or []):
+                # Clients such as Codex send it back, so that the next prompt has the reasoning.
                 item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode()
-        return done + self._event("output_item.done", output_index=len(self.blocks) - 1, item=_shown(item))
+        return done + self._event("output_item.done", output_index=len(self.blocks) - 1, item=item)
 
     def _event(self, kind: str, **data: Any) -> bytes:
         name = f"response.{kind}"
@@ -129,8 +123,14 @@ class ResponsesWriter(Writer):
         return self._event("failed", response={**response, "error": {"code": code, "message": error.message}})
 
     def message(self, usage: Usage | None, status: str | None = None) -> Json:
-        """The response. Default: with the final status."""
         body, status = self.body, status or ("incomplete" if self.finish_reason == "length" else "completed")
+        counts = usage and {
+            "input_tokens": usage.n_prompt,
+            "input_tokens_details": {"cached_tokens": usage.n_cached},
+            "output_tokens": usage.n_generated,
+            "output_tokens_details": {"reasoning_tokens": self.n_reasoning},
+            "total_tokens": usage.n_prompt + usage.n_generated,
+        }
         return {
             "id": self.id,
             "object": "response",
@@ -140,7 +140,7 @@ class ResponsesWriter(Writer):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             **{name: getattr(body, name) for name in SHOWN},
             "max_output_tokens": None if body.max_output_tokens == NO_LIMIT else body.max_output_tokens,
-            "output": [_shown(item) for item in self.blocks],
+            "output": self.blocks,
             "previous_response_id": None,
             "reasoning": (body.reasoning or ThinkingSettings()).model_dump(include={"effort", "summary"}),
             "store": False,
@@ -148,26 +148,9 @@ class ResponsesWriter(Writer):
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or []],
             "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
-            "usage": None if usage is None else _usage(usage, self.n_reasoning),
+            "usage": counts,
             "metadata": body.metadata or {},
         }
-
-
-def _usage(usage: Usage, n_reasoning: int) -> Json:
-    return {
-        "input_tokens": usage.n_prompt,
-        "input_tokens_details": {"cached_tokens": usage.n_cached},
-        "output_tokens": usage.n_generated,
-        "output_tokens_details": {"reasoning_tokens": n_reasoning},
-        "total_tokens": usage.n_prompt + usage.n_generated,
-    }
-
-
-def _shown(item: Json) -> Json:
-    """A copy of an item for the client. A call of a custom tool has an input instead of arguments."""
-    if item["type"] != "custom_tool_call":
-        return json.loads(json.dumps(item))
-    return {"input": "", **{name: value for name, value in item.items() if name != "arguments"}}
 
 
 class ResponsesBody(Body):

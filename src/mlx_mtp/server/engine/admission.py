@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,11 +12,12 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...batch.generator import BatchGenerator
-from ...caches.prompt_cache import PromptCache, has_head
+from ...caches.prompt_cache import PromptCache
 from ...caches.rows import KVOptions
 from ...distributed.ranks import Ranks
 from ...drafts.options import TextOptions
 from ...images.prompt import ImageEmbeddings
+from ...layers.mtp import has_head
 from ...memory import CACHE_SHARE, STEP, Account, Sizes, size, sizes_of
 from ...sampling import sampler as sampling
 from ...text.answer import QwenReader, make_answer
@@ -82,12 +83,6 @@ class Admission:
             self.batch = None
             self.caches.store.model = None  # to free its weights for the next one
 
-    def unload(self) -> None:
-        """Free the model. The prompt caches stay, and ``open`` loads it again."""
-        self.close()
-        self.models.reset()
-        self.account.release()
-
     def end(self) -> None:
         """Drop the model and its caches, and end the threads of its streams. Call in the thread that owns the streams."""
         self.close()
@@ -95,15 +90,12 @@ class Admission:
         self.models.reset()
         mx.clear_streams()
 
-    def fits(self, request: Request, running: Iterable[Request]) -> bool:
-        running = [*running]
-        if not running:
-            return True
-        if request.key != self.models.key:
-            return False
+    def fits(self, request: Request, running: Collection[Request]) -> bool:
+        if not running or request.key != self.models.key:
+            return not running
         return self.ranks is not None or self.need(request, running) <= self._free()
 
-    def need(self, request: Request, running: Iterable[Request] = ()) -> int:
+    def need(self, request: Request, running: Collection[Request] = ()) -> int:
         """The bytes that a request's prompt needs in addition to the running requests."""
         kinds: dict[Any, list[int]] = {}  # a batch pads those that are quantized and those that are not apart
         for r in (*running, request):
@@ -121,7 +113,6 @@ class Admission:
         return caches - self.batch.prompt_cache_nbytes + peak + tower
 
     def held_by(self, request: Request) -> int:
-        """The bytes of the caches of a running request."""
         n = request.n_prompt + request.n_tokens
         return self.sizes.caches(n, **_kv_of(self.options, request).at(n))
 
@@ -130,9 +121,7 @@ class Admission:
         return self.account.left + self.account.buffers + self.caches.nbytes
 
     def lack(self) -> int:
-        """The bytes missing for the next step, 0 if there are enough, once MLX's buffers and the prompt caches of earlier
-        requests are freed as needed.
-        """
+        """The bytes missing for the next step once MLX's buffers and the prompt caches of earlier requests are freed."""
         n, n_context = self.batch.next_chunk
         need = self.sizes.chunk(n, n_context, self.options.kv_bits)
         need += sum(self.sizes.caches(STEP, **kv.at(n)) - self.sizes.state_bytes for n, kv in self.batch.growing)
@@ -145,7 +134,6 @@ class Admission:
         return max(need - self.account.left, 0) if self.ranks is None else 0
 
     def begin(self, request: Request, prompt: Prompt) -> int:
-        """Insert a request into the batch generator and return its uid. An ApiError if the prompt does not fit in memory."""
         need, free = self.need(request), self._free()
         if self.ranks is None and len(self.batch) == 0 and need > free:
             message = (
@@ -238,9 +226,7 @@ def _patience(tokenizer: TokenizerWrapper, request: Request) -> float | None:
 
 
 def make_penalties(given: Any, n_prompt: int) -> list[LogitsProcessor]:
-    """The logits processors of ``LogitsProcessorArguments``. Presence and frequency penalties are mlx-lm's with a context size,
-    and otherwise count all tokens of the answer, and none of the prompt, as in OpenAI's API.
-    """
+    """mlx-lm's. Without a context size, presence and frequency penalties count the answer's tokens alone, as OpenAI's."""
     own = {**vars(given)}
     of_answer = {
         n: own.pop(n) for n in ("presence_penalty", "frequency_penalty") if own[f"{n[:-7]}context_size"] is None
@@ -262,9 +248,7 @@ def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -
 
 
 def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool | None, budget: int) -> LogitsProcessor:
-    """A logits processor that ends reasoning after ``budget`` tokens, as in the chat template. It closes a code block first,
-    and has no state. ``in_reasoning``: whether the prompt ends within reasoning.
-    """
+    """A logits processor without a state that ends reasoning after ``budget`` tokens, as in the chat template."""
 
     @lru_cache(maxsize=1)  # consecutive positions have the same reasoning
     def ending(thought: tuple[int, ...]) -> list[int]:

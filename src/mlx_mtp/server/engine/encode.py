@@ -42,10 +42,7 @@ RESPONSE = "<tool_response>", "</tool_response>"
 
 
 class BoundedTokenizer:
-    """mlx-lm's tokenizer for prompts: it checks lengths, and reads the marks of images.
-
-    ``context_length`` is the model's maximum number of tokens, if its config has it; without ``vision``, images are refused.
-    """
+    """mlx-lm's tokenizer for prompts of at most ``context_length`` tokens, with the marks of images."""
 
     def __init__(
         self,
@@ -96,9 +93,7 @@ class BoundedTokenizer:
         return [t.content for t in added if not t.special and t.content.startswith("<") and t.content in template]
 
     def complete(self, n_prompt: int, request: Request) -> None:
-        """Fill in the model's sampling parameters where the request sets none, and reduce the limit of tokens to the context.
-        An ApiError if the request does not fit the model.
-        """
+        """Fill in the model's sampling parameters where the request sets none, and reduce the limit of tokens to the rest."""
         args, max_context = request.args, self.context_length
         for field, value in asdict(self.sampling).items():
             if getattr(args.sampling, field) is None:
@@ -121,7 +116,7 @@ class BoundedTokenizer:
 
 
 def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, account: Account) -> Prompt:
-    """Encode the prompt of a request, which may take seconds; an ApiError if the request does not fit the model."""
+    """Encode the prompt of a request; an ApiError if the request does not fit the model."""
     with _errors_of(request):
         is_chat = request.request_type == "chat"
         text, in_reasoning = _render(tokenizer, request, options) if is_chat else (request.prompt, None)

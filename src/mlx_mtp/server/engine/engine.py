@@ -1,10 +1,4 @@
-"""The generation thread, one loop over the waiting and the running requests, and its clients.
-
-If several ranks run the model, rank 0 has the clients, and all ranks run the same steps. A step depends on the requests and on
-the tokens generated before. So rank 0 sends the arrived requests and the disconnected clients to the other ranks, and each rank
-runs the whole engine: batch generator, prompt cache, samplers and stop words. Every few turns the ranks exchange some numbers;
-requests and disconnects are broadcast only if rank 0 has any.
-"""
+"""The generation thread, one loop over the waiting and the running requests, and its clients."""
 
 import _thread
 import logging
@@ -25,7 +19,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...batch.generator import PromptResponse, Response
-from ...distributed.ranks import LOST, Ranks, differing_ranks, is_loss
+from ...distributed.calls import LOST, is_loss
+from ...distributed.ranks import Ranks, differing_ranks
 from ...errors import MTPError, is_mendable
 from ...memory import is_device_error, is_out_of_memory, size
 from ...text.grammar import llguidance_tokenizer
@@ -44,11 +39,7 @@ ALONE = 10.0  # seconds that a failed rank waits for the others to fail as well
 
 
 class Engine:
-    """Generates answers to requests, as many at a time as ``Admission`` admits, in the order of arrival.
-
-    An error ends the running requests, and two failures of the GPU without an answer in between end the thread: MLX may refuse
-    its passes until the process ends.
-    """
+    """Generates answers to requests, as many at a time as ``Admission`` admits, in the order of arrival."""
 
     def __init__(self, admission: Admission, clients: "Clients", metrics: Metrics, ranks: Ranks | None):
         self.admission, self.clients, self.metrics, self.ranks = admission, clients, metrics, ranks
@@ -60,6 +51,7 @@ class Engine:
         self.n_failures = 0  # of the GPU since the last answer
         self.last_active = self.warmed = time.monotonic()  # the last request, and the last operation without one
         metrics["queue_length"].set_function(lambda: clients.arriving.qsize() + len(self.waiting))
+        metrics["requests_in_flight"].set_function(lambda: len(self.running))
         self.thread = Thread(target=self._run)
         self.thread.start()
 
@@ -126,7 +118,9 @@ class Engine:
         if admission.batch is None:
             return
         if options.unload_after is not None and seconds >= 60 * options.unload_after:
-            admission.unload()
+            admission.close()
+            admission.models.reset()
+            admission.account.release()
             logging.info(f"The model is unloaded after {options.unload_after:g} minutes without a request.")
         elif seconds < options.keep_warm and time.monotonic() > self.warmed + WARM_EVERY:
             mx.eval(mx.zeros(1) + 1)
@@ -135,11 +129,11 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """End the running requests after an error. Later requests use a new batch generator."""
         self.n_failures += is_device_error(error)
-        if is_loss(error) or self.n_failures > 1:
+        if is_loss(error) or self.n_failures > 1:  # MLX may refuse passes until the process ends
             raise error
         logging.error("Generation failed.", exc_info=error)
         for uid in [*self.running]:
-            self._fail(uid, _failure(f"Generation failed: {error}", error))
+            self.running.pop(uid).send(_failure(f"Generation failed: {error}", error))
         reseed(self.ranks)  # an error in a compiled function invalidates the random state
         self.admission.restart()
 
@@ -155,7 +149,7 @@ class Engine:
                 f"The answer was stopped after {request.n_tokens} tokens: the server has reached its memory limit of "
                 f"{size(admission.account.limit)}. Try again later, or start it with a larger --max-memory."
             )
-            self._fail(uid, ApiError(507, message, code=NO_MEMORY))
+            self.running.pop(uid).send(ApiError(507, message, code=NO_MEMORY))
 
     def _drop(self, gone: set[int]) -> None:
         for request in [request for request in self.waiting if request.number in gone]:
@@ -191,13 +185,12 @@ class Engine:
             return
         request.send(STARTED)
         self.running[uid] = request
-        self.metrics.begin(request.n_prompt, request.n_cached, len(self.running))
+        self.metrics["prompt_tokens"].inc(request.n_prompt)
+        self.metrics["cached_prompt_tokens"].inc(request.n_cached)
         self.admission.make_room()
 
     def _advance(self, finish_reason: str | None = None) -> None:
-        """Run a step of the batch generator, send the progress of prefill and the tokens, and keep a snapshot at each cut of a
-        prompt. A ``finish_reason`` ends each answer with its next token.
-        """
+        """Run a step of the batch generator. A ``finish_reason`` ends each answer with its next token."""
         prefilled, generated = self.admission.batch.next()
         if n_requests := len({response.uid for response in generated}):
             self.metrics["steps"].labels(n_requests).inc()
@@ -222,7 +215,7 @@ class Engine:
                 raise response.error
             if not isinstance(response.error, MTPError):
                 logging.error("Generation failed.", exc_info=response.error)
-            self._fail(uid, _failure(f"Generation failed: {response.error}", response.error))
+            self.running.pop(uid).send(_failure(f"Generation failed: {response.error}", response.error))
             return
         if request.n_tokens == 0:
             metrics["time_to_first_token_seconds"].observe(time.perf_counter() - request.arrived)
@@ -242,17 +235,11 @@ class Engine:
             prompt_cache, tokens = last.prompt_cache, last.all_tokens
         request = self.running.pop(uid)
         request.send(None)
-        self.metrics.finish(request.counts, len(self.running))
+        self.metrics.finish(request.counts)
         self.admission.keep(request, prompt_cache, tokens)
         self.n_failures = 0
 
-    def _fail(self, uid: int, error: ApiError) -> None:
-        """End a request with an error, after its sequence has left the batch generator."""
-        self.running.pop(uid).send(error)
-        self.metrics["requests_in_flight"].set(len(self.running))
-
     def _end(self) -> None:
-        """End all requests. Running requests get one last token."""
         for uid in [uid for uid, request in self.running.items() if request.n_tokens == 0]:
             self.admission.batch.remove([uid])
             del self.running[uid]
@@ -297,9 +284,6 @@ def _with_logprobs(delta: Delta, response: Response, n: int, tokenizer: Any) -> 
     return replace(delta, likely=likely, top=top)
 
 
-# Clients
-
-
 class Clients:
     def __init__(self) -> None:
         self.arriving: Queue[Request] = Queue()
@@ -322,9 +306,7 @@ class Clients:
     # The generation thread
 
     def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
-        """The changes since the last step; ``None`` when the server stops. If no request runs (``is_idle``), it waits briefly
-        for one. ``known`` are the waiting and running requests.
-        """
+        """The changes since the last step, ``known`` the requests before it; ``None`` when the server stops."""
         return None if self.is_stopping else self.look(known, wait=is_idle)
 
     def look(self, known: Iterable[Request], wait: bool) -> Changes:
@@ -340,6 +322,8 @@ class Clients:
 
 
 class SharedClients(Clients):
+    """Clients of rank 0, whose requests and disconnects it broadcasts: each rank runs the whole engine, and the same steps."""
+
     def __init__(self, ranks: Ranks):
         super().__init__()
         self.ranks = ranks

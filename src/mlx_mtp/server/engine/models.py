@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ...caches.prompt_cache import has_head
 from ...checkpoint.config import context_length_of
 from ...checkpoint.hub import commit_of, fetch
 from ...checkpoint.load import load
@@ -19,6 +18,7 @@ from ...checkpoint.settings import sampling_defaults
 from ...cli.flags import missing_head_note
 from ...distributed.ranks import Ranks
 from ...drafts.options import asks_for_copies
+from ...layers.mtp import has_head
 from ...memory import is_device_error
 from ...prompt_store import PromptStore
 from ...prompt_store.disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT
