@@ -207,6 +207,7 @@ def server_of(flags: Callable[[Path], list[str]], serve: Callable[..., Any] = se
         folder = tmp_path_factory.mktemp("server")
         with serve(folder / "log", *flags(folder)) as s:
             yield s
-            assert "Traceback" not in s.log.read_text()
+            text = s.log.read_text()
+            assert "Traceback" not in text, text
 
     return server
