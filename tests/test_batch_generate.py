@@ -18,6 +18,7 @@ import mlx_mtp
 from mlx_mtp import Depth, TextOptions, batch_generate, make_prompt_cache, make_sampler
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.caches import rows
+from mlx_mtp.decoding import head
 from mlx_mtp.decoding.decoder import Decoder
 from mlx_mtp.layers.drafting import DraftLMHead
 from mlx_mtp.sampling.sampler import Sampler
@@ -487,3 +488,23 @@ def test_the_generators_number_of_copies_is_for_all(copying):
         assert len(counts.of("copies").drafted) == 8
         # A window of 8 copies yields 9 tokens. The first step, which nothing was known before, may have none.
         assert counts.of("copies").drafted[0] <= 4
+
+
+def test_the_draft_vocabulary_loses_the_tokens_of_texts_that_left():
+    model = tiny_model("qwen3_5")
+    model.drafting.lm_head = DraftLMHead(model.output_layer, [0, 1, 2])
+    generator = BatchGenerator(model, num_draft_tokens=2, **AT_ONCE)
+    generator.insert([[9, 8, 7], [5, 6]], max_tokens=[3, 30])
+    texts = run(generator, n_steps=20)
+    assert texts[0].finish_reason == "length"
+    assert texts[1].finish_reason is None
+    assert {*generator.decoder.drafter.lm_head.ids.tolist()} == {0, 1, 2, 5, 6, *texts[1].tokens}
+
+
+def test_few_inputs_of_the_head_are_pending(monkeypatch):
+    """Where no step drafts, they would otherwise hold the hidden states of the whole text."""
+    monkeypatch.setattr(head, "MAX_PENDING", 8)
+    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0, **AT_ONCE)
+    generator.insert(PROMPTS, max_tokens=[40] * 3)
+    seen = [max(generator.decoder.head.state.counts, default=0) for _ in range(35) if generator.next()]
+    assert max(seen) == 8

@@ -188,9 +188,9 @@ def test_the_drafts_are_those_of_the_definition(j, drafted):
 
 
 @some_prompts
-@pytest.mark.parametrize("n_text", [1, 2])
-def test_the_heads_rows_of_a_batch_are_those_of_a_single_run(j, n_text):
-    """Also where little text follows an image: the row of its last token is at the image's position."""
+@pytest.mark.parametrize("n_text", [0, 1, 2])
+def test_the_heads_rows_are_those_of_a_prefill_of_the_text(j, n_text):
+    """Alone and in a batch, also where little text follows an image: the row of its last token is at the image's position."""
     p, model, n = image_prompt(j), image_model(), image_prompt(j).images[-1].end + n_text
     tokens, embeddings = p.tokens.tolist()[:n], p.embeddings[:n]
     tokens += [5] * (n - len(tokens))
@@ -201,9 +201,12 @@ def test_the_heads_rows_of_a_batch_are_those_of_a_single_run(j, n_text):
     uids = generator.insert([[5, 6, 7], tokens], **asked)
     text = run(generator)[uids[1]]
     assert text.tokens == want
+    prefilled, own = make_prompt_cache(model), mx.array(want, mx.uint32)
+    whole = mx.concatenate([embeddings, model.model.embed_tokens(own)])
+    prefill(mx.array(tokens + want), model, prompt_cache=prefilled, input_embeddings=whole, images=p.images)
     for name in ("keys", "values"):
-        ours, theirs = (getattr(c[-2], name)[:, :, : n + 3] for c in (text.last.prompt_cache, alone))
-        assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+        theirs, *ours = (getattr(c[-2], name)[:, :, : n + 3] for c in (prefilled, alone, text.last.prompt_cache))
+        assert all(mx.allclose(own, theirs, rtol=1e-4, atol=1e-4) for own in ours)
 
 
 @some_prompts

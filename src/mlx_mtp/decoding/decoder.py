@@ -180,8 +180,7 @@ class Decoder:
             # MLX writes in place only if nobody else holds an array.
             s.cache.begin(s.cache.n_tokens)
             s.cache.entries[:-1] = [*self.model.make_cache(), empty_head(self.model)]
-            if s.n_generated == 0:
-                s.start()
+            s.start()
             self.drafter.observe(s.text)
 
     def filter(self, sequences: list[Sequence]) -> None:
