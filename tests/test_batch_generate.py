@@ -508,3 +508,13 @@ def test_few_inputs_of_the_head_are_pending(monkeypatch):
     generator.insert(PROMPTS, max_tokens=[40] * 3)
     seen = [max(generator.decoder.head.state.counts, default=0) for _ in range(35) if generator.next()]
     assert max(seen) == 8
+
+
+@pytest.mark.parametrize("return_prompt_caches", [True, False])
+def test_no_pass_begins_after_the_last_token_but_for_the_prompt_cache(monkeypatch, return_prompt_caches):
+    passes, verify = [], Decoder.verify
+    monkeypatch.setattr(Decoder, "verify", lambda *args: (passes.append(1), verify(*args)))
+    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0, return_prompt_caches=return_prompt_caches)
+    generator.insert([[1, 2]], max_tokens=[5])
+    run(generator)
+    assert len(passes) == 5 + return_prompt_caches

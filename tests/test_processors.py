@@ -1,18 +1,21 @@
 """Logits processors see what plain decoding would show them; those that keep state, nothing else."""
 
 import functools
+from itertools import islice
 
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import categorical_sampling, make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
 from mlx_lm.server import LogitsProcessorArguments
+from scipy.stats import binomtest
 
-from mlx_mtp import make_grammar, make_sampler
+from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
 from mlx_mtp.sampling.processors import keeps_state
 from mlx_mtp.server.engine.admission import _allow_no_end, make_budget, make_penalties
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain
+from tests.support.distribution import LEVEL
 from tests.support.models import model_of
 from tests.support.scripted import script_copies
 from tests.support.ways import company_of, every_way, generate
@@ -113,6 +116,26 @@ def test_sampler_that_raises_ends_its_own_text(way):
         assert len(text.tokens) < n_calls
         assert text.last.all_tokens == truth[: len(PROMPT) + len(text.tokens)]
         assert_goes_on(model, text.last.prompt_cache, text.last.all_tokens)
+
+
+def test_a_processor_that_fails_for_a_draft_alone_leaves_the_law():
+    """Such a position has no draft: a token in its place would be accepted too often."""
+    mx.random.seed(0)
+    sizes, n = [], 300
+
+    def process(tokens, logits):  # tokens 0 and 5 are equally likely; raises at the first call for most second drafts
+        is_new = tokens.size not in sizes and sizes[-1:] == [tokens.size - 1]
+        sizes.append(tokens.size)
+        if is_new:
+            raise Fault
+        tokens = mx.arange(logits.shape[-1])
+        return mx.where((tokens == 0) | (tokens == 5), mx.zeros_like(logits), -mx.inf)
+
+    options = dict(sampler=make_sampler(temp=1.0), logits_processors=[process], num_draft_tokens=2, max_tokens=-1)
+    steps = mtp_generate_step(mx.array(PROMPT), model_of("qwen3_5"), **options)
+    text = [token for token, _, _ in islice(steps, n)]
+    assert {*text} == {0, 5}
+    assert binomtest(text.count(0), n).pvalue > LEVEL
 
 
 @pytest.mark.parametrize("size", [None, 4])
