@@ -40,7 +40,6 @@ def prefill_chunk(
     # Before the pass, which changes them.
     positions, before, n = cache.positions(cache.first_position), snapshot(cache.entries), cache.n_tokens
     try:
-        cache.begin(n)
         logits, hidden = model(tokens[None], cache=cache.entries, return_hidden=True, **options)  # [1, T, H]
         # The head's inputs are a token and the hidden state before it. The first token's is from an earlier call, if any.
         hidden_before, last = hidden[:, :-1], cache.last_hidden
@@ -63,12 +62,10 @@ def prefill_chunk(
 
 
 def ends_with_token(model: MTPModel, s: Sequence) -> bool:
-    """Whether the last position of a prompt is a token with its own embedding and outside of images, as those of rows are."""
-    if not s.has_tokens or (s.images and s.images[-1].end >= s.prompt_end):
-        return False
-    return s.embeddings is None or bool(
-        mx.array_equal(s.embeddings, model.model.embed_tokens(mx.array(s.segments[-1])))
-    )
+    """Whether the last position of a prompt is a token with its own embedding, as those of rows are, and not an image's."""
+    if s.embeddings is None or not s.has_tokens:
+        return s.has_tokens
+    return bool(mx.array_equal(s.embeddings, model.model.embed_tokens(mx.array(s.segments[-1]))))
 
 
 def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:
