@@ -42,6 +42,8 @@ def rejoined(text: list[int], left: int | None) -> int | None:
 
 texts = st.lists(st.integers(0, 2), max_size=60)  # of few tokens, so that they repeat themselves
 
+repeated = texts | st.lists(st.integers(0, 9), min_size=5, max_size=12).map(lambda text: text * 3)
+
 
 @given(texts, texts)
 def test_finds_the_last_match_and_follows_it_while_it_is_right(prompt, answer):
@@ -61,7 +63,7 @@ def test_finds_the_last_match_and_follows_it_while_it_is_right(prompt, answer):
             assert text[copies.at - n : copies.at] == text[-n:]
 
 
-@given(texts, st.integers(1, MAX_COPY_TOKENS), st.integers(0, 2))
+@given(repeated, st.integers(1, MAX_COPY_TOKENS), st.integers(0, 2))
 def test_drafts_what_followed_and_goes_on_in_itself(text, k, n_unobserved):
     copies = PromptLookup(text)
     if copies.at is None:

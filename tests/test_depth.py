@@ -1,6 +1,7 @@
 """The best depth by the estimates, the estimates, and both on simulated machines and texts."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.pacing.depth import Depth, Rates, best_length, expected_tokens
-from mlx_mtp.pacing.step_times import FREE, PLAIN_PLAN, Plan, StepTimes
+from mlx_mtp.pacing.step_times import FREE, HEAD, PLAIN_PLAN, Plan, StepTimes
 from tests.support import profiles
 from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, ratio
 
@@ -177,3 +178,10 @@ def test_a_slow_reader_changes_nothing(when):
         return n
 
     assert n_drafting_steps(pause=100.0) == pytest.approx(n_drafting_steps(pause=0.0), rel=0.25)
+
+
+@pytest.mark.parametrize(("gain", "k"), [(1.02, 0), (1.04, 1)])
+def test_a_gain_within_the_errors_of_estimates_is_none(gain, k):
+    depth = Depth(1, {0: 1.0, 1: 1.5 / gain})
+    depth.lost = math.inf  # no more probes
+    assert depth.next([{HEAD: [0.5]}]) == Plan(k)

@@ -13,7 +13,7 @@ from mlx_lm import sample_utils
 
 import mlx_mtp
 from mlx_mtp.sampling.acceptance import Drafted, Proposal, RejectionSampling, n_leading, residual
-from mlx_mtp.sampling.sampler import BLOCK, Support, draw
+from mlx_mtp.sampling.sampler import BLOCK, Support, draw, largest
 from tests.support.distribution import CASES, Case, p_value
 from tests.support.distribution import LEVEL as JOINT_LEVEL
 from tests.support.models import uncompiled
@@ -159,6 +159,16 @@ def test_a_temperature_of_any_size_gives_a_distribution(temp, filters):
     kept = np.flatnonzero(p)
     assert kept.tolist() == ([0, 2] if temp < 1 else [0, 2, 3] if "top_p" in filters else [0, 2, 3, 4])
     assert np.allclose(p[kept], 1 / len(kept), atol=1e-5)
+
+
+def test_of_equal_tokens_of_blocks_top_k_keeps_those_that_mlx_lm_keeps():
+    """The blocks of a row stay in their order."""
+    for seed in range(10):
+        x = mx.random.randint(0, 3, (2, BLOCK * BLOCK), key=mx.random.key(seed)).astype(mx.float32)
+        ids, values = largest(x, 7)
+        want = mx.argpartition(-x, kth=6, axis=-1)[:, :7]  # as in ``apply_top_k``
+        assert mx.sort(ids, axis=-1).tolist() == mx.sort(want, axis=-1).tolist()
+        assert mx.array_equal(values, mx.take_along_axis(x, ids, axis=-1))
 
 
 def test_tokens_of_blocks_are_drawn_with_their_probabilities():

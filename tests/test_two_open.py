@@ -8,6 +8,7 @@ import pytest
 from mlx_mtp import BatchGenerator, Depth, DraftCounts, mtp_generate_step
 from mlx_mtp.decoding import planner
 from mlx_mtp.layers.drafting import Settings
+from tests.support.batches import AT_ONCE
 from tests.support.decoding import PROMPT, plain
 from tests.support.models import tiny_model
 from tests.support.scripted import Scripted
@@ -121,3 +122,17 @@ def test_two_that_cannot_be_timed_draft_by_a_guess(timed):
     close(steps)
     assert model.drafting.times.seconds == {}
     assert min(c.tokens_per_step for c in counts) > 3
+
+
+def test_steps_beside_a_prefill_are_not_timed(timed):
+    model = scripted(tiny_model("qwen3_5"), 0)
+    generator = BatchGenerator(model, num_draft_tokens="auto", copy_drafts="off", prefill_step_size=16, **AT_ONCE)
+    generator.insert([PROMPTS[0].tolist()], max_tokens=[1000])
+    for _ in range(8):
+        generator.next()
+    generator.insert([[7] * 200], max_tokens=[1])
+    while not generator.prompts[0].is_prefilled:
+        generator.next()
+    times = model.drafting.times
+    assert len(generator) == 2
+    assert times.seconds == pytest.approx({plan: 1 + COST * plan.k for plan in times.seconds})
