@@ -15,7 +15,7 @@ from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache, open_prompt_cache, place_images
 from ..caches.rows import KVOptions
 from ..decoding.counts import DraftCounts
-from ..decoding.decoder import Decoder, DecoderState
+from ..decoding.decoder import DecoderState
 from ..decoding.prefill import check_embeddings, prefill_chunk, prefill_part
 from ..decoding.sequence import Sequence
 from ..decoding.window import Stepped, Token
@@ -151,9 +151,9 @@ def _generate(scheduler: Scheduler, s: Sequence, progress: Callable[[int, int], 
                 yield token  # while the device drafts and verifies
     finally:
         try:
-            finalize(decoder, s, before, n_yielded)
+            finalize(scheduler, s, before, n_yielded)
         except BaseException:  # users press Ctrl-C twice, and still expect the cache to be kept
-            finalize(decoder, s, before, n_yielded)
+            finalize(scheduler, s, before, n_yielded)
             raise
 
 
@@ -165,12 +165,13 @@ def _tokens(stepped: list[Stepped]) -> list[Token]:
     return [token for _, tokens in stepped for token in tokens]
 
 
-def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yielded: int) -> None:
+def finalize(scheduler: Scheduler, s: Sequence, before: DecoderState | None, n_yielded: int) -> None:
     """End a generation, also after an error or an interrupt: its prompt cache holds exactly the prompt and the tokens yielded.
 
     ``before`` is the state before the latest step, if its tokens were not all yielded.
     """
-    with mx.stream(decoder.stream):
+    decoder = scheduler.decoder
+    with mx.stream(scheduler.stream):
         if before is not None:
             decoder.restore(before)
         if decoder.sequences:
@@ -179,7 +180,7 @@ def finalize(decoder: Decoder, s: Sequence, before: DecoderState | None, n_yield
             if missing := s.text[n - s.text_start : end - s.text_start]:
                 prefill_chunk(decoder.model, s.cache, mx.array(missing, mx.uint32), None, s.kv)
         if decoder.exchange is not None:
-            synchronize(decoder.stream)  # collectives of the pass in flight would corrupt those of another stream
+            synchronize(scheduler.stream)  # collectives of the pass in flight would corrupt those of another stream
         # Last: until here the cache is marked as unfinished.
         s.cache.record(s.cache.n_tokens, s.text_of(s.cache.n_tokens))
 

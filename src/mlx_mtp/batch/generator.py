@@ -166,7 +166,7 @@ class BatchGenerator(Scheduler):
             "images": images, "options": options,
         }  # fmt: skip
         new = [
-            make_sequence(self.model, i, self._uid_count + i, own, self.options, self.kv, **entries)
+            make_sequence(self.model, i, self._uid_count + i, own, self.options, self.decoder.kv, **entries)
             for i, (own, entries) in enumerate(zip(segments, entries_of(lists, len(segments))))
         ]
         self._uid_count += len(new)

@@ -38,11 +38,11 @@ class Scheduler:
         keeps_ended: bool = True,
         depth: Depth | None = None,
     ):
-        self.model, self.kv, self.prefill_budget, self.stream = model, kv, prefill_budget, stream
+        self.model, self.prefill_budget, self.stream = model, prefill_budget, stream
         self.completion_batch_size, self.keeps_ended = completion_batch_size, keeps_ended
         self.prompts: deque[Sequence] = deque()  # that wait
         self.planner = Planner(model, depth)
-        self.decoder = Decoder(model, kv, self.planner.exchange, stream)
+        self.decoder = Decoder(model, kv, self.planner.exchange)
         self._counters = BatchCounters()
 
     def close(self) -> None:

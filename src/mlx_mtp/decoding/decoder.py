@@ -39,12 +39,10 @@ class DecoderState:
 
 
 class Decoder:
-    """The sequences that generate, and their caches, between two moves. All moves run on ``stream``."""
+    """The sequences that generate, and their caches, between two moves. Call all moves on one stream."""
 
-    def __init__(
-        self, model: MTPModel, kv: KVOptions, exchange: Exchange | None, stream: mx.Stream | mx.ThreadLocalStream
-    ):
-        self.model, self.kv, self.exchange, self.stream = model, kv, exchange, stream
+    def __init__(self, model: MTPModel, kv: KVOptions, exchange: Exchange | None):
+        self.model, self.kv, self.exchange = model, kv, exchange
         self.clear()
 
     def __len__(self) -> int:

@@ -5,8 +5,6 @@ docs/develop/design.md draws a step: its positions, the target model's choices, 
 
 from collections.abc import Callable
 
-import mlx.core as mx
-
 from .decoder import Decoder
 from .planner import Planner
 from .window import Stepped, choose
@@ -16,26 +14,25 @@ def step(decoder: Decoder, planner: Planner, move: Callable[[], None]) -> list[S
     """Plan, draft, verify, accept, commit -> the tokens of each sequence.
 
     A call begins with the window that the call before has verified, and returns its tokens while the device verifies the next.
-    ``move`` lets sequences leave and join in between.
+    ``move`` lets sequences leave and join in between. Call it on one stream, as the moves.
     """
-    with mx.stream(decoder.stream):
-        window, done = decoder.window, None
-        if window is not None:
-            choice = choose(window)
-            # The host waits for the choice if it decides on drafts. Otherwise the device runs the next pass first.
-            if len(window.drafts) > 0 or any(s.needs_tokens for s in window.sequences):
-                done = decoder.read(choice)
-                planner.record(done)
-            decoder.accept(choice, done)
-        move()
-        if len(decoder) > 0:
-            planned = planner.next(decoder)
-            drafts = decoder.draft(planned)
-            decoder.commit()  # after the drafts are submitted, so that the device has work
-            decoder.verify(planned, drafts)
-            planner.start_window(planned, drafts)
-        if window is not None and done is None:
+    window, done = decoder.window, None
+    if window is not None:
+        choice = choose(window)
+        # The host waits for the choice if it decides on drafts. Otherwise the device runs the next pass first.
+        if len(window.drafts) > 0 or any(s.needs_tokens for s in window.sequences):
             done = decoder.read(choice)
-            if len(decoder) > 0:
-                planner.record(done)
-        return [] if done is None else done.tokens_of_each()
+            planner.record(done)
+        decoder.accept(choice, done)
+    move()
+    if len(decoder) > 0:
+        planned = planner.next(decoder)
+        drafts = decoder.draft(planned)
+        decoder.commit()  # after the drafts are submitted, so that the device has work
+        decoder.verify(planned, drafts)
+        planner.start_window(planned, drafts)
+    if window is not None and done is None:
+        done = decoder.read(choice)
+        if len(decoder) > 0:
+            planner.record(done)
+    return [] if done is None else done.tokens_of_each()
