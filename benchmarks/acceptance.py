@@ -14,8 +14,8 @@ import mlx.core as mx
 from tqdm import tqdm
 
 import mlx_mtp
+from mlx_mtp.core.sampling.sampler import AcceptanceName
 from mlx_mtp.prompts import PYTHON
-from mlx_mtp.sampling.sampler import AcceptanceName
 from scripts.shared import script_parser
 
 FILTERS = {"top_p": 0.95, "top_k": 20}

@@ -19,11 +19,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from benchmarks.synthetic import COMMON, model_of
-from mlx_mtp.caches.prompt_cache import PromptCache, make_prompt_cache
-from mlx_mtp.caches.rows import KVOptions, Rows
-from mlx_mtp.layers.compiled import Compiler
-from mlx_mtp.layers.mtp import run_head
-from mlx_mtp.traces import n_traces
+from mlx_mtp.core.caches.prompt_cache import PromptCache, make_prompt_cache
+from mlx_mtp.core.caches.rows import KVOptions, Rows
+from mlx_mtp.core.layers.compiled import Compiler
+from mlx_mtp.core.layers.mtp import run_head
+from mlx_mtp.core.traces import n_traces
 from scripts.shared import script_parser
 
 TINY = {

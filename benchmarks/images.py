@@ -18,8 +18,8 @@ from mlx_lm.generate import generate_step
 from tqdm import tqdm
 
 import mlx_mtp
-from mlx_mtp.batch.generate_step import prefill
-from mlx_mtp.caches.prompt_cache import PromptCache
+from mlx_mtp.core.batch.generate_step import prefill
+from mlx_mtp.core.caches.prompt_cache import PromptCache
 from mlx_mtp.images.prompt import ImagePrompt, read_images
 from mlx_mtp.images.vision import PLACEHOLDER
 from scripts.shared import script_parser

@@ -21,9 +21,9 @@ import mlx.core as mx
 import mlx_mtp
 from benchmarks.synthetic import synthetic_model
 from benchmarks.timing import ratios, spread, time_in_turns
-from mlx_mtp.decoding import loop
-from mlx_mtp.decoding.head import HeadDrafter
-from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.core.decoding import loop
+from mlx_mtp.core.decoding.head import HeadDrafter
+from mlx_mtp.core.sampling.sampler import Sampler
 from scripts.shared import script_parser
 from tests.support.graphs import operations
 

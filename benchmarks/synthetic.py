@@ -22,10 +22,10 @@ from mlx_lm.generate import generate_step
 
 import mlx_mtp
 from benchmarks.timing import ratios, seconds, spread, take_turns
-from mlx_mtp.checkpoint import self_test
-from mlx_mtp.models import model_module
-from mlx_mtp.pacing.depth import Depth
-from mlx_mtp.pacing.step_times import StepTimes
+from mlx_mtp.checkpoint.checks import self_test
+from mlx_mtp.core.models import model_module
+from mlx_mtp.core.pacing.depth import Depth
+from mlx_mtp.core.pacing.step_times import StepTimes
 from scripts.shared import script_parser
 from tests.support.scripted import Scripted
 

@@ -91,7 +91,7 @@ def trained():
 @pytest.fixture
 def equal_steps(monkeypatch):
     """Every step takes as long as any other, however loaded the machine is: drafts cost no time."""
-    from mlx_mtp.decoding import planner
+    from mlx_mtp.core.decoding import planner
 
     monkeypatch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)
 

@@ -11,7 +11,7 @@ from mlx_mtp import about
 from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.about import doctor, models
 from mlx_mtp.checkpoint.catalog import published, resolve
-from mlx_mtp.models.mixin import MTPModel
+from mlx_mtp.core.models.mixin import MTPModel
 from tests.support.checkpoints import accepting, configure, copied, no_head
 from tests.support.commands import refusal, run_command
 from tests.support.hub_stand_in import HEADER_BYTES

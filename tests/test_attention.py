@@ -5,8 +5,8 @@ import pytest
 from mlx_lm.models import base, cache
 
 from mlx_mtp import make_prompt_cache
-from mlx_mtp.layers import passes
-from mlx_mtp.layers.layer import attend, group_size
+from mlx_mtp.core.layers import passes
+from mlx_mtp.core.layers.layer import attend, group_size
 from tests.support.decoding import PROMPT, WINDOW, assert_cache_of, mtp, plain, rows_of
 from tests.support.models import GROUPED, deep_model
 
@@ -31,7 +31,7 @@ def calls(monkeypatch):
         calls.append((queries.shape[2], (keys[0] if isinstance(keys, tuple | list) else keys).shape[2]))
         return original(queries, keys, *args, **kwargs)
 
-    for module in ("mlx_mtp.layers.layer", "mlx_lm.models.qwen3_next"):
+    for module in ("mlx_mtp.core.layers.layer", "mlx_lm.models.qwen3_next"):
         monkeypatch.setattr(f"{module}.scaled_dot_product_attention", attention)
     return calls
 

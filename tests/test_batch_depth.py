@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.pacing.depth import Depth, expected_tokens, joint_tokens
-from mlx_mtp.pacing.step_times import N_LENGTHS, Plan, StepTimes
+from mlx_mtp.core.pacing.depth import Depth, expected_tokens, joint_tokens
+from mlx_mtp.core.pacing.step_times import N_LENGTHS, Plan, StepTimes
 from tests.support.batches import run
 from tests.support.models import tiny_model
 from tests.support.scripted import scripted

@@ -16,12 +16,12 @@ from mlx_lm.sample_utils import make_sampler as stock_sampler
 
 import mlx_mtp
 from mlx_mtp import Depth, TextOptions, batch_generate, make_prompt_cache, make_sampler
-from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.caches import rows
-from mlx_mtp.decoding import head
-from mlx_mtp.decoding.decoder import Decoder
-from mlx_mtp.layers.drafting import DraftLMHead
-from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.core.batch.generator import BatchGenerator
+from mlx_mtp.core.caches import rows
+from mlx_mtp.core.decoding import head
+from mlx_mtp.core.decoding.decoder import Decoder
+from mlx_mtp.core.layers.drafting import DraftLMHead
+from mlx_mtp.core.sampling.sampler import Sampler
 from tests.support.batches import AT_ONCE, run
 from tests.support.decoding import mtp, plain
 from tests.support.distribution import LEVEL, PROMPT, Case, Counter

@@ -8,10 +8,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import cache as stock
 
-from mlx_mtp.caches import indexed
-from mlx_mtp.caches.prompt_cache import open_prompt_cache
-from mlx_mtp.caches.recurrent import Recorded, rewound
-from mlx_mtp.caches.rows import Ends, KVOptions, KVRows, Rows
+from mlx_mtp.core.caches import indexed
+from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
+from mlx_mtp.core.caches.recurrent import Recorded, rewound
+from mlx_mtp.core.caches.rows import Ends, KVOptions, KVRows, Rows
 from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one, rows_of
 from tests.support.models import FAMILIES, FLASH, arrays_equal, deep_model, model_of, tiny_model
 from tests.support.profiles import LONG

@@ -15,12 +15,12 @@ from prompt_toolkit.output import DummyOutput
 
 import mlx_mtp
 from mlx_mtp import PromptStore
-from mlx_mtp.caches.prompt_cache import n_tokens
 from mlx_mtp.chat import __main__ as command
 from mlx_mtp.chat import conversation as conversation_module
 from mlx_mtp.chat import terminal
 from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation, Message
+from mlx_mtp.core.caches.prompt_cache import n_tokens
 from mlx_mtp.errors import MTPError
 from mlx_mtp.generate import GenerationResponse
 from mlx_mtp.memory import FAILED_PASS

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import DEMO, TextOptions, make_prompt_cache
-from mlx_mtp.caches import rows
-from mlx_mtp.caches.recurrent import RecurrentCache
+from mlx_mtp.core.caches import rows
+from mlx_mtp.core.caches.recurrent import RecurrentCache
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, Difference, check
 from tests.support.commands import run_command

@@ -124,7 +124,7 @@ FOREIGN = [
 ]  # fmt: skip
 # A function that each command calls, by its module and name, and flags.
 CALLS = {
-    "generate": ("mlx_mtp.decoding.decoder", "Decoder.verify", ["--model", TRAINED, "-m", "2"]),
+    "generate": ("mlx_mtp.core.decoding.decoder", "Decoder.verify", ["--model", TRAINED, "-m", "2"]),
     "chat": ("mlx_mtp.cli.flags", "load", []),
     "benchmark": ("mlx_mtp.benchmark.__main__", "load", []),
     "convert": ("mlx_mtp.convert.__main__", "convert", ["--hf-path", TRAINED]),

@@ -12,14 +12,14 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, stream_generate, traces
-from mlx_mtp.batch.generate_step import prefill
-from mlx_mtp.decoding import planner
-from mlx_mtp.layers import compiled
-from mlx_mtp.layers.compiled import Compiler
-from mlx_mtp.layers.mtp import run_head
-from mlx_mtp.models.head_weights import quantize_head
-from mlx_mtp.pacing.depth import Depth
-from mlx_mtp.pacing.step_times import PLAIN_PLAN
+from mlx_mtp.core.batch.generate_step import prefill
+from mlx_mtp.core.decoding import planner
+from mlx_mtp.core.layers import compiled
+from mlx_mtp.core.layers.compiled import Compiler
+from mlx_mtp.core.layers.mtp import run_head
+from mlx_mtp.core.models.head_weights import quantize_head
+from mlx_mtp.core.pacing.depth import Depth
+from mlx_mtp.core.pacing.step_times import PLAIN_PLAN
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, WINDOW, mtp, rows_of
 from tests.support.models import FAMILIES, PACK, TRAINED, arrays_equal, deep_model, tiny_model, trace_anew

@@ -19,11 +19,11 @@ from mlx_lm.tuner import utils as tuner_utils
 from tokenizers import Tokenizer
 
 import mlx_mtp
-from mlx_mtp.caches import rows
-from mlx_mtp.caches.recurrent import RecurrentCache
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.layers.compiled import Compiler
-from mlx_mtp.layers.passes import Pass, in_pass
+from mlx_mtp.core.caches import rows
+from mlx_mtp.core.caches.recurrent import RecurrentCache
+from mlx_mtp.core.layers.compiled import Compiler
+from mlx_mtp.core.layers.passes import Pass, in_pass
 from tests.support.models import tiny_model
 
 # As attributes of mlx_lm these two are functions.
@@ -213,7 +213,7 @@ def test_a_recurrent_layer_matches_the_stock_layer_bit_for_bit(family, dtype, be
     layer = tiny_model(family, 5, dtype, num_experts=0).model.layers[0]
     stock = stock_of(layer)
     x = mx.random.normal((2, before + 9, 64), key=mx.random.key(before)).astype(dtype)
-    moved = f"mlx-lm's {stock.__module__}.{stock.__name__} computes otherwise: layers/layer.py must follow"
+    moved = f"mlx-lm's {stock.__module__}.{stock.__name__} computes otherwise: core/layers/layer.py must follow"
     for n_tokens in range(1, 10):
         for records in (False, True):
             ours, theirs = RecurrentCache(size=2), cache.ArraysCache(size=2)
@@ -235,7 +235,7 @@ def test_an_attention_layer_matches_the_stock_layer(family, make_cache):
     layer = tiny_model(family, 5, num_attention_heads=4, num_key_value_heads=2).model.layers[1]
     stock = stock_of(layer)
     x = mx.random.normal((2, 16, 64), key=mx.random.key(0))
-    moved = f"mlx-lm's {stock.__name__} computes otherwise: layers/layer.py must follow"
+    moved = f"mlx-lm's {stock.__name__} computes otherwise: core/layers/layer.py must follow"
     for this, is_exact in ((Pass(Compiler()), True), (Pass(attention_rows=4), False)):
         ours, theirs = make_cache(), make_cache()
         for chunk in (x[:, :7], x[:, 7:]):

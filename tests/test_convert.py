@@ -19,8 +19,8 @@ import mlx_mtp
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.convert import conversion, convert
 from mlx_mtp.convert.__main__ import main, make_parser
+from mlx_mtp.core.models.head_weights import split_head
 from mlx_mtp.images.tower import PATCH_KERNEL, split_tower
-from mlx_mtp.models.head_weights import split_head
 from tests.support.bad_checkpoints import BAD
 from tests.support.checkpoints import config_of, configure, converted, copied, differing, full_disk, tensors, write_tiny
 from tests.support.commands import run_command

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import BatchGenerator, TextOptions, make_prompt_cache
-from mlx_mtp.caches.positions import ImageSpan
-from mlx_mtp.decoding.counts import DraftCounts
-from mlx_mtp.decoding.sequence import without_images
-from mlx_mtp.drafts import sources
-from mlx_mtp.drafts.sources import N_GRAM, N_REJOIN, NEAR, PromptLookup
-from mlx_mtp.pacing.depth import MAX_COPY_TOKENS, Depth, Rates
-from mlx_mtp.pacing.step_times import FREE, PLAIN_PLAN, Plan
+from mlx_mtp.core.caches.positions import ImageSpan
+from mlx_mtp.core.decoding.counts import DraftCounts
+from mlx_mtp.core.decoding.sequence import without_images
+from mlx_mtp.core.drafts import sources
+from mlx_mtp.core.drafts.sources import N_GRAM, N_REJOIN, NEAR, PromptLookup
+from mlx_mtp.core.pacing.depth import MAX_COPY_TOKENS, Depth, Rates
+from mlx_mtp.core.pacing.step_times import FREE, PLAIN_PLAN, Plan
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of

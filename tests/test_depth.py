@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.pacing.depth import Depth, Rates, best_length, expected_tokens
-from mlx_mtp.pacing.step_times import FREE, HEAD, PLAIN_PLAN, Plan, StepTimes
+from mlx_mtp.core.pacing.depth import Depth, Rates, best_length, expected_tokens
+from mlx_mtp.core.pacing.step_times import FREE, HEAD, PLAIN_PLAN, Plan, StepTimes
 from tests.support import profiles
 from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, ratio
 

@@ -12,9 +12,9 @@ from mlx_mtp import generate
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.checkpoint.part import divide, names_of
 from mlx_mtp.checkpoint.reader import CheckpointReader
-from mlx_mtp.distributed.ranks import synchronize
-from mlx_mtp.models.head_weights import quantize_head
-from mlx_mtp.models.shard import check_pipeline, check_shard
+from mlx_mtp.core.distributed.ranks import synchronize
+from mlx_mtp.core.models.head_weights import quantize_head
+from mlx_mtp.core.models.shard import check_pipeline, check_shard
 from tests.support import distribution
 from tests.support.checkpoints import parameters, tables, tensors, write
 from tests.support.launch import LAUNCH, launch, run

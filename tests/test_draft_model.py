@@ -15,9 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
-from mlx_mtp.caches.indexed import names_of
-from mlx_mtp.caches.recurrent import RecurrentCache
-from mlx_mtp.layers.drafting import DraftLMHead
+from mlx_mtp.core.caches.indexed import names_of
+from mlx_mtp.core.caches.recurrent import RecurrentCache
+from mlx_mtp.core.layers.drafting import DraftLMHead
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of, tiny_model

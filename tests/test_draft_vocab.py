@@ -7,9 +7,9 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 import mlx_mtp
-from mlx_mtp.caches.validation import BITS
 from mlx_mtp.checkpoint.settings import cheapen_drafts
-from mlx_mtp.layers.drafting import DraftLMHead
+from mlx_mtp.core.caches.validation import BITS
+from mlx_mtp.core.layers.drafting import DraftLMHead
 from tests.support.checkpoints import copied, differing, parameters, quantize_head
 from tests.support.models import DATA, arrays_equal
 

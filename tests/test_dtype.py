@@ -14,21 +14,21 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp import PromptStore, about, load, make_prompt_cache
 from mlx_mtp.__main__ import COMMANDS
-from mlx_mtp.batch.generate_step import prefill
 from mlx_mtp.benchmark import __main__ as benchmark
-from mlx_mtp.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.checkpoint import load as loading
-from mlx_mtp.checkpoint import self_test
-from mlx_mtp.checkpoint.dtype import DTYPES, set_dtype
+from mlx_mtp.checkpoint.checks import self_test
+from mlx_mtp.checkpoint.checks.dtype import DTYPES, set_dtype
+from mlx_mtp.checkpoint.checks.self_test import SelfTest
 from mlx_mtp.checkpoint.part import evaluate
-from mlx_mtp.checkpoint.self_test import SelfTest
 from mlx_mtp.cli import flags
-from mlx_mtp.distributed.calls import any_rank
+from mlx_mtp.core.batch.generate_step import prefill
+from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
+from mlx_mtp.core.distributed.calls import any_rank
+from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.errors import MTPError
 from mlx_mtp.fit import comparison, fitting
 from mlx_mtp.generate import demo
 from mlx_mtp.images.prompt import ImagePrompt
-from mlx_mtp.layers.mtp import run_head
 from mlx_mtp.server.command_line import check, make_parser
 from tests.support.checkpoints import DATA, accepting, converted, edit, make_adapter, parameters, tensors, write_tiny
 from tests.support.commands import refusal, report, run_command

@@ -16,8 +16,9 @@ import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlx_mtp import convert, load
-from mlx_mtp.decoding import planner
-from mlx_mtp.decoding.counts import DraftCounts
+from mlx_mtp.core.decoding import planner
+from mlx_mtp.core.decoding.counts import DraftCounts
+from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.fit import __main__ as command
 from mlx_mtp.fit import comparison, fitting, training
 from mlx_mtp.fit import loss as losses
@@ -27,7 +28,6 @@ from mlx_mtp.fit.loss import DraftKVCache, DraftLoss
 from mlx_mtp.fit.options import FitOptions
 from mlx_mtp.fit.texts import Document, Split, answer_all, prepare, read_corpus, split
 from mlx_mtp.fit.training import iterate_batches, make_trainable, read_states, record, train_head
-from mlx_mtp.layers.mtp import run_head
 from tests.support.checkpoints import config_of, differing, make_adapter, parameters, quantize_head, write
 from tests.support.commands import refusal
 from tests.support.decoding import mtp, plain

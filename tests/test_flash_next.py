@@ -15,12 +15,12 @@ import pytest
 
 from mlx_mtp import load, mtp_generate_step
 from mlx_mtp.convert.inspect import inspect
+from mlx_mtp.core.layers.mtp import has_head
+from mlx_mtp.core.models.head_weights import split_head
+from mlx_mtp.core.models.ngrams import NgramHash
+from mlx_mtp.core.models.qwen4_exp import TextModelArgs
 from mlx_mtp.images.prompt import vision_of
-from mlx_mtp.layers.mtp import has_head
 from mlx_mtp.memory import Account, needs_of
-from mlx_mtp.models.head_weights import split_head
-from mlx_mtp.models.ngrams import NgramHash
-from mlx_mtp.models.qwen4_exp import TextModelArgs
 from tests.support.checkpoints import config_of, configure, converted, differing, edit, parameters, tensors, write_tiny
 from tests.support.commands import report
 from tests.support.decoding import PROMPT, mtp, plain

@@ -15,10 +15,10 @@ from PIL import Image
 
 import mlx_mtp
 from mlx_mtp.cli.flags import check_generation_flags, check_model_flags, sampler_of
+from mlx_mtp.core.sampling.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
 from mlx_mtp.generate import __main__ as command
 from mlx_mtp.generate.__main__ import main, make_parser
 from mlx_mtp.memory import FAILED_PASS
-from mlx_mtp.sampling.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
 from tests.support.checkpoints import copied, no_head
 from tests.support.commands import refusal, run_command
 from tests.support.models import TRAINED

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import mlx_mtp
-from mlx_mtp.checkpoint import acceptance
-from mlx_mtp.checkpoint.acceptance import FLOOR, N_TOKENS, PARTS, measure_readings, told_by
+from mlx_mtp.checkpoint.heads import acceptance
+from mlx_mtp.checkpoint.heads.acceptance import FLOOR, N_TOKENS, PARTS, measure_readings, told_by
+from mlx_mtp.core.models.head_weights import norms_of, split_head
 from mlx_mtp.fit.fitting import write_checkpoint
-from mlx_mtp.models.head_weights import norms_of, split_head
 from mlx_mtp.prompts import copying_kinds
 from tests.support.bad_checkpoints import configured, narrow_fc, removed, written
 from tests.support.checkpoints import (

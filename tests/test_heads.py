@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_mtp
-from mlx_mtp.checkpoint import acceptance
 from mlx_mtp.checkpoint import load as loading
-from mlx_mtp.checkpoint.acceptance import PARTS
+from mlx_mtp.checkpoint.heads import acceptance
+from mlx_mtp.checkpoint.heads.acceptance import PARTS
 from mlx_mtp.convert.__main__ import main as convert
 from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.generate.__main__ import main as generate

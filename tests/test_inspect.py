@@ -9,9 +9,9 @@ import pytest
 import mlx_mtp
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect
+from mlx_mtp.core.models.head_weights import split_head
 from mlx_mtp.images.tower import split_tower
 from mlx_mtp.memory import size
-from mlx_mtp.models.head_weights import split_head
 from tests.support.bad_checkpoints import BAD
 from tests.support.checkpoints import config_of, configure, converted, copied, quantize_head, tensors
 from tests.support.commands import refusal, report, run_command

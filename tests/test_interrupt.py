@@ -14,13 +14,13 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_sampler as stock_sampler
 
 from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
-from mlx_mtp.batch import generate_step, scheduler
-from mlx_mtp.caches import indexed, rows
-from mlx_mtp.caches import prompt_cache as prompt_cache_module
-from mlx_mtp.caches import recurrent as cache
-from mlx_mtp.caches.prompt_cache import PromptCache
-from mlx_mtp.decoding import decoder, head, loop, prefill, sequence
-from mlx_mtp.layers.drafting import DraftLMHead
+from mlx_mtp.core.batch import generate_step, scheduler
+from mlx_mtp.core.caches import indexed, rows
+from mlx_mtp.core.caches import prompt_cache as prompt_cache_module
+from mlx_mtp.core.caches import recurrent as cache
+from mlx_mtp.core.caches.prompt_cache import PromptCache
+from mlx_mtp.core.decoding import decoder, head, loop, prefill, sequence
+from mlx_mtp.core.layers.drafting import DraftLMHead
 from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, head_rows, mtp, plain
 from tests.support.models import FLASH, deep_model, tiny_model
 from tests.support.profiles import LONG

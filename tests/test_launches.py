@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 
-from mlx_mtp.caches import recurrent
-from mlx_mtp.layers import layer as layer_module
+from mlx_mtp.core.caches import recurrent
+from mlx_mtp.core.layers import layer as layer_module
 from tests.support.graphs import operations
 from tests.support.models import model_of
 

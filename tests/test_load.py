@@ -17,8 +17,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 import mlx_mtp
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.load import check_family
-from mlx_mtp.models import drafter_of, qwen3_5
-from mlx_mtp.models.head_weights import EXPERT_PROJECTIONS, is_raw
+from mlx_mtp.core.models import drafter_of, qwen3_5
+from mlx_mtp.core.models.head_weights import EXPERT_PROJECTIONS, is_raw
 from tests.support import profiles
 from tests.support.bad_checkpoints import BAD
 from tests.support.checkpoints import (

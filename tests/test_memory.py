@@ -15,13 +15,13 @@ import mlx_mtp
 from benchmarks.synthetic import COMMON, FOUR_BITS, synthetic_model
 from mlx_mtp import DEMO, BatchGenerator, make_prompt_cache
 from mlx_mtp import memory as account_of
-from mlx_mtp.batch.generate_step import prefill
-from mlx_mtp.checkpoint import self_test
+from mlx_mtp.checkpoint.checks import self_test
+from mlx_mtp.checkpoint.checks.memory import check_memory, needs_of_checkpoint
 from mlx_mtp.checkpoint.config import skeleton
-from mlx_mtp.checkpoint.memory_check import check_memory, needs_of_checkpoint
 from mlx_mtp.checkpoint.reader import CheckpointReader, Tensor
+from mlx_mtp.core.batch.generate_step import prefill
+from mlx_mtp.core.models.head_weights import is_head
 from mlx_mtp.memory import STEP, Account, needs_of, sizes_of
-from mlx_mtp.models.head_weights import is_head
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.request import ApiError, Prompt, Request
 from tests.support.batches import AT_ONCE

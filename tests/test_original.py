@@ -15,12 +15,13 @@ import pytest
 from mlx_lm.models import qwen3_5
 
 import mlx_mtp
-from mlx_mtp.checkpoint import acceptance, catalog, originals
-from mlx_mtp.checkpoint.acceptance import FLOOR, told_by
-from mlx_mtp.checkpoint.acceptance import measure_readings as acceptance_measured
-from mlx_mtp.checkpoint.originals import MAX_STEPS, fetch_missing_head, fetched_heads, head_to_fetch
+from mlx_mtp.checkpoint import catalog
+from mlx_mtp.checkpoint.heads import acceptance, originals
+from mlx_mtp.checkpoint.heads.acceptance import FLOOR, told_by
+from mlx_mtp.checkpoint.heads.acceptance import measure_readings as acceptance_measured
+from mlx_mtp.checkpoint.heads.originals import MAX_STEPS, fetch_missing_head, fetched_heads, head_to_fetch
 from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
-from mlx_mtp.models.head_weights import norms_of
+from mlx_mtp.core.models.head_weights import norms_of
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.models import ModelProvider
 from tests.support.bad_checkpoints import configured, dropped
@@ -282,7 +283,7 @@ def test_without_a_network_a_cached_original_serves(hub, folder, go_offline, is_
 
 
 def test_a_broken_download_resumes(hub, folder, monkeypatch):
-    monkeypatch.setattr("mlx_mtp.checkpoint.originals.CHUNK_BYTES", 50_000)
+    monkeypatch.setattr("mlx_mtp.checkpoint.heads.originals.CHUNK_BYTES", 50_000)
     read, files = CheckpointReader.read, []
 
     def breaks(self, file, start=0, stop=None):

@@ -18,8 +18,8 @@ from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.part import Stage
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect
+from mlx_mtp.core.models.shard import check_shard
 from mlx_mtp.fit import fit
-from mlx_mtp.models.shard import check_shard
 from tests.support.checkpoints import (
     accepting,
     config_of,

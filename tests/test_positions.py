@@ -9,13 +9,13 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.batch.generate_step import prefill
-from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.caches.positions import ImageSpan, Positions
-from mlx_mtp.caches.prompt_cache import PromptCache
-from mlx_mtp.decoding.counts import DraftCounts
-from mlx_mtp.decoding.head import HeadDrafter
-from mlx_mtp.layers.mtp import run_head
+from mlx_mtp.core.batch.generate_step import prefill
+from mlx_mtp.core.batch.generator import BatchGenerator
+from mlx_mtp.core.caches.positions import ImageSpan, Positions
+from mlx_mtp.core.caches.prompt_cache import PromptCache
+from mlx_mtp.core.decoding.counts import DraftCounts
+from mlx_mtp.core.decoding.head import HeadDrafter
+from mlx_mtp.core.layers.mtp import run_head
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN, PROMPTS, VALUES, image_model, image_prompt, spans

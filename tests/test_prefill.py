@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import BatchGenerator
-from mlx_mtp.batch.prefill_budget import PrefillBudget
+from mlx_mtp.core.batch.prefill_budget import PrefillBudget
 from tests.support.batches import run
 from tests.support.decoding import plain
 from tests.support.models import tiny_model

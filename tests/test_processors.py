@@ -11,7 +11,7 @@ from mlx_lm.server import LogitsProcessorArguments
 from scipy.stats import binomtest
 
 from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
-from mlx_mtp.sampling.processors import keeps_state
+from mlx_mtp.core.sampling.processors import keeps_state
 from mlx_mtp.server.engine.admission import _allow_no_end, make_budget, make_penalties
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain

@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache
-from mlx_mtp.caches.prompt_cache import open_prompt_cache
+from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
 from tests.support.decoding import mtp, plain
 from tests.support.models import FLASH, PACK, model_of, tiny_model
 from tests.support.profiles import examples

@@ -17,9 +17,9 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
 
 from mlx_mtp import load, make_prompt_cache
-from mlx_mtp.caches import fingerprint
-from mlx_mtp.caches.fingerprint import SIZE, digest
-from mlx_mtp.caches.recurrent import RecurrentCache
+from mlx_mtp.core.caches import fingerprint
+from mlx_mtp.core.caches.fingerprint import SIZE, digest
+from mlx_mtp.core.caches.recurrent import RecurrentCache
 from tests.support.checkpoints import copied, make_adapter
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import FLASH, ROPE, deep_model, tiny_model

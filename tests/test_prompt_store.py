@@ -16,11 +16,11 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import PromptStore, make_prompt_cache, make_sampler, stream_generate
-from mlx_mtp.batch.generate_step import prefill
-from mlx_mtp.caches import rows
-from mlx_mtp.caches.prompt_cache import PromptCache
-from mlx_mtp.caches.recurrent import RecurrentCache
-from mlx_mtp.caches.rows import KVOptions
+from mlx_mtp.core.batch.generate_step import prefill
+from mlx_mtp.core.caches import rows
+from mlx_mtp.core.caches.prompt_cache import PromptCache
+from mlx_mtp.core.caches.recurrent import RecurrentCache
+from mlx_mtp.core.caches.rows import KVOptions
 from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.prompt_store import arrays
 from mlx_mtp.prompt_store import store as store_module

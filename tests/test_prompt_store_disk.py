@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.caches.prompt_cache import PromptCache
+from mlx_mtp.core.caches.prompt_cache import PromptCache
 from mlx_mtp.prompt_store import PromptStore, disk
 from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.disk import Folder

@@ -80,14 +80,14 @@ def imports_of(name: str) -> set[str]:
 
 
 def part_of(name: str) -> str:
-    """The package or the module under ``mlx_mtp`` that a module belongs to."""
-    return (name.split(".") + [""])[1]
+    """The package or the module under ``mlx_mtp`` or ``mlx_mtp.core`` that a module belongs to."""
+    return (name.removeprefix("mlx_mtp.core").removeprefix("mlx_mtp").split(".") + [""])[1]
 
 
 def test_imports_are_found():
     assert "mlx_mtp.prompts" in imports_of("mlx_mtp.benchmark.__main__")  # from .. import prompts
     assert "mlx_mtp.generate.check" in imports_of("mlx_mtp.generate.__main__")  # from .check import check
-    assert "mlx_mtp.batch.generate_step" in imports_of(
+    assert "mlx_mtp.core.batch.generate_step" in imports_of(
         "mlx_mtp.generate.check"
     )  # from ..batch.generate_step import ...
     assert imports_of("mlx_mtp.generate") == {"mlx_mtp.generate.stream"}

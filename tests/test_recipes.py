@@ -11,7 +11,7 @@ from mlx_lm.utils import quantize_model
 
 from mlx_mtp.checkpoint.catalog import HEAD_DIM, published
 from mlx_mtp.checkpoint.config import read_json
-from mlx_mtp.checkpoint.head_formats import is_head
+from mlx_mtp.checkpoint.heads.formats import is_head
 from mlx_mtp.convert.__main__ import main, make_parser, recipe_flags, recipes
 from mlx_mtp.convert.conversion import backbone_predicate
 from tests.support.commands import refusal, run_command

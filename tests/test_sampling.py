@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
 import mlx_mtp
-from mlx_mtp.sampling.acceptance import Drafted, Proposal, RejectionSampling, n_leading, residual
-from mlx_mtp.sampling.sampler import BLOCK, Support, draw, largest
+from mlx_mtp.core.sampling.acceptance import Drafted, Proposal, RejectionSampling, n_leading, residual
+from mlx_mtp.core.sampling.sampler import BLOCK, Support, draw, largest
 from tests.support.distribution import CASES, Case, p_value
 from tests.support.distribution import LEVEL as JOINT_LEVEL
 from tests.support.models import uncompiled

@@ -12,8 +12,8 @@ from mlx_lm.generate import generate_step
 
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
-from mlx_mtp.layers.drafting import DraftLMHead
-from mlx_mtp.sampling.sampler import MAX_SEED, noise, noise_words, sample
+from mlx_mtp.core.layers.drafting import DraftLMHead
+from mlx_mtp.core.sampling.sampler import MAX_SEED, noise, noise_words, sample
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.distribution import LEVEL, independence, p_value
 from tests.support.models import FLASH, model_of

@@ -7,11 +7,12 @@ import mlx.core as mx
 import pytest
 
 import mlx_mtp
-from mlx_mtp.caches.rows import Rows
-from mlx_mtp.checkpoint import load, self_test, settings
-from mlx_mtp.layers import layer
-from mlx_mtp.layers.compiled import Compiler
-from mlx_mtp.pacing.step_times import TYPICAL, StepTimes, times_of
+from mlx_mtp.checkpoint import load, settings
+from mlx_mtp.checkpoint.checks import self_test
+from mlx_mtp.core.caches.rows import Rows
+from mlx_mtp.core.layers import layer
+from mlx_mtp.core.layers.compiled import Compiler
+from mlx_mtp.core.pacing.step_times import TYPICAL, StepTimes, times_of
 from tests.support.checkpoints import DATA, write_tiny
 from tests.support.models import FLASH, GROUPED, deep_model, tiny_model, trace_anew
 

@@ -11,9 +11,9 @@ from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark import tune
 from mlx_mtp.benchmark.tune import Measured
 from mlx_mtp.checkpoint import settings
+from mlx_mtp.core.layers.drafting import Settings
+from mlx_mtp.core.pacing.step_times import times_of
 from mlx_mtp.generate import __main__ as generate
-from mlx_mtp.layers.drafting import Settings
-from mlx_mtp.pacing.step_times import times_of
 from tests.support.checkpoints import configure, copied, edit
 from tests.support.commands import run_command
 from tests.support.decoding import plain

@@ -27,9 +27,9 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import BatchGenerator, DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
-from mlx_mtp.decoding import planner
-from mlx_mtp.decoding.decoder import Decoder
-from mlx_mtp.layers.drafting import DraftLMHead
+from mlx_mtp.core.decoding import planner
+from mlx_mtp.core.decoding.decoder import Decoder
+from mlx_mtp.core.layers.drafting import DraftLMHead
 from tests.support.batches import Fault, Faulty, Text, faulty
 from tests.support.decoding import assert_goes_on, mtp, plain
 from tests.support.models import FAMILIES, TRAINED, model_of

@@ -15,7 +15,7 @@ from mlx_mtp.benchmark import tune
 from mlx_mtp.benchmark.tune import AUTO, FIXED, FIXED_GAIN, OFF, Measured, cheaper, combine, recommend, show
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.layers.drafting import Settings
+from mlx_mtp.core.layers.drafting import Settings
 from tests.support.commands import run_command
 from tests.support.models import DATA, arrays_equal, tiny_model
 

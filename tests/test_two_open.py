@@ -6,8 +6,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import BatchGenerator, Depth, DraftCounts, mtp_generate_step
-from mlx_mtp.decoding import planner
-from mlx_mtp.layers.drafting import Settings
+from mlx_mtp.core.decoding import planner
+from mlx_mtp.core.layers.drafting import Settings
 from tests.support.batches import AT_ONCE
 from tests.support.decoding import PROMPT, plain
 from tests.support.models import tiny_model

@@ -11,24 +11,24 @@ import mlx.core as mx
 from huggingface_hub import constants
 
 from ._version import __version__
-from .checkpoint.acceptance import FLOOR
 from .checkpoint.catalog import published
-from .checkpoint.dtype import dtype_of
-from .checkpoint.head_formats import check_head
+from .checkpoint.checks.dtype import dtype_of
+from .checkpoint.checks.memory import needs_of_checkpoint
+from .checkpoint.checks.self_test import ensure_tested
+from .checkpoint.heads.acceptance import FLOOR
+from .checkpoint.heads.formats import check_head
+from .checkpoint.heads.originals import HEAD, fetched_heads, head_to_fetch
 from .checkpoint.hub import WEIGHTS, cached_repositories, sizes_to_download
 from .checkpoint.load import DEMO, DEMO_NOTE, load
-from .checkpoint.memory_check import needs_of_checkpoint
-from .checkpoint.originals import HEAD, fetched_heads, head_to_fetch
 from .checkpoint.output import dtype_name
 from .checkpoint.reader import CheckpointReader
-from .checkpoint.self_test import ensure_tested
 from .cli.display import one_line_errors, table
 from .cli.flags import MODEL_HELP, add_flags
 from .cli.parser import finish, parse
+from .core.layers.mtp import has_head
+from .core.models.mixin import MTPModel
 from .errors import MTPError
-from .layers.mtp import has_head
 from .memory import CONTEXT, GB, Account, needs_of, size, total_memory
-from .models.mixin import MTPModel
 
 Lines = Iterator[tuple[str, str]]
 

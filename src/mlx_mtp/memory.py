@@ -30,7 +30,7 @@ CONTEXT = 2048  # the shortest text that a model must have room for, in tokens
 CHUNK = 2048  # tokens of a prompt that one pass prefills, by default
 NGRAM_SHARE = 0.6  # of the memory, for a model with its n-gram tables, which are otherwise read from their files
 TIGHT = 0.9  # the share of the memory left above which a warning is logged
-TEST_TOKENS, TEST_CHUNK, TEST_STATES = 8192, 64, 6  # of the test of the device, see ``checkpoint/self_test.py``
+TEST_TOKENS, TEST_CHUNK, TEST_STATES = 8192, 64, 6  # of the test of the device, see ``checkpoint/checks/self_test.py``
 STEP = KVCache.step  # tokens by which caches grow
 STATES_AT_ONCE = 4  # recurrent states held at once by a recurrence of many small operations
 # Attention of MLX 0.32.4 on Metal that writes no scores to memory (``use_fallback`` in scaled_dot_product_attention.cpp): more

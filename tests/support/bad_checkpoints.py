@@ -2,7 +2,7 @@
 
 import re
 
-from mlx_mtp.models import MODEL_TYPES
+from mlx_mtp.core.models import MODEL_TYPES
 
 from .checkpoints import INDEX, WEIGHTS, configure, drop, edit, no_head
 

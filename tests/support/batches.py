@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_mtp.batch.generator import BatchGenerator, Response
+from mlx_mtp.core.batch.generator import BatchGenerator, Response
 
 # Options of a generator that prefills prompts whenever there are some: all run together, on any machine.
 AT_ONCE = dict(max_token_gap=math.inf, min_decode_share=0.0)

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mtp import convert, load
-from mlx_mtp.checkpoint import acceptance
+from mlx_mtp.checkpoint.heads import acceptance
 
 from .models import DATA, model_of, tiny_config
 

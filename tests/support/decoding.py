@@ -4,11 +4,11 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.batch.generate_step import prefill
-from mlx_mtp.caches.prompt_cache import open_prompt_cache
-from mlx_mtp.caches.recurrent import RecurrentCache
-from mlx_mtp.caches.rows import KVOptions, Rows
-from mlx_mtp.sampling.sampler import for_one_text
+from mlx_mtp.core.batch.generate_step import prefill
+from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
+from mlx_mtp.core.caches.recurrent import RecurrentCache
+from mlx_mtp.core.caches.rows import KVOptions, Rows
+from mlx_mtp.core.sampling.sampler import for_one_text
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3])

@@ -12,9 +12,9 @@ from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
-from mlx_mtp.checkpoint import self_test
-from mlx_mtp.pacing.depth import Rates
-from mlx_mtp.pacing.step_times import HEAD, Plan, StepTimes
+from mlx_mtp.checkpoint.checks import self_test
+from mlx_mtp.core.pacing.depth import Rates
+from mlx_mtp.core.pacing.step_times import HEAD, Plan, StepTimes
 
 MOST = 8
 NOISE, TEST_NOISE = 0.05, 0.03  # of a step's log time, and of the shortest one that the test of the device kept

@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.caches.positions import ImageSpan
+from mlx_mtp.core.caches.positions import ImageSpan
 
 from .models import DATA, load_reference
 

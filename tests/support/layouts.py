@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_mtp.models.head_weights import split_head
+from mlx_mtp.core.models.head_weights import split_head
 
 from .checkpoints import INDEX, WEIGHTS, config_of, configure
 

@@ -14,11 +14,11 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import switch_layers
 from mlx_lm.utils import load_model
 
-from mlx_mtp import traces
 from mlx_mtp.checkpoint.ngram_files import open_tables
 from mlx_mtp.checkpoint.reader import CheckpointReader
-from mlx_mtp.layers import compiled
-from mlx_mtp.models.ngrams import NgramTable
+from mlx_mtp.core import traces
+from mlx_mtp.core.layers import compiled
+from mlx_mtp.core.models.ngrams import NgramTable
 
 from .packs import manifest, pack, pack_config
 
@@ -61,7 +61,7 @@ def tiny_config(family: str, **changes) -> dict:
     own = {"qwen3_5_moe": EXPERTS, PACK: WIDE, FLASH: EXPERTS | SPARSE}.get(family, {})
     text = {**DENSE, **own, "rope_parameters": {"type": "default", **rope}, **changes}
     if family == PACK:
-        dense = import_module("mlx_mtp.models.qwen3_5")
+        dense = import_module("mlx_mtp.core.models.qwen3_5")
         return pack_config(text, manifest(dense.TextModel(dense.TextModelArgs.from_dict(text))))
     if family == FLASH:
         text["model_type"] = "qwen4_exp_text"
@@ -76,7 +76,7 @@ def tiny_model(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **chang
     """
     if family == PACK:
         return packed_model(seed, dtype, **changes)
-    module = import_module(f"mlx_mtp.models.{family}")
+    module = import_module(f"mlx_mtp.core.models.{family}")
     model = module.Model(module.ModelArgs.from_dict(tiny_config(family, **changes)))
     model.eval()
     keys = iter(mx.random.split(mx.random.key(seed), len(tree_flatten(model.parameters()))))
@@ -125,7 +125,7 @@ def packed_model(seed: int, dtype: mx.Dtype, **changes):
     """A random dense model that is packed."""
     dense, config = tiny_model("qwen3_5", seed, dtype, **WIDE | changes), tiny_config(PACK, **changes)
     weights = pack(dict(tree_flatten(dense.language_model.parameters())), config["modules"], seed)
-    module = import_module(f"mlx_mtp.models.{PACK}")
+    module = import_module(f"mlx_mtp.core.models.{PACK}")
     model = module.Model(module.ModelArgs.from_dict(config))
     model.language_model.load_weights([*weights.items()])
     for _, packed in model.named_modules():
@@ -145,7 +145,7 @@ def deep_model(family: str, seed: int = 0, **changes):
 
 def load_reference(folder: Path):
     """A checkpoint of tests/data in float32, cast before the norms are shifted, as its reference values were computed."""
-    module = import_module(f"mlx_mtp.models.{json.loads((folder / 'config.json').read_text())['model_type']}")
+    module = import_module(f"mlx_mtp.core.models.{json.loads((folder / 'config.json').read_text())['model_type']}")
 
     class Model(module.Model):
         def sanitize(self, weights):

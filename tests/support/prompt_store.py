@@ -7,8 +7,8 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from mlx_mtp import make_prompt_cache
-from mlx_mtp.batch.generate_step import prefill
-from mlx_mtp.caches.rows import KVOptions
+from mlx_mtp.core.batch.generate_step import prefill
+from mlx_mtp.core.caches.rows import KVOptions
 
 from .models import arrays_equal, deep_model
 

@@ -51,7 +51,7 @@ def model_of(name):
     family, text = ARCHITECTURES[name]
     text = {**text, "model_type": family, "mtp_num_hidden_layers": 1}
     config = text if family == "qwen3_next" else {"model_type": family, "text_config": text}
-    module = import_module(f"mlx_mtp.models.{family}")
+    module = import_module(f"mlx_mtp.core.models.{family}")
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
     return model, config

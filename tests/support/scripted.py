@@ -5,11 +5,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.caches.prompt_cache import n_tokens
-from mlx_mtp.drafts import sources
-from mlx_mtp.drafts.sources import PromptLookup
-from mlx_mtp.pacing.depth import MAX_COPY_TOKENS
+from mlx_mtp.core.batch.generator import BatchGenerator
+from mlx_mtp.core.caches.prompt_cache import n_tokens
+from mlx_mtp.core.drafts import sources
+from mlx_mtp.core.drafts.sources import PromptLookup
+from mlx_mtp.core.pacing.depth import MAX_COPY_TOKENS
 
 from .decoding import plain
 

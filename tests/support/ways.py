@@ -9,7 +9,7 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_mtp import DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
-from mlx_mtp.batch.generator import BatchGenerator, Response
+from mlx_mtp.core.batch.generator import BatchGenerator, Response
 
 from .batches import Text, faulty, run
 from .decoding import assert_cache_of, plain

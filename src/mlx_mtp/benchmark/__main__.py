@@ -11,17 +11,17 @@ import mlx.core as mx
 
 from .. import prompts
 from ..checkpoint import settings
+from ..checkpoint.heads.originals import fetch_missing_head
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
-from ..checkpoint.originals import fetch_missing_head
 from ..checkpoint.reader import fetch_checkpoint
 from ..cli.display import one_line_errors, table
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
+from ..core.pacing.depth import MAX_DRAFT_TOKENS
 from ..errors import MTPError
 from ..extras import require
 from ..files import check_target, write_atomic
-from ..pacing.depth import MAX_DRAFT_TOKENS
 from . import tune
 from .measure import AUTO, COPIED, HEAD, NO_COPIES, NO_DRAFTS, OVERALL, Report, Result, loop_warning, measure
 

@@ -25,14 +25,14 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
 
 from .._version import __version__
-from ..batch.generate_step import mtp_generate_step
 from ..cli.display import alternate
-from ..decoding.counts import DraftCounts, OfSource
-from ..drafts.sources import N_GRAM
+from ..core.batch.generate_step import mtp_generate_step
+from ..core.decoding.counts import DraftCounts, OfSource
+from ..core.drafts.sources import N_GRAM
+from ..core.pacing.depth import MAX_DRAFT_TOKENS, Depth
+from ..core.pacing.step_times import times_of
 from ..errors import MTPError
 from ..memory import GB, needs_of
-from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from ..pacing.step_times import times_of
 
 PLAIN, NO_DRAFTS, NO_COPIES, COPIES, AUTO = "plain", "no drafts", "auto, no copies", "copies alone", "auto"
 Run = int | str  # a fixed draft length, or one of these

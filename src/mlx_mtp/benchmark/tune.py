@@ -18,18 +18,18 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..batch.generate_step import prefill
-from ..caches.prompt_cache import PromptCache, make_prompt_cache
-from ..caches.rows import KVOptions, Rows
 from ..checkpoint.settings import cheapen_drafts
 from ..cli.display import alternate, table
-from ..decoding.counts import DraftCounts
-from ..layers.compiled import Compiler
-from ..layers.drafting import Settings
-from ..layers.layer import group_size
-from ..layers.passes import MAX_WINDOW, on_metal
-from ..pacing.depth import MAX_DRAFT_TOKENS, Depth
-from ..pacing.step_times import times_of
+from ..core.batch.generate_step import prefill
+from ..core.caches.prompt_cache import PromptCache, make_prompt_cache
+from ..core.caches.rows import KVOptions, Rows
+from ..core.decoding.counts import DraftCounts
+from ..core.layers.compiled import Compiler
+from ..core.layers.drafting import Settings
+from ..core.layers.layer import group_size
+from ..core.layers.passes import MAX_WINDOW, on_metal
+from ..core.pacing.depth import MAX_DRAFT_TOKENS, Depth
+from ..core.pacing.step_times import times_of
 from .measure import NO_COPIES, PLAIN, Generation, Run, generate, speed, sum_counts
 
 OFF, AUTO = Settings(0), Settings("auto")

@@ -12,7 +12,7 @@ from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.display import one_line_errors, sentence
 from ..cli.parser import extend, finish, parse
-from ..distributed.ranks import Ranks
+from ..core.distributed.ranks import Ranks
 from ..errors import MTPError, is_mendable
 from ..extras import require
 from ..generate.stream import GenerationResponse

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from mlx_lm.models import cache as stock
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import make_prompt_cache, n_tokens
 from ..cli.display import paint, prompt_progress
 from ..cli.flags import sampler_of, text_options
+from ..core.caches.prompt_cache import make_prompt_cache, n_tokens
+from ..core.models.mixin import MTPModel
 from ..errors import MTPError, as_mtp_error
 from ..generate.stream import GenerationResponse, stream_generate
 from ..images.open import open_image
 from ..images.prompt import vision_of
 from ..images.vision import PLACEHOLDER
-from ..models.mixin import MTPModel
 from ..prompt_store import PromptStore
 
 if TYPE_CHECKING:

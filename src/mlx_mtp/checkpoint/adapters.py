@@ -18,9 +18,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import load_adapters
 
+from ..core.models import BASES
 from ..errors import MTPError, MTPFileNotFoundError
 from ..files import check_folder
-from ..models import BASES
 from .config import Config, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of peft

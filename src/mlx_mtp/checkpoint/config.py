@@ -10,9 +10,9 @@ from typing import Any
 
 from mlx_lm.utils import MODEL_REMAPPING
 
+from ..core.models import BASES, MODEL_TYPES, model_module
+from ..core.models.mixin import MTPModel
 from ..errors import MTPError, MTPFileNotFoundError
-from ..models import BASES, MODEL_TYPES, model_module
-from ..models.mixin import MTPModel
 
 Config = dict[str, Any]
 EXTRA_TENSORS = "mlx_lm_extra_tensors"  # the config's key for files other than the model's

@@ -14,19 +14,16 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
-from ..distributed.calls import any_rank, from_rank_0, raise_on_all
+from ..core.distributed.calls import any_rank, from_rank_0, raise_on_all
+from ..core.models import MODEL_TYPES, model_module
+from ..core.models.mixin import MTPModel
+from ..core.models.shard import check_shard
 from ..errors import MTPError
 from ..images.tower import split_tower
 from ..images.vision import Vision
 from ..memory import CONTEXT, Account, gpu_generation, limit_restored_on_error
-from ..models import MODEL_TYPES, model_module
-from ..models.mixin import MTPModel
-from ..models.shard import check_shard
-from . import head_formats
-from .acceptance import FLOOR, key_of, settle
 from .adapters import check_adapter, with_adapter
-from .config import Config, check_config, ends_of_text, loading_errors, mlx_lm_has, read_config, skeleton
-from .dtype import (
+from .checks.dtype import (
     AUTO,
     DTYPES,
     WITHOUT_BFLOAT16,
@@ -37,13 +34,16 @@ from .dtype import (
     once_in_float16,
     set_dtype,
 )
+from .checks.memory import check_memory
+from .checks.self_test import ensure_tested
+from .config import Config, check_config, ends_of_text, loading_errors, mlx_lm_has, read_config, skeleton
+from .heads import formats as head_formats
+from .heads.acceptance import FLOOR, key_of, settle
+from .heads.originals import HEAD, FetchedHead, check_not_fp8, fetch_missing_head, fetch_tower, fetched_before, forget
 from .hub import fetch
-from .memory_check import check_memory
 from .ngram_files import find_tables, open_tables
-from .originals import HEAD, FetchedHead, check_not_fp8, fetch_missing_head, fetch_tower, fetched_before, forget
 from .part import Stage, divide, evaluate, make_ranks
 from .reader import CheckpointReader, is_tied, model_tensors
-from .self_test import ensure_tested
 from .settings import cheapen_drafts, check_bits, find, machine
 from .settings import read as read_settings
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ..core.models.ngrams import NgramTable
 from ..errors import MTPError
-from ..models.ngrams import NgramTable
-from .originals import base_in_16_bits
+from .heads.originals import base_in_16_bits
 from .reader import CheckpointReader, Tensors, n_bytes
 
 # In raw checkpoints shard_7.weight, in conversions shards.7.weight and .scales

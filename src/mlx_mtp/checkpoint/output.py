@@ -14,11 +14,11 @@ import mlx.core as mx
 from huggingface_hub import ModelCard, ModelCardData
 from yaml import YAMLError
 
+from ..core.models.head_weights import split_head
 from ..errors import MTPError, MTPOSError
 from ..files import writing
-from ..models.head_weights import split_head
 from .config import EXTRA_TENSORS, Config, text_config_of
-from .head_formats import load_tensors, quantization_beside
+from .heads.formats import load_tensors, quantization_beside
 from .hub import HEAD_FILE, TOWER_FILE, check_path
 from .reader import INDEX_FILE, CheckpointReader, n_bytes
 

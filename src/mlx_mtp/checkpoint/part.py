@@ -11,13 +11,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..distributed.ranks import Ranks
+from ..core.distributed.ranks import Ranks
+from ..core.models import MODEL_TYPES
+from ..core.models.head_weights import split_head
+from ..core.models.mixin import MTPModel
+from ..core.models.shard import check_pipeline, check_shard
 from ..errors import MTPError
 from ..images.tower import split_tower
-from ..models import MODEL_TYPES
-from ..models.head_weights import split_head
-from ..models.mixin import MTPModel
-from ..models.shard import check_pipeline, check_shard
 from .config import check_config, skeleton
 from .hub import WEIGHTS
 from .reader import CheckpointReader

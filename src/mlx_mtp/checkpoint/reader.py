@@ -18,9 +18,9 @@ from huggingface_hub import is_offline_mode, parse_local_safetensors_file_metada
 from huggingface_hub.errors import SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 
+from ..core.models.head_weights import MARKER, split_head
 from ..errors import MTPError, MTPFileNotFoundError
 from ..images.tower import split_tower
-from ..models.head_weights import MARKER, split_head
 from .catalog import resolve
 from .config import EXTRA_TENSORS, Config, canonical, parse_json
 from .hub import WEIGHTS, check_format, check_path, commit_of, download, fetch, is_inside, list_files

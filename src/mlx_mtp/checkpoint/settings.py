@@ -15,14 +15,14 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .._version import __version__
-from ..caches.validation import BITS
-from ..distributed.calls import from_rank_0
-from ..distributed.ranks import Ranks
+from ..core.caches.validation import BITS
+from ..core.distributed.calls import from_rank_0
+from ..core.distributed.ranks import Ranks
+from ..core.layers.drafting import DraftLMHead, Settings
+from ..core.models.head_weights import quantize_head
+from ..core.models.mixin import MTPModel
 from ..errors import MTPError, MTPFileNotFoundError
 from ..files import cache_file, check_target, write_atomic
-from ..layers.drafting import DraftLMHead, Settings
-from ..models.head_weights import quantize_head
-from ..models.mixin import MTPModel
 from .config import parse_json, read_json
 from .hub import fetch
 

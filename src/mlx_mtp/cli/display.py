@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from tqdm import tqdm
 
-from ..distributed.calls import LOST, is_loss
-from ..distributed.ranks import Ranks
+from ..core.distributed.calls import LOST, is_loss
+from ..core.distributed.ranks import Ranks
+from ..core.traces import n_traces
 from ..errors import MTPError, is_mendable
 from ..memory import is_device_error
-from ..traces import n_traces
 
 P = TypeVar("P")
 R = TypeVar("R")

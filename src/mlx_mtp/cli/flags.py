@@ -17,19 +17,19 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.validation import BITS, GROUP_SIZES
-from ..checkpoint.dtype import AUTO, DTYPES
+from ..checkpoint.checks.dtype import AUTO, DTYPES
+from ..checkpoint.heads.originals import head_to_fetch
 from ..checkpoint.load import DEMO, DEMO_NOTE, check_family, load
-from ..checkpoint.originals import head_to_fetch
 from ..checkpoint.settings import Sampling, sampling_defaults
-from ..distributed.ranks import Ranks
-from ..drafts.options import TextOptions, asks_for_copies
+from ..core.caches.validation import BITS, GROUP_SIZES
+from ..core.distributed.ranks import Ranks
+from ..core.drafts.options import TextOptions, asks_for_copies
+from ..core.layers.mtp import has_head
+from ..core.pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ..core.sampling.sampler import AcceptanceName, make_sampler
 from ..errors import MTPError
 from ..files import make_folder
-from ..layers.mtp import has_head
-from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..prompt_store import PromptStore
-from ..sampling.sampler import AcceptanceName, make_sampler
 from .parser import byte_size, flag_of, number_or
 
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model

@@ -20,17 +20,17 @@ from tqdm import tqdm
 from ..checkpoint import output
 from ..checkpoint.adapters import check_adapter
 from ..checkpoint.config import EXTRA_TENSORS, Config, check_config, read_json, text_config_of, with_ends
-from ..checkpoint.head_formats import head_bits
+from ..checkpoint.heads.formats import head_bits
+from ..checkpoint.heads.originals import check_not_fp8
 from ..checkpoint.hub import HEAD_FILE, fetch, first_line
 from ..checkpoint.load import find_vision, load
-from ..checkpoint.originals import check_not_fp8
 from ..checkpoint.reader import CheckpointReader
+from ..core.models import BASES
+from ..core.models.head_weights import is_head
+from ..core.models.mixin import MTPModel
 from ..errors import MTPError, MTPOSError
 from ..files import writing
 from ..images.vision import CONFIG_FILES
-from ..models import BASES
-from ..models.head_weights import is_head
-from ..models.mixin import MTPModel
 from .graft import graft, named_tower
 from .ngram_tables import Written, write_tables
 

@@ -9,17 +9,17 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..checkpoint import output
-from ..checkpoint.acceptance import FLOOR, Reading, best_of, key_of, known, measure_readings, told_by, with_ones
 from ..checkpoint.config import Config, check_config, skeleton
-from ..checkpoint.head_formats import first_tensor, has_raw_head, load_tensors
+from ..checkpoint.heads.acceptance import FLOOR, Reading, best_of, key_of, known, measure_readings, told_by, with_ones
+from ..checkpoint.heads.formats import first_tensor, has_raw_head, load_tensors
+from ..checkpoint.heads.originals import check_not_fp8, copy_image_settings, copy_tensors, fitting_head, fitting_tower
 from ..checkpoint.hub import HEAD_FILE
 from ..checkpoint.load import load
-from ..checkpoint.originals import check_not_fp8, copy_image_settings, copy_tensors, fitting_head, fitting_tower
 from ..checkpoint.reader import CheckpointReader, Tensors, fetch_checkpoint
+from ..core.models.head_weights import norms_of, sanitize_head, split_head
 from ..errors import MTPError
 from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
 from ..images.vision import Vision, settings_of
-from ..models.head_weights import norms_of, sanitize_head, split_head
 
 
 def graft(

@@ -2,15 +2,15 @@
 
 from contextlib import suppress
 
-from ..checkpoint.acceptance import key_of, known, shifted
 from ..checkpoint.config import Config, check_config, skeleton
-from ..checkpoint.head_formats import check_head, first_tensor, has_raw_backbone, has_raw_head
+from ..checkpoint.heads.acceptance import key_of, known, shifted
+from ..checkpoint.heads.formats import check_head, first_tensor, has_raw_backbone, has_raw_head
+from ..checkpoint.heads.originals import check_not_fp8
 from ..checkpoint.ngram_files import find_tables, place_of
-from ..checkpoint.originals import check_not_fp8
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, Tensor, Tensors, n_bytes
+from ..core.models import MODEL_TYPES, model_module
 from ..errors import MTPError, MTPFileNotFoundError
 from ..memory import size, sizes_of
-from ..models import MODEL_TYPES, model_module
 
 
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from ..checkpoint import output
 from ..checkpoint.config import Config
-from ..models.ngrams import NgramTable, Quantized, floats
+from ..core.models.ngrams import NgramTable, Quantized, floats
 
 FOUR_BITS = Quantized(32, 4, "affine")  # a row has 160 numbers, which larger groups do not divide
 NAME = "language_model.model.layers.{}.ple.ple_embedding.ngram_embedding.shards.{}"

@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from ..cli.display import table
-from ..decoding.counts import DraftCounts
+from ..core.decoding.counts import DraftCounts
 from .texts import continue_text
 
 RESAMPLES = 2000  # resamplings of the texts, for the standard errors

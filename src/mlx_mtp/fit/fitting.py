@@ -9,11 +9,11 @@ from typing import Any
 from mlx.utils import tree_flatten
 
 from ..checkpoint.adapters import check_adapter
+from ..checkpoint.checks.dtype import AUTO, check_float16
 from ..checkpoint.config import Config, check_config, read_json
-from ..checkpoint.dtype import AUTO, check_float16
-from ..checkpoint.head_formats import head_bits
+from ..checkpoint.heads.formats import head_bits
+from ..checkpoint.heads.originals import fetch_missing_head
 from ..checkpoint.load import load
-from ..checkpoint.originals import fetch_missing_head
 from ..checkpoint.output import atomic_directory, check_new, write_config, write_weights
 from ..checkpoint.part import evaluate
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint

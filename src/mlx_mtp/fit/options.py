@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cli.flags import check_limits
+from ..core.pacing.depth import MAX_DRAFT_TOKENS
 from ..errors import MTPError
 from ..files import check_source
-from ..pacing.depth import MAX_DRAFT_TOKENS
 
 SHORTEST = 32  # tokens of a text: half of it is the prompt of a measurement
 LIMITS: dict[str, tuple[float, float]] = {

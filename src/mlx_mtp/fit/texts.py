@@ -14,11 +14,11 @@ from mlx_lm.tuner.datasets import create_dataset
 from tqdm import tqdm
 
 from .. import prompts
-from ..batch.generate_step import mtp_generate_step
 from ..cli.display import say
+from ..core.batch.generate_step import mtp_generate_step
+from ..core.sampling.sampler import make_sampler
 from ..errors import MTPError
 from ..files import write_atomic
-from ..sampling.sampler import make_sampler
 from .options import SHORTEST, FitOptions
 
 HELD_OUT = 0.1  # the share of sources for validation, and for the test

@@ -21,11 +21,11 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 from mlx_lm.tuner.utils import build_schedule
 from tqdm import tqdm
 
-from ..checkpoint.head_formats import load_tensors
+from ..checkpoint.heads.formats import load_tensors
 from ..cli.display import say
+from ..core.models.head_weights import ROUTERS
+from ..core.models.mixin import MTPModel
 from ..files import save_atomic
-from ..models.head_weights import ROUTERS
-from ..models.mixin import MTPModel
 from .loss import DraftLoss
 from .options import FitOptions
 from .texts import Document, Split

@@ -14,19 +14,19 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_caches
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import open_prompt_cache
 from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
 from ..cli.parser import extend, finish, parse
-from ..distributed.calls import from_rank_0
+from ..core.caches.prompt_cache import open_prompt_cache
+from ..core.distributed.calls import from_rank_0
+from ..core.models.mixin import MTPModel
 from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 from ..extras import require
 from ..files import check_source
 from ..images.open import size_of
 from ..images.prompt import read_images, vision_of
 from ..images.vision import IMAGE_TOKEN, PLACEHOLDER
-from ..models.mixin import MTPModel
 from ..text.answer import ends_in_reasoning, think_marks
 from ..text.grammar import Grammar, make_grammar
 from .check import check

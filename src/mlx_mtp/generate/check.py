@@ -19,11 +19,11 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream, maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..batch.generate_step import mtp_generate_step
-from ..caches.rows import KVOptions
-from ..drafts.options import MAX_TOKENS, TextOptions
-from ..layers.compiled import Compiler
-from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ..core.batch.generate_step import mtp_generate_step
+from ..core.caches.rows import KVOptions
+from ..core.drafts.options import MAX_TOKENS, TextOptions
+from ..core.layers.compiled import Compiler
+from ..core.pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .stream import KV_NAMES
 
 

@@ -14,21 +14,21 @@ from mlx_lm.generate import StopSequences, generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as plain_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..batch.generate_step import mtp_generate_step
-from ..caches.prompt_cache import PromptCache, n_tokens
-from ..caches.rows import KVOptions
 from ..cli.display import paint
-from ..decoding.counts import DraftCounts
-from ..decoding.window import Token
-from ..distributed.ranks import Ranks, synchronize
-from ..drafts.options import TextOptions, asks_for_copies
+from ..core.batch.generate_step import mtp_generate_step
+from ..core.caches.prompt_cache import PromptCache, n_tokens
+from ..core.caches.rows import KVOptions
+from ..core.decoding.counts import DraftCounts
+from ..core.decoding.window import Token
+from ..core.distributed.ranks import Ranks, synchronize
+from ..core.drafts.options import TextOptions, asks_for_copies
+from ..core.layers.mtp import has_head
+from ..core.sampling.processors import seed_of
+from ..core.sampling.sampler import for_one_text
 from ..errors import MTPError
 from ..images.prompt import ImagePrompt, read_images, vision_of
-from ..layers.mtp import has_head
 from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
-from ..sampling.processors import seed_of
-from ..sampling.sampler import for_one_text
 
 # The fields of a response with the drafts and the accepted drafts of each source.
 COUNTED = {

@@ -12,10 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.positions import ImageSpan
-from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
+from ..core.caches.positions import ImageSpan
+from ..core.caches.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
+from ..core.models.mixin import MTPModel
 from ..errors import MTPError
-from ..models.mixin import MTPModel
 from .open import size_of
 from .vision import PLACEHOLDER, VIDEO_TOKEN, Vision
 

@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import BaseModelArgs
 
+from ..core.models.rope import rotate
 from ..errors import MTPError
-from ..models.rope import rotate
 
 T = TypeVar("T")
 Size = Callable[[], float]  # the multiplications of the next piece

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..caches.fingerprint import digest
+from ..core.caches.fingerprint import digest
 from ..errors import MTPError
 from ..extras import require
 from ..memory import nbytes_of
@@ -157,7 +157,7 @@ class Vision:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """The digest of this tower's tensors and settings, see ``caches/fingerprint.py``."""
+        """The digest of this tower's tensors and settings, see ``core/caches/fingerprint.py``."""
         parameters: Any = tree_flatten(self.tower.parameters())
         return digest(parameters)
 

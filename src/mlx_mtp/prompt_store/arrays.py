@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 from numpy.typing import NDArray
 
-from ..caches.indexed import NAMES, names_of, size_of
-from ..caches.prompt_cache import PromptCache, make_prompt_cache
-from ..caches.rows import KVOptions
+from ..core.caches.indexed import NAMES, names_of, size_of
+from ..core.caches.prompt_cache import PromptCache, make_prompt_cache
+from ..core.caches.rows import KVOptions
 from ..errors import MTPError
 
 Arrays = dict[str, mx.array]

@@ -30,7 +30,7 @@ import mlx.core as mx
 import numpy as np
 from safetensors import safe_open
 
-from ..caches.prompt_cache import part_of
+from ..core.caches.prompt_cache import part_of
 from ..errors import MTPError
 from .arrays import Arrays, Format, Tokens, nbytes
 from .tree import File, Forest, Node, StoredArrays, above

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.prompt_cache import make_prompt_cache, open_prompt_cache
-from ..caches.rows import KVOptions
+from ..core.caches.prompt_cache import make_prompt_cache, open_prompt_cache
+from ..core.caches.rows import KVOptions
 from ..errors import MTPError
 from ..memory import Account, check_device
 from . import arrays

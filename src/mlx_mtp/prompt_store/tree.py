@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..caches.rows import KVOptions
+from ..core.caches.rows import KVOptions
 from . import arrays
 from .arrays import Arrays, Format, Tokens
 

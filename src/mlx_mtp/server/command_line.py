@@ -14,8 +14,6 @@ from jinja2 import TemplateSyntaxError
 from mlx_lm.generate import setup_arg_parser
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..batch.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
-from ..caches.rows import KVOptions
 from ..checkpoint.adapters import check_adapter
 from ..checkpoint.catalog import resolve
 from ..checkpoint.config import context_length_of, read_config
@@ -23,6 +21,8 @@ from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.parser import adopt, byte_size, finish
+from ..core.batch.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
+from ..core.caches.rows import KVOptions
 from ..errors import MTPError, as_mtp_error
 from ..files import check_source
 from ..memory import CONTEXT

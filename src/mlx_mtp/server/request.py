@@ -11,8 +11,8 @@ from typing import Any, Literal
 from mlx_lm.server import GenerationArguments
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from ..decoding.counts import DraftCounts
-from ..drafts.options import CopyDrafts
+from ..core.decoding.counts import DraftCounts
+from ..core.drafts.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.tree import Handle
 from ..text.answer import Answer, Event

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..cli.display import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
-from ..distributed.ranks import Ranks
+from ..core.distributed.ranks import Ranks
 from ..errors import MTPError, MTPOSError
 from ..memory import Account, size
 from .app import make_app

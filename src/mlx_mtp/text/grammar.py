@@ -21,9 +21,9 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import ArrayLike, NDArray
 
+from ..core.pacing.depth import MAX_COPY_TOKENS, Rates
 from ..errors import MTPError, as_mtp_error
 from ..extras import require
-from ..pacing.depth import MAX_COPY_TOKENS, Rates
 from .reasoning import end_of_reasoning
 from .schema import standard
 

@@ -11,8 +11,8 @@ from mlx_lm.generate import generation_stream
 
 import mlx_mtp
 from mlx_mtp.checkpoint import load as loading
-from mlx_mtp.decoding.counts import DraftCounts
-from mlx_mtp.decoding.decoder import Decoder
+from mlx_mtp.core.decoding.counts import DraftCounts
+from mlx_mtp.core.decoding.decoder import Decoder
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.launch import report

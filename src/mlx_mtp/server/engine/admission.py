@@ -11,15 +11,15 @@ from mlx_lm.generate import StopSequences, make_stop_sequences
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ...batch.generator import BatchGenerator
-from ...caches.prompt_cache import PromptCache
-from ...caches.rows import KVOptions
-from ...distributed.ranks import Ranks
-from ...drafts.options import TextOptions
+from ...core.batch.generator import BatchGenerator
+from ...core.caches.prompt_cache import PromptCache
+from ...core.caches.rows import KVOptions
+from ...core.distributed.ranks import Ranks
+from ...core.drafts.options import TextOptions
+from ...core.layers.mtp import has_head
+from ...core.sampling import sampler as sampling
 from ...images.prompt import ImageEmbeddings
-from ...layers.mtp import has_head
 from ...memory import CACHE_SHARE, STEP, Account, Sizes, size, sizes_of
-from ...sampling import sampler as sampling
 from ...text.answer import QwenReader, make_answer
 from ..request import NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar

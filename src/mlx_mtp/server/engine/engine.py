@@ -18,9 +18,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...batch.generator import PromptResponse, Response
-from ...distributed.calls import LOST, is_loss
-from ...distributed.ranks import Ranks, differing_ranks
+from ...core.batch.generator import PromptResponse, Response
+from ...core.distributed.calls import LOST, is_loss
+from ...core.distributed.ranks import Ranks, differing_ranks
 from ...errors import MTPError, is_mendable
 from ...memory import is_device_error, is_out_of_memory, size
 from ...text.grammar import llguidance_tokenizer

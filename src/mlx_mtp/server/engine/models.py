@@ -16,9 +16,9 @@ from ...checkpoint.hub import commit_of, fetch
 from ...checkpoint.load import load
 from ...checkpoint.settings import sampling_defaults
 from ...cli.flags import missing_head_note
-from ...distributed.ranks import Ranks
-from ...drafts.options import asks_for_copies
-from ...layers.mtp import has_head
+from ...core.distributed.ranks import Ranks
+from ...core.drafts.options import asks_for_copies
+from ...core.layers.mtp import has_head
 from ...memory import is_device_error
 from ...prompt_store import PromptStore
 from ...prompt_store.disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT

@@ -1,0 +1,1 @@
+"""The checks of a load: the memory, the type of the weights, and the passes on this device."""

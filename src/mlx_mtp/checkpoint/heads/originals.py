@@ -1,0 +1,353 @@
+"""The MTP head and the vision encoder that conversions lack: find the base model, and fetch only the part.
+
+A model card names the checkpoint that its model was made from (``base_model``), whose card may name another one. If the cards
+do not lead to the base model, the config's ``_name_or_path`` is tried, then the published models with a fitting name and size.
+
+One folder for each base model and revision is shared by all of its conversions:
+
+HF_HOME/mlx_mtp/heads/Qwen--Qwen3.6-27B/<commit>/config.json
+                                                 model.safetensors   only the part
+                      of.json                                        the folder of each checkpoint's part
+"""
+
+import hashlib
+import json
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import RepoCard, constants
+from huggingface_hub.utils import WeakFileLock
+from tqdm import tqdm
+from yaml import YAMLError
+
+from ...core.models import MODEL_TYPES, drafter_of
+from ...core.models.head_weights import split_head
+from ...errors import MTPError, MTPFileNotFoundError
+from ...files import read_own, update_own, write_atomic, writing
+from ...images.vision import CONFIG_FILES, Vision, settings_of
+from ...memory import GB
+from ..catalog import originals_like, published
+from ..config import Config, check_config, first_difference, read_json, text_config_of
+from ..reader import FLOATS, CheckpointReader, Tensors, n_bytes
+from .formats import check_head, check_shapes, has_raw_head
+
+BASE_MODEL = "BASE_MODEL"  # in commands, where none is known
+MAX_STEPS = 4  # from a checkpoint to its base model
+PATIENCE = 5  # seconds to wait for the hub's answer about a head that the user has not asked for
+CARD = "README.md"
+WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
+CHUNK_BYTES = 16 << 20  # in a range request, which is repeated if it fails
+
+
+def find_original(part: "Part", checkpoint: CheckpointReader) -> tuple[CheckpointReader, Tensors]:
+    """The base model of a checkpoint that lacks a part, and the part's tensors. No weights are downloaded."""
+    tried: dict[str, str] = {}
+    for original in _candidates(checkpoint):
+        try:
+            reader = CheckpointReader(original)
+            return reader, part.fitting(reader, checkpoint)
+        except MTPError as e:
+            tried[original] = str(e)
+    reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
+    raise MTPFileNotFoundError(f"{checkpoint.name} has no {part.name}, and its base model was not found. {reasons}")
+
+
+def _candidates(checkpoint: CheckpointReader) -> Iterator[str]:
+    """Repositories and folders that may be the original, the nearest first, without repetition."""
+    seen = {checkpoint.name, str(checkpoint.folder)}
+    bases = base_models(checkpoint)
+    for _ in range(MAX_STEPS):
+        found: list[str] = []
+        for base in bases:
+            if base not in seen:
+                seen.add(base)
+                yield base
+                with suppress(FileNotFoundError, MTPError):  # reported when its part is tried
+                    found += base_models(CheckpointReader(base))
+        bases = found
+    for other in _named(checkpoint):
+        if other not in seen:
+            seen.add(other)
+            yield other
+
+
+def _named(checkpoint: CheckpointReader) -> list[str]:
+    """Repositories and folders in a checkpoint's config, and the originals of published models like its name."""
+    config = checkpoint.config or {}
+    own_name = config.get("_name_or_path") or text_config_of(config).get("_name_or_path")
+    return [
+        *([own_name] if isinstance(own_name, str) and own_name else []),
+        *originals_like(f"{checkpoint.name} {own_name}", config),
+    ]
+
+
+def base_models(checkpoint: CheckpointReader) -> list[str]:
+    """The ``base_model`` of a checkpoint's card: the checkpoints that its model was made from."""
+    if CARD not in checkpoint.files:
+        return []
+    card = checkpoint.read(CARD).decode("utf-8", errors="replace")
+    if not card.lstrip().startswith("---"):
+        return []  # no metadata: huggingface_hub would warn
+    try:
+        bases = RepoCard(card, ignore_metadata_errors=True).data.get("base_model")
+    except (ValueError, YAMLError):
+        return []  # written by hand
+    return [base for base in (bases if isinstance(bases, list) else [bases]) if isinstance(base, str) and base]
+
+
+def check_not_fp8(checkpoint: CheckpointReader) -> None:
+    """Raise an MTPError for a model of this family in FP8 that mlx-lm does not load, with the model's 16-bit checkpoint."""
+    config, names = checkpoint.config or {}, dict[str, str]()
+    quantization = config.get("quantization_config")
+    if config.get("model_type") not in MODEL_TYPES or not isinstance(quantization, dict):
+        return
+    if quantization.get("quant_method") != "fp8" or quantization.get("scale_fmt") == "ue8m0":
+        return
+    with suppress(MTPError, OSError):  # the error is raised when the model is loaded
+        names = split_head(checkpoint.model_map)[0]
+    if any(name.endswith("_scale_inv") and "ngram_embedding" not in name for name in names):
+        base = base_in_16_bits(checkpoint)
+        other = "its 16-bit base model" if base == BASE_MODEL else f"{base}, which has 16 bits"
+        raise MTPError(f"{checkpoint.name} is in FP8, which mlx-lm does not load: use {other}, or a conversion of it.")
+
+
+def base_in_16_bits(checkpoint: CheckpointReader) -> str:
+    """The 16-bit checkpoint of a model by its card, config or name, or ``BASE_MODEL``."""
+    name = re.sub("[-_]fp8", "", checkpoint.name, flags=re.IGNORECASE)
+    named = [*base_models(checkpoint), *([name] if name != checkpoint.name else []), *_named(checkpoint)]
+    return next((base for base in named if "fp8" not in base.lower()), BASE_MODEL)
+
+
+class Part(NamedTuple):
+    name: str
+    folder: str  # in HF_HOME, beside the hub's cache
+    advice: str  # where there is no base model
+    fitting: Callable[[CheckpointReader, CheckpointReader], Tensors]  # of an original, for a checkpoint; or an MTPError
+    write: Callable[[CheckpointReader, Tensors, Path], Config]  # an original's to a folder, whose config it returns
+
+    @property
+    def root(self) -> Path:
+        return Path(constants.HF_HOME) / "mlx_mtp" / self.folder
+
+
+@dataclass(frozen=True)  # a tuple would be a parameter of the model
+class FetchedHead:
+    folder: Path  # a drafter for load(..., mtp=str(folder))
+
+    @property
+    def record(self) -> Config:
+        """Its source, as recorded in the config.json of conversions."""
+        record: Config = read_json(self.folder / CONFIG)["mlx_mtp"]
+        return record
+
+    @property
+    def source(self) -> str:
+        return str(self.record.get("source", ""))
+
+    @property
+    def nbytes(self) -> int:
+        return (self.folder / WEIGHTS).stat().st_size
+
+
+def fetch_missing_head(checkpoint: CheckpointReader) -> FetchedHead | None:
+    """Fetch the head of a checkpoint's original, once. ``None`` if the checkpoint has its own head."""
+    return None if checkpoint.head_map else FetchedHead(_fetch(HEAD, checkpoint))
+
+
+def head_to_fetch(path_or_hf_repo: str, revision: str | None = None) -> tuple[str, int] | None:
+    """The original of a checkpoint without a head and the bytes of its head, by the catalog or the hub; ``None`` if unknown."""
+    checkpoint = CheckpointReader(path_or_hf_repo, revision)
+    check_config(checkpoint.config, path_or_hf_repo)
+    if checkpoint.head_map:
+        return None  # which cannot be used
+    by_original = {m.original: m for m in published().values() if m.has_sizes_of(checkpoint.config or {})}
+    for named in (*base_models(checkpoint), *_named(checkpoint)):
+        if named in by_original:
+            return named, int(by_original[named].head_gb * GB)
+    found: list[tuple[str, int]] = []
+
+    def ask() -> None:
+        with suppress(MTPError, OSError):
+            original, tensors = find_original(HEAD, checkpoint)
+            found.append((original.name, n_bytes(tensors)))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return next(iter(found), None)
+
+
+def fetched_heads() -> Iterator[FetchedHead]:
+    for file in sorted(HEAD.root.glob(f"*/*/{CONFIG}")):
+        yield FetchedHead(file.parent)
+
+
+def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
+    """Describe the tensors of an original's head. Raises MTPError if there is none, or it does not fit or is quantized."""
+    _check_sizes(original, checkpoint)
+    if not (tensors := original.head()):
+        raise MTPError(f"{original.name} has no MTP head: the base model of {checkpoint.name} has.")
+    check_head(original)
+    if original.name != checkpoint.name and any(t.dtype not in FLOATS for t in tensors.values()):
+        raise MTPError(f"The MTP head of {original.name} is quantized: the base model's is in bfloat16.")
+    check_shapes(checkpoint, tensors)
+    return tensors
+
+
+def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
+    own = original.config or {}
+    prefix = "mtp." if has_raw_head(original) else ""  # the names of a drafter's tensors imply its layout
+    names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
+    copy_tensors(original, tensors, target / WEIGHTS, names)
+    record = own.get("mlx_mtp") or {"source": original.name, "revision": original.revision}
+    return {"model_type": drafter_of(own["model_type"]), "text_config": text_config_of(own), "mlx_mtp": record}
+
+
+def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:
+    tower = _fetch(TOWER, checkpoint)
+    return Vision(tower, config | settings_of(read_json(tower / CONFIG)), [WEIGHTS])
+
+
+def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
+    """Describe the tensors of a base model's tower. Raises MTPError if there is none, or the sizes of the models differ."""
+    own, tensors = _check_sizes(original, checkpoint), original.tower()
+    if not tensors or not isinstance(own.get("vision_config"), dict):
+        raise MTPError(f"{original.name} has no vision encoder: the base model of {checkpoint.name} has.")
+    return tensors
+
+
+def _write_tower(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
+    own = original.config or {}
+    copy_image_settings(original, target)
+    copy_tensors(original, tensors, target / WEIGHTS)
+    record = {"source": original.name, "revision": original.revision}
+    return {"text_config": text_config_of(own), **settings_of(own), "mlx_mtp": record}
+
+
+def copy_image_settings(original: CheckpointReader, target: Path) -> None:
+    for file in CONFIG_FILES:
+        if file in original.files:
+            (target / file).write_bytes(original.read(file))
+
+
+def _check_sizes(original: CheckpointReader, checkpoint: CheckpointReader) -> Config:
+    """Return the config of an original, or raise an MTPError if a size differs from a checkpoint's."""
+    own, config = (check_config(reader.config, reader.name) for reader in (original, checkpoint))
+    ties = [bool(c.get("tie_word_embeddings", text_config_of(c).get("tie_word_embeddings"))) for c in (own, config)]
+    difference = first_difference(own, config)
+    if not difference and ties[0] != ties[1]:
+        difference = f"tie_word_embeddings is {ties[0]}, not {ties[1]}"
+    if difference:
+        raise MTPError(f"{original.name} does not fit {checkpoint.name}: {difference}.")
+    return own
+
+
+HEAD = Part(
+    "MTP head",
+    "heads",
+    "Name a head with --mtp HEAD, add one with `mlx_mtp convert --graft-mtp-from BASE_MODEL --model {} --mlx-path NEW`, or "
+    "generate without a head (--no-mtp, in Python mtp=False).",
+    fitting_head,
+    _write_head,
+)
+TOWER = Part(
+    "vision encoder",
+    "towers",
+    "Add one with `mlx_mtp convert --graft-vision-from BASE_MODEL --model {} --mlx-path NEW`.",
+    fitting_tower,
+    _write_tower,
+)
+
+
+# Fetching
+
+
+def _fetch(part: Part, checkpoint: CheckpointReader) -> Path:
+    """Fetch a part of a checkpoint's original, once. Return its folder, whose config.json is written last."""
+    if (known := fetched_before(part, checkpoint)) is not None:
+        return known
+    try:
+        original, tensors = find_original(part, checkpoint)
+    except FileNotFoundError as e:
+        raise MTPFileNotFoundError(f"{e} {part.advice.format(checkpoint.name)}") from e
+    target = part.root / original.name.strip("/").replace("/", "--") / (original.revision or _revision_of(original))
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(target / ".lock"):  # another process may fetch it as well
+            if not (target / CONFIG).exists():
+                write_atomic(target / CONFIG, json.dumps(part.write(original, tensors, target), indent=4) + "\n")
+        update_own(part.root / OF, _key_of(checkpoint), str(target.relative_to(part.root)))
+    return target
+
+
+def fetched_before(part: Part, checkpoint: CheckpointReader) -> Path | None:
+    """The part that was fetched for a checkpoint, if it still fits: the folder may have another checkpoint now."""
+    known = read_own(part.root / OF).get(_key_of(checkpoint))
+    if known is None or not (part.root / known / CONFIG).exists():
+        return None
+    own = read_json(part.root / known / CONFIG).get("text_config", {})
+    return None if first_difference(own, text_config_of(checkpoint.config or {})) else part.root / known
+
+
+def forget(part: Part, checkpoint: CheckpointReader) -> None:
+    update_own(part.root / OF, _key_of(checkpoint), None)
+
+
+def _key_of(checkpoint: CheckpointReader) -> str:
+    return str(checkpoint.path.resolve())
+
+
+def _revision_of(original: CheckpointReader) -> str:
+    """The revision of a folder, which has no commit: its path and the times of its files."""
+    files = sorted(original.path.glob("*.safetensors"))
+    state = [_key_of(original), *((f.name, f.stat().st_mtime_ns) for f in files)]
+    return hashlib.sha1(json.dumps(state).encode()).hexdigest()
+
+
+def copy_tensors(
+    original: CheckpointReader, tensors: Tensors, file: Path, names: Mapping[str, str] | None = None
+) -> None:
+    """Copy tensors to a new file, under ``names`` or their own. An incomplete file has the suffix ``.part``, and is resumed."""
+    order = dict(sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start)))
+    header, n = {}, 0
+    for name, t in order.items():
+        stop = n + t.stop - t.start
+        header[names[name] if names else name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [n, stop]}
+        n = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head, part = struct.pack("<Q", len(text)) + text, file.with_name(file.name + ".part")
+    done = _resume(part, head, n)
+    bar = tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None)
+    with writing(file), part.open("ab") as f, bar:
+        for source, start, stop in _runs(order):
+            for begin in range(start + (skipped := min(done, stop - start)), stop, CHUNK_BYTES):
+                f.write(data := original.read(source, begin, min(begin + CHUNK_BYTES, stop)))
+                bar.update(len(data))
+            done -= skipped
+    part.replace(file)
+
+
+def _runs(tensors: Tensors) -> list[tuple[str, int, int]]:
+    """The ranges to read, (file, start, stop). Adjacent tensors are joined into one range."""
+    runs: list[tuple[str, int, int]] = []
+    for t in tensors.values():
+        joined = runs and (runs[-1][0], runs[-1][2]) == (t.file, t.start)
+        runs.append((t.file, runs.pop()[1] if joined else t.start, t.stop))
+    return runs
+
+
+def _resume(part: Path, head: bytes, n: int) -> int:
+    """Begin a file with these bytes, or keep up to n bytes that another call has written after them. Return their number."""
+    if part.exists() and (done := part.stat().st_size - len(head)) <= n:
+        with part.open("rb") as f:
+            if f.read(len(head)) == head:
+                return done
+    part.write_bytes(head)
+    return 0

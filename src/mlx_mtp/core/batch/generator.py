@@ -1,0 +1,220 @@
+"""Continuous batching as in mlx-lm's ``BatchGenerator``, with drafts: sequences join and leave between two steps."""
+
+import copy
+import weakref
+from collections import abc, deque
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, StopSequences, generation_stream
+from mlx_lm.generate import BatchGenerator as StockGenerator
+from mlx_lm.sample_utils import LogitsProcessor, Sampler
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from ...errors import MTPError
+from ..caches.positions import ImageSpan
+from ..caches.prompt_cache import PromptCache
+from ..caches.rows import KVOptions
+from ..decoding.counts import DraftCounts
+from ..decoding.sequence import PendingEmbeddings
+from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
+from .prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
+from .prompts import check_count, entries_of, make_sequence
+from .responses import PromptResponse, Response, cache_at_end, responses_of
+from .scheduler import Scheduler
+
+__all__ = ["BatchGenerator", "PromptResponse", "Response"]
+
+
+class BatchGenerator(Scheduler):
+    """
+    A batch generator implements continuous batching, as mlx-lm's ``BatchGenerator``, with drafts by the model's MTP head.
+
+    Each sequence has its own prompt, cache, sampler, logits processors and stop tokens, and accepts or rejects its own drafts.
+    Prompts are prefilled one after the other, in chunks between two steps, once there is room for another sequence.
+
+    Args:
+        model (nn.Module): A model of ``mlx_mtp.load``.
+        max_tokens (int): The maximum number of tokens of sequences without their own. Default: ``128``.
+        stop_tokens (Sequence[Sequence[int]], optional): Stop sequences of sequences without their own.
+        sampler, logits_processors, num_draft_tokens, copy_drafts, draft_p_min (optional): Of sequences without their own, see
+          ``mlx_mtp.TextOptions``. A number of drafts is the limit of all. Processors with state must not be shared.
+        completion_batch_size (int): The maximum number of sequences that generate at once. Default: ``32``.
+        prefill_step_size (int): The maximum number of prompt tokens to prefill between two steps. Default: ``2048``.
+        max_token_gap (float): The maximum time between two tokens of a sequence while prompts are prefilled, in seconds. It
+          reduces the number of tokens that are prefilled between two steps. Default: ``0.5``.
+        min_decode_share (float): The share of the time that steps get while prompts are prefilled, from 0 to below 1.
+          Default: ``0.33``.
+        max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
+        return_prompt_caches (bool): Return a prompt cache with the last token of a sequence. Default: ``True``.
+        kv_bits, kv_group_size, quantized_kv_start (optional): The quantization of the keys and values of each text, as in
+          ``mtp_generate_step``. Default: none.
+        stream (mx.Stream, optional): The stream to run on. Default: ``None``, mlx-lm's generation stream.
+
+    Raises:
+        MTPError: The model has no MTP head, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_tokens: int = 128,
+        stop_tokens: abc.Sequence[abc.Sequence[int]] | None = None,
+        sampler: Sampler | None = None,
+        logits_processors: list[LogitsProcessor] | None = None,
+        num_draft_tokens: NumDraftTokens | None = None,
+        copy_drafts: CopyDrafts | None = None,
+        draft_p_min: float | None = None,
+        completion_batch_size: int = 32,
+        prefill_step_size: int = 2048,
+        max_token_gap: float = MAX_TOKEN_GAP,
+        min_decode_share: float = MIN_DECODE_SHARE,
+        max_kv_size: int | None = None,
+        return_prompt_caches: bool = True,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
+        stream: mx.Stream | mx.ThreadLocalStream | None = None,
+    ):
+        if max_kv_size is not None:
+            raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
+        n, stops = check_count("max_tokens", max_tokens), StopSequences(stop_tokens or None)
+        self.options = TextOptions(n, sampler, logits_processors, stops, num_draft_tokens, copy_drafts, draft_p_min)
+        mtp_model = check_model(model, self.options)
+        check_count("completion_batch_size", completion_batch_size)
+        budget = PrefillBudget(
+            check_count("prefill_step_size", prefill_step_size), max_token_gap, min_decode_share, mtp_model.ranks
+        )
+        kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
+        TextOptions().resolve(mtp_model, self.options)  # raises an error for invalid options
+        stream = stream or generation_stream
+        super().__init__(mtp_model, kv, budget, stream, completion_batch_size, return_prompt_caches)
+        if self.planner.exchange is not None:
+            with mx.stream(stream):
+                self.planner.exchange.agree(mx.zeros(0, mx.uint32), 0, None)  # no sequences yet
+        self._uid_count = 0
+        self._restore = weakref.finalize(self, _set_wired_limit, maybe_set_recommended_wired_limit(), stream)
+
+    def close(self) -> None:
+        """Remove all sequences, and restore the wired limit."""
+        super().close()
+        self._restore()
+
+    def __len__(self) -> int:
+        return len(self.prompts) + sum(s.end is None for s in self.decoder.sequences)
+
+    stats = StockGenerator.stats
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        """The size of the caches in use."""
+        prompts = sum(int(c.nbytes) for s in self.prompts for c in s.cache.entries)
+        return prompts + self.decoder.cache.nbytes + self.decoder.head.nbytes
+
+    # Sequences join and leave
+
+    def insert(self, prompts: list[list[int]], **kwargs: Any) -> list[int]:
+        """Add sequences as ``insert_segments`` does, with each prompt as one segment."""
+        return self.insert_segments([[prompt] for prompt in prompts], **kwargs)
+
+    def insert_segments(
+        self,
+        segments: list[list[list[int]]],
+        max_tokens: list[int] | None = None,
+        caches: abc.Sequence[list[Any] | PromptCache | None] | None = None,
+        all_tokens: list[list[int]] | None = None,
+        samplers: abc.Sequence[Sampler | None] | None = None,
+        logits_processors: abc.Sequence[abc.Sequence[LogitsProcessor] | None] | None = None,
+        stop_sequences: list[StopSequences] | None = None,
+        num_draft_tokens: abc.Sequence[NumDraftTokens | None] | None = None,
+        copy_drafts: abc.Sequence[CopyDrafts | None] | None = None,
+        counts: list[DraftCounts] | None = None,
+        input_embeddings: abc.Sequence[mx.array | PendingEmbeddings | None] | None = None,
+        images: abc.Sequence[abc.Sequence[ImageSpan]] | None = None,
+        options: abc.Sequence[TextOptions] | None = None,
+    ) -> list[int]:
+        """
+        Add sequences, which start with the next step. Each option has one entry per sequence, as in mlx-lm.
+
+        Args:
+            segments (List[List[List[int]]]): The prompts, in segments: ``next`` stops at the end of each.
+            max_tokens (List[int], optional): The maximum number of tokens of each.
+            caches (List[List[Any]], optional): Prompt caches of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, which are copied; a
+              ``PromptCache`` is not.
+            all_tokens (List[List[int]], optional): The tokens in the caches, for logits processors.
+            samplers, logits_processors, stop_sequences, num_draft_tokens, copy_drafts (optional): See ``mlx_mtp.TextOptions``.
+              The number of drafts is at most the generator's; ``None`` in place of processors is for none.
+            options (List[TextOptions], optional): The options of each, in place of those above.
+            counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
+            input_embeddings (List[Union[mx.array, PendingEmbeddings]], optional): The embeddings of each, [T, H], or embeddings
+              to compute between steps; ``None`` for those of the tokens.
+            images (List[List[ImageSpan]], optional): The images of each text, as for ``mtp_generate_step``.
+
+        Returns:
+            List[int]: Their uids.
+
+        Raises:
+            MTPError: A prompt is empty, a cache does not fit, or an option is out of range or has another number of entries.
+              No sequence is then added.
+        """
+        lists = {
+            "max_tokens": max_tokens, "samplers": samplers, "logits_processors": logits_processors,
+            "stop_sequences": stop_sequences, "num_draft_tokens": num_draft_tokens, "copy_drafts": copy_drafts,
+            "caches": caches, "all_tokens": all_tokens, "counts": counts, "input_embeddings": input_embeddings,
+            "images": images, "options": options,
+        }  # fmt: skip
+        new = [
+            make_sequence(self.model, i, self._uid_count + i, own, self.options, self.decoder.kv, **entries)
+            for i, (own, entries) in enumerate(zip(segments, entries_of(lists, len(segments))))
+        ]
+        self._uid_count += len(new)
+        self.prompts.extend(new)
+        return [s.uid for s in new]
+
+    def extract_cache(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:
+        """The prompt cache of each sequence at this moment, and the tokens in it."""
+        with mx.stream(self.stream):
+            caches = {s.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.uid in uids}
+            running = [s for s in self.decoder.sequences if s.uid in uids and s.end is None]
+            caches |= {s.uid: (cache_at_end(self.decoder, s), s.tokens) for s in running}
+            # Copies: the sequences go on, and one that waits or runs alone shares its arrays with its cache.
+            return copy.deepcopy(caches)
+
+    def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
+        """Remove sequences. With ``return_prompt_caches``, return the prompt cache of each and the tokens in it."""
+        caches = {s.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.uid in uids}
+        with mx.stream(self.stream):
+            for s in self.decoder.sequences:
+                if s.uid in uids and s.end is None:
+                    s.end = "removed"
+                    if return_prompt_caches:
+                        caches[s.uid] = cache_at_end(self.decoder, s), s.tokens
+        self.prompts = deque(s for s in self.prompts if s.uid not in uids)
+        self.drop_ended()
+        return caches if return_prompt_caches else {}
+
+    # Steps
+
+    def next(self) -> tuple[list[PromptResponse], list[Response]]:
+        """Make a step of the sequences that generate, and prefill a part of the waiting prompts -> (prompts, tokens)."""
+        joined, stepped = self.step()
+        with mx.stream(self.stream):
+            responses = responses_of(stepped, self.decoder if self.keeps_ended else None)
+        self.drop_ended()
+        finished = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in joined]
+        return finished + self.prefill(), responses
+
+    def next_generated(self) -> list[Response]:
+        """Return the next generated tokens, prefilling prompts until there are any. Empty if no sequence is left."""
+        while len(self) > 0:
+            if generated := self.next()[1]:
+                return generated
+        return []
+
+
+def _set_wired_limit(limit: int | None, stream: mx.Stream | mx.ThreadLocalStream) -> None:
+    if limit is not None:
+        mx.synchronize(stream)
+        mx.set_wired_limit(limit)

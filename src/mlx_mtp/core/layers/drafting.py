@@ -1,0 +1,128 @@
+"""The configuration of a model's drafts and passes, ``model.drafting``, which ``mlx_mtp.load`` sets, and cheaper drafts.
+
+A cheaper draft has an output layer of fewer tokens or bits, or a head of fewer bits. The text does not change.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...errors import MTPError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Tuned settings: arguments of ``mlx_mtp.load``, and the defaults of ``num_draft_tokens`` and ``draft_p_min``."""
+
+    num_draft_tokens: int | Literal["auto"] = "auto"  # 0 is plain decoding
+    mtp_bits: int | None = None
+    draft_head_bits: int | None = None
+    draft_vocab: int | None = None
+    draft_p_min: float = 0.0
+    # Of steps by draft length, with which "auto" begins
+    seconds: Mapping[int, float] = field(default_factory=dict, hash=False)
+    attention_rows: int | None = None  # this and the following fields as in DraftConfig
+    compiled: bool = True
+    pieces: int | None = None
+
+    def __str__(self) -> str:
+        n = self.num_draft_tokens
+        words = [n if n == "auto" else "off" if n == 0 else f"--num-draft-tokens {n}"]
+        for name, value in vars(self).items():
+            if name not in ("num_draft_tokens", "seconds") and value != getattr(Settings, name):
+                is_flag = name.startswith(("mtp", "draft"))
+                words.append(f"--{name.replace('_', '-')} {value}" if is_flag else f"{name}={value}")
+        return " ".join(words)
+
+
+@dataclass
+class DraftConfig:
+    lm_head: "DraftLMHead | None" = None  # the output layer of the drafts; ``None``: the model's own
+    tuned: Settings | None = None  # of ``--tune``
+    # The most tokens of a verify pass that attention takes at a time, 0 for all; ``None``: as many as Metal's fused attention
+    attention_rows: int | None = None
+    compiled: bool = True  # whether passes over a few tokens are
+    pieces: int | None = None  # as in ``Pass``
+    times: Any = None  # of steps, which all generations share and update
+    turn: Any = None  # identifies the generation that last submitted work to the device
+
+
+class DraftLMHead:
+    """The output layer of drafts, with copies of the model's weights, which are no parameters.
+
+    Args:
+        layer: The model's ``lm_head``, or its embedding if they are tied; quantized or not.
+        ids: The tokens whose weights to copy, in ascending order, so that the first of equal logits is chosen; ``None``: all.
+    """
+
+    def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
+        self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # a LoRA layer, with its adapter
+        self._bits = bits
+        self.ids = None if ids is None else mx.array(ids, mx.uint32)  # [n]
+        self.layers = [self._rows(self.ids)]
+        self._tokens = [set(ids or ())]  # of each layer
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """[B, T, H] -> logits of ``ids`` [B, T, n]"""
+        logits = [(layer.as_linear if hasattr(layer, "as_linear") else layer)(hidden) for layer in self.layers]
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=-1)
+
+    def with_tokens(self, tokens: Iterable[int]) -> "DraftLMHead":
+        """This layer if it has these tokens, otherwise a new one, with the new tokens last in ``ids``."""
+        new = [i for i in dict.fromkeys(tokens) if not any(i in own for own in self._tokens)]
+        if self.ids is None or not new:
+            return self
+        head, held, added = copy.copy(self), [*self._tokens], {*new}
+        head.ids = mx.concatenate([self.ids, mx.array(new, mx.uint32)])
+        # A layer takes the rows of those behind it that are no larger, so there are few, and each row is copied a few times.
+        while len(held) > 1 and len(held[-1]) <= len(added):
+            added |= held.pop()
+        head.layers, head._tokens = [*self.layers[: len(held)], self._rows(head.ids[-len(added) :])], [*held, added]
+        return head
+
+    def _rows(self, ids: mx.array | None) -> nn.Module:
+        layer = self._whole
+        if ids is not None:
+            layer = copy.copy(layer)
+            for name in ("weight", "scales", "biases"):
+                if layer.get(name) is not None:
+                    layer[name] = layer[name][ids]
+        return layer if self._bits is None else _quantized(layer, self._bits)
+
+
+def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> mx.array:
+    """The head's output [B, 1, H] -> logits [B, V], which are -inf outside the draft vocabulary."""
+    if lm_head is None or lm_head.ids is None:
+        return model.draft_logits(hidden)[:, -1]
+    logits = lm_head(model.mtp.output(hidden))[:, -1]  # [B, n]
+    others = mx.full((len(logits), model.vocab_size), -mx.inf, logits.dtype)
+    return mx.put_along_axis(others, mx.broadcast_to(lm_head.ids, logits.shape), logits, axis=-1)
+
+
+class QuantizedRows(nn.QuantizedLinear):
+    """MLX's layer of a weight [n, H], without the random numbers that its own constructor draws."""
+
+    def __init__(self, weight: mx.array, bits: int):
+        nn.Module.__init__(self)
+        self.group_size, self.bits, self.mode = quantized_group_size(weight), bits, "affine"
+        self.weight, self.scales, self.biases = mx.quantize(weight, self.group_size, bits)
+
+
+def _quantized(layer: nn.Module, bits: int) -> QuantizedRows:
+    weight = layer.weight
+    if "scales" in layer:
+        if bits >= layer.bits:
+            raise MTPError(
+                f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
+            )
+        weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)
+    return QuantizedRows(weight, bits)
+
+
+def quantized_group_size(weight: mx.array) -> int:
+    """The group size to quantize a weight with."""
+    return 64 if weight.shape[-1] % 64 == 0 else 32

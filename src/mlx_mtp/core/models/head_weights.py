@@ -1,0 +1,162 @@
+"""The tensors of MTP heads in checkpoints: the names of the head's, and the layouts that its parameters may have there."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import infer_quant_config
+
+from ...errors import MTPError
+from ..layers.drafting import quantized_group_size
+
+T = TypeVar("T")
+
+MARKER = "pre_fc_norm_hidden.weight"  # a tensor that only heads have
+OF_HEAD = re.compile(r"(?:.*?\.)?mtp\.(.+)")  # such as model.language_model.mtp.fc.weight
+BACKBONE = ("model.", "language_model.", "lm_head.", "vision_tower.", "visual.")  # beside a head without a prefix
+EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# Experts in one array or numbered, with or without gate and up in one, and named as in a dense layer.
+EXPERT = re.compile(
+    r"layers\.0\.mlp\.(?:switch_mlp\.|experts\.)?(?:(\d+)\.)?((?:gate|up|down|gate_up)_proj)(?:\.(\d+))?"
+    r"(?:\.(weight|scales|biases))?"
+)
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+FP8_SCALES = ("_scale_inv", "_scale")  # after the name of a weight in FP8
+
+Shape = tuple[int | None, ...]  # None for any size
+
+
+def is_head(path: str) -> bool:
+    return OF_HEAD.match(path) is not None
+
+
+def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    """Split a checkpoint's tensors into (backbone, head). The head's names lose their prefix, which ends in ``mtp.``."""
+    backbone, head, is_bare = {}, {}, MARKER in weights  # bare, in a file of its own
+    for name, w in weights.items():
+        if (found := OF_HEAD.fullmatch(name)) is not None:
+            head[found[1]] = w
+        elif is_bare and not name.startswith(BACKBONE):
+            head[name] = w
+        else:
+            backbone[name] = w
+    return backbone, head
+
+
+def is_raw(weights: Mapping[str, mx.array]) -> bool:
+    """Whether tensors are in the Hugging Face layout, with convolutions [C, 1, K] instead of MLX's [C, K, 1]."""
+    return any("conv1d.weight" in name and w.shape[-1] != 1 for name, w in weights.items())
+
+
+def sanitize_head(mtp: nn.Module, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
+    """A head's tensors with the names and values of ``MTPModule``'s parameters; if ``raw``, 1 is added to every norm.
+
+    Raises an MTPError that names tensors which are missing or of the wrong shape.
+    """
+    parameters: Any = tree_flatten(mtp.parameters())
+    expected: dict[str, Shape] = {name: p.shape for name, p in parameters}
+    weights = _with_stacked_experts(_dequantized(head), expected)
+    # The shapes of quantized tensors depend on their bits, see ``check_quantized``.
+    _check(weights, {n: None if n.removesuffix("weight") + "scales" in weights else s for n, s in expected.items()})
+    return weights | {name: w + 1.0 for name, w in norms_of(weights).items() if raw}
+
+
+def norms_of(head: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """The norms of a head: the only vectors among its tensors."""
+    return {name: w for name, w in head.items() if w.ndim == 1}
+
+
+def check_quantized(mtp: nn.Module, weights: Mapping[str, mx.array]) -> None:
+    """Raise an MTPError if ``sanitize_head``'s tensors do not fit the head of a skeleton, once mlx-lm has quantized it."""
+
+    def predicate(path: str, module: Any) -> Any:
+        if f"{path}.scales" not in weights:
+            return False
+        try:
+            how = infer_quant_config(path, module, weights)
+            mx.quantize(module.weight, **how)
+        except (ValueError, ZeroDivisionError) as e:
+            raise MTPError(f"mtp.{path} is quantized otherwise ({e})") from e
+        return how
+
+    try:
+        nn.quantize(mtp, class_predicate=predicate)
+        mtp.load_weights(list(weights.items()))
+    except ValueError as e:
+        raise MTPError(f"The MTP head does not fit this model: {' '.join(str(e).split())}") from e
+
+
+def _with_stacked_experts(weights: dict[str, mx.array], expected: Mapping[str, Shape]) -> dict[str, mx.array]:
+    """Tensors with experts as in MLX, [E, ...] for each projection; those of a dense layer as they are."""
+    mlp = next(name for name in expected if name.endswith("gate_proj.weight") and "shared" not in name)
+    mlp = mlp.removesuffix("gate_proj.weight")
+    shapes = {p: expected[f"{mlp}{p}.weight"] for p in EXPERT_PROJECTIONS}
+    *n_experts, size, hidden = shapes["up_proj"]
+    shapes["gate_up_proj"] = (*n_experts, 2 * (size or 0), hidden)
+
+    stored: dict[tuple[str, str], tuple[str, ...]] = {}  # names before and after an expert's number, or whole
+    for name in weights:
+        if (found := EXPERT.fullmatch(name)) is not None:
+            i, j = max(found.span(1), found.span(3))
+            stored[found[2], found[4] or "weight"] = (name,) if i < 0 else (name[:i], name[j:])
+    for (projection, part), names in stored.items():
+        shape, gate_and_up = shapes[projection], EXPERT_PROJECTIONS[:2]
+        if part != "weight" or (projection, "scales") in stored:
+            shape = (*shape[:-1], None)
+        if len(names) == 1:
+            _check(weights, {names[0]: shape})
+            w = weights.pop(names[0])
+        else:
+            each = [str(e).join(names) for e in range(shape[0] or 0)]
+            _check(weights, dict.fromkeys(each, shape[1:]))
+            w = mx.stack([weights.pop(name) for name in each])
+        if projection == "gate_up_proj":
+            weights |= {f"{mlp}{p}.{part}": half for p, half in zip(gate_and_up, mx.split(w, 2, axis=-2))}
+        else:
+            weights[f"{mlp}{projection}.{part}"] = w
+    return weights
+
+
+def _dequantized(head: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """A head's tensors, those in FP8 with their scales of blocks [..., N / n, K / k] in bfloat16."""
+    weights = dict(head)
+    for name, suffix in ((n, s) for n in head for s in FP8_SCALES if n + s in head):
+        w, scale = weights[name], weights.pop(name + suffix)
+        for axis in (-2, -1) if scale.ndim > 1 else ():
+            n, n_blocks = w.shape[axis], scale.shape[axis]
+            # The blocks are the smallest power of two that gives this number of them.
+            block = next(1 << i for i in range(n.bit_length() + 1) if n <= n_blocks << i)
+            scale = mx.take(mx.repeat(scale, block, axis), mx.arange(n), axis)
+        weights[name] = (mx.from_fp8(w, mx.float32) * scale).astype(mx.bfloat16)
+    return weights
+
+
+def _check(weights: Mapping[str, mx.array], expected: Mapping[str, Shape | None]) -> None:
+    """Raise an MTPError if tensors are missing or of the wrong shape; ``None`` for any."""
+    if missing := [name for name in expected if name not in weights]:
+        more = f" and {len(missing) - 4} more tensors" if len(missing) > 4 else ""
+        raise MTPError(f"The MTP head lacks {', '.join('mtp.' + name for name in missing[:4])}{more}.")
+    wrong = []
+    for name, shape in expected.items():
+        own = weights[name].shape
+        if shape is not None and (len(own) != len(shape) or any(n not in (None, m) for n, m in zip(shape, own))):
+            wrong.append(f"mtp.{name} is {list(own)}, not {list(shape)}")
+    if wrong:
+        raise MTPError(f"The MTP head does not fit this model: {'; '.join(wrong[:4])}.")
+
+
+def quantize_head(mtp: nn.Module, bits: int) -> None:
+    """Quantize the decoder layer of an MTP head in place, without ``fc`` and routers."""
+    if any(hasattr(m, "bits") for _, m in mtp.named_modules()):
+        raise MTPError("The MTP head of this checkpoint is already quantized: mtp_bits requires one in 16 bits.")
+
+    def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not path.startswith("layers.") or path.endswith(ROUTERS) or not hasattr(module, "to_quantized"):
+            return False
+        return {"group_size": quantized_group_size(module.weight), "bits": bits, "mode": "affine"}
+
+    nn.quantize(mtp, class_predicate=predicate)
+    mtp.eval()  # the new modules are in training

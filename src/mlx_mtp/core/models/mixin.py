@@ -1,0 +1,114 @@
+"""What the loop calls of a model with a head: the forward pass, the caches, and the output layer."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import gather_last_axis
+
+from ..caches.fingerprint import Fingerprinted
+from ..caches.prompt_cache import PromptCache
+from ..distributed.ranks import Ranks
+from ..layers.compiled import Compiler
+from ..layers.drafting import DraftConfig
+from ..layers.mtp import has_head
+from ..layers.passes import in_pass, pass_over
+
+
+class MTPModel(Fingerprinted):
+    no_shard: str | None = None  # why ranks cannot have a part of each layer, if they cannot
+    text_only: str | None = None  # why a family takes no images, even if its checkpoints have a vision encoder
+    no_images: str | None = None  # why a model takes no images
+    args: Any
+    mtp: Any
+    model: Any  # the backbone, with ``embed_tokens``
+    layers: Any
+    parameters: Any
+    ngrams: Any = None  # the hashes and tables of n-gram embeddings, if the model has any
+    ranks: Ranks | None = None  # the ranks that run the model, set by ``mlx_mtp.load``
+    vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
+    shifts_norms = True  # whether checkpoints may store norms with or without 1
+    head_acceptance: float | None = None  # of first drafts on built-in text, set by ``mlx_mtp.load``
+    fetched_head: Any = (
+        None  # the ``checkpoint.heads.originals.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
+    )
+
+    def __init__(self, args: Any):
+        super().__init__(args)  # type: ignore[call-arg]
+        self.drafting = DraftConfig()
+
+    def __call__(
+        self,
+        inputs: mx.array,
+        cache: list[Any] | None = None,
+        input_embeddings: mx.array | None = None,
+        *,
+        return_hidden: bool = False,
+        record: bool = False,
+        compiler: Compiler | None = None,
+    ) -> Any:
+        """mlx-lm's call: token ids [B, T] or embeddings [B, T, H] -> logits [B, T, V].
+
+        Args:
+            return_hidden: Also return the output of the final norm, [B, T, H].
+            record: Record the call in the caches of recurrent layers, so that they can keep its first tokens alone.
+            compiler: Compiles the pass; ``None``: it runs as in mlx-lm.
+        """
+        n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
+        positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
+        this = pass_over(inputs.shape[1], self.drafting, record, compiler, positions)
+        with in_pass(this):
+            # Only the layers' entries: in a pipeline, mlx-lm's backbone writes to the last one.
+            hidden = self.model(inputs, None if cache is None else cache[:n], **embeddings)
+            logits = self.logits(hidden)
+        return (logits, hidden) if return_hidden else logits
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """The backbone's hidden states [B, T, H] -> logits [B, T, V]."""
+        return self.project(hidden)
+
+    def draft_logits(self, out: mx.array) -> mx.array:
+        """The head's output [B, T, H] -> logits of ``drafting.lm_head.ids``, or of all [B, T, n]."""
+        hidden, lm_head = self.mtp.output(out), self.drafting.lm_head
+        return self.project(hidden) if lm_head is None else lm_head(hidden)
+
+    def project(self, hidden: mx.array) -> mx.array:
+        if self._text.args.tie_word_embeddings:
+            return self.model.embed_tokens.as_linear(hidden)
+        out, group = self._text.lm_head(hidden), self._text.sharding_group
+        return out if group is None else gather_last_axis(out, group)
+
+    def make_cache(self) -> list[Any]:
+        return [layer.make_cache() for layer in self.layers]
+
+    def drop_head(self) -> None:
+        """Generate without drafts of the head from now on."""
+        self._text.pop("mtp")
+
+    @property
+    def _text(self) -> Any:
+        return getattr(self, "language_model", self)
+
+    @property
+    def text_args(self) -> Any:
+        """Those of the whole language model, also on a rank with a part of it."""
+        return self._text.args
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids. On several ranks ``output_layer`` may have only some of their weights."""
+        return self.text_args.vocab_size
+
+    @property
+    def output_layer(self) -> nn.Module:
+        return self.model.embed_tokens if self.text_args.tie_word_embeddings else self._text.lm_head
+
+    @property
+    def hidden_size(self) -> int:
+        """The size of a hidden state, which the head takes."""
+        return self.text_args.hidden_size
+
+    @property
+    def head_layer(self) -> Any:
+        """The decoder layer of the head; ``None`` without a head."""
+        return self.mtp.layers[0] if has_head(self) else None

@@ -1,0 +1,62 @@
+"""Qwen3-Next: mlx-lm's model with the MTP head and with layers that can roll back."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.distributed import shard_linear
+from mlx_lm.models import qwen3_next as stock
+
+from ..layers.layer import Layer
+from ..layers.mtp import has_head
+from .family import FamilyModel, add_head, without_layers
+from .shard import shard_layers, shard_recurrent_layer
+
+
+@dataclass
+class ModelArgs(stock.ModelArgs):
+    mtp_num_hidden_layers: int = 0
+
+
+class GatedDeltaNet(stock.Qwen3NextGatedDeltaNet):
+    sharding_group = None  # a sharded ``out_proj`` sums by itself
+
+    def project(self, x: mx.array) -> tuple[mx.array, ...]:
+        """As ``mlx_mtp.core.models.qwen3_5.GatedDeltaNet.project``."""
+        B, T, _ = x.shape
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
+        return mx.concatenate([t.reshape(B, T, -1) for t in (q, k, v)], axis=-1), z, a, b
+
+
+class DecoderLayer(Layer, stock.Qwen3NextDecoderLayer):
+    def __init__(self, args: stock.ModelArgs, layer_idx: int):
+        super().__init__(args, layer_idx)
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(args)
+
+
+class Model(FamilyModel, stock.Model):
+    sharding_group: mx.distributed.Group | None = None
+    lm_head: Any
+
+    def __init__(self, args: ModelArgs):
+        super().__init__(without_layers(args))
+        self.args = args
+        add_head(self, args, DecoderLayer)
+
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """As of the base, but without input embeddings, which mlx-lm's Qwen3-Next does not support."""
+        return super().__call__(inputs, cache, **options)
+
+    def shard(self, group: mx.distributed.Group | None = None) -> None:
+        """Keep this rank's part of each layer, including the head's. mlx-lm's Qwen3-Next (0.32.2) has no ``shard``."""
+        group = group or mx.distributed.init()
+        if not self.args.tie_word_embeddings:
+            self.lm_head = shard_linear(self.lm_head, "all-to-sharded", group=group)
+            self.sharding_group = group
+        for layer in self.layers:
+            if layer.is_linear:
+                shard_recurrent_layer(layer, group)
+        shard_layers([layer for layer in self.layers if not layer.is_linear], group)
+        if has_head(self):
+            shard_layers(self.mtp.layers, group)
