@@ -33,8 +33,8 @@ class TextOptions:
           chooses the same token. Default: ``None``, the most likely token.
         logits_processors (List[LogitsProcessor], optional): A list of functions that take tokens and logits and return the
           processed logits. A function is called at every position of a window, including positions that are then rejected, and
-          for the drafts. With an object that may keep state (see ``mlx_mtp.core.sampling.processors``), there are no drafts, and
-          all processors are called once per token, in order. Default: ``None``.
+          for the drafts. With an object that may keep state (see ``mlx_mtp.core.sampling.processors``), there are no drafts,
+          and all processors are called once per token, in order. Default: ``None``.
         stop_sequences (StopSequences, optional): In batches, mlx-lm's stop sequences. Default: ``None``, the generator's.
         num_draft_tokens (Union[int, str, Depth], optional): The number of tokens to draft in a step, 0 to 8. ``"auto"`` chooses
           the fastest number at each step, see ``mlx_mtp.Depth``. The model keeps the times of steps for later generations; pass

@@ -29,9 +29,7 @@ class MTPModel(Fingerprinted):
     vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
     shifts_norms = True  # whether checkpoints may store norms with or without 1
     head_acceptance: float | None = None  # of first drafts on built-in text, set by ``mlx_mtp.load``
-    fetched_head: Any = (
-        None  # the ``checkpoint.heads.originals.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
-    )
+    fetched_head: Any = None  # the ``heads.originals.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
 
     def __init__(self, args: Any):
         super().__init__(args)  # type: ignore[call-arg]
