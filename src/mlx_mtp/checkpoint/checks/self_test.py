@@ -114,17 +114,17 @@ def _run(model: Any, bar: Any) -> SelfTest:
     heads = next(layer.self_attn for layer in model.layers if not layer.is_linear)
     try:
         model.drafting.attention_rows = 0
-        whole = rows.run(model, window, record=True)
+        whole = rows.run(model, window, n_confirmed=1)
         mx.eval(whole)
         bar.update()
         compiled = max(_compiled_difference(model, rows, window[:, :n]) for n in (1, kept + 2))
         sizes = heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
         model.drafting.attention_rows = group_size(window.size, *sizes)
-        grouped = rows.run(model, window, record=True)
+        grouped = rows.run(model, window, n_confirmed=1)
         mx.eval(grouped)
         bar.update()
         model.drafting.attention_rows = 0
-        rows.run(model, window[:, : kept + 2], record=True)
+        rows.run(model, window[:, : kept + 2], n_confirmed=1)
         rows.commit([kept])
         prefilled = _prefilled(model, mx.concatenate([prompt[None], window[:, :kept]], axis=1))
         after, fresh = (each.run(model, window[:, kept : kept + 1]) for each in (rows, prefilled))
@@ -144,7 +144,7 @@ def _run(model: Any, bar: Any) -> SelfTest:
 
 
 def _compiled_difference(model: Any, rows: Rows, window: mx.array) -> float:
-    return _difference(*(rows.run(model, window, record=window.size > 1, compiler=c) for c in (Compiler(), None)))
+    return _difference(*(rows.run(model, window, n_confirmed=1, compiler=c) for c in (Compiler(), None)))
 
 
 def _difference(a: mx.array, b: mx.array) -> float:
@@ -232,6 +232,6 @@ def _pass_seconds(model: Any, B: int, n: int) -> float:
     rows = _prefilled(model, windows)
     for _ in range(N_TIMES):
         before = perf_counter()
-        mx.eval(rows.run(model, windows, record=True))
+        mx.eval(rows.run(model, windows, n_confirmed=1))
         times.append(perf_counter() - before)
     return min(times)
