@@ -103,6 +103,29 @@ def largest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
     return mx.take_along_axis(chosen, ids // BLOCK, axis=-1) * BLOCK + ids % BLOCK, values
 
 
+N_VALUES = 2**16  # of a type of 16 bits
+
+
+def nucleus(x: mx.array, top_p: float) -> mx.array:
+    """mlx-lm's ``apply_top_p`` (0.32.2) of log probabilities [B, V] in 16 bits, without a sort: by the counts of their values.
+
+    Equal values have one place in the order, so the mass above a token is that of the larger values.
+    """
+    rows = mx.arange(len(x), dtype=mx.uint32)[:, None] * N_VALUES
+    places = _places(mx.view(x, mx.uint16)).astype(mx.uint32)
+    counts = mx.zeros(len(x) * N_VALUES).at[(rows + places).flatten()].add(1.0).reshape(len(x), N_VALUES)
+    values = mx.view(_places(mx.arange(N_VALUES, dtype=mx.uint16)), x.dtype).astype(mx.float32)
+    mass = mx.where(counts > 0, counts * mx.exp(values), 0)  # [B, N_VALUES]
+    above = mx.cumsum(mass, axis=-1, inclusive=False)
+    n_kept = (above < top_p * (above[:, -1:] + mass[:, -1:])).sum(axis=-1, keepdims=True)  # of the values, [B, 1]
+    return mx.where(places < n_kept, x, -mx.inf)
+
+
+def _places(bits: mx.array) -> mx.array:
+    """The place of each floating-point number of 16 bits in descending order, given its bits; and its inverse."""
+    return mx.where(bits < N_VALUES // 2, N_VALUES // 2 - 1 - bits, bits)
+
+
 @dataclass(frozen=True)
 class Sampler:
     """mlx-lm's sampler with the same arguments, without a state. Samplers with equal arguments are equal."""
@@ -144,7 +167,7 @@ class Sampler:
         elif are_drafts:
             x = x - x.max(axis=-1, keepdims=True)  # logits may be too large for the exponentials of top-p
         if has_top_p:
-            x = apply_top_p(x, top_p)
+            x = nucleus(x, self.top_p) if x.itemsize == 2 and ids is None else apply_top_p(x, top_p)
         if self.min_p > 0:
             x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability > 0:
