@@ -207,13 +207,16 @@ def test_command_prints_and_writes_its_figures(capsys, tmp_path):
     first_layers(folder := shutil.copytree(TRAINED, tmp_path / "model"), 4)
     common = "--repeat", 1, "-m", 8, "--model", folder
     common += "--prompts", tmp_path / "p.txt", "--json", tmp_path / "b.json"
-    flags = ("--compare-depths", 1, "--context", 40, "--plot", tmp_path / "b.png")
+    flags = ("--compare-depths", 1, "--context", 40, "--plot", tmp_path / "b.png", "--prefill", 70, 90)
     _, out, _ = run_command(benchmark.main, capsys, *common, *flags)
     report = json.loads((tmp_path / "b.json").read_text())
     assert [r["run"] for r in report["results"][::2]] == [NO_DRAFTS, 1, NO_COPIES, AUTO]
     assert [r["prompt"] for r in report["results"]] == ["prompt_1", OVERALL] * 4
     assert {39 <= r["prompt_tokens"] <= 41 for r in report["results"]} == {True}
     assert all(f"{r['mtp_tps']:.1f}" in out for r in report["results"])
+    for n, p in zip((70, 90), report["prefill"], strict=True):
+        assert abs(p["prompt_tokens"] - n) <= 1
+        assert f"{p['prompt_tokens']:,}  {p['plain']:.2f}".split() in [line.split()[:2] for line in out.splitlines()]
     assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
     assert out.splitlines()[-1].startswith(f"auto: {report['results'][-1]['ratio']:.2f} times as fast as plain mlx-lm")
     assert report["machine"].keys() == {"chip", "device", "cores", "memory_gb", "os"}
@@ -248,6 +251,7 @@ def test_an_error_is_one_line_and_status_2(capsys):
         ("--context 9 10 --tune", "--tune takes one length"),
         ("--tune --compare-depths", "remove --compare-depths"),
         ("--tune --draft-vocab 0", "remove --draft-vocab"),
+        ("--prefill 1", "--prefill must be 2 or more tokens, not 1"),
         ("--tune --repeat 1", "--repeat 2 or more"),
         ("--model /no/such/model", "/no/such/model"),
     ):

@@ -23,7 +23,19 @@ from ..errors import MTPError
 from ..extras import require
 from ..files import check_target, write_atomic
 from . import tune
-from .measure import AUTO, COPIED, HEAD, NO_COPIES, NO_DRAFTS, OVERALL, Report, Result, loop_warning, measure
+from .measure import (
+    AUTO,
+    COPIED,
+    HEAD,
+    NO_COPIES,
+    NO_DRAFTS,
+    OVERALL,
+    Report,
+    Result,
+    loop_warning,
+    measure,
+    measure_prefill,
+)
 
 # Built-in sets of prompts, by the value of --prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -47,7 +59,8 @@ DETAILS: list[tuple[str, Callable[[Result], str]]] = [
     ("copies accepted", lambda r: f"{sum(r.copies_accepted)}/{sum(r.copied)}"),
     ("step/plain", lambda r: f"{r.tokens_per_step / r.ratio:.2f}"),  # which does not depend on the acceptance rate
 ]
-GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "tune", "json", "plot"), **SHARED_GROUPS}
+PREFILL = (2048, 8192)  # tokens
+GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "prefill", "tune", "json", "plot"), **SHARED_GROUPS}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -78,6 +91,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     context = "Lengthen each prompt to about N tokens (default: as it is), and measure each of several lengths."
     add("--context", type=int, nargs="+", default=[0], metavar="N", help=context)
+    prefill = "Also time the prefill of prompts of N tokens (without N: 2048 and 8192)."
+    add("--prefill", type=int, nargs="*", metavar="N", help=prefill)
     add_flags(parser, (*LOADING, "--pipeline"))
     add("--model", help=MODEL_HELP)
     # The head is always measured, without tuned settings by default.
@@ -110,6 +125,10 @@ def run(args: argparse.Namespace) -> None:
     for n in args.context:
         tokens = {prompt: prompts.encode(tokenizer, text, n) for prompt, text in read_texts(args).items()}
         reports.append(measure(model, tokens, runs, stop=tokenizer.eos_token_ids, name=name, **sizes))
+        if n == args.context[0] and args.prefill is not None:
+            text = next(iter(read_texts(args).values()))
+            long = (prompts.encode(tokenizer, text, size) for size in args.prefill or PREFILL)
+            reports[-1].prefill = [measure_prefill(model, prompt, args.repeat) for prompt in long]
         print(show(reports[-1]), end="\n\n" if several else "\n")
     if mx.distributed.init().rank() == 0:
         if args.json:
@@ -157,7 +176,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.repeat < 1:
         raise MTPError(f"repeat must be 1 or more, not {args.repeat}.")
     if args.tune:
-        for name in ("compare_depths", "plot", "draft_vocab", "mtp_bits", "draft_head_bits", "settings"):
+        for name in ("compare_depths", "prefill", "plot", "draft_vocab", "mtp_bits", "draft_head_bits", "settings"):
             if getattr(args, name) is not None:
                 raise MTPError(f"--tune chooses what to measure: remove {flag_of(name)}.")
         if args.repeat < 2:
@@ -168,6 +187,8 @@ def check_flags(args: argparse.Namespace) -> None:
     check_limits(vars(args), {"compare_depths": (1, MAX_DRAFT_TOKENS)})
     if min(args.context) < 0:
         raise MTPError(f"--context must be a number of tokens, not {min(args.context)}.")
+    if min(args.prefill or PREFILL) < 2:
+        raise MTPError(f"--prefill must be 2 or more tokens, not {min(args.prefill)}.")
     for flag in (flag for flag in ("tune", "plot") if len(args.context) > 1 and getattr(args, flag)):
         raise MTPError(f"--{flag} takes one length: give --context one number.")
     for file in (args.json, args.plot):
@@ -199,6 +220,11 @@ def show(report: Report) -> str:
     rates = [[f"  {r.run}", *(f"{a / d:.2f}" for a, d in zip(r.accepted, r.drafted))] for r in overall if r.drafted]
     if rates:
         lines += ["Acceptance rate of the head's drafts, by position", *table(rates), ""]
+    if report.prefill:
+        seconds = [["prefill", "plain, s", "mtp, s", "plain / mtp"]]
+        for p in report.prefill:
+            seconds.append([f"  {p.prompt_tokens:,}", f"{p.plain:.2f}", f"{p.mtp:.2f}", f"{p.plain / p.mtp:.2f}"])
+        lines += [*table(seconds), ""]
     differing = [f"{r.prompt} ({r.run})" for r in report.results if not r.identical and r.prompt != OVERALL]
     lines.append(
         f"Tokens differ from those of plain mlx-lm: {', '.join(differing)}"

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from itertools import zip_longest
 from typing import Any
@@ -91,6 +92,15 @@ class Result:
 
 
 @dataclass
+class Prefill:
+    """Seconds from the start to the first token of a prompt, the medians of the rounds."""
+
+    prompt_tokens: int
+    plain: float
+    mtp: float  # with the head's keys and values
+
+
+@dataclass
 class Report:
     model: str
     machine: dict[str, Any]  # the chip and other properties that affect the speed
@@ -100,6 +110,7 @@ class Report:
     needed_memory: float  # GB, estimated for the longest text
     repeated: dict[str, float]  # by prompt, see ``repeated_share``
     results: list[Result] = field(default_factory=list)
+    prefill: list[Prefill] = field(default_factory=list)
 
     def of(self, prompt: str) -> list[Result]:
         return [r for r in self.results if r.prompt == prompt]
@@ -142,6 +153,14 @@ def measure(
         for row, names in [*((p, [p]) for p in prompts), (OVERALL, [*prompts])]:
             report.results.append(summarize(row, run, sum(prompts[p].size for p in names), names, rounds))
     return report
+
+
+def measure_prefill(model: Any, prompt: mx.array, repeat: int) -> Prefill:
+    with wired_limit(model, [generation_stream]):
+        one = partial(generate, model, prompt, 2)
+        rounds = alternate([PLAIN, AUTO], [""], repeat, lambda _, run: one(run), model.ranks)
+    plain, mtp = (statistics.median(own["", run].first_token for own in rounds) for run in (PLAIN, AUTO))
+    return Prefill(prompt.size, plain, mtp)
 
 
 def generate(
