@@ -10,7 +10,7 @@ copies. "decoding" compares the times from the first token of a request to its l
 "cpu" what the server's process has taken, which a busy machine changes less. A version beside itself (the same folder twice)
 tells how precise the figures are.
 
-With ``--in-process`` there is no server: each version and mlx-lm generate the same texts in a process of that version, in turns.
+With ``--in-process`` there is no server: the versions take turns, each in its own process, beside mlx-lm on the same texts.
 """
 
 import json

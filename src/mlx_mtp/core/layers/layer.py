@@ -16,7 +16,7 @@ from mlx_lm.models.gated_delta import compute_g, normalize_qk
 from ..caches.indexed import NAMES, IndexedKVCache
 from ..caches.recurrent import RecurrentCache, Split, State, inputs_of_recurrence, recur
 from ..caches.rows import MixedKVRows
-from .passes import Pass, current_pass
+from .passes import MAX_WINDOW, Pass, current_pass
 
 # The routing of MLX 0.32.4, ``ScaledDotProductAttention::use_fallback`` in backend/metal/scaled_dot_product_attention.cpp.
 FEW = 8  # queries of the kernel for few queries
@@ -161,7 +161,9 @@ def recurrent_layer(
     qkv, z, a, b = delta.project(normed)
 
     conv_input = mx.concatenate([conv_state, qkv], axis=1)  # [B, K - 1 + T, C]
-    conv_state = mx.contiguous(conv_input[:, 1 - delta.conv_kernel_size :])
+    conv_state = conv_input[:, 1 - delta.conv_kernel_size :]
+    if T > MAX_WINDOW:  # a slice keeps the whole array alive
+        conv_state = mx.contiguous(conv_state)
     conv_out = nn.silu(delta.conv1d(conv_input))  # [B, T, C]
     q, k, v = (
         t.reshape(B, T, h, d)
