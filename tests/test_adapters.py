@@ -110,14 +110,14 @@ def one_by_one(adapter):
 
 
 def fused(adapter, transposed=False):
-    adapter.config["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter.config["target_parameters"] = ["0.mlp.experts.gate_up_proj", "0.mlp.experts.down_proj"]
     adapter.add_fused(f"{EXPERTS}.base_layer", "gate_up_proj", transposed)
     return adapter.add_fused(EXPERTS, "down_proj", transposed)
 
 
 def one_fused(parameter):
     def add(adapter):
-        adapter.config["target_parameters"] = [f"experts.{parameter}"]
+        adapter.config["target_parameters"] = [f"0.mlp.experts.{parameter}"]
         return adapter.add_fused(EXPERTS, parameter)
 
     return add
