@@ -240,7 +240,7 @@ REFUSED = {
         zero("none"),
         "no tensors for lm_head, which its config",
     ),
-    "twice": ({}, twice, r"has .*q_proj\.lora_A\.weight twice"),
+    "twice": ({}, twice, r"has .*q_proj\.lora_[AB]\.weight twice"),
     "another tower": (
         {},
         with_layer("audio_tower.layers.1.self_attn.q_proj"),

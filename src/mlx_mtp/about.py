@@ -17,7 +17,7 @@ from .checkpoint.checks.memory import needs_of_checkpoint
 from .checkpoint.checks.self_test import ensure_tested
 from .checkpoint.heads.acceptance import FLOOR
 from .checkpoint.heads.formats import check_head
-from .checkpoint.heads.originals import HEAD, check_quantization, fetched_heads, head_to_fetch
+from .checkpoint.heads.originals import HEAD, check_method, fetched_heads, head_to_fetch
 from .checkpoint.hub import cached_repositories, sizes_to_download
 from .checkpoint.load import DEMO, DEMO_NOTE, load
 from .checkpoint.output import dtype_name
@@ -114,7 +114,7 @@ def _model(name: str, dtype: str) -> Lines:
 
 def _remote(name: str, dtype: str, n_bytes: int) -> Lines:
     checkpoint, account = CheckpointReader(name), Account()
-    check_quantization(checkpoint)
+    check_method(checkpoint)
     needs, _ = needs_of_checkpoint(checkpoint, checkpoint, CONTEXT, dtype)
     yield "Needs", f"{needs} with a text of {CONTEXT} tokens"
     yield "Head", "its own" if checkpoint.head() else _to_fetch(name)

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from .. import prompts
 from ..checkpoint import settings
-from ..checkpoint.heads.originals import check_quantization, fetch_missing_head
+from ..checkpoint.heads.originals import check_method, fetch_missing_head
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
@@ -128,7 +128,7 @@ def read_texts(args: argparse.Namespace) -> dict[str, str]:
 
 def run_tune(args: argparse.Namespace) -> None:
     name = args.model or str(DEMO)
-    check_quantization(CheckpointReader(name))
+    check_method(CheckpointReader(name))
     checkpoint = fetch_checkpoint(name)
     if isinstance(args.mtp, str):
         heads = [fetch(args.mtp, None)]

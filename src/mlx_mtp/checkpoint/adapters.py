@@ -87,7 +87,7 @@ def with_adapter(model: Any, path: str) -> Any:
         adapted = (m for m in model.modules() if "lora_a" in m)
         if not is_changed and not any(m.scale and mx.any(m.lora_a) and mx.any(m.lora_b) for m in adapted):
             raise MTPError(
-                f"it changes nothing: {_some(weights) or 'it has no tensors'}" + " are zero." * bool(weights)
+                "it changes nothing: " + (f"{_some(weights)} are zero." if weights else "it has no tensors.")
             )
         return model.eval()
     except (AttributeError, KeyError, RuntimeError, TypeError) as e:  # mlx-lm checks only names and shapes
@@ -152,11 +152,10 @@ def _apply(model: Any, config: Config, weights: Mapping[str, mx.array], path: st
 def _targets(layers: Layers, config: Config, names: Sequence[str]) -> Iterator[str]:
     """The places of the layers that a config names, given the names of an adapter's updates: experts may be numbered."""
     prefix = names[0].removesuffix(_place(names[0])) if names else ""
-    only = config.get("layers_to_transform")
-    only = [only] if isinstance(only, int) else only
-    has_numbers = any(map(EXPERT.fullmatch, names))
+    only, has_numbers = config.get("layers_to_transform"), any(map(EXPERT.fullmatch, names))
     for place, (_, layer) in layers.items():
-        if only is not None and (number := re.match(r"layers\.(\d+)\.", place)) and int(number[1]) not in only:
+        number = re.match(r"layers\.(\d+)\.", place)
+        if only is not None and number and int(number[1]) not in ([only] if isinstance(only, int) else only):
             continue
         candidates = [place] if isinstance(layer, LAYERS[LoRALinear] + LAYERS[LoRAEmbedding]) else []
         if isinstance(layer, LAYERS[LoRASwitchLinear]):
@@ -201,8 +200,8 @@ def _updates(matrices: Mapping[str, Mapping[str, mx.array]], config: Config, lay
     experts: dict[str, dict[int, Update]] = {}
     for name, pair in matrices.items():
         if pair.keys() != {"A", "B"} or any(w.ndim != 2 for w in pair.values()):
-            half = [n for n, own in matrices.items() if own.keys() != {"A", "B"}] or [name]
-            raise MTPError(f"it does not have two matrices for {_some(half)}.")
+            wrong = [n for n, own in matrices.items() if own.keys() != {"A", "B"}] or [name]
+            raise MTPError(f"it does not have two matrices for {_some(wrong)}.")
         if found := FUSED.fullmatch(name):
             updates |= _of_fused_experts(found[1], _parameter(name, matrices, config), pair, config, layers)
         elif found := EXPERT.fullmatch(name):

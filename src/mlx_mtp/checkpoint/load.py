@@ -40,15 +40,7 @@ from .checks.self_test import ensure_tested
 from .config import Config, check_config, ends_of_text, loading_errors, mlx_lm_has, read_config, skeleton
 from .heads import formats as head_formats
 from .heads.acceptance import FLOOR, key_of, settle
-from .heads.originals import (
-    HEAD,
-    FetchedHead,
-    check_quantization,
-    fetch_missing_head,
-    fetch_tower,
-    fetched_before,
-    forget,
-)
+from .heads.originals import HEAD, FetchedHead, check_method, fetch_missing_head, fetch_tower, fetched_before, forget
 from .hub import WEIGHTS, fetch
 from .ngram_files import find_tables, open_tables
 from .output import naming
@@ -147,7 +139,7 @@ def load(
             mtp = False
         may_be_plain = not copy_drafts and ranks is None and (in_mlx_lm or not runs_here)
         is_plain = may_be_plain and not mtp
-        check_quantization(checkpoint)
+        check_method(checkpoint)
         stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
         checkpoint = _download(checkpoint, revision, mtp, is_plain, stage, check)
     if mtp == "cached":
@@ -162,7 +154,8 @@ def load(
     with raise_on_all(ranks):
         if is_plain:
             check(checkpoint, None, is_plain=True)
-            model, config = _load_files(checkpoint, model_config=own, trust_remote_code=trust_remote_code)
+            with _for_mlx_lm(checkpoint) as folder, loading_errors(name):
+                model, config = load_model(folder, True, model_config=own, trust_remote_code=trust_remote_code)
         else:
             source, fetched = _head_of(checkpoint, mtp)
             in_memory = check(checkpoint, source) and not lazy
@@ -333,23 +326,20 @@ def _load_model(
     changes = changes | {"mtp_num_hidden_layers": int(head is not None)}
     if head is not None:
         changes |= head_formats.quantization_beside(config, head.weights)
-    model, config = _load_files(
-        checkpoint,
-        strict=stage is None,
-        model_config=changes,
-        get_model_classes=lambda config: (Model, module.ModelArgs),
-        trust_remote_code=trust_remote_code,
-    )
+    with _for_mlx_lm(checkpoint) as folder, loading_errors(checkpoint.name):
+        model, config = load_model(
+            folder,
+            lazy=True,  # see ``evaluate``
+            strict=stage is None,
+            model_config=changes,
+            get_model_classes=lambda config: (Model, module.ModelArgs),
+            trust_remote_code=trust_remote_code,
+        )
     if stage is not None:
         model.model.pipeline(mx.distributed.init())
         if missing := sorted(dict(tree_flatten(model.parameters())).keys() - loaded):
             raise MTPError(f"{checkpoint.name} lacks the tensor {missing[0]}: download it again.")
     return model, config
-
-
-def _load_files(checkpoint: CheckpointReader, **options: Any) -> tuple[Any, Config]:
-    with _for_mlx_lm(checkpoint) as folder, loading_errors(checkpoint.name):
-        return load_model(folder, lazy=True, **options)  # see ``evaluate``
 
 
 @contextmanager

@@ -174,9 +174,9 @@ def usable_streams(program: str) -> Iterator[None]:
 def _flush(program: str) -> None:
     try:
         print(end="", flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as e:  # such as of a full disk
+    except OSError as e:
+        if isinstance(e, BrokenPipeError):
+            raise
         _drop(sys.stdout)
         with suppress(OSError):
             print(f"{program}: error: Standard output: {e.strerror}.", file=sys.stderr, flush=True)

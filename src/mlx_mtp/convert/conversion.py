@@ -21,7 +21,7 @@ from ..checkpoint import output
 from ..checkpoint.adapters import check_adapter
 from ..checkpoint.config import EXTRA_TENSORS, Config, check_config, read_json, text_config_of, with_ends
 from ..checkpoint.heads.formats import head_bits
-from ..checkpoint.heads.originals import check_quantization
+from ..checkpoint.heads.originals import check_method
 from ..checkpoint.hub import HEAD_FILE, fetch, first_line
 from ..checkpoint.load import find_vision, load
 from ..checkpoint.reader import CheckpointReader
@@ -104,7 +104,7 @@ def convert(
         if adapter_path is not None:
             check_adapter(adapter_path, "--adapter-path")
         checkpoint = CheckpointReader(hf_path, revision)
-        check_quantization(checkpoint)
+        check_method(checkpoint)
         print("[INFO] Loading")
         if (model_type := check_config(checkpoint.config, hf_path).get("model_type")) in BASES:
             raise MTPError(

@@ -5,7 +5,7 @@ from contextlib import suppress
 from ..checkpoint.config import Config, check_config, skeleton
 from ..checkpoint.heads.acceptance import key_of, known, shifted
 from ..checkpoint.heads.formats import check_head, first_tensor, has_raw_backbone, has_raw_head
-from ..checkpoint.heads.originals import check_quantization
+from ..checkpoint.heads.originals import check_method
 from ..checkpoint.ngram_files import find_tables, place_of
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, Tensor, Tensors, n_bytes
 from ..core.models import MODEL_TYPES, model_module
@@ -57,7 +57,7 @@ def _describe_head(checkpoint: CheckpointReader, head: Tensors) -> str:
 
 def _verdict(checkpoint: CheckpointReader) -> str:
     try:
-        check_quantization(checkpoint)
+        check_method(checkpoint)
         find_tables(skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name), checkpoint)
         check_head(checkpoint)
     except MTPError as e:

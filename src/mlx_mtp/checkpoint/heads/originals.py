@@ -106,7 +106,7 @@ def base_models(checkpoint: CheckpointReader) -> list[str]:
     return [base for base in (bases if isinstance(bases, list) else [bases]) if isinstance(base, str) and base]
 
 
-def check_quantization(checkpoint: CheckpointReader) -> None:
+def check_method(checkpoint: CheckpointReader) -> None:
     """Raise an MTPError for a model of this family in another program's quantization, with the model's 16-bit checkpoint."""
     config, names = checkpoint.config or {}, dict[str, str]()
     if config.get("model_type") not in MODEL_TYPES or (method := _quantization_of(checkpoint)) is None:
