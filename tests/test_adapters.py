@@ -13,7 +13,7 @@ from mlx_lm.models import llama
 
 import mlx_mtp
 from mlx_mtp.convert.__main__ import main as convert
-from tests.support.checkpoints import parameters, write, write_tiny
+from tests.support.checkpoints import make_adapter, parameters, write, write_tiny
 from tests.support.commands import run_command
 from tests.support.models import PACK, tiny_config, tiny_model
 from tests.support.profiles import LONG
@@ -110,14 +110,14 @@ def one_by_one(adapter):
 
 
 def fused(adapter, transposed=False):
-    adapter.config["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter.config["target_parameters"] = ["0.mlp.experts.gate_up_proj", "0.mlp.experts.down_proj"]
     adapter.add_fused(f"{EXPERTS}.base_layer", "gate_up_proj", transposed)
     return adapter.add_fused(EXPERTS, "down_proj", transposed)
 
 
 def one_fused(parameter):
     def add(adapter):
-        adapter.config["target_parameters"] = [f"experts.{parameter}"]
+        adapter.config["target_parameters"] = [f"0.mlp.experts.{parameter}"]
         return adapter.add_fused(EXPERTS, parameter)
 
     return add
@@ -188,7 +188,75 @@ def with_tensor(name, shape=(64,)):
     return lambda adapter: adapter.tensors.update({name: random(shape)})
 
 
+def named(*targets, **config):
+    return {"target_modules": [*targets], **config}
+
+
+def without(part):
+    """An update of q_proj without some tensors."""
+
+    def make(adapter):
+        adapter.add(f"{ATTENTION}.q_proj")
+        adapter.tensors = {name: w for name, w in adapter.tensors.items() if part not in name}
+
+    return make
+
+
+def zero(part):
+    def make(adapter):
+        adapter.add(f"{ATTENTION}.q_proj")
+        adapter.tensors |= {name: 0 * w for name, w in adapter.tensors.items() if part in name}
+
+    return make
+
+
+def twice(adapter):
+    adapter.add(f"{ATTENTION}.q_proj")
+    adapter.tensors |= {name.replace(".weight", ".default.weight"): w for name, w in adapter.tensors.items()}
+
+
 REFUSED = {
+    "no tensors": ({}, without(""), "changes nothing: it has no tensors"),
+    "zero": ({}, zero("lora_B"), r"changes nothing: .*q_proj.lora_A.weight, .*q_proj.lora_B.weight are zero"),
+    "scale zero": ({"lora_alpha": 0}, several, "changes nothing"),
+    "no B": ({}, without("lora_B"), "not have two matrices for .*q_proj"),
+    "a target lacks": (
+        named("q_proj", "o_proj"),
+        zero("none"),
+        r"no tensors for layers\.1\.self_attn\.o_proj, which its",
+    ),
+    "a target of a pattern lacks": (
+        {"target_modules": r".*self_attn\.[qk]_proj"},
+        zero("none"),
+        r"no tensors for layers\.1\.self_attn\.k_proj, which",
+    ),
+    "a layer lacks": (
+        named("up_proj"),
+        with_layer(f"{LAYER}.1.mlp.up_proj", b=(128, 4)),
+        r"no tensors for layers\.0\.mlp\.up_",
+    ),
+    "a saved layer lacks": (
+        named(modules_to_save=["lm_head"]),
+        zero("none"),
+        "no tensors for lm_head, which its config",
+    ),
+    "twice": ({}, twice, r"has .*q_proj\.lora_[AB]\.weight twice"),
+    "another tower": (
+        {},
+        with_layer("audio_tower.layers.1.self_attn.q_proj"),
+        "audio_tower.* is not a layer of the lang",
+    ),
+    "alpha pattern": (
+        {"alpha_pattern": {"q_proj(": 3}},
+        several,
+        r"alpha_pattern 'q_proj\(' .*not a regular expression",
+    ),
+    "rank pattern": ({"rank_pattern": {"[q": 3}}, several, r"rank_pattern '\[q' .*not a regular expression"),
+    "pattern of targets": (
+        {"target_modules": "(q_proj"},
+        several,
+        r"target_modules '\(q_proj' .*not a regular expression",
+    ),
     "DoRA": ({"use_dora": True}, several, "has use_dora, which is not supported: merge it into its model with peft"),
     "another variant": ({"use_qalora": True}, several, "has use_qalora"),
     "another method": ({"peft_type": "IA3"}, several, "has peft_type IA3"),
@@ -227,6 +295,47 @@ def test_what_cannot_be_applied_exactly_is_refused_in_a_sentence(config, change,
     assert (status, err.count("\n")) == (2, 1)
     assert re.search(f"The adapter {path} .*{message}", err)
     assert not (tmp_path / "out").exists()
+
+
+def lora(change):
+    def make(model, folder):
+        make_adapter(model, folder)
+        file, config = folder / "adapters.safetensors", json.loads((folder / "adapter_config.json").read_text())
+        weights = dict(mx.load(str(file)))
+        mx.eval(weights)
+        change(weights, config)
+        mx.save_safetensors(str(file), weights)
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+
+    return make
+
+
+def dropping(end):
+    return lora(lambda weights, _: [weights.pop(name) for name in [*weights] if name.endswith(end)])
+
+
+OWN = {
+    "no tensors": (dropping(""), r"lacks .*down_proj\.lora_a, .*down_proj\.lora_b, of layers that its config names"),
+    "no a": (dropping("lora_a"), r"lacks .*down_proj\.lora_a, of layers"),
+    "no b": (dropping("lora_b"), r"lacks .*down_proj\.lora_b, of layers"),
+    "zero": (lora(lambda w, _: w.update({n: 0 * x for n, x in w.items()})), "changes nothing: .*lora_a, .*lora_b are zero"),
+    "scale zero": (lora(lambda _, config: config["lora_parameters"].update(scale=0.0)), "changes nothing"),
+    "a layer lacks": (lora(lambda _, config: config.update(num_layers=2)), r"lacks .*layers\.0\.mlp\.down_proj\.lora_a"),
+    "no target": (
+        lora(lambda w, config: (w.clear(), config["lora_parameters"].update(keys=["other"]))), "it has no tensors"),
+    "all of a layer": (lora(lambda _, config: config.update(fine_tune_type="full")), "not an adapter parameter"),
+    "magnitudes": (lora(lambda _, config: config.update(fine_tune_type="dora")), r"lacks .*down_proj\.m, of layers"),
+    "no file": (lambda *x: (make_adapter(*x) / "adapters.safetensors").unlink(), "has no adapters.safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), OWN.values(), ids=OWN)
+def test_an_adapter_of_mlx_lm_is_complete_or_refused(make, message, tmp_path):
+    """Nothing that it lacks is drawn at random."""
+    make(folder := write_tiny(tmp_path / "model", "qwen3_5"), tmp_path / "adapter")
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as e:
+        mlx_mtp.load(str(folder), adapter_path=str(tmp_path / "adapter"))
+    assert "\n" not in str(e.value)
 
 
 def test_an_embedding_that_is_the_output_layer_is_not_adapted(tmp_path):

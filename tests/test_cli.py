@@ -56,6 +56,23 @@ def test_ends_in_silence_where_nobody_reads(monkeypatch, capsys, tmp_path, nobod
     assert (tmp_path / "errors").read_text() == ""
 
 
+STREAMS = {
+    "</dev/null >/dev/full": "Standard output: No space left on device.",
+    "<&-": "Standard input is closed: give /dev/null.",
+    "</dev/null >&-": "Standard output is closed: give /dev/null.",
+}
+
+
+@pytest.mark.parametrize(("streams", "message"), STREAMS.items(), ids=STREAMS)
+def test_a_stream_that_cannot_be_used_is_one_line(streams, message):
+    for command in (f"generate --model {TRAINED} --no-mtp -m 2", "models") if "full" in streams else ("models",):
+        done = subprocess.run(
+            ["bash", "-c", f"{sys.executable} -m mlx_mtp {command} {streams}"], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert done.stderr.endswith(f": error: {message}\n")
+
+
 def test_a_pipe_to_head_shows_no_error():
     """Nor does ``python -m mlx_mtp`` warn."""
     command = f"{sys.executable} -W error -m mlx_mtp generate --model {TRAINED} --no-mtp -m 20 | head -n 1"

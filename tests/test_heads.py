@@ -17,6 +17,7 @@ from mlx_mtp.checkpoint.heads import acceptance
 from mlx_mtp.checkpoint.heads.acceptance import PARTS
 from mlx_mtp.convert.__main__ import main as convert
 from mlx_mtp.convert.inspect import inspect
+from mlx_mtp.fit import fit
 from mlx_mtp.generate.__main__ import main as generate
 from tests.support import profiles
 from tests.support.checkpoints import (
@@ -367,6 +368,42 @@ def test_a_model_in_fp8_is_refused_before_its_weights_are_downloaded(hub, tmp_pa
     (tmp_path / "model" / "README.md").unlink()
     with pytest.raises(ValueError, match=r"use org/tiny, which has 16 bits"):
         loaded("org/tiny-FP8")
+
+
+CONTAINERS = {
+    "compressed-tensors (pack-quantized)": (
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "weight_packed"),
+    "compressed-tensors (nvfp4-pack-quantized)": (
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "weight_packed"),
+    "bitsandbytes (nf4)": ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, "weight.absmax"),
+    "modelopt (NVFP4)": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "weight_scale_2"),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128}, "qweight"),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, "qweight"),
+    "mxfp8": ({"quant_method": "mxfp8"}, "weight_scale"),
+    "FP8": ({"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}, "weight_scale_inv"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_another_quantization_is_refused_before_the_weights_are_downloaded(nested, hub, tmp_path, capsys):
+    for i, (name, (how, end)) in enumerate(CONTAINERS.items()):
+        folder = shutil.copytree(DATA / "dense", tmp_path / f"model-{i}")
+        edit(folder, lambda w, end=end: w.update({f"model.language_model.layers.0.mlp.up_proj.{end}": mx.zeros(3)}))
+        if nested:
+            configure(folder, text={"quantization_config": how})
+        else:
+            configure(folder, quantization_config=how)
+        hub.publish(model := f"org/tiny-{i}-AWQ-int4", folder)
+        message = (
+            f"{model} is in {name}, which mlx-lm does not load: use org/tiny-{i}, which has 16 bits, or a conversion"
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            loaded(model, False)
+        assert message in refusal(convert, capsys, "--hf-path", model, "--mlx-path", tmp_path / "out")
+        assert report(inspect(model))["--mtp"].startswith(message)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            fit(model, str(tmp_path / "out"), drafts=1)
+    assert hub.served[WEIGHTS] <= 6 * len(CONTAINERS) * HEADER_BYTES
 
 
 def test_a_head_in_fp8_is_grafted_and_fetched(hub, trained, measures, tmp_path):

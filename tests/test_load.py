@@ -22,6 +22,7 @@ from mlx_mtp.core.models.head_weights import EXPERT_PROJECTIONS, is_raw
 from tests.support import profiles
 from tests.support.bad_checkpoints import BAD
 from tests.support.checkpoints import (
+    INDEX,
     config_of,
     configure,
     copied,
@@ -155,10 +156,97 @@ def test_rejects_bad_checkpoints(spoil, error, message, loads_without, tmp_path)
     if loads_without:
         assert type(loaded(folder, mtp=False)).__module__ == "mlx_lm.models.qwen3_5"
     else:
-        with pytest.raises(Exception):  # noqa: B017, PT011 (mlx-lm's, whatever it is)
-            mlx_lm.load(str(folder))
+        if not (folder / INDEX).exists():  # which mlx-lm does not read
+            with pytest.raises(Exception):  # noqa: B017, PT011 (mlx-lm's, whatever it is)
+                mlx_lm.load(str(folder))
         with pytest.raises(error):
             loaded(folder, mtp=False)
+
+
+# The files of a model
+
+SHARDS = [f"model-{i}-of-00002.safetensors" for i in ("00001", "00002")]
+
+
+def sharded(tmp_path, files=SHARDS, index=None, others=None, removed=()):
+    """A converted model in two files with an index, or with ``index`` for it, beside ``others``. Returns (folder, model)."""
+    model, folder = tiny_model("qwen3_5", 3), tmp_path / "model"
+    tmp_path.mkdir(exist_ok=True)
+    weights = dict(sorted(parameters(model).items()))
+    write(folder, tiny_config("qwen3_5"), {}).joinpath("model.safetensors").unlink()
+    parts = [{name: weights[name] for name in [*weights][i::2]} for i in range(2)]
+    weight_map = index or {name: file for file, part in zip(files, parts) for name in part}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    for file, tensors in [*zip(files, parts), *(others or {}).items()]:
+        (folder / file).parent.mkdir(exist_ok=True)
+        mx.save_safetensors(str(folder / file), tensors)
+    for file in removed:
+        (folder / file).unlink()
+    return folder, model
+
+
+def of_another():
+    return parameters(tiny_model("qwen3_5", 4))
+
+
+def of_another_head():
+    return {name: w for name, w in of_another().items() if "mtp." in name}
+
+
+NOT_READ = "Not read, since the index of .*model does not name them: "
+STALE = "model.safetensors.index.json of .*model is not that of its files, which are complete: it is not used"
+READ = {  # what is wrong with the files, and the line
+    "another model's file": (dict(others={"model.safetensors": of_another}), NOT_READ + "model.safetensors."),
+    "another's raw file": (
+        dict(others={"model.safetensors": lambda: published(tiny_model("qwen3_5", 4), "qwen3_5")}),
+        NOT_READ + "model.safetensors.",
+    ),
+    "another's head": (dict(others={"model-mtp.safetensors": of_another_head}), NOT_READ + "model-mtp.safetensors."),
+    "another's head, which mlx-lm does not load": (dict(others={"mtp.safetensors": of_another_head}), None),
+    "other names": (
+        dict(files=["a/weights.safetensors", "b.safetensors"], others={"model.safetensors": of_another}),
+        NOT_READ + "model.safetensors.",
+    ),
+    "index of other files": (dict(index={"a.weight": "gone.safetensors"}), STALE),
+    "index of other tensors": (dict(index=dict.fromkeys(["a.weight"], SHARDS[0])), STALE),
+    "index of one file": (dict(index={"language_model.model.embed_tokens.weight": SHARDS[0]}), STALE),
+}
+
+
+@pytest.mark.parametrize(("how", "line"), READ.values(), ids=READ)
+def test_the_files_that_the_index_names_are_the_models(how, line, tmp_path, caplog):
+    """In loading with and without the head, in conversions and in grafts; one line names others."""
+    others = {file: tensors() for file, tensors in how.get("others", {}).items()}
+    folder, model = sharded(tmp_path, **how | {"others": others})
+    want = parameters(model)
+    assert not differing(parameters(loaded(folder)), want)
+    assert not differing(parameters(loaded(folder, False)), {n: w for n, w in want.items() if "mtp." not in n})
+    mlx_mtp.convert(str(folder), str(tmp_path / "out"))
+    assert not differing(parameters(loaded(tmp_path / "out")), want)
+    mlx_mtp.convert(str(folder), str(tmp_path / "graft"), graft_mtp_from=str(folder), skip_check=True)
+    assert not differing(parameters(loaded(tmp_path / "graft")), want)
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == (line is not None)
+    assert all(re.search(line, text) for text in lines)
+
+
+@pytest.mark.parametrize("mtp", [True, False, "cached"])
+def test_all_files_that_are_missing_are_named(mtp, tmp_path):
+    """Also beside a complete model if one of its own files is there."""
+    for others, removed in (({}, SHARDS), ({"model-mtp.safetensors": of_another_head()}, SHARDS)):
+        folder, _ = sharded(tmp_path / str(len(others)), others=others, removed=removed)
+        with pytest.raises(FileNotFoundError, match=f"lacks {SHARDS[0]}, {SHARDS[1]}, which its index names"):
+            loaded(folder, mtp)
+    folder, _ = sharded(tmp_path / "one", others={"model.safetensors": of_another()}, removed=SHARDS[1:])
+    with pytest.raises(FileNotFoundError, match=f"lacks {SHARDS[1]}, which its index names"):
+        loaded(folder, mtp)
+
+
+def test_two_models_without_an_index_are_refused(tmp_path):
+    for i, other in enumerate((of_another(), published(tiny_model("qwen3_5", 4), "qwen3_5"))):
+        folder, _ = sharded(tmp_path / str(i), others={"model.safetensors": other}, removed=[INDEX])
+        with pytest.raises(ValueError, match=r"model-.* and model.* of .* both have .*: remove the file of the other"):
+            loaded(folder)
 
 
 @pytest.mark.parametrize("head_file", [False, True])
@@ -195,7 +283,7 @@ def test_warns_of_text_that_is_split_otherwise_than_in_training(mtp, monkeypatch
 
     loaded(DATA / "moe35", mtp)
     assert caplog.records == []
-    monkeypatch.setattr(loading if mtp else utils, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(loading, "load_tokenizer", load_tokenizer)
     loaded(DATA / "moe35", mtp)
     [record] = caplog.records
     assert re.search(r"transformers .* tokenizes differently from the tokenizer\.json of .*moe35", record.message)

@@ -6,6 +6,7 @@ from pkgutil import resolve_name
 from typing import NoReturn
 
 from ._version import __version__
+from .cli.display import usable_streams
 from .cli.parser import REMOVED
 
 COMMANDS = {
@@ -31,6 +32,11 @@ HELP = "\n".join(
 
 
 def main() -> None:
+    with usable_streams("mlx_mtp"):
+        _main()
+
+
+def _main() -> None:
     command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if command == "help" and len(sys.argv) > 1:
         command, sys.argv[1:] = sys.argv[1], ["--help"]

@@ -17,11 +17,11 @@ from .checkpoint.checks.memory import needs_of_checkpoint
 from .checkpoint.checks.self_test import ensure_tested
 from .checkpoint.heads.acceptance import FLOOR
 from .checkpoint.heads.formats import check_head
-from .checkpoint.heads.originals import HEAD, fetched_heads, head_to_fetch
-from .checkpoint.hub import WEIGHTS, cached_repositories, sizes_to_download
+from .checkpoint.heads.originals import HEAD, check_method, fetched_heads, head_to_fetch
+from .checkpoint.hub import cached_repositories, sizes_to_download
 from .checkpoint.load import DEMO, DEMO_NOTE, load
 from .checkpoint.output import dtype_name
-from .checkpoint.reader import CheckpointReader
+from .checkpoint.reader import CheckpointReader, files_to_fetch
 from .cli.display import one_line_errors, table
 from .cli.flags import MODEL_HELP, add_flags
 from .cli.parser import finish, parse
@@ -106,7 +106,7 @@ def _model(name: str, dtype: str) -> Lines:
     """The model's head and settings, and the verdict. Nothing but configs and headers is downloaded."""
     yield "Model", name if Path(name) != DEMO else DEMO_NOTE
     try:
-        missing = sizes_to_download(name, None, [WEIGHTS])
+        missing = sizes_to_download(name, None, files_to_fetch(CheckpointReader(name)))
         yield from _remote(name, dtype, sum(missing.values())) if missing else _local(name, dtype)
     except (MTPError, OSError) as e:
         yield "Verdict", f"no drafts: {' '.join(str(e).split())}"
@@ -114,6 +114,7 @@ def _model(name: str, dtype: str) -> Lines:
 
 def _remote(name: str, dtype: str, n_bytes: int) -> Lines:
     checkpoint, account = CheckpointReader(name), Account()
+    check_method(checkpoint)
     needs, _ = needs_of_checkpoint(checkpoint, checkpoint, CONTEXT, dtype)
     yield "Needs", f"{needs} with a text of {CONTEXT} tokens"
     yield "Head", "its own" if checkpoint.head() else _to_fetch(name)

@@ -11,10 +11,10 @@ import mlx.core as mx
 
 from .. import prompts
 from ..checkpoint import settings
-from ..checkpoint.heads.originals import fetch_missing_head
+from ..checkpoint.heads.originals import check_method, fetch_missing_head
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO, load
-from ..checkpoint.reader import fetch_checkpoint
+from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
 from ..cli.display import one_line_errors, table
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
@@ -147,6 +147,7 @@ def read_texts(args: argparse.Namespace) -> dict[str, str]:
 
 def run_tune(args: argparse.Namespace) -> None:
     name = args.model or str(DEMO)
+    check_method(CheckpointReader(name))
     checkpoint = fetch_checkpoint(name)
     if isinstance(args.mtp, str):
         heads = [fetch(args.mtp, None)]

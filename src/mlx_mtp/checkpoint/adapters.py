@@ -7,23 +7,26 @@ B [outputs, r]; that of an embedding is transposed. Experts are adapted one by o
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import load_adapters
 
 from ..core.models import BASES
-from ..errors import MTPError, MTPFileNotFoundError
+from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 from ..files import check_folder
 from .config import Config, read_json
+from .reader import PREFIX
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of peft
+CONFIG = "adapter_config.json"
+WEIGHTS, OWN_WEIGHTS = "adapter_model.safetensors", "adapters.safetensors"  # of peft, and of mlx-lm
+SHOWN = 6  # names in an error
 # Initializations that leave the base model as it is
 INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 VARIANTS = (
@@ -32,6 +35,7 @@ VARIANTS = (
 )  # fmt: skip
 MATRIX = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 EXPERT = re.compile(r"(.+\.mlp)\.experts\.(\d+)\.(\w+)")
+FUSED_INTO = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 FUSED = re.compile(r"(.+\.mlp)\.experts(\.base_layer)?")
 LAYERS: dict[Any, tuple[type[nn.Module], ...]] = {
     LoRALinear: (nn.Linear, nn.QuantizedLinear),
@@ -53,6 +57,8 @@ def check_adapter(path: str, name: str = "The adapter") -> None:
     """Raise an error that begins with a name, such as a flag's, for no folder, or an adapter of peft that is not supported."""
     check_folder(folder := Path(path), name)
     if not is_peft(folder):
+        if not (folder / OWN_WEIGHTS).exists():
+            raise MTPFileNotFoundError(f"The adapter {path} has no {OWN_WEIGHTS}, nor is it one of peft.")
         return
     config = read_json(folder / CONFIG)
     given = [key for key, value in config.items() if value and (key.startswith("use_") or key in VARIANTS)]
@@ -73,11 +79,16 @@ def is_peft(folder: Path) -> bool:
 
 def with_adapter(model: Any, path: str) -> Any:
     """Apply an adapter of ``mlx_lm.lora``, ``mlx_mtp fit`` or peft. Raises an MTPError if it does not fit the model."""
+    folder = Path(path)
     try:
-        if not is_peft(Path(path)):
-            return load_adapters(model, path).eval()
-        weights: Any = mx.load(str(Path(path) / WEIGHTS))
-        _apply(model, read_json(Path(path) / CONFIG), weights)
+        weights: Any = mx.load(str(folder / (WEIGHTS if is_peft(folder) else OWN_WEIGHTS)))
+        apply = _apply if is_peft(folder) else _apply_own
+        is_changed = apply(model, read_json(folder / CONFIG), weights, path)
+        adapted = (m for m in model.modules() if "lora_a" in m)
+        if not is_changed and not any(m.scale and mx.any(m.lora_a) and mx.any(m.lora_b) for m in adapted):
+            raise MTPError(
+                "it changes nothing: " + (f"{_some(weights)} are zero." if weights else "it has no tensors.")
+            )
         return model.eval()
     except (AttributeError, KeyError, RuntimeError, TypeError) as e:  # mlx-lm checks only names and shapes
         raise MTPError(f"The adapter {path} could not be loaded ({e!r}): was it trained for this model?") from e
@@ -85,33 +96,96 @@ def with_adapter(model: Any, path: str) -> Any:
         raise MTPError(f"The adapter {path} could not be loaded: {' '.join(str(e).split())}") from e
 
 
-def _apply(model: Any, config: Config, weights: Mapping[str, mx.array]) -> None:
+def _apply_own(model: Any, config: Config, weights: Mapping[str, mx.array], path: str) -> bool:
+    """Apply an adapter of mlx-lm, which draws numbers for tensors that it lacks. Return whether it changes whole weights."""
+    before: Any = dict(tree_flatten(model.parameters()))
+    model.freeze()  # as it was trained: the adapter has what is trainable
+    load_adapters(model, path)
+    is_full = config.get("fine_tune_type") == "full"
+    for layer in model.layers[-max(config["num_layers"], 0) :] if is_full else ():
+        layer.unfreeze()
+    trained: Any = dict(tree_flatten(model.trainable_parameters()))
+    if lacks := trained.keys() - weights.keys():
+        raise MTPError(f"it lacks {_some(lacks)}, of layers that its config names.")
+    model.unfreeze()
+    return is_full and any(not mx.array_equal(w, before[name]) for name, w in weights.items())
+
+
+def _some(names: Iterable[str]) -> str:
+    first = sorted(names)
+    return ", ".join(first[:SHOWN]) + f" and {len(first) - SHOWN} more" * (len(first) > SHOWN)
+
+
+def _apply(model: Any, config: Config, weights: Mapping[str, mx.array], path: str) -> bool:
+    """Apply an adapter of peft. Return whether it changes whole weights."""
     if getattr(model, "model_type", None) in BASES:
         raise MTPError("the model is packed. Use its base model.")
     layers: Layers = {_place(path): (path, layer) for path, layer in model.named_modules() if "mtp." not in path}
     changed: Layers = {}
     matrices: dict[str, dict[str, mx.array]] = {}
+    seen = set[str]()
     for name, w in weights.items():
         name = name.removeprefix("base_model.model.").replace(".modules_to_save", "").replace(".default", "")
+        if (place := _place(name.removesuffix(".weight"))) in seen:
+            raise MTPError(f"it has {name} twice.")
+        seen.add(place)
         if found := MATRIX.fullmatch(name):
             matrices.setdefault(found[1], {})[found[2]] = w
         else:
             base = name.removesuffix(".weight").removesuffix(".base_layer")
             path, layer = _layer(layers, base)
             changed[_place(base)] = path, _replaced(layer, w, name)
-    for base, update in _updates(matrices, config, layers).items():
+    is_changed = any(not mx.array_equal(new.weight, layers[p][1].weight) for p, (_, new) in changed.items())
+    updates = _updates(matrices, config, layers)
+    given = {*changed, *map(_place, [*updates, *matrices])}
+    if lacks := {*_targets(layers, config, [*matrices])} - given:
+        raise MTPError(f"it has no tensors for {_some(lacks)}, which its config names.")
+    for base, update in updates.items():
         path, layer = _layer(layers | changed, base)
         changed[_place(base)] = path, _adapted(layer, update, base)
     if "embed_tokens" in changed and "lm_head" not in layers:
         raise MTPError("it changes the embedding, which is also the output layer of this model.")
     model.update_modules(tree_unflatten([*changed.values()]))
+    return is_changed
+
+
+def _targets(layers: Layers, config: Config, names: Sequence[str]) -> Iterator[str]:
+    """The places of the layers that a config names, given the names of an adapter's updates: experts may be numbered."""
+    prefix = names[0].removesuffix(_place(names[0])) if names else ""
+    only, has_numbers = config.get("layers_to_transform"), any(map(EXPERT.fullmatch, names))
+    for place, (_, layer) in layers.items():
+        number = re.match(r"layers\.(\d+)\.", place)
+        if only is not None and number and int(number[1]) not in ([only] if isinstance(only, int) else only):
+            continue
+        candidates = [place] if isinstance(layer, LAYERS[LoRALinear] + LAYERS[LoRAEmbedding]) else []
+        if isinstance(layer, LAYERS[LoRASwitchLinear]):
+            mlp, _, projection = place.partition("switch_mlp.")
+            if _matches(config, "target_parameters", f"{mlp}experts.{FUSED_INTO.get(projection, projection)}"):
+                yield place
+            candidates = [f"{mlp}experts.{e}.{projection}" for e in range(layer.num_experts * has_numbers)]
+        for candidate in candidates:
+            name = candidate if candidate == "lm_head" else prefix + candidate
+            is_target = _matches(config, "target_modules", name) and not _matches(config, "exclude_modules", name)
+            if is_target or _matches(config, "modules_to_save", name):
+                yield candidate
+
+
+def _matches(config: Config, key: str, name: str) -> bool:
+    """Whether a config has a name under a key: as a regular expression, or in a list by its end."""
+    rule = config.get(key) or ()
+    if isinstance(rule, str):
+        return _match(rule, name, key) is not None
+    return any(f".{name}".endswith(f".{end}") for end in rule)
+
+
+def _match(pattern: str, name: str, key: str, before: str = "") -> re.Match[str] | None:
+    with as_mtp_error(f"the {key} {pattern!r} of its config is not a regular expression", re.error):
+        return re.fullmatch(f"{before}(?:{pattern})", name)
 
 
 def _place(name: str) -> str:
     """The part of a layer's name that is the same in transformers and here."""
-    if "mtp." in name or "visual." in name:
-        return name
-    return name[name.find("layers.") :] if "layers." in name else name.rpartition(".")[2]
+    return PREFIX.sub("", name, 1)
 
 
 def _layer(layers: Layers, name: str) -> tuple[str, nn.Module]:
@@ -126,7 +200,8 @@ def _updates(matrices: Mapping[str, Mapping[str, mx.array]], config: Config, lay
     experts: dict[str, dict[int, Update]] = {}
     for name, pair in matrices.items():
         if pair.keys() != {"A", "B"} or any(w.ndim != 2 for w in pair.values()):
-            raise MTPError(f"it does not have two matrices for {name}.")
+            wrong = [n for n, own in matrices.items() if own.keys() != {"A", "B"}] or [name]
+            raise MTPError(f"it does not have two matrices for {_some(wrong)}.")
         if found := FUSED.fullmatch(name):
             updates |= _of_fused_experts(found[1], _parameter(name, matrices, config), pair, config, layers)
         elif found := EXPERT.fullmatch(name):
@@ -141,11 +216,12 @@ def _update(a: mx.array, b: mx.array, name: str, config: Config) -> Update:
     """An update with the scale of the config, where the first pattern that matches the name comes before the default."""
 
     def setting(key: str, patterns: str) -> float:
-        found = (n for pattern, n in (config.get(patterns) or {}).items() if re.match(rf"(.*\.)?({pattern})$", name))
+        own = (config.get(patterns) or {}).items()
+        found = (n for pattern, n in own if _match(pattern, name, patterns, r"(?:.*\.)?"))
         return float(next(found, config.get(key, 8)))
 
     r, alpha = setting("r", "rank_pattern"), setting("lora_alpha", "alpha_pattern")
-    if (a.shape[-2], b.shape[-1]) != (r, r):
+    if (a.shape[-2], b.shape[-1]) != (r, r) or not r:
         raise MTPError(f"its matrices for {name} have rank {a.shape[-2]}, and its config says {r:.0f}.")
     return Update(a, b, alpha / (math.sqrt(r) if config.get("use_rslora") else r))
 

@@ -129,7 +129,7 @@ def loading_errors(name: str) -> Iterator[None]:
     except (ValueError, RuntimeError) as e:
         if isinstance(e, OSError) or (isinstance(e, MTPError) and name in str(e)):
             raise
-        raise MTPError(f"{name} could not be loaded: {e}") from e
+        raise MTPError(f"{name} could not be loaded: {' '.join(str(e).split())[:500]}") from e
     except (AttributeError, KeyError, TypeError) as e:
         raise MTPError(f"{name} could not be loaded ({e!r}): is its config.json as it was published?") from e
 

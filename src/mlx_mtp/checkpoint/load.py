@@ -1,21 +1,22 @@
 """Load a checkpoint with its MTP head, or raise an error that explains the problem."""
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
 from ..core.distributed.calls import any_rank, from_rank_0, raise_on_all
 from ..core.models import MODEL_TYPES, model_module
+from ..core.models.head_weights import split_head
 from ..core.models.mixin import MTPModel
 from ..core.models.shard import check_shard
 from ..errors import MTPError
@@ -39,11 +40,12 @@ from .checks.self_test import ensure_tested
 from .config import Config, check_config, ends_of_text, loading_errors, mlx_lm_has, read_config, skeleton
 from .heads import formats as head_formats
 from .heads.acceptance import FLOOR, key_of, settle
-from .heads.originals import HEAD, FetchedHead, check_not_fp8, fetch_missing_head, fetch_tower, fetched_before, forget
-from .hub import fetch
+from .heads.originals import HEAD, FetchedHead, check_method, fetch_missing_head, fetch_tower, fetched_before, forget
+from .hub import WEIGHTS, fetch
 from .ngram_files import find_tables, open_tables
+from .output import naming
 from .part import Stage, divide, evaluate, make_ranks
-from .reader import CheckpointReader, is_tied, model_tensors
+from .reader import CheckpointReader, files_to_fetch, is_tied, model_tensors
 from .settings import cheapen_drafts, check_bits, find, machine
 from .settings import read as read_settings
 
@@ -137,7 +139,7 @@ def load(
             mtp = False
         may_be_plain = not copy_drafts and ranks is None and (in_mlx_lm or not runs_here)
         is_plain = may_be_plain and not mtp
-        check_not_fp8(checkpoint)
+        check_method(checkpoint)
         stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
         checkpoint = _download(checkpoint, revision, mtp, is_plain, stage, check)
     if mtp == "cached":
@@ -152,17 +154,15 @@ def load(
     with raise_on_all(ranks):
         if is_plain:
             check(checkpoint, None, is_plain=True)
-            with loading_errors(name):
-                model, tokenizer, config = mlx_lm.load(
-                    str(checkpoint.path), tokenizer_config, own, None, True, True, trust_remote_code=trust_remote_code
-                )
+            with _for_mlx_lm(checkpoint) as folder, loading_errors(name):
+                model, config = load_model(folder, True, model_config=own, trust_remote_code=trust_remote_code)
         else:
             source, fetched = _head_of(checkpoint, mtp)
             in_memory = check(checkpoint, source) and not lazy
             head = None if source is None else head_formats.read_head(source)
             model, config = _load_model(checkpoint, head, own, trust_remote_code, stage)
             open_tables(model, checkpoint, in_memory)
-            tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
+        tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
         model = model if adapter_path is None else with_adapter(model, adapter_path)
         is_cast = set_dtype(model, dtype, prefers_float16) and not lazy
         _complete(tokenizer, checkpoint)
@@ -210,7 +210,10 @@ def _download(
         check(checkpoint, checkpoint if mtp else None, is_plain=is_plain)
     with suppress(MTPError, OSError):  # the error is raised, or logged, when the head is read
         own = checkpoint.head_files if mtp in (True, "auto", "cached") else []
-    return CheckpointReader(name, folder=fetch(name, revision, *own, weights=files), needed=files)
+    folder = fetch(name, revision, *own, weights=files or files_to_fetch(checkpoint))
+    checkpoint = CheckpointReader(name, folder=folder, needed=files)
+    _ = checkpoint.model_map  # raises here, since nothing is loaded without the model's files
+    return checkpoint
 
 
 def _own_config(checkpoint: CheckpointReader, given: Config) -> Config:
@@ -272,7 +275,6 @@ def _head_of(checkpoint: CheckpointReader, mtp: bool | str) -> tuple[CheckpointR
         fetched = fetch_missing_head(checkpoint)
         mtp = True if fetched is None else str(fetched.folder)
     if isinstance(mtp, str):
-        _ = checkpoint.model_map  # checks the index
         return head_formats.fetch_drafter(mtp, checkpoint), fetched
     if mtp:
         head_formats.check_head(checkpoint)
@@ -324,9 +326,9 @@ def _load_model(
     changes = changes | {"mtp_num_hidden_layers": int(head is not None)}
     if head is not None:
         changes |= head_formats.quantization_beside(config, head.weights)
-    with loading_errors(checkpoint.name):
+    with _for_mlx_lm(checkpoint) as folder, loading_errors(checkpoint.name):
         model, config = load_model(
-            checkpoint.path,
+            folder,
             lazy=True,  # see ``evaluate``
             strict=stage is None,
             model_config=changes,
@@ -338,6 +340,21 @@ def _load_model(
         if missing := sorted(dict(tree_flatten(model.parameters())).keys() - loaded):
             raise MTPError(f"{checkpoint.name} lacks the tensor {missing[0]}: download it again.")
     return model, config
+
+
+@contextmanager
+def _for_mlx_lm(checkpoint: CheckpointReader) -> Iterator[Path]:
+    """A checkpoint's folder for mlx-lm, which reads every ``model*.safetensors``: one of links where others lie beside."""
+    files = sorted({file for file in split_head(checkpoint.model_map)[0].values() if checkpoint.has(file)})
+    if files == sorted(file.name for file in checkpoint.path.glob(WEIGHTS)):
+        yield checkpoint.path
+        return
+    links = {file.name: file for file in checkpoint.path.iterdir() if not file.match(WEIGHTS)}
+    links |= {f"model-{i}.safetensors": checkpoint.path / file for i, file in enumerate(files)}
+    with TemporaryDirectory() as name, naming(folder := Path(name), str(checkpoint.path)):
+        for link, file in links.items():
+            (folder / link).symlink_to(file.absolute())
+        yield folder
 
 
 def _vision_of(model: MTPModel, checkpoint: CheckpointReader, config: Config, may_fetch: bool) -> Vision | None:

@@ -114,7 +114,7 @@ def write_weights(
         if tensors:
             save(folder / file, tensors)
             weight_map.update(dict.fromkeys(tensors, file))
-    _link_files(receiver, folder, old=receiver.head_files if head else ())
+    _link_files(receiver, folder, {*linked.values()})
     metadata = receiver.read_json(INDEX_FILE).get("metadata", {}) if INDEX_FILE in receiver.files else {}
     if "total_size" in metadata:
         metadata["total_size"] = n_bytes(receiver.tensors(linked))
@@ -123,9 +123,9 @@ def write_weights(
     check_written(folder, head | tower, weight_map)
 
 
-def _link_files(source: CheckpointReader, folder: Path, old: Collection[str]) -> None:
-    """Link a checkpoint's weights and copy its other files, except existing files and those of an old head."""
-    for name in {*(name for name in source.files if "/" not in name), *source.head_files}.difference(old):
+def _link_files(source: CheckpointReader, folder: Path, weights: Collection[str]) -> None:
+    """Link these of a checkpoint's weights, and copy its other files. Existing files stay."""
+    for name in {name for name in source.files if "/" not in name and not name.endswith(".safetensors")}.union(weights):
         file, target = source.path / name, folder / name
         if not file.is_file() or target.exists():
             continue

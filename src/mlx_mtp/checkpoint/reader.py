@@ -4,15 +4,16 @@ On the hub, parts are read by HTTP range requests, all from the commit of the re
 among the model's tensors, in a file that the config or an index names, or in others.
 """
 
+import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from huggingface_hub import is_offline_mode, parse_local_safetensors_file_metadata, try_to_load_from_cache
 from huggingface_hub.errors import SafetensorsParsingError
@@ -22,13 +23,18 @@ from ..core.models.head_weights import MARKER, split_head
 from ..errors import MTPError, MTPFileNotFoundError
 from ..images.tower import split_tower
 from .catalog import resolve
-from .config import EXTRA_TENSORS, Config, canonical, parse_json
+from .config import EXTRA_TENSORS, Config, canonical, parse_json, text_config_of
 from .hub import WEIGHTS, check_format, check_path, commit_of, download, fetch, is_inside, list_files
 
+T = TypeVar("T")
 FLOATS = "F32", "F16", "BF16", "F8_E4M3"  # dtypes of tensors that are not quantized
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES = 100_000  # requested at first, enough for most headers
 DEPTH = 3  # of the folders in which a head may be
+PART = re.compile(r"\b(?:embed_tokens|lm_head|layers\.\d+)\.")  # in the name of a tensor
+PREFIX = re.compile(r"(?:model\.|language_model\.)*")  # which differs between layouts
+
+log = logging.getLogger(__name__)
 
 
 class Tensor(NamedTuple):
@@ -122,30 +128,44 @@ class CheckpointReader:
     def has(self, file: str) -> bool:
         return file in self.files if self.folder is None else (self.folder / file).exists()
 
-    @property
+    @cached_property
+    def index(self) -> dict[str, str]:
+        """The file of every tensor that the index names; empty without an index, or with that of other files."""
+        index = _read_index(self, INDEX_FILE) if INDEX_FILE in self.files else {}
+        if index and _is_stale(self, index):
+            _warn(f"{INDEX_FILE} of {self.name} is not that of its files, which are complete: it is not used.")
+            return {}
+        return index
+
+    @cached_property
     def model_files(self) -> list[str]:
-        """The files that mlx-lm loads."""
-        files = sorted(filter(_is_models, self.files))
+        """The files of the model: those that the index names or, without one, ``model*.safetensors``, as mlx-lm."""
+        named = {*self.index.values()}
+        absent = {file for file in named if not self.has(file)}
+        if missing := absent if self._needed is None else absent.intersection(self._needed):
+            raise _missing_files(self, missing, "index")
+        files = sorted(named - absent) or sorted(filter(_is_models, self.files))
         if not files:
             raise MTPFileNotFoundError(f"No safetensors found in {self.name}")
         return files
 
     @cached_property
-    def index(self) -> dict[str, str]:
-        return _read_index(self, INDEX_FILE) if INDEX_FILE in self.files else {}
-
-    @cached_property
     def model_map(self) -> dict[str, str]:
         """The file of every tensor, from the index, and in a folder or without an index from the headers, which are checked."""
-        named = set(self.index.values())
-        absent = {file for file in named if not self.has(file)}
-        if missing := sorted(absent if self._needed is None else absent.intersection(self._needed)):
-            raise _missing_file(self, missing[0], "index")
-        read = set() if self.folder is None and self.index else {*self.model_files, *named} - absent
-        found = {name: file for file in sorted(read) for name in self.header(file).tensors}
-        if lost := sorted(name for name, file in self.index.items() if file in read and name not in found):
+        found, places, files = dict(self.index), _places(self.index), self.model_files
+        read, indexed = [] if self.folder is None and self.index else files, {*places}
+        if lost := sorted(n for n, file in found.items() if file in read and n not in self.header(file).tensors):
             raise _lacking(self.name, lost[0])
-        return self.index | found
+        for file in read:
+            for place, name in _places({name: name for name in self.header(file).tensors}).items():
+                if (other := places.setdefault(place, file)) == file:
+                    found[name] = file
+                elif place not in indexed or not place.startswith("mtp."):  # mlx-lm takes any
+                    both = f"{other} and {file} of {self.name} both have {name}"
+                    raise MTPError(f"{both}: remove the file of the other model.")
+        if strays := _strays(self):
+            _warn(f"Not read, since the index of {self.name} does not name them: {', '.join(strays)}.")
+        return found
 
     @cached_property
     def head_map(self) -> dict[str, str]:
@@ -157,10 +177,11 @@ class CheckpointReader:
 
     @property
     def head_files(self) -> list[str]:
-        """The files of the head that mlx-lm does not load."""
-        if not any(file.endswith(".safetensors") and not _is_models(file) for file in self.files):
+        """The files of the head besides ``model*.safetensors`` of the model."""
+        models = {*filter(_is_models, self.model_files)}
+        if models.issuperset(file for file in self.files if file.endswith(".safetensors")):
             return []  # no header is read on the hub
-        return sorted({file for file in self.head_map.values() if not _is_models(file)})
+        return sorted({*self.head_map.values()} - models)
 
     def tensors(self, files: Mapping[str, str]) -> Tensors:
         """Describe tensors in these files. Raises an MTPError if a file lacks one that the index names."""
@@ -186,23 +207,23 @@ def _places_of_heads(checkpoint: CheckpointReader) -> Iterator[Mapping[str, str]
     if isinstance(extra, dict) and (named := extra.get("mtp_file")) is not None:
         _check_inside(named, "config.json", checkpoint.name)
         if not checkpoint.has(named):
-            raise _missing_file(checkpoint, named, "config")
+            raise _missing_files(checkpoint, [named], "config")
         yield dict.fromkeys(checkpoint.header(named).tensors, str(named))
     yield model_map
     for file in checkpoint.files:
         if file.endswith(".safetensors.index.json") and file != INDEX_FILE:
             place = _read_index(checkpoint, file)
             if MARKER in split_head(place)[1]:
-                for own in sorted({*place.values()}):
-                    if not checkpoint.has(own):
-                        raise _missing_file(checkpoint, own, file)
+                if missing := {own for own in place.values() if not checkpoint.has(own)}:
+                    raise _missing_files(checkpoint, missing, file)
                 yield place
     yield _in_unnamed_files(checkpoint)
 
 
 def _in_unnamed_files(checkpoint: CheckpointReader) -> dict[str, str]:
     """The files of a head's tensors that nothing names. Files whose names differ only in numbers belong together."""
-    files = [file for file in checkpoint.files if file.endswith(".safetensors") and not _is_models(file)]
+    others = {*checkpoint.model_files, *_strays(checkpoint)}
+    files = [file for file in checkpoint.files if file.endswith(".safetensors") and file not in others]
     groups: dict[str, list[str]] = {}
     for file in sorted(files, key=lambda file: ("mtp" not in file, file.count("/"), file)):
         groups.setdefault(re.sub(r"\d+", "", file), []).append(file)
@@ -232,9 +253,58 @@ def _read_index(checkpoint: CheckpointReader, file: str) -> dict[str, str]:
     return weights
 
 
+def _is_stale(checkpoint: CheckpointReader, index: Mapping[str, str]) -> bool:
+    """Whether an index does not describe the files beside it, which are complete: it is of files that they have replaced."""
+    named, models = {*index.values()}, {*filter(_is_models, checkpoint.files)}
+    text = text_config_of(config := checkpoint.config or {})
+    n_layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
+    n = sum(map(checkpoint.has, named))
+    if n not in (0, len(named)) or not isinstance(n_layers, int):
+        return False  # one of its files is missing
+    has_output = not {**config, **text}.get("tie_word_embeddings", True) or any("lm_head." in name for name in index)
+    parts = ["embed_tokens.", *["lm_head."] * has_output, *(f"layers.{i}." for i in range(n_layers))]
+
+    def names_in(files: Iterable[str]) -> set[str]:
+        return {name for file in files for name in checkpoint.header(file).tensors}
+
+    def is_complete(names: Collection[str]) -> bool:
+        found = {part for name in split_head(dict.fromkeys(names))[0] for part in PART.findall(name)}
+        return found.issuperset(parts)
+
+    if n:
+        names = {*index} if checkpoint.folder is None else names_in(named)
+        if index.keys() <= names and (models <= named or is_complete(names)):
+            return False
+    return is_complete(names_in(models))
+
+
+def _strays(checkpoint: CheckpointReader) -> list[str]:
+    """Files that mlx-lm would load as well, although the index does not name them. A head that it lacks is none."""
+    places, strays = _places(checkpoint.index), []
+    for file in {*filter(_is_models, checkpoint.files if places else ())}.difference(checkpoint.model_files):
+        own = {"": file}  # a damaged one
+        with suppress(MTPError):
+            own = _places(dict.fromkeys(checkpoint.header(file).tensors, file))
+        if any(name in places or not name.startswith("mtp.") for name in own):
+            strays.append(file)
+    return sorted(strays)
+
+
+def _places(names: Mapping[str, T]) -> dict[str, T]:
+    """Tensors by names that are the same in all layouts, except experts: a head's begin with ``mtp.``."""
+    backbone, head = split_head(names)
+    return {PREFIX.sub("", name, 1): x for name, x in backbone.items()} | {f"mtp.{n}": x for n, x in head.items()}
+
+
 def _is_models(file: str) -> bool:
     """Whether mlx-lm loads this file."""
     return fnmatch(file, WEIGHTS) and "/" not in file
+
+
+@cache
+def _warn(message: str) -> None:
+    """Warn once, whatever the number of readers of a checkpoint."""
+    log.warning(f"[WARNING] {message}")
 
 
 def _check_inside(file: object, named_by: str, name: str) -> None:
@@ -242,8 +312,9 @@ def _check_inside(file: object, named_by: str, name: str) -> None:
         raise MTPError(f"The {named_by} of {name} names the file {file!r}, which is not in its folder.")
 
 
-def _missing_file(checkpoint: CheckpointReader, file: str, named_by: str) -> MTPFileNotFoundError:
-    return MTPFileNotFoundError(f"{checkpoint.name} lacks {file}, which its {named_by} names: download it again.")
+def _missing_files(checkpoint: CheckpointReader, files: Iterable[str], named_by: str) -> MTPFileNotFoundError:
+    lacks = ", ".join(sorted(files))
+    return MTPFileNotFoundError(f"{checkpoint.name} lacks {lacks}, which its {named_by} names: download it again.")
 
 
 def _lacking(name: str, tensor: str) -> MTPError:
@@ -251,8 +322,8 @@ def _lacking(name: str, tensor: str) -> MTPError:
 
 
 def model_tensors(checkpoint: CheckpointReader) -> Tensors:
-    """Describe the tensors that mlx-lm loads."""
-    return {name: t for file in checkpoint.model_files for name, t in checkpoint.header(file).tensors.items()}
+    """Describe the tensors of the model, in the files that exist."""
+    return checkpoint.tensors({name: file for name, file in checkpoint.model_map.items() if checkpoint.has(file)})
 
 
 def is_tied(checkpoint: CheckpointReader) -> bool:
@@ -261,10 +332,17 @@ def is_tied(checkpoint: CheckpointReader) -> bool:
     return not any(name.removeprefix("language_model.").startswith("lm_head.") for name in names)
 
 
+def files_to_fetch(checkpoint: CheckpointReader) -> list[str]:
+    """The files of a model, to download. What a cache lacks is no error here: ``fetch`` tells why."""
+    if checkpoint.folder is None:
+        return checkpoint.model_files
+    return sorted({*checkpoint.index.values()}) or [WEIGHTS]
+
+
 def fetch_checkpoint(path_or_hf_repo: str, revision: str | None = None) -> CheckpointReader:
     """Fetch a checkpoint with all files of its head."""
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
-    folder = fetch(path_or_hf_repo, revision, *checkpoint.head_files)
+    folder = fetch(path_or_hf_repo, revision, *checkpoint.head_files, weights=files_to_fetch(checkpoint))
     return CheckpointReader(path_or_hf_repo, folder=folder)
 
 

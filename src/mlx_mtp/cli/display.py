@@ -5,9 +5,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import mlx.core as mx
 from tqdm import tqdm
@@ -115,11 +115,11 @@ def in_turn(runs: Sequence[T], i: int) -> list[T]:
 
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """A context that exits with one line and status 2 for an error that the user can mend, or 1 for the GPU's, with 130 after
-    Ctrl-C, and silently with 141 if the reader of the output has ended. Rank 0 prints, and others where it has no error.
+    """A context that exits with one line and status 2 for an error that the user can mend, or 1 for the GPU's, or 130 after
+    Ctrl-C. Rank 0 prints, and others where it has no error. The standard streams are those of ``usable_streams``.
     """
     group = mx.distributed.init()
-    with _silent_on_broken_pipe(), rank_0_prints():
+    with usable_streams(program), rank_0_prints():
         try:
             yield
         except BrokenPipeError:
@@ -127,6 +127,7 @@ def one_line_errors(program: str) -> Iterator[None]:
         except (MTPError, OSError) as e:
             if not is_mendable(e):
                 raise
+            _flush(program)  # it may be that of the output
             error = f"{program}: error: {' '.join(sentence(e).split())}"
             if group.rank() != 0:
                 time.sleep(OTHERS)  # an error of all ranks is printed once
@@ -152,18 +153,41 @@ def sentence(error: Exception) -> str:
 
 
 @contextmanager
-def _silent_on_broken_pipe() -> Iterator[None]:
+def usable_streams(program: str) -> Iterator[None]:
+    """A context that exits silently with 141 if the reader of the output has ended, and with one line and 1 if a standard
+    stream is closed, whose number the next file that is opened would get, or the output cannot be written.
+    """
+    for stream, name in ((sys.stdin, "input"), (sys.stdout, "output"), (sys.stderr, "error")):
+        if stream is None:
+            print(f"{program}: error: Standard {name} is closed: give /dev/null.", file=sys.stderr)
+            sys.exit(1)
     try:
         try:
             yield
         finally:
-            print(end="", flush=True)
+            _flush(program)
     except BrokenPipeError:
-        # Python flushes unwritten output again at exit.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere, stream.fileno())
+        _drop(sys.stdout, sys.stderr)
         sys.exit(BROKEN_PIPE)
+
+
+def _flush(program: str) -> None:
+    try:
+        print(end="", flush=True)
+    except OSError as e:
+        if isinstance(e, BrokenPipeError):
+            raise
+        _drop(sys.stdout)
+        with suppress(OSError):
+            print(f"{program}: error: Standard output: {e.strerror}.", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def _drop(*streams: TextIO) -> None:
+    """Drop the output to streams: Python writes what is left of it at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream.fileno())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ..checkpoint import output
 from ..checkpoint.adapters import check_adapter
 from ..checkpoint.config import EXTRA_TENSORS, Config, check_config, read_json, text_config_of, with_ends
 from ..checkpoint.heads.formats import head_bits
-from ..checkpoint.heads.originals import check_not_fp8
+from ..checkpoint.heads.originals import check_method
 from ..checkpoint.hub import HEAD_FILE, fetch, first_line
 from ..checkpoint.load import find_vision, load
 from ..checkpoint.reader import CheckpointReader
@@ -104,7 +104,7 @@ def convert(
         if adapter_path is not None:
             check_adapter(adapter_path, "--adapter-path")
         checkpoint = CheckpointReader(hf_path, revision)
-        check_not_fp8(checkpoint)
+        check_method(checkpoint)
         print("[INFO] Loading")
         if (model_type := check_config(checkpoint.config, hf_path).get("model_type")) in BASES:
             raise MTPError(
@@ -117,7 +117,7 @@ def convert(
             tokenizer_config={"trust_remote_code": trust_remote_code}, trust_remote_code=trust_remote_code,
             draft_vocab=0 if mtp else None,
         )  # fmt: skip
-        source = fetch(hf_path, commit or revision)
+        source = fetch(hf_path, commit or revision, weights=())
         if adapter_path is not None:
             print("[INFO] Fusing the adapter")
             fused = [(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]

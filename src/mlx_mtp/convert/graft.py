@@ -12,7 +12,7 @@ from ..checkpoint import output
 from ..checkpoint.config import Config, check_config, skeleton
 from ..checkpoint.heads.acceptance import FLOOR, Reading, best_of, key_of, known, measure_readings, told_by, with_ones
 from ..checkpoint.heads.formats import first_tensor, has_raw_head, load_tensors
-from ..checkpoint.heads.originals import check_not_fp8, copy_image_settings, copy_tensors, fitting_head, fitting_tower
+from ..checkpoint.heads.originals import check_method, copy_image_settings, copy_tensors, fitting_head, fitting_tower
 from ..checkpoint.hub import HEAD_FILE
 from ..checkpoint.load import load
 from ..checkpoint.reader import CheckpointReader, Tensors, fetch_checkpoint
@@ -35,7 +35,7 @@ def graft(
     name: str | None = None,  # in the card
 ) -> None:
     """Add the head, the vision encoder or both of an original to a conversion, whose weights are hard-linked or copied."""
-    check_not_fp8(CheckpointReader(model, revision))
+    check_method(CheckpointReader(model, revision))
     receiver = fetch_checkpoint(model, revision)
     config, origin = check_config(receiver.config, model), Config()
     head, tower = dict[str, mx.array](), dict[str, mx.array]()

@@ -5,7 +5,7 @@ from contextlib import suppress
 from ..checkpoint.config import Config, check_config, skeleton
 from ..checkpoint.heads.acceptance import key_of, known, shifted
 from ..checkpoint.heads.formats import check_head, first_tensor, has_raw_backbone, has_raw_head
-from ..checkpoint.heads.originals import check_not_fp8
+from ..checkpoint.heads.originals import check_method
 from ..checkpoint.ngram_files import find_tables, place_of
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, Tensor, Tensors, n_bytes
 from ..core.models import MODEL_TYPES, model_module
@@ -57,7 +57,7 @@ def _describe_head(checkpoint: CheckpointReader, head: Tensors) -> str:
 
 def _verdict(checkpoint: CheckpointReader) -> str:
     try:
-        check_not_fp8(checkpoint)
+        check_method(checkpoint)
         find_tables(skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name), checkpoint)
         check_head(checkpoint)
     except MTPError as e:
@@ -70,7 +70,7 @@ def _quantization(config: Config, embedding: Tensor | None) -> str:
     quantization = config.get("quantization") or config.get("quantization_config")
     if not quantization:
         return "not quantized" if embedding is None else f"not quantized ({embedding.dtype})"
-    if "bits" not in quantization:
+    if "group_size" not in quantization or "quant_method" in quantization:
         return f"quantized ({quantization.get('quant_method')})"
     own = sum(isinstance(value, dict) and "ngram_embedding" not in name for name, value in quantization.items())
     bits, mode = quantization["bits"], quantization.get("mode", "affine")

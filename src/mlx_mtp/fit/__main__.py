@@ -53,12 +53,10 @@ def main() -> None:
     parser = make_parser()
     with one_line_errors(parser.prog):
         args = vars(parse(parser))
-        comparison = fit(**args)
-    if comparison.is_better:
+        if not fit(**args).is_better:
+            print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)
+            sys.exit(1)
         print(f"[INFO] Next: `mlx_mtp chat --mtp --model {quote(args['mlx_path'])}`")
-    else:
-        print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from ..checkpoint.adapters import check_adapter
 from ..checkpoint.checks.dtype import AUTO, check_float16
 from ..checkpoint.config import Config, check_config, read_json
 from ..checkpoint.heads.formats import head_bits
-from ..checkpoint.heads.originals import fetch_missing_head
+from ..checkpoint.heads.originals import check_method, fetch_missing_head
 from ..checkpoint.load import load
 from ..checkpoint.output import atomic_directory, check_new, write_config, write_weights
 from ..checkpoint.part import evaluate
@@ -68,6 +68,7 @@ def fit(
         check_adapter(adapter_path, "--adapter-path")
     if work.exists():
         check_folder(work, "--cache-path")
+    check_method(CheckpointReader(model))
     checkpoint = fetch_checkpoint(model)
     source = checkpoint.path
     head = fetch_missing_head(checkpoint)  # not checked: the head may need the fit

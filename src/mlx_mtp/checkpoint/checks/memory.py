@@ -17,7 +17,7 @@ from ...images.tower import split_tower
 from ...memory import CHUNK, Account, Needs, Sizes, check_fits, size, sizes_of
 from ..catalog import published
 from ..config import check_config, skeleton
-from ..hub import WEIGHTS, sizes_to_download
+from ..hub import sizes_to_download
 from ..ngram_files import without_tables
 from ..reader import FLOATS, CheckpointReader, Tensors, model_tensors
 from .dtype import AUTO
@@ -44,7 +44,7 @@ def check_memory(
     if account is None:
         return bool(ngram_memory)
     if checkpoint.folder is None:
-        to_download = sizes_to_download(checkpoint.name, checkpoint.revision, [WEIGHTS]).values()
+        to_download = sizes_to_download(checkpoint.name, checkpoint.revision, checkpoint.model_files).values()
         if sum(to_download) <= account.left / 2:
             return bool(ngram_memory)  # it is checked after the download
     tensors, name = model_tensors(checkpoint), checkpoint.name

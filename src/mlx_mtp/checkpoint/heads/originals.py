@@ -42,6 +42,11 @@ MAX_STEPS = 4  # from a checkpoint to its base model
 PATIENCE = 5  # seconds to wait for the hub's answer about a head that the user has not asked for
 CARD = "README.md"
 WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
+# The ends of the names of tensors that are not quantized, or quantized by MLX
+ENDINGS = (".weight", ".bias", ".A_log", ".dt_bias", "_proj", ".scales", ".biases", ".signs")
+QUANTIZED = re.compile(  # in the name of a checkpoint
+    r"[-_](?:fp8|nvfp4|mxfp[48]|awq|gptq|bnb|int[48]|w\d+a\d+|[48]-?bit|quantized)(?![^-_])", re.IGNORECASE
+)
 CHUNK_BYTES = 16 << 20  # in a range request, which is repeated if it fails
 
 
@@ -101,27 +106,42 @@ def base_models(checkpoint: CheckpointReader) -> list[str]:
     return [base for base in (bases if isinstance(bases, list) else [bases]) if isinstance(base, str) and base]
 
 
-def check_not_fp8(checkpoint: CheckpointReader) -> None:
-    """Raise an MTPError for a model of this family in FP8 that mlx-lm does not load, with the model's 16-bit checkpoint."""
+def check_method(checkpoint: CheckpointReader) -> None:
+    """Raise an MTPError for a model of this family in another program's quantization, with the model's 16-bit checkpoint."""
     config, names = checkpoint.config or {}, dict[str, str]()
-    quantization = config.get("quantization_config")
-    if config.get("model_type") not in MODEL_TYPES or not isinstance(quantization, dict):
-        return
-    if quantization.get("quant_method") != "fp8" or quantization.get("scale_fmt") == "ue8m0":
+    if config.get("model_type") not in MODEL_TYPES or (method := _quantization_of(checkpoint)) is None:
         return
     with suppress(MTPError, OSError):  # the error is raised when the model is loaded
         names = split_head(checkpoint.model_map)[0]
-    if any(name.endswith("_scale_inv") and "ngram_embedding" not in name for name in names):
+    if any(not name.endswith(ENDINGS) and "ngram_embedding" not in name for name in names):
         base = base_in_16_bits(checkpoint)
         other = "its 16-bit base model" if base == BASE_MODEL else f"{base}, which has 16 bits"
-        raise MTPError(f"{checkpoint.name} is in FP8, which mlx-lm does not load: use {other}, or a conversion of it.")
+        raise MTPError(
+            f"{checkpoint.name} is in {method}, which mlx-lm does not load: use {other}, or a conversion of it."
+        )
+
+
+def _quantization_of(checkpoint: CheckpointReader) -> str | None:
+    """The method by which another program quantized a model, and its format, by the config or a file beside it."""
+    config, found = checkpoint.config or {}, None
+    for part in (config, text_config_of(config)):
+        found = found or (isinstance(part, dict) and part.get("quantization_config"))
+    for file in ("hf_quant_config.json", "quantize_config.json"):  # of ModelOpt and GPTQ
+        if not found and file in checkpoint.files:
+            own = checkpoint.read_json(file)
+            found = {"quant_method": "modelopt" if file[0] == "h" else "gptq", **(own.get("quantization") or own)}
+    if not isinstance(found, dict) or not (method := found.get("quant_method")):
+        return None
+    kind = next((found[key] for key in ("format", "quant_algo", "bnb_4bit_quant_type") if found.get(key)), None)
+    return "FP8" if method == "fp8" else f"{method} ({kind})" if kind else str(method)
 
 
 def base_in_16_bits(checkpoint: CheckpointReader) -> str:
     """The 16-bit checkpoint of a model by its card, config or name, or ``BASE_MODEL``."""
-    name = re.sub("[-_]fp8", "", checkpoint.name, flags=re.IGNORECASE)
-    named = [*base_models(checkpoint), *([name] if name != checkpoint.name else []), *_named(checkpoint)]
-    return next((base for base in named if "fp8" not in base.lower()), BASE_MODEL)
+    name = QUANTIZED.sub("", checkpoint.name)
+    is_there = Path(name).exists() or not Path(checkpoint.name).exists()
+    named = [*base_models(checkpoint), *([name] if is_there else []), *_named(checkpoint)]
+    return next((base for base in named if base != checkpoint.name and not QUANTIZED.search(base)), BASE_MODEL)
 
 
 class Part(NamedTuple):
