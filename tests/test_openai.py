@@ -76,6 +76,9 @@ def test_the_stream_helper_gets_usage_and_one_role_of_each_choice(client):
     with client.chat.completions.stream(**CHAT, extra_body=said("")) as stream:  # without text, it has a role
         message = stream.get_final_completion().choices[0].message
     assert (message.role, message.content) == ("assistant", None)
+    for text, stop in (("", None), ("So.", ["So"]), ("Hm.", None)):  # as OpenAI's: null beside calls only
+        body = said(text, thinking=text == "Hm.")
+        assert client.chat.completions.create(**CHAT, stop=stop, extra_body=body).choices[0].message.content == ""
 
 
 def test_progress_of_a_long_prompt_is_a_chunk_without_text():
