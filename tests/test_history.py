@@ -351,7 +351,7 @@ def test_an_answer_goes_on_with_reasoning_alone(prompts, path):
 
 def test_a_template_without_reasoning_continues_none(tmp_path):
     plain = Prompts(tmp_path / "model", template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ApiError, match="reasoning_content the chat template leaves out"):
+    with pytest.raises(ApiError, match="chat template has no reasoning_content"):
         plain.read(CHAT, messages=[user("q"), ALONE[CHAT][0]])
 
 

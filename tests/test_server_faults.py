@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from mlx_mtp.server import app as application
 from mlx_mtp.server.api.common import MAX_BIASES
 from mlx_mtp.server.app import MAX_BODY, parse_json, read_body
-from mlx_mtp.server.content_encoding import PIECE, Decoder, zstd
+from mlx_mtp.server.content_encoding import PIECE, zstd
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from tests.support.hostile_requests import attack
@@ -180,7 +180,7 @@ def test_the_reason_of_a_field_of_several_types():
 def test_a_message_of_the_user_is_not_continued():
     """A client may ask for what the server does, and no more."""
     assistant = {"role": "assistant", "content": "The answer is"}
-    assert ask(messages=[*ASK["messages"], assistant], continue_final_message=True).goes_on
+    assert ask(messages=[*ASK["messages"], assistant], continue_final_message=True).begun == "content"
     for messages in (ASK["messages"], [*ASK["messages"], {**assistant, "content": ""}]):
         with pytest.raises(ApiError, match="continue_final_message requires") as e:
             ask(messages=messages, continue_final_message=True)
@@ -351,9 +351,17 @@ def test_a_compressed_body_is_read_as_it_arrives(server, encoding):
 @pytest.mark.parametrize("encoding", CODINGS)
 def test_a_limit_counts_decoded_bytes_and_no_piece_is_larger(monkeypatch, encoding):
     bomb = CODINGS[encoding](bytes(5 * PIECE))
-    assert [len(piece) for piece in Decoder(encoding).add(bomb)][:5] == [PIECE] * 5
-    pieces, add = [], Decoder.add
-    monkeypatch.setattr(Decoder, "add", lambda self, data: (pieces.append(p) or p for p in add(self, data)))
+    pieces, decoded = [], application.decoded
+
+    async def note(*args):
+        async for piece in decoded(*args):
+            pieces.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(application, "decoded", note)
+    assert body_of(encoding, bomb) == bytes(5 * PIECE)
+    assert pieces[:5] == [PIECE] * 5
+    pieces.clear()
     monkeypatch.setattr(application, "MAX_BODY", 2 * PIECE)
     with pytest.raises(ApiError, match="larger than") as error:
         body_of(encoding, bomb, b"the rest of it")

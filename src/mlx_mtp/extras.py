@@ -1,6 +1,7 @@
 """The extras of the package, ``pip install 'mlx-mtp[server]'``: libraries that only some commands use."""
 
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 
 from .errors import MTPError
@@ -25,7 +26,6 @@ def require(extra: str, what: str) -> None:
 
 
 def _is_missing(name: str) -> bool:
-    try:
+    with suppress(ModuleNotFoundError):  # of its package
         return find_spec(name) is None
-    except ModuleNotFoundError:  # its package is missing
-        return True
+    return True

@@ -126,38 +126,26 @@ def read_pixels(
         raise MTPError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
     if (n := list(tokens).count(placeholder)) != len(images):
         raise MTPError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
-    sizes = sizes_of(images, reading)
-    n_tokens = n_pixels = 0
-    for i, size in enumerate(sizes, 1):
-        n_tokens += math.prod(vision.processor.grid(*size)) if size else 0
-        n_pixels += math.prod(size) if size else 0
+    n_tokens, n_pixels, sizes = 0, 0, dict[int, tuple[int, int]]()
+    for i, image in enumerate(images, 1):
+        with reading(i - 1):
+            size = sizes[i - 1] = size_of(image, _name(image, i))
+            n_tokens, n_pixels = n_tokens + math.prod(vision.processor.grid(*size)), n_pixels + math.prod(size)
         for count, maximum, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
             if maximum is not None and count > maximum:
                 many = f"The images up to number {i} have more than {maximum} {unit}"
                 raise MTPError(f"{many}: send fewer or smaller ones.")
     pixel_values: list[Any] = [None] * len(images)
     try:
-        for i, size in enumerate(sizes):
-            if size is not None:
-                before_each(vision.processor.nbytes_of(*size))
-                with reading(i):
-                    pixel_values[i] = vision.processor.preprocess_image(images[i], _name(images[i], i + 1))
+        for i, size in sizes.items():
+            before_each(vision.processor.nbytes_of(*size))
+            with reading(i):
+                pixel_values[i] = vision.processor.preprocess_image(images[i], _name(images[i], i + 1))
     except BaseException:
         pixel_values.clear()  # the traceback would keep them
         mx.clear_cache()
         raise
     return pixel_values
-
-
-def sizes_of(
-    images: Sequence[Any], reading: Callable[[int], AbstractContextManager[Any]]
-) -> list[tuple[int, int] | None]:
-    """The sizes of images, see ``read_pixels``."""
-    sizes: list[tuple[int, int] | None] = [None] * len(images)
-    for i, image in enumerate(images):
-        with reading(i):
-            sizes[i] = size_of(image, _name(image, i + 1))
-    return sizes
 
 
 def place_pixels(vision: Vision, tokens: Sequence[int], pixel_values: list[mx.array]) -> ImagePrompt:
@@ -210,5 +198,4 @@ def vision_of(model: Any) -> Vision:
 
 
 def _name(image: Any, i: int) -> str | None:
-    is_file = isinstance(image, Path) or (isinstance(image, str) and not is_data_url(image))
-    return None if is_file else f"Image {i}"
+    return None if isinstance(image, str | Path) and not is_data_url(str(image)) else f"Image {i}"

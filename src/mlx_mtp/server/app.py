@@ -35,16 +35,13 @@ from .api.common import Body
 from .api.completions import ChatBody, CompletionBody
 from .api.messages import MessagesBody
 from .api.responses import ResponsesBody
-from .content_encoding import ACCEPTED, Decoder
+from .content_encoding import ACCEPTED, decoded
 from .engine.models import DEFAULT
 from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
 from .request import ApiError, Request
 
-HEADERS = {  # of errors, by status
-    401: {"WWW-Authenticate": "Bearer"},
-    415: {"Accept-Encoding": ACCEPTED},
-    429: {"Retry-After": "2"},  # seconds
-}
+# The headers of errors, by status
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": ACCEPTED}, 429: {"Retry-After": "2"}}
 
 MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
 # Parsing and validation take microseconds for an object and less for other values, and block all threads. Brackets, braces and
@@ -210,19 +207,14 @@ class Endpoints:
 
 async def read_body(http: HTTPRequest) -> bytearray:
     """Read and decode a body; an ApiError if it is too large, slow, incomplete or in another encoding."""
-    raw, n, chunks = bytearray(), 0, http.stream()
+    raw, chunks = bytearray(), http.stream()
     try:
         async with asyncio.timeout(BODY_TIMEOUT):
             try:
-                decoder = Decoder(",".join(http.headers.getlist("Content-Encoding")))
-                async for chunk in chunks:
-                    n += len(chunk)
-                    for piece in decoder.add(chunk):
-                        raw += piece
-                        if max(n, len(raw)) > MAX_BODY:
-                            raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
-                        await asyncio.sleep(0)  # between two pieces, other requests go on
-                decoder.finish()
+                async for piece in decoded(chunks, ",".join(http.headers.getlist("Content-Encoding"))):
+                    raw += piece
+                    if len(raw) > MAX_BODY:
+                        raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
             except ApiError:
                 raw.clear()
                 async for _ in chunks:  # a client reads the answer after it has sent all

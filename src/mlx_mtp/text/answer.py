@@ -23,24 +23,15 @@ Event = Reasoning | tool_calls.Event
 
 
 class Answer:
-    """Converts the tokens of one answer into events. Stop words end its text, but not its reasoning and calls. ``goes_on``:
-    it continues a text, and so its first line breaks are its own.
-    """
+    """Converts the tokens of one answer into events. Stop words end its text, but not its reasoning and calls."""
 
-    def __init__(
-        self,
-        reader: "QwenReader",
-        stop_words: list[str],
-        is_chat: bool = True,
-        one_call: bool = False,
-        goes_on: bool = False,
-    ):
+    def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool = True, one_call: bool = False):
         self.reader, self.one_call = reader, one_call
         self.stop = _StopWords(stop_words)
         self.tokens = TextTokens()
         self.has_ended = False  # with a stop word or a call
         self.n_calls = 0
-        self._reasoning, self._text = _LineBreaks(skips=not goes_on), _LineBreaks(holds=is_chat)
+        self._reasoning, self._text = _LineBreaks(skips=True), _LineBreaks(holds=is_chat)
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
         """Add the next token, by the characters that it completes, and the finish reason of the last one, "stop" or "length".
@@ -335,8 +326,9 @@ def make_answer(
     schemas = None
     if tools and tokenizer.has_tool_calling:
         schemas = {function["name"]: function.get("parameters") for function in functions_of(tools)}
-    reader = QwenReader(think_marks(tokenizer), in_reasoning, schemas, patience)
-    return Answer(reader, stop_words, one_call=one_call, goes_on=goes_on)
+    answer = Answer(QwenReader(think_marks(tokenizer), in_reasoning, schemas, patience), stop_words, one_call=one_call)
+    answer._reasoning.skips = not goes_on  # the first line breaks of reasoning that goes on are its own
+    return answer
 
 
 def think_marks(tokenizer: Any) -> tuple[str, str] | None:

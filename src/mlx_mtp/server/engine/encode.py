@@ -15,7 +15,8 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ...checkpoint.settings import Sampling
 from ...errors import MTPError, as_mtp_error
-from ...images.prompt import CUT, LEFT_OUT, MARK, encode_marked, leave_out, place_pixels, read_pixels, sizes_of
+from ...images.open import size_of
+from ...images.prompt import CUT, LEFT_OUT, MARK, encode_marked, leave_out, place_pixels, read_pixels
 from ...images.vision import Vision
 from ...memory import Account, size
 from ...text.answer import ends_in_reasoning, think_marks
@@ -140,9 +141,11 @@ def count_tokens(tokenizer: BoundedTokenizer, request: Request, options: Options
     """The number of tokens of a chat's prompt, which may be longer than the context."""
     with _errors_of(request):
         text, _ = _render(tokenizer, request, options)
-        sizes = sizes_of(request.images, partial(_reading, request))
-        grids = [_vision_of(tokenizer).processor.grid(*size) for size in sizes if size is not None]
-        return tokenizer.count(leave_out(text, sizes)) + sum(math.prod(grid) - 1 for grid in grids)
+        grids: list[Any] = [None] * len(request.images)
+        for i, image in enumerate(request.images):
+            with _reading(request, i):
+                grids[i] = _vision_of(tokenizer).processor.grid(*size_of(image, f"Image {i + 1}"))
+        return tokenizer.count(leave_out(text, grids)) + sum(math.prod(grid) - 1 for grid in filter(None, grids))
 
 
 @contextmanager
@@ -177,29 +180,25 @@ def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> 
     elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
         raise ApiError(400, "The model does not write tool calls in Qwen's formats: use mlx_lm.server.", param="tools")
     prefill = ""
-    variables = {**options.chat_template_args, **(request.args.chat_template_kwargs or {})}
+    marks = [*tokenizer.control_tokens, *tokenizer.tags]
+    variables = {**options.chat_template_args, **_cut(request.args.chat_template_kwargs or {}, marks)}
     if begun == "reasoning_content" and variables.get("enable_thinking") is False:
         raise ApiError(400, "The answer would continue the last message, which is reasoning alone: turn thinking on.")
     if begun:
         prefill, messages[-1][begun] = messages[-1][begun], PREFILL
-    marks = [*tokenizer.control_tokens, *tokenizer.tags]
-    given = f" with {', '.join(variables)}" if variables else ""
-    with as_mtp_error(f"the chat template does not take these messages{given}"):
+    with as_mtp_error("the chat template does not take these messages"):
         text: str = tokenizer.apply_chat_template(
             _with_query(messages) if OPENING in str(tokenizer.chat_template) else messages,
             tools=_cut(request.shown_tools, marks),
             tokenize=False,
             add_generation_prompt=not begun,
-            **_cut(variables, marks),
+            **variables,
         )
         text = QUERY_TURN.sub("", text).replace(QUERY, "")
     if begun:
-        text, mark, _ = text.rpartition(PREFILL)
-        if not mark:
-            raise ApiError(
-                400, f"The answer would continue the last message, whose {begun} the chat template leaves out."
-            )
-        text += prefill
+        if PREFILL not in text:
+            raise ApiError(400, f"The answer would continue the last message, but the chat template has no {begun}.")
+        text = text[: text.rindex(PREFILL)] + prefill
     return text, ends_in_reasoning(text, think_marks(tokenizer), prefill)
 
 
@@ -255,10 +254,9 @@ def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int
 
 @contextmanager
 def _reading(request: Request, i: int) -> Iterator[None]:
-    """Read image i for a client that is there. One of an earlier turn that cannot be read is left out: the client would send it
-    with each further turn.
-    """
-    check_client(request)
+    """Read image i, unless the client has gone. One of an earlier turn may be broken: it is left out."""
+    if request.is_gone:
+        raise ApiError(400, "The client has disconnected.")
     try:
         yield
     except MTPError as e:
@@ -271,8 +269,3 @@ def _vision_of(tokenizer: BoundedTokenizer) -> Vision:
     if tokenizer.vision is None:
         raise ApiError(400, "The model takes no images: send text, or start the server with --images.")
     return tokenizer.vision
-
-
-def check_client(request: Request) -> None:
-    if request.is_gone:
-        raise ApiError(400, "The client has disconnected.")

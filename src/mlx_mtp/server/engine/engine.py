@@ -278,17 +278,10 @@ def _with_logprobs(delta: Delta, response: Response, n: int, tokenizer: Any) -> 
     tokens = mx.argpartition(-logprobs, kth=n - 1)[:n] if n > 0 else mx.zeros(0, mx.int32)
     tokens = mx.concatenate([mx.array([delta.token]), tokens.astype(mx.int32)])  # [1 + n]
     ids: Any = tokens.tolist()
-    likely, *top = (Likely(_bytes_of(tokenizer, i), value) for i, value in zip(ids, logprobs[tokens].tolist()))
+    decode = llguidance_tokenizer(tokenizer).decode_bytes  # without a byte 0xFF at the beginning, which no UTF-8 has
+    likely, *top = (Likely(decode([i]) or b"\xff", value) for i, value in zip(ids, logprobs[tokens].tolist()))
     top = sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)
     return replace(delta, likely=likely, top=top)
-
-
-def _bytes_of(tokenizer: Any, token: int) -> bytes:
-    """The bytes of a token. llguidance leaves out a first byte of 0xFF, by which it knows special tokens."""
-    vocabulary = llguidance_tokenizer(tokenizer)
-    is_special = vocabulary.is_special_token(token)
-    first = b"\xff" if is_special and token not in tokenizer.added_tokens_decoder else b""
-    return first + vocabulary.decode_bytes([token])
 
 
 class Clients:
