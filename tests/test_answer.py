@@ -123,6 +123,13 @@ def test_tools_are_refused_where_the_model_writes_calls_as_others_do():
     assert (e.value.status, e.value.param) == (400, "tools")
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_reasoning_that_goes_on_keeps_its_first_line_breaks(goes_on):
+    tokenizer = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>", has_tool_calling=False)
+    answer = make_answer(tokenizer, True, None, [], is_chat=True, one_call=False, goes_on=goes_on)
+    assert answer.step("\n\nSo", None)[0] == [Reasoning("\n\nSo" if goes_on else "So")]
+
+
 # The tokens of the text
 
 

@@ -319,6 +319,42 @@ def test_only_the_end_of_the_prompt_opens_the_reasoning(prompts, tmp_path, path)
         assert [p.read(path, **body).in_reasoning for p in (plain, prompts)] == [opens] * 2, text
 
 
+THOUGHT = "I should\n look `</think>` up, "
+ALONE = {
+    CHAT: [{"role": "assistant", "content": x, "reasoning_content": THOUGHT} for x in ("", None)]
+    + [{"role": "assistant", "reasoning": THOUGHT}],
+    MESSAGES: [{"role": "assistant", "content": [{"type": "thinking", "thinking": THOUGHT, "signature": "a"}]}],
+    RESPONSES: [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": THOUGHT}]}],
+}
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_an_answer_goes_on_with_reasoning_alone(prompts, path):
+    for last in ALONE[path]:
+        for first in ([user("q")], [user("q"), assistant("", A), result("a", "1")]):
+            body = body_of(path, *first)
+            next(iter(body.values())).append(last)
+            found = prompts.read(path, **body)
+            assert prompts.tokenizer.decode(found.tokens).endswith(f"{OPEN}<think>\n{THOUGHT}")
+            assert (found.in_reasoning, found.goes_on) == (True, True)
+        with pytest.raises(ApiError, match="turn thinking on") as error:
+            prompts.read(path, **body, enable_thinking=False)
+        assert error.value.status == 400
+        schema = {"type": "json_schema", "name": "a", "schema": {}, "json_schema": {"schema": {}}}
+        outputs = {
+            CHAT: {"response_format": schema},
+            MESSAGES: {"output_format": schema},
+            RESPONSES: {"text": {"format": schema}},
+        }
+        assert prompts.read(path, **body, **outputs[path]).in_reasoning  # the grammar begins after it
+
+
+def test_a_template_without_reasoning_continues_none(tmp_path):
+    plain = Prompts(tmp_path / "model", template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ApiError, match="chat template has no reasoning_content"):
+        plain.read(CHAT, messages=[user("q"), ALONE[CHAT][0]])
+
+
 # What is left out, and what is refused
 
 
@@ -341,7 +377,8 @@ def test_a_part_without_text_is_refused_in_the_question_only(prompts, caplog, pa
         assert (e.value.status, e.value.param) == (400, field)
         answered = [*history, {"role": "assistant", "content": "No."}, user("Then?")]
         caplog.clear()
-        assert "Then?" in prompts.text(path, **{field: answered})
+        text = prompts.text(path, **{field: answered})
+        assert ("Then?" in text, "[image left out]" in text) == (True, part is URL)
         (line,) = [r.getMessage() for r in caplog.records if "Left out of the prompt" in r.getMessage()]
         assert f"{field}[{len(history) - 1 if len(history) == 1 else 2}].content[0]" in line
 
@@ -350,10 +387,31 @@ def test_images_of_the_history_do_not_end_a_chat_with_a_model_that_takes_none(pr
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     seen = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]}
     history = [user("q"), {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]
-    assert responses("") in prompts.text(MESSAGES, messages=[*history, seen])
+    assert responses("[image left out]") in prompts.text(MESSAGES, messages=[*history, seen])
     assert "takes no images" in caplog.text
     with pytest.raises(ApiError, match="takes no images"):
         prompts.text(MESSAGES, messages=[*history, seen, {"role": "user", "content": [image]}])
+
+
+@pytest.mark.parametrize("item", [
+    {"content": "hi"}, {"type": "message", "content": "hi"}, {"role": "user", "text": "hi"}, {"text": "hi"},
+    {"role": None, "content": "hi", "id": None}, {"content": [{"type": "input_text", "text": "hi"}]},
+], ids=str)  # fmt: skip
+def test_what_can_only_be_a_message_of_the_user_is_one(prompts, item):
+    assert prompts.text(RESPONSES, input=[user("q"), item]) == turn("q") + turn("hi") + BEGINS
+
+
+@pytest.mark.parametrize("item", [
+    {}, {"id": "msg_1"}, {"type": "message"}, {"role": None}, {"name": "f", "arguments": "{}", "call_id": "1"},
+    {"call_id": "1", "output": "hi"}, {"content": "hi", "call_id": "1"}, {"summary": [{"type": "summary_text", "text": "hi"}]},
+    {"content": [{"type": "output_text", "text": "hi"}]}, {"content": [{"type": "tool_result", "content": "hi"}]},
+    {"content": "hi", "status": "completed"}, {"role": "assistant", "text": "hi"}, {"role": "user", "parts": [{"text": "hi"}]},
+    {"role": "developer", "message": "hi"},
+], ids=str)  # fmt: skip
+def test_an_item_that_would_vanish_is_refused_by_its_index(item):
+    with pytest.raises(ApiError, match=r"^input\[1\]: a message has ") as error:
+        read(RESPONSES, input=[user("q"), item])
+    assert (error.value.status, error.value.param) == (400, "input")
 
 
 def test_a_name_in_the_log_is_one_line(caplog):

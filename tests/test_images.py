@@ -12,6 +12,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -96,13 +97,22 @@ def test_files_and_data_urls(tmp_path):
         open_image(tmp_path / "missing.png")
     refused(tmp_path, "is not a file")
     text = base64.b64encode(bytes(range(256))).decode()
-    for url in ("data:image/png;base64," + text, "data:;base64," + text[:76] + "\r\n" + text[76:]):
-        assert decode_url(url) == bytes(range(256))
+    head = "data:image/png;base64,"
+    for url in (
+        head + text, "data:;base64," + text[:76] + "\r\n" + text[76:], f" \n{head} {text}\n", "DATA:IMAGE/PNG;BASE64," + text,
+        "data:image/png; charset=utf-8; Base64 ," + text, head * 2 + text, head + text.rstrip("="), head + text + "=",
+        head + text.replace("+", "-").replace("/", "_"), head + text.replace("+", "-"), head + quote(text, safe=""),
+        quote(head + text), quote(head + text, safe=""),
+    ):  # fmt: skip
+        assert decode_url(url) == bytes(range(256)), url[:40]
     for url, message in [
         ("https://example.com/a.png", "is not a data URL .* begins with 'https://example.com/'"),
         ("data:image/png;base64", "is not a data URL"),
         ("data:image/svg+xml,<svg/>", "without ;base64"),
-        *(("data:image/png;base64," + damaged, "is not valid base64") for damaged in ("AA$A", "AAA", "ÄÄÄÄ")),
+        *(
+            ("data:image/png;base64," + damaged, "is not valid base64")
+            for damaged in ("AA$A", "AAAAA", "ÄÄÄÄ", "AA==AA==", "AAAA,AAAA")
+        ),
     ]:
         with pytest.raises(ValueError, match=message) as e:
             decode_url(url)

@@ -2,13 +2,16 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 import openai
 import pytest
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_mtp.server.api.completions import ChatBody, ChatWriter
+from mlx_mtp.server.engine.engine import _with_logprobs
 from mlx_mtp.server.request import STARTED, Delta, Waiting
 from mlx_mtp.text.grammar import llguidance_tokenizer
 from mlx_mtp.text.tool_calls import Text
@@ -76,6 +79,9 @@ def test_the_stream_helper_gets_usage_and_one_role_of_each_choice(client):
     with client.chat.completions.stream(**CHAT, extra_body=said("")) as stream:  # without text, it has a role
         message = stream.get_final_completion().choices[0].message
     assert (message.role, message.content) == ("assistant", None)
+    for text, stop in (("", None), ("So.", ["So"]), ("Hm.", None)):  # as OpenAI's: null beside calls only
+        body = said(text, thinking=text == "Hm.")
+        assert client.chat.completions.create(**CHAT, stop=stop, extra_body=body).choices[0].message.content == ""
 
 
 def test_progress_of_a_long_prompt_is_a_chunk_without_text():
@@ -228,6 +234,18 @@ def test_one_answer_that_fails_fails_the_request(drafting):
     assert (status, content["error"]["param"]) == (400, "prompt")
     assert "1000000" in content["error"]["message"]
     drafting.until_idle()
+
+
+def test_the_bytes_of_each_token(demo):
+    """Also of a byte that no UTF-8 has."""
+    tokenizer, byte_of = demo[1], {c: b for b, c in bytes_to_unicode().items()}
+    words = {i: word for word, i in tokenizer.get_vocab().items() if i not in tokenizer.added_tokens_decoder}
+    logprobs = mx.array([float(-i) for i in range(tokenizer.vocab_size)])
+    n = 300  # all bytes are among the first tokens
+    delta = _with_logprobs(Delta([], 1, None), SimpleNamespace(logprobs=logprobs), n, tokenizer)
+    found = {round(-t.logprob): t.piece for t in delta.top}
+    assert [found[i] for i in words if i < n] == [bytes(byte_of[c] for c in words[i]) for i in words if i < n]
+    assert b"\xff" in found.values()
 
 
 # A last message of the assistant

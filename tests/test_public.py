@@ -215,7 +215,7 @@ def test_without_extras_and_in_any_order_of_imports():
     ways = ("import mlx_mtp", "from mlx_mtp import generate", "from mlx_mtp.generate import stream_generate")
     orders = ["\n".join([*order, USE]) for order in permutations(ways, 2)]
     calls = {
-        ("server",): "mlx_mtp server requires fastapi, uvicorn, pydantic, prometheus_client, llguidance: {server}",
+        ("server",): f"mlx_mtp server requires {', '.join(EXTRAS['server'])}: {{server}}",
         ("chat",): "mlx_mtp chat requires prompt_toolkit: {chat}",
         ("generate", "--json-schema", "{}"): "mlx_mtp generate: error: --json-schema requires fastapi",
         ("benchmark", "--compare-depths", "--plot", "x.png"): "error: A plot requires matplotlib: {plot}",

@@ -1,19 +1,24 @@
 """Invalid input: each is answered in OpenAI's error format, and a valid request after all of it as one before. Limits."""
 
+import asyncio
+import gzip
 import json
 import re
 import socket
 import threading
+import zlib
 from functools import cache
 from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
+from starlette.requests import Request as HTTPRequest
 from starlette.testclient import TestClient
 
 from mlx_mtp.server import app as application
 from mlx_mtp.server.api.common import MAX_BIASES
-from mlx_mtp.server.app import MAX_BODY, parse_json
+from mlx_mtp.server.app import MAX_BODY, parse_json, read_body
+from mlx_mtp.server.content_encoding import PIECE, zstd
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from tests.support.hostile_requests import attack
@@ -66,7 +71,10 @@ def schema(schema) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "a", **schema}}
 
 
-NOT_OF_CLIENTS = "padding", "max_length", "return_tensors", "tokenize", "tools", "documents", "messages", "self"
+NOT_OF_CLIENTS = (
+    "namespace range raise_exception strftime_now padding max_length return_tensors tokenize tools documents "
+)
+NOT_OF_CLIENTS += "messages self"
 UNSUPPORTED = (
     "allowed_token_ids prompt_logprobs bad_words echo suffix best_of modalities audio web_search_options structured_outputs "
     "guided_choice grammar continue_final_message tool_choice enable_thinking reasoning_effort functions function_call "
@@ -121,7 +129,7 @@ INVALID = {
         role_mapping=[[1], {"user": "a" * 10_000}],
         chat_template_kwargs=["x", {"a": [1]}, {"a": "a" * 10_000}, {"a": 10**100}, {"a b": 1}]
         + [{f"a{i}": i for i in range(100)}, {"chat_template": "{% for i in range(99999) %}{% endfor %}"}]
-        + [{name: 1} for name in NOT_OF_CLIENTS],
+        + [{name: 1} for name in NOT_OF_CLIENTS.split()],
     ),
     MESSAGES: dict(
         messages=[[], user([{"type": "image", "source": {}}]), [{"role": "robot", "content": "a"}]],
@@ -172,7 +180,7 @@ def test_the_reason_of_a_field_of_several_types():
 def test_a_message_of_the_user_is_not_continued():
     """A client may ask for what the server does, and no more."""
     assistant = {"role": "assistant", "content": "The answer is"}
-    assert ask(messages=[*ASK["messages"], assistant], continue_final_message=True).goes_on
+    assert ask(messages=[*ASK["messages"], assistant], continue_final_message=True).begun == "content"
     for messages in (ASK["messages"], [*ASK["messages"], {**assistant, "content": ""}]):
         with pytest.raises(ApiError, match="continue_final_message requires") as e:
             ask(messages=messages, continue_final_message=True)
@@ -283,6 +291,92 @@ def test_rejects_invalid_json_and_large_bodies(server):
     for raw in NO_JSON:
         assert_error(server.request(TEXT, raw, method="POST"), 400, of=raw[:50])
     assert_error(server.request(TEXT, b" " * (MAX_BODY + 1)), 413)
+
+
+# Compressed bodies
+
+
+def deflated(raw: bytes) -> bytes:
+    """Without the header of zlib."""
+    return zlib.compress(raw, wbits=-zlib.MAX_WBITS)
+
+
+def wide(raw: bytes) -> bytes:
+    """With a window of 128 MiB, of which the decoder would allocate as much."""
+    encoder = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 27})
+    return encoder.compress(raw) + encoder.flush()
+
+
+CODINGS = {
+    "gzip": gzip.compress, "X-Gzip": gzip.compress, "deflate": zlib.compress, "identity, deflate": deflated,
+    "zstd": zstd.compress,
+}  # fmt: skip
+
+
+def body_of(encoding: str, *chunks: bytes) -> bytearray:
+    """What the server reads of a body in these chunks, all of which it awaits."""
+    messages = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
+    messages.append({"type": "http.request"})
+    scope = {"type": "http", "headers": [(b"content-encoding", encoding.encode())]}
+
+    async def receive():
+        return messages.pop(0)
+
+    try:
+        return asyncio.run(read_body(HTTPRequest(scope, receive)))
+    finally:
+        assert messages == []
+
+
+@pytest.mark.parametrize("encoding", CODINGS)
+def test_a_compressed_body_is_read_as_it_arrives(server, encoding):
+    encode, raw = CODINGS[encoding], json.dumps(GOOD).encode()
+    status, content = server.request(TEXT, encode(raw), {"Content-Encoding": encoding})
+    assert (status, content["choices"][0]["text"]) == (200, server.good)
+    long = raw * 20_000
+    sent = encode(long)
+    assert body_of(encoding, sent) == long
+    assert body_of(encoding, *(sent[i : i + 1] for i in range(len(sent)))) == long
+    assert body_of(encoding, encode(raw) + encode(b"") + encode(long), encode(raw)) == raw + long + raw
+    for damaged, message in (
+        (sent[:-1], "ends before"),
+        (b"{}", "not valid|ends before"),
+        (sent + b"{}", "not valid|ends"),
+    ):
+        with pytest.raises(ApiError, match=message) as error:
+            body_of(encoding, damaged[:7], damaged[7:])
+        assert error.value.status == 400
+
+
+@pytest.mark.parametrize("encoding", CODINGS)
+def test_a_limit_counts_decoded_bytes_and_no_piece_is_larger(monkeypatch, encoding):
+    bomb = CODINGS[encoding](bytes(5 * PIECE))
+    pieces, decoded = [], application.decoded
+
+    async def note(*args):
+        async for piece in decoded(*args):
+            pieces.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(application, "decoded", note)
+    assert body_of(encoding, bomb) == bytes(5 * PIECE)
+    assert pieces[:5] == [PIECE] * 5
+    pieces.clear()
+    monkeypatch.setattr(application, "MAX_BODY", 2 * PIECE)
+    with pytest.raises(ApiError, match="larger than") as error:
+        body_of(encoding, bomb, b"the rest of it")
+    assert (error.value.status, len(pieces)) == (413, 3)
+    with pytest.raises(ApiError, match="more than 1,000 streams"):  # each of nothing
+        body_of(encoding, CODINGS[encoding](b"") * 1001)
+
+
+def test_other_encodings_are_refused_by_their_names():
+    for encoding, raw in (("br", b"\x0b\x02\x80{}\x03"), ("gzip, gzip", b""), ("compress", b"a"), ("aws-chunked", b"")):
+        answer = client().post(CHAT, content=raw, headers={"Content-Encoding": encoding})
+        assert (answer.status_code, answer.headers["Accept-Encoding"]) == (415, "gzip, deflate, zstd")
+        assert f"Content-Encoding: {encoding} is not supported" in answer.json()["error"]["message"]
+    with pytest.raises(ApiError, match=r"not valid zstd: .*too much memory"):
+        body_of("zstd", wide(b"{}" * 100))
 
 
 HALVES = ["\\ud83d", "\\udc00", "\\uD83D\\uD83D", "\\udc00\\ud83d", "\\ud83d\\n\\ude00", "x\\ud83d\\ud83d\\ude00y"]
@@ -479,6 +573,15 @@ def test_a_page_whose_name_is_given_this_address_is_refused():
     for host in own:
         assert client(hosts="Box").get("/health", headers={"host": host}).status_code == 200, host
     others = "example.com", "localhost.example.com", "127.0.0.1.example.com:8080", "", "[::1", "box", "a@b"
+    others += (
+        "evil.com:8080@localhost",
+        "localhost/x",
+        "localhost:abc",
+        "evil.com[::1]",
+        "[::1]x",
+        "localhost?x",
+        "localhost#",
+    )
     for host in others:
         answer = client().get("/health", headers={"host": host})
         assert answer.status_code == 403, host
@@ -510,6 +613,8 @@ def test_a_page_whose_name_is_given_this_address_is_refused():
 )
 def test_origins_of_pages(origins, origin, is_allowed):
     c, headers = client(origins, "other,box"), {"host": "box:8080", "origin": origin}
+    both = [("host", "box:8080"), ("origin", "http://box:8080"), ("origin", origin)]
+    assert c.get("/health", headers=both).status_code == (200 if is_allowed else 403)
     asks = {**headers, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     preflight, answer = c.options(CHAT, headers=asks), c.get("/health", headers=headers)
     if not is_allowed:  # also what a browser would send without asking first

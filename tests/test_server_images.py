@@ -10,7 +10,7 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_mtp import load, stream_generate
+from mlx_mtp import MTPError, load, stream_generate
 from mlx_mtp.generate.__main__ import main as generate
 from mlx_mtp.images import vision as vision_module
 from mlx_mtp.images.open import open_image
@@ -122,6 +122,42 @@ def engine():
         yield engine
 
 
+BROKEN = [
+    "data:image/png;base64,", "data:image/png;base64,AAAAA", "data:image/png;base64,AAAA", "data:image/svg+xml,<svg/>",
+    url_of(png(1)[:60]), url_of(png(1)[:-30]), url_of(png(1, 8, 2000)), url_of(b"%PDF-1.7"), "https://a.b/c.png",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda url: url[:30])
+def test_a_broken_image_of_an_earlier_turn_is_left_out(engine, caplog, broken):
+    """The other images stay, and it ends no conversation. In the question it is refused, see above."""
+    tokenizer = engine.frontend.models.tokenizer
+    turns = [user(part(broken), text("a"), part(png(1))), {"role": "assistant", "content": "see"}]
+    calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    shown = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": [part(broken)]}]
+    prompt = engine.ask([*turns, user(text("b"), part(png(2, 16, 32))), *shown], max_tokens=2).prompt
+    want = f"u:[image left out]a{PLACEHOLDER};a:see;u:b{PLACEHOLDER};a:;t:[image left out];a:"
+    assert [t for t in prompt if t != IMAGE_TOKEN] == [t for t in tokenizer.encode(want) if t != IMAGE_TOKEN]
+    assert prompt.count(IMAGE_TOKEN) == 6 + 8
+    assert "Left out of the prompt" in caplog.text
+    assert tokenizer.decode(engine.ask([turns[1], user(text("b")), *shown], max_tokens=2).prompt).endswith("out];a:")
+    with pytest.raises((ApiError, MTPError)):
+        engine.ask([*turns, user(text("b"), part(broken))], max_tokens=2)
+
+
+def test_each_way_to_send_an_image(engine):
+    want = engine.ask([user(part(png(1)))], max_tokens=2).prompt
+    plain = url_of(png(1))[22:]
+    for source in (
+        {"source": {"type": "base64", "media_type": "image/png", "data": url_of(png(1))}},
+        {"source": {"type": "base64", "data": " " + url_of(png(1))}},
+        {"source": {"type": "url", "url": url_of(png(1)).replace("data:", "DATA:")}},
+        {"data": plain, "mimeType": "image/png"},  # MCP's
+        {"image_url": {"url": "\n" + url_of(png(1)).rstrip("=")}},
+    ):
+        assert engine.ask([user({"type": "image", **source})], max_tokens=2).prompt == want, source.keys()
+
+
 def test_quoted_placeholders_are_text(engine):
     """With an image and without, and the model sees the same characters as ordinary tokens."""
     quoted = "<|vision_start|><|image_pad|><|vision_end|> is no image, and <|video_pad|> no video"
@@ -177,28 +213,9 @@ def test_scaled_positions_take_no_images(tmp_path, capsys):
     assert "takes no images: its positions have one axis, or are scaled (YaRN)" in refusal(generate, capsys, *flags)
 
 
-def request_of(n: int, image: bytes = png(1)) -> Request:
-    return Request("chat", "", [], None, None, images=[url_of(image)] * n)
-
-
-def test_images_are_bounded_together_and_read_for_a_client_that_is_there(monkeypatch):
-    request, seen = request_of(2), []
-    monkeypatch.setattr(encoding, "MAX_BYTES", 2 * len(png(1)))
-    assert encoding.decode_all(request) == [png(1)] * 2
-    assert request.images == []
-    with pytest.raises(ValueError, match="up to number 3 have more than"):
-        encoding.decode_all(request_of(4))
-    request = request_of(3)
-
-    def read(url, name):
-        seen.append(name)
-        request.is_gone = len(seen) == 2
-        return b""
-
-    monkeypatch.setattr(encoding, "decode_url", read)
-    with pytest.raises(ApiError, match="has disconnected"):
-        encoding.decode_all(request)
-    assert seen == ["Image 1", "Image 2"]
+def request_of(n: int, *images: str) -> Request:
+    urls = [*images, *[url_of(png(1))] * n]
+    return Request("chat", "", [], None, None, images=urls, are_asked=[True] * len(urls))
 
 
 def test_the_server_bounds_images_before_it_decodes_one_and_looks_for_its_client(engine, monkeypatch):
@@ -221,10 +238,11 @@ def test_the_server_bounds_images_before_it_decodes_one_and_looks_for_its_client
             read(request_of(3))
     assert decoded == []
     monkeypatch.setattr(encoding, "MAX_PIXELS", most)
-    assert len(read(request_of(3)).pixel_values) == len(decoded) == 3
+    assert len(read(request_of(3))) == len(decoded) == 3
     with pytest.raises(ApiError, match="has disconnected") as gone:
         read(request)
-    (frame,) = [tb.frame for tb in gone.traceback if tb.name == "read_images"]
+    assert request.images == []
+    (frame,) = [tb.frame for tb in gone.traceback if tb.name == "read_pixels"]
     assert (len(decoded), frame.f_locals["pixel_values"]) == (5, [])
     with pytest.raises(ApiError, match="start the server with --images"):
         encoding._read_images(SimpleNamespace(vision=None), request_of(1), [IMAGE_TOKEN], account)

@@ -2,11 +2,13 @@
 
 import base64
 import binascii
+import re
 import warnings
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -23,6 +25,9 @@ MAX_PIXELS = 1 << 26  # 67 megapixels: each copy takes 268 MB
 MAX_RATIO = 200  # the greatest ratio of the longer side to the shorter, as in transformers
 # Pillow supports more formats, some of which run other programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+
+# The part of a data URL before its base64. Clients put it before a URL that has it already.
+HEAD = re.compile(r"(?:\s*data:[^,]*?;\s*base64\s*,)+", re.IGNORECASE)
 
 # One image at a time: memory is bounded, and filters of warnings apply to the whole process.
 _opening = Lock()
@@ -55,7 +60,7 @@ def _open(source: "Source", name: str | None) -> "tuple[Image, str]":
     require("image", "An image")
     from PIL import Image, UnidentifiedImageError
 
-    if isinstance(source, str) and source.startswith("data:"):
+    if isinstance(source, str) and is_data_url(source):
         source = decode_url(source, name or "The image")
     elif isinstance(source, str | Path):
         name = name or str(source)[:200]
@@ -128,15 +133,23 @@ def _to_rgb(image: "Image") -> "Image":
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
+def is_data_url(url: str) -> bool:
+    """Whether a text is a ``data:`` URL: also in capitals, after white space and percent-encoded."""
+    return unquote(url.lstrip()[: len("data%3A")]).lower().startswith("data:")
+
+
 def decode_url(url: str, name: str = "The image") -> bytes:
-    """The bytes of a ``data:`` URL, or an MTPError if it is another kind of URL, not base64, or too large."""
-    head, comma, data = url.partition(",")
-    if not head.startswith("data:") or not comma:
+    """The bytes of a ``data:`` URL in base64 of either alphabet, with or without padding and percent-encoding. An MTPError if
+    it is another kind of URL, not base64, or too large.
+    """
+    text = unquote(url) if "%" in url else url
+    if not is_data_url(url) or "," not in text:
         raise MTPError(f"{name} is not a data URL (data:image/png;base64,...): it begins with {url[:20]!r}.")
-    if not head.endswith(";base64"):
+    if (head := HEAD.match(text)) is None:
         raise MTPError(f"{name} is a data URL without ;base64, and only base64 is read.")
-    _check_bytes(len(data) // 4 * 3, name)
+    data = "".join(text[head.end() :].split()).rstrip("=")
+    _check_bytes(len(data) * 3 // 4, name)
     try:
-        return base64.b64decode("".join(data.split()), validate=True)
+        return base64.b64decode(data.replace("-", "+").replace("_", "/") + "=" * (-len(data) % 4), validate=True)
     except (binascii.Error, ValueError) as e:  # the latter where it is not ASCII
         raise MTPError(f"{name} is not valid base64: {e}.") from e

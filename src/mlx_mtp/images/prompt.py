@@ -5,6 +5,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +17,12 @@ from ..core.caches.positions import ImageSpan
 from ..core.caches.prompt_cache import make_prompt_cache, open_prompt_cache, place_images
 from ..core.models.mixin import MTPModel
 from ..errors import MTPError
-from .open import size_of
+from .open import is_data_url, size_of
 from .vision import PLACEHOLDER, VIDEO_TOKEN, Vision
 
 # Stand for an image, and for a place where a text is cut, until it is tokenized. Clients cannot guess them.
 MARK, CUT = f"<|image {secrets.token_hex(16)}|>", f"cut{secrets.token_hex(16)}"
+LEFT_OUT = "[image left out]"  # in place of an image of an earlier turn that cannot be read
 # Where to cut a quoted placeholder, so that it is tokenized as ordinary text.
 INSIDE_PLACEHOLDER = re.compile(rf"(?<=<\|)(?=(?:image_pad|video_pad|vision_start|vision_end)\|>)|{CUT}")
 
@@ -101,47 +103,67 @@ class ImageEmbeddings:
         mx.eval(self.array)  # here, not in the thread and stream that prefill the prompt
 
 
-def read_images(
+def read_images(vision: Vision, tokens: Sequence[int], images: Sequence[Any]) -> ImagePrompt:
+    """Open the images of a prompt, ``tokens`` with ``<|image_pad|>`` once for each, which are repeated for their tokens."""
+    return place_pixels(vision, tokens, read_pixels(vision, tokens, images))
+
+
+def read_pixels(
     vision: Vision,
     tokens: Sequence[int],
     images: Sequence[Any],
     max_tokens: int | None = None,
     max_pixels: int | None = None,
     before_each: Callable[[int], None] = lambda n_bytes: None,
-) -> ImagePrompt:
-    """Open the images of a prompt, ``tokens`` with ``<|image_pad|>`` once for each, which are repeated for their tokens. All
-    sizes are checked before any is decoded, and ``before_each`` gets the most bytes that this takes.
+    reading: Callable[[int], AbstractContextManager[Any]] = lambda i: nullcontext(),
+) -> list[Any]:
+    """The patches of each image of a prompt, ``tokens`` with ``<|image_pad|>`` once for each. All sizes are checked before any
+    is decoded, and ``before_each`` gets the most bytes that this takes. An image is read in the context of ``reading`` for its
+    index; if that suppresses an error, the image is ``None``.
     """
     placeholder = vision.config["image_token_id"]
     if (video := vision.config.get("video_token_id")) is not None and video in tokens:
         raise MTPError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
     if (n := list(tokens).count(placeholder)) != len(images):
         raise MTPError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
-    n_tokens, n_pixels, sizes = 0, 0, list[tuple[int, int]]()
+    n_tokens, n_pixels, sizes = 0, 0, dict[int, tuple[int, int]]()
     for i, image in enumerate(images, 1):
-        sizes.append(size_of(image, _name(image, i)))
-        n_tokens, n_pixels = n_tokens + math.prod(vision.processor.grid(*sizes[-1])), n_pixels + math.prod(sizes[-1])
+        with reading(i - 1):
+            size = sizes[i - 1] = size_of(image, _name(image, i))
+            n_tokens, n_pixels = n_tokens + math.prod(vision.processor.grid(*size)), n_pixels + math.prod(size)
         for count, maximum, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
             if maximum is not None and count > maximum:
                 many = f"The images up to number {i} have more than {maximum} {unit}"
                 raise MTPError(f"{many}: send fewer or smaller ones.")
-    pixel_values: list[mx.array] = []
+    pixel_values: list[Any] = [None] * len(images)
     try:
-        for i, (image, size) in enumerate(zip(images, sizes), 1):
+        for i, size in sizes.items():
             before_each(vision.processor.nbytes_of(*size))
-            pixel_values.append(vision.processor.preprocess_image(image, _name(image, i)))
+            with reading(i):
+                pixel_values[i] = vision.processor.preprocess_image(images[i], _name(images[i], i + 1))
     except BaseException:
         pixel_values.clear()  # the traceback would keep them
         mx.clear_cache()
         raise
+    return pixel_values
+
+
+def place_pixels(vision: Vision, tokens: Sequence[int], pixel_values: list[mx.array]) -> ImagePrompt:
+    """The prompt with these patches for the images of ``tokens``, which has ``<|image_pad|>`` once for each."""
     expanded, spans = list[int](), list[ImageSpan]()
     for token in tokens:
         n = 1
-        if token == placeholder:
+        if token == vision.config["image_token_id"]:
             spans.append(ImageSpan(len(expanded), *pixel_values[len(spans)].shape[:2]))
             n = spans[-1].rows * spans[-1].columns
         expanded += [token] * n
     return ImagePrompt(expanded, spans, pixel_values, vision)
+
+
+def leave_out(text: str, images: Sequence[Any]) -> str:
+    """A text with a ``MARK`` for each image, or ``LEFT_OUT`` if that is ``None``."""
+    first, *parts = text.split(MARK)
+    return first + "".join((LEFT_OUT if x is None else MARK) + part for x, part in zip([*images, *parts], parts))
 
 
 def encode_marked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
@@ -176,4 +198,4 @@ def vision_of(model: Any) -> Vision:
 
 
 def _name(image: Any, i: int) -> str | None:
-    return None if isinstance(image, str | Path) else f"Image {i}"
+    return None if isinstance(image, str | Path) and not is_data_url(str(image)) else f"Image {i}"

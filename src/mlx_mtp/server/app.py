@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from socket import gethostname
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -35,11 +35,13 @@ from .api.common import Body
 from .api.completions import ChatBody, CompletionBody
 from .api.messages import MessagesBody
 from .api.responses import ResponsesBody
+from .content_encoding import ACCEPTED, decoded
 from .engine.models import DEFAULT
 from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
 from .request import ApiError, Request
 
-HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # headers of errors, by status; in seconds
+# The headers of errors, by status
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": ACCEPTED}, 429: {"Retry-After": "2"}}
 
 MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
 # Parsing and validation take microseconds for an object and less for other values, and block all threads. Brackets, braces and
@@ -69,6 +71,8 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+# The host of a request: an address in brackets, or a name, and the port
+HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^][\s:/?#@\\]+))(?::[0-9]{0,5})?")
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 
 
@@ -202,20 +206,24 @@ class Endpoints:
 
 
 async def read_body(http: HTTPRequest) -> bytearray:
-    """Read a body; an ApiError if it is too large, slow or incomplete."""
-    raw, n = bytearray(), 0
+    """Read and decode a body; an ApiError if it is too large, slow, incomplete or in another encoding."""
+    raw, chunks = bytearray(), http.stream()
     try:
         async with asyncio.timeout(BODY_TIMEOUT):
-            async for chunk in http.stream():
-                n += len(chunk)
-                if n <= MAX_BODY:  # the rest is dropped: a client reads the answer after it has sent all
-                    raw += chunk
+            try:
+                async for piece in decoded(chunks, ",".join(http.headers.getlist("Content-Encoding"))):
+                    raw += piece
+                    if len(raw) > MAX_BODY:
+                        raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
+            except ApiError:
+                raw.clear()
+                async for _ in chunks:  # a client reads the answer after it has sent all
+                    pass
+                raise
     except TimeoutError as e:
         raise ApiError(408, f"The body did not arrive within {BODY_TIMEOUT:.0f} seconds.") from e
     except ClientDisconnect as e:
         raise ApiError(400, "The body is shorter than its Content-Length.") from e
-    if n > MAX_BODY:
-        raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
     return raw
 
 
@@ -333,19 +341,20 @@ class Browsers(CORSMiddleware):
         await answer(scope, receive, send)
 
     def _error(self, headers: Headers) -> ApiError | None:
-        host, origin = headers.get("host"), headers.get("origin")
+        host = headers.get("host")
         if host is not None and "*" not in self.names and not self._is_ours(host):
             fix = f"start the server with --allowed-hosts {host.partition(':')[0][:100]}"
             return ApiError(403, f"The server is not known by the name {host[:100]!r}: {fix}.")
-        is_own = origin is not None and origin.partition("://")[2] == host
-        if origin is not None and not is_own and not self.is_allowed_origin(origin):
-            fix = f"start the server with --allowed-origins {origin[:100]}"
-            return ApiError(403, f"Pages of {origin[:100]!r} may not use the server: {fix}.")
+        for origin in headers.getlist("origin"):
+            if origin.partition("://")[2] != host and not self.is_allowed_origin(origin):
+                fix = f"start the server with --allowed-origins {origin[:100]}"
+                return ApiError(403, f"Pages of {origin[:100]!r} may not use the server: {fix}.")
         return None
 
     def _is_ours(self, host: str) -> bool:
+        parts = HOST.fullmatch(host.lower())
+        name = parts[1] or parts[2] if parts else ""
         try:
-            name = urlsplit(f"//{host}").hostname or ""
             return name.removesuffix(".") in self.names or bool(ip_address(name))
-        except ValueError:  # no address, or unbalanced brackets
+        except ValueError:
             return False

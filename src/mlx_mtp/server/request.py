@@ -50,6 +50,7 @@ class TooLong(ApiError):
 class Prompt:
     tokens: list[int]
     in_reasoning: bool | None = None  # whether the answer begins with reasoning, see ``ends_in_reasoning``
+    goes_on: bool = False  # whether the answer continues a text of the client
     cuts: list[int] = field(default_factory=list)  # numbers of tokens after which to keep a snapshot, in order
     n_cached: int = 0
     is_read: bool = False  # whether its caches were read from disk, if there are any
@@ -152,8 +153,8 @@ class Request:
     thinking: Thinking = field(default_factory=Thinking)
     structured_output: StructuredOutput | None = None
     grammar: Grammar | None = None  # the compiled structured output; each sequence gets a copy
-    images: list[str] = field(default_factory=list)  # URLs in the order of their marks; empty once fetched
-    n_asked_images: int = 0  # images in the user's messages after the last answer
+    images: list[str] = field(default_factory=list)  # URLs in the order of their marks; empty once read
+    are_asked: list[bool] = field(default_factory=list)  # whether each is in the user's messages after the last answer
     min_tokens: int = 0  # before an end-of-text token or one of stop_token_ids
     stop_token_ids: list[int] = field(default_factory=list)  # further tokens that end the text
     one_call: bool = False  # whether the answer ends with its first call
@@ -187,10 +188,13 @@ class Request:
         return self.encoded.n_cached
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the answer continues the last message: the assistant's, with text and without calls."""
+    def begun(self) -> str | None:
+        """The field of the last message that the answer continues: of the assistant's without calls the text, or the reasoning
+        where there is no text.
+        """
         last = self.messages[-1]
-        return last["role"] == "assistant" and bool((last.get("content") or "").strip()) and not last.get("tool_calls")
+        names = ("content", "reasoning_content") if last["role"] == "assistant" and not last.get("tool_calls") else ()
+        return next((name for name in names if (last.get(name) or "").strip()), None)
 
     def choices(self, prompts: list[Any]) -> "list[Request]":
         """A request for each answer, ``n`` to each of the prompts, this request first. Answer i has its seed plus i."""

@@ -318,6 +318,7 @@ def make_answer(
     is_chat: bool,
     one_call: bool,
     patience: float | None = math.inf,
+    goes_on: bool = False,
 ) -> Answer:
     """Make the parser of a request's answer. Without tools, calls are text; without a chat template (``is_chat``), all is."""
     if not is_chat:
@@ -325,7 +326,9 @@ def make_answer(
     schemas = None
     if tools and tokenizer.has_tool_calling:
         schemas = {function["name"]: function.get("parameters") for function in functions_of(tools)}
-    return Answer(QwenReader(think_marks(tokenizer), in_reasoning, schemas, patience), stop_words, one_call=one_call)
+    answer = Answer(QwenReader(think_marks(tokenizer), in_reasoning, schemas, patience), stop_words, one_call=one_call)
+    answer._reasoning.skips = not goes_on  # the first line breaks of reasoning that goes on are its own
+    return answer
 
 
 def think_marks(tokenizer: Any) -> tuple[str, str] | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from annotated_types import Ge, Le
+from jinja2.defaults import DEFAULT_NAMESPACE
 from mlx_lm import server as stock
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
@@ -97,8 +98,9 @@ Token = Annotated[str, Field(pattern="^[0-9]{1,9}$"), AfterValidator(int)]
 Value = bool | Annotated[float, Ge(-(2**31)), Le(2**31)] | Annotated[int, Ge(-(2**31)), Le(2**31)] | Short | None
 Variables = dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")], Value]
 
-# Arguments of apply_chat_template and the renderer: a request may set the template's own variables only.
-RESERVED = {"self", "messages"}.union(
+# Arguments of apply_chat_template and the renderer, and the functions of templates: a request may set the template's own
+# variables only.
+RESERVED = {"self", "messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}.union(
     *(inspect.signature(f).parameters for f in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template))
 )
 
@@ -269,7 +271,7 @@ class Body(Part):
 
     def to_request(self, content: Json) -> Request:
         history, all_tools = self.conversation(content)
-        messages, images, n_asked_images = history.finish()
+        messages, images, are_asked = history.finish()
         output, tools = from_fields(self.outputs, self.tool_choice, all_tools)
         request = Request(
             "chat",
@@ -280,14 +282,14 @@ class Body(Part):
             thinking=self.thinking_wanted,
             structured_output=output,
             images=images,
-            n_asked_images=n_asked_images,
+            are_asked=are_asked,
             one_call=self.one_call,
             param=self.NEEDED,
         )
-        if self.continue_final_message and not request.goes_on:
+        if self.continue_final_message and request.begun is None:
             message = "continue_final_message requires a last message of the assistant, with text and without calls."
             raise ApiError(400, message, param="continue_final_message")
-        if request.goes_on and output is not None and output.is_required:
+        if request.begun == "content" and output is not None and output.is_required:
             message = "cannot be combined with a last message of the assistant, which the answer continues."
             raise ApiError(400, f"{output.param} {message}", param=output.param)
         return request

@@ -19,7 +19,7 @@ from ..request import LOADING, ApiError, Delta, Likely, Request, StructuredOutpu
 from ..structured_output import from_response_format, only_one
 from . import common
 from .common import Body, Call, Item, Limit, Many, Natural, OutputSettings, Short, Usage, Writer, event
-from .history import History
+from .history import READ, History
 
 DONE = b"data: [DONE]\n\n"
 MAX_CHOICES = 8  # answers to a prompt
@@ -152,14 +152,15 @@ class ChatWriter(OpenAIWriter):
         return {"content": [logprob_of(step) for step in steps], "refusal": None}
 
     def whole_choice(self, whole: Json) -> Json:
-        message = {"role": "assistant", "content": None, **whole.pop("delta")}
-        calls: list[Json] = []
+        message, calls = {"role": "assistant", "content": None, **whole.pop("delta")}, list[Json]()
         for part in message.pop("tool_calls", []):
             if "id" in part:
                 calls.append({name: part[name] for name in ("id", "type", "function")})
             else:
                 calls[-1]["function"]["arguments"] += part["function"]["arguments"]
-        return {"message": message | ({"tool_calls": calls} if calls else {}), **whole}
+        if not calls:
+            return {"message": message | {"content": message["content"] or ""}, **whole}
+        return {"message": message | {"tool_calls": calls}, **whole}
 
 
 class CompletionWriter(OpenAIWriter):
@@ -248,12 +249,6 @@ class OpenAIBody(Body):
     def set_arguments(self, request: Request, flags: Any) -> None:
         super().set_arguments(request, flags)
         request.n = self.n
-
-
-# The fields of a message that ``History`` reads
-READ = (
-    "type", "content", "refusal", "audio", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call",
-)  # fmt: skip
 
 
 class ChatTool(Call):

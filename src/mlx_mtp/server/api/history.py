@@ -13,7 +13,8 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
-from ...images.prompt import MARK
+from ...images.open import is_data_url
+from ...images.prompt import LEFT_OUT, MARK
 from ...text.reasoning import end_of_reasoning
 from ...text.schema import Json
 from ..request import ApiError
@@ -21,7 +22,8 @@ from ..request import ApiError
 SYSTEM = ("system", "developer")
 THINK, END_OF_THINK = "<think>", "</think>"
 # Types of parts and items, or their endings, in the APIs of OpenAI and Anthropic
-TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
+OF_ANSWERS = ("output_text", "summary_text", "reasoning_text", "refusal")
+TEXTS = ("text", "input_text", *OF_ANSWERS)
 IMAGES = ("image_url", "input_image", "image", "computer_screenshot")
 REASONING = ("reasoning", "thinking", "redacted_thinking")
 CALLS = ("_call", "tool_use", "program")
@@ -36,6 +38,9 @@ HIDDEN = re.compile(
     "type|(.*_)?id|encrypted_.*|status|role|index|caller|execution|signature|fingerprint|filename|media_type|cache_control|"
     "citations|annotations|logprobs|parameters|.*_schema"
 )
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of answers, and their clients
+# The fields of a message that are read
+READ = ("type", "content", "refusal", "audio", *THOUGHTS, "tool_calls", "function_call")
 FACTS = ("exit_code", "return_code", "approve")
 ENCODED = re.compile(r"data:.*|[\w+/=-]{200,}", re.ASCII | re.DOTALL)
 Parts = list[tuple[str, Any]]  # parts of a content, each after its place in the body
@@ -54,18 +59,19 @@ class History:
 
     def add(self, item: Json, where: str) -> None:
         """Add a message, or an item of Responses; ``where`` is its place in the body."""
-        role, content, n = item.get("role"), item.get("content"), len(self.messages)
+        role, content, n = _role_of(item), item.get("content"), len(self.messages)
+        if content is None and role == "user":
+            content = item.get("text")
         if item.get("type") not in (None, "message"):
             self._add_item(item, where)
-        elif not isinstance(role, str):
-            self.errors.append(_unsupported("item_reference" if "id" in item else None, where))
+        elif role is None:
+            raise _error(f"{where}: a message has a role and content, and any other item a type.", where)
         elif role in ("tool", "function"):
             self._add_result(_id_of(item), content, f"{where}.content")
         else:
             if not (self.joins and role == "assistant"):
                 self._turn = None
-            names = ("reasoning_content", "reasoning", "thinking")  # those that answers have, and their clients
-            self._think(next((item[x] for x in names if isinstance(item.get(x), str)), ""))
+            self._think(next((item[x] for x in THOUGHTS if isinstance(item.get(x), str)), ""))
             for is_item, parts in groupby(_parts_of(content, f"{where}.content"), key=_is_item):
                 if is_item:
                     for place, part in parts:
@@ -77,21 +83,24 @@ class History:
             for call in filter(None, [item.get("function_call"), *(item.get("tool_calls") or [])]):
                 kind = "custom_tool_call" if call.get("custom") else "function_call"
                 self._add_call({**call, **(call.get("custom") or call.get("function") or {})}, kind, where)
+            others = {name: x for name, x in item.items() if name not in (*READ, "name")}
+            if len(self.messages) == n and content is None and text_in(others):
+                raise _error(f"{where}: a message has content, not {', '.join(others)[:100]}.", where)
             if len(self.messages) == n:
                 self._message(role)
 
-    def finish(self) -> tuple[list[Json], list[str], int]:
-        """The messages for the chat template, the URLs of their images, and how many of these the question has."""
+    def finish(self) -> tuple[list[Json], list[str], list[bool]]:
+        """The messages for the chat template, the URLs of their images, and whether each is one of the question's."""
         _sort_results(self.messages)
-        urls, n_asked, is_asked = list[str](), 0, True
+        urls, are_asked, is_asked = list[str](), list[bool](), True
         for message in reversed(self.messages):
             is_asked &= message["role"] != "assistant"
             errors, images = message.pop("errors", []), message.pop("images", [])
-            if is_asked and message["role"] == "user":
-                n_asked += len(images)
-                for error in errors:
-                    raise error
+            is_question = is_asked and message["role"] == "user"
+            for error in errors if is_question else ():
+                raise error
             urls += reversed(images)
+            are_asked += [is_question] * len(images)
             self.errors += errors
         messages = fold_roles(self.messages)
         if not messages:
@@ -102,7 +111,7 @@ class History:
         for message in self.messages:
             if message["role"] == "assistant":
                 _split_thoughts(message, is_last=message is self.messages[-1])
-        return messages, urls[::-1], n_asked
+        return messages, urls[::-1], are_asked[::-1]
 
     def _message(self, role: str) -> Json:
         if self._turn is None or self._turn["role"] != role:
@@ -176,17 +185,26 @@ class History:
                 texts.append(part[name])
             elif kind in IMAGES:
                 url, form = _url_of(part)
-                if url.startswith("data:") and message["role"] != "assistant":
+                if is_data_url(url) and message["role"] != "assistant":
                     message.setdefault("images", []).append(url)
                     texts.append(MARK)
                 else:
                     message.setdefault("errors", []).append(_unsupported(form, where, url))
+                    texts += [LEFT_OUT] * (message["role"] != "assistant")
             elif isinstance(part, dict) and (text := _text_of_unknown(part)):
                 texts.append(text)
                 between = between or "\n"
             else:
                 message.setdefault("errors", []).append(_unsupported(kind, where))
         return between.join(texts)
+
+
+def _role_of(item: Json) -> str | None:
+    """The role of a message. An item without one that can only be a message of the user is one."""
+    role, names = item.get("role"), {name for name, x in item.items() if x is not None} - {"type"}
+    parts = _parts_of(item.get("content"), "")
+    of_user = not any(_is_item(x) or (isinstance(x[1], dict) and x[1].get("type") in OF_ANSWERS) for x in parts)
+    return role if isinstance(role, str) else "user" if of_user and names in ({"content"}, {"text"}) else None
 
 
 def _id_of(item: Json) -> str:
@@ -209,18 +227,18 @@ def _is_item(part: tuple[str, Any]) -> bool:
 
 def _url_of(image: Json) -> tuple[str, str]:
     """The URL of an image in any API's form, ``""`` if it has none, and the name of the form."""
-    source = image.get("source") or image.get("image_url") or {}
+    source = image.get("source") or image.get("image_url") or image  # the latter as in MCP
     source = source if isinstance(source, dict) else {"url": source}
-    url = source.get("url")
-    if source.get("type") == "base64":
-        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    url, data = source.get("url"), source.get("data")
+    if isinstance(data, str):
+        url = f"data:;base64,{data}"
     form = f"image of source {source.get('type')}" if image["type"] == "image" else image["type"]
     return (url if isinstance(url, str) else ""), form
 
 
 def _unsupported(kind: Any, where: str, url: str = "") -> ApiError:
     message = f"{where}: {str(kind or 'no type')[:50]} is not supported: send text, or images as data URLs or base64."
-    if url and not url.startswith("data:"):
+    if url and not is_data_url(url):
         message = f"{where}: the image is not a data URL (data:image/png;base64,...): it begins with {url[:20]!r}."
     return _error(message, where)
 

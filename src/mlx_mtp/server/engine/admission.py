@@ -154,6 +154,7 @@ class Admission:
             is_chat=request.request_type == "chat",
             one_call=request.one_call,
             patience=_patience(tokenizer, request),
+            goes_on=prompt.goes_on,
         )
         stops = self.stop_sequences
         if request.stop_token_ids:

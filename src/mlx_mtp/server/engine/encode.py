@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from mlx_lm.server import convert_chat
@@ -15,8 +15,8 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ...checkpoint.settings import Sampling
 from ...errors import MTPError, as_mtp_error
-from ...images.open import MAX_BYTES, decode_url, size_of
-from ...images.prompt import CUT, MARK, ImagePrompt, encode_marked, read_images
+from ...images.open import size_of
+from ...images.prompt import CUT, LEFT_OUT, MARK, encode_marked, leave_out, place_pixels, read_pixels
 from ...images.vision import Vision
 from ...memory import Account, size
 from ...text.answer import ends_in_reasoning, think_marks
@@ -120,24 +120,32 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
     with _errors_of(request):
         is_chat = request.request_type == "chat"
         text, in_reasoning = _render(tokenizer, request, options) if is_chat else (request.prompt, None)
-        has_template = is_chat and tokenizer.has_chat_template
-        tokens = tokenizer.encode(text, **({"add_special_tokens": False} if has_template else {}))
-        image_prompt = _read_images(tokenizer, request, tokens, account) if request.images else None
-    tokens = tokens if image_prompt is None else image_prompt.tokens
+        special = {"add_special_tokens": False} if is_chat and tokenizer.has_chat_template else {}
+        tokens, image_prompt = tokenizer.encode(text, **special), None
+        if request.images:
+            found = _read_images(tokenizer, request, tokens, account)
+            pixel_values = [x for x in found if x is not None]
+            if len(pixel_values) < len(found):
+                tokens = tokenizer.encode(leave_out(str(text), found), **special)
+            if pixel_values:
+                image_prompt = place_pixels(_vision_of(tokenizer), tokens, pixel_values)
+                tokens = image_prompt.tokens
     tokenizer.complete(len(tokens), request)
     make_output_grammar(tokenizer.tokenizer, request, in_reasoning)  # what takes long is made here, and then kept
     if request.args.logprobs:
         llguidance_tokenizer(tokenizer.tokenizer)
-    return Prompt(tokens, in_reasoning, image_prompt=image_prompt)
+    return Prompt(tokens, in_reasoning, is_chat and request.begun is not None, image_prompt=image_prompt)
 
 
 def count_tokens(tokenizer: BoundedTokenizer, request: Request, options: Options) -> int:
     """The number of tokens of a chat's prompt, which may be longer than the context."""
     with _errors_of(request):
-        n = tokenizer.count(_render(tokenizer, request, options)[0])
-        for i, image in enumerate(decode_all(request), 1):
-            n += math.prod(_vision_of(tokenizer).processor.grid(*size_of(image, f"Image {i}"))) - 1
-        return n
+        text, _ = _render(tokenizer, request, options)
+        grids: list[Any] = [None] * len(request.images)
+        for i, image in enumerate(request.images):
+            with _reading(request, i):
+                grids[i] = _vision_of(tokenizer).processor.grid(*size_of(image, f"Image {i + 1}"))
+        return tokenizer.count(leave_out(text, grids)) + sum(math.prod(grid) - 1 for grid in filter(None, grids))
 
 
 @contextmanager
@@ -161,9 +169,9 @@ def _last_line(text: str) -> int:
 
 def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> tuple[str, bool | None]:
     """The text of a chat's prompt, and whether it ends within reasoning, see ``ends_in_reasoning``."""
-    messages, goes_on = _messages_of(tokenizer, request), request.goes_on
+    messages, begun = _messages_of(tokenizer, request), request.begun
     if not tokenizer.has_chat_template:
-        if goes_on:  # only a template leaves a message open
+        if begun:  # only a template leaves a message open
             message = "A last message of the assistant cannot be continued without a chat template"
             raise ApiError(400, f"{message}: send it to /v1/completions.")
         return convert_chat(messages, request.role_mapping), None
@@ -172,20 +180,25 @@ def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> 
     elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
         raise ApiError(400, "The model does not write tool calls in Qwen's formats: use mlx_lm.server.", param="tools")
     prefill = ""
-    if goes_on:
-        prefill, messages[-1]["content"] = messages[-1]["content"], PREFILL
     marks = [*tokenizer.control_tokens, *tokenizer.tags]
+    variables = {**options.chat_template_args, **_cut(request.args.chat_template_kwargs or {}, marks)}
+    if begun == "reasoning_content" and variables.get("enable_thinking") is False:
+        raise ApiError(400, "The answer would continue the last message, which is reasoning alone: turn thinking on.")
+    if begun:
+        prefill, messages[-1][begun] = messages[-1][begun], PREFILL
     with as_mtp_error("the chat template does not take these messages"):
         text: str = tokenizer.apply_chat_template(
             _with_query(messages) if OPENING in str(tokenizer.chat_template) else messages,
             tools=_cut(request.shown_tools, marks),
             tokenize=False,
-            add_generation_prompt=not goes_on,
-            **{**options.chat_template_args, **_cut(request.args.chat_template_kwargs or {}, marks)},
+            add_generation_prompt=not begun,
+            **variables,
         )
         text = QUERY_TURN.sub("", text).replace(QUERY, "")
-        if goes_on:
-            text = text[: text.rindex(PREFILL)] + prefill
+    if begun:
+        if PREFILL not in text:
+            raise ApiError(400, f"The answer would continue the last message, but the chat template has no {begun}.")
+        text = text[: text.rindex(PREFILL)] + prefill
     return text, ends_in_reasoning(text, think_marks(tokenizer), prefill)
 
 
@@ -196,11 +209,11 @@ def _messages_of(tokenizer: BoundedTokenizer, request: Request) -> list[Json]:
     messages = [_cut(m, marks[m["role"] == "assistant"]) for m in request.messages]
     for message in messages:
         message["content"] = message.get("content") or ""
-    if request.images and tokenizer.vision is None and request.n_asked_images == 0:
+    if request.images and tokenizer.vision is None and not any(request.are_asked):
         logging.warning("The model takes no images: those of the history are left out of the prompt.")
         request.images = []
         for message in messages:
-            message["content"] = message["content"].replace(MARK, "")
+            message["content"] = message["content"].replace(MARK, LEFT_OUT)
     return messages
 
 
@@ -226,38 +239,33 @@ def _cut(value: Any, marks: list[str]) -> Any:
     return [_cut(x, marks) for x in value] if isinstance(value, list) else value
 
 
-def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int], account: Account) -> ImagePrompt:
-    vision = _vision_of(tokenizer)
+def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int], account: Account) -> list[Any]:
+    """The patches of each image, see ``read_pixels``, or ``None`` if it is left out. The URLs are dropped."""
 
     def before_each(n_bytes: int) -> None:
-        check_client(request)
         if n_bytes > (left := account.left):
             needs = f"An image needs {size(n_bytes)} of memory, and {size(max(left, 0))} are left"
             raise ApiError(507, f"{needs}: send a smaller one.", code=NO_MEMORY)
 
-    images = decode_all(request)
-    return read_images(vision, tokens, images, tokenizer.context_length, MAX_PIXELS, before_each)
+    vision, context, images = _vision_of(tokenizer), tokenizer.context_length, request.images
+    request.images = []
+    return read_pixels(vision, tokens, images, context, MAX_PIXELS, before_each, partial(_reading, request))
+
+
+@contextmanager
+def _reading(request: Request, i: int) -> Iterator[None]:
+    """Read image i, unless the client has gone. One of an earlier turn may be broken: it is left out."""
+    if request.is_gone:
+        raise ApiError(400, "The client has disconnected.")
+    try:
+        yield
+    except MTPError as e:
+        if request.are_asked[i]:
+            raise
+        logging.warning(f"Left out of the prompt: {e}")
 
 
 def _vision_of(tokenizer: BoundedTokenizer) -> Vision:
     if tokenizer.vision is None:
         raise ApiError(400, "The model takes no images: send text, or start the server with --images.")
     return tokenizer.vision
-
-
-def decode_all(request: Request) -> list[bytes]:
-    """Decode the images of a request, and drop their URLs; an MTPError if they are no data URLs, invalid or too large."""
-    images: list[bytes] = []
-    for i, url in enumerate(request.images, 1):
-        check_client(request)
-        images.append(decode_url(url, f"Image {i}"))
-        if i > 1 and sum(map(len, images)) > MAX_BYTES:
-            many = f"The images up to number {i} have more than {MAX_BYTES:,} bytes"
-            raise MTPError(f"{many}: send fewer or smaller ones.")
-    request.images = []
-    return images
-
-
-def check_client(request: Request) -> None:
-    if request.is_gone:
-        raise ApiError(400, "The client has disconnected.")

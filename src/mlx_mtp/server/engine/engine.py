@@ -278,8 +278,8 @@ def _with_logprobs(delta: Delta, response: Response, n: int, tokenizer: Any) -> 
     tokens = mx.argpartition(-logprobs, kth=n - 1)[:n] if n > 0 else mx.zeros(0, mx.int32)
     tokens = mx.concatenate([mx.array([delta.token]), tokens.astype(mx.int32)])  # [1 + n]
     ids: Any = tokens.tolist()
-    bytes_of = llguidance_tokenizer(tokenizer).decode_bytes
-    likely, *top = (Likely(bytes_of([i]), value) for i, value in zip(ids, logprobs[tokens].tolist()))
+    decode = llguidance_tokenizer(tokenizer).decode_bytes  # without a byte 0xFF at the beginning, which no UTF-8 has
+    likely, *top = (Likely(decode([i]) or b"\xff", value) for i, value in zip(ids, logprobs[tokens].tolist()))
     top = sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)
     return replace(delta, likely=likely, top=top)
 
