@@ -183,6 +183,10 @@ class CallGrammar:
         return self._rules.setdefault(f"{options}: {text}", f"{name}_{len(self._rules)}")
 
     def _json_call(self, name: str) -> str:
+        if any(LARK in schema for schema in self.schema.properties().get("input", []) if isinstance(schema, dict)):
+            raise MTPError(
+                f"{self.path}.input cannot be enforced in this model's calls, which are JSON: leave the grammar out"
+            )
         opening = f'{{"name": {json.dumps(name)}, "arguments": '
         arguments = self._json({"$ref": Schema.ROOT}, frozenset({"object"}), self.path)
         return f"{_quote(opening)} {arguments} {_quote('}' + chr(10))}"
