@@ -341,7 +341,7 @@ def test_custom_and_namespaced_tools(client):
     assert (call["namespace"], call["name"], json.loads(call["arguments"])) == ("math", "add", {"a": 1, "b": 2})
 
 
-@pytest.mark.parametrize(("syntax", "definition"), [("lark", 'start: "+" /[ab]+/'), ("regex", r"\\+[ab]+")])
+@pytest.mark.parametrize(("syntax", "definition"), [("lark", 'start: "+" /[ab]+/'), ("regex", r"\+[ab]+")])
 def test_the_grammar_of_a_custom_tool_binds_its_input(prompts, syntax, definition):
     tool = {
         "type": "custom",
@@ -363,11 +363,11 @@ def test_the_grammar_of_a_custom_tool_binds_its_input(prompts, syntax, definitio
 
 def test_a_custom_call_that_is_cut_has_its_text_so_far(client):
     tools = [{"type": "custom", "name": "now"}]
-    text = render("now", {"input": '*** Begin "a" of a long patch with many more words than the limit allows'})
+    text = render("now", {"input": '*** Begin "a" of a long patch' + " with many more words" * 9})
     (item,) = response(client, text, tools=tools, max_output_tokens=60)["output"]
     assert (item["type"], item["status"]) == ("custom_tool_call", "incomplete")
     assert item["input"].startswith('*** Begin "a" of')
-    assert "limit allows" not in item["input"]
+    assert len(item["input"]) < 200
 
 
 @pytest.mark.parametrize(
