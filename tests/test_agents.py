@@ -14,6 +14,7 @@ from mlx_mtp.server.api.history import REASONING, fold_roles
 from mlx_mtp.server.app import APIS
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
+from mlx_mtp.server.structured_output import make_output_grammar
 from tests.support.prompts import Prompts
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, options_of, read
 from tests.support.scripted_server import said, serve_scripted
@@ -338,6 +339,58 @@ def test_custom_and_namespaced_tools(client):
     custom, call = response(client, text, tools=tools)["output"]
     assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "now", "*** Begin\n+a")
     assert (call["namespace"], call["name"], json.loads(call["arguments"])) == ("math", "add", {"a": 1, "b": 2})
+
+
+@pytest.mark.parametrize(("syntax", "definition"), [("lark", 'start: "+" /[ab]+/'), ("regex", r"\+[ab]+")])
+def test_the_grammar_of_a_custom_tool_binds_its_input(prompts, syntax, definition):
+    tool = {
+        "type": "custom",
+        "name": "patch",
+        "format": {"type": "grammar", "syntax": syntax, "definition": definition},
+    }
+    tokenizer = prompts.tokenizer
+    for choice in ("auto", "required", {"type": "custom", "name": "patch"}):
+        request = read(RESPONSES, input="a", tools=[tool], tool_choice=choice)
+        assert json.dumps(definition)[1:-1] in json.dumps(request.tools)
+        for text, is_allowed in (("+ab", True), ("-ab", False), ("+abc", False)):
+            (grammar,) = make_output_grammar(tokenizer, request, False)
+            tokens = tokenizer.encode(render("patch", {"input": text}), add_special_tokens=False)
+            assert grammar.advance_to([*tokens, *tokenizer.eos_token_ids]) == is_allowed, (choice, text)
+    tool["format"]["definition"] = "start: other" if syntax == "lark" else "(?=a)b"
+    with pytest.raises(ApiError, match=r"patch\.parameters\.properties\.input cannot be enforced"):
+        make_output_grammar(tokenizer, read(RESPONSES, input="a", tools=[tool]), False)
+
+
+def test_a_custom_call_that_is_cut_has_its_text_so_far(client):
+    tools = [{"type": "custom", "name": "now"}]
+    text = render("now", {"input": '*** Begin "a" of a long patch' + " with many more words" * 9})
+    (item,) = response(client, text, tools=tools, max_output_tokens=60)["output"]
+    assert (item["type"], item["status"]) == ("custom_tool_call", "incomplete")
+    assert item["input"].startswith('*** Begin "a" of')
+    assert len(item["input"]) < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [*((RESPONSES, kind) for kind in ("local_shell", "shell", "apply_patch")), (MESSAGES, "bash_20250124")],
+)
+def test_tools_of_vendors_that_the_client_runs_are_refused(path, kind):
+    with pytest.raises(ApiError, match=f"tools: {kind} is not supported"):
+        read(path, **{"input" if path == RESPONSES else "messages": ASK}, tools=[{"type": kind, "name": "a"}])
+
+
+def test_an_inner_tool_may_be_chosen_by_its_short_name():
+    spaces = [
+        {"type": "namespace", "name": s, "tools": [{"type": "function", "name": n} for n in "xy"[: 1 + i]]}
+        for i, s in enumerate("ab")
+    ]
+    choice = {"type": "function", "name": "y"}
+    chosen = read(RESPONSES, input="a", tools=spaces, tool_choice=choice).structured_output.calls
+    assert [call["name"] for call in chosen] == ["b__y"]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [choice]}
+    assert names_of(read(RESPONSES, input="a", tools=spaces, tool_choice=allowed).tools) == ["b__y"]
+    with pytest.raises(ApiError, match="there is no tool 'x'"):  # there are two
+        read(RESPONSES, input="a", tools=spaces, tool_choice={"type": "function", "name": "x"})
 
 
 def test_items_become_messages_of_a_chat_template():

@@ -117,6 +117,55 @@ def test_results_are_in_the_order_of_the_calls(prompts, path, given, want):
     assert responses("again b", "again a") in text
 
 
+@pytest.mark.parametrize("path", APIS)
+def test_of_calls_with_equal_ids_results_go_to_them_in_the_order_given(prompts, path):
+    calls = [("x", "f", {}), ("y", "g", {}), ("x", "h", {})]
+    turns = [assistant("", *calls), *(result(id, f"{id}{i}") for i, id in enumerate("xyx"))]
+    one = prompts.text(path, **body_of(path, user("q"), *turns))
+    assert responses("x0", "y1", "x2") in one
+    # Calls of an earlier turn, which has no results, change nothing.
+    more = [
+        user("q"),
+        assistant("", calls[1]),
+        user("r"),
+        assistant("", *calls[:2]),
+        result("y", "1"),
+        result("x", "0"),
+    ]
+    assert responses("0", "1") in prompts.text(path, **body_of(path, *more))
+    # A result that is left over stays with the last of its calls.
+    text = prompts.text(
+        path, **body_of(path, user("q"), turns[0], *(result(id, id + str(i)) for i, id in enumerate("xxxy")))
+    )
+    assert responses("x0", "y3", "x1", "x2") in text
+
+
+OWN = [
+    {"temperature": 21}, {"b": None, "a": [1, {"c": "d"}]}, [{"a": 1}, {"b": True}], {"type": 5}, {"type": "object", "n": 1},
+    {"id": "1", "status": "ok"}, {}, [{"rows": [[1, 2]]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize("content", OWN, ids=json.dumps)
+def test_an_object_of_a_tool_is_shown_as_json(prompts, path, content):
+    given = {
+        CHAT: {"role": "tool", "tool_call_id": "a", "content": content},
+        MESSAGES: {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": content}]},
+        RESPONSES: {"type": "function_call_output", "call_id": "a", "output": content},
+    }[path]
+    body = body_of(path, user("q"), assistant("", A))
+    body[next(iter(body))].append(given)
+    assert responses(json.dumps(content)) in prompts.text(path, **body)
+    if isinstance(content, dict):
+        given["content"] = mixed = [{"type": "text", "text": "t"}, content]
+        if path == MESSAGES:
+            given["content"] = [{"type": "tool_result", "tool_use_id": "a", "content": mixed}]
+        if path == RESPONSES:
+            given["output"] = mixed
+        assert responses(f"t\n{json.dumps(content)}") in prompts.text(path, **body)
+
+
 # Histories that Qwen's template refuses
 
 

@@ -260,3 +260,73 @@ def test_a_call_is_allowed_where_what_the_client_gets_is_valid(tokenizer, schema
         is_narrowed = strict and any(isinstance(value, str) and value.startswith(("{", "[")) for value in got.values())
         assert is_allowed or is_narrowed or not valid(got), got
         assert valid(got) or not (strict and is_allowed), got
+
+
+# Texts that quote the format's own tags
+
+CLOSING = ["</parameter>", "</function>", "</tool_call>"]
+PARTS = [
+    *CLOSING,
+    *(f"\n{tag}\n" for tag in CLOSING),
+    "</par",
+    "</",
+    "<",
+    ">",
+    "<parameter",
+    "<tool_call>",
+    "\n",
+    "\r\n",
+    " ",
+    "a",
+    "é",
+]
+QUOTED = "\n".join(
+    [render("g", {"x": "1", "y": "2"}), "<tool_call><function=g><parameter=x>1</parameter></function></tool_call>"]
+)
+OF_TEXTS = {
+    "free": lambda text: STRING,
+    "any": lambda text: {},
+    "null": lambda text: {"type": ["string", "null"]},
+    "object": lambda text: {"type": ["string", "object"]},
+    "length": lambda text: {**STRING, "minLength": 0, "maxLength": 900},
+    "pattern": lambda text: {**STRING, "pattern": "^[^q]*$"},
+    "enum": lambda text: {"enum": ["a", f"{text}a", text]},
+    "const": lambda text: {"const": text},
+}
+
+
+@pytest.mark.parametrize("kind", OF_TEXTS)
+@examples(6)
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=6).map("".join),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["", "", QUOTED]),
+)
+def test_a_text_under_a_grammar_is_what_the_parser_takes(tokenizer, kind, text, is_last, strict, quoted):
+    """The grammar allows each text that is read as it was written, and its drafts are the text's."""
+    text += quoted if kind in ("free", "any") else ""
+    parameters = {"properties": {"a": OF_TEXTS[kind](text), "b": INTEGER}, "required": ["a", "b"][: 2 - is_last]}
+    arguments = {"a": text} if is_last else {"a": text, "b": 5}
+    if read(parameters, call(arguments)) != arguments:
+        return  # it has what ends a value
+    grammar = grammar_of(tokenizer, parameters, strict)
+    assert allows(tokenizer, grammar, call(arguments)), call(arguments)
+    written = tokenizer.encode(call(arguments), add_special_tokens=False)
+    for n in range(0, len(written), 3):
+        drafts, rest = tokenizer.decode(grammar.forced(written[:n])), tokenizer.decode(written[n:])
+        assert rest.startswith(drafts) or drafts.startswith(rest), (drafts, rest)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (STRING, "a</parameter>\n<parameter=z>\nb"),  # a parameter that the function does not have
+        ({**STRING, "pattern": "^a.*"}, "b\n</parameter>\nc"),
+        ({"enum": ["a\n</parameter>\nb"]}, "a"),
+        ({"enum": ["a\n</parameter>\n<parameter=b>\n5", "c"]}, "a\n</parameter>\n<parameter=b>\n5"),
+    ],
+)
+def test_what_the_parser_would_take_for_another_value_is_not_written(tokenizer, schema, text):
+    grammar = grammar_of(tokenizer, {"properties": {"a": schema}, "required": ["a"]})
+    assert not allows(tokenizer, grammar, call({"a": text}))

@@ -61,7 +61,8 @@ QUOTE = render("write", {"path": "a", "content": "b\n"}) + "\n" + render("add", 
 AMBIGUOUS = re.compile(r"</parameter>\s*(<parameter=|</function>\s*(</tool_call>|<function=))")
 
 words = st.text(max_size=8)
-strings = st.lists(st.sampled_from(TAGS) | words, max_size=8).map("".join).filter(lambda s: not AMBIGUOUS.search(s))
+strings = st.lists(st.sampled_from(TAGS) | words, max_size=8).map("".join)
+strings = strings.filter(lambda s: not AMBIGUOUS.search(s) and not s.endswith("\r"))  # a line end would be layout
 texts = strings | st.tuples(words, words).map(lambda around: f"{around[0]}\n{QUOTE}\n{around[1]}")
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
 integers, floats = st.integers(-(10**20), 10**20), st.floats(allow_nan=False, allow_infinity=False)
@@ -237,6 +238,19 @@ def test_tags_in_a_value(value):
         for after in ([], [("now", {})], [("write", {"path": value})]):
             calls = [("write", arguments), *after]
             assert calls_of(rendered("", calls))[1] == calls
+
+
+@pytest.mark.parametrize("sizes", [(1,), (500,)])
+@pytest.mark.parametrize("value", ["p", "", "\r\n", "\ra", "a\r\n</parameter>\r\nb"])
+@pytest.mark.parametrize(("first", "last"), [("\r\n", "\r\n"), ("\n", "\r\n"), ("\r\n", "\n"), ("\r\n", "")])
+def test_one_line_end_of_either_kind_on_each_side_is_layout(value, first, last, sizes):
+    if not last and value.endswith("\n"):
+        return
+    tags = f"<parameter=path>{first}{value}{last}</parameter>\r\n<parameter=content>\r\n{value}{last}</parameter>\r\n"
+    call = f"<tool_call>\r\n<function=write>\r\n{tags}</function>\r\n</tool_call>"
+    assert calls_of(call, sizes) == ("", [("write", {"path": value, "content": value})])
+    added = f"<tool_call>\r\n<function=add>\r\n<parameter=a>{first}5{last}</parameter>\r\n</function>\r\n</tool_call>"
+    assert calls_of(added, sizes) == ("", [("add", {"a": 5})])
 
 
 # Tags that drift
@@ -482,7 +496,9 @@ NUMBER, BOOLEAN, ARRAY, MAYBE = {"type": "number"}, {"type": "boolean"}, {"type"
         (INTEGER, "1e3", 1000), (INTEGER, "0e999999999", 0), (INTEGER, "7.5", "7.5"), (INTEGER, "abc", "abc"),
         (INTEGER, "1e400", "1e400"), (INTEGER, "9" * 5000, "9" * 5000), (INTEGER, "1_000", "1_000"),
         (INTEGER, "None", None), (NUMBER, "1e400", "1e400"), (NUMBER, "NaN", "NaN"), (NUMBER, "-1.5e-3", -0.0015),
-        (BOOLEAN, "True", True), (BOOLEAN, "false", False), (BOOLEAN, "yes", "yes"), (STRING, "null", "null"),
+        (BOOLEAN, "True", True), (BOOLEAN, "TRUE", True), (BOOLEAN, "fALSE", False), (BOOLEAN, "TRUEST", "TRUEST"),
+        (NUMBER, "+5", "+5"), (NUMBER, ".5", ".5"), (ARRAY, "'[1,2]'", "'[1,2]'"),
+        (BOOLEAN, "false", False), (BOOLEAN, "yes", "yes"), (STRING, "null", "null"),
         (STRING, " 5 ", " 5 "), (MAYBE, "null", None), (MAYBE, "None", None), (MAYBE, "nullable", "nullable"),
         ({"anyOf": [INTEGER, {"type": "null"}]}, "5", 5), ({"oneOf": [STRING, ARRAY]}, "[1]", [1]),
         ({"allOf": [{"type": ["string", "integer"]}, INTEGER]}, "5", 5),

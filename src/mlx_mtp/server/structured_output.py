@@ -12,14 +12,24 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 from ..errors import MTPError
 from ..text.answer import functions_of, start_of_calls, think_marks
 from ..text.grammar import SPACE, Grammar, in_deep_stack, make_grammar, reason, rule_of
-from ..text.schema import STRING, Json, Schema, listed, to_json
-from ..text.tags import END, LONGEST_KEY, START
+from ..text.schema import STRING, Json, Schema, listed
+from ..text.tags import END, LONGEST_KEY, OPEN_FUNCTION, PROPER, START
+from ..text.tool_calls import CallArguments, ToolCallParser
 from .request import ApiError, Request, StructuredOutput
 
-END_OF_PARAMETER = "\n</parameter>\n"
-SUFFIX = r'[suffix="\n</parameter>\n"]'
+# Behind a text, as the parser reads it: the next parameter, the end of the call, or a next function, which no grammar has
+NEXT, LAST = rf"{PROPER}\s*<parameter=", rf"{PROPER}\s*</function>\s*{END}"
+AGAIN = rf"{PROPER}\s*</function>\s*{OPEN_FUNCTION}"
+# A call that a text quotes: its beginning and end, and one without parameters whose end the parser does not count
+QUOTED = rf"{OPEN_FUNCTION}[^\s<>]+>\s*<parameter=[^\n<>]+>"
+QUOTED_END = rf"(?s:.*){PROPER}\s*</(function|tool_call)>"
+EMPTY = rf"{OPEN_FUNCTION}[^\s<>]+>\s*</(function|tool_call)>[^\s<]"
+LARK = "x-lark"  # the keyword of a string's grammar, which no client's schema has: of a custom tool
 KEY = rf"/[^\n<>]{{1,{LONGEST_KEY}}}/"
 ANY_TEXT = "/(?s:.*)/"
+ANY_BYTES = (
+    "(~(/a/ & /b/))"  # behind what a text must not have: with any text, llguidance would count to its length limit
+)
 NULL = r"/(?i)\s*(null|none)\s*/"
 STRUCTURES = frozenset({"object", "array"})
 STRUCTURE = r"/(?s:\s*[{\[(].*)/"  # the texts that are parsed as structures
@@ -77,6 +87,7 @@ def _from_tool_choice(choice: Any, tools: list[Json]) -> tuple[StructuredOutput 
         given = choice.get("allowed_tools", choice)  # nested in chat completions
         listed, kind = (given.get("tools"), given.get("mode", "auto")) if isinstance(given, dict) else (None, None)
         names = [_name_of(tool) for tool in listed] if isinstance(listed, list) else []
+        names = [f["name"] for name in names if isinstance(name, str) for f in _named(functions_of(tools), name)]
         tools = [tool for tool in tools if tool["function"].get("name") in names]
         if kind not in ("auto", "required") or not tools:
             message = "tool_choice: allowed_tools must have a mode, auto or required, and tools of the request."
@@ -89,10 +100,16 @@ def _from_tool_choice(choice: Any, tools: list[Json]) -> tuple[StructuredOutput 
         name = inner.get("name") if isinstance(inner, dict) else None
         if not isinstance(name, str):
             raise ApiError(400, "tool_choice must be auto, none, required or a tool by its name.", param="tool_choice")
-        calls, missing = [f for f in calls if f["name"] == name], f"there is no tool {name[:50]!r}"
+        calls, missing = _named(calls, name), f"there is no tool {name[:50]!r}"
     if not calls:
         raise ApiError(400, f"tool_choice requires a call, but {missing}.", param="tool_choice")
     return StructuredOutput("tool_choice", calls=calls), tools
+
+
+def _named(functions: list[Json], name: str) -> list[Json]:
+    """The functions of this name, or the only one that has it within a namespace."""
+    inner = [f for f in functions if f["name"].endswith(f"__{name}")]
+    return [f for f in functions if f["name"] == name] or (inner if len(inner) == 1 else [])
 
 
 def _name_of(tool: Any) -> Any:
@@ -137,35 +154,39 @@ class CallGrammar:
         write = writers.get(tokenizer.tool_parser)
         if write is None:
             raise MTPError("no grammar describes the calls of this model: leave it out")
-        begin, end = _mark(tokenizer, START), _mark(tokenizer, END)
-        names = [f"function_{i}" for i in range(len(tools))]
+        is_xml = write == self._xml_call
         start = r"/\n{0,2}/ calls" if is_required else "calls"
-        first = "call" if is_required or write == self._json_call else f"(call | function {end})"
-        self._rules = [
-            f"start: {start} | {text}" if text else f"start: {start}",
-            rf"calls: {first} (/\n{{0,2}}/ call)* /\n?/",
-            f"call: {begin} {_quote(chr(10))} function {end}",
-            f"function: {' | '.join(names)}",
-            SPACE,
-            f"value: {_free_value(tokenizer)}",
-            rf"end_of_value{SUFFIX}: /(.|\n)*/",
-        ]
-        for name, tool in zip(names, tools):
+        first = "(call | function)" if is_xml and not is_required else "call"
+        self._rules: dict[str, str] = {}  # the names of rules by their texts
+        functions = []
+        for tool in tools:
             self.is_strict = tool.get("strict") is True
             schema = tool.get("parameters") if is_required or self.is_strict else {"additionalProperties": True}
             self.path, self.schema = f"{tool['name']}.parameters", Schema(schema)
             self._terminals: dict[int, str] = {}  # of the strings of a schema, by its id
             if not isinstance(self.schema.root, dict) or not self.schema.types(self.schema.root) >= {"object"}:
                 raise MTPError(f"{self.path} allows no object: it is not the schema of an object")
-            self._rules.append(f"{name}: {write(tool['name'])}")
-        self.lark = "\n".join(self._rules)
+            functions.append(self._add("function", write(tool["name"])))
+        rules = [
+            f"start: {start} | {text}" if text else f"start: {start}",
+            rf"calls: {first} (/\n{{0,2}}/ call)* /\n?/",
+            f"call: {_quote(START + chr(10))} function" + ("" if is_xml else f" {_quote(END)}"),
+            f"function: {_quote(OPEN_FUNCTION) if is_xml else ''} named",
+            f"named: {' | '.join(functions)}",
+            f"end: {_quote('</function>' + chr(10) + END)}",
+            f"quoted_end[lazy]: {_regex(QUOTED_END)}",
+            SPACE,
+        ]
+        self.lark = "\n".join([*rules, *(f"{name}{text}" for text, name in self._rules.items())])
 
     def _add(self, name: str, text: str, options: str = "") -> str:
-        name = f"{name}_{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {text}")
-        return name
+        return self._rules.setdefault(f"{options}: {text}", f"{name}_{len(self._rules)}")
 
     def _json_call(self, name: str) -> str:
+        if any(LARK in schema for schema in self.schema.properties().get("input", []) if isinstance(schema, dict)):
+            raise MTPError(
+                f"{self.path}.input cannot be enforced in this model's calls, which are JSON: leave the grammar out"
+            )
         opening = f'{{"name": {json.dumps(name)}, "arguments": '
         arguments = self._json({"$ref": Schema.ROOT}, frozenset({"object"}), self.path)
         return f"{_quote(opening)} {arguments} {_quote('}' + chr(10))}"
@@ -174,26 +195,29 @@ class CallGrammar:
         """A call in the format of Qwen3-Coder and Qwen3.5: each value on lines of its own, strings without quotes."""
         properties, others = self.schema.properties(), self.schema.undeclared()
         required = self.schema.required()
-        parts = []
-        for key in dict.fromkeys((*properties, *sorted(required))):
+        more, can_end = "", True  # what may follow the parameters: a rule for further ones, or the end of the call
+        if others and not self.is_strict:
+            known = "|".join(map(_literal, properties))
+            schema = others[0] if len(others) == 1 else {"anyOf": others}
+            more = f"others_{len(self._rules)}"
+            value = self._value(schema, f"{self.path}.additionalProperties", "", more, can_end)
+            other = self._add("KEY", f"{KEY}{f' & ~/({known})/' if known else ''}")
+            self._rules[f": {other} {_quote('>' + chr(10))} {value} "] = more
+        for key in reversed(dict.fromkeys((*properties, *sorted(required)))):
             path = f"{self.path}.properties.{key}"
             schemas = properties.get(key) or others or [True]
             schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
             can_be_written = 0 < len(key) <= LONGEST_KEY and not set(key) & set("\n<>")
             if can_be_written and self.schema.types(schema):
-                part = _parameter(_quote(key), self._value(schema, path))
-                parts.append(part if key in required else f"{part}?")
+                value = self._value(schema, path, key, more, can_end)
+                skipped = f" | {more}" if more and key not in required else ""
+                more = self._add("more", f"{_quote(f'{key}>' + chr(10))} {value}{skipped}")
+                can_end &= key not in required
             elif key in required:
                 raise MTPError(f"{self.path} allows no object: {path} allows no value")
         if self.is_strict:
             self._check_top()
-        elif others:
-            known = "|".join(map(_literal, properties))
-            schema = others[0] if len(others) == 1 else {"anyOf": others}
-            value = self._value(schema, f"{self.path}.additionalProperties")
-            parts.append(_parameter(self._add("KEY", f"{KEY}{f' & ~/({known})/' if known else ''}"), value) + "*")
-        opening = f"<function={name}>\n"
-        return f"{_quote(opening)} {' '.join(parts)} {_quote('</function>' + chr(10))}"
+        return f"{_quote(f'{name}>' + chr(10))} {_rest(more, can_end)}"
 
     def _check_top(self) -> None:
         """Raise an MTPError if the parameters as a whole have a condition other than their names, or a wrong shape."""
@@ -207,30 +231,56 @@ class CallGrammar:
 
     # Values
 
-    def _value(self, schema: Any, path: str) -> str:
-        """The rule of a value and its end. A text that is JSON of another type that the schema allows is not a string."""
+    def _value(self, schema: Any, path: str, key: str, more: str, can_end: bool) -> str:
+        """The rule of a value and what follows it: ``more`` parameters, or the end. A text that is JSON of another type that
+        the schema allows is not a string.
+        """
+        if isinstance(schema, dict) and LARK in schema:
+            rule = f"%lark {{\n{schema[LARK]}\n}}"
+            if error := _error(f"start: {rule}"):
+                raise MTPError(f"{path} cannot be enforced: {error}")
+            return f"({rule} {_quote(f'{chr(10)}{PROPER}{chr(10)}')} {_rest(more, can_end)})"
         types = self.schema.types(schema)
         text, texts, others = self._strings(schema), self.schema.texts(schema), types - STRING
         if self.is_strict:
             self._json(schema, types, path)  # an error if llguidance cannot enforce it
         if text == ANY_TEXT and (not self.is_strict or _is_plain(schema)):
-            return "value"
+            return self._text(ANY_TEXT, key, more, can_end)
         if text and texts is None and others - STRUCTURES - {"null"}:
             if self.is_strict:
                 raise MTPError(f"{path} cannot be enforced: a string or some values of another type")
-            return "value"
+            return self._text(ANY_TEXT, key, more, can_end)
         ways = []
         if text and texts is not None:
-            texts = [x for x in texts if to_json(x, types) == json.dumps(x, ensure_ascii=False)]
+            texts = [x for x in texts if _is_read(x, types)]
             text = f"({' | '.join(map(_quote, texts))}) & {text}" if texts else ""
         elif text and others:
             text = f"({text} & ~{STRUCTURE})" + f" | {NULL}" * ("null" in others)
             others -= {"null"}
         if text:
-            ways.append(self._add("text", text, SUFFIX))
+            ways.append(self._text(text, key, more, can_end, is_listed=texts is not None))
         if others:
-            ways.append(f"{self._json(schema, others, path)} {_quote(END_OF_PARAMETER)}")
+            end = _quote(f"\n{PROPER}\n")
+            ways.append(f"{self._json(schema, others, path)} {end} {_rest(more, can_end)}")
         return f"({' | '.join(ways)})"
+
+    def _text(self, text: str, key: str, more: str, can_end: bool, is_listed: bool = False) -> str:
+        """The rule of a text and what follows it. Only a text without conditions may quote calls."""
+        is_free = text == ANY_TEXT
+        ends = ({NEXT: more} if more else {}) | ({LAST: ""} if can_end else {})
+        if not is_listed:
+            never = [tags for tags in (NEXT, LAST, AGAIN, EMPTY, QUOTED) if not is_free or tags not in (*ends, QUOTED)]
+            # On a line of its own, the parser may take it for the next parameter.
+            others = "|".join(_literal(name) for name in self.schema.properties() if name != key)
+            opened = [rf"((?s:.*)\n)?[ \t]*<parameter=({others})>"] if others else []
+            patterns = "|".join([f"(?s:.*)({'|'.join(never)})", *opened])
+            text = f"({text}) & ~({_regex(patterns)} {ANY_BYTES})" + r" & ~/(?s:.*)\r/" * (not is_free)
+        suffixes = {tags: tags if is_free else r"\n" + tags.replace(r"\s*", r"\n") for tags in ends}
+        ways = [
+            f"{self._add('text', text, f'[suffix={_regex(suffixes[tags])}]')} {then}" for tags, then in ends.items()
+        ]
+        quoted = f"({self._add('quoted', text, f'[suffix={_regex(QUOTED)}]')} quoted_end)* " if is_free else ""
+        return self._add("value", f"{quoted}({' | '.join(ways)})")
 
     def _strings(self, schema: Any) -> str:
         """A terminal for the strings that a schema allows, in Lark; ``""`` if it allows none."""
@@ -274,20 +324,24 @@ def _error(lark: str) -> str:
     return error and reason(error)
 
 
-def _free_value(tokenizer: TokenizerWrapper) -> str:
-    """Any text up to its end, including the template's marks, which are not text for llguidance: a file may quote them."""
-    marks = sorted(token for token, added in tokenizer.added_tokens_decoder.items() if not added.special)
-    return f"(/(.|\\n)*/ <[{','.join(map(str, marks))}]>)* end_of_value" if marks else "end_of_value"
+def _rest(more: str, can_end: bool) -> str:
+    """What follows a parameter, or the name of a function."""
+    ways = [f"{_quote('<parameter=')} {more}"] * bool(more) + ["end"] * can_end
+    return f"({' | '.join(ways)})"
 
 
-def _mark(tokenizer: TokenizerWrapper, text: str) -> str:
-    """A mark of the template in Lark. llguidance does not treat a mark that is one token as text."""
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    return f"<[{tokens[0]}]>" if len(tokens) == 1 else _quote(text)
+def _regex(pattern: str) -> str:
+    return f"/{pattern.replace('/', chr(92) + '/')}/"
 
 
-def _parameter(key: str, value: str) -> str:
-    return f'("<parameter=" {key} ">\\n" {value})'
+def _is_read(text: str, types: frozenset[str]) -> bool:
+    """Whether the parser reads this text of a parameter of these types as it is, before another parameter and at the end."""
+    value, more = f"<parameter=p>\n{text}\n{PROPER}\n", f"<parameter=q>\n{PROPER}\n"
+    calls = [f"{START}\n<function=f>\n{parameters}</function>\n{END}" for parameters in (value + more, value)]
+    parser = ToolCallParser({"f": {"properties": {"p": {"type": sorted(types)}, "q": {"type": "string"}}}})
+    found = parser.add("\n".join(calls)) + parser.finish(cut=False)
+    read = "".join(event.text for event in found if isinstance(event, CallArguments))
+    return read == "".join(json.dumps(x, ensure_ascii=False) for x in ({"p": text, "q": ""}, {"p": text}))
 
 
 def _is_plain(schema: Any) -> bool:

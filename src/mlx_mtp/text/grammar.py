@@ -295,6 +295,24 @@ def _check_multiples(lark: str) -> None:
 @functools.lru_cache(maxsize=4)
 def llguidance_tokenizer(tokenizer: TokenizerWrapper) -> Any:
     """About a second's work for a vocabulary of 250,000 tokens."""
+    from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
 
-    return from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))
+    fast = tokenizer._tokenizer
+    found = from_tokenizer(fast, eos_token=sorted(tokenizer.eos_token_ids))
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(fast, found)), eos_token=found.eos_tokens)
+
+
+class _Vocabulary:
+    """A vocabulary for llguidance in which the chat template's marks are text: by itself, it takes them for control tokens."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, found: Any):
+        self.tokenizer, self.eos_token_id = tokenizer, found.eos_token
+        self.tokens = [found.decode_bytes([i]) for i in range(found.vocab_size)]
+        self.special_token_ids = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+
+    def __call__(self, text: bytes) -> list[int]:
+        tokens: list[int] = self.tokenizer.encode(text.decode(), add_special_tokens=False)
+        return tokens

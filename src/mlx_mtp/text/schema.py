@@ -203,7 +203,9 @@ def to_json(text: str, types: frozenset[str]) -> str:
     # A model without a value for a number writes null even where the schema does not allow it.
     if word.lower() in WORDS["null"] and ("null" in types or "string" not in types):
         return "null"
-    for read in (parse_json, ast.literal_eval) if word[:1] in "{[(TF" else (parse_json,):
+    if word.lower() in WORDS["boolean"] and "boolean" in types:
+        return word.lower()
+    for read in (parse_json, ast.literal_eval) if word[:1] in "{[(" else (parse_json,):
         # Errors of the parsers (ValueError, SyntaxError, RecursionError, MemoryError), or of values that JSON lacks.
         with suppress(Exception):
             value = read(word)

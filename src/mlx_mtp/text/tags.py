@@ -15,9 +15,10 @@ SPACE = r"\s{0,64}"
 LONGEST_KEY = 256  # characters of a parameter's name
 START, END = "<tool_call>", "</tool_call>"
 OPEN_FUNCTION = "<function="
-_IS = r"(?: ?[=:] ?| name ?= ?| (?=[^\s<>=]{1,256}>\n))"
-_KEY = rf"[^\n<>]{{1,{LONGEST_KEY}}}"
-_OPENED = r"(?:>|(?=\n))"  # the end of an opening tag
+LINE_END = r"\r?\n"
+_IS = rf"(?: ?[=:] ?| name ?= ?| (?=[^\s<>=]{{1,256}}>{LINE_END}))"
+_KEY = rf"[^\r\n<>]{{1,{LONGEST_KEY}}}"
+_OPENED = rf"(?:>|(?={LINE_END}))"  # the end of an opening tag
 _CLOSED = rf"[^\n<>]{{0,{LONGEST_KEY}}}(?:>|(?=[\n<]))"  # the end of a closing tag
 PARAMETER = rf"<parameter{_IS}(?P<key>{_KEY}){_OPENED}"
 CLOSE_FUNCTION = rf"</ ?function{_CLOSED}"
@@ -28,8 +29,11 @@ NEXT = regex.compile(
 )
 PROPER = "</parameter>"
 AFTER_VALUE = regex.compile(rf"{SPACE}(?:<parameter=(?P<key>{_KEY})>|</function>{SPACE}(?:{END}|{FUNCTION}))")
-LAST_LINE = regex.compile(rf"\n{PROPER}")
-END_OF_TEXT = regex.compile(r"(?:\n[ \t]*)?(?:</(?:parameter|function|tool_call)[^\n<>]*>?\s*)*\Z", regex.REVERSE)
+BEGIN_LINE, END_LINE = regex.compile(rf"\A{LINE_END}"), regex.compile(rf"{LINE_END}\Z", regex.REVERSE)  # around a value
+LAST_LINE = regex.compile(rf"{LINE_END}{PROPER}")
+END_OF_TEXT = regex.compile(
+    rf"(?:{LINE_END}[ \t]*)?(?:</(?:parameter|function|tool_call)[^\n<>]*>?\s*)*\Z", regex.REVERSE
+)
 # Behind a value that is no string: also tags of other names, and those without their beginning.
 BEHIND_VALUE = regex.compile(r"(?:(?:</[^\n<>]*|<?/{0,2}(?:parameter|function|tool_call))>?\s*)*\Z", regex.REVERSE)
 
@@ -42,7 +46,7 @@ def _tags_in_value(function: str, key: str) -> tuple[Any, Any]:
     close = rf"</ ?(?P<closed>{names}){_CLOSED}>?"
     begin = rf"(?P<begin>(?P<start>{START}{SPACE})?{FUNCTION})"
     tags = rf"(?P<parameter>{PARAMETER})|{begin}|{close}|(?P<own><{key}[\s>])"
-    return regex.compile(rf"(?P<break>(?:\n[ \t]{{0,64}}){{1,64}})?(?:{tags})"), regex.compile(SPACE + close)
+    return regex.compile(rf"(?P<break>(?:{LINE_END}[ \t]{{0,64}}){{1,64}})?(?:{tags})"), regex.compile(SPACE + close)
 
 
 class EndOfValue:
@@ -69,8 +73,8 @@ class EndOfValue:
         """The number of characters at the text's beginning that belong to the value, which the next call is without; if it ends
         after them the number of those of its closing tags, and whether these end the function.
         """
-        if self.is_inline is None and (text or is_last):
-            self.is_inline = not text.startswith("\n")
+        if self.is_inline is None and (text not in ("", "\r") or is_last):
+            self.is_inline = not BEGIN_LINE.match(text)
         lines = text + "\n" * is_last  # which ends a tag without ">"
         while (m := self.tag.search(lines, self.n_read, partial=not is_last)) is not None:
             self._move(m.start())
@@ -79,7 +83,7 @@ class EndOfValue:
                 break
             if ended:
                 n = m.end() - len(PROPER)
-                n -= text[:n].endswith("\n")
+                n = line.start() if (line := END_LINE.search(text, 0, n)) else n
                 return n, m.end() - n, False
             self._move(m.end(), "close" if kind else "open" if m["parameter"] or m["begin"] else "")
             self.n_own += bool(m["own"]) - (m["closed"] == self.key and not kind)
@@ -106,20 +110,20 @@ class EndOfValue:
             return self._read_parameter(text, m, is_last)
         if m["begin"]:
             if self._is_plain and (m["start"] or (is_apart and m["name"] in self.names)):
-                self._may_end(m, m.start(), "", 2)
+                self._may_end(text, m, m.start(), "", 2)
             self.quoted.append(None)
         return False
 
     def _read_parameter(self, text: str, m: Any, is_last: bool) -> bool | None:
         key = key_of(m["key"], self.declared)
         if self._is_plain and key and key not in self.keys and (key in self.declared or not self.declared):
-            self._may_end(m, m.start(), "", 2)
+            self._may_end(text, m, m.start(), "", 2)
             self.quoted.append(key)
             return False
         last_line = LAST_LINE.match(text, m.end(), partial=not is_last)
         if last_line is not None and last_line.partial:
             return None
-        if None in self.quoted or (last_line is None and text.startswith("\n", m.end())):
+        if None in self.quoted or (last_line is None and BEGIN_LINE.match(text[m.end() : m.end() + 2])):
             self.quoted.append("")
         return False
 
@@ -131,7 +135,7 @@ class EndOfValue:
             if self._ends(after):
                 return True
             if after["key"] is None:
-                self._may_end(m, m.end(), kind, 4 if self._is_plain else 0)
+                self._may_end(text, m, m.end(), kind, 4 if self._is_plain else 0)
         if self._is_plain or not is_proper:
             run = self._run(text, m.end(), kind, is_last)
             if run is None:
@@ -139,14 +143,14 @@ class EndOfValue:
             kinds, end, opening = run
             is_run = opening or len({*kinds}) > 1 or (kind == "t" and is_apart)
             if self._is_plain and self.behind != "close" and (is_run or (kind == "f" and is_apart)):
-                self._may_end(m, end, kinds, 1 + is_run + (is_run and "p" in kinds and not self.quoted))
+                self._may_end(text, m, end, kinds, 1 + is_run + (is_run and "p" in kinds and not self.quoted))
             if not is_proper and kinds.startswith("pp"):
                 return False  # the next one closes it
         if self.quoted and (self.quoted[-1] is None) == (kind != "p"):
             behind = text[m.end() :].lstrip(" \t")
             if not behind and not is_last:
                 return None
-            if behind[:1] in ("", "\n", "<"):  # otherwise it is in the middle of a line
+            if behind[:1] in ("", "\r", "\n", "<"):  # otherwise it is in the middle of a line
                 self.quoted.pop()
         return False
 
@@ -155,11 +159,12 @@ class EndOfValue:
         """Whether the text here is within no quotation, except for parameters that cannot be the call's next."""
         return not any(key != "" for key in self.quoted)
 
-    def _may_end(self, m: Any, end: int, kinds: str, rank: int) -> None:
+    def _may_end(self, text: str, m: Any, end: int, kinds: str, rank: int) -> None:
         """Note that the value may end before this tag, with closing tags of these kinds."""
         if rank > self.rank or rank == self.rank == 0:
             # A line break belongs to a closing tag, and all line breaks to an opening one.
             start = m.start() + (m["break"].rindex("\n") if m["break"] and kinds else 0)
+            start -= start > m.start() and text[start - 1] == "\r"
             self.end, self.rank = (start, max(start, end), kinds.strip("p") != ""), rank
 
     def _kind(self, closed: str) -> str:

@@ -14,7 +14,19 @@ import regex
 from .markdown import Lines
 from .reasoning import overlap
 from .schema import Schema, is_string, parse_json, to_json
-from .tags import CLOSE_FUNCTION, END, FUNCTION, OPEN_FUNCTION, PARAMETER, SPACE, START, EndOfValue, bare_value, key_of
+from .tags import (
+    BEGIN_LINE,
+    CLOSE_FUNCTION,
+    END,
+    FUNCTION,
+    OPEN_FUNCTION,
+    PARAMETER,
+    SPACE,
+    START,
+    EndOfValue,
+    bare_value,
+    key_of,
+)
 
 
 @dataclass(frozen=True)
@@ -124,8 +136,12 @@ class _Value:
 
     def write(self, text: str) -> str:
         """Add the next piece of its text. Return the next piece of its JSON."""
-        if text and not self.has_begun:
-            self.has_begun, text = True, text.removeprefix("\n")
+        if not self.has_begun:
+            text, self.text = self.text + text, ""
+            if text in ("", "\r"):  # the line end of the tag, or a part of it
+                self.text = text
+                return ""
+            self.has_begun, text = True, BEGIN_LINE.sub("", text)
         if self.is_string:
             return _escape(text)
         self.text += text

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -28,6 +29,8 @@ ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 NEVER = 2**31  # min_tokens of a text that no token of the model ends
 
 OUTPUTS = "docs/server.md#structured-output lists those that are supported"
+# Types of tools that the vendors define and clients run
+OF_CLIENTS = re.compile("(local_shell|shell|apply_patch|computer|bash|text_editor|memory)(_(use_preview|[0-9]+))?$")
 THINKING = "docs/server.md#thinking lists the fields of each API"
 # The fields for thinking, besides ``enable_thinking``
 SWITCHES = ("thinking", "reasoning", "think", VARIABLE, "thinking_budget", "reasoning_budget", "thinking_token_budget")
@@ -153,6 +156,14 @@ class Tool(Part):
     parameters: Json | None = None
     strict: bool | None = None
     tools: "Many[Tool] | None" = None  # the tools of a namespace
+    format: Json | None = None  # of the input of a custom tool
+
+    def check(self) -> None:
+        """Raise an ApiError if the client runs this tool and its calls are of a type that no function has."""
+        if self.type and OF_CLIENTS.match(self.type):
+            raise ApiError(
+                400, f"tools: {self.type[:50]} is not supported: send a function with its parameters.", param="tools"
+            )
 
 
 class OutputSettings(Part):

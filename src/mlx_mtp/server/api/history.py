@@ -42,6 +42,10 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of answers, and the
 # The fields of a message that are read
 READ = ("type", "content", "refusal", "audio", *THOUGHTS, "tool_calls", "function_call")
 FACTS = ("exit_code", "return_code", "approve")
+# Types of the parts of a result. An object of another type, or of none, is a tool's own.
+OF_APIS = re.compile(
+    "text|image|screenshot|file|document|audio|video|result|output|reference|refusal|call|use|thinking|function|namespace|custom|web_search"
+)
 ENCODED = re.compile(r"data:.*|[\w+/=-]{200,}", re.ASCII | re.DOTALL)
 Parts = list[tuple[str, Any]]  # parts of a content, each after its place in the body
 
@@ -167,6 +171,10 @@ class History:
 
     def _add_result(self, id: str, content: Any, where: str, is_error: bool = False) -> None:
         self._turn, message = None, {"role": "tool", "content": "", "tool_call_id": id}
+        if content not in (None, "", []) and not any(
+            map(_is_part, content if isinstance(content, list) else [content])
+        ):
+            content = json.dumps(content, ensure_ascii=False)
         text = self._text_of(message, _parts_of(content, where), self.between)
         message["content"] = f"Error: {text}" if is_error else text
         self.messages.append(message)
@@ -191,6 +199,9 @@ class History:
                 else:
                     message.setdefault("errors", []).append(_unsupported(form, where, url))
                     texts += [LEFT_OUT] * (message["role"] != "assistant")
+            elif message["role"] == "tool" and not _is_part(part):
+                texts.append(json.dumps(part, ensure_ascii=False))
+                between = between or "\n"
             elif isinstance(part, dict) and (text := _text_of_unknown(part)):
                 texts.append(text)
                 between = between or "\n"
@@ -217,6 +228,12 @@ def _parts_of(content: Any, where: str) -> Parts:
     if isinstance(content, list):
         return [(f"{where}[{i}]", part) for i, part in enumerate(content)]
     return [] if content is None else [(where, content)]
+
+
+def _is_part(value: Any) -> bool:
+    """Whether a value in a tool's result has a form of the APIs: text, or an object of one of their types."""
+    kind = value.get("type") if isinstance(value, dict) else ""
+    return isinstance(value, str) or (isinstance(kind, str) and OF_APIS.search(kind) is not None)
 
 
 def _is_item(part: tuple[str, Any]) -> bool:
@@ -300,21 +317,23 @@ def _split_thoughts(message: Json, is_last: bool) -> None:
 
 
 def _sort_results(messages: list[Json]) -> None:
-    """Put the results of a turn's tools in the order of its calls. Those with other ids keep their places."""
-    order, results = dict[str, int](), list[int]()
+    """Put the results of a turn's tools in the order of its calls: of calls with equal ids, in the order given. Results with
+    other ids keep their places.
+    """
+    order, results = dict[str, list[tuple[int, int]]](), list[int]()
     for i, message in enumerate([*messages, {"role": "assistant"}]):
         if message["role"] == "tool":
             results.append(i)
         elif message["role"] == "assistant":
-            if results:
-                places = [k for k in results if messages[k]["tool_call_id"] in order]
-                in_order = sorted((messages[k] for k in places), key=lambda m: order[m["tool_call_id"]])
-                for k, result in zip(places, in_order):
+            if i and messages[i - 1]["role"] != "assistant":
+                places = {k: ids for k in results if (ids := order.get(messages[k]["tool_call_id"]))}
+                calls = {k: ids.pop(0) if len(ids) > 1 else ids[0] for k, ids in places.items()}
+                for k, result in zip(places, [messages[k] for k in sorted(places, key=calls.__getitem__)]):
                     messages[k] = result
                 order, results = {}, []
-            for call in message.get("tool_calls", []):
+            for n, call in enumerate(message.get("tool_calls", [])):
                 if call["id"]:
-                    order.setdefault(call["id"], len(order))
+                    order.setdefault(call["id"], []).append((i, n))
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:

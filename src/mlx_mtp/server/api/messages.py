@@ -138,5 +138,7 @@ class MessagesBody(Body):
             if message.get("role") not in ROLES:
                 raise ApiError(400, f"messages[{i}].role: Input should be {', '.join(ROLES)}.", param="messages")
             history.add(message, f"messages[{i}]")
+        for tool in self.tools or []:
+            tool.check()
         ours = [tool for tool in self.tools or [] if tool.type in (None, "custom")]
         return history, [common.function_tool(tool, tool.name, tool.input_schema) for tool in ours]

@@ -12,14 +12,12 @@ from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import NO_LIMIT, ApiError, Delta, StructuredOutput
-from ..structured_output import from_response_format
+from ..structured_output import LARK, from_response_format
 from . import common
 from .common import Body, Item, Limit, Many, Short, ThinkingSettings, Tool, Usage, Writer, event, new_id
 from .completions import TopLogprobs, logprob_of
 from .history import History, arguments_of, full_name
 
-# The parameters of a custom tool.
-INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 TOOLS = TypeAdapter(Many[Tool])
 SHOWN = ("instructions", "model", "parallel_tool_calls", "temperature", "tool_choice", "top_p")  # as they were sent
 
@@ -92,7 +90,9 @@ class ResponsesWriter(Writer):
         if item["type"] == "function_call":
             done = self._item_event("function_call_arguments.done", arguments=self.written, name=item["name"])
         elif item["type"] == "custom_tool_call":
-            item["input"] = text = str(arguments_of(self.written).get("input", ""))
+            # The arguments of a cut call end within the string.
+            arguments = arguments_of(f'{self.written}"}}' if item["status"] == "incomplete" else self.written)
+            item["input"] = text = str(arguments.get("input", ""))
             done = self._item_event("custom_tool_call_input.delta", delta=text)
             done += self._item_event("custom_tool_call_input.done", input=text)
         else:
@@ -197,6 +197,8 @@ class ResponsesBody(Body):
         return [from_response_format((self.text or {}).get("format"), "text.format")]
 
     def conversation(self, content: Json) -> tuple[History, list[Json]]:
+        for tool in self.tools or []:
+            tool.check()
         history = History(joins=True)
         if self.instructions:
             history.add({"role": "system", "content": self.instructions}, "instructions")
@@ -204,6 +206,22 @@ class ResponsesBody(Body):
         for i, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
             history.add(item, f"input[{i}]")
         return history, [
-            common.function_tool(t, name, INPUT if t.type == "custom" else t.parameters)
+            _custom_tool(t, name) if t.type == "custom" else common.function_tool(t, name, t.parameters)
             for name, (t, _) in self.named_tools.items()
         ]
+
+
+def _custom_tool(tool: Tool, name: str) -> Json:
+    """A function whose only parameter is the input. The prompt has its grammar in the schema."""
+    form, given = tool.format or {}, {"type": "string"}
+    if form.get("type") == "grammar":
+        syntax, definition = form.get("syntax"), form.get("definition")
+        if syntax not in ("lark", "regex") or not isinstance(definition, str):
+            raise ApiError(
+                400,
+                f"tools: the grammar of {name[:50]} needs a syntax, lark or regex, and a definition.",
+                param="tools",
+            )
+        given |= {"pattern": f"^({definition})$"} if syntax == "regex" else {LARK: definition}
+    parameters = {"type": "object", "properties": {"input": given}, "required": ["input"]}
+    return common.function_tool(tool.model_copy(update={"strict": len(given) > 1}), name, parameters)
