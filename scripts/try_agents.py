@@ -6,9 +6,9 @@
 
 npm must be allowed to run the install script of opencode (``npm install --allow-scripts``, or ``node postinstall.mjs`` in its
 folder). ``mlx_mtp launch`` starts each client in a network namespace that has nothing but the loopback device (``unshare -n``,
-as root), with an empty environment and a HOME of its own, and finds the server of a tiny model: nothing leaves the machine. What
-the client left on disk must be right, it must say the model's last words, and the server's log may have no traceback. With
-``--drifts``, the model leaves tags of its calls out. Takes a minute or two for each client.
+as root), with an empty environment and a HOME of its own, and finds the server of a tiny model: nothing leaves the machine.
+What the client left on disk must be right, it must say the model's last words, and the server's log may have no traceback.
+With ``--drifts``, the model leaves tags of its calls out. Takes a minute or two for each client.
 """
 
 import json
