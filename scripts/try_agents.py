@@ -5,10 +5,10 @@
     python -m scripts.try_agents /tmp/agents
 
 npm must be allowed to run the install script of opencode (``npm install --allow-scripts``, or ``node postinstall.mjs`` in its
-folder). Each client runs in a network namespace that has nothing but the loopback device (``unshare -n``, as root), with an
-empty environment and a HOME of its own, against ``mlx_mtp server`` with a tiny model: nothing leaves the machine. What it left
-on disk must be right, it must say the model's last words, and the server's log may have no traceback. With ``--drifts``, the
-model leaves tags of its calls out. Takes a minute or two for each client.
+folder). ``mlx_mtp launch`` starts each client in a network namespace that has nothing but the loopback device (``unshare -n``,
+as root), with an empty environment and a HOME of its own, and finds the server of a tiny model: nothing leaves the machine.
+What the client left on disk must be right, it must say the model's last words, and the server's log may have no traceback.
+With ``--drifts``, the model leaves tags of its calls out. Takes a minute or two for each client.
 """
 
 import json
@@ -19,8 +19,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_mtp.server.command_line import CLIENTS as CLIENT_SETTINGS
-from mlx_mtp.server.command_line import ServerAddress
 from scripts.shared import script_parser
 from tests.support.server_process import serve
 from tests.support.tool_texts import make_model
@@ -28,7 +26,6 @@ from tests.support.tool_texts import make_model
 ROOT = Path(__file__).parents[1]
 ASK = "Make three of two in notes.txt, then count its lines."
 LIMIT = 900  # seconds for a client, on a busy machine
-CONTEXT = 131072  # of the tiny model
 # What a run without a person needs, beside the settings that users have.
 QUIET_VARIABLES = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
@@ -39,48 +36,41 @@ class Client:
 
     package: str  # npm's name, or pip's
     version: str  # the one that was tried
-    command: str  # without the question
+    arguments: str  # before the question
     has_tools: bool = True  # whether it runs commands
 
 
-def configure(name: str, home: Path, url: str) -> dict[str, str]:
-    """Write a client's settings, as ``mlx_mtp server --print-config`` prints them -> its environment."""
-    settings = CLIENT_SETTINGS[name](ServerAddress(url.removesuffix("/v1"), context=CONTEXT))
-    variables = settings.variables | QUIET_VARIABLES
-    if settings.file:
-        text = settings.text
-        if name == "opencode":  # which asks before it edits
-            text = json.dumps(json.loads(text) | {"permission": "allow"})
-            variables["OPENCODE_CONFIG"] = str(home / settings.file)
-        (home / settings.file).parent.mkdir(parents=True)
-        (home / settings.file).write_text(text)
-    return variables
-
-
-AIDER = "aider --model openai/default_model --edit-format diff --file notes.txt --no-git --yes-always"
-AIDER += " --analytics-disable --no-check-update --no-show-model-warnings --no-show-release-notes --no-pretty --message"
-CODEX = "codex exec --profile mlx-mtp --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
+AIDER = "--edit-format diff --file notes.txt --no-git --yes-always --analytics-disable --no-check-update"
+AIDER += " --no-show-model-warnings --no-show-release-notes --no-pretty --message"
+CODEX = "exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
 CLIENTS = {
-    "claude": Client("@anthropic-ai/claude-code", "2.1.197", "claude --allowedTools Read,Edit,Bash -p"),
+    "claude": Client("@anthropic-ai/claude-code", "2.1.197", "--allowedTools Read,Edit,Bash -p"),
     "codex": Client("@openai/codex", "0.169.0", CODEX),
-    "opencode": Client("opencode-ai", "1.18.33", "opencode run -m mlx-mtp/default_model"),
+    "opencode": Client("opencode-ai", "1.18.33", "run"),
     "aider": Client("aider_chat", "0.86.2", AIDER, has_tools=False),
 }
+OPENCODE = '{"permission": "allow"}'  # the user's own config: otherwise opencode asks before it edits
 
 
 def try_client(name: str, agents: Path, folder: Path) -> list[str]:
     """Run a client in an empty folder -> what is wrong with what it did."""
     client, home, work = CLIENTS[name], folder / "home", folder / "work"
-    home.mkdir()
+    config = home / ".config" / "opencode" / "opencode.json"
+    config.parent.mkdir(parents=True)
+    config.write_text(OPENCODE)
     work.mkdir()
+    (folder / "key").write_text("sesame")
     (work / "notes.txt").write_text("one\ntwo\n")
     model = str(make_model(folder / "model"))
     os.environ["AGENT_FOLDER"] = str(work)  # for the script
     path = f"{agents / 'node_modules' / '.bin'}:{agents / 'aider' / 'bin'}:/usr/local/bin:/usr/bin:/bin"
-    command, null, pipe = ["timeout", str(LIMIT), *client.command.split(), ASK], subprocess.DEVNULL, subprocess.PIPE
-    with serve(folder / "server.log", "--mtp", "--model", model, module="tests.support.scripted_agent") as server:
-        env = {"PATH": path, "HOME": str(home), **configure(name, home, server.url)}
-        streams = {"stdin": null, "stdout": pipe, "stderr": subprocess.STDOUT}
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # where the server is found
+    env = {"PATH": path, "HOME": str(home), "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"], **QUIET_VARIABLES}
+    launch = [sys.executable, "-P", "-m", "mlx_mtp", "launch", name, "--model", model]
+    command = ["timeout", str(LIMIT), *launch, "--", *client.arguments.split(), ASK]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    flags = ["--mtp", "--model", model, "--api-key-file", str(folder / "key")]
+    with serve(folder / "server.log", *flags, module="tests.support.scripted_agent"):
         done = subprocess.run(command, cwd=work, env=env, text=True, **streams)
     (folder / "client.log").write_text(done.stdout)
     wrong = [] if done.returncode == 0 else [f"it ends with status {done.returncode}"]
@@ -88,6 +78,8 @@ def try_client(name: str, agents: Path, folder: Path) -> list[str]:
         got = (work / name).read_text() if (work / name).exists() else None
         wrong += [f"{name} is {got!r}"] * (got != want and (client.has_tools or name == "notes.txt"))
     wrong += ["it does not say the last words"] * ("It is done." not in done.stdout)
+    wrong += ["it does not use the server that runs"] * ("Using the server at " not in done.stdout)
+    wrong += ["its config is changed"] * ("mlx" in config.read_text())  # opencode itself adds its schema
     wrong += ["a traceback of the server"] * ("Traceback" in (folder / "server.log").read_text())
     return wrong
 

@@ -150,6 +150,7 @@ CALLS = {
     "models": ("mlx_mtp.about", "cached_repositories", []),
     "doctor": ("mlx_mtp.about", "Account", []),
     "server": ("mlx_mtp.server.serve", "check", ["--print-config", "codex"]),
+    "launch": ("mlx_mtp.launch", "parse", ["claude"]),
 }
 
 

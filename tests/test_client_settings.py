@@ -34,13 +34,33 @@ LOCAL, OTHER = "http://127.0.0.1:8080", "http://localhost:9"
 
 def test_lines_for_a_shell(printed):
     for client, flags, want in (
-        ("claude", [], {"ANTHROPIC_BASE_URL": LOCAL, "ANTHROPIC_API_KEY": "none"}),
-        ("claude", KEYED, {"ANTHROPIC_BASE_URL": OTHER, "ANTHROPIC_API_KEY": "it's", "ANTHROPIC_MODEL": "qwen"}),
-        ("aider", [], {"OPENAI_API_BASE": f"{LOCAL}/v1", "OPENAI_API_KEY": "none"}),
-        ("aider", KEYED, {"OPENAI_API_BASE": f"{OTHER}/v1", "OPENAI_API_KEY": "it's"}),
+        ("claude", [], claude(LOCAL, "none", "default_model", 2048)),
+        ("claude", KEYED, claude(OTHER, "it's", "qwen", 500)),
+        ("aider", [], aider(LOCAL, "none", "default_model")),
+        ("aider", KEYED, aider(OTHER, "it's", "qwen")),
     ):
-        lines = [shlex.split(line) for line in printed(client, *flags).out.splitlines()]
-        assert lines == [["export", f"{name}={value}"] for name, value in want.items()]
+        assert exported(printed(client, *flags).out) == want
+
+
+def exported(out) -> dict[str, str]:
+    """The variables that a shell exports."""
+    lines = [shlex.split(line) for line in out.splitlines()]
+    assert all(len(line) == 2 and line[0] == "export" for line in lines)
+    return dict(line[1].split("=", 1) for line in lines)
+
+
+def claude(url, key, model, answer) -> dict[str, str]:
+    """A token, since Claude Code asks before it uses a key; and the model under each of its own names for models."""
+    names = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in ("OPUS", "SONNET", "HAIKU")))
+    limits = {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": "8192", "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(answer)}
+    to = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
+    return {**to, **limits, **dict.fromkeys(names, model)}
+
+
+def aider(url, key, model) -> dict[str, str]:
+    """Its own variables: a project's .env may have others' keys for OpenAI."""
+    own = {"AIDER_OPENAI_API_BASE": f"{url}/v1", "AIDER_OPENAI_API_KEY": key}
+    return {**own, "AIDER_MODEL": f"openai/{model}", "AIDER_MAX_CHAT_HISTORY_TOKENS": "512"}
 
 
 def test_codex(printed):
@@ -61,9 +81,9 @@ def test_opencode(printed):
         ([], "default_model", 2048, {"baseURL": f"{LOCAL}/v1", "apiKey": "none"}),
         (KEYED, "qwen", 500, {"baseURL": f"{OTHER}/v1", "apiKey": "it's"}),
     ):
-        out, err = printed("opencode", *flags)
-        local = json.loads(out)["provider"]["mlx-mtp"]
-        assert err.endswith(f"OPENCODE_CONFIG=~/.config/opencode/mlx-mtp.json opencode -m mlx-mtp/{model}\n")
+        config = json.loads(exported(printed("opencode", *flags).out)["OPENCODE_CONFIG_CONTENT"])
+        local = config["provider"]["mlx-mtp"]
+        assert config["model"] == config["small_model"] == f"mlx-mtp/{model}"
         models = {model: {"limit": {"context": 8192, "output": output}}}
         assert local == {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
 
@@ -89,8 +109,7 @@ def test_without_the_hub_the_context_is_unknown(printed, monkeypatch, tmp_path, 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_line_beside_them_says_where_they_belong(printed, capsys, client, tmp_path):
     """And nothing is said of a context that the model does not say."""
-    files = {"codex": ".codex/mlx-mtp.config.toml", "opencode": ".config/opencode/mlx-mtp.json"}
-    files["zed"] = ".config/zed/settings.json"
+    files = {"codex": ".codex/mlx-mtp.config.toml", "zed": ".config/zed/settings.json"}
     err = printed(client).err
     assert err.count("\n") == 1
     assert (f"put this into ~/{files[client]}" if client in files else "run this in a shell") in err
@@ -98,7 +117,7 @@ def test_a_line_beside_them_says_where_they_belong(printed, capsys, client, tmp_
     del config["text_config"]["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     out = printed(client).out
-    assert not any(word in out for word in ("None", "null", "limit", "contextLength", "context_window"))
+    assert not any(word in out for word in ("None", "null", "limit", "MAX_", "context_window"))
     with pytest.raises(SystemExit, match="2"):
         printed(client, "--port", "0")
     assert "--print-config requires a fixed port" in capsys.readouterr().err

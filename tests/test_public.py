@@ -43,6 +43,7 @@ ARROWS = {
     "cli": LIBRARY - {"batch", "decoding", "models", "text"} | {"files", "layers", "traces"},
     **{command: LIBRARY | {"layers"} | SHARED for command in COMMANDS},
     "chat": LIBRARY | SHARED | {"generate"},  # an answer is generated as there
+    "launch": SHARED | {"server"},
 }
 
 

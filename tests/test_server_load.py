@@ -99,6 +99,17 @@ def test_who_waits_for_memory_or_for_another_model():
     assert [admission.fits(other, [request_of()] * n) for n in range(2)] == [True, False]
 
 
+def test_the_longest_text_is_the_longest_that_is_admitted():
+    """It is the context that clients are told."""
+    admission = admission_with(tiny_model("qwen3_5"))
+    for n, context, want in ((511, 9000, 511), (511, 300, 300), (0, 9000, 0)):
+        request = request_of()
+        request.encoded = Prompt([0] * n)
+        admission.account.left = admission.need(request) - (n == 0)
+        assert admission.longest(context) == want
+    assert admission.longest(None) is None
+
+
 @pytest.mark.parametrize("acceptance", ["rejection", "match"])
 def test_a_request_with_a_seed_has_coupled_drafts(acceptance):
     """Whatever the server accepts drafts by: a seed gives one text, beside any other request."""
@@ -225,6 +236,25 @@ def test_each_api_says_that_it_waits_and_fails():
         assert "Rank 1 has died." in last, path
     answer = client.post(requests.TEXT, json={"prompt": "a"})  # no byte before the status of one that is no stream
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "Rank 1 has died.")
+
+
+def test_the_log_and_the_page_are_told_how_much_of_a_prompt_is_processed(caplog):
+    seen = []
+
+    async def answer(request):
+        health = next(route.endpoint for route in client.app.routes if getattr(route, "path", "") == "/health")
+        for item in (Waiting(2_048, 27_900), Delta([], 1, "stop")):
+            yield item
+            await asyncio.sleep(0.01)
+            seen.append(json.loads((await health()).body).get("prompts"))
+
+    client = client_of(answer)
+    with caplog.at_level("INFO"):
+        client.post(requests.TEXT, json={"prompt": "a"})
+        client.get("/health")
+    assert seen == [[{"processed": 2_048, "total": 27_900}], None]
+    assert re.search(r"Request \d+: 2,048 of 27,900 prompt tokens processed", caplog.text)
+    assert not re.search(r"root:.*/health", caplog.text)
 
 
 # Errors of requests

@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": ("mlx_mtp.generate.__main__", "generate text"),
     "chat": ("mlx_mtp.chat.__main__", "chat with a model"),
     "server": ("mlx_mtp.server.__main__", "serve a model to apps and coding agents"),
+    "launch": ("mlx_mtp.launch", "start a coding agent with a server of its own"),
     "convert": ("mlx_mtp.convert.__main__", "convert a model, and keep or add its MTP head"),
     "benchmark": ("mlx_mtp.benchmark.__main__", "measure the speed, and find the fastest settings"),
     "fit": ("mlx_mtp.fit.__main__", "train the MTP head of a fine-tune"),

@@ -13,6 +13,8 @@ from platformdirs import user_cache_path
 
 from .errors import MTPFileNotFoundError, MTPOSError
 
+SERVERS = "servers.json"  # in the cache folder: the URL and the flags of each running server, by its process
+
 
 def check_source(file: Path, name: str) -> None:
     """Raise an OSError that begins with a name, such as that of a flag, if the file cannot be read."""
@@ -109,6 +111,7 @@ def read_own(file: Path) -> dict[str, Any]:
 
 
 def update_own(file: Path, key: str, value: Any) -> None:
-    """Set one entry of a file of this package, which other processes may change."""
+    """Set one entry of a file of this package, which other processes may change; ``None`` removes it."""
     with WeakFileLock(file.with_name(f".{file.name}.lock")):
-        write_atomic(file, json.dumps(read_own(file) | {key: value}, indent=4) + "\n")
+        entries = {k: v for k, v in (read_own(file) | {key: value}).items() if v is not None}
+        write_atomic(file, json.dumps(entries, indent=4) + "\n")

@@ -57,9 +57,9 @@ def paint(text: str, source: str) -> str:
     return f"\033[{COLORS[source]}m{text}\033[0m"
 
 
-def say(text: str) -> None:
-    """Print a line at once, also to a file."""
-    print(f"[INFO] {text}", flush=True)
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a line at once, to stdout or a file."""
+    print(f"[INFO] {text}", file=file, flush=True)
 
 
 @contextmanager

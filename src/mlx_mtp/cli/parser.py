@@ -113,9 +113,9 @@ def finish(
     return parser
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line, or raise an MTPError if a flag is unknown or its value is empty."""
-    args, unknown = parser.parse_known_args()
+def parse(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse words, by default the command line, or raise an MTPError if a flag is unknown or its value is empty."""
+    args, unknown = parser.parse_known_args(words)
     if unknown:
         raise MTPError(_explain(unknown, parser._option_string_actions))
     for name, value in vars(args).items():

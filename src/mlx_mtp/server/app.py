@@ -37,8 +37,8 @@ from .api.messages import MessagesBody
 from .api.responses import ResponsesBody
 from .content_encoding import ACCEPTED, decoded
 from .engine.models import DEFAULT
-from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
-from .request import ApiError, Request
+from .frontend import FIGURES, Frontend, GeneratedResponse, Progress, in_thread, watched
+from .request import ApiError, Request, Waiting
 
 # The headers of errors, by status
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": ACCEPTED}, 429: {"Retry-After": "2"}}
@@ -119,7 +119,7 @@ def make_app(frontend: Frontend) -> FastAPI:
 class Endpoints:
     def __init__(self, frontend: Frontend):
         self.frontend = frontend
-        self.waiting: set[int] = set()  # the numbers of requests without a first token
+        self.waiting: Progress = {}
 
     def generate(self, api: type[Body]) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
@@ -127,7 +127,7 @@ class Endpoints:
             max_queue = self.frontend.options.max_queue
             if max_queue is not None and len(self.waiting) >= max_queue:
                 raise ApiError(429, f"{max_queue} requests are waiting: try again later.", code="rate_limit_exceeded")
-            self.waiting.add(request.number)
+            self.waiting[request.number] = Waiting(0, 0)
             choices = request.choices(body.prompts)
             return GeneratedResponse(self.frontend, choices, api.writer(body), body.stream, self.waiting)
 
@@ -158,7 +158,8 @@ class Endpoints:
     async def health(self) -> Response:
         is_healthy = self.frontend.engine.is_alive
         content = {"status": "ok" if is_healthy else "unavailable", "loaded": self.frontend.models.key is not None}
-        return JSONResponse(content, 200 if is_healthy else 503)
+        prompts = [{"processed": w.n_read, "total": w.n_prompt} for w in self.waiting.values() if w.n_prompt > 0]
+        return JSONResponse(content | ({"prompts": prompts} if prompts else {}), 200 if is_healthy else 503)
 
     async def metrics(self, http: HTTPRequest) -> Response:
         self._authorize(http)
@@ -185,8 +186,8 @@ class Endpoints:
     def _describe(self, name: str) -> Json:
         created, path = self.frontend.created, self.frontend.models.resolve(name)
         tokenizer = self.frontend.models.tokenizers.get(path)
-        length = None if tokenizer is None else tokenizer.context_length
-        theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": length}
+        length, fits = (None, None) if tokenizer is None else (tokenizer.context_length, tokenizer.max_tokens)
+        theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": fits}
         theirs["created_at"] = datetime.fromtimestamp(created, UTC).isoformat()
         if path == str(DEMO):
             theirs["description"] = DEMO_NOTE  # a field of OpenRouter
@@ -307,7 +308,8 @@ class Counting:
             client = (scope.get("client") or ("unknown",))[0]
             path = quote(scope["path"])  # a path may have line breaks
             line = f'{client} - "{scope["method"]} {path}" {status}'
-            logging.info(": ".join([line, *scope.get(FIGURES, ())]))
+            level = logging.DEBUG if path == "/health" else logging.INFO  # open pages ask for it every two seconds
+            logging.log(level, ": ".join([line, *scope.get(FIGURES, ())]))
 
 
 async def error_response(http: HTTPRequest, error: Exception) -> Response:

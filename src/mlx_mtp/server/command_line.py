@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ MAX_ANSWER = 32000  # tokens that opencode reserves for an answer without --max-
 ZED_CONTEXT = 32768  # tokens of context for Zed, which requires a number, if it is not known
 NAME = "mlx-mtp"  # the provider or profile in the client
 DISK_SIZE = f"{MAX_DISK_BYTES / 1e9:.0f}GB"
-_quoted = json.dumps  # a string in JSON, which is also one in TOML
+CLAUDE_MODELS = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in ("OPUS", "SONNET", "HAIKU")))
 LIMITS: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
     "decode_concurrency": (1, 1 << 16),
@@ -95,6 +96,13 @@ def make_parser() -> argparse.ArgumentParser:
     """mlx-lm makes its parser in ``main``: these are its flags and defaults."""
     description = "Serve OpenAI's and Anthropic's APIs, with drafts of the model's own MTP head."
     parser = argparse.ArgumentParser(prog="mlx_mtp server", description=description)
+    config = "Print the settings of this client for these flags, and exit."
+    parser.add_argument("--print-config", choices=CLIENTS, help=config)
+    return add_flags(parser)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add all flags that the server runs with. Return the parser."""
     add = parser.add_argument
     adopt(parser, setup_arg_parser(), AS_GENERATE)
     for name, kind, default, metavar, text in VALUES:
@@ -102,7 +110,6 @@ def make_parser() -> argparse.ArgumentParser:
     other_models = "Another model to serve; can be repeated. Requests choose by name; one model is loaded at a time."
     add("--serve-model", action="append", default=[], metavar="MODEL", help=other_models)
     add("--allow-any-model", action="store_true", help="Load any model that a request names, as mlx_lm.server does.")
-    add("--print-config", choices=CLIENTS, help="Print the settings of this client for these flags, and exit.")
     add("--no-ui", action="store_true", help="Do not serve the chat page at /.")
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     add("--log-level", default="INFO", choices=levels, help="Set the logging level")
@@ -144,6 +151,13 @@ def check(args: argparse.Namespace) -> Options:
     return options
 
 
+def flags_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of a server as values of JSON, with absolute paths and without the API key."""
+    flags = vars(options) | {"model": resolve(options.model), "api_key": None}
+    paths = {name for name, value in flags.items() if isinstance(value, str | Path) and os.path.exists(value)}
+    return dict(json.loads(json.dumps(flags | {name: os.path.realpath(flags[name]) for name in paths}, default=str)))
+
+
 def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
     trust = {"trust_remote_code": args.trust_remote_code}
     template = {"chat_template": args.chat_template} if args.chat_template else {}
@@ -183,7 +197,7 @@ def _read_api_key(args: argparse.Namespace) -> None:
         raise MTPError("The API key must be printable ASCII, the only characters that all HTTP clients send.")
 
 
-# Settings of coding agents, which ``--print-config`` prints
+# Settings of coding agents, which ``--print-config`` prints and ``mlx_mtp launch`` passes on
 
 
 @dataclass(frozen=True)
@@ -194,6 +208,11 @@ class ServerAddress:
     context: int | None = None  # the context length, if known
     max_tokens: int | None = None  # the limit of an answer, if the server has one
 
+    @property
+    def answer(self) -> int:
+        """The tokens that a client reserves for an answer, given the context."""
+        return self.max_tokens or min(MAX_ANSWER, (self.context or 0) // 4)
+
 
 @dataclass(frozen=True)
 class ClientSettings:
@@ -201,6 +220,7 @@ class ClientSettings:
     variables: dict[str, str] = field(default_factory=dict)  # the client's environment
     file: str = ""  # the client's file, below the user's home
     text: str = ""  # the content of the file
+    arguments: tuple[str, ...] = ()  # of the client, in place of the file
 
     @property
     def note(self) -> str:
@@ -213,57 +233,67 @@ class ClientSettings:
         return self.text if self.file else exports
 
 
-def connection_to(options: Options, url: str) -> ServerAddress:
-    """The address of a server with these options. Only the config of the model is fetched, if the hub can be reached."""
-    resolve(options.model)
-    context = None
-    try:
-        context = context_length_of(read_config(fetch(options.model, None, weights=()), options.model))
-    except FileNotFoundError as e:
-        if Path(options.model).exists():
-            raise
-        logging.warning(f"[WARNING] The settings lack the context length: {e}")
+def address_of(options: Options, url: str, context: int | None) -> ServerAddress:
+    """The address of a server with these options."""
     max_tokens = None if options.max_tokens == NO_LIMIT else options.max_tokens
     return ServerAddress(url, options.api_key, options.served_model_name or DEFAULT, context, max_tokens)
 
 
+def context_of(name: str) -> int | None:
+    """The context length of a model, of which only the config is fetched; ``None`` without the hub."""
+    resolve(name)
+    try:
+        return context_length_of(read_config(fetch(name, None, weights=()), name))
+    except FileNotFoundError as e:
+        if Path(name).exists():
+            raise
+        logging.warning(f"[WARNING] The settings lack the context length: {e}")
+        return None
+
+
 def claude(to: ServerAddress) -> ClientSettings:
-    variables = {"ANTHROPIC_BASE_URL": to.url, "ANTHROPIC_API_KEY": to.key or NO_KEY}
-    if to.model != DEFAULT:
-        variables["ANTHROPIC_MODEL"] = to.model
+    """Claude Code takes a context for names of models that it does not know. It asks before it uses an API key, not a token."""
+    variables = {"ANTHROPIC_BASE_URL": to.url, "ANTHROPIC_AUTH_TOKEN": to.key or NO_KEY, "ANTHROPIC_API_KEY": ""}
+    variables |= dict.fromkeys(CLAUDE_MODELS, to.model)
+    if to.context is not None:
+        variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(to.context)
+        variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(to.answer)
     return ClientSettings("claude", variables)
 
 
 def codex(to: ServerAddress) -> ClientSettings:
     """A profile: a file of its own beside the user's config.toml, which stays as it is."""
-    lines = [f"model = {_quoted(to.model)}", f'model_provider = "{NAME}"']
-    lines += [f"model_context_window = {to.context}"] if to.context is not None else []
-    lines += ["", f"[model_providers.{NAME}]", f'name = "{NAME}"', f"base_url = {_quoted(to.url + '/v1')}"]
-    lines += ['wire_api = "responses"']
-    lines += [f'env_key = "{KEY_VARIABLE}"'] if to.key is not None else []
+    provider = f"model_providers.{NAME}"
+    values = {"model": to.model, "model_context_window": to.context, "model_provider": NAME, f"{provider}.name": NAME}
+    values |= {f"{provider}.base_url": f"{to.url}/v1", f"{provider}.wire_api": "responses"}
+    values |= {f"{provider}.env_key": None if to.key is None else KEY_VARIABLE}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]  # also TOML
     variables = {} if to.key is None else {KEY_VARIABLE: to.key}
-    return ClientSettings(f"codex --profile {NAME}", variables, f".codex/{NAME}.config.toml", "\n".join(lines) + "\n")
+    text, arguments = "\n".join(lines) + "\n", tuple(word for line in lines for word in ("-c", line))
+    return ClientSettings(f"codex --profile {NAME}", variables, f".codex/{NAME}.config.toml", text, arguments)
 
 
 def opencode(to: ServerAddress) -> ClientSettings:
-    """A config of its own, which opencode adds to the user's where ``OPENCODE_CONFIG`` names it."""
+    """A config that opencode adds to the user's and the project's."""
     model = {}
     if to.context is not None:
-        model["limit"] = {"context": to.context, "output": to.max_tokens or min(MAX_ANSWER, to.context // 4)}
+        model["limit"] = {"context": to.context, "output": to.answer}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{to.url}/v1", "apiKey": to.key or NO_KEY},
         "models": {to.model: model},
     }
-    text = json.dumps({"provider": {NAME: provider}}, indent=2) + "\n"
-    file = f".config/opencode/{NAME}.json"
-    command = f"OPENCODE_CONFIG=~/{file} opencode -m {shlex.quote(f'{NAME}/{to.model}')}"
-    return ClientSettings(command, {}, file, text)
+    models = dict.fromkeys(("model", "small_model"), f"{NAME}/{to.model}")
+    return ClientSettings("opencode", {"OPENCODE_CONFIG_CONTENT": json.dumps({**models, "provider": {NAME: provider}})})
 
 
 def aider(to: ServerAddress) -> ClientSettings:
-    variables = {"OPENAI_API_BASE": f"{to.url}/v1", "OPENAI_API_KEY": to.key or NO_KEY}
-    return ClientSettings(f"aider --model {shlex.quote(f'openai/{to.model}')}", variables)
+    """Aider's own variables: a project's .env overrides those of OpenAI. It summarizes a chat at a 16th of the context."""
+    variables = {"AIDER_OPENAI_API_BASE": f"{to.url}/v1", "AIDER_OPENAI_API_KEY": to.key or NO_KEY}
+    variables["AIDER_MODEL"] = f"openai/{to.model}"
+    if to.context is not None:
+        variables["AIDER_MAX_CHAT_HISTORY_TOKENS"] = str(to.context // 16)
+    return ClientSettings("aider", variables)
 
 
 def zed(to: ServerAddress) -> ClientSettings:

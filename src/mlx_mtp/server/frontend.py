@@ -21,6 +21,7 @@ from .request import LOADING, ApiError, Delta, Options, Request, Waiting
 KEEP_ALIVE = 5.0  # seconds between two reports of the progress of prefill
 POLL = 1.0  # seconds between two checks of the generation thread
 T = TypeVar("T")
+Progress = dict[int, Waiting]  # of requests without a first token, by their numbers
 Items = asyncio.Queue[tuple[int, Any]]  # the items of requests, each with the index of its answer
 
 
@@ -164,9 +165,9 @@ async def watched(requests: Sequence[Request], receive: Receive) -> AsyncIterato
 
 
 class GeneratedResponse(Response):
-    """The response with the answers of ``Request.choices``. ``waiting`` has the numbers of requests without a first token."""
+    """The response with the answers of ``Request.choices``. ``waiting`` has the progress of requests without a first token."""
 
-    def __init__(self, frontend: Frontend, choices: list[Request], writer: Writer, is_stream: bool, waiting: set[int]):
+    def __init__(self, frontend: Frontend, choices: list[Request], writer: Writer, is_stream: bool, waiting: Progress):
         super().__init__()
         self.frontend, self.choices, self.writer = frontend, choices, writer
         self.is_stream, self.waiting = is_stream, waiting
@@ -183,7 +184,7 @@ class GeneratedResponse(Response):
         except OSError:
             logging.info("The client has disconnected.")
         finally:
-            self.waiting.discard(self.choices[0].number)
+            self.waiting.pop(self.choices[0].number, None)
             scope[FIGURES] = (figures_of(self.choices, self._usage()),)
 
     async def _stream(self, send: Send) -> None:
@@ -206,9 +207,12 @@ class GeneratedResponse(Response):
         has_begun = False
         async for i, item in self.frontend.generate(self.choices):
             if isinstance(item, Waiting):
+                if item.n_prompt > 0 and (number := self.choices[0].number) in self.waiting:
+                    self.waiting[number] = item
+                    logging.info(f"Request {number}: {item.n_read:,} of {item.n_prompt:,} prompt tokens processed")
                 yield self.writer.waiting(item.n_read, item.n_prompt)
             elif isinstance(item, Delta):
-                self.waiting.discard(self.choices[0].number)
+                self.waiting.pop(self.choices[0].number, None)
                 yield self.writer.add(item, i)
             elif item == LOADING:
                 yield self.writer.loading()

@@ -10,14 +10,17 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import wait
 from contextlib import nullcontext, suppress
 from ipaddress import ip_address
+from pathlib import Path
 from types import FrameType
 
 import h11
 import mlx.core as mx
 import uvicorn
 from mlx_lm.utils import maybe_set_recommended_wired_limit
+from tqdm import tqdm
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..checkpoint.load import DEMO, DEMO_NOTE
@@ -25,9 +28,10 @@ from ..cli.display import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
 from ..core.distributed.ranks import Ranks
 from ..errors import MTPError, MTPOSError
+from ..files import SERVERS, keep
 from ..memory import Account, size
 from .app import make_app
-from .command_line import CLIENTS, check, check_model, connection_to, make_parser
+from .command_line import CLIENTS, address_of, check, check_model, context_of, flags_of, make_parser
 from .engine.admission import Admission
 from .engine.engine import Clients, Engine, SharedClients
 from .engine.models import ModelProvider, Stores
@@ -51,6 +55,11 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
     with listen(options.host, options.port) if is_first else nullcontext() as s:  # a port in use costs no loading
         engine = make_engine(options, ranks)
         try:
+            with tqdm(
+                bar_format="Starting the server: {elapsed}", leave=False, disable=args.log is None or None
+            ) as line:
+                while not wait([engine.loaded], POLL).done:
+                    line.refresh()
             engine.loaded.result()
             check_model(args, engine.admission.models)
             if s is not None:
@@ -72,7 +81,8 @@ def print_config(args: argparse.Namespace) -> None:
     options = check(args)
     if options.port == 0:
         raise MTPError("--print-config requires a fixed port, such as --port 8080.")
-    settings = CLIENTS[args.print_config](connection_to(options, url(options.host, options.port)))
+    address = address_of(options, url(options.host, options.port), context_of(options.model))
+    settings = CLIENTS[args.print_config](address)
     print(settings.note, file=sys.stderr)
     print(settings.as_text(), end="")
 
@@ -101,7 +111,15 @@ def serve(options: Options, engine: Engine, s: socket.socket) -> None:
     logging.info(f"Starting httpd at {host} on port {port}...")
     page = "" if options.no_ui else f"Open {url(host, port)} to chat. "
     logging.info(f"{page}Clients use {url(host, port)}/v1 and the model {models.name}")
-    server.run(sockets=[s])
+    if options.log is not None:
+        with options.log.open("a") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
+    keep(SERVERS, str(os.getpid()), {"url": url(host, port), "flags": flags_of(options)})
+    try:
+        server.run(sockets=[s])
+    finally:
+        keep(SERVERS, str(os.getpid()), None)
 
 
 class Protocol(H11Protocol):
@@ -195,13 +213,15 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def main() -> None:
+def main(log: Path | None = None) -> None:
+    """Run the command. With a file for the log, the terminal gets no more than what is printed before the server answers."""
     group = mx.distributed.init()
     ranks = Ranks(group) if group.size() > 1 else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with one_line_errors("mlx_mtp server"):
         args = parse(make_parser())
-        logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
+        args.log, form = log, "%(asctime)s - %(levelname)s - %(message)s"
+        logging.basicConfig(level=args.log_level, format=form, filename=log)
         if args.print_config is not None:
             return print_config(args)
         try:

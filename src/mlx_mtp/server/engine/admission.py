@@ -2,6 +2,7 @@
 
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import Collection
 from functools import lru_cache, partial
 from typing import Any
@@ -57,6 +58,7 @@ class Admission:
         self.caches.use(key, model, tokenizer, self.max_cache_bytes)
         self.stop_sequences = make_stop_sequences(tokenizer)
         self.restart()
+        self.models.tokenizers[key].max_tokens = self.longest(self.models.tokenizers[key].context_length)
 
     def restart(self) -> None:
         self.batch = None  # this restores the wired limit
@@ -111,6 +113,18 @@ class Admission:
         image_prompt = request.encoded.image_prompt
         tower = 0 if image_prompt is None else image_prompt.vision.unread_bytes
         return caches - self.batch.prompt_cache_nbytes + peak + tower
+
+    def longest(self, context: int | None) -> int | None:
+        """The tokens of the longest text that memory has room for, up to the model's context."""
+
+        def need(n: int) -> int:
+            request = Request("text", "", [])
+            request.encoded = Prompt([0] * n)
+            return self.need(request)
+
+        if context is None or self.ranks is not None:
+            return context
+        return bisect_right(range(1, context + 1), self._free(), key=need)
 
     def held_by(self, request: Request) -> int:
         n = request.n_prompt + request.n_tokens

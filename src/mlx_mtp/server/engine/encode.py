@@ -53,6 +53,7 @@ class BoundedTokenizer:
     ):
         self.tokenizer, self.sampling = tokenizer, sampling
         self.context_length, self.vision = context_length, vision
+        self.max_tokens: int | None = context_length  # of a text that memory has room for
         self.n_ids = 1 + max(tokenizer.get_vocab().values())
 
     def __getattr__(self, name: str) -> Any:

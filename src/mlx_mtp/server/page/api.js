@@ -14,6 +14,11 @@ export async function listModels(key) {
   return (await (await ask("v1/models", key)).json()).data;
 }
 
+// The prompts that the server processes, of all clients: {processed, total} tokens each.
+export async function listPrompts() {
+  return (await (await ask("health")).json()).prompts ?? [];
+}
+
 // The events of an answer: {read, all} tokens of the prompt, {choice}, {usage}.
 export async function* complete(body, key, signal) {
   const options = { stream: true, stream_options: { include_usage: true, include_sources: true } };

@@ -36,6 +36,14 @@ async function writeClipboard(text) {
   return isDone;
 }
 
+// Show how much of a prompt is processed.
+export function addProgress(parent, read, all) {
+  const bar = add(parent, "progress");
+  Object.assign(bar, { max: all, value: read });
+  bar.setAttribute("aria-label", "Processing the prompt");
+  parent.append(` Processing the prompt: ${read.toLocaleString("en")} of ${all.toLocaleString("en")} tokens`);
+}
+
 // A message for screen readers.
 export function announce(text) {
   $("status").textContent = text;

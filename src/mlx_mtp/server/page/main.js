@@ -1,10 +1,10 @@
 // The page: its chats, the running answer, and what its buttons do.
 
-import { complete, listModels } from "./api.js";
+import { complete, listModels, listPrompts } from "./api.js";
 import { countOf, messagesFor, newAnswer, promptFor, takeEvent } from "./answer.js";
 import { newChat, showChats } from "./chats.js";
 import { fill, readQuestion, setRunning, setUpComposer } from "./composer.js";
-import { $, announce, notify } from "./dom.js";
+import { $, add, addProgress, announce, notify } from "./dom.js";
 import { checkSettings, fieldsOf, isThinking, keyOf, loadSettings, saveSettings, showSettings, systemOf } from "./settings.js";
 import { deleteChat, loadChats, saveChat } from "./store.js";
 import { TurnView } from "./turns.js";
@@ -178,6 +178,14 @@ function showDescription() {
   document.body.classList.toggle("continues", !canChat());
 }
 
+// A coding agent's first prompt takes minutes.
+async function showPrompts() {
+  const prompts = document.hidden || running ? [] : await listPrompts().catch(() => []);
+  $("others").hidden = prompts.length === 0;
+  $("others").replaceChildren();
+  for (const { processed, total } of prompts) addProgress(add($("others"), "p", "reading"), processed, total);
+}
+
 function askForKey() {
   notify("This server requires an API key: enter it in the settings.");
   showSettings();
@@ -234,6 +242,7 @@ async function start() {
   await showModels();
   chats = (await report(loadChats())) ?? [];
   showChats(chats, chat, chatActions);
+  setInterval(showPrompts, 2000);
 }
 
 start();

@@ -1,6 +1,6 @@
 // Questions and their answers.
 
-import { $, add, addButton, copy } from "./dom.js";
+import { $, add, addButton, addProgress, copy } from "./dom.js";
 import { SOURCES, figuresOf, isUsable, textOf } from "./answer.js";
 import { render } from "./markdown.js";
 import { viewOf } from "./settings.js";
@@ -70,15 +70,8 @@ export class TurnView {
     this.reading.replaceChildren();
     this.reading.hidden = !this.isRunning || (text.length + thoughts.length > 0 && read === null);
     if (this.reading.hidden) return;
-    if (!read?.all) {
-      this.reading.textContent = "Processing the prompt …";
-      return;
-    }
-    const words = `Processing the prompt: ${read.read.toLocaleString("en")} of ${read.all.toLocaleString("en")} tokens`;
-    const bar = add(this.reading, "progress");
-    Object.assign(bar, { max: read.all, value: read.read });
-    bar.setAttribute("aria-label", "Processing the prompt");
-    this.reading.append(` ${words}`);
+    if (read?.all) addProgress(this.reading, read.read, read.all);
+    else this.reading.textContent = "Processing the prompt …";
   }
 
   showShares(counts) {

@@ -1,0 +1,208 @@
+"""``mlx_mtp launch``: a coding agent in the foreground, with a server that runs already or is started for it.
+
+A server that is started has a lease, a file with its API key. Each of its clients locks it (shared), and the server ends once
+it can lock it alone: the system releases the locks of a process however it ends.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
+from http.client import HTTPException
+from itertools import count
+from pathlib import Path
+from secrets import token_urlsafe
+from threading import Thread
+from typing import Any, NamedTuple
+from urllib.request import ProxyHandler, Request, build_opener
+
+import psutil
+from huggingface_hub.utils import WeakFileLock
+
+from .cli.display import one_line_errors, say, table
+from .cli.parser import parse
+from .errors import MTPError
+from .extras import require
+from .files import SERVERS, cache_file, keep, kept, make_folder, read_own
+
+NAME = "mlx_mtp launch"
+INSTALL = {
+    "claude": "npm install -g @anthropic-ai/claude-code",
+    "codex": "npm install -g @openai/codex",
+    "opencode": "npm install -g opencode-ai",
+    "aider": "python3 -m pip install aider-install && aider-install",
+}
+LIMIT = 30  # seconds for a client to print its version, or for a server to answer
+SHOWN = 10  # lines of the log of a server that has died
+KEEP = b"\nkeep"  # behind the key in a lease
+FOLDER = cache_file("servers").resolve()  # of leases and logs
+LOCAL = build_opener(ProxyHandler({}))
+
+
+class Server(NamedTuple):
+    pid: int
+    entry: dict[str, Any]  # in the file of all servers
+    key: str | None
+    context: int | None  # the tokens of the longest text
+    lease: Path | None  # of one that was started for clients
+
+
+def make_parser() -> argparse.ArgumentParser:
+    require("server", NAME)
+    from .server.command_line import add_flags
+
+    description = "Start a coding agent. It uses a server that runs with this model and these flags, or one is started."
+    parser = add_flags(argparse.ArgumentParser(prog=NAME, description=description))
+    parser.add_argument("client", choices=INSTALL, help="Without it, the clients and their versions are listed.")
+    parser.add_argument("--keep", action="store_true", help="Keep the server when its last client ends.")
+    parser.usage = "%(prog)s CLIENT [the server's flags] [-- the client's arguments]"
+    return parser
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    with one_line_errors(NAME):
+        if not words:
+            return print("\n".join(table([["client", "version", "command"], *map(describe, INSTALL)])))
+        status = launch(words[:end], words[end + 1 :])
+    sys.exit(status)
+
+
+def describe(client: str) -> list[str]:
+    """A row of the list: the client's version and its place, or the command that installs it."""
+    if (path := shutil.which(client)) is None:
+        return [client, "-", INSTALL[client]]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=LIMIT)
+        if (found := re.search(r"\d+(\.\d+)+", done.stdout)) is not None:
+            return [client, found[0], path]
+    return [client, "?", path]
+
+
+def launch(words: list[str], arguments: Sequence[str]) -> int:
+    """Run a client with a server for these flags -> the client's exit status."""
+    parser = make_parser()
+    try:
+        args = parse(parser, words)
+    except MTPError as e:
+        raise MTPError(f"{e} (The client's own arguments follow --.)") from e
+    if (path := shutil.which(args.client)) is None:
+        raise MTPError(f"{args.client} is not installed: {INSTALL[args.client]}")
+    from .server.command_line import CLIENTS, address_of, check, flags_of
+
+    options, defaults = check(args), flags_of(parser.parse_args([args.client])) | {"keep": args.keep}
+    given = {name: value for name, value in flags_of(args).items() if name == "model" or value != defaults[name]}
+    words.remove(args.client)
+    make_folder(FOLDER, "the cache folder")
+    with WeakFileLock(FOLDER / ".lock"):  # clients that begin at once share a server
+        server = find(given, options.api_key) or start([word for word in words if word != "--keep"], options.api_key)
+        if args.keep and server.lease is not None:
+            server.lease.write_bytes(f"{server.key}".encode() + KEEP)
+    options.api_key, url = server.key, server.entry["url"]
+    settings = CLIENTS[args.client](address_of(options, url, server.context))
+    status = run(path, [args.client, *settings.arguments, *arguments], os.environ | settings.variables)
+    if connect(server.pid, server.entry, server.key) is None:
+        log = "" if server.lease is None else server.lease.with_suffix(".log").read_text(errors="replace")
+        say("\n".join([f"The server at {url} has died.", *log.splitlines()[-SHOWN:]]), sys.stderr)
+    elif args.keep:
+        say(f"The server stays at {url}: `kill {server.pid}` ends it.", sys.stderr)
+    return status
+
+
+def find(given: dict[str, Any], key: str | None) -> Server | None:
+    """A server of this user with these flags."""
+    for pid, entry in read_own(cache_file(SERVERS)).items():
+        is_same = all(entry["flags"].get(name) == value for name, value in given.items())
+        if not psutil.pid_exists(int(pid)):
+            keep(SERVERS, pid, None)
+        elif is_same and (server := connect(int(pid), entry, key)) is not None:
+            say(f"Using the server at {entry['url']}", sys.stderr)
+            return server
+    return None
+
+
+def connect(pid: int, entry: dict[str, Any], key: str | None) -> Server | None:
+    """A server, whose lease this process now holds; ``None`` if it is ending, does not answer or has another key."""
+    file = Path(entry["flags"]["api_key_file"] or os.devnull)
+    lease = file if file.parent == FOLDER else None
+    with suppress(OSError, ValueError, HTTPException):
+        if lease is not None:
+            flock(os.open(lease, os.O_RDONLY), LOCK_SH | LOCK_NB)
+        key = key or file.read_text().partition("\n")[0] or None
+        request = Request(f"{entry['url']}/v1/models/default_model", headers={"Authorization": f"Bearer {key}"})
+        with LOCAL.open(request, timeout=LIMIT) as answer:
+            model = json.load(answer)
+        if model.get("owned_by") == "mlx_mtp":  # no other program at this port
+            return Server(pid, entry, key, model["max_input_tokens"], lease)
+    return None
+
+
+def start(words: Sequence[str], key: str | None) -> Server:
+    """Start a server and wait for it. It prints its errors itself."""
+    if key is not None:
+        raise MTPError("No server runs with this API key. One that is started has a key of its own: leave it out.")
+    for i in count():
+        lease = FOLDER / f"{i}.key"
+        file = os.open(lease, os.O_RDONLY | os.O_CREAT, 0o600)
+        with suppress(BlockingIOError):  # another server has it
+            flock(file, LOCK_EX | LOCK_NB)
+            break
+    flock(file, LOCK_SH)
+    lease.write_text(token_urlsafe())
+    log = lease.with_suffix(".log")
+    log.unlink(missing_ok=True)
+    say(f"Starting a server, whose log is {log}", sys.stderr)
+    program = [sys.executable, "-P", "-c", "from mlx_mtp.launch import serve; serve()"]
+    command = [*program, "--port", "0", *words, "--api-key-file", str(lease)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+    while (entry := kept(SERVERS, str(process.pid))) is None:
+        if (status := process.poll()) is not None:
+            sys.exit(status)
+        time.sleep(0.1)
+    if (server := connect(process.pid, entry, None)) is None:
+        raise MTPError(f"The server has died: see {log}.")
+    return server
+
+
+def serve() -> None:
+    """Run a server that was started, whose lease is the last word of its command."""
+    from .server.serve import main
+
+    lease = Path(sys.argv[-1])
+    file = os.open(lease, os.O_RDONLY)
+
+    def end_after_clients() -> None:
+        flock(file, LOCK_EX)  # from now on no client gets it
+        if os.read(file, 1000).endswith(KEEP):
+            flock(file, LOCK_SH)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=end_after_clients, daemon=True).start()
+    main(lease.with_suffix(".log"))
+
+
+def run(path: str, command: Sequence[str], env: dict[str, str]) -> int:
+    """Run a program in the foreground -> its exit status as a shell says it."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):  # the terminal sends them to the program as well
+        signal.signal(number, lambda *_: None)  # it would inherit SIG_IGN
+    pid = os.posix_spawn(path, [*command], env)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    while os.WIFSTOPPED(status := os.waitpid(pid, os.WUNTRACED)[1]):
+        os.kill(os.getpid(), signal.SIGSTOP)  # the shell continues both
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    main()

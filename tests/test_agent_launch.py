@@ -1,0 +1,220 @@
+"""``mlx_mtp launch``: a client in the foreground and its server, with a script in place of the client, which exits with 3."""
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlx_mtp import launch
+from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.files import SERVERS, cache_file, keep, read_own
+from mlx_mtp.server.command_line import flags_of
+from tests.support.commands import refusal, run_command
+from tests.support.models import TRAINED
+from tests.support.requests import options_of
+from tests.support.server_process import serve_here
+
+CLIENT = f"""#!{sys.executable} -S
+import json, os, sys, urllib.request
+env = os.environ
+if sys.argv[1:] == ["--version"]:
+    print("1.2.3 (a client)")
+    sys.exit()
+body = {{"model": env["ANTHROPIC_MODEL"], "max_tokens": 2, "messages": [{{"role": "user", "content": "a"}}]}}
+headers = {{"Authorization": "Bearer " + env["ANTHROPIC_AUTH_TOKEN"], "Content-Type": "application/json"}}
+url = env["ANTHROPIC_BASE_URL"]
+request = urllib.request.Request(url + "/v1/messages", json.dumps(body).encode(), headers)
+answered = urllib.request.urlopen(request).status
+context = int(env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"])
+print(json.dumps(dict(url=url, argv=sys.argv, key=headers["Authorization"], answered=answered, context=context)), flush=True)
+if "wait" in sys.argv:
+    sys.stdin.readline()
+if "kill" in sys.argv:
+    os.kill(int(sys.argv[-1]), 9)
+sys.exit(3)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _client(tmp_path, monkeypatch):
+    """It is installed, and HOME is empty, also afterwards."""
+    file = tmp_path / "bin" / "claude"
+    file.parent.mkdir()
+    file.write_text(CLIENT)
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{file.parent}:/usr/bin:/bin")
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    handlers = {number: signal.getsignal(number) for number in (2, 3, 15, 20, 1)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert [*home.iterdir()] == []
+
+
+def run(monkeypatch, capfd, *words) -> tuple[int, dict, str]:
+    """The command in this process -> its exit status, what the client has printed, and stderr."""
+    monkeypatch.setattr(sys, "argv", ["mlx_mtp launch", "claude", *words])
+    with pytest.raises(SystemExit) as end:
+        launch.main()
+    out, err = capfd.readouterr()
+    return end.value.code, json.loads(out) if out else {}, err
+
+
+class Launched:
+    """The command in a process of its own, whose client waits for a line."""
+
+    def __init__(self):
+        command = [sys.executable, "-m", "mlx_mtp", "launch", "claude", "--model", TRAINED, "--", "wait"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self.said = json.loads(self.process.stdout.readline())
+
+    def end(self) -> tuple[int, str]:
+        _, err = self.process.communicate("\n", timeout=60)
+        return self.process.returncode, err
+
+
+def server_at(url) -> int:
+    (pid,) = [pid for pid, entry in read_own(cache_file(SERVERS)).items() if entry["url"] == url]
+    return int(pid)
+
+
+def wait_for_end(pid, seconds=60):
+    deadline = time.monotonic() + seconds
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the server goes on"
+        time.sleep(0.05)
+
+
+def test_clients_share_a_server_which_ends_with_the_last():
+    """Also where the last one is killed."""
+    first = Launched()
+    second = Launched()
+    assert first.said == second.said  # the server and its key
+    assert (first.said["answered"], first.said["argv"][1:], first.said["context"]) == (200, ["wait"], 8192)
+    pid = server_at(first.said["url"])
+    status, err = first.end()
+    assert (status, err.count("\n"), "Starting a server, whose log is " in err) == (3, 1, True)
+    log = Path(err.split()[-1])
+    time.sleep(0.5)
+    assert psutil.pid_exists(pid)
+    second.process.kill()
+    wait_for_end(pid)
+    assert '"POST /v1/messages" 200' in log.read_text()
+    assert str(pid) not in read_own(cache_file(SERVERS))
+    second.end()
+
+
+def test_a_server_is_kept_and_its_death_is_told(monkeypatch, capfd):
+    model = ["--model", TRAINED]
+    command = [sys.executable, "-m", "mlx_mtp", "launch", "claude", *model, "--keep", "--", "a", "--", "-b c"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = json.loads(done.stdout)
+    pid = server_at(said["url"])
+    assert (done.returncode, said["argv"][1:]) == (3, ["a", "--", "-b c"])
+    assert done.stderr.endswith(f"The server stays at {said['url']}: `kill {pid}` ends it.\n")
+    status, again, err = run(monkeypatch, capfd, *model, "--", "kill", str(pid))
+    assert (status, again["url"], again["key"]) == (3, said["url"], said["key"])
+    used, death, *log = err.splitlines()
+    assert (used, death) == tuple(
+        f"[INFO] {line}" for line in (f"Using the server at {said['url']}", f"The server at {said['url']} has died.")
+    )
+    assert '"POST /v1/messages" 200' in log[-1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One of the user's, in this process."""
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "key").write_text("sesame")
+    flags = ["--model", TRAINED, "--api-key-file", str(folder / "key"), "--max-tokens", "9"]
+    with serve_here(folder / "log", *flags) as server:
+        entry = {"url": f"http://127.0.0.1:{server.port}", "flags": flags_of(options_of(*flags))}
+        keep(SERVERS, str(os.getpid()), entry)
+        yield server
+        keep(SERVERS, str(os.getpid()), None)
+
+
+def test_a_server_of_the_user_is_found_by_its_model_and_its_flags(server, monkeypatch, capfd):
+    found = f"http://127.0.0.1:{server.port}"
+    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("another one is started"))
+    keep(
+        SERVERS, "999999999", {"url": "http://127.0.0.1:9", "flags": {"model": os.path.realpath(TRAINED)}}
+    )  # was killed
+    for flags in ([], ["--max-tokens", "9"]):
+        status, said, err = run(monkeypatch, capfd, "--model", TRAINED, *flags)
+        assert (status, said["url"], said["key"]) == (3, found, "Bearer sesame")
+        assert err == f"[INFO] Using the server at {found}\n"
+    for flags in (
+        ["--model", TRAINED, "--max-tokens", "8"],
+        ["--model", str(DEMO)],
+        ["--model", TRAINED, "--api-key", "b"],
+    ):
+        monkeypatch.setattr(launch, "start", lambda *_: sys.exit(9))
+        assert run(monkeypatch, capfd, *flags)[0] == 9
+    assert {"999999999", str(os.getpid())} & read_own(cache_file(SERVERS)).keys() == {str(os.getpid())}
+
+
+def test_what_the_server_cannot_run_is_its_own_sentence(monkeypatch, capfd):
+    status, said, err = run(monkeypatch, capfd, "--model", TRAINED, "--max-memory", "1MB")
+    assert (status, said) == (2, {})
+    assert err.splitlines()[-1].startswith(f"mlx_mtp server: error: {TRAINED} does not fit: it needs ")
+
+
+CLIENT_IN_TERMINAL = """
+import os, signal, sys
+interrupts = []
+signal.signal(signal.SIGINT, lambda *_: (interrupts.append(1), print("interrupted", flush=True)))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(len(interrupts)))
+signal.signal(signal.SIGWINCH, lambda *_: print(*os.get_terminal_size(), flush=True))
+print("begun", os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_the_client_has_the_terminal():
+    """Ctrl-C and the size of the window are its own, the command stops and goes on with it, and SIGTERM is passed on."""
+    command = [sys.executable, "-S", "-c", CLIENT_IN_TERMINAL]
+    program = (
+        f"import os, sys; from mlx_mtp.launch import run; sys.exit(run(sys.executable, {command!r}, dict(os.environ)))"
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", program])
+    with open(terminal, "rb", buffering=0) as out:
+        client = int(out.readline().split()[1])
+        termios.tcsetwinsize(terminal, (33, 99))
+        assert out.readline().split() == [b"99", b"33"]
+        for _ in range(2):
+            os.write(terminal, b"\x03")
+            assert out.readline().endswith(b"interrupted\r\n")
+        os.kill(client, signal.SIGSTOP)  # as the client does after Ctrl-Z
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+        os.killpg(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+
+
+def test_clients_are_listed_and_a_missing_one_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    _, first, second, *_ = run_command(launch.main, capsys)[1].splitlines()
+    assert first.split() == ["claude", "1.2.3", shutil.which("claude")]
+    assert second.split(maxsplit=2) == ["codex", "-", "npm install -g @openai/codex"]
+    for words, message in (
+        (["codex"], "codex is not installed: npm install -g @openai/codex"),
+        (["claude", "-p", "a"], "unrecognized arguments: -p a (The client's own arguments follow --.)"),
+        (["claude", "--max-tokens", "0"], "--max-tokens must be 1 or more, or -1 for no limit, not 0."),
+    ):
+        assert refusal(launch.main, capsys, *words) == f"mlx_mtp launch: error: {message}\n"
