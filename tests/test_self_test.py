@@ -26,8 +26,13 @@ def untimed(monkeypatch):
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", FLASH])
 def test_the_cpu_gives_the_same_bits(untimed, family):
     result = self_test.run(deep_model(family, **GROUPED))
-    assert result[:5] == (0, 0, 0, 0.01, 0)
-    assert str(result).startswith("within rounding (1%); differences of logits: compiled 0.00%, grouped 0.00%,")
+    assert (result.compiled, result.grouped, result.rolled_back, result.head_copies) == (0, 0, 0, 0)
+    assert result.windows == dict.fromkeys(map(str, self_test.WIDTHS), 0.0)
+    assert max(max(of.values()) for of in result.attention.values()) < 1e-5
+    first, logits, windows, *_ = str(result).splitlines()
+    assert first == "within rounding (1%)"
+    assert logits == "differences of logits: compiled 0.00%, grouped 0.00%, rolled_back 0.00%"
+    assert windows == "windows: the same bits up to 17 tokens, equal up to rounding up to 17"
 
 
 @pytest.fixture
@@ -39,7 +44,7 @@ def cache_folder(tmp_path, monkeypatch):
 
 
 def test_runs_once_for_a_model_and_a_version(cache_folder, monkeypatch, caplog):
-    ran, result = [], self_test.SelfTest(0.0, 0.0, 0.0, 0.01, 0, [1.0, 1.2], 0.1)
+    ran, result = [], self_test.SelfTest(0.01, seconds=[1.0, 1.2], draft_cost=0.1)
     monkeypatch.setattr(self_test, "run", lambda model: ran.append(model) or result)
     for _ in range(2):
         model, _ = mlx_mtp.load(str(DATA / "dense"))
@@ -75,7 +80,7 @@ def test_it_ends_when_its_time_is_over(cache_folder, monkeypatch, n_calls):
     monkeypatch.setattr(self_test, "mtp_generate_step", steps)
     model = tiny_model("qwen3_5")
     result = self_test.ensure_tested(model, "NAME")
-    assert result.wrong == []
+    assert result.wrong == {}
     assert len(n_steps) <= n_calls + 1  # the step after which it ends
     times = times_of(model).estimate
     assert times == sorted(times)
@@ -125,7 +130,10 @@ def test_a_model_that_this_device_cannot_run_is_loaded(cache_folder, caplog):
     assert "moe35 could not be tested on this device: " in record.message
 
 
-@pytest.mark.parametrize("what", ["compiled", "grouped", "rolled_back"])
+WRONG_PASSES = ["compiled passes", "groups of queries", "rollbacks"]
+
+
+@pytest.mark.parametrize("what", WRONG_PASSES)
 def test_what_is_wrong_is_off_and_told(cache_folder, untimed, monkeypatch, caplog, what):
     """By a wrong kernel, which may also give numbers that are none."""
     model = tiny_model("qwen3_5", **GROUPED)
@@ -134,22 +142,23 @@ def test_what_is_wrong_is_off_and_told(cache_folder, untimed, monkeypatch, caplo
         out = function(module, *inputs, **numbers)
         return out * mx.nan if isinstance(out, mx.array) else out
 
-    if what == "compiled":
+    if what == "compiled passes":
         monkeypatch.setattr(Compiler, "run", wrong)
-    elif what == "grouped":
+    elif what == "groups of queries":
         original = layer.mx.concatenate
         monkeypatch.setattr(layer.mx, "concatenate", lambda a, axis=0: original(a, axis) * (3 if axis == 2 else 1))
     else:
         monkeypatch.setattr(Rows, "_after", lambda self, kept: self.states)
     caplog.set_level(logging.WARNING)
     result = self_test.ensure_tested(model, "NAME")
-    assert result.wrong == [what]
-    assert f"wrong: {what}; " in str(result)
+    assert [*result.wrong] == [what]
+    assert str(result).startswith(f"wrong: {what}\n")
     assert caplog.text.count("\n") == 1
-    assert "Please report it with the output of `mlx_mtp doctor --model NAME`" in caplog.text
-    assert ("--no-mtp" in caplog.text) == (what == "rolled_back")
-    assert model.drafting.compiled == (what != "compiled")
-    assert model.drafting.attention_rows == (0 if what == "grouped" else None)
+    assert "Please report it with the output of `mlx_mtp doctor --model NAME --json`" in caplog.text
+    drafting = model.drafting
+    assert drafting.compiled == (what != "compiled passes")
+    assert drafting.attention_rows == (0 if what == "groups of queries" else None)
+    assert drafting.max_window(None) == (1 if what == "rollbacks" else 17)
 
 
 def test_copies_of_the_heads_cache_are_counted(untimed, monkeypatch):

@@ -85,7 +85,9 @@ class Layer:
         this = current_pass()
         if cache is not None and self.is_linear and (this.records or (this.compiler is not None and mask is None)):
             return self.recur(x, cache, this)
-        is_own = this.compiler is not None or this.attention_rows != 0 or isinstance(cache, MixedKVRows)
+        is_own = (
+            this.compiler is not None or this.attention_rows != 0 or not this.fused or isinstance(cache, MixedKVRows)
+        )
         if cache is not None and not self.is_linear and is_own:
             return self.attend(x, mask, cache, this)
         return super().__call__(x, mask, cache)  # type: ignore[misc]
@@ -127,7 +129,7 @@ class Layer:
         if index:
             queries = mx.depends(queries, index_keys)  # otherwise they would not be computed where none are needed
             mask = self.select(mask, index[0][:, :, skipped:], index_keys[0], offset + skipped)
-        return attend(queries, keys, values, cache, self.self_attn.scale, mask, this.attention_rows)
+        return attend(queries, keys, values, cache, self.self_attn.scale, mask, this.attention_rows, this.fused)
 
     def attention_in_parts(
         self, arrays: Any, mask: Any, cache: MixedKVRows, this: Pass, *, is_rotated: bool
@@ -238,6 +240,7 @@ def attend(
     scale: float,
     mask: mx.array | str | None,
     max_queries: int | None,
+    fused: bool = True,
 ) -> mx.array:
     """mlx-lm's attention, of queries [B, H, T, D] in groups of ``max_queries``; 0 for all, ``None`` for ``group_size``.
 
@@ -245,6 +248,8 @@ def attend(
     There is none for quantized keys, which are tuples.
     """
     _, H, T, D = queries.shape
+    if not fused and isinstance(keys, mx.array):
+        return by_products(queries, keys, values, scale, mask)
     n = max_queries or T
     if max_queries is None and isinstance(keys, mx.array):
         n = group_size(T, H, keys.shape[1], D)
@@ -261,3 +266,18 @@ def attend(
         group = queries[:, :, i:j], keys[:, :, :n_keys], values[:, :, :n_keys]
         out.append(scaled_dot_product_attention(*group, cache, scale=scale, mask=mask_of_group))
     return mx.concatenate(out, axis=2)
+
+
+def by_products(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array:
+    """Attention of queries [B, Hq, T, D] to N keys by products and a softmax in float32, for a wrong kernel of the device."""
+    (B, H, T, D), (_, Hkv, N, _) = queries.shape, keys.shape
+    rows = scale * queries.astype(mx.float32).reshape(B, Hkv, -1, D)  # [B, Hkv, Hq / Hkv T, D]
+    scores = (rows @ keys.astype(mx.float32).swapaxes(-1, -2)).reshape(B, Hkv, -1, T, N)
+    if isinstance(mask, str):  # causal
+        mask = mx.arange(N) <= mx.arange(N - T, N)[:, None]
+    if mask is not None:
+        scores = mx.where(mask if mask.ndim == 2 else mask[:, :, None], scores, -mx.inf)
+    out = mx.softmax(scores, axis=-1).reshape(B, Hkv, -1, N) @ values.astype(mx.float32)
+    return out.reshape(B, H, T, D).astype(queries.dtype)
