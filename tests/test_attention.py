@@ -63,7 +63,7 @@ def test_windows_alone_are_grouped_on_metal(calls, monkeypatch, bits, metal):
     assert calls == [(11, 11)] * 2  # two layers
     for n, before, kept in ((9, 11, 1), (4, 12, 4)):
         calls.clear()
-        rows.run(model, WINDOW[None, :n], record=True)
+        rows.run(model, WINDOW[None, :n], n_confirmed=1)
         grouped = [(4, 15), (4, 19), (1, 20)] if metal and not bits and n == 9 else [(n, before + n)]
         assert calls == grouped * 2
         rows.commit([kept])

@@ -6,12 +6,15 @@ from unittest.mock import Mock
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
+from mlx_mtp import MTPError
 from mlx_mtp.core.caches import indexed
 from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
-from mlx_mtp.core.caches.recurrent import Recorded, rewound
+from mlx_mtp.core.caches.recurrent import Split, rewound
 from mlx_mtp.core.caches.rows import Ends, KVOptions, KVRows, Rows
+from mlx_mtp.core.layers.compiled import Compiler
 from tests.support.decoding import PROMPT, WINDOW, filled, one_by_one, rows_of
 from tests.support.models import FAMILIES, FLASH, arrays_equal, deep_model, model_of, tiny_model
 from tests.support.profiles import LONG
@@ -28,6 +31,7 @@ FORMS = [*((family, mx.float32) for family in FAMILIES), ("qwen3_5", mx.bfloat16
 @pytest.mark.parametrize(("family", "dtype"), FORMS)
 @pytest.mark.parametrize("prompt", [[], PROMPT] if LONG else [PROMPT], ids=len)
 def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
+    """Of a window with 1, 2 or all tokens confirmed, after each number of tokens that a rollback can keep."""
     model = deep_model(family, dtype=dtype)
     before, rows = filled(model, prompt=prompt), rows_of(model, prompts=[prompt])
     state = rows.state
@@ -37,22 +41,61 @@ def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
         want = model(WINDOW[None, :n], cache=theirs)
         wanted[n] = want, kept(theirs), model(mx.array([[7]]), cache=copy.deepcopy(theirs))
     for n_tokens in range(1, 10) if LONG else (1, 2, 3, 6, 9):
-        for n in range(1, n_tokens + 1):
-            rows.state = state
-            logits = rows.run(model, WINDOW[None, :n_tokens], record=True)
-            rows.commit([n])
-            ours = rows.extract(0, rows.n_tokens[0])
-            want, held, follow_up = wanted[n]
-            assert arrays_equal(kept(ours), held)
-            if dtype == mx.float32:
-                assert mx.array_equal(logits[:, :n], want)
-                assert mx.array_equal(model(mx.array([[7]]), cache=ours), follow_up)
+        for n_confirmed in sorted({1, min(2, n_tokens), n_tokens}):
+            for n in range(n_confirmed, n_tokens + 1):
+                rows.state = state
+                logits = rows.run(model, WINDOW[None, :n_tokens], n_confirmed=n_confirmed)
+                rows.commit([n])
+                ours = rows.extract(0, rows.n_tokens[0])
+                want, held, follow_up = wanted[n]
+                assert arrays_equal(kept(ours), held)
+                if dtype == mx.float32:
+                    assert mx.array_equal(logits[:, :n], want)
+                    assert mx.array_equal(model(mx.array([[7]]), cache=ours), follow_up)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("is_compiled", [False, True] if LONG else [True])
+def test_rows_roll_back_to_ends_of_their_own(family, is_compiled):
+    """The cache of each row is that of a prefill of its tokens, with and without drafts that are kept."""
+    model, prompts = deep_model(family), [PROMPT, PROMPT[:3], PROMPT[2:]]
+    compiler, window = Compiler() if is_compiled else None, mx.stack([mx.roll(WINDOW[:5], b) for b in range(3)])
+    for n_confirmed, all_kept in (
+        (1, ((1, 1, 1), (1, 3, 5), (4, 4, 4))),
+        (2, ((2, 2, 2), (2, 5, 3))),
+        (5, ((5, 5, 5),)),
+    ):
+        for counts in all_kept:
+            rows = rows_of(model, prompts=prompts)
+            rows.run(model, window, n_confirmed=n_confirmed, compiler=compiler)
+            rows.commit(counts)
+            for b, (prompt, n) in enumerate(zip(prompts, counts)):
+                theirs = filled(model, prompt=mx.concatenate([mx.array(prompt), window[b, :n]]))
+                held = zip(tree_flatten(kept(rows.extract(b, len(prompt) + n))), tree_flatten(kept(theirs)))
+                assert all(mx.allclose(x, y, rtol=1e-4, atol=1e-4) for (_, x), (_, y) in held)
+
+
+def test_a_rollback_to_the_confirmed_tokens_computes_nothing():
+    model = deep_model("qwen3_5")
+    rows = rows_of(model)
+    mx.eval(rows.run(model, WINDOW[None, :4], n_confirmed=1), rows.snapshots)
+    snapshots = rows.snapshots
+    rows.commit([1])
+    assert all(own is x for held, arrays in zip(rows.state.recurrent, snapshots) for own, x in zip(held, arrays))
+
+
+def test_confirmed_tokens_cannot_be_rolled_back():
+    model = deep_model("qwen3_5")
+    rows = rows_of(model)
+    rows.run(model, WINDOW[None, :4], n_confirmed=2)
+    with pytest.raises(MTPError, match="2 tokens of the window are confirmed: they cannot be rolled back to 1"):
+        rows.commit([1])
 
 
 def test_rollback_multiplies_with_no_weight(monkeypatch):
     model = deep_model("qwen3_5")
     rows = rows_of(model)
-    mx.eval(rows.run(model, WINDOW[None, :9], record=True))
+    mx.eval(rows.run(model, WINDOW[None, :9], n_confirmed=1))
     refuse = Mock(side_effect=AssertionError("a weight matrix was multiplied with"))
     monkeypatch.setattr(nn.Linear, "__call__", refuse)
     rows.commit([4])
@@ -70,9 +113,9 @@ def test_windows():
     assert arrays_equal(kept(cache), kept(theirs))
     assert [type(c).__name__ for c in cache] == [type(c).__name__ for c in theirs]
     for n in (1, 3, 4):
-        rows.run(model, WINDOW[None, :4], record=True)
+        rows.run(model, WINDOW[None, :4], n_confirmed=1)
         rows.commit([n])
-        assert all(c.window is None for c in rows.extract(0, rows.n_tokens[0]) if isinstance(c, stock.ArraysCache))
+        assert all(c.split is None for c in rows.extract(0, rows.n_tokens[0]) if isinstance(c, stock.ArraysCache))
     assert rows.n_tokens == (len(PROMPT) + 1 + 3 + 4,)
     rows.commit([1])  # no pass is in flight
     assert rows.n_tokens == (len(PROMPT) + 8,)
@@ -106,7 +149,7 @@ def test_window_over_a_quantized_cache(family, bits):
     want = one_by_one(model, filled(model, bits), WINDOW[:9])
     for n, n_kept in ((2, 1), (9, 2), (9, 7)):
         rows = rows_of(model, bits)
-        assert mx.allclose(rows.run(model, WINDOW[None, :n], record=True), want[:, :n], **close)
+        assert mx.allclose(rows.run(model, WINDOW[None, :n], n_confirmed=1), want[:, :n], **close)
         rows.commit([n_kept])
         assert mx.allclose(
             one_by_one(model, rows.extract(0, rows.n_tokens[0]), WINDOW[n_kept:9]), want[:, n_kept:], **close
@@ -117,13 +160,15 @@ def test_all_last_inputs_are_rolled_back():
     """Each keeps the inputs before the first token that is dropped, in every row, and the state is replayed once."""
     lengths, kept = (3, 9, 2), (1, 4)
     inputs = [mx.random.normal((2, n + 4, 5), key=mx.random.key(n)) for n in lengths]
-    record = [mx.random.normal((2, 4, 2, 4), key=mx.random.key(i)) for i in range(3)]
-    gates = [mx.random.uniform(shape=(2, 4, 2), key=mx.random.key(i)) for i in (3, 4)]
-    (arrays,) = rewound([Recorded(4, tuple(inputs), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
+    drafts = [mx.random.normal((2, 3, 2, 4), key=mx.random.key(i)) for i in range(3)]
+    drafts += [mx.random.uniform(shape=(2, 3, 2), key=mx.random.key(i)) for i in (3, 4)]
+    snapshot = [inputs[0][:, 1:4], mx.ones((2, 2, 4, 4)), *(x[:, 1 : 1 + n] for x, n in zip(inputs[1:], lengths[1:]))]
+    (arrays,) = rewound([Split(4, 1, snapshot, tuple(inputs), tuple(drafts))], kept)
     first, state, *others = arrays
     for held, x, n in zip((first, *others), inputs, lengths):
         assert all(mx.array_equal(held[b], x[b, kept[b] : kept[b] + n]) for b in range(2))
-    (alone,) = rewound([Recorded(4, (inputs[0],), mx.zeros((2, 2, 4, 4)), (*record, *gates))], kept)
+    assert mx.array_equal(state[0], snapshot[1][0])  # the row that keeps no draft
+    (alone,) = rewound([Split(4, 1, snapshot[:2], (inputs[0],), tuple(drafts))], kept)
     assert mx.array_equal(state, alone[1])
 
 

@@ -22,7 +22,7 @@ from tests.support.profiles import LONG
 def skip_rollback(monkeypatch):
     """A fault: after a rejected draft the recurrent state remains that of the whole window."""
     states_of = rows.rewound
-    monkeypatch.setattr(rows, "rewound", lambda windows, kept: states_of(windows, [windows[0].n_tokens] * len(kept)))
+    monkeypatch.setattr(rows, "rewound", lambda splits, kept: states_of(splits, [splits[0].n_tokens] * len(kept)))
 
 
 def rounded_model(monkeypatch):

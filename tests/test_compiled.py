@@ -11,7 +11,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, stream_generate, traces
+from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, stream_generate
+from mlx_mtp.core import traces
 from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.decoding import planner
 from mlx_mtp.core.layers import compiled
@@ -47,7 +48,7 @@ def passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits: int
     )
     for T in lengths:
         window = mx.broadcast_to(WINDOW[:T], (B, T))
-        options = {"record": T > 1, "compiler": compiler}
+        options = {"n_confirmed": 1, "compiler": compiler}
         logits, hidden = rows.run(model, window, return_hidden=True, **options)
         seen += [logits, hidden, *rows.states, run_head(model, hidden, window, head, compiler=compiler)]
         rows.commit([max(T // 2, 1)] * B)
@@ -326,5 +327,5 @@ def test_pieces_are_the_whole(monkeypatch, pieces):
     assert [mtp(PROMPT, model, max_tokens=10, num_draft_tokens=k) for k in (0, 3)] == want
     original = mx.async_eval
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(arrays), original(*arrays)))
-    model(WINDOW[None, :3], cache=model.make_cache(), record=True, compiler=Compiler())
+    model(WINDOW[None, :3], cache=model.make_cache(), n_confirmed=1, compiler=Compiler())
     assert len(sent) == 2 // pieces  # of two attention layers

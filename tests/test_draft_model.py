@@ -125,7 +125,7 @@ def test_head_rows_come_from_verified_hidden_states(family):
     model(text[:, :n_tokens], cache=fresh)
     for a, b in zip(prompt_cache, fresh):
         if isinstance(a, RecurrentCache):
-            assert a.window is None
+            assert a.split is None
             assert all(mx.allclose(x, y, atol=1e-4) for x, y in zip(a.cache, b.cache))
 
 

@@ -15,7 +15,8 @@ def one_operation(inputs, state, mask=None):
     return out[..., : v[0, 0].size].reshape(v.shape), mx.depends(state, out)
 
 
-def test_a_window_is_as_many_operations_as_a_token_and_a_rollback_two(monkeypatch):
+def test_a_window_is_two_operations_more_than_a_token_and_a_rollback_two(monkeypatch):
+    """The second call of the recurrence, and joining the outputs of both."""
     layer = model_of("qwen3_5").model.layers[0]
     delta, H = layer.linear_attn, layer.input_layernorm.weight.size
     states = [mx.zeros((1, delta.conv_kernel_size - 1, delta.conv_dim))]
@@ -27,10 +28,12 @@ def test_a_window_is_as_many_operations_as_a_token_and_a_rollback_two(monkeypatc
     monkeypatch.setattr(recurrent, "recur", one_operation)
     monkeypatch.setattr(recurrent, "_rewound", recurrent.rewind)
     plain = layer_module.recurrent_layer(layer, one, *states)
-    window = layer_module.recurrent_layer(layer, four, *states)
-    assert len(operations(*window)) == len(operations(*plain))
+    window = layer_module.recurrent_layer(layer, four, *states, n_confirmed=1)
+    assert len(operations(*window)) == len(operations(*plain)) + 2
 
-    conv_input, *inputs = window[3:]
-    mx.eval(conv_input, inputs)
-    (rewound,) = recurrent.rewound([recurrent.Recorded(4, (conv_input,), states[1], tuple(inputs))], [2])
-    assert len(operations(*rewound)) == 2
+    conv_input, state, *drafts = window[3:]
+    mx.eval(conv_input, state, drafts)
+    confirmed = recurrent.Split(4, 1, [conv_input[:, 1:4], state], (conv_input,), tuple(drafts))
+    for kept, n in ((1, 0), (2, 2)):
+        (rewound,) = recurrent.rewound([confirmed], [kept])
+        assert len(operations(*rewound)) == n

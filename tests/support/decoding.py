@@ -66,7 +66,7 @@ def assert_cache_of(model, prompt_cache, n_tokens):
     """A cache of ``n_tokens`` tokens: no window open, a row of the head for each but the last, whose hidden state waits."""
     backbone, (head, last_hidden) = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers) :]
     assert {c.offset for c in backbone if not isinstance(c, RecurrentCache)} == {n_tokens}
-    assert all(c.window is None for c in backbone if isinstance(c, RecurrentCache))
+    assert all(c.split is None for c in backbone if isinstance(c, RecurrentCache))
     assert head.offset == n_tokens - 1
     assert last_hidden[0].shape[1] == 1
 

@@ -218,7 +218,7 @@ def time_ways(model: Any, prompt: mx.array, windows: Sequence[int], ways: list[S
         window = mx.repeat(prompt[None, -1:], n, axis=1)  # [1, n]
         with applied(model, way):
             start = time.perf_counter()
-            mx.eval(rows.run(model, window, return_hidden=True, record=True, compiler=compiler))
+            mx.eval(rows.run(model, window, return_hidden=True, n_confirmed=1, compiler=compiler))
             return time.perf_counter() - start
 
     calls, kinds = range(N_CALLS), {f"passes over {n} tokens, {way}": (n, way) for n in windows for way in ways}

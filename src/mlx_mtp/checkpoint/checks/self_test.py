@@ -183,7 +183,7 @@ def run(model: Any) -> SelfTest:
 
 
 def _test_attention(model: Any, result: SelfTest) -> None:
-    rows = pass_over(MAX_WINDOW, model.drafting, True, None, None).attention_rows
+    rows = pass_over(MAX_WINDOW, model.drafting, 1, None, None).attention_rows
     for bits in (None, *KV_BITS):
         found = attention_differences(_attention_of(model), dtype_of(model), rows, bits)
         result.attention[UNQUANTIZED if bits is None else str(bits)] = found
@@ -205,7 +205,7 @@ def _test_passes(model: Any, result: SelfTest) -> None:
 
     def logits(n: int, compiler: Compiler | None = None) -> mx.array:
         rows.state, rows.in_flight = state, 0
-        return rows.run(model, window[:, :n], record=n > 1, compiler=compiler)
+        return rows.run(model, window[:, :n], n_confirmed=1, compiler=compiler)
 
     def of_window(n: int, compiler: Compiler | None = None) -> float:
         return measured(lambda: difference(logits(n, compiler), alone[:, :n]))
@@ -327,6 +327,6 @@ def _pass_seconds(model: Any, B: int, n: int) -> float:
     rows = _prefilled(model, windows)
     for _ in range(N_TIMES):
         before = perf_counter()
-        mx.eval(rows.run(model, windows, record=True))
+        mx.eval(rows.run(model, windows, n_confirmed=1))
         times.append(perf_counter() - before)
     return min(times)

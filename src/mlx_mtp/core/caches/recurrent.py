@@ -5,20 +5,33 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import cache as stock
-from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
+from mlx_lm.models.gated_delta import gated_delta_kernel
 
+from ...errors import MTPError
 from ..traces import compiled
+
+
+def has_metal_kernel(head_dim: int) -> bool:
+    """Whether mlx-lm's recurrence has a kernel of Metal for keys of this dimension."""
+    return mx.default_device() == mx.gpu and mx.metal.is_available() and head_dim % 32 == 0
+
+
+def inputs_of_recurrence(q: mx.array, *others: mx.array) -> tuple[mx.array, ...]:
+    """The inputs as ``recur`` takes them: MLX's own recurrence would round the gates to the type of q."""
+    return (q, *others) if has_metal_kernel(q.shape[-1]) else tuple(x.astype(mx.float32) for x in (q, *others))
 
 
 def recur(inputs: Sequence[mx.array], state: mx.array, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """The part of mlx-lm's ``gated_delta_update`` (0.32.2) after its gates -> the output [B, T, Hv, Dv], and the state.
 
     Args:
-        inputs: Normalized q and k [B, T, Hk, Dk], v [B, T, Hv, Dv], the gates g and beta [B, T, Hv].
+        inputs: From ``inputs_of_recurrence``: normalized q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], the gates g, beta [B, T, Hv].
         mask: Whether each token changes the state, [B, T].
     """
-    has_kernel = mx.default_device() == mx.gpu and mx.metal.is_available() and inputs[1].shape[-1] % 32 == 0
-    return (gated_delta_kernel if has_kernel else gated_delta_ops)(*inputs, state, mask)
+    q, k, v, g, beta = inputs
+    update: Any = gated_delta_kernel if has_metal_kernel(q.shape[-1]) else mx.fast.gated_delta_update
+    out, state = update(q, k, v, g, beta, state, mask)
+    return out, state
 
 
 class State(NamedTuple):
@@ -29,32 +42,40 @@ class State(NamedTuple):
     dtype: mx.Dtype | None = None  # None: that of activations
 
 
-class Recorded(NamedTuple):
-    """The record of a call of a recurrent layer over n tokens; over one token, of which none can be dropped, without arrays."""
+class Split(NamedTuple):
+    """A pass of a recurrent layer over T tokens, split after the n confirmed ones: the others are drafts."""
 
     n_tokens: int
-    last_inputs: tuple[mx.array, ...]  # those before the call and its own, each [B, w + n, C]
-    state: mx.array  # before the call, [B, Hv, Dv, Dk]
-    inputs: tuple[mx.array, ...]  # q, k, v, g, beta, each [B, n, ...]
+    n_confirmed: int
+    snapshot: list[mx.array]  # the arrays of the cache after the confirmed tokens
+    last_inputs: tuple[mx.array, ...]  # those before the pass and its own, each [B, w + T, C]
+    drafts: tuple[mx.array, ...]  # the inputs of the recurrence for the drafts: q, k, v, g, beta, each [B, T - n, ...]
 
 
-def rewound(windows: Sequence[Recorded], kept: Sequence[int]) -> list[list[mx.array]]:
-    """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, by a replay of the recurrence."""
+def rewound(splits: Sequence[Split], kept: Sequence[int]) -> list[list[mx.array]]:
+    """The arrays of each layer after the first ``kept[b]`` tokens of its window in row b, the confirmed ones at least.
+
+    If these are all, the snapshot; otherwise a replay of the recurrence from there, over the drafts that are kept.
+    """
+    _, n, *_ = splits[0]
+    if min(kept) < n:
+        raise MTPError(f"{n} tokens of the window are confirmed: they cannot be rolled back to {min(kept)}.")
+    if (m := max(kept) - n) == 0:
+        return [own.snapshot for own in splits]
     # The layers share lists of indices: a range of the device would be more operations.
-    n_tokens, m = windows[0].n_tokens, max(kept)
-    mask = None if len(set(kept)) == 1 else mx.array([[i < n for i in range(m)] for n in kept])  # [B, m]
-    widths = {x.shape[1] - n_tokens for own in windows for x in own.last_inputs}
-    ends = {w: mx.array([[[n + i] for i in range(w)] for n in kept]) for w in widths}  # of w last inputs, [B, w, 1]
+    mask = None if len(set(kept)) == 1 else mx.array([[n + i < end for i in range(m)] for end in kept])  # [B, m]
+    widths = {x.shape[1] - own.n_tokens for own in splits for x in own.last_inputs}
+    ends = {w: mx.array([[[end + i] for i in range(w)] for end in kept]) for w in widths}  # of w last inputs, [B, w, 1]
     arrays = []
-    for own in windows:
-        own_ends = [ends[x.shape[1] - n_tokens] for x in own.last_inputs]
-        arrays.append(_rewound(m, own.last_inputs, own.state, own.inputs, own_ends, mask))
+    for own in splits:
+        own_ends = [ends[x.shape[1] - own.n_tokens] for x in own.last_inputs]
+        arrays.append(_rewound(m, own.last_inputs, own.snapshot[1], own.drafts, own_ends, mask))
     return arrays
 
 
-def rewind(m: int, last_inputs: Any, state: mx.array, inputs: Any, ends: Any, mask: mx.array | None) -> list[mx.array]:
-    """``rewound`` for one layer. It has a trace for each shape of the window and each number m of tokens to replay."""
-    _, state = recur([x[:, :m] for x in inputs], state, mask)
+def rewind(m: int, last_inputs: Any, state: mx.array, drafts: Any, ends: Any, mask: mx.array | None) -> list[mx.array]:
+    """``rewound`` for one layer. It has a trace for each shape of the window and each number m of drafts to replay."""
+    _, state = recur([x[:, :m] for x in drafts], state, mask)
     first, *others = (mx.take_along_axis(x, end, axis=1) for x, end in zip(last_inputs, ends))
     return [first, state, *others]
 
@@ -66,7 +87,7 @@ class RecurrentCache(stock.ArraysCache):
     """The last inputs of the convolution, the state of the recurrence, and the last inputs that mlx-lm's layers do not have."""
 
     cache: list[Any]
-    window: Recorded | None = None  # of the last call, if it was recorded; ``cache`` is that after the window
+    split: Split | None = None  # the last pass, if it had drafts; ``cache`` is that after all of them
 
 
 # Prompt cache files name classes, which mlx-lm looks up among its own.
@@ -84,4 +105,4 @@ def restore(caches: list[Any], before: list[Any]) -> None:
         if hasattr(c, "offset"):
             c.trim(c.offset - b)
         else:
-            c.cache, c.window = b, None
+            c.cache, c.split = b, None

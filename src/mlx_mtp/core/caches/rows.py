@@ -267,6 +267,11 @@ class Rows:
         return [c.cache for c in self.recurrent]
 
     @property
+    def snapshots(self) -> list[list[mx.array]]:
+        """The arrays of the recurrent layers after the confirmed tokens of a pass with drafts."""
+        return [c.split.snapshot for c in self.recurrent if c.split is not None]
+
+    @property
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.entries)
 
@@ -275,7 +280,7 @@ class Rows:
         self.in_flight, states = 0, iter(self.state.recurrent)
         for c in self.entries:
             if isinstance(c, RecurrentCache):
-                c.cache, c.window = [*next(states)], None
+                c.cache, c.split = [*next(states)], None
             else:
                 c.ends = self.state.ends
         out = model(tokens, cache=self.entries, **options)
@@ -297,10 +302,10 @@ class Rows:
 
     def _after(self, kept: Sequence[int]) -> list[list[Any]]:
         """The arrays of the recurrent layers after the first ``kept[b]`` tokens of row b in the pass in flight."""
-        windows = [c.window for c in self.recurrent if c.window is not None]  # of all recurrent layers, or of none
-        if not windows or min(kept) == self.in_flight:
+        splits = [c.split for c in self.recurrent if c.split is not None]  # of all recurrent layers, or of none
+        if not splits or min(kept) == self.in_flight:
             return self.states
-        recurrent = rewound(windows, kept)
+        recurrent = rewound(splits, kept)
         mx.async_eval(recurrent)  # now: the device would otherwise idle while the host builds the next pass
         return recurrent
 

@@ -161,12 +161,12 @@ class Decoder:
     def verify(self, planned: WindowPlan, drafts: Drafts) -> None:
         """Start a pass over the last committed tokens and their drafts. Call ``commit`` first."""
         tokens = self.tokens if len(drafts) == 0 else mx.concatenate([self.tokens, drafts.tokens], axis=1)
-        options = {"return_hidden": True, "record": len(drafts) > 0, "compiler": self.compiler}
-        logits, hidden = self.cache.run(self.model, tokens, **options)
+        options = {"return_hidden": True, "compiler": self.compiler}
+        logits, hidden = self.cache.run(self.model, tokens, n_confirmed=1, **options)
         self.window = Window(planned, drafts, logits, hidden)
         sent = [] if self.exchange is None else self.exchange.send(hidden)
         # Evaluate the states as well: another thread that closes the generator cannot evaluate arrays of this thread's stream.
-        mx.async_eval(logits, hidden, self.cache.states, self.head.states, sent)
+        mx.async_eval(logits, hidden, self.cache.states, self.cache.snapshots, self.head.states, sent)
 
     # Join and leave
 

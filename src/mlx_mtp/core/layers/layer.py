@@ -1,7 +1,7 @@
 """A decoder layer as pure functions around its cache, which can be compiled: see ``compiled.py``.
 
 A recurrent layer is one function, of its input and its states. An attention layer is two, before and after its cache and
-attention, since the number of tokens changes at every step. A pass that is neither compiled nor recorded, and has no groups of
+attention, since the number of tokens changes at every step. A pass that is not compiled, and has neither drafts nor groups of
 queries, runs mlx-lm's own layer.
 """
 
@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from ..caches.indexed import NAMES, IndexedKVCache
-from ..caches.recurrent import Recorded, RecurrentCache, State, recur
+from ..caches.recurrent import RecurrentCache, Split, State, inputs_of_recurrence, recur
 from ..caches.rows import MixedKVRows
 from .passes import Pass, current_pass
 
@@ -83,7 +83,11 @@ class Layer:
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         this = current_pass()
-        if cache is not None and self.is_linear and (this.records or (this.compiler is not None and mask is None)):
+        if (
+            cache is not None
+            and self.is_linear
+            and (this.n_confirmed > 0 or (this.compiler is not None and mask is None))
+        ):
             return self.recur(x, cache, this)
         is_own = (
             this.compiler is not None or this.attention_rows != 0 or not this.fused or isinstance(cache, MixedKVRows)
@@ -97,13 +101,14 @@ class Layer:
         T, held = x.shape[1], cache.cache
         if held[0] is None:  # before the first token
             held = [mx.zeros((len(x), *s.shape), s.dtype or x.dtype) for s in self.states]
-        x, last_inputs = self.embed(x, held, this)
-        x, conv_state, state, *record = this.call(recurrent_layer, self, x, *held[:2])
-        if this.records:
-            cache.window = Recorded(T, (*record[:1], *last_inputs), held[1], tuple(record[1:]))
-        cache[0], cache[1] = conv_state, state
-        for i, own in enumerate(last_inputs, 2):
-            cache[i] = mx.contiguous(own[:, T:])
+        x, further = self.embed(x, held, this)
+        x, conv_state, state, *split = this.call(recurrent_layer, self, x, *held[:2], n_confirmed=this.n_confirmed)
+        if split:
+            n, (conv_input, confirmed, *drafts) = this.n_confirmed, split
+            last_inputs = (conv_input, *further)
+            first, *others = (x[:, n : n + x.shape[1] - T] for x in last_inputs)
+            cache.split = Split(T, n, [first, confirmed, *others], last_inputs, tuple(drafts))
+        cache.cache = [conv_state, state, *(mx.contiguous(own[:, T:]) for own in further)]
         cache.advance(T)
         return x
 
@@ -144,11 +149,14 @@ class Layer:
         return out
 
 
-def recurrent_layer(layer: Any, x: mx.array, conv_state: mx.array, state: mx.array) -> tuple[mx.array, ...]:
+def recurrent_layer(
+    layer: Any, x: mx.array, conv_state: mx.array, state: mx.array, *, n_confirmed: int = 0
+) -> tuple[mx.array, ...]:
     """A decoder layer with mlx-lm's ``GatedDeltaNet`` (0.32.2), of x [B, T, H].
 
-    Returns its output, both states after all tokens and, of more than one token, the record: the inputs of the convolution
-    [B, K - 1 + T, C], and those of the recurrence, q, k, v and the gates g, beta, each [B, T, ...].
+    Returns its output, and both states after all tokens. With drafts after n = ``n_confirmed`` tokens, the recurrence's call is
+    split there, and returned are also the inputs of the convolution [B, K - 1 + T, C], the state between the two calls, and the
+    inputs of the second: q, k, v and the gates g, beta, each [B, T - n, ...].
     """
     delta, (B, T, _) = layer.linear_attn, x.shape
     normed, *ways = layer.enter(x)
@@ -167,13 +175,21 @@ def recurrent_layer(layer: Any, x: mx.array, conv_state: mx.array, state: mx.arr
     )
     q, k = normalize_qk(q, k, inv_scale=delta.head_k_dim**-0.5, eps=1e-6)
 
-    inputs = (q, k, v, compute_g(delta.A_log, a, delta.dt_bias), mx.sigmoid(b))
-    out, state = recur(inputs, state)  # [B, T, Hv, Dv]
-    out = delta.out_proj(delta.norm(out, z).reshape(B, T, -1))
+    inputs = inputs_of_recurrence(q, k, v, compute_g(delta.A_log, a, delta.dt_bias), mx.sigmoid(b))
+    split: tuple[mx.array, ...] = ()
+    if n_confirmed > 0:
+        confirmed, state = recur([t[:, :n_confirmed] for t in inputs], state)
+        drafts = tuple(t[:, n_confirmed:] for t in inputs)
+        split = (conv_input, state, *drafts)
+        out, state = recur(drafts, state)
+        out = mx.concatenate([confirmed, out], axis=1)  # [B, T, Hv, Dv]
+    else:
+        out, state = recur(inputs, state)  # [B, T, Hv, Dv]
+    out = delta.out_proj(delta.norm(out.astype(v.dtype), z).reshape(B, T, -1))
     if delta.sharding_group is not None:
         out = mx.distributed.all_sum(out, group=delta.sharding_group)
     out = layer.feed_forward(layer.join(x, out, *ways))
-    return (out, conv_state, state) if T == 1 else (out, conv_state, state, conv_input, *inputs)
+    return (out, conv_state, state, *split)
 
 
 def before_attention(

@@ -21,7 +21,7 @@ class Pass:
     # The number of attention layers after which the graph so far is submitted, while the host builds the rest
     pieces: int | None = None
     positions: Positions | None = None  # of a text with images, into which the offset of ``MRoPE`` is an index
-    records: bool = False  # whether the calls of recurrent layers are recorded, to roll back
+    n_confirmed: int = 0  # tokens before the drafts, which may be rejected; 0: no drafts
     n_attended: int = 0  # attention layers built so far
     arrays: dict[Any, Any] = field(default_factory=dict)  # by ``ids`` and of n-gram embeddings, which all layers share
 
@@ -50,15 +50,15 @@ def on_metal() -> bool:
 
 
 def pass_over(
-    T: int, drafting: DraftConfig, records: bool, compiler: Compiler | None, positions: Positions | None
+    T: int, drafting: DraftConfig, n_confirmed: int, compiler: Compiler | None, positions: Positions | None
 ) -> Pass:
     """A pass of the backbone over T tokens of each sequence. Prompts run as in mlx-lm."""
     fused = drafting.fused or T > MAX_WINDOW
-    if not records and T > 1:
+    if n_confirmed == 0 and T > 1:
         return Pass(positions=positions, fused=fused)
-    rows = drafting.attention_rows if records else 0
+    rows = drafting.attention_rows if n_confirmed > 0 else 0
     rows = 0 if rows is None and not on_metal() else rows
-    return Pass(_compiler(T, drafting, compiler), rows, fused, drafting.pieces, positions, records)
+    return Pass(_compiler(T, drafting, compiler), rows, fused, drafting.pieces, positions, n_confirmed)
 
 
 def pass_of_head(T: int, drafting: DraftConfig, compiler: Compiler | None, positions: Positions | None = None) -> Pass:

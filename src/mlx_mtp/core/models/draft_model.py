@@ -3,7 +3,8 @@
 That loop makes the target's cache and then the draft's, prefills the draft model before the target, gives it tokens but no
 hidden states, and rolls back rejected drafts by trimming both caches. So the target is an adapter around the model, whose
 passes leave their hidden states in the draft's cache. A pass with a token that the draft model was not given (the last draft is
-never fed back) is a verify pass, and is recorded: a recurrent layer's cache can be trimmed within it, and while it is empty.
+never fed back) is a verify pass. Its first token is confirmed: a recurrent layer's cache can be trimmed within it, and while it
+is empty.
 
 So a cache is for one generation: mlx-lm refuses a second one, since the cache cannot be trimmed then.
 """
@@ -29,18 +30,18 @@ class TrimmableCache(RecurrentCache):
         self.draft = draft
 
     def is_trimmable(self) -> bool:
-        return self.empty() or self.window is not None
+        return self.empty() or self.split is not None
 
     def trim(self, n: int) -> int:
         """Remove the last ``n`` tokens of the open window, and close it; an MTPError if they are not in it."""
         if self.empty():
             return 0
-        n_tokens = 0 if self.window is None else self.window.n_tokens
-        if self.window is None or n >= n_tokens:
+        n_tokens = 0 if self.split is None else self.split.n_tokens
+        if self.split is None or n >= n_tokens:
             raise MTPError(f"Cannot keep {n_tokens - n} tokens of a window of {n_tokens}: keep at least one.")
         if n > 0:
-            (self.cache,) = rewound([self.window], [n_tokens - n])
-        self.window = None
+            (self.cache,) = rewound([self.split], [n_tokens - n])
+        self.split = None
         self.draft.keep(n_tokens - n)
         return n
 
@@ -144,7 +145,7 @@ class Target(nn.Module):
         if draft is None or draft.empty():
             return self.model(inputs, cache=cache)
         verifies = draft.n_tokens + inputs.shape[1] > draft.n_seen  # otherwise a chunk of the prompt
-        logits, hidden = self.model(inputs, cache=cache, return_hidden=True, record=verifies)
+        logits, hidden = self.model(inputs, cache=cache, return_hidden=True, n_confirmed=int(verifies))
         draft.record(self.model, hidden, verifies)
         return logits
 

@@ -42,19 +42,21 @@ class MTPModel(Fingerprinted):
         input_embeddings: mx.array | None = None,
         *,
         return_hidden: bool = False,
-        record: bool = False,
+        n_confirmed: int = 0,
         compiler: Compiler | None = None,
     ) -> Any:
         """mlx-lm's call: token ids [B, T] or embeddings [B, T, H] -> logits [B, T, V].
 
         Args:
             return_hidden: Also return the output of the final norm, [B, T, H].
-            record: Record the call in the caches of recurrent layers, so that they can keep its first tokens alone.
+            n_confirmed: The number of tokens that are committed. The others are drafts: the caches of recurrent layers can roll
+                back to any of them. 0 or T: a plain pass.
             compiler: Compiles the pass; ``None``: it runs as in mlx-lm.
         """
         n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
         positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
-        this = pass_over(inputs.shape[1], self.drafting, record, compiler, positions)
+        T = inputs.shape[1]
+        this = pass_over(T, self.drafting, n_confirmed if n_confirmed < T else 0, compiler, positions)
         with in_pass(this):
             # Only the layers' entries: in a pipeline, mlx-lm's backbone writes to the last one.
             hidden = self.model(inputs, None if cache is None else cache[:n], **embeddings)
