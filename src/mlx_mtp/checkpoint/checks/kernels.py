@@ -6,16 +6,22 @@ queries, and for grouped queries of quantized keys and values.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.gated_delta import gated_delta_ops
 
+from ...core.caches.recurrent import has_metal_kernel, inputs_of_recurrence, recur
 from ...core.layers.drafting import quantized_group_size
 from ...core.layers.layer import attend, by_products
-from ...memory import is_out_of_memory
+from ...memory import CHUNK, is_out_of_memory
 
 QUERIES = (1, 2, 5, 9)
+TOKENS = (1, 4, 9, 64)  # of a recurrence
+PIECE, N_TIMES = 64, 3  # tokens of simple operations at a time, and runs of which the shortest counts
+NATIVE, OF_MLX_LM = "MLX", "mlx-lm"
 SHORT, LONG = 1050, 4097  # numbers of keys, above those from which kernels divide them
 SHORTER, BLOCK = 19, 16  # tokens by which the second row is shorter, and of a block that an indexer chooses
 LARGEST = 4.5  # of the keys, which gives scores a deviation of 1.5: each key that is missed or added counts
@@ -84,3 +90,51 @@ def _cases(T: int) -> Iterator[tuple[int, int, Any]]:
     is_last = columns >= BLOCK * ((at + 1) // BLOCK)  # in no complete block
     sparse = (is_chosen[:, :SHORT] | is_last) & (columns <= at)  # [T, N]
     yield 2, SHORT, mx.stack([columns <= at - SHORTER, sparse])[:, None]
+
+
+def recurrences(own: Any, dtype: mx.Dtype) -> dict[str, dict[str, list[float]]]:
+    """MLX's recurrence and, on Metal, mlx-lm's kernel, with the heads of a model's recurrent layer.
+
+    Returns, by the number of tokens, the largest difference of the output and the state, and the seconds. On Metal also of a
+    prompt's chunk: elsewhere simple operations, which mlx-lm has there, take long.
+    """
+    found: dict[str, dict[str, list[float]]] = {NATIVE: {}}
+    if has_metal_kernel(own.head_k_dim):
+        found[OF_MLX_LM] = {}
+    for T in (*TOKENS, *([CHUNK] if OF_MLX_LM in found else [])):
+        inputs, state, mask = _inputs_of_recurrence(own, dtype, T)
+        outs, end = [], state
+        for i in range(0, T, PIECE):  # since simple operations hold the state after each token
+            of_piece = [x[:, i : i + PIECE].astype(mx.float32) for x in inputs]
+            out, end = gated_delta_ops(*of_piece, end, None if mask is None else mask[:, i : i + PIECE])
+            mx.eval(out, end)
+            outs.append(out)
+        for name, by_tokens in found.items():
+            given = inputs_of_recurrence(name == NATIVE, *inputs)
+            call, seconds = partial(recur, name == NATIVE, given, state, mask), list[float]()
+            by_tokens[str(T)] = [measured(partial(_timed, call, seconds, mx.concatenate(outs, axis=1), end, mask)), 0.0]
+            by_tokens[str(T)][1] = min(seconds, default=0.0)
+    return found
+
+
+def _timed(call: Any, seconds: list[float], want: mx.array, want_state: mx.array, mask: mx.array | None) -> float:
+    """The difference of a recurrence, whose times are added to ``seconds``. Outputs that are masked have any values."""
+    for _ in range(N_TIMES):
+        before = perf_counter()
+        out, state = call()
+        mx.eval(out, state)
+        seconds.append(perf_counter() - before)
+    out = out if mask is None else mx.where(mask[..., None, None], out, want)
+    return max(difference(out, want), difference(state, want_state))
+
+
+def _inputs_of_recurrence(own: Any, dtype: mx.Dtype, T: int) -> tuple[list[mx.array], mx.array, mx.array | None]:
+    """Random q, k, v, g, beta of T tokens, a state and, of few tokens, two rows and a mask of which one row is shorter."""
+    (Hk, Hv), (Dk, Dv) = (own.num_k_heads, own.num_v_heads), (own.head_k_dim, own.head_v_dim)
+    B, shapes = 1 if T == 1 or T > PIECE else 2, ((T, Hk, Dk), (T, Hk, Dk), (T, Hv, Dv), (T, Hv), (T, Hv), (Hv, Dv, Dk))
+    q, k, v, g, beta, state = (
+        mx.random.uniform(0, 1, (B, *shape), key=mx.random.key(i)) for i, shape in enumerate(shapes)
+    )
+    q, k = ((x - 0.5) * (12 / Dk) ** 0.5 for x in (q, k))  # of a norm of about 1
+    inputs = [*(x.astype(dtype) for x in (q, k, v)), 1 - 0.1 * g, beta.astype(dtype)]
+    return inputs, state - 0.5, None if B == 1 else mx.arange(T) < mx.array([[T], [T - 1]])

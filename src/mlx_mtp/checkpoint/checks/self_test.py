@@ -36,7 +36,7 @@ from ...memory import TEST_TOKENS
 from ..hub import first_line
 from ..settings import machine
 from .dtype import Float16Error, dtype_of
-from .kernels import attention_differences, difference, measured
+from .kernels import NATIVE, OF_MLX_LM, attention_differences, difference, measured, recurrences
 
 # A share of the largest number; wrong kernels miss by more.
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
@@ -67,6 +67,8 @@ class SelfTest:
     )  # between those of windows, by their tokens, and of plain decoding
     # Of attention alone, by the bits of keys and values, and by the number of queries
     attention: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Of the output and the state of a recurrence, and the seconds, by the kernel and the number of tokens
+    recurrence: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     head_copies: int = 0  # copies of the head's keys and values that further drafts in one graph make
     seconds: list[float] = field(default_factory=list)  # of a step at ``DRAFT_LENGTHS``; none without the head
     draft_cost: float = 0.0  # the time in which the head drafts a token, in plain steps
@@ -77,6 +79,17 @@ class SelfTest:
     def _queries(self, bits: str) -> int:
         """The most queries to which attention is right."""
         return up_to(self.attention.get(bits, {}), self.rounding * (1 if bits == UNQUANTIZED else OF_QUANTIZED))
+
+    def _uses_native(self, in_prompts: bool) -> bool | None:
+        """Whether MLX's own recurrence is right and, on Metal, faster than mlx-lm's kernel; ``None`` as by default."""
+        seconds = {}
+        for name, by_tokens in self.recurrence.items():
+            own = [found for n, found in by_tokens.items() if (int(n) > MAX_WINDOW) is in_prompts]
+            if not any(self._is_wrong(difference) for difference, _ in own):
+                seconds[name] = sum(s for _, s in own)
+        if OF_MLX_LM not in self.recurrence:
+            return None if NATIVE in seconds or not self.recurrence else False
+        return min(seconds, key=seconds.__getitem__, default=OF_MLX_LM) == NATIVE
 
     @property
     def widest(self) -> dict[int | None, int]:
@@ -92,6 +105,7 @@ class SelfTest:
         if self._is_wrong(self.grouped):
             drafting.attention_rows = 0
         drafting.fused = self._queries(UNQUANTIZED) > 0
+        drafting.native_steps, drafting.native_prompts = map(self._uses_native, (False, True))
         drafting.widest, drafting.same_bits = self.widest, up_to(self.windows, 0.0)
 
     @property
@@ -111,17 +125,29 @@ class SelfTest:
             if own < n:
                 words = f"kv_bits={bits} is refused" if own == 0 else f"{_at_most(own)} once a text is quantized"
                 found[f"keys and values of {bits} bits"] = words
+        kernels = [name for name, of in self.recurrence.items() if any(self._is_wrong(d) for d, _ in of.values())]
+        words = "another takes its place" if len(kernels) == 1 else "plain mlx-lm is wrong, too"
+        found |= {f"the recurrence of {name}": words for name in kernels}
         return {name: remedy for name, remedy in found.items() if remedy}
 
     def __str__(self) -> str:
         names, n = ("compiled", "grouped", "rolled_back"), self.widest[None]
         attention = (f"{bits} {max(of.values()):.2%}" for bits, of in self.attention.items())
+        recurrence = [
+            f"{name} {max(d for d, _ in of.values()):.2%}, {', '.join(f'{1e3 * s:.2f} ms of {n}' for n, (_, s) in of.items())}"
+            for name, of in self.recurrence.items()
+        ]
+        if self._uses_native(in_prompts=True):
+            recurrence.append("MLX's is used in prompts, whose bits differ from mlx-lm's")
+        if OF_MLX_LM in self.recurrence:
+            recurrence.append(f"{NATIVE if self._uses_native(in_prompts=False) else OF_MLX_LM}'s is used in steps")
         return "\n".join(
             [
                 f"wrong: {', '.join(self.wrong)}" if self.wrong else f"within rounding ({self.rounding:.0%})",
                 f"differences of logits: {', '.join(f'{name} {getattr(self, name):.2%}' for name in names)}",
                 f"windows: the same bits up to {up_to(self.windows, 0.0)} tokens, equal up to rounding up to {n}",
                 f"differences of attention: {', '.join(attention)}",
+                f"differences and times of the recurrence by tokens: {'; '.join(recurrence)}",
                 f"{self.head_copies} copies of the head's cache",
             ]
         )
@@ -189,6 +215,11 @@ def _test_attention(model: Any, result: SelfTest) -> None:
         result.attention[UNQUANTIZED if bits is None else str(bits)] = found
 
 
+def _test_recurrence(model: Any, result: SelfTest) -> None:
+    if (own := next((layer.linear_attn for layer in model.layers if layer.is_linear), None)) is not None:
+        result.recurrence = recurrences(own, dtype_of(model))
+
+
 def _attention_of(model: Any) -> Any:
     return next(layer.self_attn for layer in model.layers if not layer.is_linear)
 
@@ -252,7 +283,7 @@ def _test_head(model: Any, result: SelfTest) -> None:
         result.seconds, result.draft_cost = _step_seconds(model, _prompt(model))
 
 
-PARTS: tuple[Callable[[Any, SelfTest], None], ...] = (_test_attention, _test_passes, _test_head)
+PARTS: tuple[Callable[[Any, SelfTest], None], ...] = (_test_attention, _test_recurrence, _test_passes, _test_head)
 
 
 def _head_copies(model: Any) -> int:

@@ -51,6 +51,9 @@ class DraftConfig:
     compiled: bool = True  # whether passes over a few tokens are
     pieces: int | None = None  # as in ``Pass``
     fused: bool = True  # whether attention of few queries is MLX's fused one
+    # Whether the recurrence of steps and windows, and of prompts, is MLX's own; ``None``: where mlx-lm has no kernel of Metal
+    native_steps: bool | None = None
+    native_prompts: bool | None = None
     # The widest window with right logits, by the bits of keys and values; 0 where a single token's are wrong
     widest: Mapping[int | None, int] = field(default_factory=lambda: {None: MAX_WINDOW})
     same_bits: int | None = None  # the widest window with the bits of plain decoding; ``None`` if unknown

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from ..caches.indexed import NAMES, IndexedKVCache
-from ..caches.recurrent import RecurrentCache, Split, State, inputs_of_recurrence, recur
+from ..caches.recurrent import RecurrentCache, Split, State, has_metal_kernel, inputs_of_recurrence, recur
 from ..caches.rows import MixedKVRows
 from .passes import Pass, current_pass
 
@@ -86,7 +86,7 @@ class Layer:
         if (
             cache is not None
             and self.is_linear
-            and (this.n_confirmed > 0 or (this.compiler is not None and mask is None))
+            and (this.n_confirmed > 0 or ((this.native or this.compiler is not None) and mask is None))
         ):
             return self.recur(x, cache, this)
         is_own = (
@@ -102,12 +102,14 @@ class Layer:
         if held[0] is None:  # before the first token
             held = [mx.zeros((len(x), *s.shape), s.dtype or x.dtype) for s in self.states]
         x, further = self.embed(x, held, this)
-        x, conv_state, state, *split = this.call(recurrent_layer, self, x, *held[:2], n_confirmed=this.n_confirmed)
+        native = not has_metal_kernel(self.linear_attn.head_k_dim) if this.native is None else this.native
+        numbers = {"n_confirmed": this.n_confirmed, "native": native}
+        x, conv_state, state, *split = this.call(recurrent_layer, self, x, *held[:2], **numbers)
         if split:
             n, (conv_input, confirmed, *drafts) = this.n_confirmed, split
             last_inputs = (conv_input, *further)
             first, *others = (x[:, n : n + x.shape[1] - T] for x in last_inputs)
-            cache.split = Split(T, n, [first, confirmed, *others], last_inputs, tuple(drafts))
+            cache.split = Split(T, n, [first, confirmed, *others], last_inputs, tuple(drafts), native)
         cache.cache = [conv_state, state, *(mx.contiguous(own[:, T:]) for own in further)]
         cache.advance(T)
         return x
@@ -150,13 +152,13 @@ class Layer:
 
 
 def recurrent_layer(
-    layer: Any, x: mx.array, conv_state: mx.array, state: mx.array, *, n_confirmed: int = 0
+    layer: Any, x: mx.array, conv_state: mx.array, state: mx.array, *, native: bool, n_confirmed: int = 0
 ) -> tuple[mx.array, ...]:
     """A decoder layer with mlx-lm's ``GatedDeltaNet`` (0.32.2), of x [B, T, H].
 
     Returns its output, and both states after all tokens. With drafts after n = ``n_confirmed`` tokens, the recurrence's call is
     split there, and returned are also the inputs of the convolution [B, K - 1 + T, C], the state between the two calls, and the
-    inputs of the second: q, k, v and the gates g, beta, each [B, T - n, ...].
+    inputs of the second: q, k, v and the gates g, beta, each [B, T - n, ...]. ``native`` is as of ``recur``.
     """
     delta, (B, T, _) = layer.linear_attn, x.shape
     normed, *ways = layer.enter(x)
@@ -175,16 +177,16 @@ def recurrent_layer(
     )
     q, k = normalize_qk(q, k, inv_scale=delta.head_k_dim**-0.5, eps=1e-6)
 
-    inputs = inputs_of_recurrence(q, k, v, compute_g(delta.A_log, a, delta.dt_bias), mx.sigmoid(b))
+    inputs = inputs_of_recurrence(native, q, k, v, compute_g(delta.A_log, a, delta.dt_bias), mx.sigmoid(b))
     split: tuple[mx.array, ...] = ()
     if n_confirmed > 0:
-        confirmed, state = recur([t[:, :n_confirmed] for t in inputs], state)
+        confirmed, state = recur(native, [t[:, :n_confirmed] for t in inputs], state)
         drafts = tuple(t[:, n_confirmed:] for t in inputs)
         split = (conv_input, state, *drafts)
-        out, state = recur(drafts, state)
+        out, state = recur(native, drafts, state)
         out = mx.concatenate([confirmed, out], axis=1)  # [B, T, Hv, Dv]
     else:
-        out, state = recur(inputs, state)  # [B, T, Hv, Dv]
+        out, state = recur(native, inputs, state)  # [B, T, Hv, Dv]
     out = delta.out_proj(delta.norm(out.astype(v.dtype), z).reshape(B, T, -1))
     if delta.sharding_group is not None:
         out = mx.distributed.all_sum(out, group=delta.sharding_group)
