@@ -4,7 +4,7 @@ Kernels of attention differ by the numbers of queries and keys. On some chips, f
 queries, and for grouped queries of quantized keys and values.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from types import SimpleNamespace
@@ -47,16 +47,16 @@ def measured(compare: Callable[[], float]) -> float:
 
 
 def attention_differences(
-    own: Any, dtype: mx.Dtype, max_queries: int | None, bits: int | None = None
+    own: Any, dtype: mx.Dtype, max_queries: int | None, bits: int | None = None, n_queries: Sequence[int] = QUERIES
 ) -> dict[str, float]:
-    """The largest differences of attention by the number of queries, of a model's attention layer.
+    """The largest differences of attention by the number of queries, ``n_queries`` in order, of a model's attention layer.
 
     ``max_queries`` is that of ``attend``, and ``bits`` those of keys and values, ``None`` if they are not quantized.
     """
     Hq, Hkv, D, cache = own.num_attention_heads, own.num_key_value_heads, own.head_dim, SimpleNamespace()
     key = mx.random.key(0)
     keys = mx.random.uniform(-LARGEST, LARGEST, (1, Hkv, LONG, D), dtype, key)
-    queries = mx.random.uniform(-1, 1, (2, Hq, max(QUERIES), D), dtype, key)
+    queries = mx.random.uniform(-1, 1, (2, Hq, n_queries[-1], D), dtype, key)
     keys = mx.concatenate([keys, keys[..., ::-1]])  # [2, Hkv, N, D]
     exact: Any = [keys, keys[:, :, ::-1]]
     given = exact
@@ -64,13 +64,13 @@ def attention_differences(
         cache.bits, cache.group_size = bits, quantized_group_size(queries)
         given = [mx.quantize(x, cache.group_size, bits) for x in exact]
         exact = [mx.dequantize(w, scales, biases, cache.group_size, bits) for w, scales, biases in given]
-    found = dict.fromkeys(map(str, QUERIES), 0.0)
+    found = dict.fromkeys(map(str, n_queries), 0.0)
     # Masks of quantized keys are no part of a kernel.
-    for B, N, mask in _cases(max(QUERIES)) if bits is None else [(1, SHORT, "causal")]:
+    for B, N, mask in _cases(n_queries[-1]) if bits is None else [(1, SHORT, "causal")]:
         keys, values = (x[:B, :, :N] for x in exact)
-        want = by_products(queries[:B], keys, values, D**-0.5, mask)  # [B, Hq, 9, D]
+        want = by_products(queries[:B], keys, values, D**-0.5, mask)  # [B, Hq, T, D]
         k, v = ([x[:B, :, :N] for x in own] if bits else own[:B, :, :N] for own in given)
-        for T in QUERIES:  # the last ones
+        for T in n_queries:  # the last ones
             own_mask = mask[..., -T:, :] if isinstance(mask, mx.array) else None if T == 1 else mask
             # mlx-lm scales quantized attention's queries in place.
             run = partial(attend, 1 * queries[:B, :, -T:], k, v, cache, D**-0.5, own_mask, max_queries)
