@@ -1,6 +1,8 @@
 """One command for all, names for models, and the commands that tell about models, caches and this machine."""
 
+import json
 import re
+from dataclasses import asdict
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ from mlx_mtp import about
 from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.about import doctor, models
 from mlx_mtp.checkpoint.catalog import published, resolve
+from mlx_mtp.checkpoint.checks.self_test import SelfTest
 from mlx_mtp.core.models.mixin import MTPModel
 from tests.support.checkpoints import accepting, configure, copied, no_head
 from tests.support.commands import refusal, run_command
@@ -111,6 +114,17 @@ def test_doctor_of_models_that_draft_and_that_do_not(hub, capsys, monkeypatch, t
     assert status == 0
     assert "Verdict:    no drafts: " in out.splitlines()[-1]
     assert "--mtp HEAD" in out
+
+
+def test_doctor_prints_every_figure_as_json(capsys, monkeypatch):
+    result = SelfTest(0.01, windows={"1": 0.0, "2": 0.2}, recurrence={"MLX": {"1": [0.0, 0.001]}})
+    monkeypatch.setattr(about, "ensure_tested", lambda *_: result)
+    status, out, _ = run_command(doctor.main, capsys, "--model", str(DATA / "dense"), "--json")
+    found = json.loads(out)
+    assert (status, found["self-test"], found["model"]) == (0, asdict(result), str(DATA / "dense"))
+    assert {"chip", "versions", "verdict"} < found.keys()
+    _, out, _ = run_command(doctor.main, capsys, "--model", str(DATA / "dense"))
+    assert "Self-test:  wrong: passes over more than 1 tokens\n            differences of logits: " in out
 
 
 def test_doctor_downloads_no_weights(hub, tmp_path, capsys, monkeypatch):

@@ -5,6 +5,8 @@ import gc
 import itertools
 import random
 import re
+from contextlib import closing
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx_lm
@@ -16,12 +18,14 @@ from mlx_lm.sample_utils import make_sampler as stock_sampler
 
 import mlx_mtp
 from mlx_mtp import Depth, TextOptions, batch_generate, make_prompt_cache, make_sampler
+from mlx_mtp.core.batch import scheduler
 from mlx_mtp.core.batch.generator import BatchGenerator
 from mlx_mtp.core.caches import rows
 from mlx_mtp.core.decoding import head
 from mlx_mtp.core.decoding.decoder import Decoder
 from mlx_mtp.core.layers.drafting import DraftLMHead
 from mlx_mtp.core.sampling.sampler import Sampler
+from mlx_mtp.memory import FAILED_PASS
 from tests.support.batches import AT_ONCE, run
 from tests.support.decoding import mtp, plain
 from tests.support.distribution import LEVEL, PROMPT, Case, Counter
@@ -518,3 +522,28 @@ def test_no_pass_begins_after_the_last_token_but_for_the_prompt_cache(monkeypatc
     generator.insert([[1, 2]], max_tokens=[5])
     run(generator)
     assert len(passes) == 5 + return_prompt_caches
+
+
+@pytest.mark.parametrize("n_before", [0, 3], ids=["in its prompt", "in a step"])
+def test_an_error_of_the_device_ends_one_text_and_the_others_begin_again(monkeypatch, n_before):
+    """That whose chunk has failed, or the newest of a step. With a stop sequence that began before."""
+    model, prompts = model_of("qwen3_5"), [[3, 1, 4, 1], [5, 9, 2], [6, 5, 3]]
+    stop = [plain(prompts[0], model, max_tokens=9)[5:7]]
+    options = dict(max_tokens=12, stop_tokens=stop, num_draft_tokens=2, **AT_ONCE)
+    with closing(BatchGenerator(model, **options)) as generator:
+        generator.insert(prompts)
+        want = [text.tokens for text in run(generator).values()]
+    error = RuntimeError(f"[METAL] {FAILED_PASS}: Impacting Interactivity")
+    with closing(BatchGenerator(model, **options)) as generator:
+        generator.insert(prompts[:2])
+        texts = run(generator, n_steps=4)
+        generator.insert(prompts[2:])
+        run(generator, texts, n_steps=n_before)
+        with monkeypatch.context() as m:
+            m.setattr(*((scheduler, "prefill_part") if n_before == 0 else (Decoder, "verify")), Mock(side_effect=error))
+            run(generator, texts, n_steps=1)
+        run(generator, texts)
+    assert [text.tokens for text in texts.values()][:2] == want[:2]
+    assert texts[2].finish_reason == "error"
+    assert texts[2].last.error is error
+    assert texts[2].tokens == want[2][: len(texts[2].tokens)]

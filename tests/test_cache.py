@@ -163,12 +163,12 @@ def test_all_last_inputs_are_rolled_back():
     drafts = [mx.random.normal((2, 3, 2, 4), key=mx.random.key(i)) for i in range(3)]
     drafts += [mx.random.uniform(shape=(2, 3, 2), key=mx.random.key(i)) for i in (3, 4)]
     snapshot = [inputs[0][:, 1:4], mx.ones((2, 2, 4, 4)), *(x[:, 1 : 1 + n] for x, n in zip(inputs[1:], lengths[1:]))]
-    (arrays,) = rewound([Split(4, 1, snapshot, tuple(inputs), tuple(drafts))], kept)
+    (arrays,) = rewound([Split(4, 1, snapshot, tuple(inputs), tuple(drafts), True)], kept)
     first, state, *others = arrays
     for held, x, n in zip((first, *others), inputs, lengths):
         assert all(mx.array_equal(held[b], x[b, kept[b] : kept[b] + n]) for b in range(2))
     assert mx.array_equal(state[0], snapshot[1][0])  # the row that keeps no draft
-    (alone,) = rewound([Split(4, 1, snapshot[:2], (inputs[0],), tuple(drafts))], kept)
+    (alone,) = rewound([Split(4, 1, snapshot[:2], (inputs[0],), tuple(drafts), True)], kept)
     assert mx.array_equal(state, alone[1])
 
 

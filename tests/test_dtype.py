@@ -204,7 +204,7 @@ def test_the_self_test_decides(chip, tiny, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(loading, "ensure_tested", self_test.ensure_tested)
     accepting(monkeypatch, 0.9)
     rounding = {F16: float("nan"), BF16: 0.0}
-    run = lambda model: SelfTest(rounding[model.layers[0].dtype], 0.0, 0.0, 0.03, 0, [], 0.0)  # noqa: E731
+    run = lambda model: SelfTest(0.03, compiled=rounding[model.layers[0].dtype])  # noqa: E731
     monkeypatch.setattr(self_test, "run", run)
     chip(M1)
     for _ in range(2):  # the second time the result is known

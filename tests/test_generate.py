@@ -232,7 +232,7 @@ def test_a_failure_of_the_gpu_is_one_line_and_nothing_of_it_is_kept(monkeypatch,
     flags = "--prompt-cache-dir", tmp_path, "--max-tokens", "4", "--ignore-chat-template"
     status, _, err = run(capsys, "--prompt", PROMPT, *flags)
     assert (status, err.count("\n")) == (1, 1)
-    assert err.startswith(f"mlx_mtp generate: error: {error} A pass has failed on the GPU")
+    assert err.startswith(f"mlx_mtp generate: error: {error} A pass has failed on this device")
     # The prompt was computed before the first step.
     assert (len([*tmp_path.glob("*.safetensors")]) > 0) == (name == "async_eval")
     monkeypatch.setattr(command.flags, "load", Mock(side_effect=KeyboardInterrupt))

@@ -8,7 +8,7 @@ from tests.support.graphs import operations
 from tests.support.models import model_of
 
 
-def one_operation(inputs, state, mask=None):
+def one_operation(native, inputs, state, mask=None):
     """Depends on all inputs of the recurrence, and has the shapes of its outputs."""
     v = inputs[2]
     out = mx.concatenate([x.reshape(*v.shape[:2], -1) for x in inputs], axis=-1)
@@ -27,13 +27,13 @@ def test_a_window_is_two_operations_more_than_a_token_and_a_rollback_two(monkeyp
     monkeypatch.setattr(layer_module, "recur", one_operation)
     monkeypatch.setattr(recurrent, "recur", one_operation)
     monkeypatch.setattr(recurrent, "_rewound", recurrent.rewind)
-    plain = layer_module.recurrent_layer(layer, one, *states)
-    window = layer_module.recurrent_layer(layer, four, *states, n_confirmed=1)
+    plain = layer_module.recurrent_layer(layer, one, *states, native=True)
+    window = layer_module.recurrent_layer(layer, four, *states, native=True, n_confirmed=1)
     assert len(operations(*window)) == len(operations(*plain)) + 2
 
     conv_input, state, *drafts = window[3:]
     mx.eval(conv_input, state, drafts)
-    confirmed = recurrent.Split(4, 1, [conv_input[:, 1:4], state], (conv_input,), tuple(drafts))
+    confirmed = recurrent.Split(4, 1, [conv_input[:, 1:4], state], (conv_input,), tuple(drafts), True)
     for kept, n in ((1, 0), (2, 2)):
         (rewound,) = recurrent.rewound([confirmed], [kept])
         assert len(operations(*rewound)) == n

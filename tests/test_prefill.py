@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import BatchGenerator
+from mlx_mtp.core.batch import prefill_budget
 from mlx_mtp.core.batch.prefill_budget import PrefillBudget
 from tests.support.batches import run
 from tests.support.decoding import plain
@@ -232,3 +233,11 @@ def test_embeddings_are_computed_between_steps():
     assert len(generator) == 1
     generator.remove([uid])
     assert len(generator) == 0
+
+
+def test_on_metal_chunks_that_take_long_are_split(monkeypatch):
+    """Of a text alone as well, whose chunks have any length elsewhere."""
+    for on_metal, sizes in ((False, [2048] * 4), (True, [2048] + [512] * 12)):
+        monkeypatch.setattr(prefill_budget, "on_metal", lambda on_metal=on_metal: on_metal)
+        budget = PrefillBudget(2048, math.inf, 0.0)
+        assert [n for n, *_ in read(budget, Machine(0.0, 1 / 300), 8192, is_running=False)] == sizes

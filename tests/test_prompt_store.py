@@ -11,14 +11,16 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import PromptStore, make_prompt_cache, make_sampler, stream_generate
 from mlx_mtp.core.batch.generate_step import prefill
+from mlx_mtp.core.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.core.caches import rows
-from mlx_mtp.core.caches.prompt_cache import PromptCache
+from mlx_mtp.core.caches.prompt_cache import PromptCache, open_prompt_cache
 from mlx_mtp.core.caches.recurrent import RecurrentCache
 from mlx_mtp.core.caches.rows import KVOptions
 from mlx_mtp.memory import FAILED_PASS
@@ -362,3 +364,29 @@ def test_what_does_not_go_with_a_store(trained):
     ]:
         with pytest.raises(ValueError, match=message):
             answer(*trained, [1, 2, 3], PromptStore(of, 0), **options)
+
+
+@pytest.mark.parametrize("what", ["stored", "given"])
+def test_a_prompt_cache_is_evaluated_in_pieces(monkeypatch, what):
+    """Of so many bytes, or of one array; the arrays are equal."""
+    model, sizes, evaluate = tiny_model("qwen3_5"), [], mx.eval
+    prefill(mx.arange(20) % 32, model, prompt_cache=(cache := make_prompt_cache(model)))
+
+    def evaluated():
+        if what == "given":
+            return open_prompt_cache(model, copy.deepcopy(cache)).entries
+        store = PromptStore(model)
+        store.insert([*range(20)], copy.deepcopy(cache))
+        return store.fetch([*range(20)])[0]
+
+    def note(*trees):
+        sizes.append([x.nbytes for _, x in tree_flatten(trees)])
+        evaluate(*trees)
+
+    want = evaluated()
+    monkeypatch.setattr(prompt_cache_module, "MAX_BYTES", 1000)
+    monkeypatch.setattr(mx, "eval", note)
+    held = lambda entries: [c.cache if hasattr(c, "cache") else [c.keys, c.values] for c in entries]  # noqa: E731
+    assert arrays_equal(held(evaluated()), held(want))
+    assert all(len(own) <= 1 or sum(own) <= 1000 for own in sizes)
+    assert sum(map(sum, sizes)) > 5000

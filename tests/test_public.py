@@ -36,7 +36,7 @@ ARROWS = {
     "text": {"extras", "pacing"},
     "drafts": {"caches", "layers", "models", "pacing", "sampling", "text"},
     "decoding": {"caches", "distributed", "drafts", "layers", "models", "pacing", "sampling", "text", "traces"},
-    "batch": {"caches", "decoding", "distributed", "drafts", "models", "pacing"},
+    "batch": {"caches", "decoding", "distributed", "drafts", "layers", "memory", "models", "pacing"},
     "prompt_store": {"caches", "memory"},
     # It tries heads that it has fetched.
     "checkpoint": LIBRARY - {"drafts", "prompt_store", "sampling", "text"} | {"files", "layers", "prompts"},

@@ -2,18 +2,26 @@
 
 import itertools
 import logging
+from contextlib import closing
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import base
 
 import mlx_mtp
+from mlx_mtp import BatchGenerator
 from mlx_mtp.checkpoint import load, settings
 from mlx_mtp.checkpoint.checks import self_test
+from mlx_mtp.checkpoint.checks.kernels import WRONG
 from mlx_mtp.core.caches.rows import Rows
 from mlx_mtp.core.layers import layer
 from mlx_mtp.core.layers.compiled import Compiler
+from mlx_mtp.core.layers.drafting import DraftConfig
 from mlx_mtp.core.pacing.step_times import TYPICAL, StepTimes, times_of
+from tests.support.batches import AT_ONCE, run
 from tests.support.checkpoints import DATA, write_tiny
+from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import FLASH, GROUPED, deep_model, tiny_model, trace_anew
 
 
@@ -26,8 +34,13 @@ def untimed(monkeypatch):
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", FLASH])
 def test_the_cpu_gives_the_same_bits(untimed, family):
     result = self_test.run(deep_model(family, **GROUPED))
-    assert result[:5] == (0, 0, 0, 0.01, 0)
-    assert str(result).startswith("within rounding (1%); differences of logits: compiled 0.00%, grouped 0.00%,")
+    assert (result.compiled, result.grouped, result.rolled_back, result.head_copies) == (0, 0, 0, 0)
+    assert result.windows == dict.fromkeys(map(str, self_test.WIDTHS), 0.0)
+    assert max(max(of.values()) for of in result.attention.values()) < 1e-5
+    first, logits, windows, *_ = str(result).splitlines()
+    assert first == "within rounding (1%)"
+    assert logits == "differences of logits: compiled 0.00%, grouped 0.00%, rolled_back 0.00%"
+    assert windows == "windows: the same bits up to 17 tokens, equal up to rounding up to 17"
 
 
 @pytest.fixture
@@ -39,7 +52,7 @@ def cache_folder(tmp_path, monkeypatch):
 
 
 def test_runs_once_for_a_model_and_a_version(cache_folder, monkeypatch, caplog):
-    ran, result = [], self_test.SelfTest(0.0, 0.0, 0.0, 0.01, 0, [1.0, 1.2], 0.1)
+    ran, result = [], self_test.SelfTest(0.01, seconds=[1.0, 1.2], draft_cost=0.1)
     monkeypatch.setattr(self_test, "run", lambda model: ran.append(model) or result)
     for _ in range(2):
         model, _ = mlx_mtp.load(str(DATA / "dense"))
@@ -75,7 +88,7 @@ def test_it_ends_when_its_time_is_over(cache_folder, monkeypatch, n_calls):
     monkeypatch.setattr(self_test, "mtp_generate_step", steps)
     model = tiny_model("qwen3_5")
     result = self_test.ensure_tested(model, "NAME")
-    assert result.wrong == []
+    assert result.wrong == {}
     assert len(n_steps) <= n_calls + 1  # the step after which it ends
     times = times_of(model).estimate
     assert times == sorted(times)
@@ -125,7 +138,10 @@ def test_a_model_that_this_device_cannot_run_is_loaded(cache_folder, caplog):
     assert "moe35 could not be tested on this device: " in record.message
 
 
-@pytest.mark.parametrize("what", ["compiled", "grouped", "rolled_back"])
+WRONG_PASSES = ["compiled passes", "groups of queries", "rollbacks"]
+
+
+@pytest.mark.parametrize("what", WRONG_PASSES)
 def test_what_is_wrong_is_off_and_told(cache_folder, untimed, monkeypatch, caplog, what):
     """By a wrong kernel, which may also give numbers that are none."""
     model = tiny_model("qwen3_5", **GROUPED)
@@ -134,22 +150,154 @@ def test_what_is_wrong_is_off_and_told(cache_folder, untimed, monkeypatch, caplo
         out = function(module, *inputs, **numbers)
         return out * mx.nan if isinstance(out, mx.array) else out
 
-    if what == "compiled":
+    if what == "compiled passes":
         monkeypatch.setattr(Compiler, "run", wrong)
-    elif what == "grouped":
+    elif what == "groups of queries":
         original = layer.mx.concatenate
         monkeypatch.setattr(layer.mx, "concatenate", lambda a, axis=0: original(a, axis) * (3 if axis == 2 else 1))
     else:
         monkeypatch.setattr(Rows, "_after", lambda self, kept: self.states)
     caplog.set_level(logging.WARNING)
     result = self_test.ensure_tested(model, "NAME")
-    assert result.wrong == [what]
-    assert f"wrong: {what}; " in str(result)
+    assert [*result.wrong] == [what]
+    assert str(result).startswith(f"wrong: {what}\n")
     assert caplog.text.count("\n") == 1
-    assert "Please report it with the output of `mlx_mtp doctor --model NAME`" in caplog.text
-    assert ("--no-mtp" in caplog.text) == (what == "rolled_back")
-    assert model.drafting.compiled == (what != "compiled")
-    assert model.drafting.attention_rows == (0 if what == "grouped" else None)
+    assert "Please report it with the output of `mlx_mtp doctor --model NAME --json`" in caplog.text
+    drafting = model.drafting
+    assert drafting.compiled == (what != "compiled passes")
+    assert drafting.attention_rows == (0 if what == "groups of queries" else None)
+    assert drafting.max_window(None) == (1 if what == "rollbacks" else 17)
+
+
+def attention(is_wrong, spoil=lambda out: out[..., ::-1]):
+    """MLX's fused attention, which is wrong for some numbers of queries and keys."""
+    right = mx.fast.scaled_dot_product_attention
+
+    def attend(q, k, v, **options):
+        out = right(q, k, v, **options)
+        return spoil(out) if is_wrong(q.shape[2], k.shape[2]) else out
+
+    return mx.fast, "scaled_dot_product_attention", attend
+
+
+def quantized_attention(is_wrong):
+    right = base.quantized_scaled_dot_product_attention
+
+    def attend(queries, *args, **options):
+        out = right(queries, *args, **options)
+        return out[..., ::-1] if is_wrong(queries.shape[2]) else out
+
+    return base, "quantized_scaled_dot_product_attention", attend
+
+
+def recurrence(is_wrong):
+    right = mx.fast.gated_delta_update
+
+    def update(q, *inputs):
+        out, state = right(q, *inputs)
+        return [out[..., ::-1], 0.5 * state] if is_wrong(q.shape[1]) else [out, state]
+
+    return mx.fast, "gated_delta_update", update
+
+
+def fail(out):
+    raise RuntimeError("[metal] The kernel has too many threads.")
+
+
+KV = dict(kv_bits=4, kv_group_size=32, quantized_kv_start=0)
+LONG_PROMPT = [i * i % 29 for i in range(1040)]
+# A kernel, what is found wrong, the widest window, the options of a text, and its prompt.
+FAULTS = {
+    "9 rows": (lambda: attention(lambda T, N: T == 9), "passes over more than 8 tokens", 8, {}, PROMPT),
+    "zeros": (lambda: attention(lambda T, N: 4 < T <= 9, mx.zeros_like), "passes over more than 4 tokens", 4, {}, PROMPT),
+    "an error": (lambda: attention(lambda T, N: T == 9, fail), "passes over more than 8 tokens", 8, {}, PROMPT),
+    "many keys": (lambda: attention(lambda T, N: T <= 8 and N > 1024), "attention kernels", 17, {}, LONG_PROMPT),
+    "windows on many keys": (
+        lambda: attention(lambda T, N: 1 < T <= 17 and N > 1024), "passes over more than 1 tokens", 1, {}, LONG_PROMPT
+    ),
+    "quantized": (lambda: quantized_attention(lambda T: 2 <= T <= 4), "keys and values of 4 bits", 17, KV, PROMPT),
+    "recurrence": (lambda: recurrence(lambda T: T == 4), "the recurrence of MLX", 17, {}, PROMPT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_kernel_is_found_and_avoided(cache_folder, untimed, monkeypatch, caplog, fault):
+    """The text is that of plain decoding without the fault, whatever drafts are asked for; with the fault it was another."""
+    kernel, what, widest, options, prompt = FAULTS[fault]
+    trace_anew(monkeypatch)
+    model, asked = (
+        deep_model("qwen3_5"),
+        dict(num_draft_tokens=4 if fault == "recurrence" else 8, copy_drafts=16, max_tokens=40),
+    )
+    want = plain(prompt, model, max_tokens=40, **options)
+    assert mtp(prompt, model, **asked, **options) == want
+    monkeypatch.setattr(*kernel())
+    trace_anew(monkeypatch)
+    for is_avoided in (False, True):
+        if is_avoided:
+            assert what in self_test.ensure_tested(model, "NAME").wrong
+        try:
+            got = mtp(prompt, model, **asked, **options)
+        except RuntimeError as e:
+            got = str(e)
+        assert (got == want) is is_avoided
+    assert f"{what}: " in caplog.text
+    assert model.drafting.max_window(None) == widest
+
+
+def test_bits_of_keys_that_are_wrong_for_one_token_are_refused(cache_folder, untimed, monkeypatch):
+    model = deep_model("qwen3_5")
+    monkeypatch.setattr(*quantized_attention(lambda T: True))
+    result = self_test.ensure_tested(model, "NAME")
+    assert result.wrong["keys and values of 4 bits"] == "kv_bits=4 is refused"
+    with pytest.raises(ValueError, match="kv_bits=4 is refused"):
+        mtp(PROMPT, model, max_tokens=2, **KV)
+    assert mtp(PROMPT, model, max_tokens=2) == plain(PROMPT, model, max_tokens=2)
+
+
+def test_rows_of_which_one_is_quantized_share_its_windows(cache_folder, untimed, monkeypatch):
+    """A row has the columns of the longest window, and attention takes them all."""
+    model = deep_model("qwen3_5")
+    monkeypatch.setattr(*quantized_attention(lambda T: T > 1))
+    self_test.ensure_tested(model, "NAME")
+    kv = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=12)
+    prompts = [[3, 1, 4], [*range(20)]]
+    with closing(BatchGenerator(model, num_draft_tokens=3, max_tokens=24, **kv, **AT_ONCE)) as generator:
+        generator.insert(prompts)
+        texts = run(generator)
+    for prompt, text in zip(prompts, texts.values()):
+        assert text.tokens == plain(prompt, model, max_tokens=24, **kv)
+    assert not texts[0].last.counts.drafted
+
+
+def test_an_interrupt_ends_the_test_and_nothing_is_kept(cache_folder, untimed, monkeypatch):
+    model = tiny_model("qwen3_5")
+    monkeypatch.setattr(self_test, "difference", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        self_test.ensure_tested(model, "NAME")
+    assert not (cache_folder / "mlx_mtp" / "self-test.json").exists()
+
+
+METAL = {
+    "MLX": {"1": [0.0, 1.0], "64": [0.0, 5.0], "2048": [0.0, 9.0]},
+    "mlx-lm": {"1": [0.0, 2.0], "64": [0.0, 4.0], "2048": [0.0, 3.0]},
+}
+
+
+def test_the_faster_recurrence_that_is_right_is_used():
+    """On Metal, in steps and in prompts; elsewhere MLX's own in steps, if it is right."""
+    for kernel, tokens, steps, prompts in (
+        ("MLX", "9", True, False),
+        ("MLX", "1", False, False),
+        ("mlx-lm", "2048", True, True),
+    ):
+        found = {name: {**of} for name, of in METAL.items()}
+        found[kernel][tokens] = [WRONG if tokens != "9" else 0.0, 0.0]
+        self_test.SelfTest(0.01, recurrence=found).apply(drafting := DraftConfig())
+        assert (drafting.native_steps, drafting.native_prompts) == (steps, prompts)
+    for difference, native in ((0.0, None), (1.0, False)):
+        self_test.SelfTest(0.01, recurrence={"MLX": {"1": [difference, 1.0]}}).apply(drafting := DraftConfig())
+        assert drafting.native_steps is native
 
 
 def test_copies_of_the_heads_cache_are_counted(untimed, monkeypatch):

@@ -266,7 +266,7 @@ def test_tokenizes_little_of_a_long_prompt(demo):
 
 
 def test_failed_generation_affects_no_other(tmp_path):
-    """Two failures of the GPU without an answer in between end the process, with status 1 and one line."""
+    """Two failures of the GPU in a row, after which no pass of a token works, end the process, with status 1 and one line."""
     flags = "--model", TRAINED, "--mtp", "--max-tokens", str(10**6)
     with serve(tmp_path / "log", *flags, module="tests.support.scripted_server") as s:
         for temperature, status in ((1.25, 500), (1, 200), (1.0625, 500), (0, 200)):
@@ -274,8 +274,10 @@ def test_failed_generation_affects_no_other(tmp_path):
         # The server's own limit on tokens ends with the context; the request did not ask for it.
         assert s.request(TEXT, {"prompt": "import os\n", "stop": "\n"})[0] == 200
         assert_error(s.request(TEXT, {"prompt": "import os\n" * 20000}), 400, "prompt")
-        for status in (500, 503):
-            assert s.request(TEXT, {**GOOD, "temperature": 1.0625})[0] == status
+        for temperature, status in ((1.0625, 500), (1.0625, 500), (1.0625, 500), (1.03125, 500)):
+            failed, error = s.request(TEXT, {**GOOD, "temperature": temperature})
+            assert failed == status
+            assert "a smaller --prefill-step-size, or a smaller --max-memory" in error["error"]["message"]
         assert s.statuses() == [1]
         assert s.log.read_text().splitlines()[-1].startswith("mlx_mtp server: error: [METAL] ")
 

@@ -1,11 +1,13 @@
 """The commands about models and this machine: ``mlx_mtp models`` and ``mlx_mtp doctor``."""
 
 import argparse
+import json
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from huggingface_hub import constants
@@ -14,7 +16,7 @@ from ._version import __version__
 from .checkpoint.catalog import published
 from .checkpoint.checks.dtype import dtype_of
 from .checkpoint.checks.memory import needs_of_checkpoint
-from .checkpoint.checks.self_test import ensure_tested
+from .checkpoint.checks.self_test import SelfTest, ensure_tested
 from .checkpoint.heads.acceptance import FLOOR
 from .checkpoint.heads.formats import check_head
 from .checkpoint.heads.originals import HEAD, check_method, fetched_heads, head_to_fetch
@@ -30,7 +32,7 @@ from .core.models.mixin import MTPModel
 from .errors import MTPError
 from .memory import CONTEXT, GB, Account, needs_of, size, total_memory
 
-Lines = Iterator[tuple[str, str]]
+Lines = Iterator[tuple[str, Any]]  # names and values, whose text may have several lines
 
 
 class Command(NamedTuple):
@@ -80,14 +82,22 @@ def doctor_parser() -> argparse.ArgumentParser:
         "an MTP head whose drafts it accepts. The last line is the verdict.",
     )
     parser.add_argument("--model", help=MODEL_HELP)
+    parser.add_argument(
+        "--json", action="store_true", help="Print one JSON object, with every figure of the self-test."
+    )
     add_flags(parser, ["--dtype"])
     return finish(parser, {})
 
 
 def show_doctor(args: argparse.Namespace) -> None:
+    found: dict[str, Any] = {}
     for lines in (_machine(), _model(args.model or str(DEMO), args.dtype)):
         for name, value in lines:
-            print(f"{name + ':':<12}{value}", flush=True)
+            found[name.lower()] = asdict(value) if isinstance(value, SelfTest) else value
+            if not args.json:
+                print(f"{name + ':':<12}{str(value).replace(chr(10), chr(10) + 12 * ' ')}", flush=True)
+    if args.json:
+        print(json.dumps(found, indent=2))
 
 
 def _machine() -> Lines:
@@ -127,7 +137,7 @@ def _local(name: str, dtype: str) -> Lines:
     model, _ = load(name, mtp="cached", dtype=dtype)
     yield "Type", dtype_name(dtype_of(model))
     if isinstance(model, MTPModel):
-        yield "Self-test", str(ensure_tested(model, name) or "could not run")
+        yield "Self-test", ensure_tested(model, name) or "could not run"
     if not has_head(model):
         try:
             if (checkpoint := CheckpointReader(name)).head_map:

@@ -51,6 +51,16 @@ def is_device_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and FAILED_PASS in str(error)
 
 
+def advice(error: BaseException | None) -> str | None:
+    """What to do about an error of the device, of memory or of a failed pass; ``None`` for other errors."""
+    if not isinstance(error, RuntimeError) or not (is_device_error(error) or is_out_of_memory(error)):
+        return None
+    return (
+        "A pass has failed on this device, for lack of memory or because it took too long: use a shorter context, a smaller "
+        "--prefill-step-size, or a smaller --max-memory."
+    )
+
+
 def check_device() -> None:
     """Wait for the passes on the current stream, and raise the error of one that failed, a RuntimeError."""
     mx.synchronize()

@@ -2,7 +2,7 @@
 
 - ``chat_template_kwargs: {"say": TEXT}``: that text, token by token.
 - A temperature of 1.25: nothing, it fails as mlx-lm's compiled samplers can.
-- A temperature of 1.0625: nothing, a pass fails on the GPU.
+- A temperature of 1.0625: nothing, a pass fails on the GPU; of 1.03125, also plain passes after it.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,12 @@ def fail(logprobs):
     raise ValueError("This sampler fails.")
 
 
-def fail_on_device(logprobs):
+def lose_device(logprobs):
+    Admission.run_token = fail_on_device
+    fail_on_device(logprobs)
+
+
+def fail_on_device(_):
     raise RuntimeError(f"[METAL] {FAILED_PASS}: Impacting Interactivity (0000000e).")
 
 
@@ -46,7 +51,9 @@ def choose(self, request, make_sampler=make_sampler):
     args, tokenizer = request.args, self.models.tokenizer
     if "say" in (args.chat_template_kwargs or {}):
         return Say(tokenizer.encode(args.chat_template_kwargs["say"], add_special_tokens=False), tokenizer.eos_token_id)
-    return {1.25: fail, 1.0625: fail_on_device}.get(args.sampling.temperature) or make_sampler(self, request)
+    return {1.25: fail, 1.0625: fail_on_device, 1.03125: lose_device}.get(args.sampling.temperature) or make_sampler(
+        self, request
+    )
 
 
 def install(put: Callable[[Any, str, Any], None] = setattr) -> None:

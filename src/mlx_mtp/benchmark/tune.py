@@ -25,9 +25,9 @@ from ..core.caches.prompt_cache import PromptCache, make_prompt_cache
 from ..core.caches.rows import KVOptions, Rows
 from ..core.decoding.counts import DraftCounts
 from ..core.layers.compiled import Compiler
-from ..core.layers.drafting import Settings
+from ..core.layers.drafting import MAX_WINDOW, Settings
 from ..core.layers.layer import group_size
-from ..core.layers.passes import MAX_WINDOW, on_metal
+from ..core.layers.passes import on_metal
 from ..core.pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..core.pacing.step_times import times_of
 from .measure import NO_COPIES, PLAIN, Generation, Run, generate, speed, sum_counts

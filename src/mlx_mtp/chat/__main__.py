@@ -16,7 +16,7 @@ from ..core.distributed.ranks import Ranks
 from ..errors import MTPError, is_mendable
 from ..extras import require
 from ..generate.stream import GenerationResponse
-from ..memory import is_device_error
+from ..memory import advice
 from .conversation import Conversation
 
 EXIT = "/exit"
@@ -85,7 +85,7 @@ def respond(line: str, conversation: Conversation) -> None:
             if response is not None:
                 print(f"[{figures(response)}]", flush=True)
     except Exception as e:
-        if not is_mendable(e) and not is_device_error(e):
+        if not is_mendable(e) and advice(e) is None:
             raise
         print(sentence(e))
 

@@ -16,7 +16,7 @@ from ..core.distributed.calls import LOST, is_loss
 from ..core.distributed.ranks import Ranks
 from ..core.traces import n_traces
 from ..errors import MTPError, is_mendable
-from ..memory import is_device_error
+from ..memory import advice
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -135,7 +135,7 @@ def one_line_errors(program: str) -> Iterator[None]:
             print(error, file=sys.stderr if group.rank() == 0 else sys.__stderr__, flush=True)
             sys.exit(2)
         except RuntimeError as e:
-            if not is_loss(e) and not is_device_error(e):
+            if not is_loss(e) and advice(e) is None:
                 raise
             print(f"{program}: error: {LOST if is_loss(e) else sentence(e)}", file=sys.stderr)
             sys.exit(1)
@@ -145,8 +145,8 @@ def one_line_errors(program: str) -> Iterator[None]:
 
 def sentence(error: Exception) -> str:
     """The message of an error, without the number of system errors, and with advice for those of the GPU."""
-    if is_device_error(error):
-        return f"{error} A pass has failed on the GPU: start again, with a smaller --prefill-step-size if it happens again."
+    if (remedy := advice(error)) is not None:
+        return f"{error} {remedy}"
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     return f"{error.strerror}." if error.filename is None else f"{error.filename}: {error.strerror}."

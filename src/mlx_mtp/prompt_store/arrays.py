@@ -17,7 +17,7 @@ from mlx_lm.models import cache as stock
 from numpy.typing import NDArray
 
 from ..core.caches.indexed import NAMES, names_of, size_of
-from ..core.caches.prompt_cache import PromptCache, make_prompt_cache
+from ..core.caches.prompt_cache import PromptCache, evaluate, make_prompt_cache
 from ..core.caches.rows import KVOptions
 from ..errors import MTPError
 
@@ -66,7 +66,7 @@ def states(cache: PromptCache, format: Format) -> Arrays:
 def copied(arrays: Arrays) -> Arrays:
     """Evaluated copies: a slice would keep its whole array in memory, and another thread could not evaluate it."""
     arrays = {name: mx.contiguous(x) for name, x in arrays.items()}
-    mx.eval(arrays)
+    evaluate(arrays)
     return arrays
 
 
@@ -96,7 +96,7 @@ def make_cache(model: Any, format: Format, tokens: Tokens, spans: Sequence[Array
         cache.last_hidden = last["hidden"]
     of_images = np.flatnonzero(tokens < 0)  # drafts can be copied from the tokens after the last image
     cache.record(len(tokens), tokens[of_images[-1] + 1 if len(of_images) > 0 else 0 :].tolist())
-    mx.eval([c.state for c in entries])  # another thread may use them
+    evaluate([c.state for c in entries])  # another thread may use them
     return entries
 
 

@@ -1,16 +1,21 @@
 """A test of a model's passes on this device, which ``load`` runs once for each kind of model, chip and version.
 
-A kernel may be wrong on a chip that its authors do not have. So passes whose logits must be equal, to within rounding, are
-compared over a short window. The steps that "auto" chooses from are timed as well, for a few seconds. Other times follow from
-those, and "auto" measures them when it drafts as many tokens.
+A kernel may be wrong on a chip that its authors do not have. So attention alone is compared with simple operations
+(``kernels.py``), and passes whose logits must be equal, to within rounding, after a short prompt. What is wrong is not used.
+Then the steps that "auto" chooses from are timed, for a few seconds. Other times follow from those, and "auto" measures them
+when it drafts as many tokens.
 """
 
+import copy
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import takewhile
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -20,77 +25,170 @@ from ...core.batch.generate_step import mtp_generate_step
 from ...core.caches.prompt_cache import open_prompt_cache
 from ...core.caches.rows import KVOptions, Rows
 from ...core.layers.compiled import Compiler
-from ...core.layers.drafting import Settings
+from ...core.layers.drafting import MAX_WINDOW, DraftConfig, Settings
 from ...core.layers.layer import FEW, group_size
 from ...core.layers.mtp import has_head, run_head
+from ...core.layers.passes import pass_over
 from ...core.pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ...core.pacing.step_times import Plan, StepTimes, on_lines
 from ...files import keep, kept
 from ...memory import TEST_TOKENS
 from ..hub import first_line
 from ..settings import machine
-from .dtype import Float16Error
+from .dtype import Float16Error, dtype_of
+from .kernels import NATIVE, OF_MLX_LM, attention_differences, difference, measured, recurrences
 
-# A share of the largest logit; wrong kernels miss by more.
+# A share of the largest number; wrong kernels miss by more.
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
+OF_QUANTIZED = 3  # as many times that of attention to quantized keys and values, whose sums may be rounded at each term
+UNQUANTIZED, KV_BITS = "unquantized", (8, 4)
+WIDTHS = (*range(1, FEW + 2), MAX_WINDOW)  # tokens of windows
+ROLLED_BACK = 5  # tokens of a window that is rolled back
 HEAD_TOKENS = TEST_TOKENS - 64  # before drafts that may copy the head's keys and values, which grow by 256 tokens
 N_DRAFTS = 4
 N_TIMES = 3  # of each step
 MAX_SECONDS = 3.0  # of all steps and passes that are timed
 N_SEQUENCES, ROWS = 2, (12, 16, 24, 32)  # of passes with more rows than one sequence's drafts make
-N_PARTS = 4  # three comparisons and the times
 DRAFT_LENGTHS = (*range(MAX_DRAFT_TOKENS + 1), *(n - 1 for n in ROWS))  # of the steps that are timed
 
 log = logging.getLogger(__name__)
 
 
-class SelfTest(NamedTuple):
-    """The largest differences in a logit, as shares of the largest logit, by what may be wrong. 0 for the same bits."""
+@dataclass
+class SelfTest:
+    """What was found so far. Differences are the largest, as shares of the largest number; 0 for the same bits."""
 
-    compiled: float  # compiled passes and others
-    grouped: float  # attention in groups and over whole windows
-    rolled_back: float  # a pass after a rollback and after a prefill of the same tokens
     rounding: float  # the most that rounding explains
-    head_copies: int  # copies of the head's keys and values that further drafts in one graph make
-    seconds: list[float]  # of a step at ``DRAFT_LENGTHS``; none without the head
-    draft_cost: float  # the time in which the head drafts a token, in plain steps
+    compiled: float = 0.0  # between logits of compiled passes and others
+    grouped: float = 0.0  # between those of a window with attention in groups and of plain decoding
+    rolled_back: float = 0.0  # between those after a rollback and of plain decoding
+    windows: dict[str, float] = field(
+        default_factory=dict
+    )  # between those of windows, by their tokens, and of plain decoding
+    # Of attention alone, by the bits of keys and values, and by the number of queries
+    attention: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Of the output and the state of a recurrence, and the seconds, by the kernel and the number of tokens
+    recurrence: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    head_copies: int = 0  # copies of the head's keys and values that further drafts in one graph make
+    seconds: list[float] = field(default_factory=list)  # of a step at ``DRAFT_LENGTHS``; none without the head
+    draft_cost: float = 0.0  # the time in which the head drafts a token, in plain steps
+
+    def _is_wrong(self, difference: float) -> bool:
+        return not difference <= self.rounding
+
+    def _queries(self, bits: str) -> int:
+        """The most queries to which attention is right."""
+        return up_to(self.attention.get(bits, {}), self.rounding * (1 if bits == UNQUANTIZED else OF_QUANTIZED))
+
+    def _uses_native(self, in_prompts: bool) -> bool | None:
+        """Whether MLX's own recurrence is right and, on Metal, faster than mlx-lm's kernel; ``None`` as by default."""
+        seconds = {}
+        for name, by_tokens in self.recurrence.items():
+            own = [found for n, found in by_tokens.items() if (int(n) > MAX_WINDOW) is in_prompts]
+            if not any(self._is_wrong(difference) for difference, _ in own):
+                seconds[name] = sum(s for _, s in own)
+        if OF_MLX_LM not in self.recurrence:
+            return None if NATIVE in seconds or not self.recurrence else False
+        return min(seconds, key=seconds.__getitem__, default=OF_MLX_LM) == NATIVE
 
     @property
-    def wrong(self) -> list[str]:
-        return [name for name, n in zip(self._fields[:3], self[:3]) if not n <= self.rounding]
+    def widest(self) -> dict[int | None, int]:
+        """As in ``DraftConfig``."""
+        of_windows = 1 if self._is_wrong(self.rolled_back) else up_to(self.windows, self.rounding) or 1
+        n = min(self._queries(UNQUANTIZED) or MAX_WINDOW, of_windows)
+        return {None: n} | {bits: min(self._queries(str(bits)), n) for bits in KV_BITS}
+
+    def apply(self, drafting: DraftConfig) -> None:
+        """Let passes use what is right."""
+        if self._is_wrong(self.compiled):
+            drafting.compiled = False
+        if self._is_wrong(self.grouped):
+            drafting.attention_rows = 0
+        drafting.fused = self._queries(UNQUANTIZED) > 0
+        drafting.native_steps, drafting.native_prompts = map(self._uses_native, (False, True))
+        drafting.widest, drafting.same_bits = self.widest, up_to(self.windows, 0.0)
+
+    @property
+    def wrong(self) -> dict[str, str]:
+        """What is wrong, and what is done about it."""
+        widest = self.widest
+        n = widest.pop(None)
+        found = {
+            "compiled passes": "they are off" if self._is_wrong(self.compiled) else "",
+            "groups of queries": "they are off" if self._is_wrong(self.grouped) else "",
+            "attention kernels": "" if self._queries(UNQUANTIZED) else "products take their place",
+            "rollbacks": "there are no drafts" if self._is_wrong(self.rolled_back) else "",
+        }
+        if n < MAX_WINDOW and not found["rollbacks"]:
+            found[f"passes over more than {n} tokens"] = _at_most(n)
+        for bits, own in widest.items():
+            if own < n:
+                words = f"kv_bits={bits} is refused" if own == 0 else f"{_at_most(own)} once a text is quantized"
+                found[f"keys and values of {bits} bits"] = words
+        kernels = [name for name, of in self.recurrence.items() if any(self._is_wrong(d) for d, _ in of.values())]
+        words = "another takes its place" if len(kernels) == 1 else "plain mlx-lm is wrong, too"
+        found |= {f"the recurrence of {name}": words for name in kernels}
+        return {name: remedy for name, remedy in found.items() if remedy}
 
     def __str__(self) -> str:
-        differences = ", ".join(f"{name} {n:.2%}" for name, n in zip(self._fields[:3], self[:3]))
-        verdict = f"wrong: {', '.join(self.wrong)}" if self.wrong else f"within rounding ({self.rounding:.0%})"
-        return f"{verdict}; differences of logits: {differences}; {self.head_copies} copies of the head's cache"
+        names, n = ("compiled", "grouped", "rolled_back"), self.widest[None]
+        attention = (f"{bits} {max(of.values()):.2%}" for bits, of in self.attention.items())
+        recurrence = [
+            f"{name} {max(d for d, _ in of.values()):.2%}, {', '.join(f'{1e3 * s:.2f} ms of {n}' for n, (_, s) in of.items())}"
+            for name, of in self.recurrence.items()
+        ]
+        if self._uses_native(in_prompts=True):
+            recurrence.append("MLX's is used in prompts, whose bits differ from mlx-lm's")
+        if OF_MLX_LM in self.recurrence:
+            recurrence.append(f"{NATIVE if self._uses_native(in_prompts=False) else OF_MLX_LM}'s is used in steps")
+        return "\n".join(
+            [
+                f"wrong: {', '.join(self.wrong)}" if self.wrong else f"within rounding ({self.rounding:.0%})",
+                f"differences of logits: {', '.join(f'{name} {getattr(self, name):.2%}' for name in names)}",
+                f"windows: the same bits up to {up_to(self.windows, 0.0)} tokens, equal up to rounding up to {n}",
+                f"differences of attention: {', '.join(attention)}",
+                f"differences and times of the recurrence by tokens: {'; '.join(recurrence)}",
+                f"{self.head_copies} copies of the head's cache",
+            ]
+        )
+
+
+def up_to(differences: Mapping[str, float], limit: float) -> int:
+    """The number up to which the differences, by number, are within a limit; ``MAX_WINDOW`` if all are."""
+    right = [int(n) for n, _ in takewhile(lambda item: item[1] <= limit, differences.items())]
+    return MAX_WINDOW if len(right) == len(differences) else max(right, default=0)
+
+
+def _at_most(n_tokens: int) -> str:
+    return "there are no drafts" if n_tokens == 1 else f"at most {n_tokens - 1} tokens are drafted at a time"
 
 
 def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | None:
     """The result of a model's test on this machine, made once; ``None`` if it fails. What is wrong is off, or an error."""
-    file, key = "self-test.json", _key_of(model)
+    file, key, drafting = "self-test.json", _key_of(model), model.drafting
+    before = copy.copy(drafting)
     try:
-        result = SelfTest(*kept(file, key))
+        result = SelfTest(**kept(file, key))
     except TypeError:  # none, or that of another version
         try:
             result = run(model)
         except Exception as e:  # MLX's, such as of memory, or of a kernel that this device does not have
+            vars(drafting).update(vars(before))
             log.warning(f"[WARNING] The passes of {name} could not be tested on this device: {first_line(e)}")
             return None
-        if result.seconds or not has_head(model):  # otherwise kernels were compiled: the next load has times
-            keep(file, key, result)
+        # Otherwise kernels were compiled while steps were timed: the next load has times.
+        if result.seconds or not has_head(model) or result.widest[None] == 1:
+            keep(file, key, asdict(result))
     if result.wrong and must_pass:
-        raise Float16Error(name, f"{', '.join(result.wrong)} passes are wrong")
-    tuned = (model.drafting.tuned or Settings()).seconds
-    model.drafting.times = StepTimes(tuned or dict(zip(DRAFT_LENGTHS, result.seconds)), result.draft_cost)
-    if "compiled" in result.wrong:
-        model.drafting.compiled = False
-    if "grouped" in result.wrong:
-        model.drafting.attention_rows = 0
+        raise Float16Error(name, f"{', '.join(result.wrong)} are wrong")
+    result.apply(drafting)
+    tuned = (drafting.tuned or Settings()).seconds
+    drafting.times = StepTimes(tuned or dict(zip(DRAFT_LENGTHS, result.seconds)), result.draft_cost)
     if result.wrong:
-        remedy = "use --no-mtp" if "rolled_back" in result.wrong else "they are off"
+        remedies = "; ".join(f"{what}: {remedy}" for what, remedy in result.wrong.items())
         log.warning(
-            f"[WARNING] Passes of {name} are wrong on this device ({', '.join(result.wrong)}): {remedy}. Please report it with "
-            f"the output of `mlx_mtp doctor --model {name}`."
+            f"[WARNING] Some passes of {name} are wrong on this device, and are avoided ({remedies}). Please report it with "
+            f"the output of `mlx_mtp doctor --model {name} --json`."
         )
     return result
 
@@ -102,53 +200,76 @@ def _key_of(model: Any) -> str:
 
 
 def run(model: Any) -> SelfTest:
-    """Compare and time passes after a short prompt, under a progress bar in a terminal."""
-    with tqdm(total=N_PARTS, desc="Testing this device", leave=False, disable=None) as bar:
-        return _run(model, bar)
+    """Compare and time passes, under a progress bar in a terminal. What is wrong is off in the parts that follow."""
+    result = SelfTest(ROUNDING[dtype_of(model)])
+    for part in tqdm(PARTS, desc="Testing this device", leave=False, disable=None):
+        part(model, result)
+        result.apply(model.drafting)
+    return result
 
 
-def _run(model: Any, bar: Any) -> SelfTest:
-    prompt = (mx.arange(12) * 977 + 11) % model.vocab_size
-    window = (mx.arange(FEW + 1) * 613 + 7)[None] % model.vocab_size  # [1, 9]: longer than a group
-    rows, kept, before = _prefilled(model, prompt[None]), 3, model.drafting.attention_rows
-    heads = next(layer.self_attn for layer in model.layers if not layer.is_linear)
+def _test_attention(model: Any, result: SelfTest) -> None:
+    rows = pass_over(MAX_WINDOW, model.drafting, 1, None, None).attention_rows
+    for bits in (None, *KV_BITS):
+        name, differences = (
+            UNQUANTIZED if bits is None else str(bits),
+            partial(attention_differences, _attention_of(model)),
+        )
+        result.attention[name] = differences(dtype_of(model), rows, bits)
+        if result._queries(name) < MAX_WINDOW:  # of which number?
+            result.attention[name] = differences(dtype_of(model), rows, bits, range(1, FEW + 2))
+
+
+def _test_recurrence(model: Any, result: SelfTest) -> None:
+    if (own := next((layer.linear_attn for layer in model.layers if layer.is_linear), None)) is not None:
+        result.recurrence = recurrences(own, dtype_of(model))
+
+
+def _attention_of(model: Any) -> Any:
+    return next(layer.self_attn for layer in model.layers if not layer.is_linear)
+
+
+def _test_passes(model: Any, result: SelfTest) -> None:
+    window = (mx.arange(MAX_WINDOW) * 613 + 7)[None] % model.vocab_size  # [1, 17]
+    rows, each, drafting = _prefilled(model, _prompt(model)[None]), list[mx.array](), model.drafting
+    state, before, own = rows.state, drafting.attention_rows, _attention_of(model)
+    for t in range(MAX_WINDOW):
+        each.append(rows.run(model, window[:, t : t + 1]))
+        rows.commit([1])
+        mx.eval(each[-1], rows.states)
+    alone = mx.concatenate(each, axis=1)  # plain decoding's logits, [1, 17, V]
+
+    def logits(n: int, compiler: Compiler | None = None) -> mx.array:
+        rows.state, rows.in_flight = state, 0
+        return rows.run(model, window[:, :n], n_confirmed=1, compiler=compiler)
+
+    def of_window(n: int, compiler: Compiler | None = None) -> float:
+        return measured(lambda: difference(logits(n, compiler), alone[:, :n]))
+
+    def compiled_difference(n: int) -> float:
+        return difference(logits(n, Compiler()), logits(n))
+
     try:
-        model.drafting.attention_rows = 0
-        whole = rows.run(model, window, n_confirmed=1)
-        mx.eval(whole)
-        bar.update()
-        compiled = max(_compiled_difference(model, rows, window[:, :n]) for n in (1, kept + 2))
-        sizes = heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim
-        model.drafting.attention_rows = group_size(window.size, *sizes)
-        grouped = rows.run(model, window, n_confirmed=1)
-        mx.eval(grouped)
-        bar.update()
-        model.drafting.attention_rows = 0
-        rows.run(model, window[:, : kept + 2], n_confirmed=1)
-        rows.commit([kept])
-        prefilled = _prefilled(model, mx.concatenate([prompt[None], window[:, :kept]], axis=1))
-        after, fresh = (each.run(model, window[:, kept : kept + 1]) for each in (rows, prefilled))
-        mx.eval(after, fresh)
+        drafting.attention_rows = 0
+        for n in {1, min(ROLLED_BACK, result.widest[None])}:
+            result.compiled = max(result.compiled, measured(partial(compiled_difference, n)))
+        n = min(FEW + 1, result.widest[None])
+        drafting.attention_rows = group_size(n, own.num_attention_heads, own.num_key_value_heads, own.head_dim)
+        result.grouped = of_window(n)
     finally:
-        model.drafting.attention_rows = before
-    bar.update()
-    largest = float(mx.abs(whole).max())
-    return SelfTest(
-        compiled / largest,
-        _difference(whole, grouped) / largest,
-        _difference(after, fresh) / largest,
-        ROUNDING[whole.dtype],
-        _head_copies(model) if has_head(model) else 0,
-        *(_step_seconds(model, prompt) if has_head(model) else ([], 0.0)),
-    )
+        drafting.attention_rows = before
+    result.apply(drafting)
+    compiler = Compiler()
+    result.windows = {str(n): of_window(n, compiler) for n in WIDTHS}
+    if (n := min(ROLLED_BACK, result.widest[None])) > 1:
+        logits(n)
+        rows.commit([kept := max(n - 2, 1)])
+        after = rows.run(model, window[:, kept : kept + 1])
+        result.rolled_back = difference(after, alone[:, kept : kept + 1])
 
 
-def _compiled_difference(model: Any, rows: Rows, window: mx.array) -> float:
-    return _difference(*(rows.run(model, window, n_confirmed=1, compiler=c) for c in (Compiler(), None)))
-
-
-def _difference(a: mx.array, b: mx.array) -> float:
-    return float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max())
+def _prompt(model: Any) -> mx.array:
+    return (mx.arange(12) * 977 + 11) % model.vocab_size
 
 
 def _prefilled(model: Any, prompts: mx.array) -> Rows:
@@ -159,6 +280,15 @@ def _prefilled(model: Any, prompts: mx.array) -> Rows:
     mx.eval(rows.run(model, prompts), rows.states)
     rows.commit([T] * B)
     return rows
+
+
+def _test_head(model: Any, result: SelfTest) -> None:
+    if has_head(model):
+        result.head_copies = _head_copies(model)
+        result.seconds, result.draft_cost = _step_seconds(model, _prompt(model))
+
+
+PARTS: tuple[Callable[[Any, SelfTest], None], ...] = (_test_attention, _test_recurrence, _test_passes, _test_head)
 
 
 def _head_copies(model: Any) -> int:
@@ -199,7 +329,8 @@ class _EveryLength(Depth):
 
 def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
     """See ``step_seconds``. None if plain steps, or all others, were not timed in ``MAX_SECONDS``."""
-    depth, end = _EveryLength(MAX_DRAFT_TOKENS), perf_counter() + MAX_SECONDS
+    width = model.drafting.max_window(None)
+    depth, end = _EveryLength(min(MAX_DRAFT_TOKENS, width - 1)), perf_counter() + MAX_SECONDS
     steps = mtp_generate_step(prompt, model, max_tokens=1000, num_draft_tokens=depth, copy_drafts="off")
     with closing(steps):
         for _ in steps:
@@ -211,7 +342,7 @@ def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
     for rows in (1, 8, 9, *ROWS):
         sequences = N_SEQUENCES if rows % N_SEQUENCES == 0 else 1
         longest = max((seconds * rows / n for n, seconds in passes.items()), default=0.0)
-        if perf_counter() + longest * (N_TIMES + 1) < end:
+        if rows // sequences <= width and perf_counter() + longest * (N_TIMES + 1) < end:
             passes[rows] = _pass_seconds(model, sequences, rows // sequences)
     return step_seconds(on_lines(times, MAX_DRAFT_TOKENS), passes)
 

@@ -13,14 +13,16 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ...errors import MTPError
+from ...memory import advice
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
 from ..caches.rows import KVOptions
 from ..decoding.counts import DraftCounts
-from ..decoding.sequence import PendingEmbeddings
+from ..decoding.sequence import PendingEmbeddings, Sequence
+from ..decoding.window import Stepped
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from .prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
-from .prompts import check_count, entries_of, make_sequence
+from .prompts import begin_again, can_begin_again, check_count, entries_of, make_sequence
 from .responses import PromptResponse, Response, cache_at_end, responses_of
 from .scheduler import Scheduler
 
@@ -199,12 +201,53 @@ class BatchGenerator(Scheduler):
 
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
         """Make a step of the sequences that generate, and prefill a part of the waiting prompts -> (prompts, tokens)."""
-        joined, stepped = self.step()
+        known = {s: s.n_observed for s in (*self.decoder.sequences, *self.prompts) if s.end is None}
+        try:
+            joined, stepped = self.step()
+        except RuntimeError as e:
+            return [], responses_of(self._end_failed(e, known), None)
         with mx.stream(self.stream):
             responses = responses_of(stepped, self.decoder if self.keeps_ended else None)
+        if any(advice(r.error) is not None for r in responses):
+            self._begin_again(self._running())
         self.drop_ended()
-        finished = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in joined]
-        return finished + self.prefill(), responses
+        finished, prefilled = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in joined], []
+        try:
+            prefilled = self.prefill()
+        except RuntimeError as e:
+            responses += responses_of(self._end_failed(e, self._running(), self.at_work), None)
+        return finished + prefilled, responses
+
+    def _running(self) -> dict[Sequence, int]:
+        """The sequences that generate, and the number of tokens of each that were returned."""
+        return {s: s.n_observed for s in self.decoder.sequences if s.end is None}
+
+    def _end_failed(
+        self, error: RuntimeError, known: abc.Mapping[Sequence, int], failed: Sequence | None = None
+    ) -> list[Stepped]:
+        """After an error of the device, end a sequence: that whose chunk has failed, or of a step the newest.
+
+        The others begin again: a failed pass may have left any values in their caches.
+        """
+        if advice(error) is None or self.model.ranks is not None:
+            raise error
+        running = {s: known[s] for s in self.decoder.sequences if s in known}
+        failed = failed or next(reversed(running), None) or self.prompts[0]
+        ended = [failed, *(s for s in running if s is not failed and not can_begin_again(s))]
+        for s in ended:
+            s.end = error
+        self.prompts = deque(s for s in self.prompts if s not in ended)
+        self._begin_again({s: n for s, n in running.items() if s not in ended})
+        return [(s, []) for s in ended]
+
+    def _begin_again(self, running: dict[Sequence, int]) -> None:
+        """Empty all rows, and let these sequences wait again, in front, each with so many of its tokens."""
+        with mx.stream(self.stream):
+            self.decoder.clear()
+        self.planner.clear()
+        for s, n in running.items():
+            begin_again(self.model, s, n)
+        self.prompts.extendleft(reversed(running))
 
     def next_generated(self) -> list[Response]:
         """Return the next generated tokens, prefilling prompts until there are any. Empty if no sequence is left."""

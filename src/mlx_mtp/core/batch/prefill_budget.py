@@ -10,6 +10,7 @@ import math
 
 from ...errors import MTPError
 from ..distributed.ranks import Ranks
+from ..layers.passes import on_metal
 
 MAX_TOKEN_GAP = 0.5  # seconds
 MIN_DECODE_SHARE = 0.33
@@ -20,11 +21,13 @@ class PrefillBudget:
 
     A size fits if its tokens, at the speed of the last chunk, take no longer than allowed. Longer chunks are faster per token,
     never slower, so the size may grow until it no longer fits. A speed is valid for texts up to twice as long as the measured
-    one. Without a measured speed the chunk is short. Of several ranks, rank 0 chooses.
+    one. Without a measured speed the chunk is short. On Metal, no chunk is to take longer than ``LONGEST``. Of several ranks,
+    rank 0 chooses.
     """
 
     SHORTEST, UNMEASURED = 16, 64  # tokens of a chunk, unless the step size is less
     IDLE_CHUNK = 0.7  # seconds of a chunk while no answer runs, so that a disconnect is noticed within a second
+    LONGEST = 2.0  # seconds of a chunk on Metal, where macOS stops passes that take long
     CHOOSE_EVERY = 8  # steps between two choices on several ranks, which wait for each other to choose
     FADING = 0.8  # of the mean time of a step
 
@@ -39,6 +42,7 @@ class PrefillBudget:
             raise MTPError(f"max_token_gap must be more than 0 seconds, not {max_token_gap}.")
         if not 0 <= min_decode_share < 1:
             raise MTPError(f"min_decode_share must be from 0 to below 1, not {min_decode_share}.")
+        self.longest = self.LONGEST if on_metal() else math.inf
         self.max_token_gap, self.ranks = max_token_gap, ranks
         self.decode_per_prefill = min_decode_share / (1 - min_decode_share)  # seconds of decoding for one of prefill
         sizes = [prefill_step_size >> i for i in range(prefill_step_size.bit_length())]
@@ -65,12 +69,10 @@ class PrefillBudget:
         if self.owed > 0:
             n = 1 if self.ranks is None else min(self.owed / max(self.step_seconds, 1e-6), self.CHOOSE_EVERY)
             return 0, math.ceil(n) - 1
-        if seconds == math.inf:
-            return self.sizes[0], 0
-        if speed is None or n_cached > 2 * max(self.n_measured, self.sizes[0]):
+        if seconds < math.inf and (speed is None or n_cached > 2 * max(self.n_measured, self.sizes[0])):
             fitting = [n for n in self.sizes if n <= self.UNMEASURED]
         else:
-            fitting = [n for n in self.sizes if n * speed <= seconds]
+            fitting = [n for n in self.sizes if n * (speed or 0.0) <= min(seconds, self.longest)]
         return [*fitting, self.sizes[-1]][0], 0
 
     def seconds(self, is_running: bool) -> float:

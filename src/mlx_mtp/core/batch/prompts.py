@@ -84,3 +84,19 @@ def make_sequence(
     embeddings = input_embeddings if isinstance(input_embeddings, mx.array) else None
     pending = None if isinstance(input_embeddings, mx.array) else input_embeddings
     return Sequence(cache, options, kv, segments, counts or DraftCounts(), [*all_tokens], embeddings, pending, uid)
+
+
+def can_begin_again(s: Sequence) -> bool:
+    """Whether all of a text is known as tokens."""
+    return s.has_tokens and not s.images and not s.cached_text and s.text_start == 0
+
+
+def begin_again(model: Any, s: Sequence, n: int) -> None:
+    """Let a sequence wait with its prompt and the first n tokens that it has generated, and an empty cache."""
+    tokens = s.tokens[: len(s.tokens) - s.n_observed + n]
+    s.cache, s.tokens, s.segments, s.end = open_prompt_cache(model, None), [], [tokens[:-1], tokens[-1:]], None
+    s.n_prefilled, s.n_prompt, s.n_generated, s.n_observed = 0, len(tokens), n, n
+    if s.options.stop_sequences is not None:
+        s.stop = s.options.stop_sequences.matcher()
+        for token in tokens[len(tokens) - n :]:
+            s.stop.advance(token)

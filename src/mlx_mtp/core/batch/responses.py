@@ -5,6 +5,7 @@ from typing import Any
 
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
+from ...memory import advice
 from ..caches.prompt_cache import PromptCache, make_head_cache
 from ..decoding.counts import DraftCounts
 from ..decoding.decoder import Decoder
@@ -19,8 +20,8 @@ class Response(GenerationBatch.Response):
     """mlx-lm's ``GenerationBatch.Response``: a token of a sequence. A step may have several tokens of a sequence.
 
     The last one has a ``finish_reason``, ``"stop"`` or ``"length"``, the prompt and generated tokens, and their prompt cache.
-    After an exception of the sequence's sampler or logits processor, ``"error"``, it has no log probabilities, and ``token`` is
-    the last token before the exception.
+    After an exception of the sequence's sampler, of a logits processor or of a pass, ``"error"``, it has no log probabilities,
+    and ``token`` is the last token before the exception.
     """
 
     from_draft: bool
@@ -36,11 +37,13 @@ def responses_of(stepped: list[Stepped], decoder: Decoder | None) -> list[Respon
             responses.append(Response(s.uid, token, logprobs, None, None, None, from_draft, s.counts))
         if s.end is None:
             continue
-        if not tokens:  # its sampler or a processor has failed
-            responses.append(Response(s.uid, s.tokens[-1], None, None, None, None, False, s.counts, s.end))
+        if not tokens:  # its sampler, a processor or a pass has failed
+            last_token = s.tokens[-1] if s.tokens else 0
+            responses.append(Response(s.uid, last_token, None, None, None, None, False, s.counts, s.end))
         last = responses[-1]
         last.finish_reason, last.all_tokens = s.finish_reason, s.tokens
-        last.prompt_cache = None if decoder is None else cache_at_end(decoder, s)
+        # Nothing of a failed pass is kept.
+        last.prompt_cache = None if decoder is None or advice(last.error) is not None else cache_at_end(decoder, s)
     return responses
 
 

@@ -43,6 +43,7 @@ class Scheduler:
         self.prompts: deque[Sequence] = deque()  # that wait
         self.planner = Planner(model, depth)
         self.decoder = Decoder(model, kv, self.planner.exchange)
+        self.at_work: Sequence | None = None  # the prompt whose chunk is being prefilled
         self._counters = BatchCounters()
 
     def close(self) -> None:
@@ -125,7 +126,7 @@ class Scheduler:
         n_left, start, responses = n, time.perf_counter(), list[PromptResponse]()
         for s in waiting:
             if n_left > 0 and s.pending is None:
-                n_before, n_segments = s.n_prefilled, len(s.segments)
+                self.at_work, n_before, n_segments = s, s.n_prefilled, len(s.segments)
                 prefill_part(self.model, s, n_left)
                 n_left -= s.n_prefilled - n_before
                 responses.append(
@@ -142,7 +143,7 @@ class Scheduler:
         """Compute the embeddings of a prompt for so many seconds, if any."""
         if seconds <= 0:
             return []
-        start = time.perf_counter()
+        self.at_work, start = s, time.perf_counter()
         if pending.advance(seconds):
             s.embeddings, s.pending = pending.array, None
         self.prefill_budget.record(time.perf_counter() - start)

@@ -18,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
 from ...errors import MTPError
@@ -28,6 +29,7 @@ from .recurrent import RecurrentCache
 from .validation import FLOATS, check_arrays, check_backbone, check_keys, misfit
 
 HIDDEN, COUNT, TEXT, PART, FINGERPRINT, IMAGES = range(6)  # the arrays of the last entry
+MAX_BYTES = 10**9  # to evaluate at once: macOS stops command buffers that take long
 
 
 class PromptCache:
@@ -104,6 +106,19 @@ class PromptCache:
         return Positions(tuple(images), start) if (images := self.images) else None
 
 
+def evaluate(tree: Any) -> None:
+    """Evaluate the arrays in lists and dictionaries, in pieces of at most ``MAX_BYTES``, or of one array."""
+    leaves: Any = tree_flatten(tree)
+    piece, n_bytes = list[mx.array](), 0
+    for x in (x for _, x in leaves if isinstance(x, mx.array)):
+        if piece and n_bytes + x.nbytes > MAX_BYTES:
+            mx.eval(piece)
+            piece, n_bytes = [], 0
+        piece.append(x)
+        n_bytes += x.nbytes
+    mx.eval(piece)
+
+
 def _listed(x: mx.array | None) -> Any:
     """An array as a list or a number; empty for none."""
     return [] if x is None else x.tolist()
@@ -178,6 +193,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
         if cache.head.offset > max_offset:
             raise misfit(n_layers, f"is of {cache.head.offset} tokens, and the head has seen {max_offset} at most")
     entries[-1][FINGERPRINT], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
+    evaluate([vars(c) for c in entries])  # those of a file are read now, and not while a pass waits
     return cache
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import cache as stock
-from mlx_lm.models.gated_delta import gated_delta_kernel
+from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 
 from ...errors import MTPError
 from ..traces import compiled
@@ -16,20 +16,24 @@ def has_metal_kernel(head_dim: int) -> bool:
     return mx.default_device() == mx.gpu and mx.metal.is_available() and head_dim % 32 == 0
 
 
-def inputs_of_recurrence(q: mx.array, *others: mx.array) -> tuple[mx.array, ...]:
+def inputs_of_recurrence(native: bool, *inputs: mx.array) -> tuple[mx.array, ...]:
     """The inputs as ``recur`` takes them: MLX's own recurrence would round the gates to the type of q."""
-    return (q, *others) if has_metal_kernel(q.shape[-1]) else tuple(x.astype(mx.float32) for x in (q, *others))
+    return tuple(x.astype(mx.float32) for x in inputs) if native else inputs
 
 
-def recur(inputs: Sequence[mx.array], state: mx.array, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:
+def recur(
+    native: bool, inputs: Sequence[mx.array], state: mx.array, mask: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
     """The part of mlx-lm's ``gated_delta_update`` (0.32.2) after its gates -> the output [B, T, Hv, Dv], and the state.
 
     Args:
+        native: Whether to use MLX's own recurrence in place of mlx-lm's.
         inputs: From ``inputs_of_recurrence``: normalized q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], the gates g, beta [B, T, Hv].
         mask: Whether each token changes the state, [B, T].
     """
     q, k, v, g, beta = inputs
-    update: Any = gated_delta_kernel if has_metal_kernel(q.shape[-1]) else mx.fast.gated_delta_update
+    of_mlx_lm = gated_delta_kernel if has_metal_kernel(q.shape[-1]) else gated_delta_ops
+    update: Any = mx.fast.gated_delta_update if native else of_mlx_lm
     out, state = update(q, k, v, g, beta, state, mask)
     return out, state
 
@@ -50,6 +54,7 @@ class Split(NamedTuple):
     snapshot: list[mx.array]  # the arrays of the cache after the confirmed tokens
     last_inputs: tuple[mx.array, ...]  # those before the pass and its own, each [B, w + T, C]
     drafts: tuple[mx.array, ...]  # the inputs of the recurrence for the drafts: q, k, v, g, beta, each [B, T - n, ...]
+    native: bool  # as of ``recur``
 
 
 def rewound(splits: Sequence[Split], kept: Sequence[int]) -> list[list[mx.array]]:
@@ -69,13 +74,15 @@ def rewound(splits: Sequence[Split], kept: Sequence[int]) -> list[list[mx.array]
     arrays = []
     for own in splits:
         own_ends = [ends[x.shape[1] - own.n_tokens] for x in own.last_inputs]
-        arrays.append(_rewound(m, own.last_inputs, own.snapshot[1], own.drafts, own_ends, mask))
+        arrays.append(_rewound(m, own.native, own.last_inputs, own.snapshot[1], own.drafts, own_ends, mask))
     return arrays
 
 
-def rewind(m: int, last_inputs: Any, state: mx.array, drafts: Any, ends: Any, mask: mx.array | None) -> list[mx.array]:
+def rewind(
+    m: int, native: bool, last_inputs: Any, state: mx.array, drafts: Any, ends: Any, mask: mx.array | None
+) -> list[mx.array]:
     """``rewound`` for one layer. It has a trace for each shape of the window and each number m of drafts to replay."""
-    _, state = recur([x[:, :m] for x in drafts], state, mask)
+    _, state = recur(native, [x[:, :m] for x in drafts], state, mask)
     first, *others = (mx.take_along_axis(x, end, axis=1) for x, end in zip(last_inputs, ends))
     return [first, state, *others]
 

@@ -253,6 +253,15 @@ class Rows:
         return self.state.ends.lengths
 
     @property
+    def bits(self) -> list[int | None]:
+        """The bits of the keys and values of each row; ``None`` where they are not quantized, [B]."""
+        entry = next((c for c in self.entries if isinstance(c, KVRows)), None)
+        every = range(len(self.n_tokens))
+        parts = entry.parts if isinstance(entry, MixedKVRows) else [(every, entry)]
+        found = {b: getattr(part, "bits", None) for rows, part in parts for b in rows}
+        return [found[b] for b in every]
+
+    @property
     def states(self) -> list[list[Any]]:
         """The arrays of the recurrent layers, which a pass in flight computes."""
         return [c.cache for c in self.recurrent]

@@ -9,12 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...errors import MTPError
 from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import KVOptions, Rows, RowsState
 from ..layers.compiled import Compiler
+from ..layers.drafting import MAX_COPY_TOKENS, MAX_WINDOW
 from ..layers.mtp import has_head
 from ..models.mixin import MTPModel
-from ..pacing.depth import MAX_COPY_TOKENS
 from ..pacing.step_times import PLAIN_PLAN, Plan
 from ..sampling.acceptance import n_leading
 from .exchange import Exchange
@@ -42,6 +43,10 @@ class Decoder:
     """The sequences that generate, and their caches, between two moves. Call all moves on one stream."""
 
     def __init__(self, model: MTPModel, kv: KVOptions, exchange: Exchange | None):
+        if kv.kv_bits is not None and model.drafting.max_window(kv.kv_bits) == 0:
+            raise MTPError(
+                f"kv_bits={kv.kv_bits} is refused: attention to quantized keys and values is wrong on this device. Omit it."
+            )
         self.model, self.kv, self.exchange = model, kv, exchange
         self.clear()
 
@@ -215,16 +220,29 @@ class Decoder:
         return n
 
 
-def draft_limit(decoder: Decoder, b: int) -> int:
-    """The most drafts that sequence b can take within its token limit: a window yields one more token than it accepts."""
-    s, k = decoder.sequences[b], MAX_COPY_TOKENS
+def draft_limits(decoder: Decoder) -> list[int]:
+    """The most drafts that each sequence can take within its token limit: a window yields one more token than it accepts.
+
+    No window is wider than those that the test of the device found right for any row: all rows have the columns of the longest.
+    """
+    cache, drafting = decoder.cache, decoder.model.drafting
+    n_tokens = cache.n_tokens if decoder.kept is None else cache.state.ends.plus(decoder.kept).lengths
+    most = MAX_COPY_TOKENS
+    if min(drafting.widest.values()) < MAX_WINDOW:
+        each = zip(decoder.sequences, n_tokens, cache.bits)
+        bits = [held or s.kv.at(n).get("kv_bits") for s, n, held in each]
+        most = max(min(map(drafting.max_window, bits), default=1) - 1, 0)
+    return [_draft_limit(decoder, b, n, most) for b, n in enumerate(n_tokens)]
+
+
+def _draft_limit(decoder: Decoder, b: int, n_tokens: int, k: int) -> int:
+    s = decoder.sequences[b]
     if s.end is not None or not decoder.head.can_draft(b):
         return 0
     if len(decoder) == 1 and s.n_generated == 0:  # the first token comes sooner so, and from the pass that mlx-lm runs
         return 0
     if s.max_tokens >= 0:
         k = max(min(k, s.max_tokens - s.n_generated - 1), 0)
-    n = decoder.cache.n_tokens[b] + (0 if decoder.kept is None else decoder.kept[b])
-    if s.kv.kv_bits is not None and n < s.kv.quantized_kv_start:  # quantized after a token, never within a window
-        k = min(k, s.kv.quantized_kv_start - n - 1)
+    if s.kv.kv_bits is not None and n_tokens < s.kv.quantized_kv_start:  # after a token, never within a window
+        k = min(k, s.kv.quantized_kv_start - n_tokens - 1)
     return k

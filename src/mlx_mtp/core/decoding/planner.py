@@ -8,7 +8,7 @@ from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer, expected_tokens
 from ..pacing.step_times import FREE, HEAD, PLAIN_PLAN, Plan, times_of
 from ..traces import n_traces
-from .decoder import Decoder, draft_limit
+from .decoder import Decoder, draft_limits
 from .exchange import Exchange
 from .sequence import Sequence
 from .window import Drafts, Step, WindowPlan
@@ -50,7 +50,7 @@ class Planner:
 
     def next(self, decoder: Decoder) -> WindowPlan:
         sequences = decoder.sequences
-        offers = [(s, s.offers(draft_limit(decoder, b))) for b, s in enumerate(sequences)]
+        offers = [(s, s.offers(limit)) for s, limit in zip(sequences, draft_limits(decoder))]
         given = max((len(offer.get(HEAD, ())) for s, offer in offers if s.fixed(HEAD) is not None), default=0)
         plan, is_chosen = Plan(given), any(s.fixed(name) is None for s, offer in offers for name in offer)
         if is_chosen:

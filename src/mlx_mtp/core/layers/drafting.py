@@ -13,6 +13,9 @@ import mlx.nn as nn
 
 from ...errors import MTPError
 
+MAX_COPY_TOKENS = 16  # drafts in a window
+MAX_WINDOW = MAX_COPY_TOKENS + 1  # tokens of a sequence in a window, the first of which is committed
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -47,8 +50,19 @@ class DraftConfig:
     attention_rows: int | None = None
     compiled: bool = True  # whether passes over a few tokens are
     pieces: int | None = None  # as in ``Pass``
+    fused: bool = True  # whether attention of few queries is MLX's fused one
+    # Whether the recurrence of steps and windows, and of prompts, is MLX's own; ``None``: where mlx-lm has no kernel of Metal
+    native_steps: bool | None = None
+    native_prompts: bool | None = None
+    # The widest window with right logits, by the bits of keys and values; 0 where a single token's are wrong
+    widest: Mapping[int | None, int] = field(default_factory=lambda: {None: MAX_WINDOW})
+    same_bits: int | None = None  # the widest window with the bits of plain decoding; ``None`` if unknown
     times: Any = None  # of steps, which all generations share and update
     turn: Any = None  # identifies the generation that last submitted work to the device
+
+    def max_window(self, kv_bits: int | None) -> int:
+        """The most tokens of a window of a text whose keys and values have these bits."""
+        return self.widest.get(kv_bits, min(self.widest.values()))
 
 
 class DraftLMHead:

@@ -14,9 +14,10 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from ..caches.indexed import NAMES, IndexedKVCache
-from ..caches.recurrent import RecurrentCache, Split, State, inputs_of_recurrence, recur
+from ..caches.recurrent import RecurrentCache, Split, State, has_metal_kernel, inputs_of_recurrence, recur
 from ..caches.rows import MixedKVRows
-from .passes import MAX_WINDOW, Pass, current_pass
+from .drafting import MAX_WINDOW
+from .passes import Pass, current_pass
 
 # The routing of MLX 0.32.4, ``ScaledDotProductAttention::use_fallback`` in backend/metal/scaled_dot_product_attention.cpp.
 FEW = 8  # queries of the kernel for few queries
@@ -86,10 +87,12 @@ class Layer:
         if (
             cache is not None
             and self.is_linear
-            and (this.n_confirmed > 0 or (this.compiler is not None and mask is None))
+            and (this.n_confirmed > 0 or ((this.native or this.compiler is not None) and mask is None))
         ):
             return self.recur(x, cache, this)
-        is_own = this.compiler is not None or this.attention_rows != 0 or isinstance(cache, MixedKVRows)
+        is_own = (
+            this.compiler is not None or this.attention_rows != 0 or not this.fused or isinstance(cache, MixedKVRows)
+        )
         if cache is not None and not self.is_linear and is_own:
             return self.attend(x, mask, cache, this)
         return super().__call__(x, mask, cache)  # type: ignore[misc]
@@ -100,12 +103,14 @@ class Layer:
         if held[0] is None:  # before the first token
             held = [mx.zeros((len(x), *s.shape), s.dtype or x.dtype) for s in self.states]
         x, further = self.embed(x, held, this)
-        x, conv_state, state, *split = this.call(recurrent_layer, self, x, *held[:2], n_confirmed=this.n_confirmed)
+        native = not has_metal_kernel(self.linear_attn.head_k_dim) if this.native is None else this.native
+        numbers = {"n_confirmed": this.n_confirmed, "native": native}
+        x, conv_state, state, *split = this.call(recurrent_layer, self, x, *held[:2], **numbers)
         if split:
             n, (conv_input, confirmed, *drafts) = this.n_confirmed, split
             last_inputs = (conv_input, *further)
             first, *others = (x[:, n : n + x.shape[1] - T] for x in last_inputs)
-            cache.split = Split(T, n, [first, confirmed, *others], last_inputs, tuple(drafts))
+            cache.split = Split(T, n, [first, confirmed, *others], last_inputs, tuple(drafts), native)
         cache.cache = [conv_state, state, *(mx.contiguous(own[:, T:]) for own in further)]
         cache.advance(T)
         return x
@@ -132,7 +137,7 @@ class Layer:
         if index:
             queries = mx.depends(queries, index_keys)  # otherwise they would not be computed where none are needed
             mask = self.select(mask, index[0][:, :, skipped:], index_keys[0], offset + skipped)
-        return attend(queries, keys, values, cache, self.self_attn.scale, mask, this.attention_rows)
+        return attend(queries, keys, values, cache, self.self_attn.scale, mask, this.attention_rows, this.fused)
 
     def attention_in_parts(
         self, arrays: Any, mask: Any, cache: MixedKVRows, this: Pass, *, is_rotated: bool
@@ -148,13 +153,13 @@ class Layer:
 
 
 def recurrent_layer(
-    layer: Any, x: mx.array, conv_state: mx.array, state: mx.array, *, n_confirmed: int = 0
+    layer: Any, x: mx.array, conv_state: mx.array, state: mx.array, *, native: bool, n_confirmed: int = 0
 ) -> tuple[mx.array, ...]:
     """A decoder layer with mlx-lm's ``GatedDeltaNet`` (0.32.2), of x [B, T, H].
 
     Returns its output, and both states after all tokens. With drafts after n = ``n_confirmed`` tokens, the recurrence's call is
     split there, and returned are also the inputs of the convolution [B, K - 1 + T, C], the state between the two calls, and the
-    inputs of the second: q, k, v and the gates g, beta, each [B, T - n, ...].
+    inputs of the second: q, k, v and the gates g, beta, each [B, T - n, ...]. ``native`` is as of ``recur``.
     """
     delta, (B, T, _) = layer.linear_attn, x.shape
     normed, *ways = layer.enter(x)
@@ -175,16 +180,16 @@ def recurrent_layer(
     )
     q, k = normalize_qk(q, k, inv_scale=delta.head_k_dim**-0.5, eps=1e-6)
 
-    inputs = inputs_of_recurrence(q, k, v, compute_g(delta.A_log, a, delta.dt_bias), mx.sigmoid(b))
+    inputs = inputs_of_recurrence(native, q, k, v, compute_g(delta.A_log, a, delta.dt_bias), mx.sigmoid(b))
     split: tuple[mx.array, ...] = ()
     if n_confirmed > 0:
-        confirmed, state = recur([t[:, :n_confirmed] for t in inputs], state)
+        confirmed, state = recur(native, [t[:, :n_confirmed] for t in inputs], state)
         drafts = tuple(t[:, n_confirmed:] for t in inputs)
         split = (conv_input, state, *drafts)
-        out, state = recur(drafts, state)
+        out, state = recur(native, drafts, state)
         out = mx.concatenate([confirmed, out], axis=1)  # [B, T, Hv, Dv]
     else:
-        out, state = recur(inputs, state)  # [B, T, Hv, Dv]
+        out, state = recur(native, inputs, state)  # [B, T, Hv, Dv]
     out = delta.out_proj(delta.norm(out.astype(v.dtype), z).reshape(B, T, -1))
     if delta.sharding_group is not None:
         out = mx.distributed.all_sum(out, group=delta.sharding_group)
@@ -256,6 +261,7 @@ def attend(
     scale: float,
     mask: mx.array | str | None,
     max_queries: int | None,
+    fused: bool = True,
 ) -> mx.array:
     """mlx-lm's attention, of queries [B, H, T, D] in groups of ``max_queries``; 0 for all, ``None`` for ``group_size``.
 
@@ -263,6 +269,8 @@ def attend(
     There is none for quantized keys, which are tuples.
     """
     _, H, T, D = queries.shape
+    if not fused and isinstance(keys, mx.array):
+        return by_products(queries, keys, values, scale, mask)
     n = max_queries or T
     if max_queries is None and isinstance(keys, mx.array):
         n = group_size(T, H, keys.shape[1], D)
@@ -279,3 +287,18 @@ def attend(
         group = queries[:, :, i:j], keys[:, :, :n_keys], values[:, :, :n_keys]
         out.append(scaled_dot_product_attention(*group, cache, scale=scale, mask=mask_of_group))
     return mx.concatenate(out, axis=2)
+
+
+def by_products(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array:
+    """Attention of queries [B, Hq, T, D] to N keys by products and a softmax in float32, for a wrong kernel of the device."""
+    (B, H, T, D), (_, Hkv, N, _) = queries.shape, keys.shape
+    rows = scale * queries.astype(mx.float32).reshape(B, Hkv, -1, D)  # [B, Hkv, Hq / Hkv T, D]
+    scores = (rows @ keys.astype(mx.float32).swapaxes(-1, -2)).reshape(B, Hkv, -1, T, N)
+    if isinstance(mask, str):  # causal
+        mask = mx.arange(N) <= mx.arange(N - T, N)[:, None]
+    if mask is not None:
+        scores = mx.where(mask if mask.ndim == 2 else mask[:, :, None], scores, -mx.inf)
+    out = mx.softmax(scores, axis=-1).reshape(B, Hkv, -1, N) @ values.astype(mx.float32)
+    return out.reshape(B, H, T, D).astype(queries.dtype)

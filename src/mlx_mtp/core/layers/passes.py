@@ -10,16 +10,15 @@ import mlx.core as mx
 
 from ..caches.positions import Positions
 from .compiled import Compiler
-from .drafting import DraftConfig
-
-MAX_COPY_TOKENS = 16  # drafts in a window
-MAX_WINDOW = MAX_COPY_TOKENS + 1  # tokens of a sequence in a compiled pass, the first of which is committed
+from .drafting import MAX_WINDOW, DraftConfig
 
 
 @dataclass
 class Pass:
     compiler: Compiler | None = None  # compiles the layers; ``None``: they run as in mlx-lm
-    attention_rows: int | None = 0  # as in ``DraftConfig``
+    attention_rows: int | None = 0  # this and ``fused`` as in ``DraftConfig``
+    fused: bool = True
+    native: bool | None = None  # whether the recurrence is MLX's own, as ``DraftConfig.native_steps``
     # The number of attention layers after which the graph so far is submitted, while the host builds the rest
     pieces: int | None = None
     positions: Positions | None = None  # of a text with images, into which the offset of ``MRoPE`` is an index
@@ -55,15 +54,17 @@ def pass_over(
     T: int, drafting: DraftConfig, n_confirmed: int, compiler: Compiler | None, positions: Positions | None
 ) -> Pass:
     """A pass of the backbone over T tokens of each sequence. Prompts run as in mlx-lm."""
+    fused = drafting.fused or T > MAX_WINDOW
     if n_confirmed == 0 and T > 1:
-        return Pass(positions=positions)
+        return Pass(positions=positions, fused=fused, native=drafting.native_prompts)
     rows = drafting.attention_rows if n_confirmed > 0 else 0
     rows = 0 if rows is None and not on_metal() else rows
-    return Pass(_compiler(T, drafting, compiler), rows, drafting.pieces, positions, n_confirmed)
+    native = drafting.native_steps
+    return Pass(_compiler(T, drafting, compiler), rows, fused, native, drafting.pieces, positions, n_confirmed)
 
 
 def pass_of_head(T: int, drafting: DraftConfig, compiler: Compiler | None, positions: Positions | None = None) -> Pass:
-    return Pass(_compiler(T, drafting, compiler), positions=positions)
+    return Pass(_compiler(T, drafting, compiler), positions=positions, fused=drafting.fused or T > MAX_WINDOW)
 
 
 def _compiler(T: int, drafting: DraftConfig, compiler: Compiler | None) -> Compiler | None:

@@ -11,7 +11,7 @@ that are already fast: others would end long after them.
 import math
 from collections.abc import Mapping, Sequence
 
-from ..layers.passes import MAX_COPY_TOKENS
+from ..layers.drafting import MAX_COPY_TOKENS
 from .step_times import FREE, HEAD, MAX_DRAFT_TOKENS, PLAIN_PLAN, Plan, StepTimes
 
 __all__ = ["MAX_COPY_TOKENS", "MAX_DRAFT_TOKENS", "Depth", "Rates"]

@@ -77,6 +77,10 @@ class Admission:
             **drafts,
         )
 
+    def run_token(self) -> None:
+        """Run a plain pass of one token, which shows whether the device works."""
+        mx.eval(self.models.model(mx.zeros((1, 1), mx.uint32)))
+
     def close(self) -> None:
         """Drop the batch generator, whose memory the next model may need."""
         if self.batch is not None:

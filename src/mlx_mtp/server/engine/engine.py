@@ -22,7 +22,7 @@ from ...core.batch.generator import PromptResponse, Response
 from ...core.distributed.calls import LOST, is_loss
 from ...core.distributed.ranks import Ranks, differing_ranks
 from ...errors import MTPError, is_mendable
-from ...memory import is_device_error, is_out_of_memory, size
+from ...memory import advice, is_device_error, is_out_of_memory, size
 from ...text.grammar import llguidance_tokenizer
 from ..request import LOADING, NO_MEMORY, STARTED, ApiError, Delta, Likely, Metrics, Request, Waiting
 from .admission import Admission
@@ -128,14 +128,27 @@ class Engine:
 
     def _recover(self, error: Exception) -> None:
         """End the running requests after an error. Later requests use a new batch generator."""
-        self.n_failures += is_device_error(error)
-        if is_loss(error) or self.n_failures > 1:  # MLX may refuse passes until the process ends
+        if is_loss(error):
             raise error
+        self._count_failure(error)
         logging.error("Generation failed.", exc_info=error)
         for uid in [*self.running]:
             self.running.pop(uid).send(_failure(f"Generation failed: {error}", error))
         reseed(self.ranks)  # an error in a compiled function invalidates the random state
         self.admission.restart()
+
+    def _count_failure(self, error: Exception) -> None:
+        """Raise the GPU's second error in a row, unless a plain pass of one token works after it.
+
+        MLX may refuse passes until the process ends.
+        """
+        self.n_failures += is_device_error(error)
+        if self.n_failures > 1:
+            try:
+                self.admission.run_token()
+            except RuntimeError:
+                raise error from None
+            self.n_failures = 1
 
     def _keep_within_memory(self) -> None:
         """End the newest requests if a step needs more memory than can be freed otherwise."""
@@ -211,11 +224,10 @@ class Engine:
         """Send a token to the client; ``last`` is the sequence's last response, if it ends in this step."""
         uid, request, metrics = response.uid, self.running[response.uid], self.metrics
         if response.error is not None:
-            if is_device_error(response.error):
-                raise response.error
             if not isinstance(response.error, MTPError):
                 logging.error("Generation failed.", exc_info=response.error)
             self.running.pop(uid).send(_failure(f"Generation failed: {response.error}", response.error))
+            self._count_failure(response.error)
             return
         if request.n_tokens == 0:
             metrics["time_to_first_token_seconds"].observe(time.perf_counter() - request.arrived)
@@ -254,6 +266,8 @@ class Engine:
 
 def _failure(message: str, error: Exception) -> ApiError:
     """The error of a request: status 507 if the system is out of memory, 400 if the client can mend it, otherwise 500."""
+    if (remedy := advice(error)) is not None:
+        message = f"{message.rstrip('.')}. {remedy}"
     if is_out_of_memory(error):
         return ApiError(507, message, code=NO_MEMORY)
     return ApiError(400 if isinstance(error, MTPError) else 500, message)

@@ -1,0 +1,140 @@
+"""Kernels of this device alone, with a model's heads and dimensions, beside the same by simple operations in float32.
+
+Kernels of attention differ by the numbers of queries and keys. On some chips, faults were found from 1,024 keys on, for 9
+queries, and for grouped queries of quantized keys and values.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.gated_delta import gated_delta_ops
+
+from ...core.caches.recurrent import has_metal_kernel, inputs_of_recurrence, recur
+from ...core.layers.drafting import quantized_group_size
+from ...core.layers.layer import attend, by_products
+from ...memory import CHUNK, is_out_of_memory
+
+QUERIES = (1, 2, 5, 9)
+TOKENS = (1, 4, 9, 64)  # of a recurrence
+PIECE, N_TIMES = 64, 3  # tokens of simple operations at a time, and runs of which the shortest counts
+NATIVE, OF_MLX_LM = "MLX", "mlx-lm"
+SHORT, LONG = 1050, 4097  # numbers of keys, above those from which kernels divide them
+SHORTER, BLOCK = 19, 16  # tokens by which the second row is shorter, and of a block that an indexer chooses
+LARGEST = 4.5  # of the keys, which gives scores a deviation of 1.5: each key that is missed or added counts
+WRONG = 1e9  # the difference from no numbers
+
+
+def difference(a: mx.array, b: mx.array) -> float:
+    """The largest difference of two arrays, as a share of the largest number of the second."""
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    largest = mx.abs(b).max()
+    furthest = mx.nan_to_num(mx.abs(a - b), nan=WRONG, posinf=WRONG).max()
+    return float(mx.minimum(mx.where(largest > 0, furthest / largest, WRONG), WRONG))
+
+
+def measured(compare: Callable[[], float]) -> float:
+    """A difference, or ``WRONG`` where a kernel fails, but not for lack of memory."""
+    try:
+        return compare()
+    except (RuntimeError, ValueError) as e:
+        if is_out_of_memory(e):
+            raise
+        return WRONG
+
+
+def attention_differences(
+    own: Any, dtype: mx.Dtype, max_queries: int | None, bits: int | None = None, n_queries: Sequence[int] = QUERIES
+) -> dict[str, float]:
+    """The largest differences of attention by the number of queries, ``n_queries`` in order, of a model's attention layer.
+
+    ``max_queries`` is that of ``attend``, and ``bits`` those of keys and values, ``None`` if they are not quantized.
+    """
+    Hq, Hkv, D, cache = own.num_attention_heads, own.num_key_value_heads, own.head_dim, SimpleNamespace()
+    key = mx.random.key(0)
+    keys = mx.random.uniform(-LARGEST, LARGEST, (1, Hkv, LONG, D), dtype, key)
+    queries = mx.random.uniform(-1, 1, (2, Hq, n_queries[-1], D), dtype, key)
+    keys = mx.concatenate([keys, keys[..., ::-1]])  # [2, Hkv, N, D]
+    exact: Any = [keys, keys[:, :, ::-1]]
+    given = exact
+    if bits is not None:
+        cache.bits, cache.group_size = bits, quantized_group_size(queries)
+        given = [mx.quantize(x, cache.group_size, bits) for x in exact]
+        exact = [mx.dequantize(w, scales, biases, cache.group_size, bits) for w, scales, biases in given]
+    found = dict.fromkeys(map(str, n_queries), 0.0)
+    # Masks of quantized keys are no part of a kernel.
+    for B, N, mask in _cases(n_queries[-1]) if bits is None else [(1, SHORT, "causal")]:
+        keys, values = (x[:B, :, :N] for x in exact)
+        want = by_products(queries[:B], keys, values, D**-0.5, mask)  # [B, Hq, T, D]
+        k, v = ([x[:B, :, :N] for x in own] if bits else own[:B, :, :N] for own in given)
+        for T in n_queries:  # the last ones
+            own_mask = mask[..., -T:, :] if isinstance(mask, mx.array) else None if T == 1 else mask
+            # mlx-lm scales quantized attention's queries in place.
+            run = partial(attend, 1 * queries[:B, :, -T:], k, v, cache, D**-0.5, own_mask, max_queries)
+            found[str(T)] = max(found[str(T)], measured(lambda: difference(run(), want[:, :, -T:])))  # noqa: B023
+    return found
+
+
+def _cases(T: int) -> Iterator[tuple[int, int, Any]]:
+    """The number of rows B and of keys N, and the mask of T queries, [B, 1, T, N], or that of rows of one length.
+
+    The masks are those of windows, and of two rows: a shorter one, and one for which an indexer chooses keys.
+    """
+    yield 1, SHORT, "causal"
+    yield 1, LONG, "causal"
+    columns, at = mx.arange(SHORT), mx.arange(SHORT - T, SHORT)[:, None]
+    is_chosen = mx.repeat(mx.random.bernoulli(0.5, (T, SHORT // BLOCK + 1), key=mx.random.key(1)), BLOCK, axis=-1)
+    is_last = columns >= BLOCK * ((at + 1) // BLOCK)  # in no complete block
+    sparse = (is_chosen[:, :SHORT] | is_last) & (columns <= at)  # [T, N]
+    yield 2, SHORT, mx.stack([columns <= at - SHORTER, sparse])[:, None]
+
+
+def recurrences(own: Any, dtype: mx.Dtype) -> dict[str, dict[str, list[float]]]:
+    """MLX's recurrence and, on Metal, mlx-lm's kernel, with the heads of a model's recurrent layer.
+
+    Returns, by the number of tokens, the largest difference of the output and the state, and the seconds. On Metal also of a
+    prompt's chunk: elsewhere simple operations, which mlx-lm has there, take long.
+    """
+    found: dict[str, dict[str, list[float]]] = {NATIVE: {}}
+    if has_metal_kernel(own.head_k_dim):
+        found[OF_MLX_LM] = {}
+    for T in (*TOKENS, *([CHUNK] if OF_MLX_LM in found else [])):
+        inputs, state, mask = _inputs_of_recurrence(own, dtype, T)
+        outs, end = [], state
+        for i in range(0, T, PIECE):  # since simple operations hold the state after each token
+            of_piece = [x[:, i : i + PIECE].astype(mx.float32) for x in inputs]
+            out, end = gated_delta_ops(*of_piece, end, None if mask is None else mask[:, i : i + PIECE])
+            mx.eval(out, end)
+            outs.append(out)
+        for name, by_tokens in found.items():
+            given = inputs_of_recurrence(name == NATIVE, *inputs)
+            call, seconds = partial(recur, name == NATIVE, given, state, mask), list[float]()
+            by_tokens[str(T)] = [measured(partial(_timed, call, seconds, mx.concatenate(outs, axis=1), end, mask)), 0.0]
+            by_tokens[str(T)][1] = min(seconds, default=0.0)
+    return found
+
+
+def _timed(call: Any, seconds: list[float], want: mx.array, want_state: mx.array, mask: mx.array | None) -> float:
+    """The difference of a recurrence, whose times are added to ``seconds``. Outputs that are masked have any values."""
+    for _ in range(N_TIMES):
+        before = perf_counter()
+        out, state = call()
+        mx.eval(out, state)
+        seconds.append(perf_counter() - before)
+    out = out if mask is None else mx.where(mask[..., None, None], out, want)
+    return max(difference(out, want), difference(state, want_state))
+
+
+def _inputs_of_recurrence(own: Any, dtype: mx.Dtype, T: int) -> tuple[list[mx.array], mx.array, mx.array | None]:
+    """Random q, k, v, g, beta of T tokens, a state and, of few tokens, two rows and a mask of which one row is shorter."""
+    (Hk, Hv), (Dk, Dv) = (own.num_k_heads, own.num_v_heads), (own.head_k_dim, own.head_v_dim)
+    B, shapes = 1 if T == 1 or T > PIECE else 2, ((T, Hk, Dk), (T, Hk, Dk), (T, Hv, Dv), (T, Hv), (T, Hv), (Hv, Dv, Dk))
+    q, k, v, g, beta, state = (
+        mx.random.uniform(0, 1, (B, *shape), key=mx.random.key(i)) for i, shape in enumerate(shapes)
+    )
+    q, k = ((x - 0.5) * (12 / Dk) ** 0.5 for x in (q, k))  # of a norm of about 1
+    inputs = [*(x.astype(dtype) for x in (q, k, v)), 1 - 0.1 * g, beta.astype(dtype)]
+    return inputs, state - 0.5, None if B == 1 else mx.arange(T) < mx.array([[T], [T - 1]])
