@@ -12,7 +12,7 @@ from mlx_lm.models import base
 import mlx_mtp
 from mlx_mtp import BatchGenerator
 from mlx_mtp.checkpoint import load, settings
-from mlx_mtp.checkpoint.checks import self_test
+from mlx_mtp.checkpoint.checks import kernels, self_test
 from mlx_mtp.checkpoint.checks.kernels import WRONG
 from mlx_mtp.core.caches.rows import Rows
 from mlx_mtp.core.layers import layer
@@ -23,6 +23,12 @@ from tests.support.batches import AT_ONCE, run
 from tests.support.checkpoints import DATA, write_tiny
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import FLASH, GROUPED, deep_model, tiny_model, trace_anew
+
+
+@pytest.fixture(autouse=True)
+def _few_keys(monkeypatch):
+    """Attention to 4,097 keys takes seconds here."""
+    monkeypatch.setattr(kernels, "LONG", 1100)
 
 
 @pytest.fixture
