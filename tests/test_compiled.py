@@ -11,7 +11,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, stream_generate, traces
+from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, stream_generate
+from mlx_mtp.core import traces
 from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.decoding import planner
 from mlx_mtp.core.layers import compiled
