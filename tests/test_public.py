@@ -161,11 +161,10 @@ def test_scripts_and_benchmarks_import_support_alone_of_the_tests():
 
 
 def test_public_names():
-    names = (
-        "DEMO MAX_DRAFT_TOKENS BatchGenerator BatchResponse Depth DraftCounts GenerationResponse MTPError MTPModule "
-    )
-    names += "PromptStore TextOptions __version__ batch_generate convert generate load make_grammar make_prompt_cache "
-    assert mlx_mtp.__all__ == [*names.split(), "make_sampler", "mtp_generate_step", "stream_generate"]
+    names = "DEMO MAX_DRAFT_TOKENS BatchGenerator BatchResponse Depth DraftCounts GenerationResponse KVOptions "
+    names += "MTPError MTPModule PromptStore TextOptions __version__ batch_generate convert generate load make_grammar "
+    names += "make_prompt_cache make_sampler mtp_generate_step stream_generate"
+    assert mlx_mtp.__all__ == names.split()
     assert (PACKAGE / "py.typed").exists()
     assert mlx_mtp.DEMO.is_dir()
     assert mlx_mtp.MAX_DRAFT_TOKENS == 8
