@@ -83,7 +83,7 @@ def test_unmeasured_depths_keep_the_shape_of_known_times(factor):
 
 
 SEEDS = [
-    *(pytest.param(case, 4, id=case.group) for case in cases()[::19]),
+    *(pytest.param(case, 4, id=case.group) for case in cases()[::38]),
     *(pytest.param(case, 24, id=f"{case.group}, many seeds", marks=pytest.mark.slow) for case in cases()),
 ]
 
@@ -96,7 +96,7 @@ def test_speed(case, n_seeds):
     assert to_best >= case.to_best
 
 
-NEXT_TEXTS = [case for case in cases() if case.group == "next text"][:: 1 if profiles.LONG else 14]
+NEXT_TEXTS = [case for case in cases() if case.group == "next text"][:: 1 if profiles.LONG else 28]
 
 
 @pytest.mark.parametrize("case", NEXT_TEXTS, ids=lambda case: f"{case.cost} {case.before[1].first} {case.text.first}")

@@ -3,6 +3,7 @@
 import gc
 import logging
 import shutil
+from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from tests.support.image_prompts import FOLDER as IMAGES
 from tests.support.image_prompts import image_prompt
 from tests.support.launch import launch
 from tests.support.models import FAMILIES, FLASH, PACK, tiny_model
+from tests.support.profiles import LONG
 
 VOCAB = {"vocab_size": 512}  # of the tokenizer
 F16, BF16, F32 = mx.float16, mx.bfloat16, mx.float32
@@ -328,8 +330,9 @@ def in_type(family, dtype, how):
     return model
 
 
-@pytest.mark.parametrize("how", ["plain", "quantized", "quantized head"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "how"), [*product(FAMILIES, ["plain", "quantized", "quantized head"])][:: 1 if LONG else 2]
+)
 def test_one_pass_has_one_type(family, how):
     """A head in bfloat16 beside a backbone in float16 is cast: no product, no cache and no logits are in float32."""
     model = in_type(family, F16, how)
