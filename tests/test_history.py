@@ -364,56 +364,15 @@ def test_a_name_in_the_log_is_one_line(caplog):
 
 
 KINDS = [
-    "text",
-    "image",
-    "thinking",
-    "tool_use",
-    "tool_result",
-    "document",
-    "reasoning",
-    "shell_call",
-    "shell_call_output",
-    "mcp_call",
-    "web_search_tool_result",
-    "refusal",
-    "item_reference",
-    "additional_tools",
-    "program",
-    "odd",
-    "message",
-]
+    "text", "image", "thinking", "tool_use", "tool_result", "document", "reasoning", "shell_call", "shell_call_output",
+    "mcp_call", "web_search_tool_result", "refusal", "item_reference", "additional_tools", "program", "odd", "message",
+]  # fmt: skip
 FIELDS = [
-    "type",
-    "role",
-    "content",
-    "text",
-    "id",
-    "call_id",
-    "tool_use_id",
-    "tool_call_id",
-    "name",
-    "namespace",
-    "input",
-    "action",
-    "output",
-    "result",
-    "results",
-    "tools",
-    "source",
-    "title",
-    "image_url",
-    "summary",
-    "encrypted_content",
-    "thinking",
-    "tool_calls",
-    "function_call",
-    "function",
-    "arguments",
-    "reasoning_content",
-    "refusal",
-    "is_error",
+    "type", "role", "content", "text", "id", "call_id", "tool_use_id", "tool_call_id", "name", "namespace", "input",
+    "action", "output", "result", "results", "tools", "source", "title", "image_url", "summary", "encrypted_content",
+    "thinking", "tool_calls", "function_call", "function", "arguments", "reasoning_content", "refusal", "is_error",
     "status",
-]
+]  # fmt: skip
 scalars = (
     st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from([*KINDS, "user", "assistant", "tool", "", "a"])
 )
