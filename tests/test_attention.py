@@ -72,7 +72,7 @@ def test_windows_alone_are_grouped_on_metal(calls, monkeypatch, bits, metal):
     assert {rows for rows, _ in calls} == {PROMPT.size - 1, 1}
 
 
-@pytest.mark.parametrize("rows", [2, None])
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), None])
 def test_greedy_text(calls, monkeypatch, rows):
     """Also with copies, whose windows have up to 17 tokens: their drafts are what the text said before."""
     monkeypatch.setattr(passes, "on_metal", lambda: True)

@@ -189,19 +189,6 @@ def test_reports_a_different_token(monkeypatch):
     assert {r.prompt: r.identical for r in results} == {"a": True, "b": False, OVERALL: False}
 
 
-@pytest.mark.parametrize(("name", "acceptance"), [("35b-a3b-4bit", 1.0), ("4b-4bit", 0.7)])
-def test_acceptance_rate_is_as_set(name, acceptance):
-    model = made_up(name, acceptance)
-    prompt, n = mx.array(model.texts[0][:9]), 30 if acceptance == 1 else 80
-    got = runs.generate(model, prompt, n, 2)
-    assert got.tokens == model.texts[0][9 : 9 + n]
-    assert got.tokens == runs.generate(model, prompt, n, PLAIN).tokens
-    before = [got.counts.drafted[0], *got.counts.accepted]  # a draft counts where those before it were accepted
-    for a, b, drafted in zip(got.counts.accepted, before, got.counts.drafted):
-        j = min(b, drafted)  # the last step drafts less
-        assert abs(a - acceptance * j) <= 4 * (acceptance * (1 - acceptance) * j) ** 0.5
-
-
 def test_command_prints_and_writes_its_figures(capsys, tmp_path):
     (tmp_path / "p.txt").write_text("import os\n")
     first_layers(folder := shutil.copytree(TRAINED, tmp_path / "model"), 4)

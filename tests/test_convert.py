@@ -27,6 +27,7 @@ from tests.support.commands import run_command
 from tests.support.decoding import mtp, plain
 from tests.support.images import VISION_CONFIG, add_tower, picture
 from tests.support.models import DATA
+from tests.support.profiles import LONG
 
 PROMPT = [5, 40, 3, 300, 12, 7, 9]
 DENSE = DATA / "dense"
@@ -62,8 +63,8 @@ FORMATS = {
     "mixed": {"quantize": True, "q_bits": 3, "q_group_size": 32, "quant_predicate": "mixed_3_6"},
 }
 # moe36 is moe35 but for the layout of its experts.
-CASES = [("dense", form) for form in FORMATS]
-CASES += [("moe35", "bfloat16"), ("moe35", "4 bit"), ("moe36", "bfloat16"), ("next", "4 bit"), ("next", "mixed")]
+CASES = [("dense", "4 bit"), ("dense", "mxfp4"), ("moe35", "4 bit"), ("moe36", "bfloat16"), ("next", "mixed")]
+CASES += [("dense", "bfloat16"), ("dense", "mixed"), ("moe35", "bfloat16"), ("next", "4 bit")] * LONG
 
 
 @pytest.mark.parametrize(("name", "form"), CASES)

@@ -147,7 +147,7 @@ def test_opens_a_cache_without_a_text():
     assert prompt_cache[-1][2].tolist() == tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES if LONG else FAMILIES[::4])
 def test_a_model_without_a_head(family):
     model = model_of(family, mtp_num_hidden_layers=0)
     truth, counts, prompt_cache = plain(REPEATS, model, max_tokens=30), DraftCounts(), make_prompt_cache(model)
@@ -225,7 +225,7 @@ class Fixed:
 
 # By default each machine, text and head once or more.
 CASES = itertools.product(MACHINES, SHARES, [0.0, 0.6, 0.9])
-CASES = [case for i, case in enumerate(CASES) if LONG or i % 3 == (i // 3 + i // 12) % 3]
+CASES = [case for i, case in enumerate(CASES) if LONG or i in (0, 4, 9, 14, 19, 23, 29, 30)]
 
 
 @pytest.mark.parametrize(("machine", "share", "head_rate"), CASES)

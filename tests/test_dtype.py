@@ -3,6 +3,7 @@
 import gc
 import logging
 import shutil
+from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_mtp import PromptStore, about, load, make_prompt_cache
+from mlx_mtp import about, load
 from mlx_mtp.__main__ import COMMANDS
 from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.checkpoint import load as loading
@@ -21,8 +22,6 @@ from mlx_mtp.checkpoint.checks.dtype import DTYPES, set_dtype
 from mlx_mtp.checkpoint.checks.self_test import SelfTest
 from mlx_mtp.checkpoint.part import evaluate
 from mlx_mtp.cli import flags
-from mlx_mtp.core.batch.generate_step import prefill
-from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.core.distributed.calls import any_rank
 from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.errors import MTPError
@@ -38,6 +37,7 @@ from tests.support.image_prompts import FOLDER as IMAGES
 from tests.support.image_prompts import image_prompt
 from tests.support.launch import launch
 from tests.support.models import FAMILIES, FLASH, PACK, tiny_model
+from tests.support.profiles import LONG
 
 VOCAB = {"vocab_size": 512}  # of the tokenizer
 F16, BF16, F32 = mx.float16, mx.bfloat16, mx.float32
@@ -261,13 +261,8 @@ def test_ranks_decide_together():
 @pytest.mark.slow
 def test_an_m1_among_ranks_is_enough(tmp_path):
     """A weight beyond float16 on one rank is a reason for all, even if it is of a stage that others do not have."""
-    two = {
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        **VOCAB,
-    }
+    heads = dict(num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4)
+    two = {"num_hidden_layers": 2, **heads, **VOCAB}
     fits = write_tiny(tmp_path / "fits", "qwen3_5", BF16, **two)
     folders = [str(fits), enlarged(fits, tmp_path, *HUGE)]
     facts, other = launch(2, "types", *folders, timeout=300)
@@ -328,8 +323,9 @@ def in_type(family, dtype, how):
     return model
 
 
-@pytest.mark.parametrize("how", ["plain", "quantized", "quantized head"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "how"), [*product(FAMILIES, ["plain", "quantized", "quantized head"])][:: 1 if LONG else 2]
+)
 def test_one_pass_has_one_type(family, how):
     """A head in bfloat16 beside a backbone in float16 is cast: no product, no cache and no logits are in float32."""
     model = in_type(family, F16, how)
@@ -350,23 +346,6 @@ def test_one_pass_has_one_type(family, how):
         assert {shape for name, shape in found if name == "Matmul"} == {(1, 2, 3, 4)}
         found = {(name, shape) for name, shape in found if shape[-1] not in (4, model.ngrams.width)}
     assert found == set()
-
-
-def test_prompt_caches_and_the_store_know_the_type(tiny, tmp_path):
-    models = [load(tiny, dtype=name)[0] for name in ("bfloat16", "float16")]
-    tokens, cache = PROMPT.tolist(), make_prompt_cache(models[0])
-    assert len({model.fingerprint() for model in models}) == 2
-    with PromptStore(models[0], folder=tmp_path) as store:
-        prefill(PROMPT, models[0], prompt_cache=cache)
-        store.insert(tokens, cache)
-    open_prompt_cache(models[0], cache)
-    with pytest.raises(ValueError, match="another model"):
-        open_prompt_cache(models[1], cache)
-    found = []
-    for model in models:
-        with PromptStore(model, folder=tmp_path) as store:
-            found.append(store.fetch(tokens)[1])
-    assert found == [len(tokens), 0]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -14,6 +14,7 @@ from mlx_mtp.prompt_store import tree
 from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.store import EVERY, LAST, LINE, choose_cuts, message_ends
 from mlx_mtp.prompt_store.tree import _n_common, score
+from tests.support.profiles import LONG
 from tests.support.prompt_store import n_snapshots
 
 SYSTEM, CALL, RESULT = 6000, 150, 700  # tokens of messages
@@ -178,7 +179,7 @@ def test_sessions_read_little_twice(session, size, monkeypatch):
     assert sessions.beyond <= 0.05
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES][: 2 if LONG else 1])
 def test_what_is_held_grows_with_the_tokens(size, monkeypatch):
     """84,000 tokens in 60 turns, with no limit: each token's keys and values once."""
     token, snapshot = SIZES[size]

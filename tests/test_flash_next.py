@@ -141,7 +141,7 @@ QUANTIZED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED])
+@pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED] if LONG else ["bfloat16", "float32", "8 bits", "nvfp4"])
 def test_rows_are_those_of_the_files(kind, tmp_path):
     """By row from the files, and in memory: the same text."""
     folder, rows = table_files(tmp_path / "model", kind)

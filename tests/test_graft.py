@@ -34,6 +34,7 @@ from tests.support.checkpoints import (
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.images import VISION_CONFIG, add_tower, picture
 from tests.support.models import DATA
+from tests.support.profiles import LONG
 
 DENSE = DATA / "dense"
 FOUR_BITS = {"quantize": True, "q_bits": 4, "q_group_size": 32}
@@ -47,7 +48,7 @@ def graft_vision(source, model, target, **options):
     return converted(model, target, graft_vision_from=str(source), **options)
 
 
-@pytest.fixture(scope="module", params=["dense", "moe35", "moe36", "next"])
+@pytest.fixture(scope="module", params=["moe35", "dense", "moe36", "next"][not LONG :])
 def pair(request, tmp_path_factory):
     """A checkpoint converted to 4 bit with its head, and without: (the original, with, without)."""
     folder, source = tmp_path_factory.mktemp(request.param), DATA / request.param

@@ -88,7 +88,6 @@ def responses(*texts):
 # Results
 
 
-@pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize(
     ("given", "want"),
     [
@@ -104,17 +103,17 @@ def responses(*texts):
     ],
     ids=str,
 )
-def test_results_are_in_the_order_of_the_calls(prompts, path, given, want):
+def test_results_are_in_the_order_of_the_calls(prompts, given, want):
     """The template writes no ids. Results with other ids, or without, keep their places."""
     results = [result(id, f"is {id}") for id in given]
     history = [user("q"), assistant("", A, B, C), *results]
-    text = prompts.text(path, **body_of(path, *history))
-    assert responses(*(f"is {id}" for id in want)) in text
     # Also before later turns, whose calls may have the same ids.
     more = [assistant("So."), user("r"), assistant("", B, A), result("a", "again a"), result("b", "again b")]
-    text = prompts.text(path, **body_of(path, *history, *more))
-    assert responses(*(f"is {id}" for id in want)) in text
-    assert responses("again b", "again a") in text
+    for path in APIS:
+        assert responses(*(f"is {id}" for id in want)) in prompts.text(path, **body_of(path, *history)), path
+        text = prompts.text(path, **body_of(path, *history, *more))
+        assert responses(*(f"is {id}" for id in want)) in text, path
+        assert responses("again b", "again a") in text, path
 
 
 @pytest.mark.parametrize("path", APIS)
@@ -472,53 +471,15 @@ def test_a_name_in_the_log_is_one_line(caplog):
 
 
 KINDS = [
-    "text",
-    "image",
-    "thinking",
-    "tool_use",
-    "tool_result",
-    "document",
-    "reasoning",
-    "shell_call",
-    "shell_call_output",
-]
-KINDS += [
-    "mcp_call",
-    "web_search_tool_result",
-    "refusal",
-    "item_reference",
-    "additional_tools",
-    "program",
-    "odd",
-    "message",
-]
+    "text", "image", "thinking", "tool_use", "tool_result", "document", "reasoning", "shell_call", "shell_call_output",
+    "mcp_call", "web_search_tool_result", "refusal", "item_reference", "additional_tools", "program", "odd", "message",
+]  # fmt: skip
 FIELDS = [
-    "type",
-    "role",
-    "content",
-    "text",
-    "id",
-    "call_id",
-    "tool_use_id",
-    "tool_call_id",
-    "name",
-    "namespace",
-    "input",
-    "action",
-]
-FIELDS += [
-    "output",
-    "result",
-    "results",
-    "tools",
-    "source",
-    "title",
-    "image_url",
-    "summary",
-    "encrypted_content",
-    "thinking",
-]
-FIELDS += ["tool_calls", "function_call", "function", "arguments", "reasoning_content", "refusal", "is_error", "status"]
+    "type", "role", "content", "text", "id", "call_id", "tool_use_id", "tool_call_id", "name", "namespace", "input",
+    "action", "output", "result", "results", "tools", "source", "title", "image_url", "summary", "encrypted_content",
+    "thinking", "tool_calls", "function_call", "function", "arguments", "reasoning_content", "refusal", "is_error",
+    "status",
+]  # fmt: skip
 scalars = (
     st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from([*KINDS, "user", "assistant", "tool", "", "a"])
 )

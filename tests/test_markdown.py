@@ -34,39 +34,34 @@ CONTAINERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("first", "next_"), CONTAINERS, ids=repr)
 @pytest.mark.parametrize("fence", ["```", "~~~", "````", "```py", "~~~ a `b`"])
-def test_a_fence_opens_in_each_container_and_closes_at_its_own_mark(first, next_, fence):
+def test_a_fence_opens_in_each_container_and_closes_at_its_own_mark(fence):
     marks = fence[: len(fence) - len(fence.lstrip("`~"))]
     other = "~~~" if marks[0] == "`" else "```"
-    code = [f"{next_}{line}" for line in ("a = 1", "", "    b", marks[:-1], other, f"{marks} c", f"    {marks}")]
-    text = "\n".join(["See:", "", f"{first}{fence}", *code, f"{next_}{marks}{marks[0]} ", "text"])
-    assert code_of(text) == code
-    assert not ends_in_code(text)
+    for first, next_ in CONTAINERS:
+        code = [f"{next_}{line}" for line in ("a = 1", "", "    b", marks[:-1], other, f"{marks} c", f"    {marks}")]
+        text = "\n".join(["See:", "", f"{first}{fence}", *code, f"{next_}{marks}{marks[0]} ", "text"])
+        assert (code_of(text), ends_in_code(text)) == (code, False)
 
 
-@pytest.mark.parametrize(("first", "next_"), [c for c in CONTAINERS if c[0]], ids=repr)
 @pytest.mark.parametrize("end", ["text", "\ntext", "- item", "> quote", "```"])
-def test_a_code_block_ends_where_its_container_ends(first, next_, end):
-    if end == "> quote" and first[0] == ">":
-        return
-    text = f"{first}```\n{next_}a\n{end}"
-    assert code_of(text)[:1] == [f"{next_}a"]
-    is_new = end == "```" and ">" in first  # outside of its block quote, it begins another
-    assert ends_in_code(text) == is_new
+def test_a_code_block_ends_where_its_container_ends(end):
+    for first, next_ in CONTAINERS[1:]:
+        if end != "> quote" or first[0] != ">":
+            text = f"{first}```\n{next_}a\n{end}"
+            assert code_of(text)[:1] == [f"{next_}a"]
+            is_new = end == "```" and ">" in first  # outside of its block quote, it begins another
+            assert ends_in_code(text) == is_new, text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_no_code_is_open():
+    for text in (
         "    ```", "a ```", "- a ```", "```a```", "-```", "1986 ```", "- ```\n  a\n  ```", "```\n```", "- ```\n```",
         # Lines without their indentation, and a fence that has it.
         "- ```\na\n\nb\n```", "1. ```\na\n   ```", "1. Do:\n   ```\n   cat <<X\na\nX\n   ```",
         "- a\n  1. ```\n     a\n     ```\n- b", "- a\n\n    ```\n    a\n    ```", "- - - -\n***", "-\n  ```\n  a\n  ```",
-    ],
-)  # fmt: skip
-def test_no_code_is_open(text):
-    assert not ends_in_code(text)
+    ):  # fmt: skip
+        assert not ends_in_code(text), text
 
 
 def test_a_fence_with_less_marks_or_an_info_string_closes_nothing():

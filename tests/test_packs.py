@@ -121,6 +121,7 @@ def test_inspect(bare, grafted):
     assert report(inspect(str(grafted)))["--mtp"] == "ready"
 
 
+@pytest.mark.slow
 def test_fit(pack, tmp_path, capsys):
     # In float32 MLX's CPU backend takes a tenth of the time.
     edit(pack, lambda w: w.update({n: x.astype(mx.float32) for n, x in w.items() if x.dtype == mx.float16}))

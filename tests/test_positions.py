@@ -22,7 +22,6 @@ from tests.support.image_prompts import FOLDER, IMAGE_TOKEN, PROMPTS, VALUES, im
 from tests.support.profiles import LONG
 
 TOLERANCE = 5e-4  # of logits
-CONVERSATIONS = json.loads((FOLDER / "positions.json").read_text())
 SOME = PROMPTS if LONG else PROMPTS[::2]
 ENDING_WITH_TEXT = [j for j in PROMPTS if image_prompt(j).images[-1].end < len(image_prompt(j).tokens)]
 every_prompt, some_prompts = (pytest.mark.parametrize("j", js) for js in (PROMPTS, SOME))
@@ -65,19 +64,18 @@ def rest_of(want: list[int], cache, n: int) -> list[int]:
     return want[n : n + 1] + mtp(want[n : n + 1], image_model(), **options)
 
 
-@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
-def test_ids_are_those_of_transformers(conversation):
-    tokens, want = conversation["input_ids"], np.array(conversation["position_ids"])
-    positions = Positions(tuple(spans(tokens, conversation["grids"])))
-    n = len(tokens)
-    assert np.array_equal(positions.ids(0, n), want)
-    for begin in range(n):  # any part of them, and the text that follows
-        assert np.array_equal(positions.ids(begin, n - begin), want[:, begin:])
-        assert np.array_equal(Positions(positions.images, begin).ids(0, n - begin), want[:, begin:])
-        if positions.are_plain(begin):
-            assert (want[:, begin:] == begin + positions.shift + np.arange(n - begin)).all()
-    assert positions.shift == conversation["delta"] or IMAGE_TOKEN not in tokens
-    assert np.array_equal(positions.ids(n, 3), np.tile(n + conversation["delta"] + np.arange(3), (3, 1)))
+def test_ids_are_those_of_transformers():
+    for conversation in json.loads((FOLDER / "positions.json").read_text()):
+        tokens, want = conversation["input_ids"], np.array(conversation["position_ids"])
+        positions, n = Positions(tuple(spans(tokens, conversation["grids"]))), len(tokens)
+        assert np.array_equal(positions.ids(0, n), want)
+        for begin in range(n):  # any part of them, and the text that follows
+            assert np.array_equal(positions.ids(begin, n - begin), want[:, begin:])
+            assert np.array_equal(Positions(positions.images, begin).ids(0, n - begin), want[:, begin:])
+            if positions.are_plain(begin):
+                assert (want[:, begin:] == begin + positions.shift + np.arange(n - begin)).all()
+        assert positions.shift == conversation["delta"] or IMAGE_TOKEN not in tokens
+        assert np.array_equal(positions.ids(n, 3), np.tile(n + conversation["delta"] + np.arange(3), (3, 1)))
 
 
 @every_prompt

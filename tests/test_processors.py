@@ -40,8 +40,7 @@ def run(processors, way="alone", model=None, **options):
 
 
 @every_way
-@pytest.mark.parametrize("depth", [0, 3, "auto"])
-@pytest.mark.parametrize("penalty", [None, 1.4])
+@pytest.mark.parametrize(("depth", "penalty"), [(0, 1.4), (3, None), ("auto", 1.4)])
 def test_stateful_processor_is_called_once_a_token_in_order(way, depth, penalty, monkeypatch):
     """Its text has no drafts, those beside it have theirs."""
     processor, others = Alternating(), make_logits_processors(repetition_penalty=penalty)

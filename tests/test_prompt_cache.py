@@ -1,21 +1,35 @@
 """Prompt caches over turns: exactly what was said, nothing twice, whatever the options and wherever a turn was stopped."""
 
 import copy
+import functools
+import math
+import random
+from itertools import product
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
+from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
-from mlx_mtp import make_prompt_cache
+from mlx_mtp import load, make_prompt_cache
+from mlx_mtp.core.caches import fingerprint
+from mlx_mtp.core.caches.fingerprint import SIZE, digest
 from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
-from tests.support.decoding import mtp, plain
-from tests.support.models import FLASH, PACK, model_of, tiny_model
-from tests.support.profiles import examples
+from mlx_mtp.core.caches.recurrent import RecurrentCache
+from tests.support.checkpoints import copied, make_adapter
+from tests.support.decoding import PROMPT, mtp, plain
+from tests.support.models import FLASH, PACK, ROPE, deep_model, model_of, tiny_model
+from tests.support.profiles import LONG, examples
 
 TURNS = ([3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9])
 
@@ -119,3 +133,289 @@ def test_each_rank_resumes_its_own_part_alone(tmp_path):
             else:
                 with pytest.raises(ValueError, match=r"cache belongs to (rank|one process).* and this is"):
                     open_prompt_cache(as_rank(*other), loaded)
+
+
+# Files: a damaged one, or another model's, is refused with a sentence that says what is wrong with it
+
+
+deep_model_of = functools.cache(deep_model)  # entries: recurrent, attention, recurrent, attention, the head's, the last
+KV = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+
+
+def saved(tmp_path, model=None, **options) -> tuple[str, list[int]]:
+    """A prompt cache file, and the tokens in it."""
+    file, model = str(tmp_path / "cache.safetensors"), model or deep_model_of("qwen3_5")
+    prompt_cache = make_prompt_cache(model)
+    text = PROMPT.tolist() + mtp(PROMPT, model, max_tokens=9, prompt_cache=prompt_cache, **options)
+    save_prompt_cache(file, prompt_cache)
+    return file, text
+
+
+def rewrite(file: str, **arrays) -> None:
+    """Replace arrays of a file, named by entry and place: ``e1_0`` is the first of entry 1. A function is given the old one."""
+    old, metadata = mx.load(file, return_metadata=True)
+    for name, new in arrays.items():
+        key = name[1:].replace("_", ".")
+        old[key] = new(old[key]) if callable(new) else new
+    mx.save_safetensors(file, old, metadata)
+
+
+LATE_TOKEN = {"e5_0_2": lambda x: mx.where(mx.arange(len(x)) == 3, 32, x).astype(mx.uint32)}
+DAMAGES = [
+    (LATE_TOKEN, "Entry 5 .*token 32.* ends at 31"),
+    ({"e5_0_2": lambda x: x.astype(mx.float32)}, r"Entry 5 .* as tokens \[20\] float32, not \[n\] uint32"),
+    ({"e5_0_0": lambda x: x[..., :32]}, r"Entry 5 .* as hidden state \[1, 1, 32\] float32, not \[1, 1, 64\]"),
+    ({"e5_0_1": mx.array(21)}, "Entry 5 .* is of 21 tokens, and the layers' of 20"),
+    ({"e5_0_4": mx.array([1, 2], mx.uint8)}, r"Entry 5 .* as fingerprint \[2\] uint8"),
+    ({"e0_0_0": lambda x: x[:, :2]}, r"Entry 0 .* as convolution inputs \[1, 2, 128\] float32, not \[1, 3, 128\]"),
+    ({"e2_0_1": lambda x: x.astype(mx.int32)}, r"Entry 2 .* as state \[1, 2, 32, 32\] int32"),
+    ({"e1_1": lambda x: x[:, :, :64]}, r"Entry 1 .* as values \[1, 1, 64, 32\] float32, not \[1, 1, 256, 32\]"),
+    ({"e1_2": mx.array(300)}, "Entry 1 .* is of 300 tokens, and its keys of 256"),
+    ({"e1_2": mx.array(20.0)}, r"Entry 1 .* is of 20\.0 tokens"),
+    ({"e3_2": mx.array(19)}, "Entry 3 .* of other tokens"),
+    ({"e1_2": mx.array(0), "e3_2": mx.array(0)}, "Entry 0 .* of other tokens"),
+    ({"e4_0": lambda x: x.reshape(1, 2, 256, 16)}, r"Entry 4 .* as keys \[1, 2, 256, 16\]"),
+    ({"e4_2": mx.array(20)}, "Entry 4 .* is of 20 tokens, and the head has seen 19 at most"),
+]
+QUANTIZED_DAMAGES = [
+    ({"e1_0_0": lambda x: x[..., :4]}, r"Entry 1 .* as quantized keys \[1, 1, 256, 4\] uint32, not \[1, 1, n, 8\]"),
+    ({"e1_1_2": lambda x: x.astype(mx.uint32)}, "Entry 1 .* as biases of the values"),
+    ({"e1_3": mx.array(64)}, "Entry 1 .* is quantized to 8 bits in groups of 64"),
+]
+
+
+SPARSE_DAMAGES = [
+    ({"e0_0_3": lambda x: x[:, :1]}, r"Entry 0 .* as last tokens \[1, 1, 1\] int32, not \[1, 2, 1\] int32"),
+    ({"e0_0_2": lambda x: x[..., :8]}, r"Entry 0 .* as convolution inputs of n-grams \[1, 9, 8\]"),
+    ({"e1_1_1": lambda x: x[:, :, :8]}, "Entry 1 .* is of 20 tokens, and its index keys of 8"),
+    ({"e4_1_1": lambda x: x[..., :8]}, r"Entry 4 .* as index keys \[1, 1, 256, 8\] float32, not \[1, 1, n, 32\]"),
+]
+
+
+def test_refuses_damaged_windows_and_index_keys(tmp_path):
+    for arrays, error in SPARSE_DAMAGES:
+        file = str(tmp_path / "damaged.safetensors")
+        Path(file).write_bytes(sound(False, FLASH)[0])
+        rewrite(file, **arrays)
+        with pytest.raises(ValueError, match=error):
+            mtp([7], deep_model_of(FLASH), prompt_cache=load_prompt_cache(file))
+
+
+@pytest.mark.parametrize("options", [{}, KV], ids=["", "quantized"])
+def test_refuses_a_damaged_file(options, tmp_path):
+    model = deep_model_of("qwen3_5")
+    for arrays, error in QUANTIZED_DAMAGES if options else DAMAGES:
+        file = str(tmp_path / "damaged.safetensors")
+        Path(file).write_bytes(sound(bool(options))[0])
+        rewrite(file, **arrays)
+        with pytest.raises(ValueError, match=f"{error}.*Make a new one with mlx_mtp.make_prompt_cache"):
+            mtp([7], model, prompt_cache=load_prompt_cache(file), **options)
+    if options:
+        return
+    for i, entry, error in [
+        (0, RecurrentCache(3), "Entry 0 .* has 3 values in place of convolution inputs, state"),
+        (0, RecurrentCache(2, left_padding=[1]), "Entry 0 .* is that of padded prompts"),
+        (4, RecurrentCache(2), "Entry 4 .* is a ArraysCache, and this model needs a KVCache"),
+        (5, KVCache(), "Entry 5 .* is a KVCache, and this model needs a ArraysCache"),
+        (5, RecurrentCache(9), "Entry 5 .* has 9 values in place of hidden state, "),
+    ]:
+        prompt_cache = make_prompt_cache(model)
+        prompt_cache[i] = entry
+        with pytest.raises(ValueError, match=error):
+            mtp([7], model, prompt_cache=prompt_cache)
+
+
+# Whose cache it is
+
+
+OTHER = r"belongs to another model, or to other weights, settings or adapters of this model\. Make a new one"
+
+
+def goes_on(model, prompt_cache, text) -> bool:
+    got = mtp([7], model, max_tokens=4, num_draft_tokens=2, prompt_cache=prompt_cache)
+    return got == plain([*text, 7], model, max_tokens=4)
+
+
+def test_refuses_another_models_file(tmp_path):
+    file, text = saved(tmp_path)
+    assert goes_on(deep_model("qwen3_5"), load_prompt_cache(file), text)  # loaded again
+    quantized = deep_model("qwen3_5")
+    nn.quantize(quantized, 32, 4)
+    ropes = {"rope_theta": 500.0}, {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    changes = [{"rope_parameters": ROPE | rope} for rope in ropes]
+    changes += [{"seed": 1}, {"dtype": mx.bfloat16}, {"rms_norm_eps": 1e-3}]
+    for other in (quantized, *(deep_model("qwen3_5", **change) for change in changes)):
+        with pytest.raises(ValueError, match=OTHER):
+            mtp([7], other, prompt_cache=load_prompt_cache(file))
+
+
+def test_drops_the_rows_of_another_head(tmp_path):
+    """As after `mtp_bits` or a fit of the head: the backbone decides the text, and its caches stay."""
+    file, text = saved(tmp_path)
+    model = deep_model("qwen3_5")
+    model.mtp.fc.weight = model.mtp.fc.weight + 1
+    prompt_cache = load_prompt_cache(file)
+    assert goes_on(model, prompt_cache, text)
+    assert prompt_cache[-2].offset == 5  # from the last token of the file on
+    save_prompt_cache(file, prompt_cache)
+    rows = load_prompt_cache(file)
+    mtp([7], model, max_tokens=4, prompt_cache=rows)
+    assert rows[-2].offset == 10
+
+
+def test_an_adapter_of_another_scale_is_another_model(tmp_path):
+    folder = copied(tmp_path)
+    adapter = make_adapter(folder, tmp_path / "adapter")
+    load_adapted = lambda: load(str(folder), adapter_path=str(adapter))[0]  # noqa: E731
+    file, text = saved(tmp_path, load_adapted())
+    assert goes_on(load_adapted(), load_prompt_cache(file), text)
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace('"scale": 10.0', '"scale": 5.0'))
+    with pytest.raises(ValueError, match=OTHER):
+        mtp([7], load_adapted(), prompt_cache=load_prompt_cache(file))
+
+
+def test_resumes_files_without_a_fingerprint(tmp_path):
+    """Of an earlier version, which had fewer arrays in the last entry, and of mlx-lm."""
+    model, old = deep_model_of("qwen3_5"), str(tmp_path / "old.safetensors")
+    file, text = saved(tmp_path)
+    for n in (3, 4):
+        prompt_cache = load_prompt_cache(file)
+        prompt_cache[-1].cache = prompt_cache[-1].cache[:n]
+        save_prompt_cache(old, prompt_cache)
+        assert goes_on(model, load_prompt_cache(old), text)
+    theirs = make_stock_cache(model)
+    plain(text, model, max_tokens=0, prompt_cache=theirs)
+    save_prompt_cache(file, theirs)
+    assert goes_on(model, load_prompt_cache(file), text)
+
+
+def test_fingerprint(monkeypatch):
+    """It is taken once, for a cache alone. The head's tensors change the second half alone, all others the first."""
+    model, taken, original = tiny_model("qwen3_5_moe"), [], fingerprint.fingerprint
+    with monkeypatch.context() as patch:
+        patch.setattr(fingerprint, "fingerprint", lambda model: taken.append(1) or original(model))
+        mtp(PROMPT, model, max_tokens=3)
+        assert taken == []
+        prompt_cache = make_prompt_cache(model)
+        for _ in range(3):
+            mtp(PROMPT, model, max_tokens=3, prompt_cache=prompt_cache)
+            mtp(PROMPT, model, max_tokens=3, prompt_cache=copy.deepcopy(prompt_cache))
+        assert taken == [1]
+    whole = model.fingerprint()
+    for name, p in tree_flatten(model.parameters()):
+        model.load_weights([(name, p + (mx.arange(p.size) == 5 * p.size // 8).reshape(p.shape))], strict=False)
+        changed, is_head = model.fingerprint(), name.startswith("language_model.mtp.")
+        assert [changed[:SIZE] == whole[:SIZE], changed[SIZE:] == whole[SIZE:]] == [is_head, not is_head]
+        model.load_weights([(name, p)], strict=False)
+    model.head_acceptance = 0.875
+    model.load_weights([(name, p)], strict=False)
+    assert model.fingerprint() == whole
+
+
+SHAPES = [(), (5,), (64,), (300, 40), (301, 7), (4, 30, 16), (6, 4, 1)]
+DTYPES_OF_ROWS = ["uint8", "float16", "bfloat16", "float32", "uint32"]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [*product(SHAPES, DTYPES_OF_ROWS)][:: 1 if LONG else 4], ids=str)
+def test_a_change_of_any_row_is_another_model(shape, dtype):
+    """Of its last bit, and also if another row has its values."""
+    kind, n = getattr(mx, dtype), math.prod(shape)
+    bits = mx.random.randint(0, 2**31 - 1, (n,), key=mx.random.key(n))
+    bits = bits.astype({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[kind.size])
+    p = bits.view(kind)
+    whole, rows, width = digest([("w", p.reshape(shape))]), n // (shape or (1,))[-1], (shape or (1,))[-1]
+    for i in range(0, n, max(n // 50, 1)):
+        changed = bits ^ (mx.arange(n) == i).astype(bits.dtype)
+        assert digest([("w", changed.view(kind).reshape(shape))]) != whole
+    table = p.reshape(rows, width)
+    for i in range(0, rows - 1, max(rows // 20, 1)):
+        order = mx.arange(rows)
+        order[i], order[rows - 1] = rows - 1, i
+        if not mx.array_equal(bits.reshape(rows, width)[i], bits.reshape(rows, width)[-1]):
+            assert digest([("w", table[order].reshape(shape))]) != whole
+
+
+# Random damage to token ids, counts, shapes and dtypes, not to keys and states: a wrong value cannot be recognized
+
+N = len(PROMPT) + 9
+NUMBERS = (-(2**31), -2, -1, 0, 1, N - 2, N - 1, N, N + 1, 32, 255, 256, 257, 4_000_000, 2**31 - 1)
+DTYPES = (mx.int32, mx.uint32, mx.uint8, mx.bool_, mx.int64, mx.complex64)
+CLASSES = ("KVCache", "ArraysCache", "QuantizedKVCache", "RotatingKVCache")
+
+
+def damaged(r: random.Random, x: mx.array) -> mx.array:
+    """An array with other values, if it holds integers, or of another shape or dtype."""
+    is_number = x.dtype in (mx.int32, mx.uint32) and x.ndim < 2
+    way = r.choice(["value", "shape", "dtype"] if is_number else ["shape", "dtype"])
+    if way == "dtype":
+        return x.astype(r.choice([d for d in DTYPES if d != x.dtype]))
+    if way == "value":
+        number = mx.array(r.choice(NUMBERS)).astype(x.dtype)
+        return mx.where(mx.arange(x.size).reshape(x.shape) == r.randrange(max(x.size, 1)), number, x)
+    if x.ndim == 0:
+        return mx.stack([x] * r.randrange(1, 4))
+    axis = r.randrange(x.ndim)
+    n = r.choice([x.shape[axis] // 2, max(x.shape[axis] - 1, 0)])
+    other, part = x.flatten() if x.ndim > 1 else x[None], mx.take(x, mx.arange(n), axis=axis)
+    return r.choice([x[None], other, mx.concatenate([x, x], axis=axis), part, part])
+
+
+def damage(r: random.Random, file: str) -> str:
+    """Damage arrays of a file, or its list of classes -> what was done."""
+    arrays, metadata = mx.load(file, return_metadata=True)
+    done = []
+    for _ in range(r.choice([1, 1, 1, 2])):
+        key = r.choice([*arrays])
+        if r.random() < 0.1:
+            key = r.choice([key for key in metadata if key.startswith("1.")])
+            metadata[key] = r.choice(CLASSES)
+            done.append(f"{key} is {metadata[key]}")
+        elif r.random() < 0.1:
+            done.append(f"{key} is missing")
+            del arrays[key]
+        else:
+            arrays[key] = damaged(r, arrays[key])
+            done.append(f"{key} is {arrays[key].shape} {arrays[key].dtype} {arrays[key].flatten()[:20].tolist()}")
+    mx.save_safetensors(file, arrays, metadata)
+    return "; ".join(done)
+
+
+@functools.cache
+def sound(quantized: bool, family: str = "qwen3_5") -> tuple[bytes, list[int]]:
+    """A file as it should be, and what mlx-lm goes on with behind its tokens."""
+    model, options, prompt_cache = (
+        deep_model_of(family),
+        KV if quantized else {},
+        make_prompt_cache(deep_model_of(family)),
+    )
+    theirs = model.make_cache()
+    for run, cache in ((mtp, prompt_cache), (plain, theirs)):
+        run(PROMPT, model, max_tokens=9, prompt_cache=cache, **options)
+    with TemporaryDirectory() as folder:
+        save_prompt_cache(f"{folder}/sound.safetensors", prompt_cache)
+        data = Path(f"{folder}/sound.safetensors").read_bytes()
+    return data, plain([7], model, max_tokens=4, prompt_cache=theirs, **options)
+
+
+@examples(60)
+@given(quantized=st.booleans(), family=st.sampled_from(["qwen3_5", FLASH]), seed=st.integers(0, 2**64 - 1))
+def test_random_damage_is_refused_or_harmless(quantized, family, seed):
+    """With one sentence, or the text continues as mlx-lm's does after the same tokens."""
+    data, want = sound(quantized, family)
+    options = dict(max_tokens=4, num_draft_tokens=3, copy_drafts=4, **(KV if quantized else {}))
+    with TemporaryDirectory() as folder:
+        file = f"{folder}/damaged.safetensors"
+        Path(file).write_bytes(data)
+        done = damage(random.Random(seed), file)
+        try:
+            prompt_cache = load_prompt_cache(file)
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+            return  # mlx-lm's own refusal
+        error, got = "", None
+        try:
+            got = mtp([7], deep_model_of(family), prompt_cache=prompt_cache, **options)
+        except ValueError as e:
+            error = str(e)
+    is_sentence = "prompt cache" in error and error.endswith(".") and "\n" not in error
+    assert is_sentence if error else got == want, f"{error or got}, where {done}"

@@ -16,13 +16,12 @@ from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
-from mlx_mtp import PromptStore, make_prompt_cache, make_sampler, stream_generate
+from mlx_mtp import KVOptions, PromptStore, make_prompt_cache, make_sampler, stream_generate
 from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.core.caches import rows
 from mlx_mtp.core.caches.prompt_cache import PromptCache, open_prompt_cache
 from mlx_mtp.core.caches.recurrent import RecurrentCache
-from mlx_mtp.core.caches.rows import KVOptions
 from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.prompt_store import arrays
 from mlx_mtp.prompt_store import store as store_module
@@ -204,7 +203,7 @@ def test_refuses_what_is_not_of_these_tokens_or_this_model():
     for text, prompt_cache, message in [
         (TEXT[:-1], read(model, TEXT), "is of 16 tokens, not of these 15"),
         (TEXT, read(model_of("qwen3_5", 1), TEXT), "belongs to another model"),
-        (TEXT, quantized, r"8 bits in groups of 32: give kv=.*, not None"),
+        (TEXT, quantized, r"8 bits in groups of 32: give kv=mlx_mtp\.KVOptions.*, not None"),
     ]:
         with pytest.raises(ValueError, match=message):
             store.insert(text, prompt_cache)

@@ -68,12 +68,10 @@ MARKS = "<think>", "</think>"
         ("", "<think>\nHm.", True), ("", "<think>\nHm.\n</think>\n\nYes", False), ("", "Say </think>", None),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize(
-    "said", ["Hi.", "Say <think>", "<think>\n", "<think>\nHm.\n</think>\n", "```\n<think>\n", "</think>"]
-)
-def test_the_end_of_the_prompt_alone_tells_whether_it_is_in_reasoning(end, prefill, want, said):
-    prompt = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n{end}{prefill}"
-    assert ends_in_reasoning(prompt, MARKS, prefill) == want
+def test_the_end_of_the_prompt_alone_tells_whether_it_is_in_reasoning(end, prefill, want):
+    for said in ("Hi.", "Say <think>", "<think>\n", "<think>\nHm.\n</think>\n", "```\n<think>\n", "</think>"):
+        prompt = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n{end}{prefill}"
+        assert ends_in_reasoning(prompt, MARKS, prefill) == want, said
 
 
 # What a request asks for
@@ -121,7 +119,6 @@ def asked(path, **fields):
 ON = {"enable_thinking": True}
 
 
-@pytest.mark.parametrize("path", CHATS)
 @pytest.mark.parametrize(
     ("fields", "variables", "budget"),
     [
@@ -151,20 +148,20 @@ ON = {"enable_thinking": True}
     ],
     ids=str,
 )  # fmt: skip
-def test_a_switch_means_the_same_in_each_api(path, fields, variables, budget):
+def test_a_switch_means_the_same_in_each_api(fields, variables, budget):
     """Whoever named it, also among the variables of the template."""
     tokenizer = SimpleNamespace(chat_template="{{ enable_thinking }}", has_thinking=True)
-    request = asked(path, **fields)
-    assert (request.args.chat_template_kwargs, request.thinking.limit(tokenizer)) == (variables, budget)
-    if not {"include_reasoning", "output_config"} & {*fields}:
-        request = asked(path, chat_template_kwargs={name: x for name, x in fields.items() if not isinstance(x, dict)}, **{
-            name: x for name, x in fields.items() if isinstance(x, dict)
-        })  # fmt: skip
-        given = request.args.chat_template_kwargs
-        assert ({name: given[name] for name in variables}, request.thinking.limit(tokenizer)) == (variables, budget)
+    plain = {name: x for name, x in fields.items() if not isinstance(x, dict)}
+    others = {name: x for name, x in fields.items() if isinstance(x, dict)}
+    for path in CHATS:
+        request = asked(path, **fields)
+        assert (request.args.chat_template_kwargs, request.thinking.limit(tokenizer)) == (variables, budget), path
+        if not {"include_reasoning", "output_config"} & {*fields}:
+            request = asked(path, chat_template_kwargs=plain, **others)
+            given = {name: request.args.chat_template_kwargs[name] for name in variables}
+            assert (given, request.thinking.limit(tokenizer)) == (variables, budget), path
 
 
-@pytest.mark.parametrize("path", CHATS)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -176,13 +173,14 @@ def test_a_switch_means_the_same_in_each_api(path, fields, variables, budget):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_switch_that_is_not_honoured_is_refused_by_its_name(path, fields):
+def test_a_switch_that_is_not_honoured_is_refused_by_its_name(fields):
     ((name, value),) = fields.items()
-    with pytest.raises(ApiError) as e:
-        asked(path, **fields)
     name = name if name != "chat_template_kwargs" else next(iter(value))
-    assert (e.value.status, e.value.param) == (400, name)
-    assert e.value.message.startswith(name)
+    for path in CHATS:
+        with pytest.raises(ApiError) as e:
+            asked(path, **fields)
+        assert (e.value.status, e.value.param) == (400, name), path
+        assert e.value.message.startswith(name), path
 
 
 def test_texts_have_no_switches():

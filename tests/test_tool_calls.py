@@ -264,17 +264,9 @@ OPEN_PARAMETERS = [
     "<parameter = {}>", "<parameter={} >", '<parameter={} type="string">', "<parameter {}>", "<parameter:{}>",
 ]  # fmt: skip
 CLOSE_PARAMETERS = [
-    "</parameter>",
-    "",
-    "</parameter",
-    "</parameter/>",
-    "</parameter={}>",
-    "</{}>",
-    "</parameters>",
-    "</param>",
-    "</ parameter>",
-    "</parameter>>",
-]
+    "</parameter>", "", "</parameter", "</parameter/>", "</parameter={}>", "</{}>", "</parameters>", "</param>",
+    "</ parameter>", "</parameter>>",
+]  # fmt: skip
 CLOSE_FUNCTIONS = ["</function>", "", "</function", "</function={}>", "</function/>", "</function >", "</functions>"]
 ENDS = ["</tool_call>", "", "</tool_call></tool_call>"]
 PROPER = [OPEN_FUNCTIONS[0], OPEN_PARAMETERS[0], CLOSE_PARAMETERS[0], CLOSE_FUNCTIONS[0], ENDS[0]]
@@ -308,33 +300,34 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("forms", DRIFTS, ids="".join)
 @pytest.mark.parametrize("call", [READ, WRITE, ("read", {"path": "b", "limit": 5})], ids=lambda call: "-".join(call[1]))
-def test_a_call_whose_tags_drift_is_the_one_that_is_meant(call, forms):
+def test_a_call_whose_tags_drift_is_the_one_that_is_meant(call):
     """Alone, before and after another, and before text if it has an end."""
-    proper, drifting = write_call(*WRITE, PROPER), write_call(*call, forms)
-    for text, calls in (
-        (drifting, [call]), (f"{drifting}\n{proper}", [call, WRITE]), (f"{proper}\n{drifting}", [WRITE, call]),
-        (f"{drifting}\n{drifting}\n\n{drifting}", [call] * 3), (f"{proper}{drifting}", [WRITE, call]),
-    ):  # fmt: skip
-        content, found = calls_of(text, schemas=FILES)
-        assert found == calls, text
-        assert content.strip() == ""
-    if forms[3] or forms[4]:
-        assert calls_of(f"{drifting}\n\nIt is so.", schemas=FILES) == ("\n\nIt is so.", [call])
+    proper = write_call(*WRITE, PROPER)
+    for forms in DRIFTS:
+        drifting = write_call(*call, forms)
+        for text, calls in (
+            (drifting, [call]), (f"{drifting}\n{proper}", [call, WRITE]), (f"{proper}\n{drifting}", [WRITE, call]),
+            (f"{drifting}\n{drifting}\n\n{drifting}", [call] * 3), (f"{proper}{drifting}", [WRITE, call]),
+        ):  # fmt: skip
+            content, found = calls_of(text, schemas=FILES)
+            assert found == calls, text
+            assert content.strip() == "", text
+        if forms[3] or forms[4]:
+            assert calls_of(f"{drifting}\n\nIt is so.", schemas=FILES) == ("\n\nIt is so.", [call]), forms
 
 
 NEED_LINES = {"<function={}", "<function {}>", "<parameter={}", '<parameter="{}"', "<parameter {}>"}
 
 
-@pytest.mark.parametrize("forms", [f for f in DRIFTS if not NEED_LINES & {*f}], ids="".join)
-def test_a_call_on_one_line_whose_tags_drift(forms):
-    call = ("read", {"path": "b", "limit": 5})
-    if forms[2] in ("</parameter", "") and forms[3] == "</function":
-        return
-    text = write_call(*call, forms, between="")
-    assert calls_of(text, schemas=FILES) == ("", [call])
-    assert calls_of(text + write_call(*READ, PROPER, between=""), schemas=FILES) == ("", [call, READ])
+def test_a_call_on_one_line_whose_tags_drift():
+    call, proper = ("read", {"path": "b", "limit": 5}), write_call(*READ, PROPER, between="")
+    for forms in (f for f in DRIFTS if not NEED_LINES & {*f}):
+        if forms[2] in ("</parameter", "") and forms[3] == "</function":
+            continue
+        text = write_call(*call, forms, between="")
+        assert calls_of(text, schemas=FILES) == ("", [call]), text
+        assert calls_of(text + proper, schemas=FILES) == ("", [call, READ]), text
 
 
 TAG = re.compile(r"</?(?:tool_call|function|parameter)[^<>]*>")
@@ -446,26 +439,22 @@ def test_an_answer_is_its_words_and_its_calls(answer, sizes):
 
 
 @pytest.mark.parametrize(
-    "call", [ONE_LINE, f"{ONE_LINE}\n", f"{ONE_LINE} {ONE_LINE}", render("add", {"a": 1, "b": 2}), JSON]
-)
-@pytest.mark.parametrize(
     "text", ["Let me look.", "Let me look: ", "**Now** `a` ", "```py\na\n", "- ```xml\n", "- Look.", "~~~\n```\n~~\n"]
 )
-def test_a_whole_block_that_ends_the_text_is_a_call_behind_words_and_in_an_open_fence(text, call):
-    content, calls = calls_of(text + call)
-    assert content == text
-    assert calls == [("add", {"a": 1, "b": 2})] * call.count("<tool_call>")
-    assert parse(text + call, cut=True) == [text + call]
-    assert parse(f"{text}{call} is how.") == [f"{text}{call} is how."]
+def test_a_whole_block_that_ends_the_text_is_a_call_behind_words_and_in_an_open_fence(text):
+    for call in (ONE_LINE, f"{ONE_LINE}\n", f"{ONE_LINE} {ONE_LINE}", render("add", {"a": 1, "b": 2}), JSON):
+        want = [("add", {"a": 1, "b": 2})] * call.count("<tool_call>")
+        assert calls_of(text + call) == (text, want), call
+        assert parse(text + call, cut=True) == [text + call]
+        assert parse(f"{text}{call} is how.") == [f"{text}{call} is how."]
 
 
 @pytest.mark.parametrize("before", ["", "\n\n", "See.\n\n", "- a\n\n", f"{ONE_LINE}\n", "```\na\n```\n \n"])
-@pytest.mark.parametrize("end", ["", "\n</tool_call>", "\n</tool_call>\n\nIt runs.", "\n\nIt runs."])
-def test_a_call_without_its_opening_tag(before, end):
-    content, calls = calls_of(f"{before}<function=add>\n<parameter=a>\n3\n</parameter>\n</function>{end}")
-    assert calls[-1] == ("add", {"a": 3})
-    want = before.replace(ONE_LINE, "") + end.replace("\n</tool_call>", "")
-    assert content == want
+def test_a_call_without_its_opening_tag(before):
+    for end in ("", "\n</tool_call>", "\n</tool_call>\n\nIt runs.", "\n\nIt runs."):
+        content, calls = calls_of(f"{before}<function=add>\n<parameter=a>\n3\n</parameter>\n</function>{end}")
+        assert calls[-1] == ("add", {"a": 3}), end
+        assert content == before.replace(ONE_LINE, "") + end.replace("\n</tool_call>", ""), end
 
 
 def test_cut_call_keeps_its_beginning():
@@ -489,9 +478,9 @@ def types(schema, defs=None):
 NUMBER, BOOLEAN, ARRAY, MAYBE = {"type": "number"}, {"type": "boolean"}, {"type": "array"}, {"type": ["string", "null"]}
 
 
-@pytest.mark.parametrize(
-    ("schema", "text", "want"),
-    [
+def test_values_by_schema():
+    defs = {"n": INTEGER, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, STRING]}}
+    for schema, text, want in (
         (INTEGER, "12345678901234567890", 12345678901234567890), (INTEGER, " 7\n", 7), (INTEGER, "7.0", 7),
         (INTEGER, "1e3", 1000), (INTEGER, "0e999999999", 0), (INTEGER, "7.5", "7.5"), (INTEGER, "abc", "abc"),
         (INTEGER, "1e400", "1e400"), (INTEGER, "9" * 5000, "9" * 5000), (INTEGER, "1_000", "1_000"),
@@ -512,13 +501,9 @@ NUMBER, BOOLEAN, ARRAY, MAYBE = {"type": "number"}, {"type": "boolean"}, {"type"
         ({"description": "anything"}, '{"a": null}', {"a": None}), (True, "text", "text"),
         ({"$ref": "#/$defs/n"}, "5", 5), ({"$ref": "#/nowhere"}, "text", "text"),
         ({"$ref": "#/$defs/loop"}, "text", "text"),
-    ],
-    ids=lambda x: str(x)[:40],
-)  # fmt: skip
-def test_values_by_schema(schema, text, want):
-    defs = {"n": INTEGER, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, STRING]}}
-    got = json.loads(to_json(text, types(schema, defs)))
-    assert (got, type(got)) == (want, type(want))
+    ):  # fmt: skip
+        got = json.loads(to_json(text, types(schema, defs)))
+        assert (got, type(got)) == (want, type(want)), (schema, text[:40])
 
 
 def test_hostile_schemas():

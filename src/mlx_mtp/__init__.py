@@ -7,6 +7,7 @@ from .core.batch.generate import BatchResponse, batch_generate
 from .core.batch.generate_step import mtp_generate_step
 from .core.batch.generator import BatchGenerator
 from .core.caches.prompt_cache import make_prompt_cache
+from .core.caches.rows import KVOptions
 from .core.decoding.counts import DraftCounts
 from .core.drafts.options import TextOptions
 from .core.layers.mtp import MTPModule
@@ -25,6 +26,7 @@ __all__ = [
     "Depth",
     "DraftCounts",
     "GenerationResponse",
+    "KVOptions",
     "MTPError",
     "MTPModule",
     "PromptStore",

@@ -1,7 +1,6 @@
 """Heads in the layouts that others publish: a layout is one choice for each axis, and the axes are independent."""
 
 import json
-import re
 import shutil
 import struct
 from dataclasses import dataclass, field
@@ -183,35 +182,4 @@ def write_fp8(source: Path, target: Path, base_model: str) -> Path:
     how = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     configure(target, quantization_config=how)
     (target / "README.md").write_text(f"---\nbase_model:\n- {base_model}\n---\n")
-    return target
-
-
-def as_experts(dense: Path, target: Path, n_experts: int = 4) -> Path:
-    """A mixture of experts that computes what a converted dense checkpoint does: each expert is the dense layer, a shared one
-    adds nothing. In float32, since MLX's CPU backend multiplies gathered matrices in nothing else."""
-    shutil.copytree(dense, target, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
-    out, size = {}, 64
-    for name, w in mx.load(str(dense / WEIGHTS)).items():
-        w = w.astype(mx.float32)
-        if (found := re.fullmatch(r"(.*\.mlp\.)(gate|up|down)_proj\.weight", name)) is None:
-            out[name] = w
-            continue
-        mlp, projection = found.groups()
-        out[f"{mlp}switch_mlp.{projection}_proj.weight"] = mx.repeat(w[None], n_experts, 0)
-        hidden = w.shape[0 if projection == "down" else 1]
-        own = (hidden, size) if projection == "down" else (size, hidden)
-        out[f"{mlp}shared_expert.{projection}_proj.weight"] = mx.zeros(own)
-        out[f"{mlp}gate.weight"], out[f"{mlp}shared_expert_gate.weight"] = (
-            mx.zeros((n_experts, hidden)),
-            mx.zeros((1, hidden)),
-        )
-    mx.save_safetensors(str(target / WEIGHTS), out)
-    text = config_of(target)["text_config"]
-    configure(
-        target, model_type="qwen3_5_moe",
-        text={
-            "model_type": "qwen3_5_moe_text", "num_experts": n_experts, "num_experts_per_tok": 2,
-            "moe_intermediate_size": text["intermediate_size"], "shared_expert_intermediate_size": size,
-        },
-    )  # fmt: skip
     return target

@@ -6,9 +6,8 @@ import functools
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
-from mlx_mtp import make_prompt_cache
+from mlx_mtp import KVOptions, make_prompt_cache
 from mlx_mtp.core.batch.generate_step import prefill
-from mlx_mtp.core.caches.rows import KVOptions
 
 from .models import arrays_equal, deep_model
 

@@ -38,8 +38,8 @@ def format_of(model: Any, cache: PromptCache, kv: KVOptions | None) -> Format:
     if quantized and (kv is None or quantized != {(kv.kv_bits, kv.kv_group_size)}):
         bits, size = next(iter(quantized))
         raise MTPError(
-            f"The prompt cache has keys and values of {bits} bits in groups of {size}: give kv=KVOptions(...), as it was read "
-            f"with, not {kv}."
+            f"The prompt cache has keys and values of {bits} bits in groups of {size}: give kv=mlx_mtp.KVOptions(...) with the "
+            f"options that it was read with, not {kv}."
         )
     has_inputs = cache.last_hidden is not None and cache.head.offset == cache.n_tokens - 1
     return Format(kv if quantized else None, has_inputs and model.head_layer is not None)

@@ -28,11 +28,17 @@ EVERY = 2048  # tokens of a prompt after which mlx-lm quantizes: its default ``p
 
 @dataclass(frozen=True, kw_only=True)
 class KVOptions:
-    """The quantization of keys and values, as in mlx-lm's ``generate_step``."""
+    """The quantization of keys and values, as in mlx-lm's ``generate_step``.
 
-    kv_bits: int | None = None  # of a quantized key or value; ``None``: no quantization
+    Args:
+        kv_bits (int, optional): The bits of a key's or value's number. Default: ``None``, no quantization.
+        kv_group_size (int): The numbers that share a scale.
+        quantized_kv_start (int): The tokens of a text from which on it may be quantized, see ``of_text``.
+    """
+
+    kv_bits: int | None = None
     kv_group_size: int = 64
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START  # tokens of a text from which on it may be, see ``of_text``
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
 
     def of_text(self, n_cached: int, n_prompt: int) -> "KVOptions":
         """These options for one text: its keys and values are quantized once it has exactly ``quantized_kv_start`` tokens.
