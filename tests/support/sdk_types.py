@@ -43,6 +43,8 @@ class _Values:
             return
         fields = {name: list(self.of(hint, depth + 1)) for name, hint in get_type_hints(t).items()}
         fields = {name: values for name, values in fields.items() if values}
+        if "definition" in fields:
+            fields["definition"] = ['start: "a"']  # a grammar
         for i in range(max(map(len, fields.values()), default=0)):
             yield {name: values[i % len(values)] for name, values in fields.items()}
 

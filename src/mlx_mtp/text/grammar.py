@@ -310,7 +310,8 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Any, found: Any):
         self.tokenizer, self.eos_token_id = tokenizer, found.eos_token
-        self.tokens = [found.decode_bytes([i]) for i in range(found.vocab_size)]
+        # One that is empty is the byte 0xFF alone, which marks control tokens.
+        self.tokens = [found.decode_bytes([i]) or b"\xff" for i in range(found.vocab_size)]
         self.special_token_ids = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
 
     def __call__(self, text: bytes) -> list[int]:

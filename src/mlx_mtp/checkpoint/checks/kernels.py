@@ -58,7 +58,10 @@ def attention_differences(
     keys = mx.random.uniform(-LARGEST, LARGEST, (1, Hkv, LONG, D), dtype, key)
     queries = mx.random.uniform(-1, 1, (2, Hq, n_queries[-1], D), dtype, key)
     keys = mx.concatenate([keys, keys[..., ::-1]])  # [2, Hkv, N, D]
-    exact: Any = [keys, mx.contiguous(keys[:, :, ::-1])]  # CUDA's attention takes no negative strides, which no cache has
+    exact: Any = [
+        keys,
+        mx.contiguous(keys[:, :, ::-1]),
+    ]  # CUDA's attention takes no negative strides, which no cache has
     given = exact
     if bits is not None:
         cache.bits, cache.group_size = bits, quantized_group_size(queries)

@@ -44,7 +44,8 @@ READ = ("type", "content", "refusal", "audio", *THOUGHTS, "tool_calls", "functio
 FACTS = ("exit_code", "return_code", "approve")
 # Types of the parts of a result. An object of another type, or of none, is a tool's own.
 OF_APIS = re.compile(
-    "text|image|screenshot|file|document|audio|video|result|output|reference|refusal|call|use|thinking|function|namespace|custom|web_search"
+    "text|image|screenshot|file|document|audio|video|result|output|reference|refusal|call|use|thinking|function|namespace|custom|"
+    "web_search|mcp|browser_state|shell|apply_patch|computer|code_interpreter|tool_search"
 )
 ENCODED = re.compile(r"data:.*|[\w+/=-]{200,}", re.ASCII | re.DOTALL)
 Parts = list[tuple[str, Any]]  # parts of a content, each after its place in the body
