@@ -64,6 +64,7 @@ SIGNATURES = [
     (sample_utils.apply_xtc, "logits xtc_probability xtc_threshold xtc_special_tokens"),
     (gated_delta.compute_g, "A_log a dt_bias"),
     (gated_delta.gated_delta_kernel, "q k v g beta state mask"),
+    (gated_delta.gated_delta_ops, "q k v g beta state mask"),
     (gated_delta.normalize_qk, "q k inv_scale eps"),
     (trainer.train, "model optimizer train_dataset val_dataset args loss iterate_batches training_callback"),
     (callbacks.TrainingCallback.on_val_loss_report, "self val_info"),

@@ -360,7 +360,7 @@ FILES |= {"adapter_config.json": b"{}", "fit.json": b"{}"}
         ("--corpus bytes.txt", "bytes.txt cannot be read as a corpus"),
         ("--corpus x.jsonl", "x.jsonl cannot be read as a corpus (Unsupported data format"),
         ("--model quantized", "is quantized: give it the base model's"),
-        ("--adapter-path .", "could not be loaded (AttributeError"),
+        ("--adapter-path .", "The adapter . has no adapters.safetensors"),
         ("--cache-path .", "was recorded with other arguments"),
         ("--drafts 9", "--drafts must be from 1 to 8, not 9."),
         ("--iters 0", "--iters must be 1 or more, not 0."),

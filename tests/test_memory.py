@@ -236,8 +236,8 @@ def test_a_tensor_larger_than_an_array_is_refused_before_it_is_read(monkeypatch)
         f"layers.0.mlp.experts.{i}.up_proj.weight": Tensor("model.safetensors", "BF16", [8, 10], 0, 160)
         for i in range(2)
     }
-    header = SimpleNamespace(tensors=experts)
-    checkpoint = SimpleNamespace(name="model", folder="", model_files=["model.safetensors"], header=lambda file: header)
+    given = dict(model_map=dict.fromkeys(experts, "model.safetensors"), has=lambda file: True)
+    checkpoint = SimpleNamespace(name="model", folder="", tensors=lambda names: {n: experts[n] for n in names}, **given)
     with pytest.raises(ValueError, match=r"experts.up_proj.weight takes 0\.3 kB"):
         check_memory(checkpoint, None, Account(), 0)
 

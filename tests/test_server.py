@@ -351,6 +351,7 @@ def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog):
     for (address, is_open), key in product(addresses.items(), [(), ("--api-key", "a")]):
         caplog.clear()
         options = options_of("--host", address, *key)
+        options.log = None  # as without launch
         command.serve(options, engine, SimpleNamespace(getsockname=lambda address=address: (address, 80)))
         warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
         assert len(warnings) == (is_open and not key), (address, key)

@@ -286,7 +286,7 @@ def test_a_prompt_that_the_client_cannot_mend_is_no_400(error, status):
 @ERRORS
 def test_an_answer_that_the_client_cannot_mend_is_logged(caplog, error, status):
     engine, request, said = frontend_of().engine, request_of(), []
-    engine.running, request.send = {0: request}, said.append
+    engine.running, request.send, engine.n_failures = {0: request}, said.append, 0
     engine._answer(SimpleNamespace(uid=0, error=error), None, None)
     assert [e.status for e in said] == [status]
     assert any(record.exc_info for record in caplog.records) is (status == 500)
