@@ -17,7 +17,7 @@ from mlx_mtp.errors import MTPError
 from mlx_mtp.memory import sizes_of
 from mlx_mtp.server import frontend, serve
 from mlx_mtp.server.engine import engine as generation
-from mlx_mtp.server.engine.admission import Admission
+from mlx_mtp.server.engine.admission import Admission, longest_text
 from mlx_mtp.server.engine.encode import _errors_of
 from mlx_mtp.server.engine.engine import Clients
 from mlx_mtp.server.engine.models import Stores
@@ -106,8 +106,8 @@ def test_the_longest_text_is_the_longest_that_is_admitted():
         request = request_of()
         request.encoded = Prompt([0] * n)
         admission.account.left = admission.need(request) - (n == 0)
-        assert admission.longest(context) == want
-    assert admission.longest(None) is None
+        assert longest_text(admission, context) == want
+    assert longest_text(admission, None) is None
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "match"])

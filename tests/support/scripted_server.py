@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_mtp.checkpoint import load
 from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.server import serve
+from mlx_mtp.server.engine import engine
 from mlx_mtp.server.engine.admission import Admission
 from tests.support.server_process import Server, serve_here
 
@@ -29,7 +30,7 @@ def fail(logprobs):
 
 
 def lose_device(logprobs):
-    Admission.run_token = fail_on_device
+    engine.run_token = fail_on_device
     fail_on_device(logprobs)
 
 

@@ -58,7 +58,7 @@ class Admission:
         self.caches.use(key, model, tokenizer, self.max_cache_bytes)
         self.stop_sequences = make_stop_sequences(tokenizer)
         self.restart()
-        self.models.tokenizers[key].max_tokens = self.longest(self.models.tokenizers[key].context_length)
+        self.models.tokenizers[key].max_tokens = longest_text(self, self.models.tokenizers[key].context_length)
 
     def restart(self) -> None:
         self.batch = None  # this restores the wired limit
@@ -76,10 +76,6 @@ class Admission:
             stream=mx.default_stream(mx.default_device()),
             **drafts,
         )
-
-    def run_token(self) -> None:
-        """Run a plain pass of one token, which shows whether the device works."""
-        mx.eval(self.models.model(mx.zeros((1, 1), mx.uint32)))
 
     def close(self) -> None:
         """Drop the batch generator, whose memory the next model may need."""
@@ -99,7 +95,7 @@ class Admission:
     def fits(self, request: Request, running: Collection[Request]) -> bool:
         if not running or request.key != self.models.key:
             return not running
-        return self.ranks is not None or self.need(request, running) <= self._free()
+        return self.ranks is not None or self.need(request, running) <= self.free()
 
     def need(self, request: Request, running: Collection[Request] = ()) -> int:
         """The bytes that a request's prompt needs in addition to the running requests."""
@@ -118,23 +114,11 @@ class Admission:
         tower = 0 if image_prompt is None else image_prompt.vision.unread_bytes
         return caches - self.batch.prompt_cache_nbytes + peak + tower
 
-    def longest(self, context: int | None) -> int | None:
-        """The tokens of the longest text that memory has room for, up to the model's context."""
-
-        def need(n: int) -> int:
-            request = Request("text", "", [])
-            request.encoded = Prompt([0] * n)
-            return self.need(request)
-
-        if context is None or self.ranks is not None:
-            return context
-        return bisect_right(range(1, context + 1), self._free(), key=need)
-
     def held_by(self, request: Request) -> int:
         n = request.n_prompt + request.n_tokens
         return self.sizes.caches(n, **_kv_of(self.options, request).at(n))
 
-    def _free(self) -> int:
+    def free(self) -> int:
         """The free bytes, including MLX's buffers and the prompt caches of earlier requests, which can be freed."""
         return self.account.left + self.account.buffers + self.caches.nbytes
 
@@ -152,7 +136,7 @@ class Admission:
         return max(need - self.account.left, 0) if self.ranks is None else 0
 
     def begin(self, request: Request, prompt: Prompt) -> int:
-        need, free = self.need(request), self._free()
+        need, free = self.need(request), self.free()
         if self.ranks is None and len(self.batch) == 0 and need > free:
             message = (
                 f"The prompt of {request.n_prompt} tokens needs {size(need)}, and {size(max(free, 0))} of the server's "
@@ -216,6 +200,19 @@ class Admission:
     def make_room(self) -> None:
         """Evict snapshots until all caches, including those of running requests, fit into ``--prompt-cache-bytes``."""
         self.caches.trim_to(self.max_cache_bytes - self.batch.prompt_cache_nbytes)
+
+
+def longest_text(admission: Admission, context: int | None) -> int | None:
+    """The tokens of the longest text that memory has room for, up to the model's context."""
+
+    def need(n: int) -> int:
+        request = Request("text", "", [])
+        request.encoded = Prompt([0] * n)
+        return admission.need(request)
+
+    if context is None or admission.ranks is not None:
+        return context
+    return bisect_right(range(1, context + 1), admission.free(), key=need)
 
 
 def _kv_of(options: Options, request: Request) -> KVOptions:

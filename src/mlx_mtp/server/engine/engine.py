@@ -145,7 +145,7 @@ class Engine:
         self.n_failures += is_device_error(error)
         if self.n_failures > 1:
             try:
-                self.admission.run_token()
+                run_token(self.admission.models.model)
             except RuntimeError:
                 raise error from None
             self.n_failures = 1
@@ -284,6 +284,11 @@ def make_delta(request: Request, response: Response, finish_reason: str | None) 
     events, finish_reason = request.answer.step(request.detokenizer.last_segment, finish_reason)
     source = response.counts.source if response.from_draft else "model"
     return Delta(events, response.token, finish_reason, request.answer.stop.found, source)
+
+
+def run_token(model: Any) -> None:
+    """Run a plain pass of one token, which shows whether the device works."""
+    mx.eval(model(mx.zeros((1, 1), mx.uint32)))
 
 
 def _with_logprobs(delta: Delta, response: Response, n: int, tokenizer: Any) -> Delta:
