@@ -104,7 +104,7 @@ def hang_up(server: Server, prompt: str, after: float) -> float:
 
 def prompt_of(tokenizer, n: int, first: str) -> str:
     """A text of about n tokens that no other has begun with: nothing of it is in a prompt cache."""
-    source = (ROOT / "src" / "mlx_mtp" / "caches" / "rows.py").read_text() * (1 + n // 1000)
+    source = (ROOT / "src" / "mlx_mtp" / "core" / "caches" / "rows.py").read_text() * (1 + n // 1000)
     return tokenizer.decode(tokenizer.encode(f"# {first}\n{source}")[:n])
 
 
