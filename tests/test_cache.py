@@ -1,7 +1,7 @@
 """Going back inside a window: the state is that of a forward over the tokens kept, bit for bit."""
 
 import copy
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
-from mlx_mtp import MTPError
+from mlx_mtp import MTPError, make_prompt_cache, mtp_generate_step
 from mlx_mtp.core.caches import indexed
 from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.core.caches.recurrent import Split, rewound
@@ -201,3 +201,15 @@ def test_rows_of_named_arrays(bits, tmp_path):
             assert all(mx.array_equal(a[:, :, : n + 5], e) for a, e in of_each)
     rows.filter([2, 0], 305)
     assert [x.shape[0] for x in rows.arrays if isinstance(x, mx.array)] == [2] * (1 if bits else 3)
+
+
+def test_the_end_of_a_text_runs_no_attention_of_the_head():
+    """The keys of its last inputs are added to the prompt cache, while a pass may be in flight."""
+    model = model_of("qwen3_5")
+    cache = make_prompt_cache(model)
+    steps = mtp_generate_step(mx.array(PROMPT), model, num_draft_tokens=1, prompt_cache=cache, max_tokens=5)
+    for _ in range(5):
+        next(steps)
+    with patch.object(type(model.mtp), "last", side_effect=AssertionError):
+        assert list(steps) == []
+    assert cache[-2].offset == len(PROMPT) + 5 - 1

@@ -114,7 +114,8 @@ class HeadCache:
         if held.is_ragged:
             before = [max(n - 1, 0) for n in held.counts]
             with in_pass(pass_of_head(hidden.shape[1], self.model.drafting, self.compiler)):
-                inputs = self._append(hidden, tokens)
+                inputs = self._inputs(hidden, tokens)
+                self._append(inputs[:, :-1])
                 self.cache.ends = held.ends.plus(before)
                 out = self.model.mtp.decode(columns_of(inputs, before), self.cache)
         else:
@@ -122,13 +123,15 @@ class HeadCache:
         self.state = HeadState(held.ends.plus(held.counts), held.firsts, (0,) * len(held.counts))
         return out
 
-    def _append(self, hidden: mx.array, tokens: mx.array) -> mx.array:
-        """Append keys and values of all inputs but the last column -> the layer's inputs, [B, t, H]"""
-        mtp, self.cache.ends = self.model.mtp, self.state.ends
-        inputs = mtp.combine(self.model.model.embed_tokens(tokens), hidden)  # [B, t, H]
-        if inputs.shape[1] > 1:
-            append_to_cache(mtp.layers[0], inputs[:, :-1], self.cache)
-        return inputs
+    def _inputs(self, hidden: mx.array, tokens: mx.array) -> mx.array:
+        """The layer's inputs, [B, t, H]."""
+        return self.model.mtp.combine(self.model.model.embed_tokens(tokens), hidden)
+
+    def _append(self, inputs: mx.array) -> None:
+        """Append the keys and values of the layer's inputs, [B, t, H], which may be none."""
+        self.cache.ends = self.state.ends
+        if inputs.shape[1] > 0:
+            append_to_cache(self.model.mtp.layers[0], inputs, self.cache)
 
     def _keep_last_input(self) -> None:
         """Leave at most one input pending for each sequence, in one column, for sequences to join and leave."""
@@ -137,7 +140,7 @@ class HeadCache:
             return
         (hidden, tokens), before = held.joined_inputs(), [max(n - 1, 0) for n in held.counts]
         if hidden.shape[1] > 1:
-            self._append(hidden, tokens)
+            self._append(self._inputs(hidden, tokens)[:, :-1])
             hidden, tokens = columns_of(hidden, before), columns_of(tokens, before)
         elif hidden.shape[1] == 0:
             hidden, tokens = (x[:, :1] for x in held.pending[0][:2])
@@ -183,10 +186,8 @@ class HeadCache:
         """The keys and values of sequence b's first n - 1 inputs, pending ones included."""
         held, n_inputs = self.state, max(n - 1 - self.state.firsts[b], 0)
         if n_inputs > held.ends.lengths[b]:
-            self.catch_up()
-        cache: KVCache = self.cache.extract(b, n_inputs)
-        self.state = held  # the next drafts begin with the pending inputs
-        return cache
+            self._append(self._inputs(*held.joined_inputs()))  # which stay pending: the next drafts begin with them
+        return self.cache.extract(b, n_inputs)
 
 
 def columns_of(x: mx.array, columns: list[int]) -> mx.array:
