@@ -11,8 +11,7 @@ from typing import Any
 
 import regex
 
-from .markdown import Lines
-from .reasoning import overlap
+from .reasoning import Lines, overlap
 from .schema import Schema, is_string, parse_json, to_json
 from .tags import (
     BEGIN_LINE,
