@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from mlx_lm.chat import setup_arg_parser
 
@@ -102,25 +101,19 @@ def figures(response: GenerationResponse) -> str:
     return ", ".join(parts)
 
 
-class Command(NamedTuple):
-    argument: str  # "FILE", "[TEXT]" or none
-    use: str  # the description in /help
-    do: Callable[[Conversation, str], str]  # returns what is printed
-
-
 def obey(line: str, conversation: Conversation) -> str:
     name, _, argument = line.partition(" ")
     argument = argument.strip()
-    command = COMMANDS.get(name)
-    if command is None:
+    if name not in COMMANDS:
         raise MTPError(f"There is no command {name}: see /help, or put a space before it to send it to the model.")
-    if command.argument == "FILE":
+    takes, _, do = COMMANDS[name]
+    if takes == "FILE":
         argument = argument.strip("'\"")  # terminals quote dropped files
         if not argument:
             raise MTPError(f"{name} takes a file: {name} FILE.")
-    if argument and not command.argument:
+    if argument and not takes:
         raise MTPError(f"{name} takes no argument.")
-    return command.do(conversation, argument)
+    return do(conversation, argument)
 
 
 def _reset(conversation: Conversation, _: str) -> str:
@@ -144,18 +137,19 @@ def _image(conversation: Conversation, file: str) -> str:
     return f"{Path(file).name} will be sent with the next question."
 
 
-COMMANDS = {
-    "/help": Command("", "list the commands", lambda *_: help_text()),
-    EXIT: Command("", "end the chat (or Ctrl-D)", lambda *_: ""),
-    "/reset": Command("", "start a new conversation", _reset),
-    "/system": Command("[TEXT]", "set or show the system prompt", _system),
-    "/image": Command("FILE", "send an image with the next question", _image),
-    "/think": Command("", "turn thinking on or off", _think),
+# Its argument ("FILE", "[TEXT]" or none), its description in /help, and what it does, a function that returns what is printed
+COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], str]]] = {
+    "/help": ("", "list the commands", lambda *_: help_text()),
+    EXIT: ("", "end the chat (or Ctrl-D)", lambda *_: ""),
+    "/reset": ("", "start a new conversation", _reset),
+    "/system": ("[TEXT]", "set or show the system prompt", _system),
+    "/image": ("FILE", "send an image with the next question", _image),
+    "/think": ("", "turn thinking on or off", _think),
 }
 
 
 def help_text() -> str:
-    lines = [f"  {f'{name} {command.argument}':<15}{command.use}" for name, command in COMMANDS.items()]
+    lines = [f"  {f'{name} {argument}':<15}{use}" for name, (argument, use, _) in COMMANDS.items()]
     keys = "Enter sends. Alt-Enter, or Enter after a backslash, starts a new line. Ctrl-C stops an answer."
     return "\n".join([*lines, keys])
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import math
 import os
 import shlex
 from dataclasses import dataclass, field
@@ -39,15 +38,6 @@ ZED_CONTEXT = 32768  # tokens of context for Zed, which requires a number, if it
 NAME = "mlx-mtp"  # the provider or profile in the client
 DISK_SIZE = f"{MAX_DISK_BYTES / 1e9:.0f}GB"
 CLAUDE_MODELS = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in ("OPUS", "SONNET", "HAIKU")))
-LIMITS: dict[str, tuple[float, float]] = {
-    "port": (0, 65535),
-    "decode_concurrency": (1, 1 << 16),
-    "prompt_concurrency": (1, 1 << 16),
-    "prompt_cache_size": (0, 1 << 31),
-    "max_queue": (1, 1 << 31),
-    "unload_after": (0.01, math.inf),
-    "keep_warm": (0, math.inf),
-}
 
 
 def _names(text: str) -> list[str]:
@@ -126,7 +116,6 @@ def check(args: argparse.Namespace) -> Options:
     if args.draft_model is not None:
         raise MTPError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
     flags.check_generation_flags(args)
-    flags.check_limits(vars(args), LIMITS)
     PrefillBudget(args.prefill_step_size, args.max_token_gap, args.min_decode_share)  # raises an error for a wrong flag
     template_args = args.chat_template_args
     if not isinstance(template_args, dict):

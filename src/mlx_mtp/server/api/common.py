@@ -161,9 +161,8 @@ class Tool(Part):
     def check(self) -> None:
         """Raise an ApiError if the client runs this tool and its calls are of a type that no function has."""
         if self.type and OF_CLIENTS.match(self.type):
-            raise ApiError(
-                400, f"tools: {self.type[:50]} is not supported: send a function with its parameters.", param="tools"
-            )
+            message = f"tools: {self.type[:50]} is not supported: send a function with its parameters."
+            raise ApiError(400, message, param="tools")
 
 
 class OutputSettings(Part):
