@@ -20,7 +20,7 @@ from ..checkpoint.config import context_length_of, read_config
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO
 from ..cli import flags
-from ..cli.parser import adopt, byte_size, finish
+from ..cli.parser import byte_size, finish
 from ..core.batch.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..core.caches.rows import KVOptions
 from ..errors import MTPError, as_mtp_error
@@ -94,7 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add all flags that the server runs with. Return the parser."""
     add = parser.add_argument
-    adopt(parser, setup_arg_parser(), AS_GENERATE)
+    theirs = setup_arg_parser()._option_string_actions
+    for flag in AS_GENERATE:
+        parser._add_action(theirs[flag])
     for name, kind, default, metavar, text in VALUES:
         add(name, type=kind, default=default, metavar=metavar, help=text)
     other_models = "Another model to serve; can be repeated. Requests choose by name; one model is loaded at a time."
@@ -223,7 +225,6 @@ class ClientSettings:
 
 
 def address_of(options: Options, url: str, context: int | None) -> ServerAddress:
-    """The address of a server with these options."""
     max_tokens = None if options.max_tokens == NO_LIMIT else options.max_tokens
     return ServerAddress(url, options.api_key, options.served_model_name or DEFAULT, context, max_tokens)
 

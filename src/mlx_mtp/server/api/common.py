@@ -431,7 +431,6 @@ class Writer:
         return self.is_open and self.blocks[-1]["type"] == kind
 
     def close(self) -> bytes:
-        """End the last block, if it is open."""
         was_open, self.is_open = self.is_open, False
         return self.closed(self.blocks[-1]) if was_open else b""
 

@@ -219,7 +219,6 @@ def _role_of(item: Json) -> str | None:
 
 
 def _id_of(item: Json) -> str:
-    """The id of a call, in the call and in its result."""
     ids = (item.get(name) for name in ("tool_call_id", "tool_use_id", "call_id", "id"))
     return next((id for id in ids if isinstance(id, str)), "")
 
