@@ -1,11 +1,14 @@
-"""The command line of ``mlx_mtp chat``: that of ``mlx_lm.chat``, and the flags of MTP."""
+"""The command line of ``mlx_mtp chat``, that of ``mlx_lm.chat`` and the flags of MTP, its input and its commands."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mlx_lm.chat import setup_arg_parser
+from platformdirs import user_state_path
 
 from ..checkpoint.load import DEMO
 from ..cli import flags
@@ -14,11 +17,13 @@ from ..cli.parser import extend, finish, parse
 from ..core.distributed.ranks import Ranks
 from ..errors import MTPError, is_mendable
 from ..extras import require
+from ..files import make_folder
 from ..generate.stream import GenerationResponse
 from ..memory import advice
 from .conversation import Conversation
 
 EXIT = "/exit"
+PROMPT, CONTINUATION = ">> ", ".. "
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,8 +45,6 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from .terminal import make_reader  # with the libraries of the extra
-
     flags.check_generation_flags(args)
     flags.check_prompt_cache_dir(args)
     flags.check_alone(args, "adapter_path", "prompt_cache_dir", "images")
@@ -52,9 +55,57 @@ def run(args: argparse.Namespace) -> None:
     with flags.open_prompt_store(args, model) as store:
         conversation = Conversation(args, model, tokenizer, store)
         print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{help_text()}")
-        read = make_reader(COMMANDS)
+        read = make_reader()
         while (line := ask(read, conversation.ranks)) != EXIT:
             respond(line, conversation)
+
+
+def history_file() -> Path:
+    return user_state_path("mlx_mtp", appauthor=False) / "chat_history"
+
+
+def make_reader() -> Callable[[], str]:
+    """What reads the user's input: with line editing, a history across chats, and completion of commands in a terminal. Enter
+    sends it; Alt-Enter, or Enter after a backslash, begins a new line.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return lambda: input(PROMPT)
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+
+    history: InMemoryHistory | FileHistory = InMemoryHistory()
+    try:
+        make_folder(history_file().parent, "The history is not kept")
+        history = FileHistory(history_file())
+    except OSError as e:
+        print(sentence(e), file=sys.stderr)
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def send(event: Any) -> None:
+        buffer = event.current_buffer
+        if buffer.document.char_before_cursor == "\\":
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def begin_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(
+        PROMPT,
+        multiline=True,
+        prompt_continuation=CONTINUATION,
+        history=history,
+        completer=WordCompleter([*COMMANDS], sentence=True),
+        complete_while_typing=False,
+        key_bindings=bindings,
+    )
+    return session.prompt
 
 
 def ask(read: Callable[[], str], ranks: Ranks | None) -> str:
