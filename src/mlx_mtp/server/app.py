@@ -128,7 +128,7 @@ def make_app(frontend: Frontend) -> FastAPI:
     for kind in (ApiError, MTPError, HTTPException, Exception):
         app.add_exception_handler(kind, error_response)
     app.add_middleware(Browsers, names=[options.host, *options.allowed_hosts], origins=options.allowed_origins)
-    app.add_middleware(Counting, frontend=frontend)
+    app.add_middleware(counting, frontend=frontend)
     return app
 
 
@@ -327,34 +327,33 @@ def _check_parts(body: Json) -> None:
             parts += [x for x in found if isinstance(x, dict)]
 
 
-class Counting:
-    """Counts responses by status, logs each request in one line, and adds the headers of the page's files."""
+def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:
+    """Count responses by status, log each request in one line, and add the headers of the page's files."""
 
-    def __init__(self, app: ASGIApp, frontend: Frontend):
-        self.app, self.frontend = app, frontend
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         status = "no response"
 
         async def count(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
-                self.frontend.metrics["requests"].labels(message["status"]).inc()
+                frontend.metrics["requests"].labels(message["status"]).inc()
                 if scope["path"] == "/" or scope["path"].startswith("/page/"):
                     MutableHeaders(scope=message).update(PAGE_HEADERS)
             await send(message)
 
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            return await app(scope, receive, send)
         try:
-            await self.app(scope, receive, count)
+            await app(scope, receive, count)
         finally:
             client = (scope.get("client") or ("unknown",))[0]
             path = quote(scope["path"])  # a path may have line breaks
             line = f'{client} - "{scope["method"]} {path}" {status}'
             level = logging.DEBUG if path == "/health" else logging.INFO  # open pages ask for it every two seconds
             logging.log(level, ": ".join([line, *scope.get(FIGURES, ())]))
+
+    return counted
 
 
 async def error_response(http: HTTPRequest, error: Exception) -> Response:
