@@ -17,7 +17,6 @@ import mlx_mtp
 from mlx_mtp import PromptStore
 from mlx_mtp.chat import __main__ as command
 from mlx_mtp.chat import conversation as conversation_module
-from mlx_mtp.chat import terminal
 from mlx_mtp.chat.__main__ import main, make_parser
 from mlx_mtp.chat.conversation import Conversation, Message
 from mlx_mtp.core.caches.prompt_cache import n_tokens
@@ -260,14 +259,14 @@ def test_turns_with_a_seed_draw_other_numbers(trained):
 @pytest.fixture
 def keys(monkeypatch, tmp_path):
     """Types keys, as a terminal sends them, and returns what the chat reads."""
-    monkeypatch.setattr(terminal, "history_file", lambda: tmp_path / "mlx_mtp" / "chat_history")
+    monkeypatch.setattr(command, "history_file", lambda: tmp_path / "mlx_mtp" / "chat_history")
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
 
         def type_keys(*lines: str) -> list[str]:
             is_terminal = SimpleNamespace(isatty=lambda: True)
             streams = SimpleNamespace(stdin=is_terminal, stdout=is_terminal, stderr=sys.stderr)
-            monkeypatch.setattr(terminal, "sys", streams)
-            read = terminal.make_reader(command.COMMANDS)
+            monkeypatch.setattr(command, "sys", streams)
+            read = command.make_reader()
             said = []
             for line in lines:
                 pipe.send_text(line)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.text.markdown import Lines
+from mlx_mtp.text.reasoning import Lines
 from tests.support.profiles import examples
 
 

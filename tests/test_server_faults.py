@@ -17,8 +17,7 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.server import app as application
 from mlx_mtp.server.api.common import MAX_BIASES
-from mlx_mtp.server.app import MAX_BODY, parse_json, read_body
-from mlx_mtp.server.content_encoding import PIECE, zstd
+from mlx_mtp.server.app import MAX_BODY, PIECE, parse_json, read_body, zstd
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from tests.support.hostile_requests import attack

@@ -1,12 +1,14 @@
-"""The command line of ``mlx_mtp chat``: that of ``mlx_lm.chat``, and the flags of MTP."""
+"""The command line of ``mlx_mtp chat``, that of ``mlx_lm.chat`` and the flags of MTP, its input and its commands."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from mlx_lm.chat import setup_arg_parser
+from platformdirs import user_state_path
 
 from ..checkpoint.load import DEMO
 from ..cli import flags
@@ -15,11 +17,13 @@ from ..cli.parser import extend, finish, parse
 from ..core.distributed.ranks import Ranks
 from ..errors import MTPError, is_mendable
 from ..extras import require
+from ..files import make_folder
 from ..generate.stream import GenerationResponse
 from ..memory import advice
 from .conversation import Conversation
 
 EXIT = "/exit"
+PROMPT, CONTINUATION = ">> ", ".. "
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,8 +45,6 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from .terminal import make_reader  # with the libraries of the extra
-
     flags.check_generation_flags(args)
     flags.check_prompt_cache_dir(args)
     flags.check_alone(args, "adapter_path", "prompt_cache_dir", "images")
@@ -53,9 +55,57 @@ def run(args: argparse.Namespace) -> None:
     with flags.open_prompt_store(args, model) as store:
         conversation = Conversation(args, model, tokenizer, store)
         print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{help_text()}")
-        read = make_reader(COMMANDS)
+        read = make_reader()
         while (line := ask(read, conversation.ranks)) != EXIT:
             respond(line, conversation)
+
+
+def history_file() -> Path:
+    return user_state_path("mlx_mtp", appauthor=False) / "chat_history"
+
+
+def make_reader() -> Callable[[], str]:
+    """What reads the user's input: with line editing, a history across chats, and completion of commands in a terminal. Enter
+    sends it; Alt-Enter, or Enter after a backslash, begins a new line.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return lambda: input(PROMPT)
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+
+    history: InMemoryHistory | FileHistory = InMemoryHistory()
+    try:
+        make_folder(history_file().parent, "The history is not kept")
+        history = FileHistory(history_file())
+    except OSError as e:
+        print(sentence(e), file=sys.stderr)
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def send(event: Any) -> None:
+        buffer = event.current_buffer
+        if buffer.document.char_before_cursor == "\\":
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def begin_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(
+        PROMPT,
+        multiline=True,
+        prompt_continuation=CONTINUATION,
+        history=history,
+        completer=WordCompleter([*COMMANDS], sentence=True),
+        complete_while_typing=False,
+        key_bindings=bindings,
+    )
+    return session.prompt
 
 
 def ask(read: Callable[[], str], ranks: Ranks | None) -> str:
@@ -102,25 +152,19 @@ def figures(response: GenerationResponse) -> str:
     return ", ".join(parts)
 
 
-class Command(NamedTuple):
-    argument: str  # "FILE", "[TEXT]" or none
-    use: str  # the description in /help
-    do: Callable[[Conversation, str], str]  # returns what is printed
-
-
 def obey(line: str, conversation: Conversation) -> str:
     name, _, argument = line.partition(" ")
     argument = argument.strip()
-    command = COMMANDS.get(name)
-    if command is None:
+    if name not in COMMANDS:
         raise MTPError(f"There is no command {name}: see /help, or put a space before it to send it to the model.")
-    if command.argument == "FILE":
+    takes, _, do = COMMANDS[name]
+    if takes == "FILE":
         argument = argument.strip("'\"")  # terminals quote dropped files
         if not argument:
             raise MTPError(f"{name} takes a file: {name} FILE.")
-    if argument and not command.argument:
+    if argument and not takes:
         raise MTPError(f"{name} takes no argument.")
-    return command.do(conversation, argument)
+    return do(conversation, argument)
 
 
 def _reset(conversation: Conversation, _: str) -> str:
@@ -144,18 +188,19 @@ def _image(conversation: Conversation, file: str) -> str:
     return f"{Path(file).name} will be sent with the next question."
 
 
-COMMANDS = {
-    "/help": Command("", "list the commands", lambda *_: help_text()),
-    EXIT: Command("", "end the chat (or Ctrl-D)", lambda *_: ""),
-    "/reset": Command("", "start a new conversation", _reset),
-    "/system": Command("[TEXT]", "set or show the system prompt", _system),
-    "/image": Command("FILE", "send an image with the next question", _image),
-    "/think": Command("", "turn thinking on or off", _think),
+# Its argument ("FILE", "[TEXT]" or none), its description in /help, and what it does, a function that returns what is printed
+COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], str]]] = {
+    "/help": ("", "list the commands", lambda *_: help_text()),
+    EXIT: ("", "end the chat (or Ctrl-D)", lambda *_: ""),
+    "/reset": ("", "start a new conversation", _reset),
+    "/system": ("[TEXT]", "set or show the system prompt", _system),
+    "/image": ("FILE", "send an image with the next question", _image),
+    "/think": ("", "turn thinking on or off", _think),
 }
 
 
 def help_text() -> str:
-    lines = [f"  {f'{name} {command.argument}':<15}{command.use}" for name, command in COMMANDS.items()]
+    lines = [f"  {f'{name} {argument}':<15}{use}" for name, (argument, use, _) in COMMANDS.items()]
     keys = "Enter sends. Alt-Enter, or Enter after a backslash, starts a new line. Ctrl-C stops an answer."
     return "\n".join([*lines, keys])
 

@@ -38,97 +38,92 @@ SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": 
 LOADING = (  # see ``load_options``
     "--max-memory", "--ngram-memory", "--draft-vocab", "--mtp-bits", "--draft-head-bits", "--settings", "--dtype",
 )  # fmt: skip
-FLAGS: dict[str, dict[str, Any]] = {
-    "--mtp": {
-        "nargs": "?",
-        "const": True,
-        "metavar": "HEAD",
-        "help": "Draft with the model's multi-token-prediction head, and download its base model's once if the checkpoint has "
+_FLAGS: dict[str, tuple[dict[str, Any], str]] = {  # the options of each, and its help text
+    "--mtp": (
+        {"nargs": "?", "const": True, "metavar": "HEAD"},
+        "Draft with the model's multi-token-prediction head, and download its base model's once if the checkpoint has "
         "none. HEAD selects another: a folder or Hugging Face repo with only a head (model type qwen3_5_mtp or "
         "qwen4_exp_mtp). Without this flag, a model drafts if it has its head or the head was downloaded before.",
-    },
-    "--no-mtp": {
-        "dest": "mtp",
-        "action": "store_const",
-        "const": False,
-        "help": "Generate as mlx-lm does, without the head.",
-    },
-    "--num-draft-tokens": {
-        "metavar": "auto|N",
-        "type": number_or("auto"),
-        "help": f"Number of tokens to draft per step, up to {MAX_DRAFT_TOKENS}, or auto: the fastest number at each step "
+    ),
+    "--no-mtp": (
+        {"dest": "mtp", "action": "store_const", "const": False},
+        "Generate as mlx-lm does, without the head.",
+    ),
+    "--num-draft-tokens": (
+        {"metavar": "auto|N", "type": number_or("auto")},
+        f"Number of tokens to draft per step, up to {MAX_DRAFT_TOKENS}, or auto: the fastest number at each step "
         "(default: from the tuned settings, or auto).",
-    },
-    "--copy-drafts": {
-        "metavar": "auto|off|N",
-        "type": number_or("auto", "off"),
-        "help": "Draft by prompt lookup: if the text repeats itself, copy the tokens that followed. auto copies when this is "
+    ),
+    "--copy-drafts": (
+        {"metavar": "auto|off|N", "type": number_or("auto", "off")},
+        "Draft by prompt lookup: if the text repeats itself, copy the tokens that followed. auto copies when this is "
         f"faster than the head's drafts; N copies N tokens at a time, up to {MAX_COPY_TOKENS}. Works without "
         "a head. Defaults to off without a head or with a number of --num-draft-tokens, and to auto otherwise.",
-    },
-    "--acceptance": {
-        "choices": get_args(AcceptanceName),
-        "help": "How sampled drafts are accepted; all three sample from the model's distribution. rejection accepts the most "
+    ),
+    "--acceptance": (
+        {"choices": get_args(AcceptanceName)},
+        "How sampled drafts are accepted; all three sample from the model's distribution. rejection accepts the most "
         "drafts; coupled gives one text for a prompt and a seed, with any number of drafts and without any; match samples "
         "as mlx-lm. Defaults to coupled with a seed and to rejection without one.",
-    },
-    "--draft-vocab": {
-        "type": int,
-        "metavar": "N",
-        "help": "Draft from the first N token ids, the special tokens and the tokens of the text; verification uses the whole "
+    ),
+    "--draft-vocab": (
+        {"type": int, "metavar": "N"},
+        "Draft from the first N token ids, the special tokens and the tokens of the text; verification uses the whole "
         "vocabulary. 0 is the whole vocabulary. Defaults to the tuned settings, or 0.",
-    },
-    "--mtp-bits": {
-        "type": int,
-        "metavar": "BITS",
-        "help": "Quantize the head's decoder layer to this many bits on loading. Defaults to no quantization.",
-    },
-    "--draft-head-bits": {
-        "type": int,
-        "metavar": "BITS",
-        "help": "Draft with a copy of lm_head in this many bits; verification uses lm_head itself. Defaults to no copy.",
-    },
-    "--settings": {
-        "default": True,
-        "metavar": "FILE|off",
-        "type": lambda x: False if x == "off" else x,
-        "help": "Settings file of `mlx_mtp benchmark --tune`; off uses no settings. Defaults to a file in the user's cache "
+    ),
+    "--mtp-bits": (
+        {"type": int, "metavar": "BITS"},
+        "Quantize the head's decoder layer to this many bits on loading. Defaults to no quantization.",
+    ),
+    "--draft-head-bits": (
+        {"type": int, "metavar": "BITS"},
+        "Draft with a copy of lm_head in this many bits; verification uses lm_head itself. Defaults to no copy.",
+    ),
+    "--settings": (
+        {"default": True, "metavar": "FILE|off", "type": lambda x: False if x == "off" else x},
+        "Settings file of `mlx_mtp benchmark --tune`; off uses no settings. Defaults to a file in the user's cache "
         "folder, if there is one. Ignored with --draft-vocab, --draft-head-bits or --mtp-bits.",
-    },
-    "--dtype": {
-        "choices": (AUTO, *DTYPES),
-        "default": AUTO,
-        "help": "Type of weights that are not quantized, and so of activations and caches. auto is the checkpoint's; on M1 and "
+    ),
+    "--dtype": (
+        {"choices": (AUTO, *DTYPES), "default": AUTO},
+        "Type of weights that are not quantized, and so of activations and caches. auto is the checkpoint's; on M1 and "
         "M2, which have no bfloat16 arithmetic, it is float16 in place of bfloat16.",
-    },
-    "--max-memory": {
-        "type": byte_size,
-        "metavar": "SIZE",
-        "help": "Maximum memory of the process, such as 20GB. A model that needs more is refused before loading. Defaults to "
+    ),
+    "--max-memory": (
+        {"type": byte_size, "metavar": "SIZE"},
+        "Maximum memory of the process, such as 20GB. A model that needs more is refused before loading. Defaults to "
         "MLX's limit on this machine.",
-    },
-    "--ngram-memory": {
-        "action": argparse.BooleanOptionalAction,
-        "help": "Load the n-gram table of Qwen3.8-Flash-Next into memory, or read its rows from the files. Defaults to loading "
+    ),
+    "--ngram-memory": (
+        {"action": argparse.BooleanOptionalAction},
+        "Load the n-gram table of Qwen3.8-Flash-Next into memory, or read its rows from the files. Defaults to loading "
         "it if the model with it takes at most 60%% of the memory.",
-    },
-    "--images": {
-        "action": "store_true",
-        "help": "Accept images. If the checkpoint has no vision encoder, its base model's is downloaded once. A checkpoint "
+    ),
+    "--images": (
+        {"action": "store_true"},
+        "Accept images. If the checkpoint has no vision encoder, its base model's is downloaded once. A checkpoint "
         "with one accepts images without this flag if it drafts.",
-    },
-    "--prompt-cache-dir": {
-        "metavar": "DIR",
-        "help": "Folder for prompt caches, which one process uses at a time. A cached beginning of a prompt is not prefilled "
+    ),
+    "--prompt-cache-dir": (
+        {"metavar": "DIR"},
+        "Folder for prompt caches, which one process uses at a time. A cached beginning of a prompt is not prefilled "
         "again, even after a restart. The folder contains the texts.",
-    },
-    "--pipeline": {"action": "store_true", "help": "Use pipelining instead of tensor parallelism, with mlx.launch."},
+    ),
+    "--pipeline": ({"action": "store_true"}, "Use pipelining instead of tensor parallelism, with mlx.launch."),
 }
-# The lowest and the highest value of flags for which mlx-lm has no error.
+FLAGS = {flag: {**options, "help": text} for flag, (options, text) in _FLAGS.items()}
+# The lowest and the highest value of flags for which no library has an error.
 LIMITS: dict[str, tuple[float, float]] = {
     "prefill_step_size": (1, math.inf),
     "max_kv_size": (1, math.inf),
     "quantized_kv_start": (0, math.inf),
+    "port": (0, 65535),
+    "decode_concurrency": (1, 1 << 16),
+    "prompt_concurrency": (1, 1 << 16),
+    "prompt_cache_size": (0, 1 << 31),
+    "max_queue": (1, 1 << 31),
+    "unload_after": (0.01, math.inf),
+    "keep_warm": (0, math.inf),
 }
 
 
@@ -164,7 +159,7 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
         ("--prompt-cache-dir", " Requires a head or --copy-drafts."),
         ("--acceptance", " Without a head, defaults to match."),
     ):
-        add(name, **{**FLAGS[name], "help": FLAGS[name]["help"] + more})
+        add(name, **FLAGS[name] | {"help": FLAGS[name]["help"] + more})
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -86,11 +86,6 @@ def extend(parser: argparse.ArgumentParser, program: str, description: str) -> a
     return argparse.ArgumentParser(prog=program, description=description, parents=[parser], **options)
 
 
-def adopt(parser: argparse.ArgumentParser, other: argparse.ArgumentParser, flags: Sequence[str]) -> None:
-    for flag in flags:
-        parser._add_action(other._option_string_actions[flag])
-
-
 def finish(
     parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]] = SHARED_GROUPS
 ) -> argparse.ArgumentParser:

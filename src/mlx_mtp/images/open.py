@@ -109,9 +109,8 @@ def check_size(width: int, height: int, name: str) -> None:
     if min(width, height) < 1:
         raise MTPError(f"{name} is empty: it has {width} x {height} pixels.")
     if width * height > MAX_PIXELS:
-        raise MTPError(
-            f"{name} has {width} x {height} = {width * height:,} pixels, more than {MAX_PIXELS:,}: make it smaller."
-        )
+        many = f"{width} x {height} = {width * height:,} pixels"
+        raise MTPError(f"{name} has {many}, more than {MAX_PIXELS:,}: make it smaller.")
     if max(width, height) > MAX_RATIO * min(width, height):
         raise MTPError(
             f"{name} has {width} x {height} pixels: one side may be at most {MAX_RATIO} times as long as the other, so cut it."

@@ -189,10 +189,8 @@ class Disk:
         self._deadline: float | None = None  # once it is closed
         self._jobs: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
         folder.n_users += 1
-        self._writer, self._reader = (
-            threading.Thread(target=run, name=f"prompt-store-{name}", daemon=True)
-            for name, run in (("writer", self._write_all), ("reader", self._read_all))
-        )
+        self._writer = threading.Thread(target=self._write_all, name="prompt-store-writer", daemon=True)
+        self._reader = threading.Thread(target=self._read_all, name="prompt-store-reader", daemon=True)
         self._writer.start()
         self._reader.start()
 

@@ -5,7 +5,9 @@ import hmac
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Collection
+import sys
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
@@ -35,11 +37,25 @@ from .api.common import Body
 from .api.completions import ChatBody, CompletionBody
 from .api.messages import MessagesBody
 from .api.responses import ResponsesBody
-from .content_encoding import ACCEPTED, decoded
 from .engine.models import DEFAULT
 from .frontend import FIGURES, Frontend, GeneratedResponse, Progress, in_thread, watched
 from .request import ApiError, Request, Waiting
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+PIECE = 1 << 20  # bytes that are decoded at a time, so that a small body never becomes a large one in memory
+MAX_STREAMS = 1000  # in a body, one after the other: beginning one takes longer than decoding some bytes
+WINDOW = {int(zstd.DecompressionParameter.window_log_max): 23}  # 8 MiB, as RFC 9659 limits zstd in HTTP
+CODINGS: dict[str, Callable[[bytes], Any]] = {  # a decoder for a stream that begins with these bytes
+    "gzip": lambda data: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    # Some clients leave out zlib's header, whose first byte ends in 8.
+    "deflate": lambda data: zlib.decompressobj(zlib.MAX_WBITS if data[0] & 15 == 8 else -zlib.MAX_WBITS),
+    "zstd": lambda data: zstd.ZstdDecompressor(options=WINDOW),
+}
+ACCEPTED = ", ".join(CODINGS)
 # The headers of errors, by status
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": ACCEPTED}, 429: {"Retry-After": "2"}}
 
@@ -112,7 +128,7 @@ def make_app(frontend: Frontend) -> FastAPI:
     for kind in (ApiError, MTPError, HTTPException, Exception):
         app.add_exception_handler(kind, error_response)
     app.add_middleware(Browsers, names=[options.host, *options.allowed_hosts], origins=options.allowed_origins)
-    app.add_middleware(Counting, frontend=frontend)
+    app.add_middleware(counting, frontend=frontend)
     return app
 
 
@@ -228,6 +244,35 @@ async def read_body(http: HTTPRequest) -> bytearray:
     return raw
 
 
+async def decoded(chunks: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:
+    """Yield a body of this Content-Encoding in pieces. An ApiError: 415 for an unknown one, 400 for data that is not in it."""
+    names = [name for x in encoding.split(",") if (name := x.strip().lower()) not in ("", "identity")]
+    coding, stream, n = ", ".join(names).removeprefix("x-"), None, 0
+    if coding and coding not in CODINGS:
+        raise ApiError(415, f"Content-Encoding: {encoding[:100]} is not supported: send {ACCEPTED} or none.")
+    async for data in chunks:
+        if not coding:
+            yield data
+        has_more = bool(coding and data)
+        while has_more:
+            if stream is None or stream.eof:
+                stream, n = CODINGS[coding](data), n + 1
+            try:
+                piece = stream.decompress(data, PIECE)
+            except (zlib.error, zstd.ZstdError) as e:
+                raise ApiError(400, f"The body is not valid {coding}: {e}.") from e
+            # zlib returns the bytes that it has not read yet, zstd keeps them.
+            data = stream.unused_data if stream.eof else getattr(stream, "unconsumed_tail", b"")
+            has_more = bool(data) or (len(piece) == PIECE and not stream.eof)
+            yield piece
+            if has_more:
+                await asyncio.sleep(0)  # other requests go on
+        if n > MAX_STREAMS:
+            raise ApiError(413, f"The body is more than {MAX_STREAMS:,} streams of {coding}: send one.")
+    if stream is not None and not stream.eof:
+        raise ApiError(400, f"The body ends before its {coding} does.")
+
+
 def parse_json(raw: bytes | bytearray) -> Json:
     """The fields of a body that are not null; an ApiError if it is no JSON object, or has too many values."""
     if raw.count(b"[") + raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
@@ -282,34 +327,33 @@ def _check_parts(body: Json) -> None:
             parts += [x for x in found if isinstance(x, dict)]
 
 
-class Counting:
-    """Counts responses by status, logs each request in one line, and adds the headers of the page's files."""
+def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:
+    """Count responses by status, log each request in one line, and add the headers of the page's files."""
 
-    def __init__(self, app: ASGIApp, frontend: Frontend):
-        self.app, self.frontend = app, frontend
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         status = "no response"
 
         async def count(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
-                self.frontend.metrics["requests"].labels(message["status"]).inc()
+                frontend.metrics["requests"].labels(message["status"]).inc()
                 if scope["path"] == "/" or scope["path"].startswith("/page/"):
                     MutableHeaders(scope=message).update(PAGE_HEADERS)
             await send(message)
 
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            return await app(scope, receive, send)
         try:
-            await self.app(scope, receive, count)
+            await app(scope, receive, count)
         finally:
             client = (scope.get("client") or ("unknown",))[0]
             path = quote(scope["path"])  # a path may have line breaks
             line = f'{client} - "{scope["method"]} {path}" {status}'
             level = logging.DEBUG if path == "/health" else logging.INFO  # open pages ask for it every two seconds
             logging.log(level, ": ".join([line, *scope.get(FIGURES, ())]))
+
+    return counted
 
 
 async def error_response(http: HTTPRequest, error: Exception) -> Response:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import math
 import os
 import shlex
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from ..checkpoint.config import context_length_of, read_config
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO
 from ..cli import flags
-from ..cli.parser import adopt, byte_size, finish
+from ..cli.parser import byte_size, finish
 from ..core.batch.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..core.caches.rows import KVOptions
 from ..errors import MTPError, as_mtp_error
@@ -39,15 +38,6 @@ ZED_CONTEXT = 32768  # tokens of context for Zed, which requires a number, if it
 NAME = "mlx-mtp"  # the provider or profile in the client
 DISK_SIZE = f"{MAX_DISK_BYTES / 1e9:.0f}GB"
 CLAUDE_MODELS = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in ("OPUS", "SONNET", "HAIKU")))
-LIMITS: dict[str, tuple[float, float]] = {
-    "port": (0, 65535),
-    "decode_concurrency": (1, 1 << 16),
-    "prompt_concurrency": (1, 1 << 16),
-    "prompt_cache_size": (0, 1 << 31),
-    "max_queue": (1, 1 << 31),
-    "unload_after": (0.01, math.inf),
-    "keep_warm": (0, math.inf),
-}
 
 
 def _names(text: str) -> list[str]:
@@ -104,7 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add all flags that the server runs with. Return the parser."""
     add = parser.add_argument
-    adopt(parser, setup_arg_parser(), AS_GENERATE)
+    theirs = setup_arg_parser()._option_string_actions
+    for flag in AS_GENERATE:
+        parser._add_action(theirs[flag])
     for name, kind, default, metavar, text in VALUES:
         add(name, type=kind, default=default, metavar=metavar, help=text)
     other_models = "Another model to serve; can be repeated. Requests choose by name; one model is loaded at a time."
@@ -126,7 +118,6 @@ def check(args: argparse.Namespace) -> Options:
     if args.draft_model is not None:
         raise MTPError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
     flags.check_generation_flags(args)
-    flags.check_limits(vars(args), LIMITS)
     PrefillBudget(args.prefill_step_size, args.max_token_gap, args.min_decode_share)  # raises an error for a wrong flag
     template_args = args.chat_template_args
     if not isinstance(template_args, dict):
@@ -234,7 +225,6 @@ class ClientSettings:
 
 
 def address_of(options: Options, url: str, context: int | None) -> ServerAddress:
-    """The address of a server with these options."""
     max_tokens = None if options.max_tokens == NO_LIMIT else options.max_tokens
     return ServerAddress(url, options.api_key, options.served_model_name or DEFAULT, context, max_tokens)
 

@@ -27,9 +27,8 @@ EMPTY = rf"{OPEN_FUNCTION}[^\s<>]+>\s*</(function|tool_call)>[^\s<]"
 LARK = "x-lark"  # the keyword of a string's grammar, which no client's schema has: of a custom tool
 KEY = rf"/[^\n<>]{{1,{LONGEST_KEY}}}/"
 ANY_TEXT = "/(?s:.*)/"
-ANY_BYTES = (
-    "(~(/a/ & /b/))"  # behind what a text must not have: with any text, llguidance would count to its length limit
-)
+# Behind what a text must not have: with any text, llguidance would count to its length limit
+ANY_BYTES = "(~(/a/ & /b/))"
 NULL = r"/(?i)\s*(null|none)\s*/"
 STRUCTURES = frozenset({"object", "array"})
 STRUCTURE = r"/(?s:\s*[{\[(].*)/"  # the texts that are parsed as structures
@@ -276,9 +275,8 @@ class CallGrammar:
             patterns = "|".join([f"(?s:.*)({'|'.join(never)})", *opened])
             text = f"({text}) & ~({_regex(patterns)} {ANY_BYTES})" + r" & ~/(?s:.*)\r/" * (not is_free)
         suffixes = {tags: tags if is_free else r"\n" + tags.replace(r"\s*", r"\n") for tags in ends}
-        ways = [
-            f"{self._add('text', text, f'[suffix={_regex(suffixes[tags])}]')} {then}" for tags, then in ends.items()
-        ]
+        rules = {tags: self._add("text", text, f"[suffix={_regex(suffix)}]") for tags, suffix in suffixes.items()}
+        ways = [f"{rules[tags]} {then}" for tags, then in ends.items()]
         quoted = f"({self._add('quoted', text, f'[suffix={_regex(QUOTED)}]')} quoted_end)* " if is_free else ""
         return self._add("value", f"{quoted}({' | '.join(ways)})")
 

@@ -11,7 +11,7 @@ from . import tool_calls
 from .reasoning import ReasoningReader, overlap
 from .schema import Json
 from .tags import OPEN_FUNCTION, START
-from .tool_calls import CallBegins, CallEnds, Mark, Text, ToolCallParser
+from .tool_calls import CallBegins, CallEnds, Text, ToolCallParser
 
 
 @dataclass(frozen=True)
@@ -247,23 +247,23 @@ class QwenReader:
         self._calls.n_taken = self._n - len(text) - len(self._calls.rest)
         return self._after_reasoning(self._calls.add(text))
 
-    def _after_reasoning(self, found: list[tool_calls.Event | Mark]) -> list[Event]:
+    def _after_reasoning(self, found: list[tool_calls.Event]) -> list[Event]:
         events: list[Event] = []
         for event in found:
-            if isinstance(event, Mark):  # the last one
-                events += [Reasoning(e.text) for e in self._waiting if isinstance(e, Text)]
-                self._waiting = []
-                self._end_reasoning(self.patience)
-                if event.text == self.begin:
-                    self.reasoning, self._read = ReasoningReader(self.end), self._thoughts
-                    self._rest, self._calls.rest = self._calls.rest, ""
-                return events + self._read()
             self._waiting.append(event)
             self._room = self._room - len(event.text) if isinstance(event, Text) else -1
             if self._room < 0:
                 events += self._waiting
                 self._waiting = []
-        return events
+        if not self._calls.mark:
+            return events
+        events += [Reasoning(e.text) for e in self._waiting if isinstance(e, Text)]
+        self._waiting = []
+        self._end_reasoning(self.patience)
+        if self._calls.mark == self.begin:
+            self.reasoning, self._read = ReasoningReader(self.end), self._thoughts
+            self._rest, self._calls.rest = self._calls.rest, ""
+        return events + self._read()
 
     def _calls_at_end(self) -> list[Event]:
         """The calls after the last words of the reasoning, valid if the turn ends with them, though sent as such."""

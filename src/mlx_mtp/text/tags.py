@@ -182,9 +182,8 @@ class EndOfValue:
         if key in self.keys or not key:
             return False
         # A quotation of a parameter that is the next one was no parameter itself, since a key comes once.
-        return not self.quoted or (
-            key in self.declared and (self._is_plain or key in self.quoted) and None not in self.quoted
-        )
+        is_quoted_next = key in self.declared and (self._is_plain or key in self.quoted)
+        return not self.quoted or (is_quoted_next and None not in self.quoted)
 
     def _run(self, text: str, end: int, kinds: str, is_last: bool) -> tuple[str, int, bool] | None:
         """The kinds of the closing tags from here on, their end, and whether an opening tag or the end follows; or ``None``."""

@@ -11,8 +11,7 @@ from typing import Any
 
 import regex
 
-from .markdown import Lines
-from .reasoning import overlap
+from .reasoning import Lines, overlap
 from .schema import Schema, is_string, parse_json, to_json
 from .tags import (
     BEGIN_LINE,
@@ -54,13 +53,6 @@ class CallEnds:
     index: int
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A line of content that is one of the parser's marks. It is the last event of those that are returned."""
-
-    text: str
-
-
 Call = CallBegins | CallArguments | CallEnds
 Event = Text | Call
 
@@ -80,7 +72,7 @@ class _Buffer:
         self.rest = ""  # the text that is not parsed yet
         self.n_taken = 0  # the characters of the output before it
         self.is_last = self.is_cut = False  # whether no text will follow, and whether it was cut off there
-        self.events: list[Event | Mark] = []  # the events that were not returned yet
+        self.events: list[Event] = []  # the events that were not returned yet
         self.n_calls = 0
         self.line = ""  # the last line of content so far
         self.lines = Lines()  # those before it
@@ -161,18 +153,19 @@ class ToolCallParser(_Buffer):
     def __init__(self, schemas: Mapping[str, Any] | None):
         super().__init__()
         self.reads_calls, self.schemas = schemas is not None, schemas or {}
-        self.marks: Sequence[str] = ()  # the tags of a ``Mark``, outside of calls and code blocks
+        self.marks: Sequence[str] = ()  # lines of content that the parser stops behind, outside of code blocks
+        self.mark = ""  # the one behind the events that were returned last
         self._read = self._content  # parses a part of the rest and returns whether to continue
 
-    def add(self, text: str) -> list[Event | Mark]:
+    def add(self, text: str) -> list[Event]:
         """Add the next piece of the text. Return its events. Text that may be the beginning of a tag is held back."""
-        self.rest += text
+        self.rest, self.mark = self.rest + text, ""
         while self._read():
             pass
         events, self.events = self.events, []
         return events
 
-    def finish(self, cut: bool) -> list[Event | Mark]:
+    def finish(self, cut: bool) -> list[Event]:
         """End the text. Return the last events. If it was cut, such as by a token limit, the last tags are not assumed."""
         self.is_last, self.is_cut = True, cut
         return self.add("")
@@ -191,7 +184,7 @@ class ToolCallParser(_Buffer):
             line, is_whole, _ = self.rest.partition("\n")
             if (tag := line.strip()) in self.marks and (is_whole or self.is_last):
                 self.take(len(line) + 1)
-                self.events.append(Mark(tag))
+                self.mark = tag
                 return False
             if not is_whole and not self.is_last and any(mark.startswith(tag) for mark in self.marks):
                 return False

@@ -161,9 +161,8 @@ class Tool(Part):
     def check(self) -> None:
         """Raise an ApiError if the client runs this tool and its calls are of a type that no function has."""
         if self.type and OF_CLIENTS.match(self.type):
-            raise ApiError(
-                400, f"tools: {self.type[:50]} is not supported: send a function with its parameters.", param="tools"
-            )
+            message = f"tools: {self.type[:50]} is not supported: send a function with its parameters."
+            raise ApiError(400, message, param="tools")
 
 
 class OutputSettings(Part):
@@ -432,7 +431,6 @@ class Writer:
         return self.is_open and self.blocks[-1]["type"] == kind
 
     def close(self) -> bytes:
-        """End the last block, if it is open."""
         was_open, self.is_open = self.is_open, False
         return self.closed(self.blocks[-1]) if was_open else b""
 

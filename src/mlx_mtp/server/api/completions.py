@@ -246,10 +246,6 @@ class OpenAIBody(Body):
         outputs = [StructuredOutput(name, {GUIDED[name]: value}) for name, value in given.items()]
         return [*outputs, from_response_format(self.response_format, "response_format")]
 
-    def set_arguments(self, request: Request, flags: Any) -> None:
-        super().set_arguments(request, flags)
-        request.n = self.n
-
 
 class ChatTool(Call):
     function: Json
@@ -277,7 +273,7 @@ class ChatBody(OpenAIBody):
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs: true.", param="top_logprobs")
         request = super().to_request(content)
-        request.role_mapping = self.role_mapping
+        request.role_mapping, request.n = self.role_mapping, self.n
         return request
 
     def conversation(self, content: Json) -> tuple[History, list[Json]]:
@@ -308,4 +304,4 @@ class CompletionBody(OpenAIBody):
 
     def to_request(self, content: Json) -> Request:
         output = only_one(*self.outputs)
-        return Request("text", self.prompts[0], [], param=self.NEEDED, structured_output=output)
+        return Request("text", self.prompts[0], [], n=self.n, param=self.NEEDED, structured_output=output)

@@ -172,9 +172,8 @@ class History:
 
     def _add_result(self, id: str, content: Any, where: str, is_error: bool = False) -> None:
         self._turn, message = None, {"role": "tool", "content": "", "tool_call_id": id}
-        if content not in (None, "", []) and not any(
-            map(_is_part, content if isinstance(content, list) else [content])
-        ):
+        parts = content if isinstance(content, list) else [content]
+        if content not in (None, "", []) and not any(map(_is_part, parts)):
             content = json.dumps(content, ensure_ascii=False)
         text = self._text_of(message, _parts_of(content, where), self.between)
         message["content"] = f"Error: {text}" if is_error else text
@@ -220,7 +219,6 @@ def _role_of(item: Json) -> str | None:
 
 
 def _id_of(item: Json) -> str:
-    """The id of a call, in the call and in its result."""
     ids = (item.get(name) for name in ("tool_call_id", "tool_use_id", "call_id", "id"))
     return next((id for id in ids if isinstance(id, str)), "")
 

@@ -244,9 +244,8 @@ def _patience(tokenizer: TokenizerWrapper, request: Request) -> float | None:
 def make_penalties(given: Any, n_prompt: int) -> list[LogitsProcessor]:
     """mlx-lm's. Without a context size, presence and frequency penalties count the answer's tokens alone, as OpenAI's."""
     own = {**vars(given)}
-    of_answer = {
-        n: own.pop(n) for n in ("presence_penalty", "frequency_penalty") if own[f"{n[:-7]}context_size"] is None
-    }
+    kinds = [kind for kind in ("presence", "frequency") if own[f"{kind}_context_size"] is None]
+    of_answer = {f"{kind}_penalty": own.pop(f"{kind}_penalty") for kind in kinds}
     processors: list[LogitsProcessor] = make_logits_processors(**own)
     sizes = dict.fromkeys(("presence_context_size", "frequency_context_size"), 2**31 - 1)
     return processors + [partial(_of_answer, p, n_prompt) for p in make_logits_processors(**of_answer, **sizes)]

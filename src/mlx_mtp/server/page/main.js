@@ -2,11 +2,10 @@
 
 import { complete, listModels, listPrompts } from "./api.js";
 import { countOf, messagesFor, newAnswer, promptFor, takeEvent } from "./answer.js";
-import { newChat, showChats } from "./chats.js";
+import { deleteChat, loadChats, newChat, saveChat, showChats } from "./chats.js";
 import { fill, readQuestion, setRunning, setUpComposer } from "./composer.js";
 import { $, add, addProgress, announce, notify } from "./dom.js";
 import { checkSettings, fieldsOf, isThinking, keyOf, loadSettings, saveSettings, showSettings, systemOf } from "./settings.js";
-import { deleteChat, loadChats, saveChat } from "./store.js";
 import { TurnView } from "./turns.js";
 
 let chats = [], models = [];
