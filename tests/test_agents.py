@@ -21,7 +21,7 @@ from tests.support.sdk_types import values_of
 from tests.support.server_process import server_of
 from tests.support.tool_texts import SCHEMAS, model_with, render
 
-ADD = render("add", {"a": 1, "b": 2})
+ADD, NOW = render("add", {"a": 1, "b": 2}), render("now", {})
 MESSAGES_TOOLS = [{"name": name, "input_schema": {"type": "object", **schema}} for name, schema in SCHEMAS.items()]
 RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
 
@@ -102,14 +102,14 @@ def test_message_thinks_within_its_budget(server, claude):
 
 
 def test_an_answer_may_have_one_call_only(claude, client):
-    text = f"First.\n\n{ADD}\n{ADD}\nDone."
+    text = f"First.\n\n{NOW}\n{NOW}\nDone."
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     answer = message(claude, text, tools=MESSAGES_TOOLS, tool_choice=choice)
-    call = {"type": "tool_use", "name": "add", "input": {"a": 1, "b": 2}}
+    call = {"type": "tool_use", "name": "now", "input": {}}
     assert (blocks(answer), answer["stop_reason"]) == ([{"type": "text", "text": "First."}, call], "tool_use")
     answer = response(client, text, tools=RESPONSES_TOOLS, parallel_tool_calls=False)
     assert [item["type"] for item in answer["output"]] == ["message", "function_call"]
-    json_calls = "<tool_call>\n" + json.dumps([{"name": "add", "arguments": {}}] * 2) + "\n</tool_call>"
+    json_calls = "<tool_call>\n" + json.dumps([{"name": "now", "arguments": {}}] * 2) + "\n</tool_call>"
     tools = [{"type": "function", "function": tool} for tool in RESPONSES_TOOLS]
     for says, parallel in ((text, True), (text, False), (json_calls, False)):
         options = dict(tools=tools, parallel_tool_calls=parallel, extra_body=said(says))
@@ -465,7 +465,7 @@ def test_allowed_tools_that_are_none(path, wrong):
 def test_a_tool_that_is_not_allowed_is_not_called(client):
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
     options = dict(model="default_model", input="a", tools=RESPONSES_TOOLS)
-    for call, is_called in ((ADD, True), (render("now", {}), False)):
+    for call, is_called in ((ADD, True), (NOW, False)):
         answer = client.responses.create(**options, tool_choice=choice, extra_body=said(f"Hm.\n\n{call}"))
         assert [item.type for item in answer.output] == ["message", "function_call"] if is_called else ["message"]
     count = client.responses.input_tokens.count

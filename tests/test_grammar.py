@@ -299,6 +299,8 @@ PLACES = [  # schema, arguments that it allows, and others
     ({"type": "object", "properties": {"t": {"$ref": "#"}, "n": INTEGER}}, [{"t": {"t": {"n": 1}}}, {}], [{"t": {"n": "x"}}]),
     ({"properties": {"s": {**STRING, "maxLength": 3, "pattern": "^a|^b"}}}, [{"s": "acc"}, {"s": "b"}], [{"s": "abbb"}, {"s": "c"}]),  # noqa: E501
     ({"anyOf": [{"properties": {"k": {"const": k}, "v": v}, "required": ["k", "v"]} for k, v in (("n", INTEGER), ("l", {"type": "array"}))]}, [{"k": "n", "v": 1}, {"k": "l", "v": [1]}], [{"k": "m", "v": [1]}]),  # noqa: E501
+    ({"properties": {"s": {"type": ["string", "null"], "maxLength": 3}}}, [{"s": "abc"}, {"s": None}], [{"s": "abcd"}]),
+    ({"properties": {"s": {"anyOf": [{**STRING, "maxLength": 1}, {**INTEGER, "maximum": 4}]}}}, [{"s": "x"}, {"s": 3}], []),
     ({"properties": None, "required": None, "$defs": None}, [{}], [{"x": 1}]),
     (None, [{}], [{"x": 1}]),
     ({"properties": {"c": {"$ref": "#/$defs/d0"}}, "$defs": MANY | {"d14": {"enum": ["r", "g"]}}}, [{"c": "r"}], [{"c": "x"}]),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.server.api.history import THINK
 from mlx_mtp.server.request import ApiError
+from tests.support.profiles import examples
 from tests.support.prompts import CONTROL, STRICT, TAGS, Prompts
 from tests.support.requests import CHAT, MESSAGES, RESPONSES, read
 from tests.support.tool_texts import MARKS
@@ -466,6 +467,7 @@ fields = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
 items = st.builds(lambda kind, more: {**more, "type": kind}, st.sampled_from(KINDS), fields) | fields
 
 
+@examples(50)
 @given(st.sampled_from(APIS), st.lists(items, max_size=4), st.sampled_from(["user", "assistant", "tool", "system"]))
 def test_a_malformed_history_is_refused_or_rendered(path, found, role):
     """An error is the client's, whatever an item has in its fields."""

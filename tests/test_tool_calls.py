@@ -300,19 +300,19 @@ FILES = {
 
 @pytest.mark.parametrize("call", [READ, WRITE, ("read", {"path": "b", "limit": 5})], ids=lambda call: "-".join(call[1]))
 def test_a_call_whose_tags_drift_is_the_one_that_is_meant(call):
-    """Alone, before and after another, and before text if it has an end."""
-    proper = write_call(*WRITE, PROPER)
+    """Alone, before and after another, and before text if it has an end. In pieces, since the sizes make no difference."""
+    proper, sizes = write_call(*WRITE, PROPER), (4,)
     for forms in DRIFTS:
         drifting = write_call(*call, forms)
         for text, calls in (
             (drifting, [call]), (f"{drifting}\n{proper}", [call, WRITE]), (f"{proper}\n{drifting}", [WRITE, call]),
             (f"{drifting}\n{drifting}\n\n{drifting}", [call] * 3), (f"{proper}{drifting}", [WRITE, call]),
         ):  # fmt: skip
-            content, found = calls_of(text, schemas=FILES)
+            content, found = calls_of(text, sizes, FILES)
             assert found == calls, text
             assert content.strip() == "", text
         if forms[3] or forms[4]:
-            assert calls_of(f"{drifting}\n\nIt is so.", schemas=FILES) == ("\n\nIt is so.", [call]), forms
+            assert calls_of(f"{drifting}\n\nIt is so.", sizes, FILES) == ("\n\nIt is so.", [call]), forms
 
 
 NEED_LINES = {"<function={}", "<function {}>", "<parameter={}", '<parameter="{}"', "<parameter {}>"}
