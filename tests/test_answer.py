@@ -386,12 +386,12 @@ def code_of(text: str) -> list[str]:
     return found
 
 
-def ends_in_code(text: str, first: str = "") -> bool:
-    """Whether text at the beginning of a further line, or behind ``first`` in it, is code."""
+def ends_in_code(text: str) -> bool:
+    """Whether text at the beginning of a further line is code."""
     lines = Lines()
     for line in text.split("\n"):
         lines = lines.add(line)
-    return lines.is_code(first)
+    return lines.is_code("")
 
 
 # What begins a line, and what continues it.
@@ -430,11 +430,6 @@ def test_no_code_is_open():
         "- a\n  1. ```\n     a\n     ```\n- b", "- a\n\n    ```\n    a\n    ```", "- - - -\n***", "-\n  ```\n  a\n  ```",
     ):  # fmt: skip
         assert not ends_in_code(text), text
-
-
-def test_a_fence_with_less_marks_or_an_info_string_closes_nothing():
-    for text in ("````\n```", "```\n~~~", "~~~\n```", "```\n``` a", "- ```\n  a\n  ``` a", "```\n    ```"):
-        assert ends_in_code(text, "  " if text[0] == "-" else ""), text
 
 
 blocks = st.recursive(
