@@ -232,10 +232,8 @@ def test_a_tensor_larger_than_an_array_is_refused_before_it_is_read(monkeypatch)
             mlx_mtp.load(str(DEMO), mtp=mtp)
     # Experts that are stored one by one are one array
     monkeypatch.setattr(mx, "device_info", lambda: {"max_buffer_length": 300})
-    experts = {
-        f"layers.0.mlp.experts.{i}.up_proj.weight": Tensor("model.safetensors", "BF16", [8, 10], 0, 160)
-        for i in range(2)
-    }
+    tensor = Tensor("model.safetensors", "BF16", [8, 10], 0, 160)
+    experts = {f"layers.0.mlp.experts.{i}.up_proj.weight": tensor for i in range(2)}
     given = dict(model_map=dict.fromkeys(experts, "model.safetensors"), has=lambda file: True)
     checkpoint = SimpleNamespace(name="model", folder="", tensors=lambda names: {n: experts[n] for n in names}, **given)
     with pytest.raises(ValueError, match=r"experts.up_proj.weight takes 0\.3 kB"):

@@ -308,6 +308,8 @@ INVALID = [
     ('--chat-template-args {"tokenize":false}', "tokenize"), ("--pipeline", "mlx.launch"), ("--api-key=", "empty"),
     ("--api-key sésame", "ASCII"), ("--api-key=a\nb", "ASCII"), "--api-key-file b --api-key a", ("--api-key-file /no", "/no"),
     ("--prompt-cache-disk-bytes 1GB", "--prompt-cache-disk-bytes requires --prompt-cache-dir"),
+    ("--unload-after=0", "--unload-after must be 0.01 or more"), ("--keep-warm=-1", "--keep-warm must be 0 or more"),
+    ("--keep-warm=nan", "--keep-warm must be 0 o"),
 ]  # fmt: skip
 
 
