@@ -201,7 +201,7 @@ def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
         assert_answers_at_once(s, 500)
         with ThreadPoolExecutor(3) as pool:
             slow = pool.submit(s.request, "/v1/chat/completions", {"messages": [{"role": "user", "content": "slow"}]})
-            bodies = [{"prompt": PROMPT, "max_tokens": 500, "stream": stream} for stream in streams]
+            bodies = [{"prompt": PROMPT, "max_tokens": 200, "stream": stream} for stream in streams]
             answers = [pool.submit(s.request, TEXT, body) for body in bodies]
             while s.metrics()["mlx_mtp_time_to_first_token_seconds_count"] < len(bodies):
                 time.sleep(0.02)

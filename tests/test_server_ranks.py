@@ -115,7 +115,7 @@ def test_two_ranks_answer_as_one_process(tmp_path, checkpoint, alone, flags):
         the_next_turn_reuses_the_cache(s, alone)
         a_hang_up_ends_the_request_alone(s, alone)
         a_failing_request_fails_alone(s, alone)
-        with s.begin(PROMPTS[0], 300) as unfinished:
+        with s.begin(PROMPTS[0], 150) as unfinished:
             s.process.send_signal(signal.SIGTERM)
             answer = unfinished.makefile("rb").read()
         body, end = b"data: [DONE]\n\n\r\n", b"0\r\n\r\n"  # the last chunk, and the end of a chunked answer
