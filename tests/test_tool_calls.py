@@ -300,7 +300,7 @@ FILES = {
 
 @pytest.mark.parametrize("call", [READ, WRITE, ("read", {"path": "b", "limit": 5})], ids=lambda call: "-".join(call[1]))
 def test_a_call_whose_tags_drift_is_the_one_that_is_meant(call):
-    """Alone, before and after another, and before text if it has an end. In pieces, since the sizes make no difference."""
+    """Alone, before and after another, and before text if it has an end. Tests below have pieces of other sizes."""
     proper, sizes = write_call(*WRITE, PROPER), (4,)
     for forms in DRIFTS:
         drifting = write_call(*call, forms)
