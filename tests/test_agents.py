@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from itertools import product
 from types import SimpleNamespace
 
 import openai
@@ -20,20 +19,19 @@ from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, options
 from tests.support.scripted_server import said, serve_scripted
 from tests.support.sdk_types import values_of
 from tests.support.server_process import server_of
-from tests.support.tool_texts import SCHEMAS, make_model, render
+from tests.support.tool_texts import SCHEMAS, model_with, render
 
-ADD = render("add", {"a": 1, "b": 2})
+ADD, NOW = render("add", {"a": 1, "b": 2}), render("now", {})
 MESSAGES_TOOLS = [{"name": name, "input_schema": {"type": "object", **schema}} for name, schema in SCHEMAS.items()]
 RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
 
 
-TINY = "--served-model-name", "tiny", "--model"
-server = server_of(lambda folder: [*TINY, str(make_model(folder / "model"))], serve_scripted)
+server = server_of(lambda _: ["--served-model-name", "tiny", "--model", model_with()], serve_scripted)
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    return Prompts(tmp_path_factory.mktemp("prompts") / "model")
+def prompts():
+    return Prompts()
 
 
 # Messages
@@ -104,14 +102,14 @@ def test_message_thinks_within_its_budget(server, claude):
 
 
 def test_an_answer_may_have_one_call_only(claude, client):
-    text = f"First.\n\n{ADD}\n{ADD}\nDone."
+    text = f"First.\n\n{NOW}\n{NOW}\nDone."
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     answer = message(claude, text, tools=MESSAGES_TOOLS, tool_choice=choice)
-    call = {"type": "tool_use", "name": "add", "input": {"a": 1, "b": 2}}
+    call = {"type": "tool_use", "name": "now", "input": {}}
     assert (blocks(answer), answer["stop_reason"]) == ([{"type": "text", "text": "First."}, call], "tool_use")
     answer = response(client, text, tools=RESPONSES_TOOLS, parallel_tool_calls=False)
     assert [item["type"] for item in answer["output"]] == ["message", "function_call"]
-    json_calls = "<tool_call>\n" + json.dumps([{"name": "add", "arguments": {}}] * 2) + "\n</tool_call>"
+    json_calls = "<tool_call>\n" + json.dumps([{"name": "now", "arguments": {}}] * 2) + "\n</tool_call>"
     tools = [{"type": "function", "function": tool} for tool in RESPONSES_TOOLS]
     for says, parallel in ((text, True), (text, False), (json_calls, False)):
         options = dict(tools=tools, parallel_tool_calls=parallel, extra_body=said(says))
@@ -145,17 +143,13 @@ def test_messages_become_those_of_a_chat_template():
             text("x-anthropic-billing-header: cch=2f;\nBe kind.\n"),
         ],
         messages=[
-            {"role": "user", "content": [text("a"), text("b")]},
-            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": [text("a"), text("b")]}, {"role": "system", "content": "Be short."},
             {"role": "assistant", "content": [thought, text("I read."), use]},
             {"role": "user", "content": [result, text("Well?")]},
         ],
-        tools=[tool, {"type": "web_search_20250305", "name": "web_search"}],
-        metadata={"user_id": "1"},
-        context_management={"edits": []},
-        output_config={"effort": "high"},
-        thinking={"type": "adaptive"},
-    )
+        tools=[tool, {"type": "web_search_20250305", "name": "web_search"}], metadata={"user_id": "1"},
+        context_management={"edits": []}, output_config={"effort": "high"}, thinking={"type": "adaptive"},
+    )  # fmt: skip
     request = read(MESSAGES, **body)
     call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "x"}}}
     assert request.messages == [
@@ -272,41 +266,34 @@ def test_response_logprobs_are_those_of_its_text(client):
     assert client.responses.create(**asked | {"top_logprobs": 0}).output[1].content[0].logprobs[0].top_logprobs == []
 
 
-def test_an_answer_without_a_limit_goes_on():
-    """To the end of the context, in each API, unless the operator has set a limit."""
-    tokenizer = BoundedTokenizer(SimpleNamespace(get_vocab=lambda: {"a": 0}), context_length=1000)
-    free, same, limited = (options_of(*given) for given in ([], ["--max-tokens", "-1"], ["--max-tokens", "5"]))
-    for path, body, limit in (
-        (RESPONSES, {"input": "a"}, "max_output_tokens"),
-        (MESSAGES, {"messages": ASK}, "max_tokens"),
-        (CHAT, {"messages": ASK}, "max_completion_tokens"),
-        (TEXT, {"prompt": "a"}, "n_predict"),
-    ):
-        own = {limit: 9}
-        for flags, asked, want in ((free, {}, 700), (same, {}, 700), (limited, {}, 5), (limited, own, 9)):
-            request = APIS[path].read_request({**body, **asked}, flags)[1]
-            tokenizer.complete(300, request)
-            assert request.args.max_tokens == want, (path, asked)
+OF_TEXTS = ["max_completion_tokens", "max_tokens", "n_predict"]
+LIMITS = {RESPONSES: ["max_output_tokens"], MESSAGES: ["max_tokens"], CHAT: OF_TEXTS, TEXT: OF_TEXTS}
 
 
-def test_limits_beyond_the_context():
-    """-1 is none. Agents send 32,000 to /v1/messages, whatever the model's context is: there, it is the rest of the context."""
+@pytest.mark.parametrize("path", LIMITS)
+def test_limits_of_answers(path):
+    """Without one, and with -1, an answer goes on to the end of the context, unless the operator has set a limit. Agents send
+    32,000 to /v1/messages, whatever the model's context is: there, it is the rest of the context."""
     tokenizer = BoundedTokenizer(SimpleNamespace(get_vocab=lambda: {"a": 0}), context_length=1000)
-    for path, body, limits in (
-        (RESPONSES, {"input": "a"}, ["max_output_tokens"]),
-        (MESSAGES, {"messages": ASK}, ["max_tokens"]),
-        (CHAT, {"messages": ASK}, ["max_completion_tokens", "max_tokens", "n_predict"]),
-        (TEXT, {"prompt": "a"}, ["max_completion_tokens", "max_tokens", "n_predict"]),
-    ):
-        for limit, n in product(limits, (-1, 701)):
-            request = APIS[path].read_request({**body, limit: n, "top_k": -1}, options_of("--max-tokens", "5"))[1]
-            if n < 0 or path == MESSAGES:
-                tokenizer.complete(300, request)
-                assert (request.args.max_tokens, request.args.sampling.top_k) == (700, 0), (path, limit)
-            else:
-                with pytest.raises(ApiError, match=f", and {limit} is 701") as e:
-                    tokenizer.complete(300, request)
-                assert e.value.param == limit
+    body = {"prompt": "a"} if path == TEXT else {"input" if path == RESPONSES else "messages": ASK}
+
+    def completed(flags=("--max-tokens", "5"), **fields):
+        request = APIS[path].read_request({**body, **fields}, options_of(*flags))[1]
+        tokenizer.complete(300, request)
+        return request.args
+
+    assert [completed(flags).max_tokens for flags in ((), ("--max-tokens", "-1"))] == [700, 700]
+    assert completed().max_tokens == 5
+    for limit in LIMITS[path]:
+        assert completed(**{limit: 9}).max_tokens == 9
+        free = completed(**{limit: -1}, top_k=-1)
+        assert (free.max_tokens, free.sampling.top_k) == (700, 0), limit
+        if path == MESSAGES:
+            assert completed(**{limit: 701}).max_tokens == 700
+            continue
+        with pytest.raises(ApiError, match=f", and {limit} is 701") as e:
+            completed(**{limit: 701})
+        assert e.value.param == limit
 
 
 def test_response_says_what_was_asked(client):
@@ -343,11 +330,8 @@ def test_custom_and_namespaced_tools(client):
 
 @pytest.mark.parametrize(("syntax", "definition"), [("lark", 'start: "+" /[ab]+/'), ("regex", r"\+[ab]+")])
 def test_the_grammar_of_a_custom_tool_binds_its_input(prompts, syntax, definition):
-    tool = {
-        "type": "custom",
-        "name": "patch",
-        "format": {"type": "grammar", "syntax": syntax, "definition": definition},
-    }
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    tool = {"type": "custom", "name": "patch", "format": form}
     tokenizer = prompts.tokenizer
     for choice in ("auto", "required", {"type": "custom", "name": "patch"}):
         request = read(RESPONSES, input="a", tools=[tool], tool_choice=choice)
@@ -356,7 +340,7 @@ def test_the_grammar_of_a_custom_tool_binds_its_input(prompts, syntax, definitio
             (grammar,) = make_output_grammar(tokenizer, request, False)
             tokens = tokenizer.encode(render("patch", {"input": text}), add_special_tokens=False)
             assert grammar.advance_to([*tokens, *tokenizer.eos_token_ids]) == is_allowed, (choice, text)
-    tool["format"]["definition"] = "start: other" if syntax == "lark" else "(?=a)b"
+    form["definition"] = "start: other" if syntax == "lark" else "(?=a)b"
     with pytest.raises(ApiError, match=r"patch\.parameters\.properties\.input cannot be enforced"):
         make_output_grammar(tokenizer, read(RESPONSES, input="a", tools=[tool]), False)
 
@@ -406,11 +390,9 @@ def test_items_become_messages_of_a_chat_template():
             {"type": "web_search_call", "id": "3", "status": "completed"},
             {"role": "developer", "content": "Go on."},
         ],
-        store=True,
-        include=["reasoning.encrypted_content"],
-        prompt_cache_key="k",
+        store=True, include=["reasoning.encrypted_content"], prompt_cache_key="k",
         reasoning={"effort": "none", "summary": "auto"},
-    )
+    )  # fmt: skip
     request = read(RESPONSES, **body)
     calls = [("1", "fs__read", {"path": "x"}), ("2", "patch", {"input": "+a"})]
     calls = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls]
@@ -451,12 +433,12 @@ def test_no_tool_is_none_in_the_prompt(path):
 @pytest.mark.parametrize(("path", "is_nested"), [(CHAT, True), (CHAT, False), (RESPONSES, False), (RESPONSES, True)])
 def test_only_the_allowed_tools_are_called(path, is_nested, mode):
     """The prompt has all of them, and so remains in the cache."""
-    listed = [
+    listed = (
         {"type": "function", "name": "add"},
         {"type": "function", "function": {"name": "now"}},
         {"type": "web_search"},
-    ]
-    allowed = {"mode": mode, "tools": listed}
+    )
+    allowed = {"mode": mode, "tools": [*listed]}
     request = request_with(path, {"type": "allowed_tools", **({"allowed_tools": allowed} if is_nested else allowed)})
     assert (names_of(request.tools), names_of(request.shown_tools)) == (["add", "now"], [*SCHEMAS])
     output = request.structured_output
@@ -473,10 +455,8 @@ def test_only_the_allowed_tools_are_called(path, is_nested, mode):
 )
 def test_allowed_tools_that_are_none(path, wrong):
     given = {"mode": "auto", "tools": [{"type": "function", "name": "add"}]} if "mode" in wrong else {}
-    for choice in (
-        {"type": "allowed_tools", **given, **wrong},
-        {"type": "allowed_tools", "allowed_tools": {**given, **wrong}},
-    ):
+    for allowed in ({**given, **wrong}, {"allowed_tools": {**given, **wrong}}):
+        choice = {"type": "allowed_tools", **allowed}
         with pytest.raises(ApiError, match="allowed_tools must") as e:
             request_with(path, choice)
         assert (e.value.status, e.value.param) == (400, "tool_choice")
@@ -485,12 +465,11 @@ def test_allowed_tools_that_are_none(path, wrong):
 def test_a_tool_that_is_not_allowed_is_not_called(client):
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
     options = dict(model="default_model", input="a", tools=RESPONSES_TOOLS)
-    for call, is_called in ((ADD, True), (render("now", {}), False)):
+    for call, is_called in ((ADD, True), (NOW, False)):
         answer = client.responses.create(**options, tool_choice=choice, extra_body=said(f"Hm.\n\n{call}"))
         assert [item.type for item in answer.output] == ["message", "function_call"] if is_called else ["message"]
-    sizes = [
-        client.responses.input_tokens.count(**options, tool_choice=x).input_tokens for x in (choice, "auto", "none")
-    ]
+    count = client.responses.input_tokens.count
+    sizes = [count(**options, tool_choice=x).input_tokens for x in (choice, "auto", "none")]
     assert sizes[0] == sizes[1] > sizes[2]
 
 
@@ -501,15 +480,10 @@ NOT_TEXT = re.compile("id$|^encrypted|signature|fingerprint|filename|media_type"
 # Kinds without text, for a model that takes no images
 SILENT = {"image", "item_reference", "container_upload", "computer_call_output", "compaction", "configuration_update"}
 SILENT |= {"compaction_trigger", "fallback", "ghost_snapshot"}
-QUESTION, ANSWER, THEN = (
-    {"role": "user", "content": "q"},
-    {"role": "assistant", "content": "x"},
-    {"role": "user", "content": "so?"},
-)
-GHOST = {
-    "type": "ghost_snapshot",
-    "ghost_commit": {"id": "word0", "parent": "word1", "preexisting_untracked_files": ["word2"]},
-}
+QUESTION, THEN = ({"role": "user", "content": text} for text in ("q", "so?"))
+ANSWER = {"role": "assistant", "content": "x"}
+COMMIT = {"id": "word0", "parent": "word1", "preexisting_untracked_files": ["word2"]}
+GHOST = {"type": "ghost_snapshot", "ghost_commit": COMMIT}
 
 
 def histories(path: str) -> Iterator[tuple[dict, dict]]:
@@ -523,12 +497,10 @@ def histories(path: str) -> Iterator[tuple[dict, dict]]:
                 role = ("user", "assistant")[i % 2]
                 yield item, {"messages": [QUESTION, {"role": role, "content": [item]}, ANSWER, THEN]}
     else:
-        of_chat, of_responses = (
-            openai.types.chat.ChatCompletionMessageParam,
-            openai.types.responses.ResponseInputItemParam,
-        )
-        for item in [*values_of(of_chat if path == CHAT else of_responses), *([GHOST] if path == RESPONSES else [])]:
-            yield item, {"messages" if path == CHAT else "input": [QUESTION, item, ANSWER, THEN]}
+        types, is_chat = openai.types, path == CHAT
+        of = types.chat.ChatCompletionMessageParam if is_chat else types.responses.ResponseInputItemParam
+        for item in [*values_of(of), *([] if is_chat else [GHOST])]:
+            yield item, {"messages" if is_chat else "input": [QUESTION, item, ANSWER, THEN]}
 
 
 def words(value, is_text: bool = True) -> Iterator[tuple[str, bool]]:

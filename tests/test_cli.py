@@ -1,27 +1,46 @@
-"""What the command lines share: they end in silence where nobody reads, and their errors name what the user wrote."""
+"""What the command lines share: their ends, their errors, their help, and names and flags in pages and messages."""
 
 import errno
+import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
+import tomllib
+from dataclasses import asdict
 from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from PIL import Image
 
+import mlx_mtp
+from mlx_mtp import about
 from mlx_mtp.__main__ import COMMANDS, main
+from mlx_mtp.about import doctor, models
+from mlx_mtp.checkpoint.catalog import published, resolve
+from mlx_mtp.checkpoint.checks.self_test import SelfTest
 from mlx_mtp.checkpoint.output import naming
-from mlx_mtp.cli.display import one_line_errors, sentence
+from mlx_mtp.cli.display import one_line_errors, sentence, table
 from mlx_mtp.cli.parser import REMOVED
+from mlx_mtp.core.models.mixin import MTPModel
 from mlx_mtp.errors import MTPError, MTPFileNotFoundError, MTPOSError
 from mlx_mtp.extras import MissingExtra
 from mlx_mtp.files import check_target
+from mlx_mtp.server.engine import models as engine_models
+from tests.support.checkpoints import accepting, configure, copied, no_head
 from tests.support.commands import refusal, run_command
-from tests.support.models import TRAINED
+from tests.support.hub_stand_in import HEADER_BYTES
+from tests.support.models import DATA, TRAINED
+from tests.support.profiles import LONG
+from tests.support.requests import options_of
 
 
 def run(capsys, command, *flags) -> tuple[int, str]:
@@ -56,21 +75,24 @@ def test_ends_in_silence_where_nobody_reads(monkeypatch, capsys, tmp_path, nobod
     assert (tmp_path / "errors").read_text() == ""
 
 
-STREAMS = {
-    "</dev/null >/dev/full": "Standard output: No space left on device.",
-    "<&-": "Standard input is closed: give /dev/null.",
-    "</dev/null >&-": "Standard output is closed: give /dev/null.",
-}
+@pytest.mark.parametrize("command", ["models", f"generate --model {TRAINED} --no-mtp -m 2"], ids=lambda x: x.split()[0])
+def test_an_output_that_cannot_be_written_is_one_line(monkeypatch, capsys, tmp_path, command):
+    with open(tmp_path / "errors", "w") as errors, open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "stderr", errors)
+        assert run(capsys, *command.split())[0] == 1
+        full.flush()  # as Python does when it ends
+    error = (tmp_path / "errors").read_text()
+    assert error.endswith(": error: Standard output: No space left on device.\n")
+    assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("streams", "message"), STREAMS.items(), ids=STREAMS)
-def test_a_stream_that_cannot_be_used_is_one_line(streams, message):
-    for command in (f"generate --model {TRAINED} --no-mtp -m 2", "models") if "full" in streams else ("models",):
-        done = subprocess.run(
-            ["bash", "-c", f"{sys.executable} -m mlx_mtp {command} {streams}"], capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-        assert done.stderr.endswith(f": error: {message}\n")
+@pytest.mark.parametrize(("streams", "name"), [("<&-", "input"), ("</dev/null >&-", "output")][: 1 + LONG])
+def test_a_stream_that_is_closed_is_one_line(streams, name):
+    line = f"{sys.executable} -m mlx_mtp models {streams}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.endswith(f": error: Standard {name} is closed: give /dev/null.\n")
 
 
 def test_a_pipe_to_head_shows_no_error():
@@ -154,11 +176,7 @@ CALLS = {
 }
 
 
-def test_every_command_is_called():
-    assert CALLS.keys() == COMMANDS.keys()
-
-
-@pytest.mark.parametrize("command", CALLS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_prints_what_the_user_can_mend_and_no_other_error(monkeypatch, capsys, tmp_path, command):
     """A matmul of wrong shapes in the decoder is none of the user's errors, and keeps its traceback."""
     monkeypatch.chdir(tmp_path)
@@ -275,3 +293,266 @@ def test_a_template_that_the_model_cannot_render_ends_the_server(monkeypatch, ca
     status, err = run(capsys, "server", "--port", "0", "--chat-template", "{{ messages[0].name.upper() }}")
     assert status == 2
     assert err.splitlines()[-1].startswith("mlx_mtp server: error: --chat-template cannot be rendered: ")
+
+
+# One command for all, names for models, and the commands that tell about models, caches and this machine
+
+
+def test_help_lists_the_commands(capsys):
+    _, out, _ = run_command(main, capsys)
+    for name, (module, _) in COMMANDS.items():
+        assert f"  {name} " in out
+        assert resolve_name(module).make_parser().prog.replace(".", " ") == f"mlx_mtp {name}"
+        told = run_command(main, capsys, name, "--help")[1]
+        assert told.startswith("usage: ")
+        assert run_command(main, capsys, "help", name) == (0, told, "")
+    assert run_command(main, capsys, "--help") == run_command(main, capsys, "help") == (0, out, "")
+    assert run_command(main, capsys, "--version") == (0, f"mlx_mtp {mlx_mtp.__version__}\n", "")
+
+
+def test_an_unknown_command_is_one_line(capsys):
+    for argv, message in (
+        (["genrate"], "There is no command genrate: did you mean generate?"),
+        (["xyz"], "There is no command xyz: choose from demo, generate,"),
+        (["--model", "x", "generate"], "The command comes first: mlx_mtp generate --model ..."),
+    ):
+        assert refusal(main, capsys, *argv).startswith(f"mlx_mtp: error: {message}")
+
+
+# Names of models
+
+
+def test_a_name_is_that_of_a_conversion(tmp_path, monkeypatch):
+    """Unless a folder has it. It may say the number of bits."""
+    for model in published().values():
+        names = (model.name, model.base, model.name.upper(), model.conversion)
+        assert {resolve(name) for name in names} == {model.conversion}
+    assert resolve("qwen3.6-27b-8bit") == "mlx-community/Qwen3.6-27B-8bit"
+    assert resolve("Qwen3.5-0.8B-bf16") == "mlx-community/Qwen3.5-0.8B-MLX-bf16"
+    assert resolve("org/qwen3.6-27b") == "org/qwen3.6-27b"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3.6-27b").mkdir()
+    assert resolve("qwen3.6-27b") == "qwen3.6-27b"
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    for name, message in (
+        ("qwen3.8-27b-bf16", r"Did you mean qwen3\.8-27b or qwen3\.8-27b-4bit or qwen3\.8-27b-8bit\?"),
+        ("qwen3.6-72b", r"^qwen3\.6-72b is .* Did you mean qwen3\.6-27b or .* `mlx_mtp models`"),
+        ("xyz", r"published model\. `mlx_mtp models` lists them\.$"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            mlx_mtp.load(name)
+
+
+def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path, capsys, monkeypatch):
+    accepting(monkeypatch, 0.8)
+    model = published()["qwen3.5-0.8b-4bit"]
+    hub.publish(model.original, DATA / "dense")
+    no_head(copy := copied(tmp_path))
+    (copy / "README.md").write_text(f"---\nbase_model: {model.original}\n---\n")
+    hub.publish(model.conversion, copy)
+    assert mlx_mtp.load("qwen3.5-0.8b", mtp="auto")[0].fetched_head.source == model.original
+    models.run(SimpleNamespace(context=1000))
+    assert "both" in capsys.readouterr().out
+
+
+# About models, caches and this machine
+
+
+def test_models_lists_all(capsys, monkeypatch):
+    monkeypatch.setattr(about, "Account", lambda: SimpleNamespace(limit=24 * 10**9, left=22 * 10**9))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: type("Size", (), {"columns": 80}))
+    status, out, _ = run_command(models.main, capsys, "--context", "65536")
+    assert status == 0
+    table = out.partition("\n\n")[0].splitlines()[1:]
+    rows = {line.split()[0]: line.split() for line in table}
+    assert [*rows] == [model.base for model in published().values()]
+    assert rows["qwen3.6-27b"][1:] == ["15.2", "0.85", "yes", "4.6", "yes", "-"]
+    assert rows["qwen3-next-80b-a3b-instruct"][-4:] == ["from", "96", "GB", "-"]
+    assert max(map(len, table)) <= 80
+    assert "65,536 tokens" in out
+    assert run_command(models.main, capsys, "--context", "0")[0] == 2
+
+
+def test_doctor_of_models_that_draft_and_that_do_not(hub, capsys, monkeypatch, tmp_path):
+    for accepted, verdict in ((0.94, "ready; "), (0.1, "the model rejects most drafts")):
+        monkeypatch.setattr(MTPModel, "head_acceptance", accepted)
+        status, out, _ = run_command(doctor.main, capsys)
+        assert status == 0
+        assert "Model:      Demo model: completes Python only" in out
+        assert f"Accepted:   {accepted:.0%} of first drafts on built-in text" in out
+        assert out.splitlines()[-1].startswith(f"Verdict:    {verdict}")
+    no_head(copy := copied(tmp_path))
+    configure(copy, _name_or_path=None)
+    status, out, _ = run_command(doctor.main, capsys, "--model", str(copy))
+    assert status == 0
+    assert "Verdict:    no drafts: " in out.splitlines()[-1]
+    assert "--mtp HEAD" in out
+
+
+def test_doctor_prints_every_figure_as_json(capsys, monkeypatch):
+    result = SelfTest(0.01, windows={"1": 0.0, "2": 0.2}, recurrence={"MLX": {"1": [0.0, 0.001]}})
+    monkeypatch.setattr(about, "ensure_tested", lambda *_: result)
+    status, out, _ = run_command(doctor.main, capsys, "--model", str(DATA / "dense"), "--json")
+    found = json.loads(out)
+    assert (status, found["self-test"], found["model"]) == (0, asdict(result), str(DATA / "dense"))
+    assert {"chip", "versions", "verdict"} < found.keys()
+    _, out, _ = run_command(doctor.main, capsys, "--model", str(DATA / "dense"))
+    assert "Self-test:  wrong: passes over more than 1 tokens\n            differences of logits: " in out
+
+
+def test_doctor_downloads_no_weights(hub, tmp_path, capsys, monkeypatch):
+    hub.publish("org/whole", DATA / "dense")
+    no_head(copy := copied(tmp_path))
+    (copy / "README.md").write_text("---\nbase_model: org/whole\n---\n")
+    hub.publish("org/headless", copy)
+    for name, head in (("org/whole", "its own"), ("org/headless", r"that of org/whole, [\d.]+ MB: --mtp fetches it")):
+        status, out, _ = run_command(doctor.main, capsys, "--model", name)
+        assert status == 0
+        assert re.search(f"Head:       {head}\n", out)
+        assert f"fits in memory, and is not downloaded: `mlx_mtp generate --model {name}` downloads" in out
+    assert hub.served["model.safetensors"] <= 4 * HEADER_BYTES
+    monkeypatch.setattr(about, "Account", lambda: SimpleNamespace(held=0, limit=1000, left=1000))
+    assert "does not fit in memory" in run_command(doctor.main, capsys, "--model", "org/whole")[1]
+    mlx_mtp.load("org/headless", mtp=False)
+    _, out, _ = run_command(doctor.main, capsys, "--model", "org/headless")
+    assert "Verdict:    no drafts: its head is that of org/whole" in out
+
+
+# Every name and flag that a page, a help or an error gives is one that runs
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+del SCRIPTS["mlx_mtp"]
+PARSERS = {name: resolve_name(module).make_parser() for name, (module, _) in COMMANDS.items()}
+PATTERNS = "*.md docs/**/*.md convert/*.md examples/* benchmarks/*.py scripts/**/*.py scripts/*.toml src/**/*.py"
+OF_EARLIER_VERSIONS = ("CHANGELOG.md", "compare_versions.py")
+FILES = [file for pattern in PATTERNS.split() for file in ROOT.glob(pattern) if file.is_file()]
+PAGES = [file for file in FILES if file.name not in OF_EARLIER_VERSIONS]
+
+
+def text_of(page: Path) -> str:
+    """A page's text, or the cells of a notebook."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    return re.sub(r'"\n +f?"', "", text)  # a sentence over several lines of code
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """The commands in a text, each with its flags."""
+    text = text.replace("\\\n", " ")
+    calls = re.findall(r"\bmlx_mtp[. ]([a-z_]+)((?: +[^`\n|;&]*)?)", text)
+    return [(name, re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) for name, rest in calls if name in PARSERS]
+
+
+def test_pages_are_found():
+    names = {page.name for page in PAGES}
+    assert {"README.md", "tuning.md", "quickstart.ipynb", "settings.py", "kill.py", "run_blocks.py"} <= names
+    assert sum(len(flags) for page in PAGES for _, flags in commands(text_of(page))) > 60
+    found = commands("`mlx_mtp fit --model X` and mlx_mtp.convert -q \\\n  --mlx-path Y | less --no")
+    assert found == [("fit", ["--model"]), ("convert", ["--mlx-path"])]
+
+
+def test_every_name_and_flag_is_one_that_runs():
+    for page in PAGES:
+        text = text_of(page)
+        assert "python -m mlx_mtp" not in text, page
+        for name in set(re.findall(r"\bmlx_mtp\.([a-z_]+)", text)) - {"__main__"}:
+            is_known = f"mlx_mtp.{name}" in SCRIPTS or hasattr(mlx_mtp, name) or find_spec(f"mlx_mtp.{name}")
+            assert is_known, (page, name)
+        for name, flags in commands(text):
+            assert set(flags) <= PARSERS[name]._option_string_actions.keys(), (page, name)
+
+
+def test_a_script_is_the_module_that_has_its_name():
+    for name, script in SCRIPTS.items():
+        module, function = script.split(":")
+        assert module.removesuffix(".__main__") == name
+        assert COMMANDS[name.removeprefix("mlx_mtp.")][0] == module
+        assert callable(getattr(resolve_name(module), function))
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_help_has_groups_and_defaults(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = PARSERS[name]
+    assert max(map(len, parser.format_help().splitlines())) <= 80
+    grouped = [action for group in parser._action_groups[2:] for action in group._group_actions]
+    others = {action.dest for action in parser._actions if action not in grouped}
+    if name in ("generate", "chat", "server", "convert", "benchmark", "fit"):  # others have few flags
+        assert others <= {"help", "version", "verbose"}
+    for action in grouped:
+        is_switch = action.nargs == 0 or isinstance(action.default, bool) or action.default in (None, "==SUPPRESS==")
+        assert is_switch or not action.default or "efault" in action.help, action.dest
+    with pytest.raises(SystemExit, match="0"):
+        parser.parse_args(["--version"])
+    assert capsys.readouterr().out == f"mlx_mtp {name} {mlx_mtp.__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_every_flag_is_mlx_lms(name):
+    parsers = resolve_name(f"mlx_lm.{name}:setup_arg_parser")(), PARSERS[name]
+    theirs, ours = ({a.dest: a for a in parser._actions} for parser in parsers)
+    assert theirs.keys() <= ours.keys()
+    for dest, a in theirs.items():
+        assert (a.option_strings, a.nargs) == (ours[dest].option_strings, ours[dest].nargs)
+        if dest not in ("model", "num_draft_tokens", "seed", "draft_model"):  # a seed couples drafts: it has no default
+            assert a.type == ours[dest].type
+            assert ours[dest].default == a.default or (name, ours[dest].default) == ("chat", None)  # the model's
+            assert ours[dest].help.startswith(a.help.removesuffix("."))
+
+
+def test_a_flag_of_several_commands_means_one_thing():
+    for flag in ("--mtp", "--settings", "--acceptance", "--draft-vocab", "--mtp-bits", "--draft-head-bits"):
+        actions = [p._option_string_actions.get(flag) for name, p in PARSERS.items() if name != "convert"]
+        kinds = {(a.nargs, a.const, str(a.choices), type(a)) for a in actions if a is not None}
+        assert len(kinds) == 1, flag
+    for flag in ("--model", "--seed", "--max-kv-size", "--mtp", "--num-draft-tokens", "--copy-drafts", "--pipeline"):
+        assert len({PARSERS[name]._option_string_actions[flag].help for name in ("generate", "chat")}) == 1
+
+
+def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
+    """A head of its own, and for images the vision encoder of the base model."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (32, 32)).save("a.png")
+    load, drafting = Mock(side_effect=MTPError("enough")), ("generate", "chat", "benchmark")
+    cheaper = {"draft_vocab": 64, "mtp_bits": 4, "draft_head_bits": 8}
+    flags_of_it = " ".join(f"--{option.replace('_', '-')} {n}" for option, n in cheaper.items())
+    monkeypatch.setattr("mlx_mtp.cli.flags.load", load)
+    monkeypatch.setattr("mlx_mtp.benchmark.__main__.load", load)
+    for name, flags, option, want in (
+        *((name, f"--mtp {head}", "mtp", head or "auto") for name, head in product(drafting, ("", "a/b"))),
+        *((name, flags_of_it, option, n) for name, (option, n) in product(drafting, cheaper.items())),
+        ("generate", "--image a.png --prompt What?", "vision", "auto"),
+        ("chat", "--images", "vision", "auto"),
+    ):
+        assert "enough" in refusal(resolve_name(f"mlx_mtp.{name}.__main__").main, capsys, *flags.split())
+        assert load.call_args.kwargs[option] == want, (name, flags)
+    monkeypatch.setattr(engine_models, "load", load)
+    models = engine_models.ModelProvider(options_of("--mtp", "org/head", "--images", "--model", "m"))
+    with pytest.raises(MTPError, match="enough"):
+        models.load(models.options.model)
+    assert [load.call_args.kwargs[option] for option in ("mtp", "vision")] == ["org/head", "auto"]
+    for more in (["--serve-model", "other"], ["--allow-any-model"]):
+        with pytest.raises(ValueError, match="--mtp HEAD fits one model"):
+            options_of("--mtp", "org/head", *more)
+
+
+# Tables
+
+
+def test_a_table_fits_the_terminal(monkeypatch):
+    rows = [["name", "first", "second", "third"], ["a", "1", "22", "333"], ["early", "4"]]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert table(rows) == ["name   first  second  third", "a          1      22    333", "early      4"]
+    monkeypatch.setenv("COLUMNS", "20")
+    upper = ["name   first  second", "a          1      22", "early      4"]
+    assert table(rows) == [*upper, "", "name   third", "a        333", "early"]
+
+
+def test_no_escape_sequence_is_written():
+    for file in {*ROOT.glob("src/**/*.py")} - {ROOT / "src/mlx_mtp/cli/display.py"}:  # which writes to terminals alone
+        lines = file.read_text(encoding="utf-8").splitlines()  # one file takes them out of what mlx-lm prints
+        assert not any(re.search(r"\\033|\\x1b|\\e\[", line) for line in lines if "re.compile" not in line), file

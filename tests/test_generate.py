@@ -300,9 +300,7 @@ def test_json_of_a_schema(capsys, tmp_path):
 
 def test_the_prompt_has_escapes_and_standard_input_has_none(capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        command, "print_text", lambda model, tokenizer, prompt, **_: seen.append(prompt) or ("", Mock())
-    )
+    monkeypatch.setattr(command, "print_text", lambda _, __, prompt, **___: seen.append(prompt) or ("", Mock()))
     text = r"\nabla C:\new\table"
     for prompt in (text, "-"):
         assert run(capsys, "--prompt", prompt, "--ignore-chat-template", stdin=text)[0] == 0

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.server.api.history import THINK
 from mlx_mtp.server.request import ApiError
+from tests.support.profiles import examples
 from tests.support.prompts import CONTROL, STRICT, TAGS, Prompts
 from tests.support.requests import CHAT, MESSAGES, RESPONSES, read
 from tests.support.tool_texts import MARKS
@@ -18,8 +19,8 @@ OPEN, BEGINS = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    return Prompts(tmp_path_factory.mktemp("prompts") / "model")
+def prompts():
+    return Prompts()
 
 
 def system(text):
@@ -91,18 +92,12 @@ def responses(*texts):
 @pytest.mark.parametrize(
     ("given", "want"),
     [
-        (["b", "a", "c"], ["a", "b", "c"]),
-        (["c", "b", "a"], ["a", "b", "c"]),
-        (["a", "b", "c"], ["a", "b", "c"]),
-        (["b", None, "a"], ["a", None, "b"]),
-        (["x", "b", "a"], ["x", "a", "b"]),
-        ([None, "c", "y", "a"], [None, "a", "y", "c"]),
-        (["c", "b"], ["b", "c"]),
-        (["b", "a", "a"], ["a", "a", "b"]),
-        ([None, None], [None, None]),
+        (["b", "a", "c"], ["a", "b", "c"]), (["c", "b", "a"], ["a", "b", "c"]), (["a", "b", "c"], ["a", "b", "c"]),
+        (["b", None, "a"], ["a", None, "b"]), (["x", "b", "a"], ["x", "a", "b"]), (["c", "b"], ["b", "c"]),
+        ([None, "c", "y", "a"], [None, "a", "y", "c"]), (["b", "a", "a"], ["a", "a", "b"]), ([None, None], [None, None]),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_results_are_in_the_order_of_the_calls(prompts, given, want):
     """The template writes no ids. Results with other ids, or without, keep their places."""
     results = [result(id, f"is {id}") for id in given]
@@ -119,24 +114,13 @@ def test_results_are_in_the_order_of_the_calls(prompts, given, want):
 @pytest.mark.parametrize("path", APIS)
 def test_of_calls_with_equal_ids_results_go_to_them_in_the_order_given(prompts, path):
     calls = [("x", "f", {}), ("y", "g", {}), ("x", "h", {})]
-    turns = [assistant("", *calls), *(result(id, f"{id}{i}") for i, id in enumerate("xyx"))]
-    one = prompts.text(path, **body_of(path, user("q"), *turns))
-    assert responses("x0", "y1", "x2") in one
+    for ids, want in (("xyx", ["x0", "y1", "x2"]), ("xxxy", ["x0", "y3", "x1", "x2"])):  # one is left over
+        turns = [assistant("", *calls), *(result(id, f"{id}{i}") for i, id in enumerate(ids))]
+        assert responses(*want) in prompts.text(path, **body_of(path, user("q"), *turns)), ids
     # Calls of an earlier turn, which has no results, change nothing.
-    more = [
-        user("q"),
-        assistant("", calls[1]),
-        user("r"),
-        assistant("", *calls[:2]),
-        result("y", "1"),
-        result("x", "0"),
-    ]
-    assert responses("0", "1") in prompts.text(path, **body_of(path, *more))
-    # A result that is left over stays with the last of its calls.
-    text = prompts.text(
-        path, **body_of(path, user("q"), turns[0], *(result(id, id + str(i)) for i, id in enumerate("xxxy")))
-    )
-    assert responses("x0", "y3", "x1", "x2") in text
+    earlier = user("q"), assistant("", calls[1]), user("r")
+    body = body_of(path, *earlier, assistant("", *calls[:2]), result("y", "1"), result("x", "0"))
+    assert responses("0", "1") in prompts.text(path, **body)
 
 
 OWN = [
@@ -347,22 +331,18 @@ def test_an_answer_goes_on_where_its_beginning_ends(prompts, path, text):
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_only_the_end_of_the_prompt_opens_the_reasoning(prompts, tmp_path, path):
+def test_only_the_end_of_the_prompt_opens_the_reasoning(prompts, path):
     """Whatever the conversation mentions, with a template that opens it and with one that does not."""
     template = STRICT.replace('"<|im_start|>assistant\\n<think>\\n"', '"<|im_start|>assistant\\n"')
     assert template != STRICT
-    plain = Prompts(tmp_path / "model", template=template)
+    plain = Prompts(template)
     tag = f"Say {THINK}"
     mentions = [user(tag)], [system(tag), user("q")], [user("q"), assistant("", A), result("a", tag)]
     for history in (*mentions, [user("q"), assistant(f"{THINK}\n{tag}"), user("q")]):
         found = [p.read(path, **body_of(path, *history)).in_reasoning for p in (plain, prompts)]
         assert [bool(opens) for opens in found] == [False, True], history
-    for text, opens in (
-        (f"The {THINK} tag", False),
-        (f"{THINK} opens it", False),
-        (f"{THINK}\nI should", True),
-        ("a", False),
-    ):
+    texts = {f"The {THINK} tag": False, f"{THINK} opens it": False, f"{THINK}\nI should": True, "a": False}
+    for text, opens in texts.items():
         body = body_of(path, user("q"), assistant(text))
         assert [p.read(path, **body).in_reasoning for p in (plain, prompts)] == [opens] * 2, text
 
@@ -389,16 +369,13 @@ def test_an_answer_goes_on_with_reasoning_alone(prompts, path):
             prompts.read(path, **body, enable_thinking=False)
         assert error.value.status == 400
         schema = {"type": "json_schema", "name": "a", "schema": {}, "json_schema": {"schema": {}}}
-        outputs = {
-            CHAT: {"response_format": schema},
-            MESSAGES: {"output_format": schema},
-            RESPONSES: {"text": {"format": schema}},
-        }
-        assert prompts.read(path, **body, **outputs[path]).in_reasoning  # the grammar begins after it
+        outputs = {CHAT: ("response_format", schema), MESSAGES: ("output_format", schema)}
+        name, form = outputs.get(path, ("text", {"format": schema}))
+        assert prompts.read(path, **body, **{name: form}).in_reasoning  # the grammar begins after it
 
 
-def test_a_template_without_reasoning_continues_none(tmp_path):
-    plain = Prompts(tmp_path / "model", template="{% for m in messages %}{{ m.content }}{% endfor %}")
+def test_a_template_without_reasoning_continues_none():
+    plain = Prompts("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(ApiError, match="chat template has no reasoning_content"):
         plain.read(CHAT, messages=[user("q"), ALONE[CHAT][0]])
 
@@ -480,11 +457,9 @@ FIELDS = [
     "thinking", "tool_calls", "function_call", "function", "arguments", "reasoning_content", "refusal", "is_error",
     "status",
 ]  # fmt: skip
-scalars = (
-    st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from([*KINDS, "user", "assistant", "tool", "", "a"])
-)
+words = st.sampled_from([*KINDS, "user", "assistant", "tool", "", "a"])
 values = st.recursive(
-    scalars,
+    st.none() | st.booleans() | st.integers(-5, 5) | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=5),
     max_leaves=12,
 )
@@ -492,6 +467,7 @@ fields = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
 items = st.builds(lambda kind, more: {**more, "type": kind}, st.sampled_from(KINDS), fields) | fields
 
 
+@examples(50)
 @given(st.sampled_from(APIS), st.lists(items, max_size=4), st.sampled_from(["user", "assistant", "tool", "system"]))
 def test_a_malformed_history_is_refused_or_rendered(path, found, role):
     """An error is the client's, whatever an item has in its fields."""

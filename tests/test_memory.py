@@ -5,7 +5,7 @@ import itertools
 import logging
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -89,6 +89,13 @@ SCORES = 24 * 2 + 1  # bytes for each pair of tokens: 24 heads in 16 bits, and t
 
 def test_scores_of_a_chunk(monkeypatch):
     """As in the routing of MLX 0.32.4: a 27B with a chunk of 2,048 tokens at 100,000 takes 10.0 GB, or 5.0 on an M5."""
+
+    @cache
+    def model(head_dim):
+        config = model_of("27B")[1]
+        config["text_config"]["head_dim"] = head_dim
+        return skeleton(config, "27B")
+
     for architecture, macos, head_dim, kv_bits, n_scored in (
         (None, "", 256, None, 2048),  # not Metal
         ("applegpu_g13s", "26.3", 256, None, 2048),  # M1 Max
@@ -102,9 +109,7 @@ def test_scores_of_a_chunk(monkeypatch):
         monkeypatch.setattr(mx.metal, "is_available", lambda a=architecture: a is not None)
         monkeypatch.setattr(mx, "device_info", lambda a=architecture: {"architecture": a})
         monkeypatch.setattr("platform.mac_ver", lambda m=macos: (m, ("", "", ""), "arm64"))
-        config = model_of("27B")[1]
-        config["text_config"]["head_dim"] = head_dim
-        sizes = sizes_of(skeleton(config, "27B"), 2)
+        sizes = sizes_of(model(head_dim), 2)
         without = replace(sizes, score_bytes=0)
         chunk = [each.chunk(2048, 100_000, kv_bits=kv_bits) for each in (sizes, without)]
         assert chunk[0] - chunk[1] == n_scored * 100_000 * SCORES
@@ -232,10 +237,8 @@ def test_a_tensor_larger_than_an_array_is_refused_before_it_is_read(monkeypatch)
             mlx_mtp.load(str(DEMO), mtp=mtp)
     # Experts that are stored one by one are one array
     monkeypatch.setattr(mx, "device_info", lambda: {"max_buffer_length": 300})
-    experts = {
-        f"layers.0.mlp.experts.{i}.up_proj.weight": Tensor("model.safetensors", "BF16", [8, 10], 0, 160)
-        for i in range(2)
-    }
+    tensor = Tensor("model.safetensors", "BF16", [8, 10], 0, 160)
+    experts = {f"layers.0.mlp.experts.{i}.up_proj.weight": tensor for i in range(2)}
     given = dict(model_map=dict.fromkeys(experts, "model.safetensors"), has=lambda file: True)
     checkpoint = SimpleNamespace(name="model", folder="", tensors=lambda names: {n: experts[n] for n in names}, **given)
     with pytest.raises(ValueError, match=r"experts.up_proj.weight takes 0\.3 kB"):

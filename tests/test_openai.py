@@ -22,7 +22,7 @@ from tests.support.requests import CHAT as CHAT_PATH
 from tests.support.requests import TEXT as TEXT_PATH
 from tests.support.scripted_server import said, serve_scripted
 from tests.support.server_process import server_of
-from tests.support.tool_texts import PARTS, SCHEMAS, make_model, render
+from tests.support.tool_texts import PARTS, SCHEMAS, model_with, render
 
 CHAT = {"model": "default_model", "messages": ASK}
 TEXT = {"model": "default_model", "prompt": "import os\n", "max_tokens": 12}
@@ -32,7 +32,7 @@ SET = render("set", {"value": None, "options": {"x": True}}, json_scalars=True)
 
 
 # One says what it is told to.
-server = server_of(lambda folder: ["--model", str(make_model(folder / "model"))], serve_scripted)
+server = server_of(lambda _: ["--model", model_with()], serve_scripted)
 drafting = server_of(lambda _: ["--model", TRAINED, "--mtp"])  # writes Python
 
 
@@ -317,9 +317,8 @@ def say(client, text: str, thinking: bool = False, **options) -> dict:
         calls = choice["message"].get("tool_calls", [])
         ids = [call.pop("id") for call in calls]
         assert len({*ids}) == len(ids)
-        choice["message"]["tool_calls"] = [
-            {name: call["function"][name] for name in ("name", "arguments")} for call in calls
-        ]
+        functions = [call["function"] for call in calls]
+        choice["message"]["tool_calls"] = [{"name": f["name"], "arguments": f["arguments"]} for f in functions]
     assert whole == streamed
     return whole
 

@@ -116,7 +116,7 @@ def test_what_the_api_says_of_itself_and_of_the_demo(client):
 
 
 def test_each_token_has_a_source_where_it_is_asked_for(client):
-    ask = {"messages": [{"role": "user", "content": CODE}], "stream": True, "num_draft_tokens": 1, "max_tokens": 40}
+    ask = {"messages": [{"role": "user", "content": CODE}], "stream": True, "num_draft_tokens": 1, "max_tokens": 24}
     sources = {"stream_options": {"include_usage": True, "include_sources": True}}
     for copies, options in (("off", sources), (4, sources), ("off", {})):
         lines = client.post(CHAT, json={**ask, "copy_drafts": copies, **options}).text.splitlines()

@@ -351,9 +351,8 @@ def test_a_folder_has_one_owner(tmp_path, caplog):
         read(second.model, TEXT, CUTS, second)
         assert second.fetch([*TEXT, 7])[1] == len(TEXT)
     (record,) = caplog.records
-    assert record.message == (
-        f"The prompt cache in {path} is in use by process {os.getpid()}. Prompts are kept in memory alone."
-    )
+    in_use = f"The prompt cache in {path} is in use by process {os.getpid()}."
+    assert record.message == f"{in_use} Prompts are kept in memory alone."
     folder = Folder(path)
     with stored(folder, models[0]) as first, stored(folder, models[1]) as second:
         for store in (first, second):

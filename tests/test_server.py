@@ -201,7 +201,7 @@ def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
         assert_answers_at_once(s, 500)
         with ThreadPoolExecutor(3) as pool:
             slow = pool.submit(s.request, "/v1/chat/completions", {"messages": [{"role": "user", "content": "slow"}]})
-            bodies = [{"prompt": PROMPT, "max_tokens": 500, "stream": stream} for stream in streams]
+            bodies = [{"prompt": PROMPT, "max_tokens": 200, "stream": stream} for stream in streams]
             answers = [pool.submit(s.request, TEXT, body) for body in bodies]
             while s.metrics()["mlx_mtp_time_to_first_token_seconds_count"] < len(bodies):
                 time.sleep(0.02)
@@ -308,6 +308,8 @@ INVALID = [
     ('--chat-template-args {"tokenize":false}', "tokenize"), ("--pipeline", "mlx.launch"), ("--api-key=", "empty"),
     ("--api-key sésame", "ASCII"), ("--api-key=a\nb", "ASCII"), "--api-key-file b --api-key a", ("--api-key-file /no", "/no"),
     ("--prompt-cache-disk-bytes 1GB", "--prompt-cache-disk-bytes requires --prompt-cache-dir"),
+    ("--unload-after=0", "--unload-after must be 0.01 or more"), ("--keep-warm=-1", "--keep-warm must be 0 or more"),
+    ("--keep-warm=nan", "--keep-warm must be 0 o"),
 ]  # fmt: skip
 
 

@@ -110,15 +110,12 @@ def test_two_ranks_answer_as_one_process(tmp_path, checkpoint, alone, flags):
     """One server, since a rank that waits for the other spins; a signal lets an open answer end."""
     scripted = "tests.support.scripted_server"
     with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, *flags, module=scripted, ranks=2) as s:
-        for check_that in (
-            several_at_once,
-            a_long_prompt_beside_an_answer,
-            the_next_turn_reuses_the_cache,
-            a_hang_up_ends_the_request_alone,
-            a_failing_request_fails_alone,
-        ):
-            check_that(s, alone)
-        with s.begin(PROMPTS[0], 300) as unfinished:
+        several_at_once(s, alone)
+        a_long_prompt_beside_an_answer(s, alone)
+        the_next_turn_reuses_the_cache(s, alone)
+        a_hang_up_ends_the_request_alone(s, alone)
+        a_failing_request_fails_alone(s, alone)
+        with s.begin(PROMPTS[0], 150) as unfinished:
             s.process.send_signal(signal.SIGTERM)
             answer = unfinished.makefile("rb").read()
         body, end = b"data: [DONE]\n\n\r\n", b"0\r\n\r\n"  # the last chunk, and the end of a chunked answer

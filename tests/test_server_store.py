@@ -23,7 +23,7 @@ from tests.support.engine import Engine
 from tests.support.models import tiny_model
 from tests.support.prompt_store import TEXT, read
 from tests.support.requests import options_of
-from tests.support.tool_texts import MARKS, make_model, render
+from tests.support.tool_texts import MARKS, model_with, render
 
 KEY = ("a model", None, None)
 SYSTEM = {"role": "system", "content": "You write Python. " * 9}
@@ -33,9 +33,9 @@ CALLED = {"id": "1", "type": "function", "function": {"name": "add", "arguments"
 RESULT = {"role": "tool", "content": "3 is the sum of the numbers. " * 3}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(make_model(tmp_path_factory.mktemp("model"), MARKS))
+@pytest.fixture
+def model():
+    return model_with(*MARKS)
 
 
 def called(reasoning):

@@ -290,10 +290,8 @@ def write_call(name: str, arguments: dict, forms: list, between: str = "\n") -> 
     return between.join(line for line in lines if line)
 
 
-READ, WRITE = (
-    ("read", {"path": "a.py"}),
-    ("write", {"path": "a.py", "content": "x < 1\n\n    </b>  # `<parameter=mode>`"}),
-)
+READ = "read", {"path": "a.py"}
+WRITE = "write", {"path": "a.py", "content": "x < 1\n\n    </b>  # `<parameter=mode>`"}
 FILES = {
     "read": {"properties": {"path": STRING, "limit": INTEGER}, "required": ["path"]},
     "write": {"properties": {"path": STRING, "content": STRING, "mode": STRING}},
@@ -302,19 +300,19 @@ FILES = {
 
 @pytest.mark.parametrize("call", [READ, WRITE, ("read", {"path": "b", "limit": 5})], ids=lambda call: "-".join(call[1]))
 def test_a_call_whose_tags_drift_is_the_one_that_is_meant(call):
-    """Alone, before and after another, and before text if it has an end."""
-    proper = write_call(*WRITE, PROPER)
+    """Alone, before and after another, and before text if it has an end. Tests below have pieces of other sizes."""
+    proper, sizes = write_call(*WRITE, PROPER), (4,)
     for forms in DRIFTS:
         drifting = write_call(*call, forms)
         for text, calls in (
             (drifting, [call]), (f"{drifting}\n{proper}", [call, WRITE]), (f"{proper}\n{drifting}", [WRITE, call]),
             (f"{drifting}\n{drifting}\n\n{drifting}", [call] * 3), (f"{proper}{drifting}", [WRITE, call]),
         ):  # fmt: skip
-            content, found = calls_of(text, schemas=FILES)
+            content, found = calls_of(text, sizes, FILES)
             assert found == calls, text
             assert content.strip() == "", text
         if forms[3] or forms[4]:
-            assert calls_of(f"{drifting}\n\nIt is so.", schemas=FILES) == ("\n\nIt is so.", [call]), forms
+            assert calls_of(f"{drifting}\n\nIt is so.", sizes, FILES) == ("\n\nIt is so.", [call]), forms
 
 
 NEED_LINES = {"<function={}", "<function {}>", "<parameter={}", '<parameter="{}"', "<parameter {}>"}
@@ -331,12 +329,8 @@ def test_a_call_on_one_line_whose_tags_drift():
 
 
 TAG = re.compile(r"</?(?:tool_call|function|parameter)[^<>]*>")
-CALLS = [
-    READ,
-    ("write", {"path": "a", "content": "x < 1\n\n  </b>\n"}),
-    ("read", {"path": "b", "limit": 5}),
-    ("now", {}),
-]
+MORE = ("write", {"path": "a", "content": "x < 1\n\n  </b>\n"}), ("read", {"path": "b", "limit": 5}), ("now", {})
+CALLS = [READ, *MORE]
 ALTER = {
     "drop": lambda tag: "", "drop its end": lambda tag: tag[:-1], "drop its beginning": lambda tag: tag[1:],
     "twice": lambda tag: f"{tag}\n{tag}", "open": lambda tag: tag.replace("/", ""), "close": lambda tag: f"</{tag[1:]}",
@@ -379,13 +373,10 @@ VALUES = [
     "a.py", "", "x < 1\n\n  y > 2", "<path>x</path>", "<b>\n  </i>", "see `<parameter=mode>` in",
     "the </function> tag", "` ``` `", "<tool_call>", "``\n~~~\nx", "`</parameter>`.", "use <function=read>: now",
 ]  # fmt: skip
+paths, limits = {"path": st.sampled_from(VALUES)}, {"limit": st.integers(-9, 99)}
 arguments_ = st.one_of(
-    st.fixed_dictionaries({"path": st.sampled_from(VALUES)}, optional={"limit": st.integers(-9, 99)}).map(
-        lambda a: ("read", a)
-    ),
-    st.fixed_dictionaries({"path": st.sampled_from(VALUES), "content": st.sampled_from(VALUES)}).map(
-        lambda a: ("write", a)
-    ),
+    st.tuples(st.just("read"), st.fixed_dictionaries(paths, optional=limits)),
+    st.tuples(st.just("write"), st.fixed_dictionaries({**paths, "content": st.sampled_from(VALUES)})),
 )
 QUOTED = write_call(*WRITE, PROPER)
 
@@ -405,9 +396,8 @@ def spoken(draw) -> tuple[str, str, list]:
         if kind == "prose":
             say(f"w{i}w {draw(st.sampled_from(PROSE))}\n\n")
         elif kind == "quoted":
-            marker, indentation = draw(
-                st.sampled_from([("", ""), ("- ", "  "), ("1) ", "   "), ("- [ ] ", "  "), ("> ", "> ")])
-            )
+            containers = [("", ""), ("- ", "  "), ("1) ", "   "), ("- [ ] ", "  "), ("> ", "> ")]
+            marker, indentation = draw(st.sampled_from(containers))
             fence = draw(st.sampled_from(["```", "~~~~"]))
             lines = [f"{fence}xml", *QUOTED.split("\n"), fence]
             say(marker + f"\n{indentation}".join(lines) + f"\n\nw{i}w\n\n")

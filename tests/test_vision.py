@@ -1,6 +1,8 @@
 """The vision encoder against transformers' values (tests/data/vision_tiny), and what ``mlx_mtp.load`` makes of it."""
 
 import json
+import sys
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -8,12 +10,18 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_mtp
+from mlx_mtp import stream_generate
 from mlx_mtp.images import tower as vision
 from mlx_mtp.images.tower import PATCH_KERNEL, VisionArgs, make_tower, split_tower
+from mlx_mtp.images.vision import PLACEHOLDER
 from tests.support.checkpoints import configure, copied
 from tests.support.decoding import mtp
 from tests.support.images import VISION_CONFIG, add_tower, picture, tower_tensors
 from tests.support.models import DATA
+from tests.support.profiles import LONG
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from captions import make_checkpoint
 
 TOWERS = ("small", "wide")  # heads of 16 and of 72
 
@@ -173,3 +181,31 @@ def test_damage_is_told_with_the_first_image_in_a_line(checkpoint):
         (checkpoint / "preprocessor_config.json").write_text(images or json.dumps(sound_images))
         images = load(checkpoint).vision
         refused(message, lambda images=images: images.tower(images.processor.preprocess_image(picture())))
+
+
+# A trained tower
+
+FOLDER = DATA / "captions"
+CAPTIONS = json.loads((FOLDER / "captions.json").read_text())
+ONE, TWO, QUOTES = CAPTIONS["one"], CAPTIONS["two"], CAPTIONS["prompt"]
+PROMPT = PLACEHOLDER + QUOTES
+N = 12  # tokens of a caption, and of what ends it
+RIGHT = 0.9  # of the captions, at least
+
+
+def test_captions_are_right(tmp_path):
+    """In bfloat16, as the checkpoint is loaded: of a picture, and of a second one behind the first and its caption."""
+    model, tokenizer = mlx_mtp.load(str(make_checkpoint(tmp_path / "model")))
+
+    def caption(files: list[str], *parts: str) -> str:
+        tokens = [token for part in parts for token in tokenizer.encode(part)]
+        options = dict(max_tokens=N, images=[FOLDER / file for file in files], num_draft_tokens=4)
+        return "".join(r.text for r in stream_generate(model, tokenizer, tokens, **options)).partition(QUOTES)[0]
+
+    step, captions = 1 if LONG else 6, {one["file"]: one["caption"] for one in ONE}
+    are_right = [caption([one["file"]], PROMPT) == one["caption"] for one in ONE[::step]]
+    for two in TWO[::step]:
+        first, second = two["files"]
+        text = caption([first, second], PROMPT, captions[first] + QUOTES, "\n\n", PROMPT)
+        are_right.append(text == two["answer"].partition(QUOTES)[0])  # transformers' answer
+    assert sum(are_right) >= RIGHT * len(are_right)

@@ -71,11 +71,8 @@ RESPONSES_BODY = dict(
 )  # fmt: skip
 THINKING = {"enable_thinking": True, "thinking_budget": 2}
 SWITCHES = {
-    "reasoning": {"effort": "low", "max_tokens": 5},
-    "thinking": {"type": "enabled"},
-    "think": False,
-    "reasoning_budget": -1,
-}
+    "reasoning": {"effort": "low", "max_tokens": 5}, "thinking": {"type": "enabled"}, "think": False, "reasoning_budget": -1,
+}  # fmt: skip
 # Items that have no form in a chat template
 SEARCH = {"type": "web_search_result", "title": "a", "url": "b", "encrypted_content": "c"}
 FOREIGN_BLOCKS = [
@@ -84,22 +81,17 @@ FOREIGN_BLOCKS = [
     {"type": "document", "title": "a", "source": {"type": "text", "data": "b"}},
     {"type": "compaction", "content": "a"},
 ]
+SHELL_OUTPUT = {"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}
 FOREIGN_ITEMS = [
     {"type": "shell_call", "call_id": "1", "action": {"commands": ["ls"]}},
-    {
-        "type": "shell_call_output",
-        "call_id": "1",
-        "output": [{"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}],
-    },
+    {"type": "shell_call_output", "call_id": "1", "output": [SHELL_OUTPUT]},
     {"type": "file_search_call", "id": "2", "queries": ["a"], "results": [{"text": "b", "score": 0.5}]},
     {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "h", "parameters": {}}]},
     {"type": "mcp_approval_response", "approval_request_id": "3", "approve": True},
     {"type": "item_reference", "id": "4"},
 ]
-ALLOWED = {
-    "type": "allowed_tools",
-    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},
-}
+OF_F = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": OF_F}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": "def f(x):\n", **TEXT_OPTIONS}),
     (TEXT, {"prompt": ["def f(x):\n", "a"], "n": 2, **TEXT_OPTIONS}),

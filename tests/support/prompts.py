@@ -11,7 +11,7 @@ from mlx_mtp.server.request import Prompt
 
 from .models import DATA
 from .requests import read
-from .tool_texts import MARKS, make_model
+from .tool_texts import MARKS, model_with
 
 STRICT = (DATA / "strict.jinja").read_text()
 TAGS = "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
@@ -22,11 +22,9 @@ OPTIONS = SimpleNamespace(chat_template_args={}, max_tokens=5)
 class Prompts:
     """A tokenizer with Qwen's marks and a template that is as strict as Qwen's."""
 
-    def __init__(self, folder: Path, context: int = 8192, template: str = STRICT):
-        make_model(folder, (*MARKS, *TAGS, *CONTROL))
-        (folder / "chat_template.jinja").write_text(template)
-        self.tokenizer = load(folder)
-        self.bounded = BoundedTokenizer(self.tokenizer, context)
+    def __init__(self, template: str = STRICT):
+        self.tokenizer = load(Path(model_with(*MARKS, *TAGS, *CONTROL, template=template)))
+        self.bounded = BoundedTokenizer(self.tokenizer, 8192)
 
     def read(self, path: str, **body: Any) -> Prompt:
         return encode(self.bounded, read(path, **body), OPTIONS, None)

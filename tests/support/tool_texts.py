@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 
 from mlx.utils import tree_flatten
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -14,6 +16,7 @@ from .models import DATA, tiny_config, tiny_model
 
 TEMPLATE = (DATA / "tools.jinja").read_text()
 END = "<|im_end|>"
+FOLDERS = TemporaryDirectory(prefix="models-")
 THINKING = "</think>", "<think>"
 MARKS = (*THINKING, END, "<|im_start|>")
 STRING, INTEGER, OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "object"}
@@ -47,13 +50,19 @@ def rendered(content: str, calls: list[tuple[str, dict]], json_scalars: bool = F
     return text.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
 
 
-def make_model(folder: Path, marks: tuple[str, ...] = THINKING) -> Path:
+@cache
+def model_with(*marks: str, template: str = TEMPLATE) -> str:
+    """The folder of a tiny model, which is made once in a process."""
+    return str(make_model(Path(mkdtemp(dir=FOLDERS.name)), marks or THINKING, template))
+
+
+def make_model(folder: Path, marks: tuple[str, ...] = THINKING, template: str = TEMPLATE) -> Path:
     """A tiny model with the demo's tokenizer, Qwen's marks in the vocabulary, and a template with tools."""
     changes = {"vocab_size": 4096}
     write(folder, tiny_config("qwen3_5", **changes), dict(tree_flatten(tiny_model("qwen3_5", **changes).parameters())))
     for name in ("tokenizer_config.json", "tokenizer.json"):
         shutil.copy(DEMO / name, folder)
-    return talk(folder, marks)
+    return talk(folder, marks, template)
 
 
 def talk(folder: Path, marks: tuple[str, ...], template: str = TEMPLATE) -> Path:
