@@ -39,7 +39,7 @@ from tests.support.published import ARCHITECTURES
 VOCAB = {"vocab_size": 512}  # of the tokenizer
 
 
-# The CPU backend would compile 45 kernels in float16, which no other test has: those are in ``test_compiled.py``.
+# The CPU backend would compile 45 kernels in float16, which no other test has: those are in ``test_layers.py``.
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
