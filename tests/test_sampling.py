@@ -94,6 +94,9 @@ def test_closed_forms():
     for options in (dict(min_p=1.1), dict(xtc_probability=-0.1), dict(xtc_probability=0.5, xtc_threshold=0.6)):
         with pytest.raises(ValueError, match="must be from 0 to"):
             make_sampler(temp=1.0, **options)
+    for top_k in (8, 9, 2.5):  # as in mlx-lm
+        with pytest.raises(ValueError, match=f"top_k must be an integer below the vocabulary's size of 8, not {top_k}"):
+            make_sampler(temp=1.0, top_k=top_k)(log(TARGET)[None])
     mx.eval(mx.random.uniform())
 
 
@@ -201,13 +204,6 @@ def test_tokens_of_blocks_are_drawn_with_their_probabilities():
     mx.random.seed(1)
     tokens = mx.concatenate([draw(mx.repeat(mx.array(p, mx.float32)[None], 500, axis=0)) for _ in range(n // 500)])
     assert_drawn_from(p / p.sum(), tokens)
-
-
-def test_top_k_is_below_the_size_of_the_vocabulary():
-    """As in mlx-lm."""
-    for top_k in (8, 9, 2.5):
-        with pytest.raises(ValueError, match=f"top_k must be an integer below the vocabulary's size of 8, not {top_k}"):
-            make_sampler(temp=1.0, top_k=top_k)(log(TARGET)[None])
 
 
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
