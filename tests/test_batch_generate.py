@@ -32,7 +32,7 @@ from tests.support.distribution import LEVEL, PROMPT, Case, Counter
 from tests.support.models import model_of, tiny_model
 from tests.support.profiles import LONG
 from tests.support.prompt_store import names
-from tests.support.scripted import Scripted, script_copies
+from tests.support.scripted import script_copies
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
 
@@ -52,18 +52,6 @@ def test_prompt_cache_in_and_out():
         assert more == plain(history + text.tokens + [2], model, max_tokens=5)
     after = [c.state for c in ours if hasattr(c, "offset")]
     assert all(mx.array_equal(x, y) for a, b in zip(before, after) for x, y in zip(a, b))
-
-
-def test_an_extracted_cache_is_one_of_its_own():
-    """A sequence goes on, alone, whatever is generated from its cache."""
-    model, prompt = model_of("qwen3_5"), [0, 0, 0, 1]
-    want = plain(prompt, model, max_tokens=20)
-    generator = BatchGenerator(Scripted(model, prompt + want, lambda _: True), num_draft_tokens=4)
-    generator.insert([prompt], max_tokens=[20])
-    texts = run(generator, n_steps=2)
-    prompt_cache, tokens = generator.extract_cache([0])[0]
-    assert mtp([7], model, max_tokens=9, prompt_cache=prompt_cache) == plain([*tokens, 7], model, max_tokens=9)
-    assert run(generator, texts)[0].tokens == want
 
 
 @pytest.mark.parametrize(("k", "company"), [(0, []), (3, [[5, 6, 7]])], ids=["alone", "beside another"])
@@ -151,10 +139,11 @@ def test_draft_vocabulary_of_a_batch():
     # And of the text before, in a prompt cache
     cache, before = texts[0].last.prompt_cache, set(texts[0].last.all_tokens)
     generator.insert([[7], [8]], max_tokens=[20, 2], caches=[cache, None])
-    run(generator, n_steps=2)
+    texts = run(generator, n_steps=2)
     assert before | {7, 8} <= set(generator.decoder.drafter.lm_head.ids.tolist())
-    run(generator, n_steps=4)  # one text has left
-    assert before <= set(generator.decoder.drafter.lm_head.ids.tolist())
+    texts = run(generator, texts, 4)  # one text has left, and its tokens with it
+    assert [text.finish_reason for text in texts.values()] == [None, "length"]
+    assert set(generator.decoder.drafter.lm_head.ids.tolist()) == {0, 1, 2, 7, *before, *texts[3].tokens}
 
 
 def test_memory_is_flat_over_joins_and_leaves():
@@ -206,17 +195,18 @@ def test_prompts_that_are_read_late_cost_no_step(k):
     assert n_steps[1] <= n_steps[0] + 1
 
 
-def test_one_step_waits_once_at_most(monkeypatch):
-    """Without drafts no step waits before the next pass is on its way: plain decoding."""
+@pytest.mark.parametrize("return_prompt_caches", [True, False])
+def test_one_step_waits_once_at_most(monkeypatch, return_prompt_caches):
+    """Without drafts no step waits before the next pass is on its way: plain decoding. For prompt caches there is one more."""
     order: list[str] = []
     for name, original in (("verify", Decoder.verify), ("read", Decoder.read)):
         noted = lambda *args, name=name, call=original: (order.append(name), call(*args))[1]  # noqa: E731
         monkeypatch.setattr(Decoder, name, noted)
-    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0)
+    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0, return_prompt_caches=return_prompt_caches)
     generator.insert(PROMPTS[:2], max_tokens=[8, 8])
     run(generator)
     assert order[:5] == ["verify", *["verify", "read"] * 2]
-    assert order.count("verify") == 10
+    assert order.count("verify") == 9 + return_prompt_caches
 
 
 @pytest.mark.parametrize("return_prompt_caches", [True, False])
@@ -289,15 +279,6 @@ def test_drafts_of_unsure_rows_are_dropped():
         assert (text.tokens, text.last.counts.drafted) == (plain(prompt, model, max_tokens=24), [])
 
 
-def test_quantized_prompt_cache_is_refused():
-    model = model_of("qwen3_5")
-    generator, cache = BatchGenerator(model), make_prompt_cache(model)
-    mtp([1, 2, 3], model, max_tokens=4, prompt_cache=cache, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
-    with pytest.raises(ValueError, match="prompt 0 is quantized to 8 bits in groups of 32: give kv_bits=8 and"):
-        generator.insert([[1]], caches=[cache])
-    assert len(generator) == 0
-
-
 def test_batch_generate_is_mlx_lms(trained, capsys):
     model, tokenizer = trained
     prompts = [tokenizer.encode(p) for p in ("def read(path):\n", "import os\n", "class A:\n    def f(self):\n")]
@@ -367,7 +348,8 @@ def test_refuses_options_out_of_range(demo):
     generator = BatchGenerator(model)
     (first,) = generator.insert([[9]], max_tokens=[8])
     texts = run(generator, n_steps=2)
-    numbers = ("max_tokens", "completion_batch_size", "prefill_step_size")
+    numbers, quantized = ("max_tokens", "completion_batch_size", "prefill_step_size"), make_prompt_cache(model)
+    mtp([1, 2, 3], model, max_tokens=4, prompt_cache=quantized, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
     cases = [
         *((use, {name: value}, message) for use in ("alone", "batch") for name, value, message in OUT_OF_RANGE),
         *(("batch", {name: n}, f"{name} {POSITIVE} {n}.") for name in numbers for n in (0, -1, 2.5, None)),
@@ -385,6 +367,11 @@ def test_refuses_options_out_of_range(demo):
         *(("insert", dict(copy_drafts=value), f"copy_drafts {EACH} {value}.") for value in (0, "auto")),
         ("insert", dict(max_tokens=5), f"max_tokens {EACH} 5."),
         ("insert", dict(samplers=[None]), f"samplers {EACH} 1."),
+        (
+            "insert",
+            dict(caches=[quantized, None]),
+            "prompt 0 is quantized to 8 bits in groups of 32: give kv_bits=8 and",
+        ),
         ("batch_generate", dict(max_tokens=None), f"max_tokens of prompt 0 {POSITIVE} None."),
         ("batch_generate", dict(prompts=[[1], []]), "Prompt 1 is empty."),
         ("batch_generate", dict(max_tokens=[3]), f"max_tokens {EACH} 1."),
@@ -406,8 +393,10 @@ def test_refuses_options_out_of_range(demo):
     assert [text.tokens for text in texts.values()] == [plain([t], model, max_tokens=n) for t, n in ((9, 8), (8, 2))]
 
 
-@pytest.mark.parametrize("return_prompt_caches", [True, False])
-@pytest.mark.parametrize("k", [0, 2, "auto"])
+CACHES = [(0, True), (2, False), ("auto", True), *[(0, False), (2, True), ("auto", False)] * LONG]
+
+
+@pytest.mark.parametrize(("k", "return_prompt_caches"), CACHES)
 def test_texts_end_at_their_limit_or_without_one(k, return_prompt_caches):
     """A limit below 0 is none: such a text ends with its stop sequence alone."""
     model, stop = model_of("qwen3_5"), StopSequences([[0]])
@@ -493,17 +482,6 @@ def test_the_generators_number_of_copies_is_for_all(copying):
         assert counts.of("copies").drafted[0] <= 4
 
 
-def test_the_draft_vocabulary_loses_the_tokens_of_texts_that_left():
-    model = tiny_model("qwen3_5")
-    model.drafting.lm_head = DraftLMHead(model.output_layer, [0, 1, 2])
-    generator = BatchGenerator(model, num_draft_tokens=2, **AT_ONCE)
-    generator.insert([[9, 8, 7], [5, 6]], max_tokens=[3, 30])
-    texts = run(generator, n_steps=20)
-    assert texts[0].finish_reason == "length"
-    assert texts[1].finish_reason is None
-    assert {*generator.decoder.drafter.lm_head.ids.tolist()} == {0, 1, 2, 5, 6, *texts[1].tokens}
-
-
 def test_few_inputs_of_the_head_are_pending(monkeypatch):
     """Where no step drafts, they would otherwise hold the hidden states of the whole text."""
     monkeypatch.setattr(head, "MAX_PENDING", 8)
@@ -511,16 +489,6 @@ def test_few_inputs_of_the_head_are_pending(monkeypatch):
     generator.insert(PROMPTS, max_tokens=[40] * 3)
     seen = [max(generator.decoder.head.state.counts, default=0) for _ in range(35) if generator.next()]
     assert max(seen) == 8
-
-
-@pytest.mark.parametrize("return_prompt_caches", [True, False])
-def test_no_pass_begins_after_the_last_token_but_for_the_prompt_cache(monkeypatch, return_prompt_caches):
-    passes, verify = [], Decoder.verify
-    monkeypatch.setattr(Decoder, "verify", lambda *args: (passes.append(1), verify(*args)))
-    generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0, return_prompt_caches=return_prompt_caches)
-    generator.insert([[1, 2]], max_tokens=[5])
-    run(generator)
-    assert len(passes) == 5 + return_prompt_caches
 
 
 @pytest.mark.parametrize("n_before", [0, 3], ids=["in its prompt", "in a step"])

@@ -44,7 +44,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "options"), [*product(FAMILIES, OPTIONS)][:: 1 if LONG else 2], ids=str)
+@pytest.mark.parametrize(("family", "options"), [*product(FAMILIES, OPTIONS)][:: 1 if LONG else 4], ids=str)
 def test_equal_tokens_pass(family, options):
     assert check(model_of(family), PROMPT, TextOptions(18, num_draft_tokens=3), **options) == Check(18)
 

@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ from mlx_mtp.core.caches.recurrent import RecurrentCache
 from mlx_mtp.core.layers.compiled import Compiler
 from mlx_mtp.core.layers.passes import Pass, in_pass
 from tests.support.models import tiny_model
+from tests.support.profiles import LONG
 
 # As attributes of mlx_lm these two are functions.
 convert, generate = sys.modules["mlx_lm.convert"], sys.modules["mlx_lm.generate"]
@@ -204,10 +206,10 @@ def stock_of(layer):
     return next(c for c in type(layer).__mro__ if c.__module__.startswith("mlx_lm"))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize("before", [0, pytest.param(2, marks=pytest.mark.slow), 7])
+LAYERS = [*product((False, True), ("qwen3_5", "qwen3_next"), (mx.float32, mx.bfloat16), (0, 7, 2)[: 2 + LONG])]
+
+
+@pytest.mark.parametrize(("compiled", "family", "dtype", "before"), LAYERS if LONG else LAYERS[::3], ids=str)
 def test_a_recurrent_layer_matches_the_stock_layer_bit_for_bit(family, dtype, before, compiled):
     # Without experts: MLX's CPU backend multiplies gathered matrices in float32 alone.
     layer = tiny_model(family, 5, dtype, num_experts=0).model.layers[0]

@@ -19,12 +19,24 @@ import mlx_mtp
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.convert import conversion, convert
 from mlx_mtp.convert.__main__ import main, make_parser
+from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.core.models.head_weights import split_head
 from mlx_mtp.images.tower import PATCH_KERNEL, split_tower
-from tests.support.bad_checkpoints import BAD
-from tests.support.checkpoints import config_of, configure, converted, copied, differing, full_disk, tensors, write_tiny
-from tests.support.commands import run_command
+from mlx_mtp.memory import size
+from tests.support.checkpoints import (
+    config_of,
+    configure,
+    converted,
+    copied,
+    differing,
+    full_disk,
+    quantize_head,
+    tensors,
+    write_tiny,
+)
+from tests.support.commands import refusal, report, run_command
 from tests.support.decoding import mtp, plain
+from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.images import VISION_CONFIG, add_tower, picture
 from tests.support.models import DATA
 from tests.support.profiles import LONG
@@ -89,22 +101,17 @@ def test_the_head_is_unchanged_and_plain_mlx_lm_generates_the_same(name, form, t
     assert mtp(PROMPT, ours, max_tokens=12, num_draft_tokens=3) == plain(PROMPT, stock, max_tokens=12)
 
 
-def test_converts_a_conversion(tmp_path):
-    once = converted(DENSE, tmp_path / "once")
+@pytest.mark.parametrize(("name", "dtype"), [("dense", None), ("next", "float16"), *[("dense", "float16")] * LONG])
+def test_converts_a_conversion(name, dtype, tmp_path):
+    """The origin of the head is still the first source, and a dtype is that of the head, too, and lasts."""
+    once = converted(DATA / name, tmp_path / "once", dtype=dtype)
     twice = converted(once, tmp_path / "twice", quantize=True)
     assert not differing(head_of(once), head_of(twice))
-    # The origin of the head is still the first source.
     assert config_of(once)["mlx_mtp"] == config_of(twice)["mlx_mtp"]
-    assert config_of(once)["mlx_mtp"]["source"] == str(DENSE)
-
-
-@pytest.mark.parametrize("name", ["dense", "next"])
-def test_dtype_casts_the_head_and_lasts(name, tmp_path):
-    once = converted(DATA / name, tmp_path / "once", dtype="float16")
-    twice = converted(once, tmp_path / "twice", quantize=True)
+    assert config_of(once)["mlx_mtp"]["source"] == str(DATA / name)
     for out in (once, twice):
         kinds = {w.dtype for name, w in tensors(out).items() if not name.endswith("A_log")} - {mx.uint32}
-        assert kinds == {mx.float16}
+        assert kinds == {mx.float16 if dtype else mx.bfloat16}
 
 
 def test_the_files_of_the_tokenizer_are_copied_as_they_are(tmp_path):
@@ -327,20 +334,11 @@ def test_the_command_ends_with_the_result_and_the_next_command(capsys, tmp_path)
     assert make_parser().parse_args(["--no-vision"]).vision is False
 
 
-NO_FOLDER = (shutil.rmtree, None, "is neither a folder nor the name of a repository", None)
-
-
-@pytest.mark.parametrize(("spoil", "error", "message", "_"), [*BAD.values(), NO_FOLDER], ids=[*BAD, "no folder"])
-def test_bad_input_is_one_line(spoil, error, message, _, capsys, tmp_path):
-    spoil(folder := copied(tmp_path))
-    assert re.search(message, refused(capsys, folder, tmp_path / "new" / "out"))
-    assert not any(p.name != "model" for p in tmp_path.iterdir())
-
-
 def test_bad_arguments_are_refused_before_loading(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(conversion, "load", lambda *_, **__: pytest.fail("loaded"))
     assert "--hf-path is required" in run(capsys, "--mlx-path", tmp_path / "out")[2]
     assert "already exists" in refused(capsys, DENSE, tmp_path)
+    assert "is neither a folder nor the name of a repository" in refused(capsys, tmp_path / "none", tmp_path / "out")
     for flags, message in [
         ("-q -d", "either quantize or dequantize"),
         ("-q --q-mode mxfp4 --quant-predicate mixed_3_6", "only support 'affine'"),
@@ -372,3 +370,68 @@ def test_a_quantization_that_changes_nothing_is_refused(capsys, tmp_path):
         status, _, err = run(capsys, "--hf-path", tmp_path / source, "--mlx-path", tmp_path / "out", *flags.split())
         assert (status, err.splitlines()[-1]) == (2, f"mlx_mtp convert: error: Nothing would be quantized: {message}.")
         assert not (tmp_path / "out").exists()
+
+
+# --inspect describes a checkpoint without its weights
+
+
+def size_of(weights):
+    return f"{len(weights)} tensors, {size(sum(w.nbytes for w in weights.values()))}"
+
+
+RAW = [(name, where) for where in ("local", "hub") for name in ("dense", "moe35", "moe36", "next")]
+
+
+@pytest.mark.parametrize(("name", "where"), RAW if LONG else [RAW[0], *RAW[-3:]])
+def test_describes_a_raw_checkpoint(name, where, hub):
+    folder = DATA / name
+    commit, head = hub.publish(f"inspected/{name}", folder), size_of(split_head(tensors(folder))[1])
+    lines = report(inspect(f"inspected/{name}" if where == "hub" else str(folder)))
+    assert lines.pop("Memory").startswith(f"{head.partition(', ')[2]} for the head")
+    expected = {
+        "Model": f"inspected/{name} at {commit}" if where == "hub" else str(folder),
+        "Model type": config_of(folder)["model_type"],
+        "Backbone": "not quantized (BF16), raw (norms to be shifted)",
+        "MTP head": f"{head}, raw (norms to be shifted)",
+        "Vision": "none",
+        "--mtp": "ready",
+    }
+    assert lines.items() >= expected.items()
+    if where == "hub":
+        shards = list(folder.glob("*.safetensors"))
+        assert sum(hub.served[file.name] for file in shards) <= HEADER_BYTES * len(shards)
+
+
+def test_describes_converted_checkpoints(tmp_path):
+    options = {"quantize": True, "q_group_size": 32}
+    lines = report(inspect(str(converted(DATA / "moe35", tmp_path / "q", **options))))
+    assert re.fullmatch(r"4 bits in groups of 32 \(affine\).*, converted \(norms shifted\)", lines["Backbone"])
+    assert lines["MTP head"].endswith("converted (norms shifted)")
+    assert lines["--mtp"] == "ready"
+    lines = report(inspect(str(converted(DATA / "next", tmp_path / "next", **options))))
+    assert " tensors in mtp.safetensors, " in lines["MTP head"]
+    lines = report(inspect(str(quantize_head(copied(tmp_path), 3))))
+    assert lines["--mtp"] == "ready"
+    assert ", quantized, raw (norms to be shifted)" in lines["MTP head"]
+    # A head in a file of its own may have either layout: PyTorch's files suggest that of the base model
+    folder = converted(DATA / "dense", tmp_path / "unknown", mtp=False)
+    head = {n: w for n, w in tensors(DATA / "dense").items() if n.startswith("mtp.")}
+    mx.save_safetensors(str(folder / "mtp.safetensors"), head, metadata={"format": "pt"})
+    configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors"})
+    lines = report(inspect(str(folder)))
+    assert lines["MTP head"].endswith("raw (norms to be shifted)")
+    assert lines["--mtp"] == "ready"
+
+
+def test_inspects_what_cannot_be_loaded_and_towers(capsys, hub, tmp_path):
+    status, out, err = run_command(main, capsys, "--inspect", DATA / "dense")
+    assert (status, err, report(out)["--mtp"]) == (0, "", "ready")
+    hub_has_none = "no/such-model is not a folder, and the hub has no repository"
+    assert hub_has_none in refusal(main, capsys, "--inspect", "no/such-model")
+    shutil.copy(DATA / "dense" / "config.json", tmp_path)
+    assert "No safetensors found" in refusal(main, capsys, "--inspect", tmp_path)
+    # The bytes of the tower are told
+    hub.publish("inspected/seeing", folder := add_tower(copied(tmp_path)))
+    for name in (str(folder), "inspected/seeing"):
+        lines = report(inspect(name))
+        assert (lines["Vision"], lines["--mtp"]) == (size_of(split_tower(tensors(folder))[1]), "ready")

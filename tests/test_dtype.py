@@ -73,25 +73,29 @@ def quantized(tiny, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize(
-    ("architecture", "options", "want"),
-    [
-        (M1, {}, F16),
-        (M2, {}, F16),
-        (M3, {}, BF16),
-        ("applegpu_g17p", {}, BF16),
-        ("x86_64", {}, BF16),
-        (M1, {"mtp": False}, F16),
-        (M3, {"mtp": False}, BF16),
-        (M1, {"dtype": "bfloat16"}, BF16),
-        (M3, {"dtype": "float16"}, F16),
-        (M3, {"dtype": "float16", "mtp": False}, F16),
-        (M1, {"draft_vocab": 100, "draft_head_bits": 4, "mtp_bits": 4}, F16),
-        (M1, {"lazy": True}, BF16),  # nothing is read, so no value is looked at
-        (M3, {"lazy": True, "dtype": "float16"}, F16),
-    ],
-)
-@pytest.mark.parametrize("is_quantized", [False, True])
+CHOICES = [
+    (M1, {}, F16),
+    (M2, {}, F16),
+    (M3, {}, BF16),
+    ("applegpu_g17p", {}, BF16),
+    ("x86_64", {}, BF16),
+    (M1, {"mtp": False}, F16),
+    (M3, {"mtp": False}, BF16),
+    (M1, {"dtype": "bfloat16"}, BF16),
+    (M3, {"dtype": "float16"}, F16),
+    (M3, {"dtype": "float16", "mtp": False}, F16),
+    (M1, {"draft_vocab": 100, "draft_head_bits": 4, "mtp_bits": 4}, F16),
+    (M1, {"lazy": True}, BF16),  # nothing is read, so no value is looked at
+    (M3, {"lazy": True, "dtype": "float16"}, F16),
+]
+BOTH = [choice for choice in CHOICES if LONG or "draft_vocab" in choice[1]]
+CHOICES = [
+    *((*c, i % 2 == 0) for i, c in enumerate(CHOICES)),
+    *((*c, i % 2 > 0) for i, c in enumerate(CHOICES) if c in BOTH),
+]
+
+
+@pytest.mark.parametrize(("architecture", "options", "want", "is_quantized"), CHOICES)
 def test_all_weights_have_one_type(chip, tiny, quantized, architecture, options, want, is_quantized):
     chip(architecture)
     if is_quantized and "draft_head_bits" in options:
@@ -104,7 +108,10 @@ def test_all_weights_have_one_type(chip, tiny, quantized, architecture, options,
 
 
 def test_float32_stays_where_a_checkpoint_has_it(chip, tmp_path):
-    """A checkpoint in float32 is cast only if asked, and mlx-lm's predicate keeps the decay. Float32 beside bfloat16 stays."""
+    """A checkpoint in float32 is cast only if asked, and mlx-lm's predicate keeps the decay. Float32 beside bfloat16 stays.
+
+    Nothing is cast to it.
+    """
     chip(M1)
     folder = str(write_tiny(tmp_path / "float32", "qwen3_5", **VOCAB))
     assert types(load(folder)[0]) == {F32}
@@ -112,6 +119,9 @@ def test_float32_stays_where_a_checkpoint_has_it(chip, tmp_path):
         assert types(load(folder, **options)[0]) == {F16}
         decays = {p.dtype for name, p in parameters(load(folder, **options)[0]).items() if name.endswith("A_log")}
         assert decays == {F32}
+    for value in ("float32", "half", "", 16):
+        with pytest.raises(ValueError, match="dtype must be one of auto, bfloat16, float16, not "):
+            load(folder, dtype=value)
     few = write_tiny(tmp_path / "few", "qwen3_5", BF16, **VOCAB)
     edit(few, lambda w: w.update({name: x.astype(F32) for name, x in w.items() if name.endswith("dt_bias")}))
     cast = parameters(load(str(few))[0])
@@ -149,20 +159,14 @@ HOT_HEAD = "language_model.mtp.layers.0.mlp.up_proj.weight", 5e4
 @pytest.mark.parametrize("options", [{}, {"mtp": False}])
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [
-        (HUGE, "values beyond 65,504"),
-        (HUGE_HEAD, "values beyond 65,504"),
-        (HOT, "not finite"),
-        (HOT_HEAD, "not finite"),
-    ],
+    [*product((HUGE, HUGE_HEAD), ["values beyond 65,504"]), *product((HOT, HOT_HEAD), ["not finite"])],
 )
 def test_what_float16_cannot_hold_stays_in_bfloat16(chip, tiny, tmp_path, caplog, change, reason, options):
+    chip(M1)
     folder = enlarged(tiny, tmp_path, *change)
     if options and "mtp" in change[0]:  # plain mlx-lm drops the head
-        chip(M1)
         assert types(load(folder, **options)[0]) == {F16}
         return
-    chip(M1)
     want = parameters(load(folder, dtype="bfloat16", **options)[0])
     assert caplog.text == ""
     model, _ = load(folder, **options)
@@ -243,12 +247,6 @@ def test_the_cast_holds_one_layer_twice():
     assert mx.get_peak_memory() - before < total + max(*sizes, *others) + 1e5
 
 
-@pytest.mark.parametrize("value", ["float32", "half", "", 16])
-def test_other_types_are_refused(tiny, value):
-    with pytest.raises(ValueError, match="dtype must be one of auto, bfloat16, float16, not "):
-        load(tiny, dtype=value)
-
-
 def test_ranks_decide_together():
     """A rank on an M1 is reason enough; each broadcasts what it found."""
     found = [False, True, False]
@@ -296,13 +294,8 @@ def one_pass(model):
         return [x for _, x in flat]
 
     operations = traced(run, tokens)
-    states = {
-        (1, *state.shape)
-        for layer in model.layers
-        if layer.is_linear
-        for state in layer.states
-        if state.name == "state"
-    }
+    every = [state for layer in model.layers if layer.is_linear for state in layer.states]
+    states = {(1, *state.shape) for state in every if state.name == "state"}
     return operations, {name: x.dtype for name, x in outputs.items() if x.shape not in states}
 
 
@@ -312,14 +305,9 @@ def in_type(family, dtype, how):
         for table in model.ngrams.tables.values():
             table.load()
     if how != "plain" and family != PACK:
-        names = ("mtp.",) if how == "quantized head" else ("",)
-        nn.quantize(
-            model,
-            group_size=32,
-            class_predicate=lambda path, m: (
-                hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0 and any(name in path for name in names)
-            ),
-        )
+        part = "mtp." if how == "quantized head" else ""
+        fits = lambda path, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0 and part in path  # noqa: E731
+        nn.quantize(model, group_size=32, class_predicate=fits)
     return model
 
 

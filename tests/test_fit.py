@@ -126,9 +126,8 @@ def test_a_head_that_is_not_better_is_not_written(folder, monkeypatch, capsys):
     with pytest.raises(SystemExit) as status:
         run(monkeypatch, folder, "same", *flags)
     assert status.value.code == 1
-    assert capsys.readouterr().err.endswith(
-        "The fitted head is not better by more than the uncertainty: nothing was written.\n"
-    )
+    line = "The fitted head is not better by more than the uncertainty: nothing was written.\n"
+    assert capsys.readouterr().err.endswith(line)
     assert not [*folder.glob("same*")]
 
 
@@ -190,10 +189,8 @@ def divergences(model, text, n_drafts):
     target = nn.log_softmax(model.logits(hidden)[0], axis=-1)  # [T, V]
     found = {}
     for d, out in enumerate(drafted, 1):
-        q, rows = (
-            nn.log_softmax(model.draft_logits(out)[0], axis=-1),
-            range(max(text.n_prompt - 1, 0), len(text.tokens) - d),
-        )
+        q = nn.log_softmax(model.draft_logits(out)[0], axis=-1)
+        rows = range(max(text.n_prompt - 1, 0), len(text.tokens) - d)
         found[d] = [(mx.exp(target[i + d]) * (target[i + d] - q[i])).sum().item() for i in rows]
     return found
 
@@ -284,9 +281,8 @@ def test_routers_and_indexers_are_frozen(tmp_path, family):
     train(tmp_path, model, iters=3)
     trained = {name for name, _ in tree_flatten(model.mtp.trainable_parameters())}
     assert any("switch_mlp" in name for name in trained)
-    routers = {
-        name for name in before if re.match(r"layers\.0\.(mlp\.(shared_expert_)?gate|self_attn\.indexer)\.", name)
-    }
+    frozen = re.compile(r"layers\.0\.(mlp\.(shared_expert_)?gate|self_attn\.indexer)\.")
+    routers = {*filter(frozen.match, before)}
     assert len(routers) == (5 if family == FLASH else 2)
     assert not routers & trained
     changed = differing({name: w for name, w in parameters(model.mtp).items() if name in before}, before)
@@ -330,9 +326,7 @@ def test_no_two_parts_share_a_file(tmp_path, loaded):
     texts = read_corpus([file], loaded[1], 64)
     assert [text.source for text in texts] == [f"{file}:{i}" for i in (1, 2, 3)]
     assert loaded[1].decode(texts[0].tokens).startswith("some text number 0")
-
-
-def test_no_more_is_recorded_than_is_trained_on(tmp_path):
+    # No more is recorded than is trained on
     train, valid = [Document(str(i), [1] * 8) for i in range(3)], [Document("d", [1] * 6)]
     how = FitOptions(["x"], iters=2, batch_size=1)
     assert prepare(None, None, Split(train, valid, valid), how, tmp_path) == Split(train[:2], valid, valid)

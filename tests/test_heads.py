@@ -20,6 +20,7 @@ from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.fit import fit
 from mlx_mtp.generate.__main__ import main as generate
 from tests.support import profiles
+from tests.support.bad_checkpoints import configured, dropped
 from tests.support.checkpoints import (
     WEIGHTS,
     config_of,
@@ -46,7 +47,7 @@ from tests.support.layouts import (
 )
 from tests.support.models import DATA, FAMILIES
 
-DELTA = {"without_one": PARTS}
+HEAD, DELTA = "language_model.mtp.", {"without_one": PARTS}
 WIDER = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "vocab_size": 512}  # for groups of 64
 
 
@@ -104,7 +105,8 @@ def test_experts_are_read_in_any_form_with_any_quantization(quantization, tiny, 
     want = head_of(tiny["qwen3_5_moe"], tmp_path / "plain", Layout(quantization=quantization))
     told = {"mtplx_mtp_quantization": {"norm_encoding": "plain"}}
     for experts in BY_DEFAULT(EXPERTS, QUANTIZATIONS.index(quantization) % 3):
-        layout = Layout("config", "mtp.", experts, quantization, told=told)
+        place = INSIDE[0] if experts == "each" else "config"
+        layout = Layout(place, "mtp." if place == "config" else HEAD, experts, quantization, told=told)
         assert not differing(head_of(tiny["qwen3_5_moe"], tmp_path / experts, layout), want), experts
     if quantization == "fp8":
         assert want.keys() == heads["qwen3_5_moe"].keys()
@@ -198,54 +200,44 @@ def test_model_types_of_qwen38_are_those_of_qwen35(model_type, tiny, heads, tmp_
 # A head that cannot be used
 
 
-def no_fc(folder):
-    edit(folder, lambda w: w.pop("language_model.mtp.fc.weight"))
+# As many scales as for other groups
+WRONG_BITS = dict(zip(("fc.weight", "fc.scales", "fc.biases"), mx.quantize(mx.zeros((64, 96)), 32, 4)))
 
 
-def unknown_tensor(folder):
-    edit(folder, lambda w: w.update({"language_model.mtp.layers.0.bias": mx.zeros(3)}))
+def added(tensors):
+    return lambda folder: edit(folder, lambda w: w.update({HEAD + name: x for name, x in tensors.items()}))
 
 
-def wrong_bits(folder):
-    """As many scales as for other groups."""
-    names = (f"language_model.mtp.fc.{part}" for part in ("weight", "scales", "biases"))
-    edit(folder, lambda w: w.update(zip(names, mx.quantize(mx.zeros((64, 96)), 32, 4))))
+def moved(name, content):
+    """The head is in a file of this content alone."""
+
+    def spoil(folder):
+        (folder / name).write_bytes(content)
+        edit(folder, lambda w: [w.pop(name) for name in [*w] if "mtp." in name])
+
+    return spoil
 
 
-def missing_file(folder):
-    configure(folder, mlx_lm_extra_tensors={"mtp_file": "gone/mtp.safetensors"})
-
-
-def missing_in_index(folder):
-    (folder / "mtp.safetensors.index.json").write_text(
-        json.dumps(
-            {"weight_map": dict.fromkeys(["mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight"], "mtp-00001.safetensors")}
-        )
-    )
-    edit(folder, lambda w: [w.pop(name) for name in [*w] if "mtp." in name])
-
-
-def damaged(folder):
-    (folder / "mtp.safetensors").write_bytes(b"\x08" + bytes(30))
-    edit(folder, lambda w: [w.pop(name) for name in [*w] if "mtp." in name])
-
-
-def own_embeddings(folder):
-    configure(folder, text={"mtp_use_dedicated_embeddings": True})
-
-
+OF_A_HEAD = ("mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight")
+INDEX_OF_A_HEAD = json.dumps({"weight_map": dict.fromkeys(OF_A_HEAD, "mtp-1.safetensors")}).encode()
 UNUSABLE = {
-    no_fc: "The MTP head lacks mtp.fc.weight",
-    unknown_tensor: "does not fit this model: .*layers.0.bias",
-    wrong_bits: "does not fit this model: .*fc",
-    missing_file: "lacks gone/mtp.safetensors, which its config names",
-    missing_in_index: "lacks mtp-00001.safetensors, which its mtp.safetensors.index.json names",
-    damaged: "mtp.safetensors of .* is truncated or damaged",
-    own_embeddings: "has its own embeddings",
+    "no fc": (dropped(f"{HEAD}fc.weight"), "The MTP head lacks mtp.fc.weight"),
+    "unknown tensor": (added({"layers.0.bias": mx.zeros(3)}), "does not fit this model: .*layers.0.bias"),
+    "wrong bits": (added(WRONG_BITS), "does not fit this model: .*fc"),
+    "missing file": (
+        configured(mlx_lm_extra_tensors={"mtp_file": "gone/mtp.safetensors"}),
+        "lacks gone/mtp.safetensors, which its config names",
+    ),
+    "missing in index": (
+        moved("mtp.safetensors.index.json", INDEX_OF_A_HEAD),
+        "lacks mtp-1.safetensors, which its mtp.safetensors.index.json names",
+    ),
+    "damaged": (moved("mtp.safetensors", b"\x08" + bytes(30)), "mtp.safetensors of .* is truncated or damaged"),
+    "own embeddings": (configured(text={"mtp_use_dedicated_embeddings": True}), "has its own embeddings"),
 }
 
 
-@pytest.mark.parametrize(("spoil", "message"), UNUSABLE.items(), ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(("spoil", "message"), UNUSABLE.values(), ids=UNUSABLE)
 def test_a_head_that_cannot_be_used_ends_no_run_that_did_not_ask_for_it(spoil, message, tiny, tmp_path, capsys, caplog):
     spoil(folder := shutil.copytree(tiny["qwen3_5"], tmp_path / "model"))
     prompt = ["--model", folder, "--prompt", "a", "--ignore-chat-template", "--max-tokens", 3]
@@ -369,28 +361,30 @@ def test_a_model_in_fp8_is_refused_before_its_weights_are_downloaded(hub, tmp_pa
 
 
 CONTAINERS = {
-    "compressed-tensors (pack-quantized)": (
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "weight_packed"),
     "compressed-tensors (nvfp4-pack-quantized)": (
         {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "weight_packed"),
     "bitsandbytes (nf4)": ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, "weight.absmax"),
     "modelopt (NVFP4)": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "weight_scale_2"),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128}, "qweight"),
     "gptq": ({"quant_method": "gptq", "bits": 4}, "qweight"),
-    "mxfp8": ({"quant_method": "mxfp8"}, "weight_scale"),
     "FP8": ({"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}, "weight_scale_inv"),
+    **({
+        "compressed-tensors (pack-quantized)": (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "weight_packed"),
+        "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128}, "qweight"),
+        "mxfp8": ({"quant_method": "mxfp8"}, "weight_scale"),
+    } if profiles.LONG else {}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_another_quantization_is_refused_before_the_weights_are_downloaded(nested, hub, tmp_path, capsys):
+@pytest.mark.parametrize("parity", [0, 1] if profiles.LONG else [0])
+def test_another_quantization_is_refused_before_the_weights_are_downloaded(parity, hub, tmp_path, capsys):
+    """Told by the config, or by that of the text model."""
     for i, (name, (how, end)) in enumerate(CONTAINERS.items()):
         folder = shutil.copytree(DATA / "dense", tmp_path / f"model-{i}")
         edit(folder, lambda w, end=end: w.update({f"model.language_model.layers.0.mlp.up_proj.{end}": mx.zeros(3)}))
-        if nested:
-            configure(folder, text={"quantization_config": how})
-        else:
-            configure(folder, quantization_config=how)
+        configure(
+            folder, **({"text": {"quantization_config": how}} if i % 2 == parity else {"quantization_config": how})
+        )
         hub.publish(model := f"org/tiny-{i}-AWQ-int4", folder)
         message = (
             f"{model} is in {name}, which mlx-lm does not load: use org/tiny-{i}, which has 16 bits, or a conversion"
@@ -407,7 +401,7 @@ def test_another_quantization_is_refused_before_the_weights_are_downloaded(neste
 def test_a_head_in_fp8_is_grafted_and_fetched(hub, trained, measures, tmp_path):
     hub.publish("org/tiny-FP8", write_fp8(DATA / "dense", tmp_path / "fp8", "org/tiny"))
     bare = converted(trained, tmp_path / "bare", mtp=False)
-    graft = converted(bare, tmp_path / "graft", graft_mtp_from="org/tiny-FP8")
+    graft = converted(bare, tmp_path / "graft", graft_mtp_from="org/tiny-FP8", skip_check=True)
     (bare / "README.md").write_text("---\nbase_model: org/tiny-FP8\n---\n")
     plain, models = loaded(trained), (loaded(graft), loaded(bare, "auto"))
     assert not differing(*(parameters(model.mtp) for model in models))

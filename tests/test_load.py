@@ -17,6 +17,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 import mlx_mtp
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.load import check_family
+from mlx_mtp.convert.__main__ import main as convert
+from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.core.models import drafter_of, qwen3_5
 from mlx_mtp.core.models.head_weights import EXPERT_PROJECTIONS, is_raw
 from tests.support import profiles
@@ -32,8 +34,11 @@ from tests.support.checkpoints import (
     parameters,
     tables,
     write,
+    write_llama,
     write_tiny,
 )
+from tests.support.commands import report, run_command
+from tests.support.layouts import quantized, with_experts
 from tests.support.models import DATA, FAMILIES, FLASH, model_of, tiny_config, tiny_model
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
@@ -42,14 +47,6 @@ RAW = "model.language_model."
 
 def loaded(folder, mtp=True, **options):
     return mlx_mtp.load(str(folder), mtp=mtp, **options)[0]
-
-
-def unstacked(weights):
-    out = {}
-    for name, w in weights.items():
-        prefix, _, rest = name.partition("switch_mlp.")
-        out |= {f"{prefix}experts.{e}.{rest}": w[e] for e in range(len(w))} if rest else {name: w}
-    return out
 
 
 def published(model, family, raw=True, fused=False, prefix=RAW):
@@ -65,52 +62,36 @@ def published(model, family, raw=True, fused=False, prefix=RAW):
         stays = (is_head and raw) or family == "qwen3_next" or (name.startswith("lm_head") and raw)
         weights[name if stays else prefix + name.removeprefix("model." if prefix.startswith("model.") else "")] = w
     if raw and family != "qwen3_5":
-        weights = with_experts(weights, family, fused)
+        one_by_one = {name for name in weights if family == "qwen3_next" or ("mtp." in name and not fused)}
+        weights = with_experts({n: w for n, w in weights.items() if n in one_by_one}, "each") | with_experts(
+            {n: w for n, w in weights.items() if n not in one_by_one}, "fused"
+        )
     if raw and family != "qwen3_next":
         weights["model.visual.blocks.0.attn.proj.weight"] = mx.zeros((2, 2))
     return weights
 
 
-def with_experts(weights, family, fused):
-    """Experts as in raw checkpoints: fused, or a tensor for each."""
-    out = {}
-    for name, w in weights.items():
-        base, _, rest = name.partition("switch_mlp.")
-        if not rest or family == "qwen3_next" or ("mtp." in name and not fused):
-            out |= unstacked({name: w})
-        elif rest == "gate_proj.weight":
-            up = weights[f"{base}switch_mlp.up_proj.weight"]
-            out[f"{base}experts.gate_up_proj"] = mx.concatenate([w, up], axis=1)
-        elif rest == "down_proj.weight":
-            out[f"{base}experts.down_proj"] = w
-    return out
+FORMS = [*((f, False) for f in FAMILIES[:3]), ("qwen3_5_moe", True), (FLASH, True)]  # fused or not
+NAMES = [(True, RAW), (True, ""), (False, "language_model."), (False, "")]  # raw or not, and the prefix
+LAYOUTS = [
+    (*form, *names, tied)
+    for i, (form, names) in enumerate(itertools.product(FORMS, NAMES))
+    for tied in ((False, True) if profiles.LONG else (i % 3 == 0,))
+]
 
 
-@pytest.mark.parametrize(
-    ("family", "fused"), [*((f, False) for f in FAMILIES[:3]), ("qwen3_5_moe", True), (FLASH, True)], ids=str
-)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("raw", "prefix"), [(True, RAW), (True, ""), (False, "language_model."), (False, "")], ids=str)
+@pytest.mark.parametrize(("family", "fused", "raw", "prefix", "tied"), LAYOUTS, ids=str)
 def test_every_layout_gives_the_same_parameters(family, tied, fused, raw, prefix, tmp_path):
     model = model_of(family, 3, tie_word_embeddings=tied)
     config = tiny_config(family, tie_word_embeddings=tied)
     if family == "qwen3_next":
         config.pop("mtp_num_hidden_layers")  # the tensors tell
     weights = published(model, family, raw, fused, prefix)
-    weights |= tables(
-        model, "model.language_model." if raw else "language_model.model.", "shard_" if raw else "shards."
-    )
+    weights |= tables(model, RAW, "shard_") if raw else tables(model)
     assert is_raw(weights) == raw
     want, got = parameters(model), parameters(loaded(write(tmp_path / "model", config, weights)))
     assert got.keys() == want.keys()
     assert [name for name, w in want.items() if not np.allclose(got[name], w, rtol=0, atol=1e-6)] == []
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
-def test_loads_unstacked_experts_of_a_converted_head(family, tmp_path):
-    model, folder, backbone, head = headless(tmp_path, family)
-    assert not is_raw(weights := backbone | unstacked(head))
-    assert not differing(parameters(loaded(write(folder, config_of(folder), weights))), parameters(model))
 
 
 def test_norm_values_do_not_decide_the_layout(tmp_path):
@@ -148,7 +129,8 @@ def test_names_bad_experts(tmp_path):
 
 
 @pytest.mark.parametrize(("spoil", "error", "message", "loads_without"), BAD.values(), ids=BAD)
-def test_rejects_bad_checkpoints(spoil, error, message, loads_without, tmp_path):
+def test_rejects_bad_checkpoints(spoil, error, message, loads_without, tmp_path, capsys):
+    """A conversion says in one line what load does, and leaves nothing; ``--inspect`` says it without the weights."""
     spoil(folder := copied(tmp_path))
     with pytest.raises(error, match=message) as e:
         loaded(folder)
@@ -161,6 +143,15 @@ def test_rejects_bad_checkpoints(spoil, error, message, loads_without, tmp_path)
                 mlx_lm.load(str(folder))
         with pytest.raises(error):
             loaded(folder, mtp=False)
+    status, _, err = run_command(convert, capsys, "--hf-path", folder, "--mlx-path", tmp_path / "new" / "out")
+    assert (status, err.count("\n"), [*tmp_path.iterdir()]) == (2, 1, [folder]), err
+    assert re.search(message, err)
+    try:
+        said = report(inspect(str(folder)))["--mtp"]
+    except error as inspecting:
+        said = str(inspecting)
+    tail = str(e.value).replace(str(folder), "")[-20:]
+    assert tail in said or ("index" in said and "index" in str(e.value)), said
 
 
 # The files of a model
@@ -316,9 +307,8 @@ def test_every_end_of_text_that_a_file_names_ends_a_text(places, tmp_path):
     assert mlx_lm.load(out)[1].eos_token_ids == mlx_mtp.load(out)[1].eos_token_ids == ends
 
 
-TIES = [
-    *itertools.product((True, False, None), (True, False, None), (True, False))
-]  # by the top level, the text, the files
+# By the top level, the text, the files
+TIES = [*itertools.product((True, False, None), (True, False, None), (True, False))]
 MOST = [ties for i, ties in enumerate(TIES) if i % 2 == i // 2 % 2]  # any two of the three
 CONTRADICTIONS = [(True, True, True), (True, False, True), (False, False, False), (None, None, False)]
 
@@ -352,11 +342,7 @@ def test_a_stored_output_layer_is_used_and_without_one_the_embedding(family, bit
 
 
 def test_loads_any_model_without_a_head(tmp_path):
-    config = {
-        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 32,
-        "num_attention_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    }  # fmt: skip
-    folder = write(tmp_path / "model", config, parameters(llama.Model(llama.ModelArgs.from_dict(config))))
+    folder, _ = write_llama(tmp_path / "model")
     for options in (dict(mtp=True), dict(mtp="auto", copy_drafts=True)):
         with pytest.raises(ValueError, match=r"Model type llama has no MTP head here .* give --no-mtp"):
             loaded(folder, **options)
@@ -405,26 +391,8 @@ def make_drafter(tmp_path, model, tensors, **config):
     """A folder with a head alone, as mlx-vlm writes it."""
     weights = {name.removeprefix("language_model.").removeprefix("mtp."): w for name, w in tensors.items()}
     text = (source := config_of(model)).get("text_config", source)
-    config = {
-        "model_type": drafter_of(source["model_type"]),
-        "text_config": text,
-        "block_size": 3,
-        "tie_word_embeddings": True,
-        **config,
-    }
-    return write(tmp_path / "drafter", config, weights)
-
-
-def quantized(tensors):
-    """Quantize to 4 bits as mlx-vlm does: matrices in groups of 32, except the router."""
-    out = {}
-    for name, w in tensors.items():
-        if w.ndim < 2 or "gate.weight" in name:
-            out[name] = w
-        else:
-            parts = zip(("weight", "scales", "biases"), mx.quantize(w, group_size=32, bits=4))
-            out |= {name.removesuffix("weight") + part: q for part, q in parts}
-    return out
+    own = {"model_type": drafter_of(source["model_type"]), "text_config": text}
+    return write(tmp_path / "drafter", own | {"block_size": 3, "tie_word_embeddings": True} | config, weights)
 
 
 def assert_same_head(got, want):
@@ -450,12 +418,14 @@ def test_loads_a_drafter(family, raw, tmp_path):
         assert_same_head(loaded(folder, mtp=str(drafter)), model)
 
 
-@pytest.mark.parametrize("family", FAMILIES[:3])
-@pytest.mark.parametrize("where", ["inside", "file", "drafter"])
+PLACES = [*itertools.product(FAMILIES[:3], ["inside", "file", "drafter"])]
+
+
+@pytest.mark.parametrize(("family", "where"), PLACES if profiles.LONG else PLACES[::4])
 def test_a_quantized_head_keeps_its_bits(family, where, tmp_path, caplog):
     """Whatever the backbone's are. That they are few is no reason for a warning: the acceptance rate is measured."""
     model, folder, backbone, head = headless(tmp_path, family)
-    mtp, small = True, quantized(head)
+    mtp, small = True, quantized(head, (4, 32, "affine"))
     if where == "drafter":
         mtp = str(make_drafter(tmp_path, folder, small, quantization={"group_size": 32, "bits": 4}))
     elif where == "inside":

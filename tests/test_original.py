@@ -104,7 +104,7 @@ def error_of(name) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES if LONG else ["dense", "moe36", "next"])
 def test_the_head_is_that_of_the_original(family, hub, tmp_path):
-    """Only its bytes are fetched, the first time; what is drafted and generated is that of a graft."""
+    """Only its bytes are fetched, the first time; it is that of a graft."""
     hub.publish(BASE_MODEL, DATA / family)
     model = load(folder := conversion(tmp_path / "conversion", BASE_MODEL, family=family))
     weights = [n for file, n in hub.served.items() if file.endswith(".safetensors")]
@@ -114,14 +114,9 @@ def test_the_head_is_that_of_the_original(family, hub, tmp_path):
     assert head.nbytes >= HEAD_BYTES[family]
 
     graft = converted(folder, tmp_path / "graft", graft_mtp_from=str(DATA / family), skip_check=True)
-    models, counts = (model, mlx_mtp.load(str(graft))[0]), (mlx_mtp.DraftCounts(), mlx_mtp.DraftCounts())
-    assert arrays_equal(*(m.mtp.parameters() for m in models))
-    for m in models:
-        m.set_dtype(mx.float32)  # MLX's CPU backend multiplies gathered matrices in nothing else
-    texts = [mtp(PROMPT, m, max_tokens=12, num_draft_tokens=2, counts=c) for m, c in zip(models, counts)]
-    assert texts[0] == texts[1] == plain(PROMPT, model, max_tokens=12)
-    assert [c.drafted for c in counts] == 2 * [counts[0].drafted]
-    assert [c.accepted for c in counts] == 2 * [counts[0].accepted]
+    assert arrays_equal(model.mtp.parameters(), mlx_mtp.load(str(graft))[0].mtp.parameters())
+    model.set_dtype(mx.float32)  # MLX's CPU backend multiplies gathered matrices in nothing else
+    assert mtp(PROMPT, model, max_tokens=12, num_draft_tokens=2) == plain(PROMPT, model, max_tokens=12)
 
 
 def test_conversions_share_a_head(hub, folder, tmp_path):
@@ -217,7 +212,7 @@ def test_four_steps_are_followed_and_no_more(hub, folder, tmp_path):
     assert model.fetched_head.source == BASE_MODEL
     assert mtp(PROMPT, model, max_tokens=8) == plain(PROMPT, model, max_tokens=8)
     further = shutil.copytree(folder, folder.with_name("further"))
-    assert load(chain(hub, folder, MAX_STEPS)).fetched_head.source == BASE_MODEL
+    assert fetch_missing_head(CheckpointReader(str(chain(hub, folder, MAX_STEPS)))).source == BASE_MODEL
     hub.publish("org/last", card(folder, "org/step1"))
     assert "base model was not found" in error_of(card(further, "org/last"))
 

@@ -39,7 +39,7 @@ from tests.support.published import ARCHITECTURES
 VOCAB = {"vocab_size": 512}  # of the tokenizer
 
 
-# The CPU backend would compile 45 kernels in float16, which no other test has: those are in ``test_compiled.py``.
+# The CPU backend would compile 45 kernels in float16, which no other test has: those are in ``test_layers.py``.
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
@@ -156,34 +156,30 @@ def test_nothing_of_a_pack_is_converted(bare, grafted, tmp_path, capsys):
 
 
 NORM = {"path": "model.norm", "block": 0, "embedding": False, "dtype": "float16"}
+SIGNS = "language_model.model.layers.0.mlp.up_proj.signs"
+CONFIGS = (
+    (lambda config: config | {"schema_version": 3}, "Unsupported Hadamard pack: schema 3"),
+    (lambda config: config["modules"].append(NORM) or config, "Unknown or unsupported packed module: model.norm"),
+    (lambda config: config["quantization"].update(bits=4) or config, "require 2-bit affine weights"),
+    (lambda config: config | {"modules": []}, "missing its packed module manifest"),
+)
+DAMAGES = (
+    (lambda w: w.pop(SIGNS), f"Missing Hadamard sign vector: {SIGNS}"),
+    (lambda w: w.update({SIGNS: 2 * w[SIGNS]}), "signs must contain only -1 and \\+1"),
+    (lambda w: w.pop(SIGNS.replace("signs", "weight")), "Missing 1 parameters"),
+)
 
 
 def test_packs_that_mlx_lm_refuses(grafted, tmp_path):
-    for change, message in (
-        (lambda config: config | {"schema_version": 3}, "Unsupported Hadamard pack: schema 3"),
-        (lambda config: config["modules"].append(NORM) or config, "Unknown or unsupported packed module: model.norm"),
-        (lambda config: config["quantization"].update(bits=4) or config, "require 2-bit affine weights"),
-        (lambda config: config | {"modules": []}, "missing its packed module manifest"),
-    ):
+    for i, (change, message) in enumerate((*CONFIGS, *DAMAGES)):
         folder = shutil.copytree(grafted, tmp_path / "pack", dirs_exist_ok=True)
-        configure(folder, **change(config_of(folder)))
-        with pytest.raises(ValueError, match=f"pack could not be loaded: .*{message}"):
-            mlx_mtp.load(str(folder))
-        assert re.search(message, report(inspect(str(folder)))["--mtp"])
-
-
-SIGNS = "language_model.model.layers.0.mlp.up_proj.signs"
-
-
-def test_damaged_packs(grafted, tmp_path):
-    for change, message in (
-        (lambda w: w.pop(SIGNS), f"Missing Hadamard sign vector: {SIGNS}"),
-        (lambda w: w.update({SIGNS: 2 * w[SIGNS]}), "signs must contain only -1 and \\+1"),
-        (lambda w: w.pop(SIGNS.replace("signs", "weight")), "Missing 1 parameters"),
-    ):
-        folder = shutil.copytree(grafted, tmp_path / "pack", dirs_exist_ok=True)
-        (folder / "model.safetensors.index.json").unlink()
-        edit(folder, change)
+        if i < len(CONFIGS):
+            configure(folder, **change(config_of(folder)))
+            assert re.search(message, report(inspect(str(folder)))["--mtp"])
+            message = f"pack could not be loaded: .*{message}"
+        else:
+            (folder / "model.safetensors.index.json").unlink()
+            edit(folder, change)
         with pytest.raises(ValueError, match=message):
             mlx_mtp.load(str(folder))
 

@@ -1,5 +1,9 @@
-"""Which drafts are accepted: the tokens have exactly the distribution of plain decoding, whatever the head drafts."""
+"""Which drafts are accepted: the tokens have exactly the distribution of plain decoding, whatever the head drafts.
 
+Logits processors see what plain decoding would show them; those that keep state, nothing else.
+"""
+
+import functools
 import itertools
 import math
 from unittest import mock
@@ -10,14 +14,24 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
+from mlx_lm.sample_utils import categorical_sampling, make_logits_processors
+from mlx_lm.sample_utils import make_sampler as stock_sampler
+from mlx_lm.server import LogitsProcessorArguments
+from scipy.stats import binomtest
 
-import mlx_mtp
+from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
 from mlx_mtp.core.sampling.acceptance import Drafted, Proposal, RejectionSampling, n_leading, residual
+from mlx_mtp.core.sampling.processors import keeps_state
 from mlx_mtp.core.sampling.sampler import BLOCK, Support, draw, largest
+from mlx_mtp.server.engine.admission import _allow_no_end, make_budget, make_penalties
+from tests.support.batches import Fault, failing_sampler
+from tests.support.decoding import assert_goes_on, plain
 from tests.support.distribution import CASES, Case, p_value
 from tests.support.distribution import LEVEL as JOINT_LEVEL
-from tests.support.models import uncompiled
+from tests.support.models import model_of, uncompiled
 from tests.support.profiles import LONG, examples
+from tests.support.scripted import script_copies
+from tests.support.ways import company_of, every_way, generate
 
 LEVEL = 1e-5  # of each chi-square test
 N = 1_000_000 if LONG else 50_000  # draws of each case
@@ -51,7 +65,7 @@ def test_accepts_with_probability_p_over_q(p, q):
         mx.stack([log(p)] * (n + 1))[None],
         [Proposal(Support(None, mx.array(q)[None]), mx.zeros((1, 1)))] * n,
     )
-    acceptance = RejectionSampling(mlx_mtp.make_sampler(temp=1.0))
+    acceptance = RejectionSampling(make_sampler(temp=1.0))
     texts = [Drafted(acceptance, 0, n)]
     for u, want in ((bound * 0.999, bound > 0), (np.minimum(bound * 1.001, 0.999999), bound == 1)):
         numbers = iter([mx.full((n + 1, 6), 0.5), mx.array([[*u, 0.5]])])  # for the other tokens, for accepting
@@ -76,10 +90,13 @@ def test_accepted_and_residual_add_up_to_p(p, q):
 def test_closed_forms():
     for accepted in itertools.product([False, True], repeat=6):
         assert n_leading(list(accepted)) == len(list(itertools.takewhile(bool, accepted)))
-    assert mlx_mtp.make_sampler() is sample_utils.greedy_sampler
+    assert make_sampler() is sample_utils.greedy_sampler
     for options in (dict(min_p=1.1), dict(xtc_probability=-0.1), dict(xtc_probability=0.5, xtc_threshold=0.6)):
         with pytest.raises(ValueError, match="must be from 0 to"):
-            mlx_mtp.make_sampler(temp=1.0, **options)
+            make_sampler(temp=1.0, **options)
+    for top_k in (8, 9, 2.5):  # as in mlx-lm
+        with pytest.raises(ValueError, match=f"top_k must be an integer below the vocabulary's size of 8, not {top_k}"):
+            make_sampler(temp=1.0, top_k=top_k)(log(TARGET)[None])
     mx.eval(mx.random.uniform())
 
 
@@ -152,7 +169,7 @@ def test_filters_are_mlx_lms(options, size, spread, step, n_allowed, dtype, seed
     softmax = lambda x, temp: mx.softmax(x.astype(mx.float32) * (1 / temp), axis=-1)  # noqa: E731
     with mock.patch.object(sample_utils, "categorical_sampling", softmax):
         want = sample_utils.make_sampler(**options)(x)
-    got = probabilities_of(mlx_mtp.make_sampler(**options), x)
+    got = probabilities_of(make_sampler(**options), x)
     assert not mx.any(((got > 0) != (want > 0)) & (mx.maximum(got, want) > 1e-30))  # float32 ends below
     assert mx.allclose(got, want, atol=1e-5)
 
@@ -163,7 +180,7 @@ def test_a_temperature_of_any_size_gives_a_distribution(temp, filters):
     """The likeliest tokens as temperatures go to 0, all that remain alike as they grow, and never an excluded one."""
     x = mx.log(mx.array([[0.4, 0.0, 0.4, 0.15, 0.05]]))[:, mx.arange(320) % 5] - math.log(64)
     x = mx.where(mx.arange(320) < 5, x, -mx.inf)
-    p = np.array(probabilities_of(mlx_mtp.make_sampler(temp=temp, **filters), x))[0]
+    p = np.array(probabilities_of(make_sampler(temp=temp, **filters), x))[0]
     kept = np.flatnonzero(p)
     assert kept.tolist() == ([0, 2] if temp < 1 else [0, 2, 3] if "top_p" in filters else [0, 2, 3, 4])
     assert np.allclose(p[kept], 1 / len(kept), atol=1e-5)
@@ -189,13 +206,6 @@ def test_tokens_of_blocks_are_drawn_with_their_probabilities():
     assert_drawn_from(p / p.sum(), tokens)
 
 
-def test_top_k_is_below_the_size_of_the_vocabulary():
-    """As in mlx-lm."""
-    for top_k in (8, 9, 2.5):
-        with pytest.raises(ValueError, match=f"top_k must be an integer below the vocabulary's size of 8, not {top_k}"):
-            mlx_mtp.make_sampler(temp=1.0, top_k=top_k)(log(TARGET)[None])
-
-
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch):
     """Draft, accept and replace, then the next token: the target's distribution, and as many drafts accepted as possible.
@@ -204,7 +214,7 @@ def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch)
     """
     want = by_mlx_lm(monkeypatch, TARGET, **options)
     mx.random.seed(1)
-    sampler = mlx_mtp.make_sampler(**options)
+    sampler = make_sampler(**options)
     logprobs = mx.repeat(log(TARGET)[None], 2 * N, axis=0).reshape(N, 2, -1)
     assert_drawn_from(want, sampler(logprobs[:, 0]))
     acceptance, third = RejectionSampling(sampler), N // 3
@@ -229,7 +239,7 @@ def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch)
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 def test_drafts_of_logits_of_any_size(options):
     """The head's logits are not normalized; their exponentials may exceed float32."""
-    acceptance = RejectionSampling(mlx_mtp.make_sampler(**options))
+    acceptance = RejectionSampling(make_sampler(**options))
     found = []
     for size in (0.0, 100.0):
         mx.random.seed(1)  # XTC's number
@@ -240,7 +250,7 @@ def test_drafts_of_logits_of_any_size(options):
 
 def test_draft_and_target_share_the_uniform_number_of_xtc():
     """So every draft of a head that is the target itself is accepted."""
-    acceptance = RejectionSampling(mlx_mtp.make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1))
+    acceptance = RejectionSampling(make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1))
     mx.random.seed(3)
     G, k = 50, 8
     texts, logits = [Drafted(acceptance, 0, k)] * G, mx.repeat(log(TARGET)[None], G, axis=0)
@@ -262,3 +272,139 @@ BRIEF = [
 @pytest.mark.parametrize("case", CASES if LONG else BRIEF, ids=lambda case: case.name)
 def test_joint_distribution_of_the_first_tokens(case):
     assert case.p_value(runs=5000 if LONG else 60) > JOINT_LEVEL
+
+
+# Processors
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Alternating:
+    """Even tokens at even calls, odd ones at odd: what it allows depends on how often it was called."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, tokens, logits):
+        self.calls.append(tokens.tolist())
+        allowed = mx.arange(logits.shape[-1]) % 2 == len(self.calls) % 2
+        return mx.where(allowed, logits, -mx.inf)
+
+
+def run(processors, way="alone", model=None, **options):
+    return generate(way, PROMPT, model or model_of("qwen3_5"), logits_processors=processors, **options)
+
+
+@every_way
+@pytest.mark.parametrize(("depth", "penalty"), [(0, 1.4), (3, None), ("auto", 1.4)])
+def test_stateful_processor_is_called_once_a_token_in_order(way, depth, penalty, monkeypatch):
+    """Its text has no drafts, those beside it have theirs."""
+    processor, others = Alternating(), make_logits_processors(repetition_penalty=penalty)
+    stock = dict(logits_processors=[Alternating(), *others], max_tokens=20)
+    truth = PROMPT + plain(PROMPT, model_of("qwen3_5"), **stock)
+    script_copies(monkeypatch, [truth + [0] * 20, *company_of(model_of("qwen3_5"))], lambda i: True)
+    options = dict(num_draft_tokens=depth, copy_drafts=5, max_tokens=20, text=truth, right=lambda i: i % 4 > 0)
+    last = run([processor, *others], way, **options).last
+    assert (last.all_tokens, last.counts.n_drafted) == (truth, 0)
+    assert processor.calls == [truth[: len(PROMPT) + n] for n in range(20)]
+
+
+def test_drafts_pass_the_same_processors():
+    """A bias that forbids all but two tokens: unbiased drafts would hardly ever stand."""
+    bias = make_logits_processors(logit_bias={t: -100.0 for t in range(32) if t not in (7, 9)})
+    counts = run(bias, num_draft_tokens=1, max_tokens=100).last.counts
+    assert sum(counts.accepted) > 0.3 * sum(counts.drafted)
+
+
+@every_way
+def test_stateful_sampler_is_called_once_a_token(way):
+    class Cycling:
+        calls = 0
+
+        def __call__(self, logprobs):
+            self.calls += 1
+            return mx.argsort(logprobs, axis=-1)[..., -1 - self.calls % 3]
+
+    ours, model = Cycling(), model_of("qwen3_5")
+    text = generate(way, PROMPT, model, sampler=ours, num_draft_tokens=3, max_tokens=25)
+    assert text.tokens == plain(PROMPT, model, sampler=Cycling(), max_tokens=25)
+    assert ours.calls <= 26
+
+
+def test_keeps_state(demo):
+    def function(tokens, logits):
+        return logits
+
+    def counting(tokens, logits):
+        return logits
+
+    counting.keeps_state = True
+    tokenizer = demo[1]
+    every = dict(top_p=0.9, min_p=0.1, top_k=5, xtc_probability=0.5)
+    samplers = [make(t, **more) for make in (stock_sampler, make_sampler) for t in (0.0, 0.7) for more in ({}, every)]
+    samplers += [make_sampler(0.7, acceptance=name) for name in ("rejection", "coupled", "match")]
+    for f in (
+        *(function, functools.partial(function), functools.lru_cache(function), mx.compile(function)),
+        *(mx.argmax, functools.partial(mx.argmax, axis=-1), categorical_sampling),
+        *(*samplers, make_sampler(0.7, seed=1).at(0)),
+        *make_logits_processors({1: 1.0}, 1.1, 20, 0.1, 20, 0.1, 20),
+        make_grammar(tokenizer, regex="a+"),
+        make_budget(tokenizer, 3, True, 5),
+        functools.partial(_allow_no_end, [1], 5),
+    ):
+        assert not keeps_state(f), f
+    alternating = Alternating()
+    for f in (alternating, alternating.__call__, functools.partial(alternating), counting):
+        assert keeps_state(f), f
+
+
+@every_way
+def test_sampler_that_raises_ends_its_own_text(way):
+    """Behind the tokens that are right, from which its prompt cache goes on. Processors: see ``test_single_run.py``."""
+    model = model_of("qwen3_5")
+    truth = PROMPT + plain(PROMPT, model, max_tokens=22)
+    for n_calls in (1, 4, 9):
+        options = dict(sampler=failing_sampler(n_calls), num_draft_tokens=3, max_tokens=12, fails=Fault)
+        text = generate(way, PROMPT, model, text=truth, right=lambda i: i % 3 == 0, **options)
+        assert text.finish_reason == "error"
+        assert isinstance(text.last.error, Fault)
+        assert len(text.tokens) < n_calls
+        assert text.last.all_tokens == truth[: len(PROMPT) + len(text.tokens)]
+        assert_goes_on(model, text.last.prompt_cache, text.last.all_tokens)
+
+
+def test_a_processor_that_fails_for_a_draft_alone_leaves_the_law():
+    """Such a position has no draft: a token in its place would be accepted too often."""
+    mx.random.seed(0)
+    sizes, n = [], 300
+
+    def process(tokens, logits):  # tokens 0 and 5 are equally likely; raises at the first call for most second drafts
+        is_new = tokens.size not in sizes and sizes[-1:] == [tokens.size - 1]
+        sizes.append(tokens.size)
+        if is_new:
+            raise Fault
+        tokens = mx.arange(logits.shape[-1])
+        return mx.where((tokens == 0) | (tokens == 5), mx.zeros_like(logits), -mx.inf)
+
+    options = dict(sampler=make_sampler(temp=1.0), logits_processors=[process], num_draft_tokens=2, max_tokens=-1)
+    steps = mtp_generate_step(mx.array(PROMPT), model_of("qwen3_5"), **options)
+    text = [token for token, _, _ in itertools.islice(steps, n)]
+    assert {*text} == {0, 5}
+    assert binomtest(text.count(0), n).pvalue > JOINT_LEVEL
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_openais_penalties_count_the_tokens_of_the_answer(size):
+    """All of them, and none of the prompt. With a context size, they are mlx-lm's."""
+    prompt, answer = [1, 2, 2], [5, 7, 5, *range(10, 40), 5]
+    given = LogitsProcessorArguments(None, 0.0, 20, 0.5, size, 0.25, size)
+    logits = mx.zeros((1, 64))
+    for process in make_penalties(given, len(prompt)):
+        logits = process(mx.array(prompt + answer), logits)
+    counted = answer if size is None else (prompt + answer)[-size:]
+    want = [-(0.5 * (i in counted) + 0.25 * counted.count(i)) for i in range(64)]
+    assert logits[0].tolist() == want
+    first = mx.zeros((1, 64))
+    for process in make_penalties(given, len(prompt)):
+        first = process(mx.array(prompt), first)
+    assert bool(mx.any(first)) == (size is not None)

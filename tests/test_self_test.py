@@ -23,6 +23,7 @@ from tests.support.batches import AT_ONCE, run
 from tests.support.checkpoints import DATA, write_tiny
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import FLASH, GROUPED, deep_model, tiny_model, trace_anew
+from tests.support.profiles import LONG
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_its_times_serve_the_process_that_measured_them(cache_folder, monkeypatc
     assert estimate[: len(self_test.ROWS)] == pytest.approx([seconds[k] for k in range(len(self_test.ROWS))])
 
 
-@pytest.mark.parametrize("n_calls", [2, 6, 20, 45])
+@pytest.mark.parametrize("n_calls", [2, 6, 20, 45] if LONG else [2, 20])
 def test_it_ends_when_its_time_is_over(cache_folder, monkeypatch, n_calls):
     """What was measured until then serves, and the rest is guessed from it."""
     trace_anew(monkeypatch)  # a step that makes traces is not timed
@@ -110,10 +111,7 @@ def test_times_that_were_not_measured_follow_from_the_others():
     assert draft == pytest.approx(0.05)
     assert self_test.step_seconds(seconds, passes) == (whole[:9], draft)
     assert self_test.step_seconds(seconds, {1: 1.0, 8: 1.35}) == (seconds, 0.0)
-
-
-def test_a_pass_that_another_program_delayed_makes_no_deeper_step_shorter():
-    """Otherwise longer passes seem to take less than no time, and so do all shorter steps with them."""
+    # A pass that another program delayed makes no deeper step shorter: longer passes would seem to take less than no time.
     seconds = [0.01 + 0.001 * k for k in range(9)]
     passes = {1: 0.01, 8: 0.09, 9: 0.018, **dict.fromkeys(self_test.ROWS, 0.02)}
     whole, _ = self_test.step_seconds(seconds, passes)
@@ -121,9 +119,10 @@ def test_a_pass_that_another_program_delayed_makes_no_deeper_step_shorter():
     assert StepTimes(dict(zip(self_test.DRAFT_LENGTHS, whole))).estimate[:8] == seconds[:8]
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("[metal::malloc] Unable\nto allocate"), MemoryError(), ValueError("no kernel")]
-)
+ERRORS = [RuntimeError("[metal::malloc] Unable\nto allocate"), MemoryError(), ValueError("no kernel")]
+
+
+@pytest.mark.parametrize("error", ERRORS[: 3 if LONG else 2])
 def test_an_error_of_the_test_ends_no_load(cache_folder, monkeypatch, caplog, error):
     def fail(*args):
         raise error
@@ -214,7 +213,6 @@ KV = dict(kv_bits=4, kv_group_size=32, quantized_kv_start=0)
 LONG_PROMPT = [i * i % 29 for i in range(1040)]
 # A kernel, what is found wrong, the widest window, the options of a text, and its prompt.
 FAULTS = {
-    "9 rows": (lambda: attention(lambda T, N: T == 9), "passes over more than 8 tokens", 8, {}, PROMPT),
     "zeros": (lambda: attention(lambda T, N: 4 < T <= 9, mx.zeros_like), "passes over more than 4 tokens", 4, {}, PROMPT),
     "an error": (lambda: attention(lambda T, N: T == 9, fail), "passes over more than 8 tokens", 8, {}, PROMPT),
     "many keys": (lambda: attention(lambda T, N: T <= 8 and N > 1024), "attention kernels", 17, {}, LONG_PROMPT),
@@ -223,6 +221,9 @@ FAULTS = {
     ),
     "quantized": (lambda: quantized_attention(lambda T: 2 <= T <= 4), "keys and values of 4 bits", 17, KV, PROMPT),
     "recurrence": (lambda: recurrence(lambda T: T == 4), "the recurrence of MLX", 17, {}, PROMPT),
+    **({
+        "9 rows": (lambda: attention(lambda T, N: T == 9), "passes over more than 8 tokens", 8, {}, PROMPT),
+    } if LONG else {}),
 }  # fmt: skip
 
 
@@ -231,10 +232,8 @@ def test_a_wrong_kernel_is_found_and_avoided(cache_folder, untimed, monkeypatch,
     """The text is that of plain decoding without the fault, whatever drafts are asked for; with the fault it was another."""
     kernel, what, widest, options, prompt = FAULTS[fault]
     trace_anew(monkeypatch)
-    model, asked = (
-        deep_model("qwen3_5"),
-        dict(num_draft_tokens=4 if fault == "recurrence" else 8, copy_drafts=16, max_tokens=40),
-    )
+    model = deep_model("qwen3_5")
+    asked = dict(num_draft_tokens=4 if fault == "recurrence" else 8, copy_drafts=16, max_tokens=40)
     want = plain(prompt, model, max_tokens=40, **options)
     assert mtp(prompt, model, **asked, **options) == want
     monkeypatch.setattr(*kernel())
@@ -292,11 +291,8 @@ METAL = {
 
 def test_the_faster_recurrence_that_is_right_is_used():
     """On Metal, in steps and in prompts; elsewhere MLX's own in steps, if it is right."""
-    for kernel, tokens, steps, prompts in (
-        ("MLX", "9", True, False),
-        ("MLX", "1", False, False),
-        ("mlx-lm", "2048", True, True),
-    ):
+    cases = ("MLX", "9", True, False), ("MLX", "1", False, False), ("mlx-lm", "2048", True, True)
+    for kernel, tokens, steps, prompts in cases:
         found = {name: {**of} for name, of in METAL.items()}
         found[kernel][tokens] = [WRONG if tokens != "9" else 0.0, 0.0]
         self_test.SelfTest(0.01, recurrence=found).apply(drafting := DraftConfig())

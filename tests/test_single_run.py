@@ -163,7 +163,7 @@ SCENARIOS = st.builds(
     copies=st.none() | st.lists(st.sampled_from([True, True, False, None]), min_size=1, max_size=12),
 )
 # Texts that end within a window of right drafts, of which the last ones are not handed over, or behind it, or fail there.
-ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=6), dict(leaves=8), dict(fault=(faulty, 3), arrives=20)]
+ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=6), dict(leaves=8, seen=5), dict(fault=(faulty, 3), arrives=20)]
 WITHIN_A_WINDOW = SimpleNamespace(
     family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, close=close,
     alone={}, draft_rows=None, copies=None,

@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mtp import convert, load
@@ -32,6 +33,16 @@ def write(folder, config, weights):
 def write_tiny(folder, family, dtype=mx.float32, **changes):
     model = model_of(family, dtype=dtype, **changes)
     return write(folder, tiny_config(family, **changes), parameters(model) | tables(model))
+
+
+def write_llama(folder):
+    """A model of mlx-lm alone -> (folder, model)."""
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 32,
+        "num_attention_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    return write(folder, config, parameters(model)), model
 
 
 def converted(source, target, **options):

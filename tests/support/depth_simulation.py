@@ -6,7 +6,7 @@ alone. What a step takes is counted without noise: only ``Depth`` sees the noise
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, product
@@ -112,70 +112,62 @@ def cases() -> list[Case]:
     rates, accepted = (0.0, 0.5, 0.8, 0.95), (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
     neighbors = [*pairwise(COSTS), *pairwise(COSTS[::-1])]
 
+    def texts(rates: Sequence[float], n_tokens: int = LONG) -> list[Text]:
+        return [Text(a, n_tokens=n_tokens) for a in rates]
+
+    def grid(group: str, costs: Sequence[Cost], texts: Sequence[Text], *bounds: float, **more: Any) -> list[Case]:
+        return [Case(group, c, text, *bounds, **more) for c, text in product(costs, texts)]
+
     def known(cost: Cost, depths: Sequence[int], speed: float = 1.0) -> tuple[tuple[int, float], ...]:
         return tuple((k, speed * seconds(cost, k)) for k in depths)
 
-    def short(a: float) -> Text:
-        return Text(a, n_tokens=SHORT)
+    def each(grids: Iterable[list[Case]]) -> list[Case]:
+        return [case for of_one in grids for case in of_one]
+
+    def disturbed(group: str, disturbances: Sequence[Disturbance]) -> list[Case]:
+        return each(grid(group, COSTS, texts((0.0, 0.5, 0.95)), 0.97, disturbance=d) for d in disturbances)
 
     return [
-        *(Case("never slower", c, Text(a), 0.98, 0.95) for c, a in product(COSTS, rates)),
-        # Mostly beginning.
-        *(Case("never slower, short", c, short(a), 0.98, 0.95) for c, a in product(COSTS, rates)),
+        *grid("never slower", COSTS, texts(rates), 0.98, 0.95),
+        *grid("never slower, short", COSTS, texts(rates, SHORT), 0.98, 0.95),  # mostly beginning
         # As where a pass over two tokens costs 1.7 times one, and over five not much more.
-        *(
-            Case("expensive first draft", (first, 0.1), Text(a), 0.98, 0.93)
-            for first, a in product((0.7, 0.85, 1.1), rates)
-        ),
-        *(
-            Case("changing text", c, Text(a, b), 0.98, 0.95)
-            for c, (a, b) in product(COSTS, ((0.95, 0.1), (0.1, 0.95), (0.9, 0.5)))
-        ),
-        *(Case("staircase", c, Text(a, n_tokens=MIDDLE), 0.98, 0.97) for c, a in product(STAIRCASES[1], accepted)),
-        *(
-            Case(f"staircase, {B} sequences", c, Text(a, n_tokens=MIDDLE), 0.98, 0.97, staircase=i, n_sequences=B)
+        *grid("expensive first draft", [(first, 0.1) for first in (0.7, 0.85, 1.1)], texts(rates), 0.98, 0.93),
+        *grid("changing text", COSTS, [Text(0.95, 0.1), Text(0.1, 0.95), Text(0.9, 0.5)], 0.98, 0.95),
+        *grid("staircase", STAIRCASES[1], texts(accepted, MIDDLE), 0.98, 0.97),
+        *each(
+            grid(f"staircase, {B} sequences", [c], texts(accepted, MIDDLE), 0.98, 0.97, staircase=i, n_sequences=B)
             for B in (2, 4)
-            for (i, c), a in product(enumerate(STAIRCASES[B]), accepted)
+            for i, c in enumerate(STAIRCASES[B])
         ),
         # As of a model that is not tested when it is loaded, such as one of several ranks.
-        *(Case("without times", c, Text(a), 0.97, 0.9, known=()) for c, a in product((*COSTS, *STAIRCASES[1]), rates)),
+        *grid("without times", (*COSTS, *STAIRCASES[1]), texts(rates), 0.97, 0.9, known=()),
         # At the end a step takes two and a half times as long.
-        *(Case("growing context", c, Text(0.8), 0.98, 0.95, growth=0.001) for c in COSTS),
+        *grid("growing context", COSTS, [Text(0.8)], 0.98, 0.95, growth=0.001),
         # Of this machine when it was slower or faster.
-        *(
-            Case("known times", c, Text(a), 0.98, 0.95, known=known(c, range(5), speed))
-            for c, speed, a in product(COSTS, (0.6, 1.8), (0.0, 0.8))
+        *each(
+            grid("known times", [c], texts((0.0, 0.8)), 0.98, 0.95, known=known(c, range(5), speed))
+            for c, speed in product(COSTS, (0.6, 1.8))
         ),
         # As with another context, where a draft costs half or twice as much.
-        *(
-            Case("known times of another context", c, Text(a), 0.97, 0.93, known=known(of, (0, 1, 4)))
-            for (of, c), a in product(neighbors, (0.5, 0.95))
+        *each(
+            grid("known times of another context", [c], texts((0.5, 0.95)), 0.97, 0.93, known=known(of, (0, 1, 4)))
+            for of, c in neighbors
         ),
-        *(
-            Case("next text", c, short(b), 0.97, 0.95, before=(c, short(a)))
+        *each(
+            grid("next text", [c], texts([b], SHORT), 0.97, 0.95, before=(c, Text(a, n_tokens=SHORT)))
             for c, (a, b) in product(COSTS, ((0.95, 0.0), (0.5, 0.5), (0.95, 0.95), (0.0, 0.95)))
         ),
-        *(
-            Case("after another context", c, Text(a), 0.94, 0.8, before=(of, Text(0.9, n_tokens=n)))
-            for n, (of, c), a in product((6, 500), neighbors, (0.0, 0.95))
+        *each(
+            grid("after another context", [c], texts((0.0, 0.95)), 0.94, 0.8, before=(of, Text(0.9, n_tokens=n)))
+            for n, (of, c) in product((6, 500), neighbors)
         ),
-        *(
-            Case("pause at first", c, Text(0.5), 0.98, disturbance=Disturbance(pause=step))
-            for step, c in product(range(4), COSTS[2:])
+        *each(
+            grid("pause at first", COSTS[2:], [Text(0.5)], 0.98, disturbance=Disturbance(pause=step))
+            for step in range(4)
         ),
-        *(
-            Case("slow at first", c, Text(a), 0.97, disturbance=Disturbance(n, factor))
-            for (n, factor), c, a in product(((2, 3.0), (6, 3.0), (12, 1.6), (40, 3.0)), COSTS, (0.0, 0.5, 0.95))
-        ),
-        *(
-            Case("late clock", c, Text(a), 0.97, disturbance=Disturbance(late=late))
-            for late, c, a in product((7, 20), COSTS, (0.0, 0.5, 0.95))
-        ),
-        # As beside other programs.
-        *(
-            Case("busy machine", c, Text(a), 0.97, disturbance=Disturbance(busy=busy, factor=1.5))
-            for busy, c, a in product((10, 60), COSTS, (0.0, 0.5, 0.95))
-        ),
+        *disturbed("slow at first", [Disturbance(*slow) for slow in ((2, 3.0), (6, 3.0), (12, 1.6), (40, 3.0))]),
+        *disturbed("late clock", [Disturbance(late=late) for late in (7, 20)]),
+        *disturbed("busy machine", [Disturbance(busy=busy, factor=1.5) for busy in (10, 60)]),  # beside other programs
     ]
 
 

@@ -21,14 +21,8 @@ PLACES = (
 )  # fmt: skip
 EXPERTS = ("switch_mlp", "each", "numbers last", "fused", "fused in switch_mlp", "stacked", "as dense")
 QUANTIZATIONS = (
-    None,
-    (4, 64, "affine"),
-    (8, 32, "affine"),
-    (3, 32, "affine"),
-    (4, 32, "mxfp4"),
-    (8, 32, "mxfp8"),
-    "fp8",
-)
+    None, (4, 64, "affine"), (8, 32, "affine"), (3, 32, "affine"), (4, 32, "mxfp4"), (8, 32, "mxfp8"), "fp8",
+)  # fmt: skip
 ENCODINGS = [
     lambda value: {"mtplx_mtp_norm_encoding": value},
     lambda value: {"mtp_norm_encoding": value},
@@ -54,7 +48,7 @@ def write_layout(source: Path, target: Path, layout: Layout) -> Path:
     weights = mx.load(str(source / WEIGHTS))
     backbone, head = split_head(weights)
     head = {name: w - 1 if w.ndim == 1 and name.startswith(layout.without_one) else w for name, w in head.items()}
-    head = _experts(_quantized(head, layout.quantization), layout.experts)
+    head = with_experts(quantized(head, layout.quantization), layout.experts)
     head = {layout.prefix + name: w for name, w in head.items()}
     _place(target, backbone, head, layout.place)
     config = config_of(target)
@@ -66,7 +60,8 @@ def write_layout(source: Path, target: Path, layout: Layout) -> Path:
     return target
 
 
-def _quantized(head, how):
+def quantized(head, how):
+    """The matrices but for routers, in ``(bits, group_size, mode)`` or in FP8."""
     out = dict(head)
     for name, w in head.items():
         if how is None or w.ndim < 2 or name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
@@ -90,7 +85,8 @@ def _fp8(w, block=128):
     return mx.to_fp8(w / whole), scale
 
 
-def _experts(head, how):
+def with_experts(head, how):
+    """The experts in one of the forms of ``EXPERTS``."""
     if not any(".switch_mlp." in name for name in head):
         return head
     out = {}
@@ -100,14 +96,13 @@ def _experts(head, how):
             out[name] = w
             continue
         projection, _, part = rest.partition(".")
-        is_bare = part.startswith("weight") and how in (
-            "fused",
-            "stacked",
-        )  # parameters of raw checkpoints have no .weight
-        end = (
-            part.removeprefix("weight")
-            if is_bare and f"{mlp}switch_mlp.{projection}.scales" not in head
-            else "." + part
+        is_quantized = f"{mlp}switch_mlp.{projection}.scales" in head
+        is_bare = (
+            part.startswith("weight") and how in ("fused", "stacked") and not is_quantized
+        )  # as in raw checkpoints
+        owner, end = (
+            "switch_mlp" if "switch" in how else "experts",
+            part.removeprefix("weight") if is_bare else f".{part}",
         )
         if how == "switch_mlp":
             out[name] = w
@@ -118,10 +113,10 @@ def _experts(head, how):
         elif how == "numbers last":
             out |= {f"{mlp}experts.{projection}.{e}.{part}": w[e] for e in range(len(w))}
         elif how == "stacked" or projection == "down_proj":
-            out[f"{mlp}{'switch_mlp' if 'switch' in how else 'experts'}.{projection}{end}"] = w
+            out[f"{mlp}{owner}.{projection}{end}"] = w
         elif projection == "gate_proj":
             both = mx.concatenate([w, head[f"{mlp}switch_mlp.up_proj.{part}"]], axis=-2)
-            out[f"{mlp}{'switch_mlp' if 'switch' in how else 'experts'}.gate_up_proj{end}"] = both
+            out[f"{mlp}{owner}.gate_up_proj{end}"] = both
     return out
 
 
@@ -173,11 +168,9 @@ def write_fp8(source: Path, target: Path, base_model: str) -> Path:
     """A raw checkpoint of one file with the matrices of all layers in FP8, as Qwen publishes them."""
     shutil.copytree(source, target)
     weights = mx.load(str(source / WEIGHTS))
-    matrices = {
-        name: w for name, w in weights.items() if ".layers." in name and w.ndim == 2 and name.endswith("proj.weight")
-    }
-    for name, w in matrices.items():
-        weights[name], weights[name + "_scale_inv"] = _fp8(w)
+    for name, w in [*weights.items()]:
+        if ".layers." in name and w.ndim == 2 and name.endswith("proj.weight"):
+            weights[name], weights[name + "_scale_inv"] = _fp8(w)
     save(target, weights)
     how = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     configure(target, quantization_config=how)

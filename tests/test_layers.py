@@ -1,4 +1,4 @@
-"""Compiled passes: the same bits as without, for weights that change, with a bounded number of traces."""
+"""Layers: compiled passes, attention in groups of queries as on Metal, and the operations that a recurrent layer submits."""
 
 import copy
 import itertools
@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx.utils import tree_map
+from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -14,16 +15,30 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_mtp import BatchGenerator, batch_generate, load, make_prompt_cache, mtp_generate_step, stream_generate
 from mlx_mtp.core import traces
 from mlx_mtp.core.batch.generate_step import prefill
+from mlx_mtp.core.caches import recurrent
 from mlx_mtp.core.decoding import planner
-from mlx_mtp.core.layers import compiled
+from mlx_mtp.core.layers import compiled, passes
+from mlx_mtp.core.layers import layer as layer_module
 from mlx_mtp.core.layers.compiled import Compiler
+from mlx_mtp.core.layers.layer import attend, group_size
 from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.core.models.head_weights import quantize_head
 from mlx_mtp.core.pacing.depth import Depth
 from mlx_mtp.core.pacing.step_times import PLAIN_PLAN
 from tests.support.batches import run
-from tests.support.decoding import PROMPT, WINDOW, mtp, rows_of
-from tests.support.models import FAMILIES, PACK, TRAINED, arrays_equal, deep_model, tiny_model, trace_anew
+from tests.support.decoding import PROMPT, WINDOW, assert_cache_of, mtp, plain, rows_of
+from tests.support.graphs import operations
+from tests.support.models import (
+    FAMILIES,
+    GROUPED,
+    PACK,
+    TRAINED,
+    arrays_equal,
+    deep_model,
+    model_of,
+    tiny_model,
+    trace_anew,
+)
 
 # The CPU backend multiplies gathered matrices in float32 alone, so experts are in float32. Each form takes kernels of its own.
 SLOW_FORMS = [
@@ -37,7 +52,7 @@ FORMS = [
 ]
 
 
-def passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits: int | None = None) -> list:
+def run_passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits: int | None = None) -> list:
     """What windows of these lengths, plain steps and the head return and leave in the caches, of B sequences."""
     compiler = Compiler() if is_compiled else None
     prompts, head = mx.stack([mx.roll(PROMPT, b) for b in range(B)]), KVCache()
@@ -58,7 +73,7 @@ def passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits: int
 
 
 def assert_equal(model, **options) -> None:
-    assert arrays_equal(passes(model, True, **options), passes(model, False, **options))
+    assert arrays_equal(run_passes(model, True, **options), run_passes(model, False, **options))
 
 
 @pytest.mark.parametrize(("family", "dtype", "bits"), FORMS, ids=str)
@@ -115,11 +130,11 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_changes_is_seen(change):
     model = tiny_model("qwen3_5")
-    before = passes(model, True, lengths=(1, 3))
+    before = run_passes(model, True, lengths=(1, 3))
     change(model)
-    after = passes(model, True, lengths=(1, 3))
+    after = run_passes(model, True, lengths=(1, 3))
     assert not arrays_equal(after, before)
-    assert arrays_equal(after, passes(model, False, lengths=(1, 3)))
+    assert arrays_equal(after, run_passes(model, False, lengths=(1, 3)))
 
 
 def begin_with(prompt):
@@ -329,3 +344,117 @@ def test_pieces_are_the_whole(monkeypatch, pieces):
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(arrays), original(*arrays)))
     model(WINDOW[None, :3], cache=model.make_cache(), n_confirmed=1, compiler=Compiler())
     assert len(sent) == 2 // pieces  # of two attention layers
+
+
+# Attention in groups of queries: what it is in one call, by the rule of Metal's fused kernels
+
+
+def test_the_rule_of_metal():
+    for heads, kv_heads, head_dim, sizes in (
+        (24, 4, 256, {1: 1, 5: 5, 6: 5, 17: 5}),  # Qwen3.5-27B
+        (16, 2, 256, {4: 4, 5: 4, 8: 4, 17: 4}),  # 35B-A3B, Qwen3-Next
+        (24, 4, 128, {5: 5, 6: 5, 8: 5, 9: 9, 17: 17}),  # more than 8 have a kernel of their own
+        (64, 1, 256, {1: 1, 2: 2, 17: 17}),  # not even one query is fused
+        (24, 4, 192, {2: 2, 17: 17}),
+    ):
+        assert {n: group_size(n, heads, kv_heads, head_dim) for n in sizes} == sizes
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The number of queries and of keys of each call of attention."""
+    calls, original = [], base.scaled_dot_product_attention
+
+    def attention(queries, keys, *args, **kwargs):
+        calls.append((queries.shape[2], (keys[0] if isinstance(keys, tuple | list) else keys).shape[2]))
+        return original(queries, keys, *args, **kwargs)
+
+    for module in ("mlx_mtp.core.layers.layer", "mlx_lm.models.qwen3_next"):
+        monkeypatch.setattr(f"{module}.scaled_dot_product_attention", attention)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["causal", "bool", "float"])
+@pytest.mark.parametrize("most", [None, 1, 17])
+def test_groups_are_the_whole(calls, most, kind):
+    B, T, N = 2, 9, 30
+    shapes = (16, T), (2, N), (2, N)
+    queries, keys, values = (mx.random.normal((B, H, n, 96), key=mx.random.key(n)) for H, n in shapes)
+    may = mx.arange(N) <= mx.arange(N - T, N)[:, None]
+    may = mx.stack([may, may & (mx.arange(N) >= 4)])[:, None]  # the second row is padded
+    mask = {"causal": "causal", "bool": may, "float": mx.where(may, 0.0, -mx.inf)}[kind]
+    got = attend(queries, keys, values, KVCache(), 0.125, mask, most)
+    n = 4 if most is None else most or T
+    ends = [min(i + n, T) for i in range(0, T, n)]
+    assert calls == [(j - i * n, N - T + j if kind == "causal" else N) for i, j in enumerate(ends)]
+    want = attend(queries, keys, values, KVCache(), 0.125, mask, 0)
+    # Sums in another order: a few roundings of float32.
+    assert mx.abs(got - want).max() < 1e-5 * mx.abs(want).max()
+
+
+@pytest.mark.parametrize(("bits", "metal"), [(None, True), (8, True), (None, False)])
+def test_windows_alone_are_grouped_on_metal(calls, monkeypatch, bits, metal):
+    """By the layer's own heads. There is no fused kernel for quantized keys, nor a reason to group on the CPU."""
+    monkeypatch.setattr(passes, "on_metal", lambda: metal)
+    model = deep_model("qwen3_5", **GROUPED)
+    rows = rows_of(model, bits)
+    assert calls == [(11, 11)] * 2  # two layers
+    for n, before, kept in ((9, 11, 1), (4, 12, 4)):
+        calls.clear()
+        rows.run(model, WINDOW[None, :n], n_confirmed=1)
+        grouped = [(4, 15), (4, 19), (1, 20)] if metal and not bits and n == 9 else [(n, before + n)]
+        assert calls == grouped * 2
+        rows.commit([kept])
+    calls.clear()
+    plain(PROMPT, model, max_tokens=2)  # keeps its operations
+    assert {rows for rows, _ in calls} == {PROMPT.size - 1, 1}
+
+
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), None])
+def test_greedy_text(calls, monkeypatch, rows):
+    """Also with copies, whose windows have up to 17 tokens: their drafts are what the text said before."""
+    monkeypatch.setattr(passes, "on_metal", lambda: True)
+    model = deep_model("qwen3_5", **GROUPED)
+    model.drafting.attention_rows, cache = rows, make_prompt_cache(model)
+    want = plain(PROMPT, model, max_tokens=12)
+    assert mtp(PROMPT, model, max_tokens=12, num_draft_tokens=8, prompt_cache=cache) == want
+    assert_cache_of(model, cache, PROMPT.size + 12)
+    prompt = [*PROMPT.tolist(), *plain(PROMPT, model, max_tokens=40), *PROMPT.tolist()]
+    want = plain(prompt, model, max_tokens=24)
+    calls.clear()
+    assert mtp(prompt, model, max_tokens=24, num_draft_tokens=0, copy_drafts=16) == want
+    assert max(n for n, n_keys in calls if n_keys > len(prompt)) == (rows or 4)
+
+
+# Operations, in a graph with one for the recurrence, as on Metal
+
+
+def one_operation(native, inputs, state, mask=None):
+    """Depends on all inputs of the recurrence, and has the shapes of its outputs."""
+    v = inputs[2]
+    out = mx.concatenate([x.reshape(*v.shape[:2], -1) for x in inputs], axis=-1)
+    return out[..., : v[0, 0].size].reshape(v.shape), mx.depends(state, out)
+
+
+def test_a_window_is_two_operations_more_than_a_token_and_a_rollback_two(monkeypatch):
+    """The second call of the recurrence, and joining the outputs of both."""
+    layer = model_of("qwen3_5").model.layers[0]
+    delta, H = layer.linear_attn, layer.input_layernorm.weight.size
+    states = [mx.zeros((1, delta.conv_kernel_size - 1, delta.conv_dim))]
+    states += [mx.zeros((1, delta.num_v_heads, delta.head_v_dim, delta.head_k_dim))]
+    one, four = mx.ones((1, 1, H)), mx.ones((1, 4, H))
+    mx.eval(states, one, four)
+
+    monkeypatch.setattr(layer_module, "recur", one_operation)
+    monkeypatch.setattr(recurrent, "recur", one_operation)
+    monkeypatch.setattr(recurrent, "_rewound", recurrent.rewind)
+    plain = layer_module.recurrent_layer(layer, one, *states, native=True)
+    window = layer_module.recurrent_layer(layer, four, *states, native=True, n_confirmed=1)
+    assert len(operations(*window)) == len(operations(*plain)) + 2
+
+    conv_input, state, *drafts = window[3:]
+    mx.eval(conv_input, state, drafts)
+    confirmed = recurrent.Split(4, 1, [conv_input[:, 1:4], state], (conv_input,), tuple(drafts), True)
+    for kept, n in ((1, 0), (2, 2)):
+        (rewound,) = recurrent.rewound([confirmed], [kept])
+        assert len(operations(*rewound)) == n
