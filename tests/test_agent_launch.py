@@ -130,7 +130,9 @@ def test_a_server_is_kept_and_its_death_is_told(monkeypatch, capfd):
     assert (used, death) == tuple(
         f"[INFO] {line}" for line in (f"Using the server at {said['url']}", f"The server at {said['url']} has died.")
     )
-    assert any('"POST /v1/messages" 200' in line for line in log)  # of the first client: the last line is lost with the server
+    assert any(
+        '"POST /v1/messages" 200' in line for line in log
+    )  # of the first client: the last line is lost with the server
 
 
 @pytest.fixture(scope="module")
