@@ -4,8 +4,10 @@ import math
 import time
 from collections import deque
 from itertools import chain, islice
+from typing import TypeAlias
 
 import mlx.core as mx
+from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.generate_utils import BatchCounters
 
 from ..caches.rows import KVOptions
@@ -19,7 +21,8 @@ from ..distributed.ranks import synchronize
 from ..models.mixin import MTPModel
 from ..pacing.depth import Depth
 from .prefill_budget import PrefillBudget
-from .responses import PromptResponse
+
+PromptResponse: TypeAlias = PromptProcessingBatch.Response  # the progress of a prompt's prefill
 
 
 class Scheduler:
