@@ -4,10 +4,9 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -279,8 +278,7 @@ def chosen_dtype(dtype: str | None, config: Config) -> mx.Dtype | None:
     return getattr(mx, chosen) if chosen in MODEL_CONVERSION_DTYPES else None
 
 
-@dataclass(frozen=True)
-class Quantization:
+class Quantization(NamedTuple):
     quantize: bool
     dequantize: bool
     group_size: int | None

@@ -4,9 +4,8 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mlx.utils import tree_flatten
@@ -51,8 +50,7 @@ It was fitted on top of the adapter {adapter}: generate with `--adapter-path {ad
 """
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A head before and after, on the same texts: acceptance by position, and the tokens per step last, [K + 1] each."""
 
     before: np.ndarray

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -75,8 +75,7 @@ class Document:
     n_prompt: int = 0
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """Texts for training, validation and the test. They have no common source."""
 
     train: list[Document]
@@ -159,8 +158,8 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, how: FitOptio
         train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", how)
         valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", how)
         parts = Split(train, valid, parts.test)
-    parts = Split(parts.train[: how.iters * how.batch_size], parts.valid, parts.test)
-    n, k, m = (sum(len(text.tokens) for text in part) for part in (parts.train, parts.valid, parts.test))
+    parts = parts._replace(train=parts.train[: how.iters * how.batch_size])
+    n, k, m = (sum(len(text.tokens) for text in part) for part in parts)
     say(f"{n:,} tokens to train on, {k:,} to choose the best head by, and {m:,} to measure it on")
     return parts
 
