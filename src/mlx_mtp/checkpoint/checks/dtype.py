@@ -43,8 +43,7 @@ class Float16Error(MTPError):
 
 def dtype_of(model: Any) -> mx.Dtype:
     if isinstance(model, MTPModel):
-        dtype: mx.Dtype = model.layers[0].dtype
-        return dtype
+        return model.layers[0].dtype
     sizes: Counter[mx.Dtype] = Counter()
     parameters: Any = tree_flatten(model.parameters())
     for _, p in parameters:
