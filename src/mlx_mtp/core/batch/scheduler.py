@@ -132,9 +132,8 @@ class Scheduler:
                 self.at_work, n_before, n_segments = s, s.n_prefilled, len(s.segments)
                 prefill_part(self.model, s, n_left)
                 n_left -= s.n_prefilled - n_before
-                responses.append(
-                    PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), len(s.segments) < n_segments, False)
-                )
+                ends_segment = len(s.segments) < n_segments
+                responses.append(PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), ends_segment, False))
         if responses:
             seconds = time.perf_counter() - start
             self.prefill_budget.record_chunk(n - n_left, n_cached, seconds)
