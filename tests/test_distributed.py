@@ -10,7 +10,7 @@ import pytest
 
 from mlx_mtp import generate
 from mlx_mtp.checkpoint.hub import fetch
-from mlx_mtp.checkpoint.part import divide, names_of
+from mlx_mtp.checkpoint.part import divide, files_of, names_of
 from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.core.distributed.ranks import synchronize
 from mlx_mtp.core.models.head_weights import quantize_head
@@ -103,10 +103,10 @@ def test_a_stage_downloads_the_files_of_its_layers(hub, tmp_path):
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     reader = CheckpointReader("org/split", folder=fetch("org/split", None, weights=()))
     stage = divide(reader, SimpleNamespace(size=2, group=group), True)
-    path = fetch("org/split", None, weights=stage.files)
-    assert stage.layers == range(2, 4)
-    assert stage.files == [f"model-{part}.safetensors" for part in ("2", "3", "mtp", "rest")]
-    assert sorted(file.name for file in path.glob("model*.safetensors")) == stage.files
+    path = fetch("org/split", None, weights=files_of(reader, stage))
+    assert stage == range(2, 4)
+    assert files_of(reader, stage) == [f"model-{part}.safetensors" for part in ("2", "3", "mtp", "rest")]
+    assert sorted(file.name for file in path.glob("model*.safetensors")) == files_of(reader, stage)
     # Neither the layer of the head nor the vision tower are of a stage
     every = ["model.norm.weight", "lm_head.weight", "mtp.layers.0.mlp.x"]
     tower = ["vision_tower.blocks.0.norm1.weight", "model.visual.pos_embed.weight"]

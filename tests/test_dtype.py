@@ -25,7 +25,7 @@ from mlx_mtp.cli import flags
 from mlx_mtp.core.distributed.calls import any_rank
 from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.errors import MTPError
-from mlx_mtp.fit import comparison, fitting
+from mlx_mtp.fit import fitting
 from mlx_mtp.generate import demo
 from mlx_mtp.images.prompt import ImagePrompt
 from mlx_mtp.server.command_line import check, make_parser
@@ -414,7 +414,7 @@ def test_each_command_passes_it_on(tiny, monkeypatch, capsys, command):
 
 def test_a_head_is_fitted_in_it(tiny, tmp_path, monkeypatch, capsys):
     """Also the head that is written, which load casts to the backbone's. A model that float16 cannot hold is refused."""
-    monkeypatch.setattr(comparison.Comparison, "is_better", True)
+    monkeypatch.setattr(fitting.Comparison, "is_better", True)
     prompts, flags = tmp_path / "prompts.txt", "--iters 1 --answers 1 --max-tokens 4 --drafts 1 --dtype float16"
     prompts.write_text("\n---\n".join(f"prompt {i}" for i in range(12)))
     argv = ["--prompts", prompts, *flags.split()]

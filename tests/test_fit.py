@@ -20,14 +20,19 @@ from mlx_mtp.core.decoding import planner
 from mlx_mtp.core.decoding.counts import DraftCounts
 from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.fit import __main__ as command
-from mlx_mtp.fit import comparison, fitting, training
-from mlx_mtp.fit import loss as losses
+from mlx_mtp.fit import fitting, training
 from mlx_mtp.fit import texts as texts_of_a_fit
-from mlx_mtp.fit.comparison import TextCounts, compare
-from mlx_mtp.fit.loss import DraftKVCache, DraftLoss
-from mlx_mtp.fit.options import FitOptions
-from mlx_mtp.fit.texts import Document, Split, answer_all, prepare, read_corpus, split
-from mlx_mtp.fit.training import iterate_batches, make_trainable, read_states, record, train_head
+from mlx_mtp.fit.fitting import compare
+from mlx_mtp.fit.texts import Document, FitOptions, Split, answer_all, prepare, read_corpus, split
+from mlx_mtp.fit.training import (
+    DraftKVCache,
+    DraftLoss,
+    iterate_batches,
+    make_trainable,
+    read_states,
+    record,
+    train_head,
+)
 from tests.support.checkpoints import config_of, differing, make_adapter, parameters, quantize_head, write
 from tests.support.commands import refusal
 from tests.support.decoding import mtp, plain
@@ -138,7 +143,7 @@ def adapter(folder):
 
 @pytest.mark.slow
 def test_a_head_on_top_of_an_adapter(folder, adapter, monkeypatch):
-    monkeypatch.setattr(comparison, "SURE", 0.0)  # any gain: a surer one takes longer
+    monkeypatch.setattr(fitting, "SURE", 0.0)  # any gain: a surer one takes longer
     run(monkeypatch, folder, "both", "--adapter-path", adapter, "--learning-rate", 1e-2, "--iters", 26)
     tuned, tokenizer = load(str(folder / "model"), adapter_path=adapter)
     both, _ = load(str(folder / "both"), adapter_path=adapter)
@@ -199,7 +204,7 @@ def divergences(model, text, n_drafts):
 @pytest.mark.parametrize(("make", "logits_at_once"), [(partial(tiny_model, "qwen3_5"), 1 << 25), (flash_model, 32 * 5)])
 def test_the_loss_is_the_weighted_divergence(monkeypatch, tmp_path, tied, make, logits_at_once):
     """Of texts of two lengths, one with a prompt; the vocabulary has as many tokens as are recorded."""
-    monkeypatch.setattr(losses, "LOGITS", logits_at_once)
+    monkeypatch.setattr(training, "MAX_LOGITS", logits_at_once)
     model = make(tie_word_embeddings=tied)
     texts = [Document("a", [3, 1, 4, 1, 5, 9, 2, 6]), Document("b", [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4], 4)]
     (batch,) = iterate_batches(record(model, texts, tmp_path, "x", 2, 64), 2)
@@ -295,8 +300,8 @@ def test_better_means_by_more_than_the_uncertainty():
     drafted, before = np.full((40, 1), 50), rng.binomial(50, 0.6, (40, 1))
     noise = rng.integers(-4, 5, (40, 1))
     noise[::2] += 1  # more drafts accepted by 1.3 standard errors
-    assert not compare(TextCounts(drafted, before), TextCounts(drafted, before + noise)).is_better
-    better = compare(TextCounts(drafted, before), TextCounts(drafted, np.minimum(before + 3, 50)))
+    assert not compare(np.stack([drafted, before]), np.stack([drafted, before + noise])).is_better
+    better = compare(np.stack([drafted, before]), np.stack([drafted, np.minimum(before + 3, 50)]))
     assert better.is_better
     assert better.after[0] - better.before[0] == pytest.approx(3 / 50, abs=0.002)
     # The standard error of a mean over texts, from their spread.

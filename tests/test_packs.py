@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 import mlx_mtp
 from mlx_mtp.checkpoint.catalog import originals_like, published
 from mlx_mtp.checkpoint.config import skeleton
-from mlx_mtp.checkpoint.part import Stage
+from mlx_mtp.checkpoint.part import own_weights
 from mlx_mtp.convert.__main__ import main
 from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.core.models.shard import check_shard
@@ -185,7 +185,7 @@ def test_packs_that_mlx_lm_refuses(grafted, tmp_path):
 
 
 def test_a_stage_of_a_pipeline_needs_the_signs_of_its_layers_alone(grafted):
-    weights = Stage(range(1, 2), []).own(tensors(grafted))
+    weights = own_weights(tensors(grafted), range(1, 2))
     assert SIGNS not in weights
     model = skeleton(config_of(grafted), "pack")
     assert model.sanitize(dict(weights)).keys() >= {name for name in weights if "layers.1." in name}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
@@ -44,8 +44,7 @@ OVERALL = "overall"
 LOOPS = 1 / 3  # a larger share of repeated tokens is reported
 
 
-@dataclass
-class Generation:
+class Generation(NamedTuple):
     tokens: list[int]
     origins: list[str]  # of each token
     first_token: float  # seconds from the start

@@ -80,8 +80,7 @@ def canonical(config: Config) -> Config:
 
 def text_config_of(config: Config) -> Config:
     """The language model's part of a config. In Qwen3-Next it is the top level."""
-    text_config: Config = config.get("text_config", config)
-    return text_config
+    return config.get("text_config", config)
 
 
 def ends_of_text(folder: Path) -> set[int]:
@@ -105,8 +104,7 @@ def _named_ends(config: Any) -> set[int]:
 
 
 def context_length_of(config: Config) -> int | None:
-    length: int | None = text_config_of(config).get("max_position_embeddings")
-    return length
+    return text_config_of(config).get("max_position_embeddings")
 
 
 def first_difference(config: Config, other: Config) -> str:

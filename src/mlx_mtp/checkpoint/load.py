@@ -15,10 +15,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
 from ..core.distributed.calls import any_rank, from_rank_0, raise_on_all
+from ..core.distributed.ranks import Ranks
 from ..core.models import MODEL_TYPES, model_module
 from ..core.models.head_weights import split_head
-from ..core.models.mixin import MTPModel
-from ..core.models.shard import check_shard
+from ..core.models.mixin import MTPModel, drop_head
 from ..errors import MTPError
 from ..images.tower import split_tower
 from ..images.vision import Vision
@@ -44,7 +44,7 @@ from .heads.originals import HEAD, FetchedHead, check_method, fetch_missing_head
 from .hub import WEIGHTS, fetch
 from .ngram_files import find_tables, open_tables
 from .output import naming
-from .part import Stage, divide, evaluate, make_ranks
+from .part import divide, evaluate, files_of, make_ranks, own_weights, shard
 from .reader import CheckpointReader, files_to_fetch, is_tied, model_tensors
 from .settings import cheapen_drafts, check_bits, find, machine
 from .settings import read as read_settings
@@ -126,70 +126,65 @@ def load(
     """
     name, is_asked, drafting = path_or_hf_repo, mtp != "cached", (draft_vocab, mtp_bits, draft_head_bits)
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
-    account = None if lazy or ranks is not None else Account(max_memory)
-    held: Config = {"dtype": dtype, "has_tower": vision == "auto", "ngram_memory": ngram_memory}
-    check: Any = partial(check_memory, account=account, context=context, **held)
+    held: Config = {"dtype": dtype, "has_tower": vision == "auto", "ngram_memory": ngram_memory, "context": context}
+    check: Any = partial(check_memory, account=None if lazy or ranks else Account(max_memory), **held)
     prefers_float16 = not lazy and any_rank(ranks, gpu_generation()[0] in WITHOUT_BFLOAT16)
     with raise_on_all(ranks):  # before the weights are downloaded
         _check_arguments(mtp, drafting, settings, adapter_path, dtype)
         checkpoint = CheckpointReader(name, revision)
-        model_type = (checkpoint.config or {}).get("model_type")
-        runs_here, in_mlx_lm = model_type in MODEL_TYPES, mlx_lm_has(model_type)
-        if mtp in ("auto", "cached") and not copy_drafts and in_mlx_lm and not runs_here:
-            mtp = False
-        may_be_plain = not copy_drafts and ranks is None and (in_mlx_lm or not runs_here)
-        is_plain = may_be_plain and not mtp
+        mtp, may_be_plain = _ways(checkpoint, mtp, copy_drafts, ranks)
         check_method(checkpoint)
         stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
-        checkpoint = _download(checkpoint, revision, mtp, is_plain, stage, check)
-    if mtp == "cached":
-        mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
-        is_plain = may_be_plain and not mtp
+        checkpoint = _download(checkpoint, revision, mtp, may_be_plain and not mtp, stage, check)
+    mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint)) if mtp == "cached" else mtp
+    is_plain = may_be_plain and not mtp
     _check_drafting(mtp, drafting, settings)
-    key = None
-    if prefers_float16 and dtype == AUTO:
-        key = f"{', '.join(machine().values())}, {key_of(checkpoint, checkpoint, adapter_path)} {mtp}"
-        check_untried(name, key, ranks)
-    head, fetched, own = None, None, _own_config(checkpoint, model_config or {})
+    key = _float16_key(checkpoint, adapter_path, mtp) if prefers_float16 and dtype == AUTO else None
+    check_untried(name, key, ranks)
     with raise_on_all(ranks):
+        source, fetched = _head_of(checkpoint, mtp)
+        in_memory = check(checkpoint, source, is_plain=is_plain) and not lazy
+        head = None if source is None else head_formats.read_head(source)
+        own = _own_config(checkpoint, model_config or {})
         if is_plain:
-            check(checkpoint, None, is_plain=True)
-            with _for_mlx_lm(checkpoint) as folder, loading_errors(name):
-                model, config = load_model(folder, True, model_config=own, trust_remote_code=trust_remote_code)
+            model, config = _load_plain(checkpoint, own, trust_remote_code)
         else:
-            source, fetched = _head_of(checkpoint, mtp)
-            in_memory = check(checkpoint, source) and not lazy
-            head = None if source is None else head_formats.read_head(source)
             model, config = _load_model(checkpoint, head, own, trust_remote_code, stage)
             open_tables(model, checkpoint, in_memory)
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
         model = model if adapter_path is None else with_adapter(model, adapter_path)
         is_cast = set_dtype(model, dtype, prefers_float16) and not lazy
-        _complete(tokenizer, checkpoint)
     if not is_plain:
         model.ranks, model.fetched_head = ranks, fetched
         model.vision = _vision_of(model, checkpoint, config, may_fetch=vision == "auto")
     if head is not None:
-        if drafting == (None, None, None):
-            drafting = _apply_settings(model, settings, checkpoint, head.source, adapter_path)
+        drafting = _apply_settings(model, drafting, settings, checkpoint, head.source, adapter_path)
         cheapen_drafts(model, tokenizer, *drafting)
     with raise_on_all(ranks), loading_errors(name):
         if tensor_group is not None and ranks is not None:
-            check_shard(model, ranks.size)  # again: quantized weights can only be divided between their groups
-            model.shard(tensor_group)
+            shard(model, ranks)
         if not lazy:
             evaluate(model)
     with once_in_float16(key):
         if is_cast:
             check_float16(model, tokenizer, name)
-        is_tested = ranks is not None
-        if not is_plain and ranks is None and not lazy:
-            is_tested = ensure_tested(model, name, is_cast and dtype == AUTO) is not None
+        tested = None if is_plain or lazy or ranks else ensure_tested(model, name, is_cast and dtype == AUTO)
     if head is not None:
-        may_measure = is_tested or (fetched is not None and not lazy)
+        may_measure = tested is not None or ranks is not None or (fetched is not None and not lazy)
         settle(model, tokenizer, checkpoint, head, adapter_path, drafting[1], may_measure)
         _check_accepted(model, checkpoint, is_asked)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _ways(
+    checkpoint: CheckpointReader, mtp: bool | str, copy_drafts: bool, ranks: Ranks | None
+) -> tuple[bool | str, bool]:
+    """``mtp``, which is false for a family that only mlx-lm supports, and whether mlx-lm loads the model without a head."""
+    model_type = (checkpoint.config or {}).get("model_type")
+    runs_here, in_mlx_lm = model_type in MODEL_TYPES, mlx_lm_has(model_type)
+    if mtp in ("auto", "cached") and not copy_drafts and in_mlx_lm and not runs_here:
+        mtp = False
+    return mtp, not copy_drafts and ranks is None and (in_mlx_lm or not runs_here)
 
 
 def _download(
@@ -197,11 +192,12 @@ def _download(
     revision: str | None,
     mtp: bool | str,
     is_plain: bool,
-    stage: Stage | None,
+    stage: range | None,
     check: Callable[..., bool],
 ) -> CheckpointReader:
     """Check the headers of a checkpoint, and download it or the files of a stage."""
-    name, files, own = checkpoint.name, None if stage is None else stage.files, list[str]()
+    name, own = checkpoint.name, list[str]()
+    files = None if stage is None else files_of(checkpoint, stage)
     if not is_plain:
         config = check_config(checkpoint.config, name)
         if checkpoint.folder is None:
@@ -232,6 +228,10 @@ def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
     """Raise an MTPError for ``--mtp`` with a model of a family that only mlx-lm supports. Weights are not downloaded."""
     with suppress(OSError):  # load tells why
         read_config(fetch(path_or_hf_repo, revision, weights=()), path_or_hf_repo)
+
+
+def _float16_key(checkpoint: CheckpointReader, adapter_path: str | None, mtp: bool | str) -> str:
+    return f"{', '.join(machine().values())}, {key_of(checkpoint, checkpoint, adapter_path)} {mtp}"
 
 
 def _check_arguments(
@@ -298,8 +298,14 @@ def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, is_asked: boo
         if is_asked:
             raise MTPError(message)
         model.fetched_head = None
-        model.drop_head()
+        drop_head(model)
     log.warning(f"[WARNING] {message}")
+
+
+def _load_plain(checkpoint: CheckpointReader, own: Config, trust_remote_code: bool) -> tuple[Any, Config]:
+    """As ``mlx_lm.load``."""
+    with _for_mlx_lm(checkpoint) as folder, loading_errors(checkpoint.name):
+        return load_model(folder, lazy=True, model_config=own, trust_remote_code=trust_remote_code)
 
 
 def _load_model(
@@ -307,7 +313,7 @@ def _load_model(
     head: head_formats.Head | None,
     changes: Config,
     trust_remote_code: bool,
-    stage: Stage | None,
+    stage: range | None,
 ) -> tuple[Any, Config]:
     config, loaded = check_config(checkpoint.config, checkpoint.name), set[str]()
     module = model_module(config["model_type"])
@@ -315,7 +321,7 @@ def _load_model(
 
     class Model(base):  # loads the head, or only the tensors of a stage
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            own = weights if stage is None else stage.own(weights)
+            own = weights if stage is None else own_weights(weights, stage)
             separate = () if head is None else (dict(head.weights), head.raw)
             if head is not None:
                 head.weights.clear()  # so that tensors of which others are made are freed
@@ -388,6 +394,7 @@ def _load_tokenizer(checkpoint: CheckpointReader, tokenizer_config: Config | Non
         raise MTPError(
             f"The tokenizer of {checkpoint.name} is missing or damaged ({e}): download its files again."
         ) from e
+    _complete(tokenizer, checkpoint)
     return tokenizer
 
 
@@ -408,17 +415,20 @@ def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None
 
 def _apply_settings(
     model: MTPModel,
+    given: Drafting,
     settings: bool | str | Path,
     checkpoint: CheckpointReader,
     head: CheckpointReader,
     adapter: str | None,
 ) -> Drafting:
-    """Apply the settings of ``--tune`` to the model, if any. Return their draft_vocab, mtp_bits and draft_head_bits."""
+    """The given draft_vocab, mtp_bits and draft_head_bits or, if none is given, those of ``--tune``, which the model gets."""
+    if given != (None, None, None):
+        return given
     folders = [checkpoint.path] if head is checkpoint else [checkpoint.path, head.path]
     folders += [] if adapter is None else [Path(adapter)]
     n_ranks = 1 if model.ranks is None else model.ranks.size
     if (tuned := from_rank_0(model.ranks, lambda: find(settings, folders, n_ranks))) is None:
-        return None, None, None
+        return given
     drafting = model.drafting
     drafting.tuned, drafting.attention_rows = tuned, tuned.attention_rows
     drafting.compiled, drafting.pieces = tuned.compiled, tuned.pieces

@@ -5,7 +5,6 @@ Tensors are read when they are used, so a rank reads only what it keeps. A stage
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -25,17 +24,6 @@ from .reader import CheckpointReader
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-@dataclass(frozen=True)
-class Stage:
-    layers: range
-    files: list[str]
-
-    def own(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The tensors of a checkpoint that this stage keeps, and convolutions, which show the layout of the checkpoint."""
-        names = set(names_of(weights, self.layers))
-        return {name: w for name, w in weights.items() if name in names or "conv1d" in name}
-
-
 def make_ranks(
     tensor_group: mx.distributed.Group | None, pipeline_group: mx.distributed.Group | None, adapter_path: str | None
 ) -> Ranks | None:
@@ -52,8 +40,8 @@ def make_ranks(
     return Ranks(group)
 
 
-def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> Stage | None:
-    """The stage of a pipeline that is this rank's; ``None`` for a share of each layer. Raises MTPError if it is impossible."""
+def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> range | None:
+    """The layers of this rank's stage of a pipeline; ``None`` for a share of each layer. An MTPError if it is impossible."""
     config = checkpoint.config or {}
     if "model_type" in config and config["model_type"] not in MODEL_TYPES:
         raise MTPError(
@@ -66,11 +54,21 @@ def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> Sta
         return None
     check_pipeline(model, ranks.size)
     model.model.pipeline(ranks.group)
-    layers = range(model.model.start_idx, model.model.end_idx)
+    return range(model.model.start_idx, model.model.end_idx)
+
+
+def files_of(checkpoint: CheckpointReader, layers: range) -> list[str]:
+    """The files of a stage with these layers."""
     names = names_of(checkpoint.index, layers)
     if not any("conv1d" in name for name in names):
         names += [name for name in checkpoint.index if "conv1d" in name][:1]  # needed to detect the layout
-    return Stage(layers, sorted({checkpoint.index[name] for name in names}) or [WEIGHTS])
+    return sorted({checkpoint.index[name] for name in names}) or [WEIGHTS]
+
+
+def own_weights(weights: Mapping[str, mx.array], layers: range) -> dict[str, mx.array]:
+    """The tensors that a stage with these layers keeps, and convolutions, which show the layout of the checkpoint."""
+    names = {*names_of(weights, layers)}
+    return {name: w for name, w in weights.items() if name in names or "conv1d" in name}
 
 
 def names_of(names: Collection[str], layers: range) -> list[str]:
@@ -79,6 +77,11 @@ def names_of(names: Collection[str], layers: range) -> list[str]:
     backbone, _ = split_head(language)
     elsewhere = {name for name in backbone if (match := LAYER.search(name)) and int(match[1]) not in layers}
     return [name for name in language if name not in elsewhere]
+
+
+def shard(model: Any, ranks: Ranks) -> None:
+    check_shard(model, ranks.size)  # again: quantized weights can only be divided between their groups
+    model.shard(ranks.group)
 
 
 def evaluate(model: Any) -> None:

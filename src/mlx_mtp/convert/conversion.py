@@ -4,9 +4,9 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,17 +28,20 @@ from ..checkpoint.reader import CheckpointReader
 from ..core.models import BASES
 from ..core.models.head_weights import is_head
 from ..core.models.mixin import MTPModel
+from ..core.models.ngrams import NgramTable, Quantized, floats
 from ..errors import MTPError, MTPOSError
 from ..files import writing
 from ..images.vision import CONFIG_FILES
 from .graft import graft, named_tower
-from .ngram_tables import Written, write_tables
 
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "added_tokens.json", "special_tokens_map.json", "chat_template*",
     "additional_chat_templates/*",
 )  # fmt: skip
+FOUR_BITS = Quantized(32, 4, "affine")  # a row has 160 numbers, which larger groups do not divide
+NAME = "language_model.model.layers.{}.ple.ple_embedding.ngram_embedding.shards.{}"
+Written = dict[str, tuple[str, int]]  # the file of each tensor, and its bytes
 Decision = bool | dict[str, Any]  # whether to quantize a module, or how
 QuantPredicate = Callable[[str, nn.Module], Decision]
 
@@ -202,6 +205,42 @@ def _write_shards(folder: Path, shards: list[dict[str, mx.array]]) -> dict[str, 
     return weight_map
 
 
+def write_tables(folder: Path, model: Any, config: Config, quantize: bool, dtype: mx.Dtype | None) -> Written:
+    """Write the tables of a model, if any, quantized if asked, or in ``dtype``, and record their quantization in the config."""
+    written: Written = {}
+    ngrams = getattr(model, "ngrams", None)  # mlx-lm's own models have none
+    for i, table in (ngrams.tables if ngrams is not None else {}).items():
+        of_rows = table.quantized or (FOUR_BITS if quantize else None)
+        size, others = divmod(len(table.rows), n := model.text_args.split_ngram_parts)
+        ends = [*accumulate((size + (j < others) for j in range(n)), initial=0)]  # parts as mlx-vlm reads them
+        for j in tqdm(range(n), desc="Writing the n-gram table", unit="part", disable=None):
+            name, file = NAME.format(i, j), f"model-ngrams-{i}-{j + 1:05d}-of-{n:05d}.safetensors"
+            part = _part(table, ends[j], ends[j + 1], of_rows, dtype)
+            output.save(folder / file, {f"{name}.{kind}": x for kind, x in part.items()})
+            written |= {f"{name}.{kind}": (file, x.nbytes) for kind, x in part.items()}
+            for key in ("quantization", "quantization_config"):
+                if of_rows is not None and key in config:
+                    config[key][name] = of_rows._asdict()
+            del part
+            mx.clear_cache()
+    return written
+
+
+def _part(
+    table: NgramTable, begin: int, end: int, of_rows: Quantized | None, dtype: mx.Dtype | None
+) -> dict[str, mx.array]:
+    blocks = []
+    for i, k in table.blocks(begin, end):
+        rows = {name: floats(mx.array(x)) for name, x in table.rows.read_range(i, k).items()}
+        if table.quantized is None:
+            w = rows["weight"] if dtype is None else rows["weight"].astype(dtype)
+            arrays = (w,) if of_rows is None else mx.quantize(w, *of_rows)
+            rows = dict(zip(("weight", "scales", "biases"), arrays))
+        mx.eval(rows)
+        blocks.append(rows)
+    return {name: mx.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+
+
 def upload(folder: Path, repo: str) -> None:
     """Upload a folder. mlx-lm's own function replaces the model card, and uses an API that huggingface_hub 2 lacks."""
     api = HfApi()
@@ -239,8 +278,7 @@ def chosen_dtype(dtype: str | None, config: Config) -> mx.Dtype | None:
     return getattr(mx, chosen) if chosen in MODEL_CONVERSION_DTYPES else None
 
 
-@dataclass(frozen=True)
-class Quantization:
+class Quantization(NamedTuple):
     quantize: bool
     dequantize: bool
     group_size: int | None

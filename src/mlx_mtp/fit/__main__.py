@@ -8,7 +8,7 @@ from ..cli.display import one_line_errors
 from ..cli.flags import FLAGS
 from ..cli.parser import finish, parse
 from .fitting import fit
-from .options import FitOptions
+from .texts import FitOptions
 
 GROUPS = {
     "model": ("model", "mlx_path", "adapter_path", "dtype"),

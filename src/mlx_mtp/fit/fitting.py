@@ -3,10 +3,14 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tqdm import tqdm
 
 from ..checkpoint.adapters import check_adapter
 from ..checkpoint.checks.dtype import AUTO, check_float16
@@ -17,14 +21,15 @@ from ..checkpoint.load import load
 from ..checkpoint.output import atomic_directory, check_new, write_config, write_weights
 from ..checkpoint.part import evaluate
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
-from ..cli.display import say
+from ..cli.display import say, table
+from ..core.decoding.counts import DraftCounts
 from ..errors import MTPError
 from ..files import check_folder, write_atomic
-from .comparison import Comparison, compare, measure
-from .options import FitOptions
-from .texts import describe, prepare, read_texts, split
+from .texts import FitOptions, continue_text, describe, prepare, read_texts, split
 from .training import train
 
+RESAMPLES = 2000  # resamplings of the texts, for the standard errors
+SURE = 2.0  # standard errors that a gain must exceed, about 95 %
 USAGE = """
 ## Fitted MTP head
 
@@ -43,6 +48,28 @@ To restore the original head: `mlx_mtp convert --graft-mtp-from {original} --mod
 WITH_ADAPTER = """
 It was fitted on top of the adapter {adapter}: generate with `--adapter-path {adapter}`.
 """
+
+
+class Comparison(NamedTuple):
+    """A head before and after, on the same texts: acceptance by position, and the tokens per step last, [K + 1] each."""
+
+    before: np.ndarray
+    after: np.ndarray
+    before_error: np.ndarray  # standard errors
+    after_error: np.ndarray
+    gain_error: np.ndarray  # of after - before, smaller since the texts are the same
+
+    @property
+    def is_better(self) -> bool:
+        return bool(self.after[-1] - self.before[-1] > SURE * self.gain_error[-1])
+
+    def table(self) -> str:
+        names = [*(f"draft {i}" for i in range(1, len(self.before))), "tokens per step"]
+        columns = zip(self.before, self.before_error, self.after, self.after_error, self.gain_error)
+        figures = [
+            [f"{b:.3f} ± {be:.3f}", f"{a:.3f} ± {ae:.3f}", f"{a - b:+.3f} ± {ge:.3f}"] for b, be, a, ae, ge in columns
+        ]
+        return "\n".join(table([["", "before", "after", "gain"], *([name, *row] for name, row in zip(names, figures))]))
 
 
 def fit(
@@ -101,6 +128,37 @@ def fit(
     if cache_path is None:
         shutil.rmtree(work)
     return comparison
+
+
+def measure(
+    model: Any, tokenizer: TokenizerWrapper, prompts: Sequence[list[int]], n_drafts: int, max_tokens: int
+) -> np.ndarray:
+    """Drafts at K positions in the continuations of n texts, and those accepted with all before them, [2, n, K]"""
+    of_texts = np.zeros((2, len(prompts), n_drafts), int)
+    for i, prompt in enumerate(tqdm(prompts, desc="Measuring", unit="text", disable=None)):
+        counts = DraftCounts()
+        how: Any = {"max_tokens": max_tokens, "num_draft_tokens": n_drafts, "draft_p_min": 0.0, "counts": counts}
+        continue_text(model, tokenizer, prompt, **how)
+        of_texts[:, i, : len(counts.drafted)] = counts.drafted, counts.accepted
+    return of_texts
+
+
+def compare(before: np.ndarray, after: np.ndarray, seed: int = 0) -> Comparison:
+    """Compare two heads on the same texts, as measured, with standard errors by resampling the texts (the bootstrap)."""
+    n = before.shape[1]
+    unbiased = (n / (n - 1)) ** 0.5
+    samples = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
+    b, a = rates(before, samples), rates(after, samples)  # [RESAMPLES, K + 1]
+    everything = np.arange(n)
+    errors = (unbiased * x.std(axis=0) for x in (b, a, a - b))
+    return Comparison(rates(before, everything), rates(after, everything), *errors)
+
+
+def rates(counts: np.ndarray, texts: np.ndarray) -> np.ndarray:
+    """The acceptance by position and the tokens per step, over these texts [..., n] -> [..., K + 1]"""
+    drafted, accepted = counts[:, texts].sum(axis=-2)  # [..., K] each
+    per_step = 1 + accepted.sum(axis=-1) / np.maximum(drafted[..., 0], 1)
+    return np.concatenate([accepted / np.maximum(drafted, 1), per_step[..., None]], axis=-1)
 
 
 def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:

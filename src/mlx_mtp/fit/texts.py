@@ -1,12 +1,16 @@
-"""The texts of a fit: the user's files, or prompts that the model answers itself (self-distillation). A part is held out."""
+"""The options and the texts of a fit: the user's files, or prompts that the model answers itself (self-distillation).
+
+A part of the texts is held out.
+"""
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -15,16 +19,51 @@ from tqdm import tqdm
 
 from .. import prompts
 from ..cli.display import say
+from ..cli.flags import check_limits
 from ..core.batch.generate_step import mtp_generate_step
+from ..core.pacing.depth import MAX_DRAFT_TOKENS
 from ..core.sampling.sampler import make_sampler
 from ..errors import MTPError
-from ..files import write_atomic
-from .options import SHORTEST, FitOptions
+from ..files import check_source, write_atomic
 
 HELD_OUT = 0.1  # the share of sources for validation, and for the test
 MIN_TEST = 4  # sources, unless these are more than a third: with fewer, the uncertainty is unknown
 MIN_TEXTS = 3  # to measure on
 MAX_HELD_OUT = 32  # texts of each: more texts cost time at every evaluation for little information
+SHORTEST = 32  # tokens of a text: half of it is the prompt of a measurement
+LIMITS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("iters", "batch_size", "steps_per_eval", "answers", "max_tokens"), (1, math.inf)),
+    **dict.fromkeys(("temp", "seed"), (0, math.inf)),
+    "max_seq_length": (SHORTEST, math.inf),
+    "drafts": (1, MAX_DRAFT_TOKENS),
+}
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    corpus: Sequence[str | Path] | None = None  # files of text like the future output, also of ``mlx_lm.lora``
+    prompts: str | Path | None = None  # a file of prompts, without a corpus; None: built-in ones
+    drafts: int = 4  # to train and measure at each position
+    iters: int = 500
+    batch_size: int = 4  # texts in an iteration
+    learning_rate: float = 1e-4  # AdamW's highest
+    max_seq_length: int = 512  # tokens to cut texts into; of longer answers the end is used
+    steps_per_eval: int = 50  # iterations between validations
+    answers: int = 8  # to each prompt
+    max_tokens: int = 256  # of an answer, and of a measured continuation
+    temp: float = 0.7  # of the answers
+    seed: int = 0  # for dividing and ordering the texts
+
+    def check(self) -> None:
+        if self.corpus is not None and self.prompts is not None:
+            raise MTPError("Choose either --corpus or --prompts, not both.")
+        check_limits(vars(self), LIMITS)
+        if self.learning_rate <= 0:
+            raise MTPError(f"--learning-rate must be more than 0, not {self.learning_rate}.")
+        for file in self.corpus or ():
+            check_source(Path(file), "--corpus")
+        if self.prompts is not None:
+            check_source(Path(self.prompts), "--prompts")
 
 
 @dataclass(frozen=True)
@@ -36,8 +75,7 @@ class Document:
     n_prompt: int = 0
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """Texts for training, validation and the test. They have no common source."""
 
     train: list[Document]
@@ -120,8 +158,8 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, how: FitOptio
         train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", how)
         valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", how)
         parts = Split(train, valid, parts.test)
-    parts = Split(parts.train[: how.iters * how.batch_size], parts.valid, parts.test)
-    n, k, m = (sum(len(text.tokens) for text in part) for part in (parts.train, parts.valid, parts.test))
+    parts = parts._replace(train=parts.train[: how.iters * how.batch_size])
+    n, k, m = (sum(len(text.tokens) for text in part) for part in parts)
     say(f"{n:,} tokens to train on, {k:,} to choose the best head by, and {m:,} to measure it on")
     return parts
 

@@ -43,8 +43,7 @@ class Float16Error(MTPError):
 
 def dtype_of(model: Any) -> mx.Dtype:
     if isinstance(model, MTPModel):
-        dtype: mx.Dtype = model.layers[0].dtype
-        return dtype
+        return model.layers[0].dtype
     sizes: Counter[mx.Dtype] = Counter()
     parameters: Any = tree_flatten(model.parameters())
     for _, p in parameters:
@@ -110,9 +109,9 @@ def once_in_float16(key: str | None) -> Iterator[None]:
         raise
 
 
-def check_untried(name: str, key: str, ranks: Any) -> None:
+def check_untried(name: str, key: str | None, ranks: Any) -> None:
     """Raise the Float16Error that was raised under a key before, on this machine or on rank 0's."""
-    if (reason := from_rank_0(ranks, lambda: kept(FILE, key))) is not None:
+    if key is not None and (reason := from_rank_0(ranks, lambda: kept(FILE, key))) is not None:
         raise Float16Error(name, reason)
 
 

@@ -36,7 +36,7 @@ from ...memory import TEST_TOKENS
 from ..hub import first_line
 from ..settings import machine
 from .dtype import Float16Error, dtype_of
-from .kernels import NATIVE, OF_MLX_LM, attention_differences, difference, measured, recurrences
+from .kernels import N_TIMES, NATIVE, OF_MLX_LM, attention_differences, difference, measured, recurrences, shortest
 
 # A share of the largest number; wrong kernels miss by more.
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
@@ -46,7 +46,6 @@ WIDTHS = (*range(1, FEW + 2), MAX_WINDOW)  # tokens of windows
 ROLLED_BACK = 5  # tokens of a window that is rolled back
 HEAD_TOKENS = TEST_TOKENS - 64  # before drafts that may copy the head's keys and values, which grow by 256 tokens
 N_DRAFTS = 4
-N_TIMES = 3  # of each step
 MAX_SECONDS = 3.0  # of all steps and passes that are timed
 N_SEQUENCES, ROWS = 2, (12, 16, 24, 32)  # of passes with more rows than one sequence's drafts make
 DRAFT_LENGTHS = (*range(MAX_DRAFT_TOKENS + 1), *(n - 1 for n in ROWS))  # of the steps that are timed
@@ -62,9 +61,8 @@ class SelfTest:
     compiled: float = 0.0  # between logits of compiled passes and others
     grouped: float = 0.0  # between those of a window with attention in groups and of plain decoding
     rolled_back: float = 0.0  # between those after a rollback and of plain decoding
-    windows: dict[str, float] = field(
-        default_factory=dict
-    )  # between those of windows, by their tokens, and of plain decoding
+    # Between those of windows, by their tokens, and of plain decoding
+    windows: dict[str, float] = field(default_factory=dict)
     # Of attention alone, by the bits of keys and values, and by the number of queries
     attention: dict[str, dict[str, float]] = field(default_factory=dict)
     # Of the output and the state of a recurrence, and the seconds, by the kernel and the number of tokens
@@ -211,13 +209,10 @@ def run(model: Any) -> SelfTest:
 def _test_attention(model: Any, result: SelfTest) -> None:
     rows = pass_over(MAX_WINDOW, model.drafting, 1, None, None).attention_rows
     for bits in (None, *KV_BITS):
-        name, differences = (
-            UNQUANTIZED if bits is None else str(bits),
-            partial(attention_differences, _attention_of(model)),
-        )
-        result.attention[name] = differences(dtype_of(model), rows, bits)
+        differences = partial(attention_differences, _attention_of(model), dtype_of(model), rows, bits)
+        result.attention[name := str(bits or UNQUANTIZED)] = differences()
         if result._queries(name) < MAX_WINDOW:  # of which number?
-            result.attention[name] = differences(dtype_of(model), rows, bits, range(1, FEW + 2))
+            result.attention[name] = differences(range(1, FEW + 2))
 
 
 def _test_recurrence(model: Any, result: SelfTest) -> None:
@@ -359,10 +354,6 @@ def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple
 
 def _pass_seconds(model: Any, B: int, n: int) -> float:
     """The shortest of several times of a pass over n tokens of each of B sequences."""
-    windows, times = mx.arange(B * n).reshape(B, n) % model.vocab_size, []
+    windows = mx.arange(B * n).reshape(B, n) % model.vocab_size
     rows = _prefilled(model, windows)
-    for _ in range(N_TIMES):
-        before = perf_counter()
-        mx.eval(rows.run(model, windows, n_confirmed=1))
-        times.append(perf_counter() - before)
-    return min(times)
+    return shortest(lambda: rows.run(model, windows, n_confirmed=1))

@@ -1,9 +1,8 @@
 """The layouts of MTP heads, and whether a head can be used. In Hugging Face's ("raw"), norms lack the 1 that MLX's adds."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,8 +20,7 @@ WITHOUT_ONE = ("delta", "delta_plus_one", "mlx_delta")
 DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32}  # MLX has others as uint8
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     source: CheckpointReader
     weights: dict[str, mx.array]  # under names without a prefix; MLX reads a tensor when it is used
     raw: bool  # whether it is in the Hugging Face layout

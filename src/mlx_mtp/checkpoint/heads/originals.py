@@ -163,8 +163,7 @@ class FetchedHead:
     @property
     def record(self) -> Config:
         """Its source, as recorded in the config.json of conversions."""
-        record: Config = read_json(self.folder / CONFIG)["mlx_mtp"]
-        return record
+        return read_json(self.folder / CONFIG)["mlx_mtp"]
 
     @property
     def source(self) -> str:

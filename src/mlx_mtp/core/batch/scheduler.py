@@ -4,8 +4,10 @@ import math
 import time
 from collections import deque
 from itertools import chain, islice
+from typing import TypeAlias
 
 import mlx.core as mx
+from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.generate_utils import BatchCounters
 
 from ..caches.rows import KVOptions
@@ -19,7 +21,8 @@ from ..distributed.ranks import synchronize
 from ..models.mixin import MTPModel
 from ..pacing.depth import Depth
 from .prefill_budget import PrefillBudget
-from .responses import PromptResponse
+
+PromptResponse: TypeAlias = PromptProcessingBatch.Response  # the progress of a prompt's prefill
 
 
 class Scheduler:
@@ -129,9 +132,8 @@ class Scheduler:
                 self.at_work, n_before, n_segments = s, s.n_prefilled, len(s.segments)
                 prefill_part(self.model, s, n_left)
                 n_left -= s.n_prefilled - n_before
-                responses.append(
-                    PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), len(s.segments) < n_segments, False)
-                )
+                ends_segment = len(s.segments) < n_segments
+                responses.append(PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), ends_segment, False))
         if responses:
             seconds = time.perf_counter() - start
             self.prefill_budget.record_chunk(n - n_left, n_cached, seconds)

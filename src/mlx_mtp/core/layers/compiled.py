@@ -85,14 +85,10 @@ class Compiler:
         return _traces.get(kind, function, inputs[0].shape, **numbers)(module, inputs)
 
 
-class _UntraceableError(Exception):
-    """A module is no pure function, such as a dropout in training, or has an attribute such as a distributed group."""
-
-
 def _kind_of(module: Any) -> Kind | None:
     try:
         description = _describe(module)
-    except _UntraceableError:
+    except NotImplementedError:
         return None
     if (kind := _kinds.get(description)) is None:
         arrays = _arrays_of(module).values()
@@ -108,12 +104,12 @@ def _arrays_of(module: Any) -> dict[str, mx.array]:
 
 
 def _describe(x: Any) -> Hashable:
-    """A description that is equal for modules of one kind."""
+    """A description that is equal for modules of one kind; a NotImplementedError for one that a trace cannot have."""
     if isinstance(x, mx.array):
         return mx.array
     if isinstance(x, nn.Module):
         if x.training and isinstance(x, IN_TRAINING):
-            raise _UntraceableError
+            raise NotImplementedError  # such as a distributed group
         own = {name: value for name, value in vars(x).items() if name != "_no_grad"}
         return type(x), _describe(own), _describe({**x})
     if isinstance(x, dict):
@@ -122,4 +118,4 @@ def _describe(x: Any) -> Hashable:
         return type(x), *map(_describe, x)
     if x is None or isinstance(x, bool | int | float | str | bytes):
         return type(x), x
-    raise _UntraceableError
+    raise NotImplementedError  # such as a distributed group

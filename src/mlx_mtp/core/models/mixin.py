@@ -1,24 +1,31 @@
-"""What the loop calls of a model with a head: the forward pass, the caches, and the output layer."""
+"""A model with a head: what the loop calls of it, and the common part of the families' construction and loading."""
 
+from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 
+from ...errors import MTPError
 from ..caches.fingerprint import Fingerprinted
 from ..caches.prompt_cache import PromptCache
 from ..distributed.ranks import Ranks
 from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
-from ..layers.mtp import has_head
+from ..layers.mtp import MTPModule, has_head
 from ..layers.passes import in_pass, pass_over
+from .draft_model import DraftModel
+from .head_weights import is_raw, sanitize_head, split_head
+from .rope import MRoPE, add_mrope
 
 
 class MTPModel(Fingerprinted):
+    """A model with its MTP head. List it before mlx-lm's model among the bases."""
+
     no_shard: str | None = None  # why ranks cannot have a part of each layer, if they cannot
     text_only: str | None = None  # why a family takes no images, even if its checkpoints have a vision encoder
-    no_images: str | None = None  # why a model takes no images
     args: Any
     mtp: Any
     model: Any  # the backbone, with ``embed_tokens``
@@ -81,10 +88,6 @@ class MTPModel(Fingerprinted):
     def make_cache(self) -> list[Any]:
         return [layer.make_cache() for layer in self.layers]
 
-    def drop_head(self) -> None:
-        """Generate without drafts of the head from now on."""
-        self._text.pop("mtp")
-
     @property
     def _text(self) -> Any:
         return getattr(self, "language_model", self)
@@ -112,3 +115,54 @@ class MTPModel(Fingerprinted):
     def head_layer(self) -> Any:
         """The decoder layer of the head; ``None`` without a head."""
         return self.mtp.layers[0] if has_head(self) else None
+
+    @property
+    def no_images(self) -> str | None:
+        """Why it takes no images, if so: their positions have three axes."""
+        if self.text_only is not None:
+            return self.text_only
+        if all(isinstance(layer.self_attn.rope, MRoPE) for layer in self.layers if not layer.is_linear):
+            return None
+        return "The model takes no images: its positions have one axis, or are scaled (YaRN)."
+
+    def make_draft_model(self) -> DraftModel:
+        """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``; an MTPError without a head."""
+        if not has_head(self):
+            raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+        return DraftModel(self)
+
+    def sanitize(
+        self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
+    ) -> dict[str, mx.array]:
+        """mlx-lm's ``sanitize``, which drops the head, and then that of ``head``, by default the one in ``weights``."""
+        weights, inside = split_head(weights)
+        if head is None:
+            head, raw = inside, is_raw(weights)
+        weights = super().sanitize(weights)  # type: ignore[misc]
+        if has_head(self):
+            own = sanitize_head(self.mtp, head, raw and self.shifts_norms)
+            weights.update({self.head_prefix + name: w for name, w in own.items()})
+        return weights
+
+
+def drop_head(model: Any) -> None:
+    """Let a model generate without drafts of its head from now on."""
+    model._text.pop("mtp")
+
+
+def without_layers(args: Any) -> Any:
+    """Arguments for mlx-lm's constructors, whose layers would only be replaced."""
+    args = copy(args)
+    args.num_hidden_layers = 0
+    return args
+
+
+def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> None:
+    """Give a model layers that can roll back, and the head if its text arguments have one."""
+    model.model.layers = [decoder_layer(args, layer_idx=i) for i in range(args.num_hidden_layers)]
+    attention = [layer.self_attn for layer in model.model.layers if not layer.is_linear]
+    if args.mtp_num_hidden_layers > 0:
+        model.mtp = MTPModule(args, decoder_layer(args, layer_idx=args.full_attention_interval - 1))
+        attention.append(model.mtp.layers[0].self_attn)
+    for own in attention:
+        add_mrope(own, getattr(args, "rope_parameters", None))

@@ -8,7 +8,7 @@ from mlx_lm.models import qwen3_5 as stock
 
 from ..layers.layer import Layer
 from ..layers.mtp import MTPModule, has_head
-from .family import FamilyModel, add_head, without_layers
+from .mixin import MTPModel, add_head, without_layers
 from .shard import shard_layers
 
 
@@ -49,7 +49,7 @@ class TextModel(stock.TextModel):
         add_head(self, args, DecoderLayer)
 
 
-class Model(FamilyModel, stock.Model):
+class Model(MTPModel, stock.Model):
     head_prefix = "language_model.mtp."
 
     def __init__(self, args: ModelArgs):

@@ -9,7 +9,7 @@ from mlx_lm.models import qwen3_next as stock
 
 from ..layers.layer import Layer
 from ..layers.mtp import has_head
-from .family import FamilyModel, add_head, without_layers
+from .mixin import MTPModel, add_head, without_layers
 from .shard import shard_layers, shard_recurrent_layer
 
 
@@ -35,7 +35,7 @@ class DecoderLayer(Layer, stock.Qwen3NextDecoderLayer):
             self.linear_attn = GatedDeltaNet(args)
 
 
-class Model(FamilyModel, stock.Model):
+class Model(MTPModel, stock.Model):
     sharding_group: mx.distributed.Group | None = None
     lm_head: Any
 

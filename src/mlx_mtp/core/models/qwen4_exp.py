@@ -25,8 +25,8 @@ from ..layers.mtp import MTPModule
 from ..layers.passes import Pass, current_pass
 from ..layers.sparse import Indexer, Norm
 from . import qwen3_5
-from .family import FamilyModel, without_layers
 from .head_weights import is_raw
+from .mixin import MTPModel, without_layers
 from .ngrams import NgramEmbedding, NgramHash, NgramTable, add_ngrams
 
 TABLE = ".ple.ple_embedding.ngram_embedding."  # in the names of a table's tensors
@@ -285,7 +285,7 @@ class TextModel(stock.TextModel):
         return {name: w.moveaxis(2, 1) if is_raw({name: w}) else w for name, w in weights.items()}
 
 
-class Model(FamilyModel, qwen3_5_moe.Model):
+class Model(MTPModel, qwen3_5_moe.Model):
     head_prefix = "language_model.mtp."
     shifts_norms = False
     no_shard = "its residual streams are mixed in each layer"

@@ -32,8 +32,7 @@ class MRoPE(nn.Module):
             if position is None:
                 return self._rotate(x, this.ids(offset, x.shape[2]))
             offset = position
-        rotated: mx.array = self.rope(x, offset)  # type: ignore[arg-type]
-        return rotated
+        return self.rope(x, offset)  # type: ignore[arg-type]
 
     def _rotate(self, x: mx.array, position_ids: mx.array) -> mx.array:
         n = self.rope.dims // 2
