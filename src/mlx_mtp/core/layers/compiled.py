@@ -109,7 +109,7 @@ def _describe(x: Any) -> Hashable:
         return mx.array
     if isinstance(x, nn.Module):
         if x.training and isinstance(x, IN_TRAINING):
-            raise NotImplementedError  # such as a distributed group
+            raise NotImplementedError  # it is no pure function
         own = {name: value for name, value in vars(x).items() if name != "_no_grad"}
         return type(x), _describe(own), _describe({**x})
     if isinstance(x, dict):
