@@ -379,11 +379,17 @@ def size_of(weights):
     return f"{len(weights)} tensors, {size(sum(w.nbytes for w in weights.values()))}"
 
 
+@pytest.fixture
+def unmeasured(monkeypatch, tmp_path_factory):
+    """No acceptance rate is kept of a load in another test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 RAW = [(name, where) for where in ("local", "hub") for name in ("dense", "moe35", "moe36", "next")]
 
 
 @pytest.mark.parametrize(("name", "where"), RAW if LONG else [RAW[0], *RAW[-3:]])
-def test_describes_a_raw_checkpoint(name, where, hub):
+def test_describes_a_raw_checkpoint(name, where, hub, unmeasured):
     folder = DATA / name
     commit, head = hub.publish(f"inspected/{name}", folder), size_of(split_head(tensors(folder))[1])
     lines = report(inspect(f"inspected/{name}" if where == "hub" else str(folder)))
@@ -402,7 +408,7 @@ def test_describes_a_raw_checkpoint(name, where, hub):
         assert sum(hub.served[file.name] for file in shards) <= HEADER_BYTES * len(shards)
 
 
-def test_describes_converted_checkpoints(tmp_path):
+def test_describes_converted_checkpoints(tmp_path, unmeasured):
     options = {"quantize": True, "q_group_size": 32}
     lines = report(inspect(str(converted(DATA / "moe35", tmp_path / "q", **options))))
     assert re.fullmatch(r"4 bits in groups of 32 \(affine\).*, converted \(norms shifted\)", lines["Backbone"])
@@ -423,7 +429,7 @@ def test_describes_converted_checkpoints(tmp_path):
     assert lines["--mtp"] == "ready"
 
 
-def test_inspects_what_cannot_be_loaded_and_towers(capsys, hub, tmp_path):
+def test_inspects_what_cannot_be_loaded_and_towers(capsys, hub, tmp_path, unmeasured):
     status, out, err = run_command(main, capsys, "--inspect", DATA / "dense")
     assert (status, err, report(out)["--mtp"]) == (0, "", "ready")
     hub_has_none = "no/such-model is not a folder, and the hub has no repository"
