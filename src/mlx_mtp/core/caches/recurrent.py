@@ -16,6 +16,11 @@ def has_metal_kernel(head_dim: int) -> bool:
     return mx.default_device() == mx.gpu and mx.metal.is_available() and head_dim % 32 == 0
 
 
+def is_native(chosen: bool | None, head_dim: int) -> bool:
+    """Whether a recurrence is MLX's own: as chosen, or where mlx-lm has no kernel of Metal."""
+    return not has_metal_kernel(head_dim) if chosen is None else chosen
+
+
 def inputs_of_recurrence(native: bool, *inputs: mx.array) -> tuple[mx.array, ...]:
     """The inputs as ``recur`` takes them: MLX's own recurrence would round the gates to the type of q."""
     return tuple(x.astype(mx.float32) for x in inputs) if native else inputs
@@ -54,7 +59,7 @@ class Split(NamedTuple):
     snapshot: list[mx.array]  # the arrays of the cache after the confirmed tokens
     last_inputs: tuple[mx.array, ...]  # those before the pass and its own, each [B, w + T, C]
     drafts: tuple[mx.array, ...]  # the inputs of the recurrence for the drafts: q, k, v, g, beta, each [B, T - n, ...]
-    native: bool  # as of ``recur``
+    native: bool | None  # as chosen for the pass
 
 
 def rewound(splits: Sequence[Split], kept: Sequence[int]) -> list[list[mx.array]]:
@@ -79,10 +84,10 @@ def rewound(splits: Sequence[Split], kept: Sequence[int]) -> list[list[mx.array]
 
 
 def rewind(
-    m: int, native: bool, last_inputs: Any, state: mx.array, drafts: Any, ends: Any, mask: mx.array | None
+    m: int, native: bool | None, last_inputs: Any, state: mx.array, drafts: Any, ends: Any, mask: mx.array | None
 ) -> list[mx.array]:
     """``rewound`` for one layer. It has a trace for each shape of the window and each number m of drafts to replay."""
-    _, state = recur(native, [x[:, :m] for x in drafts], state, mask)
+    _, state = recur(is_native(native, state.shape[-1]), [x[:, :m] for x in drafts], state, mask)
     first, *others = (mx.take_along_axis(x, end, axis=1) for x, end in zip(last_inputs, ends))
     return [first, state, *others]
 

@@ -50,7 +50,7 @@ class _Traces(threading.local):
         self.get = functools.lru_cache(MAX_TRACES)(_make_trace)
 
 
-def _make_trace(kind: Kind, function: Function, shape: tuple[int, ...], **numbers: int) -> Function:
+def _make_trace(kind: Kind, function: Function, shape: tuple[int, ...], **numbers: int | None) -> Function:
     @functools.wraps(function)
     def of_arrays(module: Any, inputs: Any) -> Any:  # mx.compile passes a module as a plain dictionary
         return function(kind.filled(_arrays_of(module)), *inputs, **numbers)
@@ -72,7 +72,7 @@ class Compiler:
         """Look at all modules again, at the beginning of a generation."""
         self.kinds = {}
 
-    def run(self, function: Function, module: Any, *inputs: mx.array, **numbers: int) -> Any:
+    def run(self, function: Function, module: Any, *inputs: mx.array, **numbers: int | None) -> Any:
         """``function(module, *inputs, **numbers)``, compiled if a trace can have the module.
 
         Traces are looked up by the shape of the first input.

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from ..caches.indexed import NAMES, IndexedKVCache
-from ..caches.recurrent import RecurrentCache, Split, State, has_metal_kernel, inputs_of_recurrence, recur
+from ..caches.recurrent import RecurrentCache, Split, State, inputs_of_recurrence, is_native, recur
 from ..caches.rows import MixedKVRows
 from .drafting import MAX_WINDOW
 from .passes import Pass, current_pass
@@ -103,14 +103,13 @@ class Layer:
         if held[0] is None:  # before the first token
             held = [mx.zeros((len(x), *s.shape), s.dtype or x.dtype) for s in self.states]
         x, further = self.embed(x, held, this)
-        native = not has_metal_kernel(self.linear_attn.head_k_dim) if this.native is None else this.native
-        numbers = {"n_confirmed": this.n_confirmed, "native": native}
+        numbers = {"n_confirmed": this.n_confirmed, "native": this.native}
         x, conv_state, state, *split = this.call(recurrent_layer, self, x, *held[:2], **numbers)
         if split:
             n, (conv_input, confirmed, *drafts) = this.n_confirmed, split
             last_inputs = (conv_input, *further)
             first, *others = (x[:, n : n + x.shape[1] - T] for x in last_inputs)
-            cache.split = Split(T, n, [first, confirmed, *others], last_inputs, tuple(drafts), native)
+            cache.split = Split(T, n, [first, confirmed, *others], last_inputs, tuple(drafts), this.native)
         cache.cache = [conv_state, state, *(mx.contiguous(own[:, T:]) for own in further)]
         cache.advance(T)
         return x
@@ -153,15 +152,16 @@ class Layer:
 
 
 def recurrent_layer(
-    layer: Any, x: mx.array, conv_state: mx.array, state: mx.array, *, native: bool, n_confirmed: int = 0
+    layer: Any, x: mx.array, conv_state: mx.array, state: mx.array, *, native: bool | None, n_confirmed: int = 0
 ) -> tuple[mx.array, ...]:
     """A decoder layer with mlx-lm's ``GatedDeltaNet`` (0.32.2), of x [B, T, H].
 
     Returns its output, and both states after all tokens. With drafts after n = ``n_confirmed`` tokens, the recurrence's call is
     split there, and returned are also the inputs of the convolution [B, K - 1 + T, C], the state between the two calls, and the
-    inputs of the second: q, k, v and the gates g, beta, each [B, T - n, ...]. ``native`` is as of ``recur``.
+    inputs of the second: q, k, v and the gates g, beta, each [B, T - n, ...]. ``native`` is as of ``is_native``.
     """
     delta, (B, T, _) = layer.linear_attn, x.shape
+    native = is_native(native, delta.head_k_dim)
     normed, *ways = layer.enter(x)
     qkv, z, a, b = delta.project(normed)
 

@@ -26,7 +26,7 @@ class Pass:
     n_attended: int = 0  # attention layers built so far
     arrays: dict[Any, Any] = field(default_factory=dict)  # by ``ids`` and of n-gram embeddings, which all layers share
 
-    def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int) -> Any:
+    def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int | None) -> Any:
         """``function(module, *inputs, **numbers)``, compiled or not, see ``Compiler.run``."""
         if self.compiler is None:
             return function(module, *inputs, **numbers)
