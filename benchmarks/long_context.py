@@ -42,10 +42,10 @@ def repeated(model: Any, cache: list[Any], tokens: list[int], n: int) -> None:
     own = PromptCache(cache, len(model.layers))
     for entry in (*own.backbone, own.head):
         if hasattr(entry, "offset"):
-            size = n - (BASE - entry.offset)  # the head's cache has one row less
+            size, times = n - (BASE - entry.offset), -(-n // entry.offset)  # the head's cache has one row less
             for name in ("keys", "values"):
                 held = getattr(entry, name)[..., : entry.offset, :]
-                setattr(entry, name, mx.contiguous(mx.tile(held, (1, 1, -(-n // BASE), 1))[..., :size, :]))
+                setattr(entry, name, mx.contiguous(mx.tile(held, (1, 1, times, 1))[..., :size, :]))
             entry.offset = size
     own.record(n, (tokens * (-(-n // BASE)))[:n])
     mx.eval([c.state for c in cache])

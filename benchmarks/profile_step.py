@@ -1,7 +1,7 @@
 """The profile of a step: calls and microseconds of the host by function, and the device's time by kind of operation.
 
     python -m benchmarks.profile_step
-    python -m benchmarks.profile_step --shape 4b-layers      eight layers of a 4B's shapes, random weights in float32
+    python -m benchmarks.profile_step --shape 4b-layers      four layers of a 4B's shapes, random weights in float32
 
 The host's part is by cProfile, which makes calls slower than they are. The device's part, on MLX's CPU backend only, is by
 ``perf`` (Debian's linux-perf), if it is installed: the share of samples by the innermost function of MLX.
@@ -29,7 +29,7 @@ from scripts.shared import script_parser
 
 LAYERS_OF_4B = {
     **COMMON, "model_type": "qwen3_5", "vocab_size": 4096, "hidden_size": 2560, "intermediate_size": 9216,
-    "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_value_heads": 32,
+    "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_value_heads": 32,
     "tie_word_embeddings": True,
 }  # fmt: skip
 N_FUNCTIONS = 14
