@@ -210,7 +210,8 @@ def _test_attention(model: Any, result: SelfTest) -> None:
     rows = pass_over(MAX_WINDOW, model.drafting, 1, None, None).attention_rows
     for bits in (None, *KV_BITS):
         differences = partial(attention_differences, _attention_of(model), dtype_of(model), rows, bits)
-        result.attention[name := str(bits or UNQUANTIZED)] = differences()
+        name = str(bits or UNQUANTIZED)
+        result.attention[name] = differences()
         if result._queries(name) < MAX_WINDOW:  # of which number?
             result.attention[name] = differences(range(1, FEW + 2))
 
