@@ -55,8 +55,9 @@ def _client(tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    handlers = {number: signal.getsignal(number) for number in (2, 3, 15, 20, 1)}
+    handlers = {number: signal.getsignal(number) for number in (2, 3, 15, 20, 1, signal.SIGCHLD)}
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     assert [*home.iterdir()] == []
@@ -174,7 +175,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(len(interrupts)))
 signal.signal(signal.SIGWINCH, lambda *_: print(*os.get_terminal_size(), flush=True))
 print("begun", os.getpid(), flush=True)
 while True:
-    signal.pause()
+    signal.sigtimedwait([], 0.1)  # a signal that comes before a wait without an end would not end it
 """
 
 

@@ -193,15 +193,24 @@ def serve() -> None:
 
 def run(path: str, command: Sequence[str], env: dict[str, str]) -> int:
     """Run a program in the foreground -> its exit status as a shell says it."""
+    signals, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)  # a signal before a wait, or in another thread, does not interrupt the wait
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):  # the terminal sends them to the program as well
         signal.signal(number, lambda *_: None)  # it would inherit SIG_IGN
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     pid = os.posix_spawn(path, [*command], env)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: os.kill(pid, number))
-    while os.WIFSTOPPED(status := os.waitpid(pid, os.WUNTRACED)[1]):
-        os.kill(os.getpid(), signal.SIGSTOP)  # the shell continues both
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    while True:
+        done, status = os.waitpid(pid, os.WUNTRACED | os.WNOHANG)
+        if not done:
+            os.read(signals, 1)
+        elif os.WIFSTOPPED(status):
+            os.kill(os.getpid(), signal.SIGSTOP)  # the shell continues both
+        else:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
