@@ -220,17 +220,21 @@ def linear(B, k):
 TIMES = {k: linear(1, k) for k in range(9)}  # of one sequence, as after the test of the device
 
 
-def simulate(sequences, n_steps, seconds=linear, depth=None):
-    """The depths of steps with these sequences, where a step of B sequences with k drafts takes ``seconds(B, k)``."""
+def simulate(sequences, n_steps, seconds=linear, depth=None, n_tokens=0):
+    """The depths of steps with these sequences, where a step of B sequences with k drafts takes ``seconds(B, k)``.
+
+    The longest sequence has ``n_tokens``.
+    """
     asked, B, coins = [], len(sequences), random.Random(0)
     depth = depth or Depth(8, TIMES)
     for _ in range(n_steps):
-        asked.append(k := depth.next([{"head": [rate] * 8} for rate in sequences], n_sequences=B).k)
+        offers = [{"head": [rate] * 8} for rate in sequences]
+        asked.append(k := depth.next(offers, n_sequences=B, n_tokens=n_tokens).k)
         accepted = []
         for rate in sequences:
             coin = [coins.random() < rate for _ in range(k)]
             accepted.append(coin.index(False) if False in coin else k)
-        depth.observe(Plan(k), sum(accepted) / B, seconds(B, k), n_sequences=B)
+        depth.observe(Plan(k), sum(accepted) / B, seconds(B, k), n_sequences=B, n_tokens=n_tokens)
     return asked
 
 
@@ -261,6 +265,39 @@ def test_times_of_a_new_size_are_those_of_the_next_smaller_one_by_rows():
         simulate([0.9] * B, 100, seconds, Depth(8, times=times))
     for B in (3, 5):
         assert times.of_size(B).estimate == pytest.approx([seconds(B, k) for k in range(N_LENGTHS)])
+
+
+def after(n_tokens):
+    """The seconds of a step after so many tokens: attention to them takes as long for each row of a pass."""
+    return lambda B, k: linear(B, k) + 3e-4 * n_tokens * B * (k + 1)
+
+
+@pytest.mark.parametrize("n_tokens", [1500, 5000, 40_000])
+@pytest.mark.parametrize("B", [1, 2, 4])
+def test_long_texts_begin_with_times_of_their_length(B, n_tokens):
+    """They follow from those of short texts and from what a key costs: no step is lost to learn them."""
+    times = StepTimes(TIMES, 1e-9, {0: 3e-4, 4: 5 * 3e-4})
+    expected = [after(n_tokens)(B, k) for k in range(9)]
+    assert times.of_size(B, n_tokens).estimate[:9] == pytest.approx(expected)
+    best, depth = best_length(expected_tokens([0.8] * 8), expected), Depth(8, times=times)
+    asked = simulate([0.8] * B, 40, after(n_tokens), depth, n_tokens)
+    assert asked[:20] == [best] * 20 if best > 0 else max(asked) == 1  # of a probe
+    assert min(simulate([0.8] * B, 40, linear, depth)) > best  # in short texts
+
+
+def test_texts_of_other_lengths_do_not_change_the_times_of_a_length():
+    """Also where nothing is known of keys: a plain step is measured first, and what a length takes is learned once."""
+    depth = Depth(8, TIMES)
+    first = simulate([0.8], 60, after(40_000), depth, 40_000)
+    simulate([0.8], 60, linear, depth)
+    again = simulate([0.8], 60, after(40_000), depth, 40_000)
+    assert (max(first), max(again)) == (6, 1)
+
+
+def test_the_times_of_a_step_are_those_of_the_longest_text(equal_steps):
+    model = tiny_model("qwen3_5")
+    run(scripted(model, [[5] * 1000, [3]], [90, 90], lambda uid, i: True, "auto")[0])
+    assert {size for size, times in model.drafting.times.by_size.items() if times.seconds} == {(2, 0), (2, 1)}
 
 
 @pytest.mark.parametrize("slower", [1, 3])
@@ -296,10 +333,10 @@ def test_times_are_kept_from_one_batch_to_the_next(equal_steps, monkeypatch):
         seen.clear()
         run(scripted(model, [[1, 2], [3]], [80, 80], lambda uid, i: True, "auto")[0])
         kept.append(dict(model.drafting.times.by_size))
-    assert kept[0].keys() == {1, 2}
+    assert kept[0].keys() == {(1, 0), (2, 0)}
     assert kept[0] == kept[1]  # the same objects
     assert seen[0] == (Plan(8), 8, None)
-    measured = kept[0][2].seconds
+    measured = kept[0][2, 0].seconds
     assert {PLAIN_PLAN, Plan(16, FREE)} <= measured.keys()  # plain steps are the first, and sixteen copies the best
     assert {*measured.values()} == {1.0}
 

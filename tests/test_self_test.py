@@ -83,6 +83,11 @@ def test_its_times_serve_the_process_that_measured_them(cache_folder, monkeypatc
     seconds, estimate = dict(zip(self_test.DRAFT_LENGTHS, results[0].seconds)), times_of(model).estimate
     assert [*seconds] == [*self_test.DRAFT_LENGTHS]
     assert estimate[: len(self_test.ROWS)] == pytest.approx([seconds[k] for k in range(len(self_test.ROWS))])
+    none, several = results[0].key_seconds.values()
+    assert 0 < none < several
+    of_long = times_of(model).of_size(1, 50_000).estimate
+    added = [of_long[k] - estimate[k] for k in (0, self_test.N_DRAFTS)]
+    assert added == pytest.approx([50_000 * none, 50_000 * several])
 
 
 @pytest.mark.parametrize("n_calls", [2, 6, 20, 45] if LONG else [2, 20])

@@ -23,6 +23,7 @@ TOKENS = (1, 4, 9, 64)  # of a recurrence
 PIECE, N_TIMES = 64, 3  # tokens of simple operations at a time, and runs of which the shortest counts
 NATIVE, OF_MLX_LM = "MLX", "mlx-lm"
 SHORT, LONG = 1050, 4097  # numbers of keys, above those from which kernels divide them
+FAR = 16_384  # keys that take long beside the launch of a kernel
 SHORTER, BLOCK = 19, 16  # tokens by which the second row is shorter, and of a block that an indexer chooses
 LARGEST = 4.5  # of the keys, which gives scores a deviation of 1.5: each key that is missed or added counts
 WRONG = 1e9  # the difference from no numbers
@@ -87,6 +88,22 @@ def attention_differences(
             run = partial(attend, 1 * queries[:B, :, -T:], k, v, cache, D**-0.5, own_mask, max_queries)
             found[str(T)] = max(found[str(T)], measured(lambda: difference(run(), want[:, :, -T:])))  # noqa: B023
     return found
+
+
+def seconds_of_a_key(
+    own: Any, dtype: mx.Dtype, max_queries: int | None, fused: bool, n_queries: Sequence[int]
+) -> list[float]:
+    """The seconds that a further key adds to attention, for each of ``n_queries``; the options are those of ``attend``."""
+    Hq, Hkv, D = own.num_attention_heads, own.num_key_value_heads, own.head_dim
+    keys, values = (mx.random.uniform(-1, 1, (1, Hkv, FAR, D), dtype, mx.random.key(i)) for i in range(2))
+
+    def seconds(T: int, N: int) -> float:
+        queries, mask = mx.ones((1, Hq, T, D), dtype), None if T == 1 else "causal"
+        of_n = keys[:, :, :N], values[:, :, :N]
+        mx.eval(queries, *of_n)
+        return shortest(lambda: attend(queries, *of_n, None, D**-0.5, mask, max_queries, fused))
+
+    return [max(seconds(T, FAR) - seconds(T, SHORT), 0.0) / (FAR - SHORT) for T in n_queries]
 
 
 def _cases(T: int) -> Iterator[tuple[int, int, Any]]:

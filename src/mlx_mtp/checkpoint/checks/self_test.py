@@ -36,7 +36,17 @@ from ...memory import TEST_TOKENS
 from ..hub import first_line
 from ..settings import machine
 from .dtype import Float16Error, dtype_of
-from .kernels import N_TIMES, NATIVE, OF_MLX_LM, attention_differences, difference, measured, recurrences, shortest
+from .kernels import (
+    N_TIMES,
+    NATIVE,
+    OF_MLX_LM,
+    attention_differences,
+    difference,
+    measured,
+    recurrences,
+    seconds_of_a_key,
+    shortest,
+)
 
 # A share of the largest number; wrong kernels miss by more.
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
@@ -70,6 +80,8 @@ class SelfTest:
     head_copies: int = 0  # copies of the head's keys and values that further drafts in one graph make
     seconds: list[float] = field(default_factory=list)  # of a step at ``DRAFT_LENGTHS``; none without the head
     draft_cost: float = 0.0  # the time in which the head drafts a token, in plain steps
+    # What each further token of a text adds to the seconds of a step, by draft length
+    key_seconds: dict[str, float] = field(default_factory=dict)
 
     def _is_wrong(self, difference: float) -> bool:
         return not difference <= self.rounding
@@ -181,7 +193,8 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
         raise Float16Error(name, f"{', '.join(result.wrong)} are wrong")
     result.apply(drafting)
     tuned = (drafting.tuned or Settings()).seconds
-    drafting.times = StepTimes(tuned or dict(zip(DRAFT_LENGTHS, result.seconds)), result.draft_cost)
+    of_keys = {int(k): seconds for k, seconds in result.key_seconds.items()}
+    drafting.times = StepTimes(tuned or dict(zip(DRAFT_LENGTHS, result.seconds)), result.draft_cost, of_keys)
     if result.wrong:
         remedies = "; ".join(f"{what}: {remedy}" for what, remedy in result.wrong.items())
         log.warning(
@@ -281,6 +294,7 @@ def _prefilled(model: Any, prompts: mx.array) -> Rows:
 def _test_head(model: Any, result: SelfTest) -> None:
     if has_head(model):
         result.head_copies = _head_copies(model)
+        result.key_seconds = _key_seconds(model)
         result.seconds, result.draft_cost = _step_seconds(model, _prompt(model))
 
 
@@ -301,6 +315,14 @@ def _head_copies(model: Any) -> int:
         token = mx.argmax(model.draft_logits(hidden), axis=-1)  # [1, 1]
     mx.eval(token, cache.state)
     return round((mx.get_peak_memory() - before) / cache.nbytes)
+
+
+def _key_seconds(model: Any) -> dict[str, float]:
+    """As in ``SelfTest``, without drafts and with ``N_DRAFTS``, each of which the head's layer attends for."""
+    drafting, own, n_layers = model.drafting, _attention_of(model), sum(not layer.is_linear for layer in model.layers)
+    rows = pass_over(N_DRAFTS + 1, drafting, 1, None, None).attention_rows
+    one, several = seconds_of_a_key(own, dtype_of(model), rows, drafting.fused, (1, N_DRAFTS + 1))
+    return {"0": n_layers * one, f"{N_DRAFTS}": n_layers * several + N_DRAFTS * one}
 
 
 class _EveryLength(Depth):

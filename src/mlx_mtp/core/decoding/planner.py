@@ -24,6 +24,7 @@ class Timed(NamedTuple):
     is_clear: bool  # whether its time was spent on this step only
     is_alone: bool  # whether no other generation ran since the step before
     n_sequences: int
+    n_tokens: int  # as in ``WindowPlan``
 
 
 class Planner:
@@ -49,17 +50,17 @@ class Planner:
         self.is_interrupted = True  # other work, such as prefill, took time since the latest step that was timed
 
     def next(self, decoder: Decoder) -> WindowPlan:
-        sequences = decoder.sequences
+        sequences, n_tokens = decoder.sequences, max(decoder.cache.n_tokens)
         offers = [(s, s.offers(limit)) for s, limit in zip(sequences, draft_limits(decoder))]
         given = max((len(offer.get(HEAD, ())) for s, offer in offers if s.fixed(HEAD) is not None), default=0)
         plan, is_chosen = Plan(given), any(s.fixed(name) is None for s, offer in offers for name in offer)
         if is_chosen:
-            plan = self.depth.next([offer for s, offer in offers if s.end is None], given, len(sequences))
+            plan = self.depth.next([offer for s, offer in offers if s.end is None], given, len(sequences), n_tokens)
         plans = tuple(_own_plan(s, offer, plan, len(sequences) == 1) for s, offer in offers)
         width = max(own.k for own in plans)
         uses_head = any(own.k > 0 and not own.skips_head for own in plans)
         whole = Plan(width, HEAD if uses_head or width == 0 else FREE)
-        return WindowPlan(sequences, plans, whole, is_chosen and width <= plan.k)
+        return WindowPlan(sequences, plans, whole, is_chosen and width <= plan.k, n_tokens)
 
     def start_window(self, planned: WindowPlan, drafts: Drafts) -> None:
         """Call after submitting a window to the device, before the caller can run another generation."""
@@ -94,15 +95,15 @@ class Planner:
         self._take_turn()
         mean, is_clear = sum(step.n_accepted) / n, _is_clear(windows, is_plain) and not has_trace
         if not self.is_interrupted:
-            self.waiting.append(Timed(plan, mean, is_clear, self.is_alone, n))
+            self.waiting.append(Timed(plan, mean, is_clear, self.is_alone, n, planned.n_tokens))
             self.unsent.append(now - before)
         elif n > 1 or len(self.latest) > 2:  # a first step also prefills
-            self.depth.observe(plan, mean, None, n_sequences=n)
+            self.depth.observe(plan, mean, None, n_sequences=n, n_tokens=planned.n_tokens)
         self.is_interrupted, self.is_alone = False, True
         while self.received:
             timed, seconds = self.waiting.popleft(), self.received.popleft()
             counted = seconds if timed.is_clear else None
-            self.depth.observe(timed.plan, timed.n_accepted, counted, timed.is_alone, timed.n_sequences)
+            self.depth.observe(timed.plan, timed.n_accepted, counted, *timed[3:])
 
     def clear(self) -> None:
         self.latest, self.last_end, self.is_interrupted = [], ([], 0.0, 0), True

@@ -23,6 +23,7 @@ class WindowPlan:
     plans: tuple[Plan, ...]  # the plan of each
     plan: Plan  # the largest draft length of any sequence, and whether the drafts need the head
     is_chosen: bool  # whether ``Depth`` has chosen ``plan``, and observes the step
+    n_tokens: int = 0  # of the longest sequence, before the window
 
 
 @dataclass(frozen=True)

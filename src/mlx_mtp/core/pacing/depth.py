@@ -122,12 +122,13 @@ class Depth:
     def for_text(self) -> "Depth":
         return type(self)(self.max_draft_tokens, times=self.times)
 
-    def next(self, offers: Sequence[Offer], min_draft_tokens: int = 0, n_sequences: int = 1) -> Plan:
+    def next(self, offers: Sequence[Offer], min_draft_tokens: int = 0, n_sequences: int = 1, n_tokens: int = 0) -> Plan:
         """Choose the next plan, by the offers of the sequences that have not ended, ``n_sequences`` with those that have.
 
-        With ``min_draft_tokens``, the head drafts as many in any case, and the choice is that of other sources.
+        With ``min_draft_tokens``, the head drafts as many in any case, and the choice is that of other sources. ``n_tokens`` is
+        the length of the longest sequence.
         """
-        times = self.times.of_size(n_sequences)
+        times = self.times.of_size(n_sequences, n_tokens)
         n = min(self.max_draft_tokens, max((len(offer[HEAD]) for offer in offers if HEAD in offer), default=0))
         # The head's drafts of a single sequence; several may also draft from other sources in the same window.
         own = [{HEAD: offers[0].get(HEAD, ())}] if len(offers) == 1 else offers
@@ -151,23 +152,29 @@ class Depth:
         return self.lost < rate * (self.PROBING * self.elapsed + self.FIRST_LOSS * rate * (1 - rate) * plain)
 
     def observe(
-        self, plan: Plan, n_accepted: float, seconds: float | None, is_alone: bool = True, n_sequences: int = 1
+        self,
+        plan: Plan,
+        n_accepted: float,
+        seconds: float | None,
+        is_alone: bool = True,
+        n_sequences: int = 1,
+        n_tokens: int = 0,
     ) -> None:
         """Observe a step: the mean number of accepted drafts, and the time since the end of the step before, if it is clear.
 
         ``is_alone`` tells whether no other generation ran in between.
         """
-        self.is_alone, times = is_alone, self.times.of_size(n_sequences)
+        self.is_alone, times = is_alone, self.times.of_size(n_sequences, n_tokens)
         if is_alone:
-            times.observe(plan, seconds)
+            times.observe(plan, seconds, n_tokens)
         # A pause, such as a slow caller's, neither allows more probing nor counts as a loss of a probe.
         expected = times.of(plan)
         seconds = expected if seconds is None else min(seconds, times.BEYOND_NOISE * expected)
         self.elapsed += seconds
         # Drafts that were expected to pay are no probes: a text that was hard for a while would otherwise not be probed again.
         if self.is_probing and plan.k > 0:
-            n_tokens = 1 + (1 - self.DOUBT) * n_accepted
-            self.lost = max(self.lost + seconds - n_tokens * times.estimate[0], 0.0)
+            gained = 1 + (1 - self.DOUBT) * n_accepted
+            self.lost = max(self.lost + seconds - gained * times.estimate[0], 0.0)
         if plan.skips_head and n_accepted == plan.k == times.max_free:
             times.max_free = min(2 * times.max_free, MAX_COPY_TOKENS)
 

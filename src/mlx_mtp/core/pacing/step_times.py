@@ -1,4 +1,4 @@
-"""The time of a step on this machine, by the number of sequences, and by the number and the source of their drafts."""
+"""The time of a step on this machine, by the number and length of sequences, and by the number and source of drafts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from ..models.mixin import MTPModel
 
 MAX_DRAFT_TOKENS = 8
 N_LENGTHS = 4 * (MAX_DRAFT_TOKENS + 1)  # of drafts with times, from 0: the rows of a pass over four sequences
+LONG = 1024  # tokens from which on, and at each doubling, times are kept apart: those of attention grow with the keys
 TYPICAL = {0: 0.02, 1: 0.024, 2: 0.028}  # seconds, for a model whose steps were not timed when it was loaded
 HEAD = "head"  # the source whose drafts cost passes of the head; others are in ``sources.py``
 FREE = "free"  # in the plan of a window: drafts of other sources alone
@@ -34,7 +35,8 @@ class StepTimes:
 
     The times of the test of the device (``seconds`` by draft length), or else ``TYPICAL``, give the shape of t(k), which the
     measured times scale; docs/develop/depth.md has the rules. ``draft_cost`` is the time in which the head drafts a token, in
-    plain steps; 0 if unknown. All open generations update the same times, in any thread: dictionaries are replaced.
+    plain steps; 0 if unknown. ``key_seconds`` are what each further key adds to a step, by draft length; empty if unknown.
+    All open generations update the same times, in any thread: dictionaries are replaced.
     """
 
     BEYOND_NOISE = 1.4  # the ratio of two times below which the difference may be noise
@@ -43,20 +45,29 @@ class StepTimes:
     FIRST_FREE = 4  # the most drafts of other sources than the head, at first
     STALE = 40  # steps with drafts until plain steps are old, times the square of the gain
 
-    def __init__(self, seconds: Mapping[int, float] | None = None, draft_cost: float = 0.0):
+    def __init__(
+        self,
+        seconds: Mapping[int, float] | None = None,
+        draft_cost: float = 0.0,
+        key_seconds: Mapping[int, float] | None = None,
+    ):
         self.max_free, self.draft_cost = self.FIRST_FREE, draft_cost  # the most drafts of other sources to try next
+        self.key_seconds = on_lines(sorted(key_seconds.items()), N_LENGTHS - 1) if key_seconds else []
         first = seconds if seconds and {0} < seconds.keys() else TYPICAL
         self.shape = on_lines(sorted(first.items()), N_LENGTHS - 1)
         self.seconds: dict[Plan, float] = {}  # measured
         self.n_counted: dict[Plan, int] = {}
         self.n_odd: dict[Plan, int] = {}  # steps in succession far longer than expected, or far shorter if negative
         self.plain_age = 0.0 if first is seconds else math.inf  # steps with drafts since a plain step was measured
-        self.by_size = {1: self}  # these times, of one sequence, and those of several
+        self.n_tokens = 0  # of the longest sequence when a time was last measured
+        # By the number of sequences and of doublings of their length: these times are those of one sequence that is not long
+        self.by_size = {(1, 0): self}
         self._update()
 
-    def observe(self, plan: Plan, seconds: float | None) -> None:
+    def observe(self, plan: Plan, seconds: float | None, n_tokens: int = 0) -> None:
         self.plain_age += plan.k > 0
         if seconds is not None:
+            self.n_tokens = n_tokens
             self._count(plan, seconds)
             self._update()
 
@@ -100,14 +111,15 @@ class StepTimes:
             times.append(ratio * t)
         return times
 
-    def of_size(self, n: int) -> "StepTimes":
-        """The times of n sequences, kept in ``by_size``."""
-        if n not in self.by_size:
-            times = StepTimes(self._by_rows(n))
+    def of_size(self, n: int, n_tokens: int = 0) -> "StepTimes":
+        """The times of n sequences, the longest of which has so many tokens, kept in ``by_size``."""
+        size = n, (n_tokens // LONG).bit_length()
+        if size not in self.by_size:
+            times = self._of_longer(*size, n_tokens) if n_tokens >= LONG else StepTimes(self._by_rows(n))
             if self.draft_cost == 0 or n * (MAX_DRAFT_TOKENS + 1) > N_LENGTHS:
                 times.plain_age = math.inf  # passes over as many rows were not timed
-            self.by_size = self.by_size | {n: times}
-        return self.by_size[n]
+            self.by_size = self.by_size | {size: times}
+        return self.by_size[size]
 
     def copy_from(self, times: "StepTimes") -> None:
         """Copy the times of rank 0, in place: generations keep these objects."""
@@ -118,11 +130,22 @@ class StepTimes:
 
     def _by_rows(self, n: int) -> dict[int, float]:
         """The times of n sequences: those of the next smaller known number, at as many rows, n (k + 1), of a pass."""
-        m = max(m for m in self.by_size if m < n)
+        m = max(m for m, doublings in self.by_size if m < n and doublings == 0)
         draft = self.draft_cost * self.estimate[0]
-        rows = [(m * (k + 1), t - k * draft) for k, t in enumerate(self.by_size[m].estimate)]
+        rows = [(m * (k + 1), t - k * draft) for k, t in enumerate(self.by_size[m, 0].estimate)]
         seconds = on_lines(rows, n * N_LENGTHS)
         return {k: seconds[n * (k + 1) - m] + k * draft for k in range(N_LENGTHS)}
+
+    def _of_longer(self, n: int, doublings: int, n_tokens: int) -> "StepTimes":
+        """The times of n sequences: those of the next shorter known ones, and what further keys add."""
+        self.of_size(n)
+        shorter = self.by_size[n, max(d for m, d in self.by_size if m == n and d < doublings)]
+        added = n * max(n_tokens - shorter.n_tokens, 0)
+        of_keys = self.key_seconds or [0.0] * N_LENGTHS
+        times = StepTimes({k: t + added * s for k, (t, s) in enumerate(zip(shorter.estimate, of_keys))})
+        times.max_free, times.n_tokens = shorter.max_free, n_tokens
+        times.plain_age = shorter.plain_age if self.key_seconds else math.inf
+        return times
 
 
 def times_of(model: MTPModel) -> StepTimes:
