@@ -134,14 +134,14 @@ def table_files(folder, kind, n_rows=184, width=64, n_parts=3):
     return folder, rows
 
 
-FLOATS = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32, "int8": mx.int8}
+FLOATS = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 QUANTIZED = {
     "4 bits": dict(group_size=32, bits=4), "8 bits": dict(group_size=64, bits=8),
     "nvfp4": dict(group_size=16, bits=4, mode="nvfp4"), "mxfp4": dict(group_size=32, bits=4, mode="mxfp4"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [*[*FLOATS][:3], *QUANTIZED] if LONG else ["bfloat16", "float32", "8 bits", "nvfp4"])
+@pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED] if LONG else ["bfloat16", "float32", "8 bits", "nvfp4"])
 def test_rows_are_those_of_the_files(kind, tmp_path):
     """By row from the files, and in memory: the same text."""
     folder, rows = table_files(tmp_path / "model", kind)
@@ -196,11 +196,7 @@ OTHER_ARRAYS = "has other arrays in part 1 than in part 0"
 DAMAGED = {
     "cut": (cut, "4 bits", {}, "model-part1.safetensors of .* is truncated or damaged"),
     "narrow": (rewritten(lambda w: w[:, :-1]), "4 bits", {}, OTHER_ARRAYS),
-    "short": (rewritten(lambda w: w[:-1]), "4 bits", {}, OTHER_ARRAYS),
-    "another dtype": (rewritten(lambda w: w.astype(mx.int32)), "4 bits", {}, OTHER_ARRAYS),
-    "rows": (of_embeddings(256), "bfloat16", dict(n_rows=180), "has 180 rows, not 184"),
     "width": (of_embeddings(256), "bfloat16", dict(width=32), "has rows that are not 64 numbers, quantized or not"),
-    "dtype": (of_embeddings(256), "int8", {}, "is in I8, not in 16 or 32 bits or quantized by MLX"),
 }
 
 
@@ -210,11 +206,6 @@ def test_a_table_that_is_damaged_or_of_another_model_is_refused(spoil, kind, siz
     spoil(folder)
     with pytest.raises(ValueError, match=error):
         load(str(folder), mtp=True)
-
-
-def no_table(folder):
-    for file in folder.glob("model-part*.safetensors"):
-        file.unlink()
 
 
 def in_fp8(folder):
@@ -227,7 +218,6 @@ def in_fp8(folder):
 WAYS = ["local", "hub"]
 LACKS = [
     (no_part, "lacks a part of the n-gram table of layer 0"),
-    (no_table, "lacks a part of the n-gram table of layer 0"),
     (lambda folder: part(folder, 2).unlink(), "has 122 rows, not 184"),
     (in_fp8, "is in F8_E4M3, not in 16 or 32 bits or quantized by MLX"),
 ]
