@@ -35,7 +35,6 @@ SIGNATURES = [
     (utils.load, "path_or_hf_repo tokenizer_config model_config adapter_path lazy return_config revision trust_remote_code"),
     (utils.load_model, "model_path lazy strict model_config get_model_classes trust_remote_code"),
     (utils.load_adapters, "model adapter_path"),
-    (utils.load_config, "model_path"),
     (utils.load_tokenizer, "model_path tokenizer_config_extra eos_token_ids"),
     (utils.does_model_support_input_embeddings, "model"),
     (utils.infer_quant_config, "path module weights"),
@@ -62,7 +61,6 @@ SIGNATURES = [
     (sample_utils.greedy_sampler, "logprobs"),
     (sample_utils.apply_top_p, "logprobs top_p"),
     (sample_utils.apply_min_p, "logprobs min_p min_tokens_to_keep"),
-    (sample_utils.apply_top_k, "logprobs top_k"),
     (sample_utils.apply_xtc, "logits xtc_probability xtc_threshold xtc_special_tokens"),
     (gated_delta.compute_g, "A_log a dt_bias"),
     (gated_delta.gated_delta_kernel, "q k v g beta state mask"),
@@ -72,7 +70,6 @@ SIGNATURES = [
     (callbacks.TrainingCallback.on_val_loss_report, "self val_info"),
     (datasets.create_dataset, "data tokenizer config"),
     (tuner_utils.build_schedule, "schedule_config"),
-    (tuner_utils.linear_to_lora_layers, "model num_layers config use_dora"),
     (utils._parse_size, "x"),
     (utils.maybe_set_recommended_wired_limit, ""),
     (server.get_system_fingerprint, ""),
@@ -93,7 +90,6 @@ SIGNATURES = [
     (generate.StopSequences.__init__, "self stop_sequences"),
     (generate.StopSequences.Matcher.advance, "self token"),
     (base.create_attention_mask, "h cache window_size return_array"),
-    (base.create_ssm_mask, "h cache"),
     (base.gather_last_axis, "x group"),
     (base.scaled_dot_product_attention, "queries keys values cache scale mask sinks"),
     (cache.load_prompt_cache, "file_name return_metadata"),
@@ -164,12 +160,6 @@ def test_the_demo_is_split_as_it_was_trained(demo):
     trained = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     for text in (inspect.getsource(re), "x = 1234\n\n\n    # caf\u00e9, cafe\u0301's\r\n\t\treturn\n"):
         assert demo[1].encode(text) == trained.encode(text).ids
-
-
-def test_the_config_takes_the_stop_tokens_of_generation_config(tmp_path):
-    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
-    assert utils.load_config(tmp_path) == {"eos_token_id": [2, 3]}, "mlx-lm's load_config reads stop tokens otherwise"
 
 
 def test_constants():
