@@ -6,7 +6,6 @@ Of generations that are open at once on one model, each drafts what was asked of
 import itertools
 import math
 import random
-from dataclasses import replace
 from functools import cache
 from statistics import median
 
@@ -20,7 +19,6 @@ from mlx_mtp.core.decoding import planner
 from mlx_mtp.core.layers.drafting import Settings
 from mlx_mtp.core.pacing.depth import Depth, Rates, best_length, expected_tokens, joint_tokens
 from mlx_mtp.core.pacing.step_times import FREE, HEAD, N_LENGTHS, PLAIN_PLAN, Plan, StepTimes
-from tests.support import profiles
 from tests.support.batches import AT_ONCE, run
 from tests.support.decoding import PROMPT, plain
 from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, ratio
@@ -108,17 +106,6 @@ def test_speed(case, n_seeds):
     to_plain, to_best = ratio(case, range(n_seeds if case.text.n_tokens == LONG else 3 * n_seeds), Depth)
     assert to_plain >= case.to_plain
     assert to_best >= case.to_best
-
-
-NEXT_TEXTS = [case for case in cases() if case.group == "next text"][:: 1 if profiles.LONG else 28]
-
-
-@pytest.mark.parametrize("case", NEXT_TEXTS, ids=lambda case: f"{case.cost} {case.before[1].first} {case.text.first}")
-def test_times_of_a_text_serve_the_next_one_as_well_as_those_of_the_test(case):
-    with_times, without = (
-        ratio(c, range(72 if profiles.LONG else 24), Depth)[1] for c in (case, replace(case, before=None))
-    )
-    assert with_times >= without - 0.01
 
 
 def next_of(depth):
@@ -238,16 +225,6 @@ def simulate(sequences, n_steps, seconds=linear, depth=None, n_tokens=0):
     return asked
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize("B", [1, 2, 4, 8])
-def test_takes_the_depth_with_the_most_tokens_per_second(B, rate):
-    asked = simulate([rate] * B, 200)[60:]
-    tokens = [sum(rate**i for i in range(k + 1)) for k in range(9)]
-    gained = sum(tokens[k] for k in asked) / sum(linear(B, k) for k in asked)
-    # A smaller gain is left to plain decoding.
-    assert gained > 0.93 * max(n / linear(B, k) for k, n in enumerate(tokens))
-
-
 def test_rows_of_different_texts_share_a_depth():
     """Rows of which every draft is right are worth drafts for the batch, but fewer beside one that is never right."""
     right, wrong = 1.0, 0.0
@@ -296,7 +273,7 @@ def test_texts_of_other_lengths_do_not_change_the_times_of_a_length():
 
 def test_the_times_of_a_step_are_those_of_the_longest_text(equal_steps):
     model = tiny_model("qwen3_5")
-    run(scripted(model, [[5] * 1000, [3]], [90, 90], lambda uid, i: True, "auto")[0])
+    run(scripted(model, [[5] * 1000, [3]], [90, 90], lambda uid, i: True, "auto", **AT_ONCE)[0])
     assert {size for size, times in model.drafting.times.by_size.items() if times.seconds} == {(2, 0), (2, 1)}
 
 
