@@ -188,9 +188,6 @@ def test_another_range_than_asked_is_refused(hub, monkeypatch):
         monkeypatch.setitem(hub.headers, "Content-Range", other)
         with pytest.raises(FileNotFoundError, match=r"org/shifted .* sent other bytes of model-00001-of-00002"):
             remote.read(*part)
-    monkeypatch.setattr(hub, "gives_parts", False)
-    with pytest.raises(FileNotFoundError, match=r"its server does not support range requests\.$"):
-        CheckpointReader("org/shifted").read(*part)
 
 
 def test_a_server_without_ranges_sends_no_whole_file(hub, tmp_path, monkeypatch):
@@ -200,7 +197,7 @@ def test_a_server_without_ranges_sends_no_whole_file(hub, tmp_path, monkeypatch)
     os.truncate(folder / "model.safetensors", size := 64 << 20)
     hub.publish("org/mirror", folder)
     monkeypatch.setattr(hub, "gives_parts", False)
-    with pytest.raises(FileNotFoundError, match="its server does not support range requests"):
+    with pytest.raises(FileNotFoundError, match=r"its server does not support range requests\.$"):
         CheckpointReader("org/mirror").header("model.safetensors")
     assert hub.served["model.safetensors"] < size // 4  # what the connection holds
 

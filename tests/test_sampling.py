@@ -22,7 +22,7 @@ from scipy.stats import binomtest
 from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
 from mlx_mtp.core.sampling.acceptance import Drafted, Proposal, RejectionSampling, n_leading, residual
 from mlx_mtp.core.sampling.processors import keeps_state
-from mlx_mtp.core.sampling.sampler import BLOCK, Support, draw, largest
+from mlx_mtp.core.sampling.sampler import BLOCK, Support, draw
 from mlx_mtp.server.engine.admission import _allow_no_end, make_budget, make_penalties
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain
@@ -186,16 +186,6 @@ def test_a_temperature_of_any_size_gives_a_distribution(temp, filters):
     assert np.allclose(p[kept], 1 / len(kept), atol=1e-5)
 
 
-def test_of_equal_tokens_of_blocks_top_k_keeps_those_that_mlx_lm_keeps():
-    """The blocks of a row stay in their order."""
-    for seed in range(10):
-        x = mx.random.randint(0, 3, (2, BLOCK * BLOCK), key=mx.random.key(seed)).astype(mx.float32)
-        ids, values = largest(x, 7)
-        want = mx.argpartition(-x, kth=6, axis=-1)[:, :7]  # as in ``apply_top_k``
-        assert mx.sort(ids, axis=-1).tolist() == mx.sort(want, axis=-1).tolist()
-        assert mx.array_equal(values, mx.take_along_axis(x, ids, axis=-1))
-
-
 def test_tokens_of_blocks_are_drawn_with_their_probabilities():
     """Of many tokens first a block is drawn, then a token in it: also a rare one, and never one with probability 0."""
     p, n = np.zeros(BLOCK**2 * 2), 20_000
@@ -246,17 +236,6 @@ def test_drafts_of_logits_of_any_size(options):
         _, proposal = acceptance.draft([Drafted(acceptance, 0)], log(TARGET)[None] + size)
         found.append(proposal.support.of_all(len(TARGET)))
     assert mx.allclose(*found, atol=1e-4)
-
-
-def test_draft_and_target_share_the_uniform_number_of_xtc():
-    """So every draft of a head that is the target itself is accepted."""
-    acceptance = RejectionSampling(make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1))
-    mx.random.seed(3)
-    G, k = 50, 8
-    texts, logits = [Drafted(acceptance, 0, k)] * G, mx.repeat(log(TARGET)[None], G, axis=0)
-    drafts, proposals = zip(*(acceptance.draft(texts, logits) for _ in range(k)))
-    verdict = acceptance.accept(texts, mx.stack([logits] * (k + 1), axis=1), mx.stack(drafts, axis=1), proposals)
-    assert mx.all(verdict.accepted)
 
 
 # Through the loop
