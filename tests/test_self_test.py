@@ -124,10 +124,10 @@ def test_times_that_were_not_measured_follow_from_the_others():
     assert StepTimes(dict(zip(self_test.DRAFT_LENGTHS, whole))).estimate[:8] == seconds[:8]
 
 
-ERRORS = [RuntimeError("[metal::malloc] Unable\nto allocate"), MemoryError(), ValueError("no kernel")]
+ERRORS = [RuntimeError("[metal::malloc] Unable\nto allocate"), MemoryError()]
 
 
-@pytest.mark.parametrize("error", ERRORS[: 3 if LONG else 2])
+@pytest.mark.parametrize("error", ERRORS)
 def test_an_error_of_the_test_ends_no_load(cache_folder, monkeypatch, caplog, error):
     def fail(*args):
         raise error
@@ -139,13 +139,6 @@ def test_an_error_of_the_test_ends_no_load(cache_folder, monkeypatch, caplog, er
     assert "\n" not in record.message
     assert model.drafting.times is None
     assert mlx_mtp.generate(model, mlx_mtp.load(str(DATA / "dense"), lazy=True)[1], "def", max_tokens=4)
-
-
-def test_a_model_that_this_device_cannot_run_is_loaded(cache_folder, caplog):
-    """MLX's CPU backend multiplies gathered matrices in float32 alone."""
-    assert mlx_mtp.load(str(DATA / "moe35"))[0].mtp is not None
-    [record] = caplog.records
-    assert "moe35 could not be tested on this device: " in record.message
 
 
 WRONG_PASSES = ["compiled passes", "groups of queries", "rollbacks"]
@@ -226,9 +219,6 @@ FAULTS = {
     ),
     "quantized": (lambda: quantized_attention(lambda T: 2 <= T <= 4), "keys and values of 4 bits", 17, KV, PROMPT),
     "recurrence": (lambda: recurrence(lambda T: T == 4), "the recurrence of MLX", 17, {}, PROMPT),
-    **({
-        "9 rows": (lambda: attention(lambda T, N: T == 9), "passes over more than 8 tokens", 8, {}, PROMPT),
-    } if LONG else {}),
 }  # fmt: skip
 
 
@@ -317,6 +307,5 @@ def test_copies_of_the_heads_cache_are_counted(untimed, monkeypatch):
             held.append((cache.keys[:, :, :1], cache.values[:, :, :1]))
         return original(model, hidden, token, cache)
 
-    assert self_test.run(model).head_copies == 0
     monkeypatch.setattr(self_test, "run_head", holding)
     assert self_test.run(model).head_copies == self_test.N_DRAFTS
