@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from mlx_mtp.server.api import messages
-from mlx_mtp.server.api.history import REASONING, fold_roles
+from mlx_mtp.server.api.history import REASONING
 from mlx_mtp.server.app import APIS
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
@@ -115,16 +115,6 @@ def test_an_answer_may_have_one_call_only(claude, client):
         options = dict(tools=tools, parallel_tool_calls=parallel, extra_body=said(says))
         answer = client.chat.completions.create(model="default_model", messages=ASK, **options)
         assert len(answer.choices[0].message.tool_calls) == 1 + parallel
-
-
-def test_a_last_message_of_the_assistant_is_continued(claude):
-    prefilled = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "The answer is"}]}]
-    options = {"model": "default_model", "max_tokens": 50, "messages": prefilled}
-    with claude.messages.stream(**options, extra_body=said(" 42.", thinking=True)) as stream:
-        answer = stream.get_final_message()
-    assert [block.text for block in answer.content] == [" 42."]
-    counted = claude.messages.count_tokens(model="default_model", messages=prefilled).input_tokens
-    assert counted == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
 def text(text: str, **more) -> dict:
@@ -527,17 +517,3 @@ def test_no_kind_of_item_ends_a_session(prompts, caplog, path):
         assert is_seen or kind in REASONING or not any(is_text for _, is_text in words(item)), item
     assert kinds - said <= {*SILENT, *REASONING}  # the template drops the thoughts of earlier turns
     assert len(kinds) >= {CHAT: 6, RESPONSES: 28, MESSAGES: 20}[path]
-
-
-# Roles
-
-
-def test_a_longer_conversation_begins_with_a_shorter_ones_messages():
-    roles = {"developer": "0", "system": "A", "user": "B"}
-    first, system, user = ({"role": role, "content": content} for role, content in roles.items())
-    messages = [first, system, user, {"role": "developer", "content": "C"}, user]
-    folded = fold_roles(messages)
-    assert folded[0] == {"role": "system", "content": "0\n\nA"}
-    assert folded[2] == {"role": "user", "content": "<system>\nC\n</system>"}
-    for n in range(3, 6):
-        assert fold_roles(messages[:n]) == folded[: n - 1]

@@ -95,13 +95,6 @@ def test_a_stream_that_is_closed_is_one_line(streams, name):
     assert done.stderr.endswith(f": error: Standard {name} is closed: give /dev/null.\n")
 
 
-def test_a_pipe_to_head_shows_no_error():
-    """Nor does ``python -m mlx_mtp`` warn."""
-    command = f"{sys.executable} -W error -m mlx_mtp generate --model {TRAINED} --no-mtp -m 20 | head -n 1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (141, "==========\n", "")
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -239,16 +239,6 @@ def test_a_failure_of_the_gpu_is_one_line_and_nothing_of_it_is_kept(monkeypatch,
     assert run(capsys) == (130, "", "")
 
 
-def test_a_folder_keeps_what_was_read(capsys, tmp_path):
-    flags = ["--prompt", PROMPT, "--max-tokens", "8", "--verbose", "False", "--ignore-chat-template"]
-    _, want, _ = run(capsys, *flags)
-    found = []
-    for _ in range(2):
-        assert run(capsys, *flags, "--prompt-cache-dir", tmp_path)[:2] == (0, want)
-        found.append({file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")})
-    assert found[0] == found[1] != {}
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

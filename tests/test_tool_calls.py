@@ -166,6 +166,8 @@ OPEN = "<parameter=b>\n"
         (f"<tool_call>\n{ADDED}<function=now>\n</function>\n</tool_call>", [("add", {"a": 1}), ("now", {})]),
         (ONE_LINE * 2, [("add", {"a": 1, "b": 2})] * 2),
         (f"<tool_call>\n{ADDED}", [("add", {"a": 1})]),
+        (f"{JSON}\n</tool_call>", [("add", {"a": 1, "b": 2})]),
+        *((f"{JSON[:-13]}\n{x}", [("add", {"a": 1, "b": 2})] * 2) for x in (JSON, render("add", {"a": 1, "b": 2}))),
         # A quotation that is left open ends with the text, and a key comes once.
         (render("write", {"path": "a", "content": OPEN}), [("write", {"path": "a", "content": OPEN})]),
         (render("add", {"a": 1}).replace("\n</function>", "\n<parameter=a>\n2\n</parameter>\n</function>"),
@@ -500,16 +502,12 @@ def test_hostile_schemas():
     chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 50} for i in range(200)}
     assert "string" in types({"$ref": "#/$defs/d0"}, chain)
     assert Schema({"additionalProperties": INTEGER}).types_of_property("c") == {"integer"}
-    lists = {"type": [{}]}, {"anyOf": 5}, {"enum": {}}
     deep, far = {"type": "integer"}, {"$ref": "#/$defs/d0"}
     for _ in range(5000):
         deep = {"anyOf": [deep]}
     far["$defs"] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5000)}
     for schema in (deep, {"properties": {"a": deep}}, {"properties": {"a": far}, "$defs": far["$defs"]}):
         assert calls_of(render("f", {"a": 5}), schemas={"f": schema}) == ("", [("f", {"a": "5"})])
-    for schema in ("x", 5, None, [], {"type": 5}, {"$ref": 5}, {"properties": 5}, *lists):
-        assert "string" in types(schema)
-        assert Schema(schema).types_of_property("p")
 
 
 starts = st.text(max_size=6) | st.sampled_from(["12", "nul", "{a", "tru"])
