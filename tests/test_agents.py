@@ -14,6 +14,7 @@ from mlx_mtp.server.app import APIS
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from mlx_mtp.server.structured_output import make_output_grammar
+from tests.support.bodies import MESSAGES_BODY, RESPONSES_BODY
 from tests.support.prompts import Prompts
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, options_of, read
 from tests.support.scripted_server import said, serve_scripted
@@ -117,30 +118,8 @@ def test_an_answer_may_have_one_call_only(claude, client):
         assert len(answer.choices[0].message.tool_calls) == 1 + parallel
 
 
-def text(text: str, **more) -> dict:
-    return {"type": "text", "text": text, **more}
-
-
 def test_messages_become_those_of_a_chat_template():
-    thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
-    use = {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "x"}}
-    result = {"type": "tool_result", "tool_use_id": "1", "content": [text("no file")], "is_error": True}
-    tool = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}, "cache_control": {}}
-    body = dict(
-        system=[
-            text("x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=00000;"),
-            text("You are a coder.", cache_control={"type": "ephemeral"}),
-            text("x-anthropic-billing-header: cch=2f;\nBe kind.\n"),
-        ],
-        messages=[
-            {"role": "user", "content": [text("a"), text("b")]}, {"role": "system", "content": "Be short."},
-            {"role": "assistant", "content": [thought, text("I read."), use]},
-            {"role": "user", "content": [result, text("Well?")]},
-        ],
-        tools=[tool, {"type": "web_search_20250305", "name": "web_search"}], metadata={"user_id": "1"},
-        context_management={"edits": []}, output_config={"effort": "high"}, thinking={"type": "adaptive"},
-    )  # fmt: skip
-    request = read(MESSAGES, **body)
+    request = read(MESSAGES, **MESSAGES_BODY)
     call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "x"}}}
     assert request.messages == [
         {"role": "system", "content": "You are a coder.\n\nBe kind."},
@@ -368,22 +347,7 @@ def test_an_inner_tool_may_be_chosen_by_its_short_name():
 
 
 def test_items_become_messages_of_a_chat_template():
-    body = dict(
-        instructions="You are a coder.",
-        input=[
-            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
-            {"role": "user", "content": "a"},
-            {"type": "function_call", "name": "read", "call_id": "1", "arguments": '{"path": "x"}', "namespace": "fs"},
-            {"type": "custom_tool_call", "name": "patch", "call_id": "2", "input": "+a"},
-            {"type": "function_call_output", "call_id": "1", "output": "text"},
-            {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "done"}]},
-            {"type": "web_search_call", "id": "3", "status": "completed"},
-            {"role": "developer", "content": "Go on."},
-        ],
-        store=True, include=["reasoning.encrypted_content"], prompt_cache_key="k",
-        reasoning={"effort": "none", "summary": "auto"},
-    )  # fmt: skip
-    request = read(RESPONSES, **body)
+    request = read(RESPONSES, **RESPONSES_BODY)
     calls = [("1", "fs__read", {"path": "x"}), ("2", "patch", {"input": "+a"})]
     calls = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls]
     assert request.messages == [

@@ -18,7 +18,7 @@ from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
 from tests.support import requests
 from tests.support.decoding import plain
 from tests.support.profiles import examples
-from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT
+from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES
 from tests.support.tool_texts import SCHEMAS, model_with, render
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
@@ -291,13 +291,6 @@ def test_a_switch_that_is_not_honoured_is_refused_by_its_name(fields):
             asked(path, **fields)
         assert (e.value.status, e.value.param) == (400, name), path
         assert e.value.message.startswith(name), path
-
-
-def test_texts_have_no_switches():
-    for fields in ({"thinking": False}, {"reasoning": {"effort": "none"}}, {"think": False}, {"reasoning_budget": 0}):
-        with pytest.raises(ApiError) as e:
-            requests.read(TEXT, prompt="a", **fields)
-        assert e.value.param in fields
 
 
 # The budget

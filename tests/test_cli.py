@@ -103,7 +103,6 @@ def test_a_stream_that_is_closed_is_one_line(streams, name):
         ("server --chat-template-args {", "argument --chat-template-args: must be JSON, not '{'"),
         ("server --prompt-cache-bytes much", "argument --prompt-cache-bytes: must be a size such as 10GB, not 'much'"),
         ("generate --mpt", "unrecognized arguments: --mpt: did you mean --mtp?"),
-        ("server --mpt org/head", "unrecognized arguments: --mpt org/head: did you mean --mtp?"),
         ("convert --mlx-paht=out --inspcet x", "--mlx-paht=out --inspcet x: did you mean --mlx-path --inspect?"),
         ("benchmark --zzz 3", "unrecognized arguments: --zzz 3"),
         ("generate --temperature 0.7", "--temperature 0.7: did you mean --temp?"),

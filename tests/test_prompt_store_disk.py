@@ -140,6 +140,10 @@ def test_what_memory_gave_up_is_read_from_disk(tmp_path, monkeypatch):
         store.load([30])
         store.trim_to(0)
         assert store.nbytes == store.fetch(SIXTY, timeout=0)[1] == 0  # what memory has alone
+    monkeypatch.undo()
+    with PromptStore(model_of("qwen3_5"), held - 1, folder=tmp_path) as store:  # a limit holds for what is loaded, too
+        store.load(SIXTY)
+        assert store.nbytes == in_memory(store) < held
     PromptStore(model_of("qwen3_5"), ROOM).load(TEXT)  # without a folder, nothing is to be done
 
 

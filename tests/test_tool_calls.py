@@ -214,6 +214,7 @@ def test_json_in_a_block(block, want):
         "    " + render("now", {}),
         # Without its opening tag, one behind text, of a tool that is not offered, or quoted.
         "Now:\n<function=now>\n</function>", "<function=later>\n</function>", "<function=now> is\n",
+        "- <function=now>\n</function>", "`<function=now>\n</function>`",
         "- ```\n  <function=now>\n  </function>\n  ```", "> " + ONE_LINE, f"It is `{ONE_LINE}", f"`` ` {ONE_LINE}",
         # Behind words, and in a fence, where text follows.
         f"Look: {ONE_LINE} is how.", f"Look: {ONE_LINE}{ONE_LINE}\n\nThat is how.", f"```\n{ONE_LINE}\nNo fence closes.",
@@ -242,17 +243,17 @@ def test_tags_in_a_value(value):
             assert calls_of(rendered("", calls))[1] == calls
 
 
-@pytest.mark.parametrize("sizes", [(1,), (500,)])
 @pytest.mark.parametrize("value", ["p", "", "\r\n", "\ra", "a\r\n</parameter>\r\nb"])
 @pytest.mark.parametrize(("first", "last"), [("\r\n", "\r\n"), ("\n", "\r\n"), ("\r\n", "\n"), ("\r\n", "")])
-def test_one_line_end_of_either_kind_on_each_side_is_layout(value, first, last, sizes):
+def test_one_line_end_of_either_kind_on_each_side_is_layout(value, first, last):
     if not last and value.endswith("\n"):
         return
     tags = f"<parameter=path>{first}{value}{last}</parameter>\r\n<parameter=content>\r\n{value}{last}</parameter>\r\n"
     call = f"<tool_call>\r\n<function=write>\r\n{tags}</function>\r\n</tool_call>"
-    assert calls_of(call, sizes) == ("", [("write", {"path": value, "content": value})])
+    for sizes in ((1,), (500,)):
+        assert calls_of(call, sizes) == ("", [("write", {"path": value, "content": value})]), sizes
     added = f"<tool_call>\r\n<function=add>\r\n<parameter=a>{first}5{last}</parameter>\r\n</function>\r\n</tool_call>"
-    assert calls_of(added, sizes) == ("", [("add", {"a": 5})])
+    assert calls_of(added) == ("", [("add", {"a": 5})])
 
 
 # Tags that drift
