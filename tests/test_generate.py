@@ -280,7 +280,6 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path, flags,
 
 
 def test_json_of_a_schema(capsys, tmp_path):
-    """With fixed white space, as more tokens are then forced."""
     schema = (
         '{"properties": {"n": {"enum": [10, 20]}}, "required": ["n"], "additionalProperties": false, "type": "object"}'
     )

@@ -98,6 +98,16 @@ def test_a_draft_vocabulary_without_allowed_tokens_drafts_wrong_ones():
     assert mx.array_equal(grammar(mx.array(PROMPT), logits), logits)
 
 
+def test_the_white_space_of_json_is_forced(trained):
+    schema = {
+        "properties": {"n": {"const": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+        "type": "object",
+    }
+    assert trained[1].decode(make_grammar(trained[1], json_schema=schema).forced([])) == '{"n": [1, 2]}'
+
+
 def test_a_format_that_llguidance_does_not_know_is_an_annotation(trained):
     """As in the standard. The date of the other one has the right form, and need not exist."""
     for name, text, is_allowed in (("password", "a", True), ("date", "2021-02-29", True), ("date", "2021", False)):

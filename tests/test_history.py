@@ -175,8 +175,6 @@ def test_an_object_of_a_tool_is_shown_as_json(prompts, path, content):
         ([system("S"), assistant("", A, B), result("a", "1"), result("b", "2")],
          turn("S", "system") + f"{BEGINS}\n</think>\n\n{CALLS_OF_A_B}" + turn(responses("1", "2")) + BEGINS),
         ([assistant("", A, B)], f"{BEGINS}\n</think>\n\n{CALLS_OF_A_B}" + BEGINS),
-        ([assistant("", A, B), result("b", "2"), result("a", "1")],
-         f"{BEGINS}\n</think>\n\n{CALLS_OF_A_B}" + turn(responses("1", "2")) + BEGINS),
         ([result("a", "1")], turn(responses("1")) + BEGINS),
         ([result("a", "1"), user("q")], turn(responses("1")) + turn("q") + BEGINS),
         ([result("a", "1"), assistant("x"), user("q")], turn(responses("1")) + f"{OPEN}x<|im_end|>\n" + turn("q") + BEGINS),
