@@ -9,11 +9,12 @@ import openai
 import pytest
 
 from mlx_mtp.server.api import messages
-from mlx_mtp.server.api.history import REASONING, fold_roles
+from mlx_mtp.server.api.history import REASONING
 from mlx_mtp.server.app import APIS
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from mlx_mtp.server.structured_output import make_output_grammar
+from tests.support.bodies import MESSAGES_BODY, RESPONSES_BODY
 from tests.support.prompts import Prompts
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, options_of, read
 from tests.support.scripted_server import said, serve_scripted
@@ -117,40 +118,8 @@ def test_an_answer_may_have_one_call_only(claude, client):
         assert len(answer.choices[0].message.tool_calls) == 1 + parallel
 
 
-def test_a_last_message_of_the_assistant_is_continued(claude):
-    prefilled = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "The answer is"}]}]
-    options = {"model": "default_model", "max_tokens": 50, "messages": prefilled}
-    with claude.messages.stream(**options, extra_body=said(" 42.", thinking=True)) as stream:
-        answer = stream.get_final_message()
-    assert [block.text for block in answer.content] == [" 42."]
-    counted = claude.messages.count_tokens(model="default_model", messages=prefilled).input_tokens
-    assert counted == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
-
-
-def text(text: str, **more) -> dict:
-    return {"type": "text", "text": text, **more}
-
-
 def test_messages_become_those_of_a_chat_template():
-    thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
-    use = {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "x"}}
-    result = {"type": "tool_result", "tool_use_id": "1", "content": [text("no file")], "is_error": True}
-    tool = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}, "cache_control": {}}
-    body = dict(
-        system=[
-            text("x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=00000;"),
-            text("You are a coder.", cache_control={"type": "ephemeral"}),
-            text("x-anthropic-billing-header: cch=2f;\nBe kind.\n"),
-        ],
-        messages=[
-            {"role": "user", "content": [text("a"), text("b")]}, {"role": "system", "content": "Be short."},
-            {"role": "assistant", "content": [thought, text("I read."), use]},
-            {"role": "user", "content": [result, text("Well?")]},
-        ],
-        tools=[tool, {"type": "web_search_20250305", "name": "web_search"}], metadata={"user_id": "1"},
-        context_management={"edits": []}, output_config={"effort": "high"}, thinking={"type": "adaptive"},
-    )  # fmt: skip
-    request = read(MESSAGES, **body)
+    request = read(MESSAGES, **MESSAGES_BODY)
     call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "x"}}}
     assert request.messages == [
         {"role": "system", "content": "You are a coder.\n\nBe kind."},
@@ -378,22 +347,7 @@ def test_an_inner_tool_may_be_chosen_by_its_short_name():
 
 
 def test_items_become_messages_of_a_chat_template():
-    body = dict(
-        instructions="You are a coder.",
-        input=[
-            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
-            {"role": "user", "content": "a"},
-            {"type": "function_call", "name": "read", "call_id": "1", "arguments": '{"path": "x"}', "namespace": "fs"},
-            {"type": "custom_tool_call", "name": "patch", "call_id": "2", "input": "+a"},
-            {"type": "function_call_output", "call_id": "1", "output": "text"},
-            {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "done"}]},
-            {"type": "web_search_call", "id": "3", "status": "completed"},
-            {"role": "developer", "content": "Go on."},
-        ],
-        store=True, include=["reasoning.encrypted_content"], prompt_cache_key="k",
-        reasoning={"effort": "none", "summary": "auto"},
-    )  # fmt: skip
-    request = read(RESPONSES, **body)
+    request = read(RESPONSES, **RESPONSES_BODY)
     calls = [("1", "fs__read", {"path": "x"}), ("2", "patch", {"input": "+a"})]
     calls = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls]
     assert request.messages == [
@@ -527,17 +481,3 @@ def test_no_kind_of_item_ends_a_session(prompts, caplog, path):
         assert is_seen or kind in REASONING or not any(is_text for _, is_text in words(item)), item
     assert kinds - said <= {*SILENT, *REASONING}  # the template drops the thoughts of earlier turns
     assert len(kinds) >= {CHAT: 6, RESPONSES: 28, MESSAGES: 20}[path]
-
-
-# Roles
-
-
-def test_a_longer_conversation_begins_with_a_shorter_ones_messages():
-    roles = {"developer": "0", "system": "A", "user": "B"}
-    first, system, user = ({"role": role, "content": content} for role, content in roles.items())
-    messages = [first, system, user, {"role": "developer", "content": "C"}, user]
-    folded = fold_roles(messages)
-    assert folded[0] == {"role": "system", "content": "0\n\nA"}
-    assert folded[2] == {"role": "user", "content": "<system>\nC\n</system>"}
-    for n in range(3, 6):
-        assert fold_roles(messages[:n]) == folded[: n - 1]

@@ -18,7 +18,7 @@ from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
 from tests.support import requests
 from tests.support.decoding import plain
 from tests.support.profiles import examples
-from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT
+from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES
 from tests.support.tool_texts import SCHEMAS, model_with, render
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
@@ -76,28 +76,6 @@ DRIFTS = {
     "fences of list items, in thoughts and in the text": [
         *((f"{x}So.\n</think>\n\nA\n{x}\n{CALLED}", (f"{x}So.", f"A\n{x.rstrip()}", ADD_1, "tool_calls")) for x in LISTS),
         *((f"Hm.\n</think>\n\n{x}\n{x}Done.", ("Hm.", f"{x}\n{x}Done.", "", "stop")) for x in LISTS),
-    ],
-    "tags that are missing, malformed or written twice": [  # around a call, and between two
-        *((f"</think>\n\nI add.\n\n{x}", ("", "I add.", calls, "tool_calls")) for x, calls in (
-            (CALLED.replace("</parameter>\n", ""), ADD_1), (CALLED.replace("</function>\n", ""), ADD_1),
-            (f"<tool_call>\n{CALLED}\n</tool_call>", ADD_1), (f"{CALLED}\n</tool_call>\n</tool_call>\n", ADD_1),
-            (f"<tool_call>\n{ADDED}\n{CALLED}", ADD_1 * 2), (f"<tool_call>\n{ADDED}\n{ADDED}\n{ADDED}", ADD_1 * 3),
-            (CALLED.replace("1\n</parameter>", "1\n</a>") + CALLED, ADD_1 * 2),
-            (CALLED.replace("</parameter>", "</parameter>\n</parameter>"), ADD_1), (f"{CALL}\n</tool_call>", ADD_1),
-            (f"{CALL[:-13]}\n{CALL}", ADD_1 * 2), (f"{CALL[:-13]}\n{CALLED}", ADD_1 * 2),
-        )),
-    ],
-    "blocks that are no calls": [
-        *((f"</think>{x}", ("", x, "", "stop")) for x in (
-            CALLED.replace("<parameter=a>", ""), CALL.replace("}}", "}"), CALL.replace("1", "1}"),
-            f"So:\n{ADDED}", ADDED.replace("add", "sub"), f"- {ADDED}", f"`{ADDED}`", f"It is {ADDED}", f"Use {CALLED} so.",
-        )),
-    ],
-    "calls without their opening tag, and behind words": [
-        *((f"Hm.\n</think>\n\n{x}", ("Hm.", content, ADD_1, "tool_calls")) for x, content in (
-            (ADDED, ""), (f"{ADDED}\n</tool_call>", ""), (f"Look.\n\n{ADDED}\n", "Look."), (f"{ADDED}\n\nDone.", "Done."),
-            (f"{ADDED}</tool_call>\nDone.", "Done."), (f"Look.{CALLED}\n", "Look."), (f"- Look: {CALL}", "- Look: "),
-        )),
     ],
     "thoughts that end twice": [
         *((f"Hm.\n</think>\n\n{x}\n\n{y}", (f"Hm.{thought}", content, calls, reason)) for x, thought in (
@@ -315,13 +293,6 @@ def test_a_switch_that_is_not_honoured_is_refused_by_its_name(fields):
         assert e.value.message.startswith(name), path
 
 
-def test_texts_have_no_switches():
-    for fields in ({"thinking": False}, {"reasoning": {"effort": "none"}}, {"think": False}, {"reasoning_budget": 0}):
-        with pytest.raises(ApiError) as e:
-            requests.read(TEXT, prompt="a", **fields)
-        assert e.value.param in fields
-
-
 # The budget
 
 
@@ -360,7 +331,7 @@ def test_what_ends_reasoning(loaded):
     assert forced(tokenizer, "<think>\nHm", in_reasoning=False) == "\n</think>\n\n"
 
 
-@pytest.mark.parametrize("budget", [0, 1, 6, 11])
+@pytest.mark.parametrize("budget", [0, 6])
 def test_drafts_change_nothing(loaded, budget):
     model, tokenizer = loaded
     prompt = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, enable_thinking=True)
@@ -401,16 +372,6 @@ CONTAINERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fence", ["```", "~~~", "````", "```py", "~~~ a `b`"])
-def test_a_fence_opens_in_each_container_and_closes_at_its_own_mark(fence):
-    marks = fence[: len(fence) - len(fence.lstrip("`~"))]
-    other = "~~~" if marks[0] == "`" else "```"
-    for first, next_ in CONTAINERS:
-        code = [f"{next_}{line}" for line in ("a = 1", "", "    b", marks[:-1], other, f"{marks} c", f"    {marks}")]
-        text = "\n".join(["See:", "", f"{first}{fence}", *code, f"{next_}{marks}{marks[0]} ", "text"])
-        assert (code_of(text), ends_in_code(text)) == (code, False)
-
-
 @pytest.mark.parametrize("end", ["text", "\ntext", "- item", "> quote", "```"])
 def test_a_code_block_ends_where_its_container_ends(end):
     for first, next_ in CONTAINERS[1:]:
@@ -431,9 +392,10 @@ def test_no_code_is_open():
         assert not ends_in_code(text), text
 
 
+CODE = ["a", "", "  b", "# c", "``", "~~~", "``` c", "    ```", "    ~~~~"]  # what closes neither "```" nor "~~~~"
 blocks = st.recursive(
     st.lists(st.sampled_from(["a", "*b* `c`", ""]), min_size=1, max_size=2).map(lambda lines: [(x, False) for x in lines])
-    | st.tuples(st.sampled_from(["```", "~~~~", "```py"]), st.lists(st.sampled_from(["a", "", "  b", "# c"]), max_size=3)),
+    | st.tuples(st.sampled_from(["```", "~~~~", "```py", "~~~~ a `b`"]), st.lists(st.sampled_from(CODE), max_size=3)),
     lambda inner: st.tuples(st.sampled_from(CONTAINERS[1:]), st.lists(inner, min_size=1, max_size=3)),
     max_leaves=6,
 )  # fmt: skip
@@ -445,8 +407,8 @@ def written(block) -> list[tuple[str, bool]]:
         return block
     opening, inner = block
     if isinstance(opening, str):
-        marks = opening.rstrip("py")
-        return [(opening, False), *((line, True) for line in inner), (marks, False)]
+        marks = opening[: len(opening) - len(opening.lstrip("`~"))]
+        return [(opening, False), *((line, True) for line in inner), (f"{marks}{marks[0]} ", False)]
     lines = [line for part in inner for line in written(part)]
     return [((opening[1] if i else opening[0]) + line, is_code) for i, (line, is_code) in enumerate(lines)]
 

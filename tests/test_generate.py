@@ -1,6 +1,5 @@
 """Text generation and its command line: mlx-lm's, with drafts."""
 
-import json
 import re
 import sys
 from functools import cache as cached
@@ -239,16 +238,6 @@ def test_a_failure_of_the_gpu_is_one_line_and_nothing_of_it_is_kept(monkeypatch,
     assert run(capsys) == (130, "", "")
 
 
-def test_a_folder_keeps_what_was_read(capsys, tmp_path):
-    flags = ["--prompt", PROMPT, "--max-tokens", "8", "--verbose", "False", "--ignore-chat-template"]
-    _, want, _ = run(capsys, *flags)
-    found = []
-    for _ in range(2):
-        assert run(capsys, *flags, "--prompt-cache-dir", tmp_path)[:2] == (0, want)
-        found.append({file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")})
-    assert found[0] == found[1] != {}
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -291,11 +280,13 @@ def test_an_error_is_one_line_and_status_2(monkeypatch, capsys, tmp_path, flags,
 
 
 def test_json_of_a_schema(capsys, tmp_path):
-    schema = '{"type": "object", "properties": {"n": {"enum": [10, 20]}}, "required": ["n"]}'
+    schema = (
+        '{"properties": {"n": {"enum": [10, 20]}}, "required": ["n"], "additionalProperties": false, "type": "object"}'
+    )
     (file := tmp_path / "schema.json").write_text(schema)
     for given, *mtp in ((file, "--mtp"), (f" {schema}", "--no-mtp"), (file,)):
         status, out, _ = run(capsys, *mtp, "--json-schema", given, "--verbose", "False", "-m", "50")
-        assert (status, json.loads(out)["n"] in (10, 20)) == (0, True)
+        assert (status, out.strip() in ('{"n": 10}', '{"n": 20}')) == (0, True)
 
 
 def test_the_prompt_has_escapes_and_standard_input_has_none(capsys, monkeypatch):

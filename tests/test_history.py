@@ -12,7 +12,7 @@ from mlx_mtp.server.request import ApiError
 from tests.support.profiles import examples
 from tests.support.prompts import CONTROL, STRICT, TAGS, Prompts
 from tests.support.requests import CHAT, MESSAGES, RESPONSES, read
-from tests.support.tool_texts import MARKS
+from tests.support.tool_texts import MARKS, render
 
 APIS = [CHAT, MESSAGES, RESPONSES]
 OPEN, BEGINS = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
@@ -123,6 +123,21 @@ def test_of_calls_with_equal_ids_results_go_to_them_in_the_order_given(prompts, 
     assert responses("0", "1") in prompts.text(path, **body)
 
 
+def test_arguments_are_taken_as_clients_send_them(prompts):
+    for arguments, shown in (
+        *((nothing, {}) for nothing in ("", "  ", "null", None, "{}")),
+        *((whole, {"a": 1}) for whole in ({"a": 1}, '{"a": 1}')),
+        *((no, {"arguments": no}) for no in ('{"a": 1', "[1]", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 1200)),
+    ):  # fmt: skip
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        history = [
+            user("q"),
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "b"},
+        ]
+        assert f"\n\n{render('f', shown)}<|im_end|>" in prompts.text(CHAT, messages=history), arguments
+
+
 OWN = [
     {"temperature": 21}, {"b": None, "a": [1, {"c": "d"}]}, [{"a": 1}, {"b": True}], {"type": 5}, {"type": "object", "n": 1},
     {"id": "1", "status": "ok"}, {}, [{"rows": [[1, 2]]}],
@@ -160,11 +175,10 @@ def test_an_object_of_a_tool_is_shown_as_json(prompts, path, content):
         ([system("S"), assistant("", A, B), result("a", "1"), result("b", "2")],
          turn("S", "system") + f"{BEGINS}\n</think>\n\n{CALLS_OF_A_B}" + turn(responses("1", "2")) + BEGINS),
         ([assistant("", A, B)], f"{BEGINS}\n</think>\n\n{CALLS_OF_A_B}" + BEGINS),
-        ([assistant("", A, B), result("b", "2"), result("a", "1")],
-         f"{BEGINS}\n</think>\n\n{CALLS_OF_A_B}" + turn(responses("1", "2")) + BEGINS),
         ([result("a", "1")], turn(responses("1")) + BEGINS),
         ([result("a", "1"), user("q")], turn(responses("1")) + turn("q") + BEGINS),
         ([result("a", "1"), assistant("x"), user("q")], turn(responses("1")) + f"{OPEN}x<|im_end|>\n" + turn("q") + BEGINS),
+        ([assistant("Hi.", A, B)], f"{BEGINS}\n</think>\n\nHi.\n\n{CALLS_OF_A_B}" + BEGINS),  # calls are not continued
         ([assistant("Hi.")], f"{BEGINS}\n</think>\n\nHi."),
         ([assistant("Hi."), user("q")], f"{OPEN}Hi.<|im_end|>\n" + turn("q") + BEGINS),
         ([user("")], turn("") + BEGINS),

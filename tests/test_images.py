@@ -382,7 +382,7 @@ def files(tmp_path):
 
 # Uncompiled: the CPU backend would compile kernels for this checkpoint in bfloat16.
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("flags", [[], ["--check"], ["--num-draft-tokens", "3"]])
+@pytest.mark.parametrize("flags", [[], ["--check"]])
 def test_the_command(flags, files, capsys, monkeypatch):
     given = f"mlx_mtp.generate --mtp --model {FOLDER} --prompt What? -m 12 --image".split()
     monkeypatch.setattr("sys.argv", [*given, *map(str, files), *flags])

@@ -103,10 +103,7 @@ def test_errors_name_the_image(client, claude):
 
     for content, what in (
         (part(png(1)[:60]), "Image 1 cannot be read"),
-        (part("https://example.com/a.png"), "is not a data URL"),
-        (part("file:///etc/passwd"), "is not a data URL"),
         ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "video_url is not supported"),
-        (part(png(1, 8, 2000)), "one side may be at most 200 times"),
     ):
         with pytest.raises(openai.BadRequestError, match=what) as error:
             client.chat.completions.create(model="tiny", messages=[user(content)])

@@ -141,11 +141,10 @@ def test_a_restart(tmp_path, checkpoint, alone, flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_either_rank_ends_all(tmp_path, checkpoint, rank):
+def test_another_rank_ends_all(tmp_path, checkpoint):
     with serve(tmp_path / "log", "--model", checkpoint, *FLAGS, ranks=2) as s:
         time.sleep(1)
-        s.processes[rank].send_signal(signal.SIGTERM)
+        s.processes[1].send_signal(signal.SIGTERM)
         assert s.statuses() == [0, 0]
 
 

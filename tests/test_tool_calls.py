@@ -166,6 +166,8 @@ OPEN = "<parameter=b>\n"
         (f"<tool_call>\n{ADDED}<function=now>\n</function>\n</tool_call>", [("add", {"a": 1}), ("now", {})]),
         (ONE_LINE * 2, [("add", {"a": 1, "b": 2})] * 2),
         (f"<tool_call>\n{ADDED}", [("add", {"a": 1})]),
+        (f"{JSON}\n</tool_call>", [("add", {"a": 1, "b": 2})]),
+        *((f"{JSON[:-13]}\n{x}", [("add", {"a": 1, "b": 2})] * 2) for x in (JSON, render("add", {"a": 1, "b": 2}))),
         # A quotation that is left open ends with the text, and a key comes once.
         (render("write", {"path": "a", "content": OPEN}), [("write", {"path": "a", "content": OPEN})]),
         (render("add", {"a": 1}).replace("\n</function>", "\n<parameter=a>\n2\n</parameter>\n</function>"),
@@ -212,6 +214,7 @@ def test_json_in_a_block(block, want):
         "    " + render("now", {}),
         # Without its opening tag, one behind text, of a tool that is not offered, or quoted.
         "Now:\n<function=now>\n</function>", "<function=later>\n</function>", "<function=now> is\n",
+        "- <function=now>\n</function>", "`<function=now>\n</function>`",
         "- ```\n  <function=now>\n  </function>\n  ```", "> " + ONE_LINE, f"It is `{ONE_LINE}", f"`` ` {ONE_LINE}",
         # Behind words, and in a fence, where text follows.
         f"Look: {ONE_LINE} is how.", f"Look: {ONE_LINE}{ONE_LINE}\n\nThat is how.", f"```\n{ONE_LINE}\nNo fence closes.",
@@ -240,17 +243,17 @@ def test_tags_in_a_value(value):
             assert calls_of(rendered("", calls))[1] == calls
 
 
-@pytest.mark.parametrize("sizes", [(1,), (500,)])
 @pytest.mark.parametrize("value", ["p", "", "\r\n", "\ra", "a\r\n</parameter>\r\nb"])
 @pytest.mark.parametrize(("first", "last"), [("\r\n", "\r\n"), ("\n", "\r\n"), ("\r\n", "\n"), ("\r\n", "")])
-def test_one_line_end_of_either_kind_on_each_side_is_layout(value, first, last, sizes):
+def test_one_line_end_of_either_kind_on_each_side_is_layout(value, first, last):
     if not last and value.endswith("\n"):
         return
     tags = f"<parameter=path>{first}{value}{last}</parameter>\r\n<parameter=content>\r\n{value}{last}</parameter>\r\n"
     call = f"<tool_call>\r\n<function=write>\r\n{tags}</function>\r\n</tool_call>"
-    assert calls_of(call, sizes) == ("", [("write", {"path": value, "content": value})])
+    for sizes in ((1,), (500,)):
+        assert calls_of(call, sizes) == ("", [("write", {"path": value, "content": value})]), sizes
     added = f"<tool_call>\r\n<function=add>\r\n<parameter=a>{first}5{last}</parameter>\r\n</function>\r\n</tool_call>"
-    assert calls_of(added, sizes) == ("", [("add", {"a": 5})])
+    assert calls_of(added) == ("", [("add", {"a": 5})])
 
 
 # Tags that drift
@@ -500,16 +503,12 @@ def test_hostile_schemas():
     chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 50} for i in range(200)}
     assert "string" in types({"$ref": "#/$defs/d0"}, chain)
     assert Schema({"additionalProperties": INTEGER}).types_of_property("c") == {"integer"}
-    lists = {"type": [{}]}, {"anyOf": 5}, {"enum": {}}
     deep, far = {"type": "integer"}, {"$ref": "#/$defs/d0"}
     for _ in range(5000):
         deep = {"anyOf": [deep]}
     far["$defs"] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5000)}
     for schema in (deep, {"properties": {"a": deep}}, {"properties": {"a": far}, "$defs": far["$defs"]}):
         assert calls_of(render("f", {"a": 5}), schemas={"f": schema}) == ("", [("f", {"a": "5"})])
-    for schema in ("x", 5, None, [], {"type": 5}, {"$ref": 5}, {"properties": 5}, *lists):
-        assert "string" in types(schema)
-        assert Schema(schema).types_of_property("p")
 
 
 starts = st.text(max_size=6) | st.sampled_from(["12", "nul", "{a", "tru"])

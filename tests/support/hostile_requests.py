@@ -11,9 +11,10 @@ import random
 import re
 from typing import Any
 
+from .bodies import MESSAGES_BODY, RESPONSES_BODY
+from .requests import CHAT, TEXT
 from .server_process import Server
 
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "import os\n", "max_tokens": 4}
 OPTIONS = dict(
     max_tokens=4, temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, logit_bias={"5": 1.0}, logprobs=True,
@@ -28,85 +29,39 @@ def calls(*functions: dict[str, Any], content: str | None = "") -> dict[str, Any
     return {"role": "assistant", "content": content, "tool_calls": [*functions]}
 
 
-def text(content: str, kind: str = "text") -> list[dict[str, Any]]:
-    return [{"type": kind, "text": content, "cache_control": {"type": "ephemeral"}}]
-
-
 MESSAGES = [
     {"role": "system", "content": "You write Python."},
-    {"role": "user", "content": text("Sort a list.")},
+    {"role": "user", "content": [{"type": "text", "text": "Sort a list."}]},
     calls({"function": {"name": "f", "arguments": "{}"}}, content=None),
     calls({"function": {"name": "f", "arguments": '{"a": [1'}}, TOOL),
     {"role": "tool", "content": "1", "tool_calls": None},
     {"role": "user", "content": "Now in C."},
 ]
-THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}
-USE = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1]}}
-RESULT = {"type": "tool_result", "tool_use_id": "1", "content": text("1"), "is_error": True}
-BLOCKS = [
-    {"role": "user", "content": text("Sort.")},
-    {"role": "system", "content": "Be short."},
-    {"role": "assistant", "content": [THOUGHT, USE]},
-    {"role": "user", "content": [RESULT]},
-]
-ITEMS = [
-    {"type": "message", "role": "developer", "content": text("Be short.", "input_text")},
-    {"role": "user", "content": "Sort."},
-    {"type": "reasoning", "summary": [], "encrypted_content": "SG0u"},
-    {"type": "function_call", "call_id": "1", "name": "f", "namespace": "n", "arguments": '{"a": 1}'},
-    {"type": "function_call_output", "call_id": "1", "output": text("1", "input_text")},
-    {"type": "custom_tool_call", "call_id": "2", "name": "g", "input": "+a"},
-    {"type": "custom_tool_call_output", "call_id": "2", "output": "done"},
-]
 SPACE = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": {}}]}
-MESSAGES_BODY = dict(
-    messages=BLOCKS, system=text("a"), tools=[{"name": "f", "input_schema": {}}, {"type": "web_search_20250305", "name": "s"}],
+TO_MESSAGES = MESSAGES_BODY | OPTIONS | dict(
     tool_choice={"type": "auto", "disable_parallel_tool_use": True}, thinking={"type": "enabled", "budget_tokens": 2},
-    output_config={"effort": "low"}, stop_sequences=["x"], **OPTIONS,
+    stop_sequences=["x"],
 )  # fmt: skip
-RESPONSES_BODY = dict(
-    input=ITEMS, instructions="a", tools=[{"type": "custom", "name": "g"}, SPACE, {"type": "web_search"}],
-    reasoning={"effort": "low", "summary": "auto"}, include=["reasoning.encrypted_content", "message.output_text.logprobs"],
-    parallel_tool_calls=False, text={"format": {"type": "text"}}, store=True, max_output_tokens=4, **OPTIONS,
+TO_RESPONSES = RESPONSES_BODY | OPTIONS | dict(
+    tools=[{"type": "custom", "name": "g"}, SPACE, {"type": "web_search"}], parallel_tool_calls=False, max_output_tokens=4,
+    text={"format": {"type": "text"}}, include=["reasoning.encrypted_content", "message.output_text.logprobs"],
 )  # fmt: skip
 THINKING = {"enable_thinking": True, "thinking_budget": 2}
 SWITCHES = {
     "reasoning": {"effort": "low", "max_tokens": 5}, "thinking": {"type": "enabled"}, "think": False, "reasoning_budget": -1,
 }  # fmt: skip
-# Items that have no form in a chat template
-SEARCH = {"type": "web_search_result", "title": "a", "url": "b", "encrypted_content": "c"}
-FOREIGN_BLOCKS = [
-    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "a"}},
-    {"type": "web_search_tool_result", "tool_use_id": "s", "content": [SEARCH]},
-    {"type": "document", "title": "a", "source": {"type": "text", "data": "b"}},
-    {"type": "compaction", "content": "a"},
-]
-SHELL_OUTPUT = {"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}
-FOREIGN_ITEMS = [
-    {"type": "shell_call", "call_id": "1", "action": {"commands": ["ls"]}},
-    {"type": "shell_call_output", "call_id": "1", "output": [SHELL_OUTPUT]},
-    {"type": "file_search_call", "id": "2", "queries": ["a"], "results": [{"text": "b", "score": 0.5}]},
-    {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "h", "parameters": {}}]},
-    {"type": "mcp_approval_response", "approval_request_id": "3", "approve": True},
-    {"type": "item_reference", "id": "4"},
-]
-OF_F = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
-ALLOWED = {"type": "allowed_tools", "allowed_tools": OF_F}
+
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": "def f(x):\n", **TEXT_OPTIONS}),
     (TEXT, {"prompt": ["def f(x):\n", "a"], "n": 2, **TEXT_OPTIONS}),
     (TEXT, {"prompt": [[1, 2], [3]], **TEXT_OPTIONS}),
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, **OPTIONS}),
-    ("/v1/messages", MESSAGES_BODY),
-    ("/v1/messages/count_tokens", {"messages": BLOCKS, "system": "a"}),
-    ("/v1/responses", RESPONSES_BODY),
+    ("/v1/messages", TO_MESSAGES),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES_BODY["messages"], "system": "a"}),
+    ("/v1/responses", TO_RESPONSES),
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "reasoning_effort": "low", **THINKING, **OPTIONS}),
-    ("/v1/responses/input_tokens", {"input": ITEMS, "instructions": "a"}),
-    ("/v1/responses", {"input": [*FOREIGN_ITEMS, *ITEMS], **SWITCHES, **OPTIONS}),
-    ("/v1/messages", {"messages": [{"role": "assistant", "content": FOREIGN_BLOCKS}, *BLOCKS], **SWITCHES, **OPTIONS}),
-    (CHAT, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": ALLOWED, **SWITCHES, **OPTIONS}),
-    (CHAT, {"messages": MESSAGES[:4], **OPTIONS}),
-    (CHAT, {"messages": [*MESSAGES[:2], {"role": "assistant", "content": "So"}], "n": 2, **OPTIONS}),
+    ("/v1/responses/input_tokens", {"input": RESPONSES_BODY["input"], "instructions": "a"}),
+    (CHAT, {"messages": [*MESSAGES[:2], {"role": "assistant", "content": "So"}], "n": 2, **SWITCHES, **OPTIONS}),
     (CHAT, {"messages": MESSAGES[:2], "role_mapping": {"user": "U: ", "stop": "\n"}, **OPTIONS}),
 ]
 VALUES: list[Any] = [
