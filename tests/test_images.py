@@ -30,9 +30,9 @@ from mlx_mtp import chat as command
 from mlx_mtp.chat import Conversation, make_parser, obey
 from mlx_mtp.generate import __main__ as generate_command
 from mlx_mtp.images import open as opening
-from mlx_mtp.images.open import MAX_RATIO, decode_url, open_image
-from mlx_mtp.images.prompt import read_images
-from mlx_mtp.images.vision import PLACEHOLDER, Processor, Vision
+from mlx_mtp.images.open import MAX_RATIO, Processor, decode_url, open_image
+from mlx_mtp.images.prompt import PLACEHOLDER, read_images
+from mlx_mtp.images.tower import Vision
 from tests.support.image_prompts import FOLDER, PROMPTS, VALUES, image_model, image_prompt
 from tests.support.images import PREPROCESSOR, VISION_CONFIG, picture
 from tests.support.models import tiny_model

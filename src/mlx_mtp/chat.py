@@ -25,8 +25,7 @@ from .extras import require
 from .files import make_folder
 from .generate.stream import GenerationResponse, stream_generate
 from .images.open import open_image
-from .images.prompt import vision_of
-from .images.vision import PLACEHOLDER
+from .images.prompt import PLACEHOLDER, vision_of
 from .memory import advice
 from .prompt_store import PromptStore
 

@@ -17,7 +17,7 @@ from ...checkpoint.settings import Sampling
 from ...errors import MTPError, as_mtp_error
 from ...images.open import size_of
 from ...images.prompt import CUT, LEFT_OUT, MARK, encode_marked, leave_out, place_pixels, read_pixels
-from ...images.vision import Vision
+from ...images.tower import Vision
 from ...memory import Account, size
 from ...text.answer import ends_in_reasoning, think_marks
 from ...text.grammar import llguidance_tokenizer
