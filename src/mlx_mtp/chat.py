@@ -104,15 +104,20 @@ class Conversation:
         self.is_cut = False  # the last answer has no end marker
         self.shown: list[Image] = []  # in the earlier turns, with a store
 
-    def instruct(self, system_prompt: str) -> None:
-        self.system_prompt = system_prompt
-        self._rewind()
+    def instruct(self, text: str) -> str:
+        """Set the system prompt, unless the text is empty. Return a line about it."""
+        if text:
+            self.system_prompt = text
+            self._rewind()
+        return f"System prompt: {self.system_prompt or 'none'}"
 
-    def attach(self, file: str) -> None:
+    def attach(self, file: str) -> str:
+        """Send an image with the next question. Return a line about it."""
         vision_of(self.model)
         path = Path(file).expanduser()
         open_image(path)
         self.attached.append(str(path.absolute()))
+        return f"{path.name} will be sent with the next question."
 
     def think(self, thinking: bool) -> None:
         question = [{"role": "user", "content": "a"}]
@@ -313,24 +318,13 @@ def _think(conversation: Conversation, _: str) -> str:
     return f"Thinking is {'on' if conversation.thinking else 'off'}."
 
 
-def _system(conversation: Conversation, text: str) -> str:
-    if text:
-        conversation.instruct(text)
-    return f"System prompt: {conversation.system_prompt or 'none'}"
-
-
-def _image(conversation: Conversation, file: str) -> str:
-    conversation.attach(file)
-    return f"{Path(file).name} will be sent with the next question."
-
-
 # Its argument ("FILE", "[TEXT]" or none), its description in /help, and what it does, a function that returns what is printed
 COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], str]]] = {
     "/help": ("", "list the commands", lambda *_: help_text()),
     EXIT: ("", "end the chat (or Ctrl-D)", lambda *_: ""),
     "/reset": ("", "start a new conversation", _reset),
-    "/system": ("[TEXT]", "set or show the system prompt", _system),
-    "/image": ("FILE", "send an image with the next question", _image),
+    "/system": ("[TEXT]", "set or show the system prompt", Conversation.instruct),
+    "/image": ("FILE", "send an image with the next question", Conversation.attach),
     "/think": ("", "turn thinking on or off", _think),
 }
 

@@ -33,6 +33,7 @@ from ..prompt_store import PromptStore
 from .parser import byte_size, flag_of, number_or
 
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
+TEMPLATE_HELP = """JSON for the chat template, e.g. '{"enable_thinking":false}'"""
 # The sampling flags, and their names in generation_config.json and in requests.
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 LOADING = (  # see ``load_options``

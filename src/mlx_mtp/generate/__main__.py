@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
-from ..cli.parser import extend, finish, parse
+from ..cli.parser import extend, finish, json_object, parse
 from ..core.caches.prompt_cache import open_prompt_cache
 from ..core.distributed.calls import from_rank_0
 from ..core.models.mixin import MTPModel
@@ -50,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         "Sampling temperature (default: 0.0, the most likely token, whatever the model's generation_config.json says)"
     )
     add("--temp", type=float, default=0.0, help=temp)
+    add("--chat-template-config", type=json_object, default="{}", help=flags.TEMPLATE_HELP)
     add("--draft-model", help="Not supported: use mlx_lm.generate.")
     check = "Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding."
     add("--check", action="store_true", help=check)
@@ -115,7 +116,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise MTPError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
     for file in args.image or ():
         size_of(file)
-    template_options(args.chat_template_config)
     if args.json_schema is not None:
         require("server", "--json-schema")
         if not is_json(args.json_schema):
@@ -171,16 +171,6 @@ def load_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[
     return caches, metadata
 
 
-def template_options(text: str | None) -> dict[str, Any]:
-    try:
-        config = json.loads(text or "{}")
-    except json.JSONDecodeError as e:
-        raise MTPError(f"--chat-template-config is not JSON: {e}.") from e
-    if not isinstance(config, dict):
-        raise MTPError(f"--chat-template-config must be a JSON object, not {text}.")
-    return config
-
-
 def encode_prompt(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, is_suffix: bool) -> list[int]:
     """The prompt's token ids; ``is_suffix``: a prompt cache has the beginning of the conversation."""
     text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
@@ -218,7 +208,7 @@ def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, 
             )
         return rendered
 
-    text = render(**template_options(args.chat_template_config))
+    text = render(**args.chat_template_config)
     if is_suffix:
         # The prefix is in the prompt cache.
         messages[-1]["content"] = "<query>"
