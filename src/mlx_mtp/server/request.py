@@ -94,20 +94,15 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Likely:
-    piece: bytes  # the token's text, which may end within a character
-    logprob: float  # before the temperature and the sampler's filters
-
-
-@dataclass(frozen=True)
 class Delta:
     events: list[Event]  # the token's text, reasoning and calls
     token: int
     finish_reason: str | None  # None unless the answer ends here
     stop_word: str | None = None  # the stop word that ended the text
     source: str | None = None  # "model", or the source of the accepted draft: "head", "copies" or "grammar"
-    likely: Likely | None = None  # the token's log probability, if requested
-    top: list[Likely] = field(default_factory=list)  # the requested number of likeliest tokens, in order
+    # If requested, of the token, and then of the likeliest tokens in order: its text, which may end within a character, and its
+    # log probability before the temperature and the sampler's filters.
+    logprobs: list[tuple[bytes, float]] = field(default_factory=list)
 
 
 numbers = count()  # the numbers of requests

@@ -15,7 +15,7 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import LOADING, ApiError, Delta, Likely, Request, StructuredOutput
+from ..request import LOADING, ApiError, Delta, Request, StructuredOutput
 from ..structured_output import from_response_format, only_one
 from . import common
 from .common import Body, Call, Item, Limit, Many, Natural, OutputSettings, Short, Usage, Writer, event
@@ -173,12 +173,12 @@ class CompletionWriter(OpenAIWriter):
         """Lists, an entry for each token. ``text_offset`` counts characters from the beginning of the text."""
         told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for step in steps:
-            assert step.likely is not None
-            told["tokens"].append(_name(step.likely))
-            told["token_logprobs"].append(max(step.likely.logprob, LEAST))
-            told["top_logprobs"].append({_name(t): max(t.logprob, LEAST) for t in (*step.top, step.likely)})
+            (piece, logprob), *top = step.logprobs
+            told["tokens"].append(_name(piece))
+            told["token_logprobs"].append(max(logprob, LEAST))
+            told["top_logprobs"].append({_name(p): max(x, LEAST) for p, x in (*top, (piece, logprob))})
             told["text_offset"].append(c.n_chars)
-            c.n_chars += len(c.decoder.decode(step.likely.piece))
+            c.n_chars += len(c.decoder.decode(piece))
         return told
 
 
@@ -211,20 +211,19 @@ def _usage(usage: Usage) -> Json:
 
 
 def logprob_of(step: Delta) -> Json:
-    assert step.likely is not None
-    return {**_token(step.likely), "top_logprobs": [_token(t) for t in step.top]}
+    own, *top = (
+        {"token": piece.decode(errors="replace"), "bytes": [*piece], "logprob": max(logprob, LEAST)}
+        for piece, logprob in step.logprobs
+    )
+    return {**own, "top_logprobs": top}
 
 
-def _token(t: Likely) -> Json:
-    return {"token": t.piece.decode(errors="replace"), "bytes": [*t.piece], "logprob": max(t.logprob, LEAST)}
-
-
-def _name(t: Likely) -> str:
+def _name(piece: bytes) -> str:
     """A token's text, or its bytes in OpenAI's notation if it ends within a character."""
     try:
-        return t.piece.decode()
+        return piece.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in t.piece)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 class OpenAIBody(Body):

@@ -24,7 +24,7 @@ from ...core.distributed.ranks import Ranks, differing_ranks
 from ...errors import MTPError, is_mendable
 from ...memory import advice, is_device_error, is_out_of_memory, size
 from ...text.grammar import llguidance_tokenizer
-from ..request import LOADING, NO_MEMORY, STARTED, ApiError, Delta, Likely, Metrics, Request, Waiting
+from ..request import LOADING, NO_MEMORY, STARTED, ApiError, Delta, Metrics, Request, Waiting
 from .admission import Admission
 
 STOP = 30.0  # seconds for the last step of running requests, and to write the prompt cache
@@ -299,9 +299,9 @@ def _with_logprobs(delta: Delta, response: Response, n: int, tokenizer: Any) -> 
     tokens = mx.concatenate([mx.array([delta.token]), tokens.astype(mx.int32)])  # [1 + n]
     ids: Any = tokens.tolist()
     decode = llguidance_tokenizer(tokenizer).decode_bytes  # without a byte 0xFF at the beginning, which no UTF-8 has
-    likely, *top = (Likely(decode([i]) or b"\xff", value) for i, value in zip(ids, logprobs[tokens].tolist()))
-    top = sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)
-    return replace(delta, likely=likely, top=top)
+    own, *top = ((decode([i]) or b"\xff", value) for i, value in zip(ids, logprobs[tokens].tolist()))
+    likeliest = sorted((t for t in top if t[1] > -math.inf), key=lambda t: -t[1])
+    return replace(delta, logprobs=[own, *likeliest])
 
 
 class Clients:
