@@ -250,14 +250,10 @@ class ChatTool(Call):
     function: Json
 
 
-class ChatMessage(Item):
-    role: str
-
-
 class ChatBody(OpenAIBody):
     NEEDED: ClassVar = "messages"
     writer: ClassVar = ChatWriter
-    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Many[Item], Field(min_length=1)]
     tools: Many[ChatTool] | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
@@ -278,10 +274,11 @@ class ChatBody(OpenAIBody):
     def conversation(self, content: Json) -> tuple[History, list[Json]]:
         history = History()
         for i, message in enumerate(content["messages"]):
+            n = len(history.messages)
             history.add(message, f"messages[{i}]")
-            # The template gets the other fields as they are.
-            others = {name: x for name, x in message.items() if name not in READ and x is not None}
-            history.messages[-1] |= {name: x for name, x in others.items() if name not in history.messages[-1]}
+            for added in history.messages[n:][-1:]:  # the template gets the other fields as they are
+                others = {name: x for name, x in message.items() if name not in READ and x is not None}
+                added |= {name: x for name, x in others.items() if name not in added}
         return history, content["tools"] if self.tools else []
 
 
