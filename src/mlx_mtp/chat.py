@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from platformdirs import user_state_path
 
 from .checkpoint.load import DEMO
+from .checkpoint.settings import sampling_defaults
 from .cli import flags
 from .cli.display import one_line_errors, paint, prompt_progress, sentence
 from .cli.parser import extend, finish, parse
@@ -59,14 +60,17 @@ def run(args: argparse.Namespace) -> None:
     flags.check_prompt_cache_dir(args)
     flags.check_alone(args, "adapter_path", "prompt_cache_dir", "images")
     model, tokenizer, config = flags.load_model(args, args.images, vision="auto" if args.images else True)
-    sampling = flags.set_sampling(args, getattr(model, "ranks", None))  # models of plain mlx-lm have no ranks
+    ranks = getattr(model, "ranks", None)  # missing in models of plain mlx-lm
+    sampling = sampling_defaults(args.model, flags.given_sampling(args), ranks)
+    for flag, name in flags.SAMPLING.items():
+        setattr(args, flag, getattr(sampling, name))
     flags.check_model_flags(args, config)
     flags.settle_drafts(args, model)
     with flags.open_prompt_store(args, model) as store:
         conversation = Conversation(args, model, tokenizer, store)
         print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{help_text()}")
         read = make_reader()
-        while (line := ask(read, conversation.ranks)) != EXIT:
+        while (line := ask(read, ranks)) != EXIT:
             respond(line, conversation)
 
 
