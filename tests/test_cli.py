@@ -108,6 +108,7 @@ def test_a_pipe_to_head_shows_no_error():
         ("generate --num-draft-tokens few", "argument --num-draft-tokens: must be auto or a number, not 'few'"),
         ("generate --copy-drafts few", "argument --copy-drafts: must be auto, off or a number, not 'few'"),
         ("server --chat-template-args {", "argument --chat-template-args: must be JSON, not '{'"),
+        ("generate --chat-template-config []", "argument --chat-template-config: must be a JSON object, not []"),
         ("server --chat-template-args [1]", "argument --chat-template-args: must be a JSON object, not [1]"),
         ("server --prompt-cache-bytes much", "argument --prompt-cache-bytes: must be a size such as 10GB, not 'much'"),
         ("generate --mpt", "unrecognized arguments: --mpt: did you mean --mtp?"),

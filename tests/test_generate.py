@@ -259,7 +259,6 @@ def test_a_folder_keeps_what_was_read(capsys, tmp_path):
         ("--mtp --prompt caf\udce9", "is not text in UTF-8"),
         ("--check --no-mtp", "--check requires an MTP head"),
         ("--mtp --check --temp 0.7", "cannot be combined with --temp"),
-        ("--mtp --chat-template-config []", "must be a JSON object, not []"),
         ("--mtp --prompt-cache-dir FOLDER --check", "--prompt-cache-dir and --check cannot be combined"),
         ("--no-mtp --acceptance rejection", "--acceptance requires an MTP head: remove --no-mtp"),
         ("--mtp --model HEADLESS", "has no MTP head, and its base model was not found. "),
