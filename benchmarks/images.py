@@ -20,8 +20,7 @@ from tqdm import tqdm
 import mlx_mtp
 from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.caches.prompt_cache import PromptCache
-from mlx_mtp.images.prompt import ImagePrompt, read_images
-from mlx_mtp.images.vision import PLACEHOLDER
+from mlx_mtp.images.prompt import PLACEHOLDER, ImagePrompt, read_images
 from scripts.shared import script_parser
 
 NOT_SEEN = "images not seen"

@@ -261,13 +261,13 @@ def test_a_switch_means_the_same_in_each_api(fields, variables, budget):
     others = {name: x for name, x in fields.items() if isinstance(x, dict)}
     for path in CHATS:
         request = asked(path, **fields)
-        assert (request.args.chat_template_kwargs, request.thinking.limit(tokenizer)) == (variables, budget), path
+        assert (request.args.chat_template_kwargs, request.reasoning_limit(tokenizer)) == (variables, budget), path
         # A template that knows of efforts needs no budget for them.
-        assert request.thinking.limit(knows_efforts) == (None if budget in (1024, 8192) else budget), path
+        assert request.reasoning_limit(knows_efforts) == (None if budget in (1024, 8192) else budget), path
         if not {"include_reasoning", "output_config"} & {*fields}:
             request = asked(path, chat_template_kwargs=plain, **others)
             given = {name: request.args.chat_template_kwargs[name] for name in variables}
-            assert (given, request.thinking.limit(tokenizer)) == (variables, budget), path
+            assert (given, request.reasoning_limit(tokenizer)) == (variables, budget), path
     both = asked(CHAT, reasoning_effort="max", chat_template_kwargs=OFF)
     assert both.args.chat_template_kwargs == MAX | OFF
 

@@ -15,10 +15,8 @@ from prompt_toolkit.output import DummyOutput
 
 import mlx_mtp
 from mlx_mtp import PromptStore
-from mlx_mtp.chat import __main__ as command
-from mlx_mtp.chat import conversation as conversation_module
-from mlx_mtp.chat.__main__ import main, make_parser
-from mlx_mtp.chat.conversation import Conversation, Message
+from mlx_mtp import chat as command
+from mlx_mtp.chat import Conversation, main, make_parser
 from mlx_mtp.core.caches.prompt_cache import n_tokens
 from mlx_mtp.errors import MTPError
 from mlx_mtp.generate import GenerationResponse
@@ -157,7 +155,7 @@ def prompts(monkeypatch):
         given.append(tokenizer.decode(prompt))
         yield GenerationResponse("", 0, None, False, 1, 1.0, 1, 1.0, 0.0, finish_reason="stop")
 
-    monkeypatch.setattr(conversation_module, "stream_generate", remember)
+    monkeypatch.setattr(command, "stream_generate", remember)
     return given
 
 
@@ -197,7 +195,7 @@ def test_what_is_typed_becomes_prompts(typed, prompts, capsys, flags, lines, wan
 
 
 def test_a_command_that_cannot_be_done_is_one_line(typed, prompts, capsys, monkeypatch):
-    monkeypatch.setattr(conversation_module, "vision_of", lambda model: None)
+    monkeypatch.setattr(command, "vision_of", lambda model: None)
     conversation = typed("a")
     capsys.readouterr()
     for line, message in (
@@ -216,16 +214,16 @@ def test_a_command_that_cannot_be_done_is_one_line(typed, prompts, capsys, monke
 def test_an_answer_that_was_cut_is_closed(trained):
     """The template's next turn follows the end of an answer, which the model did not come to write."""
     conversation, end = started(trained, chat_template=template), trained[1].eos_token_id
-    assert conversation._encode([Message("user", "import os")])[0] != end
+    assert conversation._encode([{"role": "user", "content": "import os"}])[0] != end
     conversation.answer("import os", cut_after(2, []))
     question = trained[1].encode("<user>b\n", add_special_tokens=False)
-    assert conversation._encode([Message("user", "b")]) == [end, *question]
+    assert conversation._encode([{"role": "user", "content": "b"}]) == [end, *question]
 
 
 @pytest.mark.parametrize("error", [MTPError("no"), RuntimeError(f"[METAL] {FAILED_PASS}: Impacting Interactivity.")])
 def test_a_failed_question_is_forgotten(typed, prompts, monkeypatch, capsys, error):
     with monkeypatch.context() as m:
-        m.setattr(conversation_module, "stream_generate", Mock(side_effect=error))
+        m.setattr(command, "stream_generate", Mock(side_effect=error))
         conversation = typed("a")
     out = capsys.readouterr().out
     assert (out.startswith(str(error)), out.count("\n")) == (True, 1)
@@ -234,7 +232,7 @@ def test_a_failed_question_is_forgotten(typed, prompts, monkeypatch, capsys, err
 
 
 def test_a_foreign_error_ends_the_chat_with_its_traceback(typed, monkeypatch):
-    monkeypatch.setattr(conversation_module, "stream_generate", Mock(side_effect=ValueError("[matmul] no")))
+    monkeypatch.setattr(command, "stream_generate", Mock(side_effect=ValueError("[matmul] no")))
     with pytest.raises(ValueError, match="matmul"):
         typed("a")
 

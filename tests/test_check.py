@@ -12,7 +12,7 @@ from mlx_mtp import DEMO, TextOptions, make_prompt_cache
 from mlx_mtp.core.caches import rows
 from mlx_mtp.core.caches.recurrent import RecurrentCache
 from mlx_mtp.generate.__main__ import main
-from mlx_mtp.generate.check import Check, Difference, check
+from mlx_mtp.generate.check import Check, check
 from tests.support.commands import run_command
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import FAMILIES, TRAINED, arrays_equal, model_of, round_otherwise
@@ -53,15 +53,14 @@ def test_a_near_tie_is_within_rounding(monkeypatch):
     model, want, got = rounded_model(monkeypatch)
     at = next(i for i in range(32) if want[i] != got[i])
     result = check(model, PROMPT, TextOptions(32, num_draft_tokens=3))
-    d = result.difference
-    assert (result.n_tokens, d.plain, d.mtp) == (at, want[at], got[at])
+    assert (result.n_tokens, result.pair) == (at, (want[at], got[at]))
     logits = model(mx.array([PROMPT.tolist() + want[:at]]))[0, -1]
-    assert 0 < d.gap <= 2 * d.rounding < (logits.max() - logits.min()).item() / 2
-    assert d.top_gap <= d.gap
+    assert 0 < result.gap <= 2 * result.rounding < (logits.max() - logits.min()).item() / 2
+    assert result.top_gap <= result.gap
     assert result.passed
     # A token that is not the runner-up is not excused by a runner-up that is near
-    assert Check(0, Difference(1, 2, top_gap=0.1, gap=0.2, rounding=0.1)).passed
-    assert not Check(0, Difference(1, 2, top_gap=0.1, gap=0.3, rounding=0.1)).passed
+    assert Check(0, (1, 2), top_gap=0.1, gap=0.2, rounding=0.1).passed
+    assert not Check(0, (1, 2), top_gap=0.1, gap=0.3, rounding=0.1).passed
 
 
 @pytest.mark.parametrize("amount", [0, 1e-4])
@@ -72,10 +71,9 @@ def test_a_fault_is_not_within_rounding(monkeypatch, amount):
         model = model_of("qwen3_5", seed)
         want = plain(PROMPT, model, max_tokens=50)
         result = check(model, PROMPT, TextOptions(50, num_draft_tokens=3))
-        d = result.difference
-        assert d.plain == want[result.n_tokens] != d.mtp
-        assert d.gap > 2 * d.rounding
-        assert (d.rounding > 0) == (amount > 0)
+        assert result.pair[0] == want[result.n_tokens] != result.pair[1]
+        assert result.gap > 2 * result.rounding
+        assert (result.rounding > 0) == (amount > 0)
         assert not result.passed
 
 
@@ -89,9 +87,8 @@ def test_a_fault_in_the_first_token_is_not_within_rounding(monkeypatch):
 
     monkeypatch.setattr(import_module("mlx_mtp.generate.check"), "mtp_generate_step", wrong)
     result = check(model, PROMPT)
-    d = result.difference
-    assert (result.n_tokens, d.plain, d.mtp, d.rounding) == (0, right, (right + 1) % 32, 0)
-    assert not d.within_rounding
+    assert (result.n_tokens, result.pair, result.rounding) == (0, (right, (right + 1) % 32), 0)
+    assert not result.passed
 
 
 def test_a_prompt_cache_is_left_unchanged():

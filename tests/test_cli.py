@@ -101,6 +101,8 @@ def test_a_stream_that_is_closed_is_one_line(streams, name):
         ("generate --num-draft-tokens few", "argument --num-draft-tokens: must be auto or a number, not 'few'"),
         ("generate --copy-drafts few", "argument --copy-drafts: must be auto, off or a number, not 'few'"),
         ("server --chat-template-args {", "argument --chat-template-args: must be JSON, not '{'"),
+        ("generate --chat-template-config []", "argument --chat-template-config: must be a JSON object, not []"),
+        ("server --chat-template-args [1]", "argument --chat-template-args: must be a JSON object, not [1]"),
         ("server --prompt-cache-bytes much", "argument --prompt-cache-bytes: must be a size such as 10GB, not 'much'"),
         ("generate --mpt", "unrecognized arguments: --mpt: did you mean --mtp?"),
         ("convert --mlx-paht=out --inspcet x", "--mlx-paht=out --inspcet x: did you mean --mlx-path --inspect?"),
@@ -487,7 +489,8 @@ def test_every_flag_is_mlx_lms(name):
     assert theirs.keys() <= ours.keys()
     for dest, a in theirs.items():
         assert (a.option_strings, a.nargs) == (ours[dest].option_strings, ours[dest].nargs)
-        if dest not in ("model", "num_draft_tokens", "seed", "draft_model"):  # a seed couples drafts: it has no default
+        # A seed couples drafts: it has no default. JSON is read with the flags.
+        if dest not in ("model", "num_draft_tokens", "seed", "draft_model", "chat_template_config"):
             assert a.type == ours[dest].type
             assert ours[dest].default == a.default or (name, ours[dest].default) == ("chat", None)  # the model's
             assert ours[dest].help.startswith(a.help.removesuffix("."))
@@ -517,7 +520,7 @@ def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
         ("generate", "--image a.png --prompt What?", "vision", "auto"),
         ("chat", "--images", "vision", "auto"),
     ):
-        assert "enough" in refusal(resolve_name(f"mlx_mtp.{name}.__main__").main, capsys, *flags.split())
+        assert "enough" in refusal(resolve_name(COMMANDS[name][0]).main, capsys, *flags.split())
         assert load.call_args.kwargs[option] == want, (name, flags)
     monkeypatch.setattr(engine_models, "load", load)
     models = engine_models.ModelProvider(options_of("--mtp", "org/head", "--images", "--model", "m"))

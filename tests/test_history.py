@@ -453,6 +453,13 @@ def test_an_item_that_would_vanish_is_refused_by_its_index(item):
     assert (error.value.status, error.value.param) == (400, "input")
 
 
+def test_an_item_that_is_left_out_adds_nothing():
+    item = {"role": "user", "type": "item_reference", "more": "x"}
+    assert read(CHAT, messages=[user("q"), item]).messages == [user("q")]
+    with pytest.raises(ApiError, match="item_reference is not supported"):
+        read(CHAT, messages=[item])
+
+
 def test_a_name_in_the_log_is_one_line(caplog):
     odd = {"type": "a\nb", "id": "1"}
     read(RESPONSES, input=[odd, user("q")])

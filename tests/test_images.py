@@ -26,14 +26,13 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mlx_mtp import PromptStore, stream_generate
-from mlx_mtp.chat import conversation
-from mlx_mtp.chat.__main__ import make_parser, obey
-from mlx_mtp.chat.conversation import Conversation, Message
+from mlx_mtp import chat as command
+from mlx_mtp.chat import Conversation, make_parser, obey
 from mlx_mtp.generate import __main__ as generate_command
 from mlx_mtp.images import open as opening
-from mlx_mtp.images.open import MAX_RATIO, decode_url, open_image
-from mlx_mtp.images.prompt import read_images
-from mlx_mtp.images.vision import PLACEHOLDER, Processor, Vision
+from mlx_mtp.images.open import MAX_RATIO, Processor, decode_url, open_image
+from mlx_mtp.images.prompt import PLACEHOLDER, read_images
+from mlx_mtp.images.tower import Vision
 from tests.support.image_prompts import FOLDER, PROMPTS, VALUES, image_model, image_prompt
 from tests.support.images import PREPROCESSOR, VISION_CONFIG, picture
 from tests.support.models import tiny_model
@@ -410,10 +409,11 @@ def test_a_chat_with_pictures(stored, model, tokenizer, files, monkeypatch):
         text += want
 
     chat.attach(str(files[0]))
-    monkeypatch.setattr(conversation, "stream_generate", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(command, "stream_generate", Mock(side_effect=KeyboardInterrupt))
     assert chat.answer("c", print) is None
     assert (chat.attached, chat.shown, chat.n_rendered) == ([], [], 0)
-    assert chat.messages[-1] == Message("user", "c", [str(files[0])])  # the next turn processes it again
+    last = {"role": "user", "content": f"{PLACEHOLDER}c", "images": [str(files[0])]}
+    assert chat.messages[-1] == last  # the next turn processes it again
     with pytest.raises(FileNotFoundError, match=r"^There is no image no\.png\.$"):
         obey("/image no.png", chat)
     with pytest.raises(ValueError, match=r"takes no images: its checkpoint has no vision encoder, .*--images"):

@@ -241,7 +241,7 @@ def test_the_bytes_of_each_token(demo):
     logprobs = mx.array([float(-i) for i in range(tokenizer.vocab_size)])
     n = 300  # all bytes are among the first tokens
     delta = _with_logprobs(Delta([], 1, None), SimpleNamespace(logprobs=logprobs), n, tokenizer)
-    found = {round(-t.logprob): t.piece for t in delta.top}
+    found = {round(-logprob): piece for piece, logprob in delta.logprobs[1:]}
     assert [found[i] for i in words if i < n] == [bytes(byte_of[c] for c in words[i]) for i in words if i < n]
     assert b"\xff" in found.values()
 

@@ -300,7 +300,7 @@ def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
 # The error names the flag or the argument of the library, or says this.
 INVALID = [
     "--max-tokens 0", "--kv-bits 7", "--temp inf", "--prefill-step-size 0", "--decode-concurrency 0", "--prompt-concurrency -1",
-    "--prompt-cache-size -1", "--chat-template-args [1]", "--port 99999999", "--max-token-gap 0", "--max-token-gap nan",
+    "--prompt-cache-size -1", "--port 99999999", "--max-token-gap 0", "--max-token-gap nan",
     "--min-decode-share 1", "--min-decode-share -0.5", "--draft-model x --mtp",
     ("--draft-model x", "mlx_lm.server --draft-model x"),
     ("--num-draft-tokens 9 --mtp", "from 0 to 8"),

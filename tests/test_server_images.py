@@ -12,9 +12,9 @@ from starlette.testclient import TestClient
 
 from mlx_mtp import MTPError, load, stream_generate
 from mlx_mtp.generate.__main__ import main as generate
-from mlx_mtp.images import vision as vision_module
+from mlx_mtp.images import open as opening
 from mlx_mtp.images.open import open_image
-from mlx_mtp.images.vision import PLACEHOLDER
+from mlx_mtp.images.prompt import PLACEHOLDER
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.engine import encode as encoding
 from mlx_mtp.server.request import ApiError, Request
@@ -228,7 +228,7 @@ def test_the_server_bounds_images_before_it_decodes_one_and_looks_for_its_client
     def read(request):
         return encoding._read_images(tokenizer, request, [IMAGE_TOKEN] * len(request.images), account)
 
-    monkeypatch.setattr(vision_module, "open_image", note)
+    monkeypatch.setattr(opening, "open_image", note)
     for max_pixels, i in ((most - 1, 3), (1, 1)):
         monkeypatch.setattr(encoding, "MAX_PIXELS", max_pixels)
         with pytest.raises(ValueError, match=f"up to number {i} have more than {max_pixels} pixels"):

@@ -17,7 +17,7 @@ import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.core.distributed.calls import LOST
-from mlx_mtp.server.engine.engine import SharedClients
+from mlx_mtp.server.engine.engine import Clients
 from mlx_mtp.server.request import Request, drop
 from tests.support import checkpoints
 from tests.support.decoding import plain, text_of
@@ -154,7 +154,7 @@ def rank_1(monkeypatch):
     request = Request("text", "a prompt", [], None, None)
     request.send = lambda item: None
     ranks = SimpleNamespace(rank=1, group=None, broadcast=lambda _: pickle.loads(pickle.dumps(([request], {5}))))
-    clients = SharedClients(ranks)
+    clients = Clients(ranks)
     clients.checksum = 7
     clients.numbers, clients.n_exchanges = [[0, 0, 7], [0, 0, 7]], 0
 
@@ -194,7 +194,7 @@ def test_any_rank_stops_all(rank_1):
 
 def test_names_the_rank_that_differs(rank_1):
     """By what has been generated."""
-    other, same = SharedClients(rank_1.ranks), SharedClients(rank_1.ranks)
+    other, same = Clients(rank_1.ranks), Clients(rank_1.ranks)
     for clients, token in ((rank_1, 3), (same, 3), (other, 4)):
         clients.checksum = 0
         clients.after_step([], [SimpleNamespace(uid=0, token=token)])

@@ -15,7 +15,7 @@ import mlx_mtp
 from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.benchmark import tune
 from mlx_mtp.benchmark.tune import Measured
-from mlx_mtp.chat.__main__ import main
+from mlx_mtp.chat import main
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.settings import Sampling, sampling_defaults
 from mlx_mtp.core.layers.drafting import Settings

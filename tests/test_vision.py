@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 import mlx_mtp
 from mlx_mtp import stream_generate
 from mlx_mtp.images import tower as vision
+from mlx_mtp.images.prompt import PLACEHOLDER
 from mlx_mtp.images.tower import PATCH_KERNEL, VisionArgs, make_tower, split_tower
-from mlx_mtp.images.vision import PLACEHOLDER
 from tests.support.checkpoints import configure, copied
 from tests.support.decoding import mtp
 from tests.support.images import VISION_CONFIG, add_tower, picture, tower_tensors

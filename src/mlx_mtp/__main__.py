@@ -12,7 +12,7 @@ from .cli.parser import REMOVED
 COMMANDS = {
     "demo": ("mlx_mtp.generate.demo", "compare generation with and without drafts"),
     "generate": ("mlx_mtp.generate.__main__", "generate text"),
-    "chat": ("mlx_mtp.chat.__main__", "chat with a model"),
+    "chat": ("mlx_mtp.chat", "chat with a model"),
     "server": ("mlx_mtp.server.__main__", "serve a model to apps and coding agents"),
     "launch": ("mlx_mtp.launch", "start a coding agent with a server of its own"),
     "convert": ("mlx_mtp.convert.__main__", "convert a model, and keep or add its MTP head"),

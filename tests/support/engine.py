@@ -73,7 +73,7 @@ class Engine:
             content["chat_template_kwargs"] = {"say": say}
         _, request = completions.ChatBody.read_request(content, self.frontend.options)
         steps = [item async for _, item in self.frontend.generate([request]) if isinstance(item, Delta)]
-        tokens, logprobs = [s.token for s in steps], [s.likely.logprob for s in steps if s.likely is not None]
+        tokens, logprobs = [s.token for s in steps], [s.logprobs[0][1] for s in steps if s.logprobs]
         return Answered(request.encoded.tokens, request.n_cached, tokens, logprobs)
 
     def metrics(self) -> dict[str, float]:

@@ -20,8 +20,7 @@ from ..core.models import MODEL_TYPES, model_module
 from ..core.models.head_weights import split_head
 from ..core.models.mixin import MTPModel, drop_head
 from ..errors import MTPError
-from ..images.tower import split_tower
-from ..images.vision import Vision
+from ..images.tower import Vision, split_tower
 from ..memory import CONTEXT, Account, gpu_generation, limit_restored_on_error
 from .adapters import check_adapter, with_adapter
 from .checks.dtype import (

@@ -20,9 +20,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.checks.dtype import AUTO, DTYPES
 from ..checkpoint.heads.originals import head_to_fetch
 from ..checkpoint.load import DEMO, DEMO_NOTE, check_family, load
-from ..checkpoint.settings import Sampling, sampling_defaults
+from ..checkpoint.settings import Sampling
 from ..core.caches.validation import BITS, GROUP_SIZES
-from ..core.distributed.ranks import Ranks
 from ..core.drafts.options import TextOptions, asks_for_copies
 from ..core.layers.mtp import has_head
 from ..core.pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
@@ -33,6 +32,7 @@ from ..prompt_store import PromptStore
 from .parser import byte_size, flag_of, number_or
 
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
+TEMPLATE_HELP = """JSON for the chat template, e.g. '{"enable_thinking":false}'"""
 # The sampling flags, and their names in generation_config.json and in requests.
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 LOADING = (  # see ``load_options``
@@ -215,14 +215,6 @@ def text_options(args: argparse.Namespace) -> TextOptions:
 
 def given_sampling(args: argparse.Namespace) -> dict[str, float]:
     return {field: getattr(args, flag) for flag, field in SAMPLING.items() if getattr(args, flag) is not None}
-
-
-def set_sampling(args: argparse.Namespace, ranks: Ranks | None) -> Sampling:
-    """Set sampling flags that are not on the command line to the model's defaults. Return all sampling parameters."""
-    sampling = sampling_defaults(args.model, given_sampling(args), ranks)
-    for flag, field in SAMPLING.items():
-        setattr(args, flag, getattr(sampling, field))
-    return sampling
 
 
 def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int = 0) -> Sampler:

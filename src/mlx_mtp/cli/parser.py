@@ -1,6 +1,7 @@
 """The parsers of the commands: groups of flags, defaults in the help, and suggestions for unknown flags."""
 
 import argparse
+import json
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -157,6 +158,16 @@ def byte_size(text: str) -> int:
         return int(_parse_size(text))
     except (ArithmeticError, KeyError, ValueError) as e:
         raise argparse.ArgumentTypeError(f"must be a size such as 10GB, not {text!r}") from e
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError as e:
+        raise argparse.ArgumentTypeError(f"must be JSON, not {text!r}: {e}") from e
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {text}")
+    return value
 
 
 def flag_of(name: str) -> str:

@@ -31,7 +31,7 @@ from ..core.models.mixin import MTPModel
 from ..core.models.ngrams import NgramTable, Quantized, floats
 from ..errors import MTPError, MTPOSError
 from ..files import writing
-from ..images.vision import CONFIG_FILES
+from ..images.tower import CONFIG_FILES
 from .graft import graft, named_tower
 
 GENERATION = "generation_config.json"

@@ -18,8 +18,7 @@ from ..checkpoint.load import load
 from ..checkpoint.reader import CheckpointReader, Tensors, fetch_checkpoint
 from ..core.models.head_weights import norms_of, sanitize_head, split_head
 from ..errors import MTPError
-from ..images.tower import PREFIX, VisionArgs, make_tower, split_tower
-from ..images.vision import Vision, settings_of
+from ..images.tower import PREFIX, Vision, VisionArgs, make_tower, settings_of, split_tower
 
 
 def graft(

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
-from ..cli.parser import extend, finish, parse
+from ..cli.parser import extend, finish, json_object, parse
 from ..core.caches.prompt_cache import open_prompt_cache
 from ..core.distributed.calls import from_rank_0
 from ..core.models.mixin import MTPModel
@@ -25,8 +25,7 @@ from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 from ..extras import require
 from ..files import check_source
 from ..images.open import size_of
-from ..images.prompt import read_images, vision_of
-from ..images.vision import IMAGE_TOKEN, PLACEHOLDER
+from ..images.prompt import IMAGE_TOKEN, PLACEHOLDER, read_images, vision_of
 from ..text.answer import ends_in_reasoning, think_marks
 from ..text.grammar import Grammar, make_grammar
 from .check import check
@@ -35,14 +34,6 @@ from .stream import print_text
 # Flags for one process only. A prompt cache file is for a whole model.
 ALONE = ("prompt_cache_file", "prompt_cache_dir", "adapter_path", "image", "quantize_activations")
 SIZES = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
-
-
-class PromptCacheFile(NamedTuple):
-    """A file of ``mlx_lm.cache_prompt``."""
-
-    model: str
-    caches: list[Any]
-    tokenizer_config: dict[str, Any]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         "Sampling temperature (default: 0.0, the most likely token, whatever the model's generation_config.json says)"
     )
     add("--temp", type=float, default=0.0, help=temp)
+    add("--chat-template-config", type=json_object, default="{}", help=flags.TEMPLATE_HELP)
     add("--draft-model", help="Not supported: use mlx_lm.generate.")
     check = "Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding."
     add("--check", action="store_true", help=check)
@@ -74,16 +66,14 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_flags(args)
-    saved = None
-    if args.prompt_cache_file is not None:
-        saved = load_prompt_cache(args.prompt_cache_file, args.model, args.kv_bits, args.kv_group_size)
-    model, tokenizer = load_model(args, saved)
-    if saved is not None and isinstance(model, MTPModel):
-        open_prompt_cache(model, saved.caches)  # --check passes it to mlx-lm first, which does not check it
+    caches, saved_for = load_prompt_cache(args)
+    model, tokenizer = load_model(args, saved_for)
+    if caches is not None and isinstance(model, MTPModel):
+        open_prompt_cache(model, caches)  # --check passes it to mlx-lm first, which does not check it
     ranks = getattr(model, "ranks", None)  # missing in models of plain mlx-lm
-    prompt = from_rank_0(ranks, lambda: encode_prompt(args, model, tokenizer, saved is not None))
+    prompt = from_rank_0(ranks, lambda: encode_prompt(args, model, tokenizer, caches is not None))
     options: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
-    options["prompt_cache"] = None if saved is None else saved.caches
+    options["prompt_cache"] = caches
     if args.check:
         if args.image:
             image_prompt = read_images(vision_of(model), prompt, args.image)
@@ -126,7 +116,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise MTPError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
     for file in args.image or ():
         size_of(file)
-    template_options(args.chat_template_config)
     if args.json_schema is not None:
         require("server", "--json-schema")
         if not is_json(args.json_schema):
@@ -140,14 +129,13 @@ def check_flags(args: argparse.Namespace) -> None:
             raise MTPError("--check ignores tuned settings and cannot be combined with --settings.")
 
 
-def load_model(args: argparse.Namespace, saved: PromptCacheFile | None) -> tuple[nn.Module, TokenizerWrapper]:
+def load_model(args: argparse.Namespace, saved_for: dict[str, Any]) -> tuple[nn.Module, TokenizerWrapper]:
     """Load the model and its tokenizer, seed MLX's random state, and check the flags against the model."""
-    if args.model is None:
-        args.model = str(DEMO) if saved is None else saved.model
+    args.model = args.model or saved_for.get("model", str(DEMO))
     options: dict[str, Any] = {"settings": False} if args.check else {}
     if args.image:
         options["vision"] = "auto"
-    options["tokenizer_config"] = {} if saved is None else saved.tokenizer_config
+    options["tokenizer_config"] = saved_for.get("tokenizer_config", {})
     options["model_config"] = {"quantize_activations": args.quantize_activations}
     model, tokenizer, config = flags.load_model(args, args.image is not None, **options)
     flags.check_model_flags(args, config)
@@ -156,38 +144,31 @@ def load_model(args: argparse.Namespace, saved: PromptCacheFile | None) -> tuple
     return model, tokenizer
 
 
-def load_prompt_cache(file: str, model: str | None, kv_bits: int | None, kv_group_size: int) -> PromptCacheFile:
-    """Read a file of ``mlx_lm.cache_prompt``. As there, its model and quantization must be those of the flags."""
+def load_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
+    """The caches of a file of ``mlx_lm.cache_prompt``, if one is given, and the ``model`` and ``tokenizer_config`` that it was
+    made with. As there, its model and quantization must be those of the flags.
+    """
+    if (file := args.prompt_cache_file) is None:
+        return None, {}
     if not Path(file).is_file():
         raise MTPFileNotFoundError(f"There is no prompt cache {file}: write it with `mlx_lm.cache_prompt`.")
     try:
         caches, metadata = load_caches(file, return_metadata=True)
         if missing := {"model", "tokenizer_config"} - metadata.keys():
             raise MTPError(f"its metadata lack {', '.join(sorted(missing))}")
-        saved = PromptCacheFile(metadata["model"], caches, json.loads(metadata["tokenizer_config"]))
+        metadata["tokenizer_config"] = json.loads(metadata["tokenizer_config"])
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as e:  # mlx-lm does not check its content
         raise MTPError(f"{file} is not a prompt cache of `mlx_lm.cache_prompt`: {e}") from e
-    first = saved.caches[0]
+    first = caches[0]
     if isinstance(first, QuantizedKVCache):
-        if kv_bits is not None and kv_bits != first.bits:
+        if args.kv_bits not in (None, first.bits):
             raise MTPError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
-        if kv_group_size != first.group_size:
+        if args.kv_group_size != first.group_size:
             raise MTPError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
-    if model not in (None, saved.model):
-        raise MTPError(
-            f"Providing a different model ({model}) than that used to create the prompt cache ({saved.model}) is an error."
-        )
-    return saved
-
-
-def template_options(text: str | None) -> dict[str, Any]:
-    try:
-        config = json.loads(text or "{}")
-    except json.JSONDecodeError as e:
-        raise MTPError(f"--chat-template-config is not JSON: {e}.") from e
-    if not isinstance(config, dict):
-        raise MTPError(f"--chat-template-config must be a JSON object, not {text}.")
-    return config
+    if args.model not in (None, metadata["model"]):
+        models = f"({args.model}) than that used to create the prompt cache ({metadata['model']})"
+        raise MTPError(f"Providing a different model {models} is an error.")
+    return caches, metadata
 
 
 def encode_prompt(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, is_suffix: bool) -> list[int]:
@@ -227,7 +208,7 @@ def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, 
             )
         return rendered
 
-    text = render(**template_options(args.chat_template_config))
+    text = render(**args.chat_template_config)
     if is_suffix:
         # The prefix is in the prompt cache.
         messages[-1]["content"] = "<query>"

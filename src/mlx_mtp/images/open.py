@@ -1,15 +1,17 @@
-"""Open an image from any source with bounded memory, or raise an MTPError with one line about the problem."""
+"""Open an image from any source with bounded memory, or raise an MTPError with one line about the problem; and its patches."""
 
 import base64
 import binascii
 import re
 import warnings
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+import mlx.core as mx
 import numpy as np
 
 from ..errors import MTPError, MTPFileNotFoundError
@@ -25,6 +27,14 @@ MAX_PIXELS = 1 << 26  # 67 megapixels: each copy takes 268 MB
 MAX_RATIO = 200  # the greatest ratio of the longer side to the shorter, as in transformers
 # Pillow supports more formats, some of which run other programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+
+PIXEL_BYTES = 4  # of Pillow's images
+PUBLISHED: dict[str, Any] = {
+    "patch_size": 16,
+    "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
 
 # The part of a data URL before its base64. Clients put it before a URL that has it already.
 HEAD = re.compile(r"(?:\s*data:[^,]*?;\s*base64\s*,)+", re.IGNORECASE)
@@ -152,3 +162,42 @@ def decode_url(url: str, name: str = "The image") -> bytes:
         return base64.b64decode(data.replace("-", "+").replace("_", "/") + "=" * (-len(data) % 4), validate=True)
     except (binascii.Error, ValueError) as e:  # the latter where it is not ASCII
         raise MTPError(f"{name} is not valid base64: {e}.") from e
+
+
+class Processor:
+    """transformers' image processor, by the settings of a preprocessor_config.json and the published Qwen3.5's."""
+
+    def __init__(self, settings: Mapping[str, Any]):
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+        given = {key: value for key, value in settings.items() if value is not None}
+        self._smart_resize, self._theirs = smart_resize, Qwen2VLImageProcessorPil.from_dict(PUBLISHED | given)
+        self.patch_size, self.merge_size = self._theirs.patch_size, self._theirs.merge_size
+        self.temporal_patch_size = self._theirs.temporal_patch_size
+        try:
+            with np.errstate(all="ignore"):
+                patches = self.preprocess_image(np.zeros((1, 1, 3), np.uint8))
+            if not self._theirs.do_resize or not bool(mx.isfinite(patches).all()):
+                raise MTPError("images are not resized, or divided by zero")
+        except Exception as e:  # whatever a setting leads to
+            raise MTPError(f"they are not those of a Qwen2VLImageProcessor ({e!r})") from e
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """The rows and columns of image tokens of an image with these sides in pixels."""
+        side, size = self.patch_size * self.merge_size, self._theirs.size
+        h, w = self._smart_resize(height, width, side, size.shortest_edge, size.longest_edge)
+        return h // side, w // side
+
+    def nbytes_of(self, width: int, height: int) -> int:
+        """The most bytes that decoding an image of this size takes."""
+        rows, columns = self.grid(width, height)
+        n = rows * columns * (self.patch_size * self.merge_size) ** 2  # pixels
+        # The image, its resized copy, this in float32 before and after it is normalized, its patches in NumPy and in MLX
+        return PIXEL_BYTES * (2 * width * height + n) + 3 * n * (2 + 2 * self.temporal_patch_size) * np.float32().nbytes
+
+    def preprocess_image(self, image: Any, name: str | None = None) -> mx.array:
+        """Any image of ``open_image`` -> the grid of its tokens and the patches of each, [rows, columns, merge_size**2, P]"""
+        rgb = open_image(image, name)
+        rows, columns = self.grid(rgb.width, rgb.height)
+        patches = self._theirs(images=[rgb], return_tensors="np")["pixel_values"]  # [N, P]
+        return mx.array(patches.reshape(rows, columns, self.merge_size**2, -1))  # evaluated: another thread uses it

@@ -18,8 +18,10 @@ from ..core.caches.prompt_cache import make_prompt_cache, open_prompt_cache, pla
 from ..core.models.mixin import MTPModel
 from ..errors import MTPError
 from .open import is_data_url, size_of
-from .vision import PLACEHOLDER, VIDEO_TOKEN, Vision
+from .tower import Vision
 
+IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
+PLACEHOLDER = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 # Stand for an image, and for a place where a text is cut, until it is tokenized. Clients cannot guess them.
 MARK, CUT = f"<|image {secrets.token_hex(16)}|>", f"cut{secrets.token_hex(16)}"
 LEFT_OUT = "[image left out]"  # in place of an image of an earlier turn that cannot be read

@@ -1,4 +1,4 @@
-"""The vision encoder of Qwen3.5, 3.6 and 3.8: it turns an image's patches into the embeddings of its tokens.
+"""The vision encoder of Qwen3.5, 3.6 and 3.8, which turns an image's patches into the embeddings of its tokens, and its files.
 
     patches ── patch_embed + pos_embed ── blocks: full attention with axial RoPE ── merger: 4 patches -> 1 embedding
 
@@ -6,17 +6,28 @@ Names are those of the published checkpoints, and layouts those of MLX conversio
 channels last. Roundings are transformers': norms, RoPE and GELU are computed in float32 and rounded once.
 """
 
+import hashlib
+import json
+import logging
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.base import BaseModelArgs
 
+from ..core.caches.fingerprint import digest
 from ..core.models.rope import rotate
 from ..errors import MTPError
+from ..extras import require
+from ..memory import nbytes_of
+from .open import Processor
 
 T = TypeVar("T")
 Size = Callable[[], float]  # the multiplications of the next piece
@@ -27,6 +38,9 @@ PATCH_KERNEL = "patch_embed.proj.weight"
 FUSED_HEAD_DIMS = (64, 80, 128)  # head dimensions of MLX's fused attention on Metal
 SCORE_BYTES = 1 << 27  # of a piece of attention where it is not fused
 MAX_PATCHES = 65_536  # of the processor's largest image: 16.8 megapixels, 16,384 tokens
+CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")  # the first is newer
+TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # keys of config.json
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -72,18 +86,6 @@ class LayerNorm(nn.LayerNorm):
         return mx.fast.layer_norm(x.astype(f), self.weight.astype(f), self.bias.astype(f), self.eps).astype(x.dtype)
 
 
-class PatchEmbed(nn.Module):
-    def __init__(self, args: VisionArgs):
-        super().__init__()
-        kernel = (args.temporal_patch_size, args.patch_size, args.patch_size)
-        self.proj = nn.Conv3d(args.in_channels, args.hidden_size, kernel, stride=kernel)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """[N, C T h w] -> [N, D]; the kernel covers a patch, so it is a linear layer."""
-        weight = self.proj.weight.transpose(0, 4, 1, 2, 3).flatten(1)  # [D, C T h w]
-        return mx.addmm(self.proj.bias, x.astype(weight.dtype), weight.T)
-
-
 class Attention(nn.Module):
     def __init__(self, args: VisionArgs):
         super().__init__()
@@ -107,14 +109,17 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, args: VisionArgs):
+    """Two linear layers around an activation in float32, rounded once: [N, I] -> [N, O]"""
+
+    def __init__(self, I: int, H: int, O: int, gelu: Callable[[mx.array], mx.array]):
         super().__init__()
-        self.linear_fc1 = nn.Linear(args.hidden_size, args.intermediate_size)
-        self.linear_fc2 = nn.Linear(args.intermediate_size, args.hidden_size)
+        self.gelu = gelu
+        self.linear_fc1 = nn.Linear(I, H)
+        self.linear_fc2 = nn.Linear(H, O)
 
     def __call__(self, x: mx.array) -> mx.array:
         x = self.linear_fc1(x)
-        return self.linear_fc2(nn.gelu_approx(x.astype(mx.float32)).astype(x.dtype))
+        return self.linear_fc2(self.gelu(x.astype(mx.float32)).astype(x.dtype))
 
 
 class Block(nn.Module):
@@ -123,7 +128,7 @@ class Block(nn.Module):
         self.norm1 = LayerNorm(args.hidden_size, eps=1e-6)
         self.norm2 = LayerNorm(args.hidden_size, eps=1e-6)
         self.attn = Attention(args)
-        self.mlp = MLP(args)
+        self.mlp = MLP(args.hidden_size, args.intermediate_size, args.hidden_size, nn.gelu_approx)
 
     def pieces(self, x: mx.array, cos: mx.array, sin: mx.array, size: Size) -> Generator[int, None, mx.array]:
         """``VisionTower.pieces`` for this block: x [N, D] -> x [N, D]"""
@@ -141,29 +146,19 @@ class Block(nn.Module):
         return (yield from _in_pieces(N, size, 2 * N * D + D * D + 2 * D * I, rest, max_size))
 
 
-class Merger(nn.Module):
-    """Join the patches of each token, and bring them to the language model's size."""
-
-    def __init__(self, args: VisionArgs):
-        super().__init__()
-        self.merged = args.hidden_size * args.spatial_merge_size**2
-        self.norm = LayerNorm(args.hidden_size, eps=1e-6)
-        self.linear_fc1 = nn.Linear(self.merged, self.merged)
-        self.linear_fc2 = nn.Linear(self.merged, args.out_hidden_size)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        x = self.linear_fc1(self.norm(x).reshape(-1, self.merged))  # [n, 4 D]
-        return self.linear_fc2(nn.gelu(x.astype(mx.float32)).astype(x.dtype))
-
-
 class VisionTower(nn.Module):
     def __init__(self, args: VisionArgs):
         super().__init__()
         self.args = args
-        self.patch_embed = PatchEmbed(args)
+        kernel = (args.temporal_patch_size, args.patch_size, args.patch_size)
+        self.patch_embed = {"proj": nn.Conv3d(args.in_channels, args.hidden_size, kernel, stride=kernel)}
         self.pos_embed = nn.Embedding(args.num_position_embeddings, args.hidden_size)
         self.blocks = [Block(args) for _ in range(args.depth)]
-        self.merger = Merger(args)
+        self.merged = (
+            args.hidden_size * args.spatial_merge_size**2
+        )  # values of the patches of a token, which are joined
+        self.merger = MLP(self.merged, self.merged, args.out_hidden_size, nn.gelu)
+        self.merger.norm = LayerNorm(args.hidden_size, eps=1e-6)
 
     def __call__(self, pixel_values: mx.array) -> mx.array:
         """[rows, columns, m * m, P] -> [rows * columns, H of the language model], see ``pieces``"""
@@ -183,15 +178,24 @@ class VisionTower(nn.Module):
         y, x = _positions(rows, columns, self.args.spatial_merge_size)
         patches, D = pixel_values.reshape(-1, self.args.patch_dim), self.args.hidden_size
         cost = self.args.patch_dim * D
-        h = yield from _in_pieces(len(patches), size, cost, lambda i: self.patch_embed(patches[i]))  # [N, D]
+        h = yield from _in_pieces(len(patches), size, cost, lambda i: self._embed(patches[i]))  # [N, D]
         h = h + self._position_embeddings(y, x, rows, columns).astype(h.dtype)
         cos, sin = self._angles(y, x)
         for block in self.blocks:
             h = yield from block.pieces(h, cos, sin, size)
-        n = self.merger.merged
         tokens = h.reshape(rows * columns, -1, D)
-        cost = n * (n + self.args.out_hidden_size)
-        return (yield from _in_pieces(len(tokens), size, cost, lambda i: self.merger(tokens[i])))
+        cost = self.merged * (self.merged + self.args.out_hidden_size)
+        return (yield from _in_pieces(len(tokens), size, cost, lambda i: self._merge(tokens[i])))
+
+    def _embed(self, x: mx.array) -> mx.array:
+        """[N, C T h w] -> [N, D]; the kernel covers a patch, so it is a linear layer."""
+        proj = self.patch_embed["proj"]
+        weight = proj.weight.transpose(0, 4, 1, 2, 3).flatten(1)  # [D, C T h w]
+        return mx.addmm(proj.bias, x.astype(weight.dtype), weight.T)
+
+    def _merge(self, x: mx.array) -> mx.array:
+        """The patches of n tokens, [n, m * m, D] -> [n, H of the language model]"""
+        return self.merger(self.merger.norm(x).reshape(-1, self.merged))
 
     def _check(self, pixel_values: mx.array) -> tuple[int, int]:
         shape, merged = pixel_values.shape, self.args.spatial_merge_size**2
@@ -272,3 +276,98 @@ def make_tower(args: VisionArgs, weights: Mapping[str, mx.array]) -> VisionTower
     except ValueError as e:  # mlx's message has a line for each tensor that differs
         raise MTPError(f"The vision encoder does not match its vision_config: {' '.join(str(e).split())[:200]}") from e
     return tower
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: config[key] for key in ("vision_config", *TOKENS) if key in config}
+
+
+class Vision:
+    """The images of a model, ``model.vision``: of a checkpoint's folder, config.json and files with the tower's tensors."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], files: Sequence[str]):
+        self.folder, self.config, self.files = folder, config, files
+        self.dtype: mx.Dtype | None = None  # that of the model, if it has 16 bits; None: as the tower is stored
+
+    @cached_property
+    def processor(self) -> Processor:
+        require("image", "An image")
+        args = self._args
+        own = {"patch_size": args.patch_size, "merge_size": args.spatial_merge_size}
+        own["temporal_patch_size"] = args.temporal_patch_size
+        try:
+            processor = Processor(own | self._settings())
+        except (AttributeError, TypeError, ValueError) as e:  # an object in place of a number, or not JSON
+            raise MTPError(f"The image settings of {self.folder} are not usable: {e}") from e
+        for key, n in own.items():
+            if getattr(processor, key) != n:
+                raise MTPError(
+                    f"The image settings of {self.folder} have {key} {getattr(processor, key)}, its vision encoder {n}."
+                )
+        return processor
+
+    @cached_property
+    def tower(self) -> VisionTower:
+        tower = self.lazy_tower()
+        if self.dtype is not None:
+            tower.set_dtype(self.dtype)
+        mx.eval(tower.parameters())
+        return tower
+
+    def keep_own_type(self) -> None:
+        """Load the tower again as it is stored, for the next image."""
+        log.warning(f"[WARNING] The vision encoder of {self.folder} overflows in the model's type: it keeps its own.")
+        self.dtype = None
+        self.free()
+
+    def free(self) -> None:
+        vars(self).pop("tower", None)
+
+    @property
+    def unread_bytes(self) -> int:
+        """The size of the tower's tensors before the tower is loaded; 0 afterwards."""
+        return 0 if "tower" in vars(self) else nbytes_of(self.lazy_tower())
+
+    def lazy_tower(self) -> VisionTower:
+        """A tower of which each tensor is read when it is used."""
+        tensors: dict[str, mx.array] = {}
+        try:
+            for file in self.files:
+                weights: Any = mx.load(str(self.folder / file))
+                tensors |= split_tower(weights)[1]
+            return make_tower(self._args, tensors)
+        except (RuntimeError, ValueError) as e:  # mlx raises a RuntimeError for an unreadable file
+            raise MTPError(f"The images of {self.folder} cannot be used: {e}") from e
+
+    @cached_property
+    def _args(self) -> VisionArgs:
+        try:
+            args, n = VisionArgs.from_dict(self.config["vision_config"]), self.config["text_config"]["hidden_size"]
+        except (KeyError, TypeError) as e:  # text in place of a number
+            raise MTPError(f"The vision_config of {self.folder} is not usable ({e!r}): is it as published?") from e
+        if args.out_hidden_size != n:
+            raise MTPError(
+                f"The vision encoder of {self.folder} makes embeddings of {args.out_hidden_size}, its model takes {n}."
+            )
+        return args
+
+    def _settings(self) -> dict[str, Any]:
+        for name in CONFIG_FILES:
+            if (file := self.folder / name).exists():
+                settings = json.loads(file.read_text(encoding="utf-8"))
+                settings = settings.get("image_processor") if name == CONFIG_FILES[0] else settings
+                if settings is not None:
+                    return dict(settings)
+        return {}
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """The digest of this tower's tensors and settings, see ``core/caches/fingerprint.py``."""
+        parameters: Any = tree_flatten(self.tower.parameters())
+        return digest(parameters)
+
+    def key(self, pixel_values: mx.array) -> int:
+        """A negative number of 60 bits in place of an image's tokens. It depends on the patches and on the tower."""
+        sha = hashlib.sha256(self.fingerprint + str(pixel_values.shape).encode())
+        sha.update(np.ascontiguousarray(pixel_values).data)
+        return -1 - int(sha.hexdigest()[:15], 16)

@@ -20,7 +20,7 @@ from ..checkpoint.config import context_length_of, read_config
 from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO
 from ..cli import flags
-from ..cli.parser import byte_size, finish
+from ..cli.parser import byte_size, finish, json_object
 from ..core.batch.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..core.caches.rows import KVOptions
 from ..errors import MTPError, as_mtp_error
@@ -44,13 +44,6 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as e:
-        raise argparse.ArgumentTypeError(f"must be JSON, not {text!r}: {e}") from e
-
-
 # The flags of mlx_lm.server that mlx_lm.generate has as well
 AS_GENERATE = (
     "--adapter-path", "--trust-remote-code", "--use-default-chat-template", "--prefill-step-size", "--kv-bits",
@@ -61,7 +54,7 @@ VALUES: tuple[tuple[str, Any, Any, str | None, str], ...] = (  # flag, type, def
     ("--served-model-name", str, None, "NAME", "Name of --model for clients (default: its path)."),
     ("--draft-model", str, None, None, "Not supported: use mlx_lm.server."),
     ("--chat-template", str, "", None, "Specify a chat template for the tokenizer"),
-    ("--chat-template-args", _json, "{}", None, """JSON for the chat template, e.g. '{"enable_thinking":false}'"""),
+    ("--chat-template-args", json_object, "{}", None, flags.TEMPLATE_HELP),
     ("--host", str, "127.0.0.1", None, "Host for the HTTP server"),
     ("--port", int, 8080, None, "Port for the HTTP server; 0 takes a free one"),
     ("--allowed-origins", _names, None, "ORIGIN,...", "Other pages that may use it; * is all (default: localhost)."),
@@ -119,10 +112,7 @@ def check(args: argparse.Namespace) -> Options:
         raise MTPError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
     flags.check_generation_flags(args)
     PrefillBudget(args.prefill_step_size, args.max_token_gap, args.min_decode_share)  # raises an error for a wrong flag
-    template_args = args.chat_template_args
-    if not isinstance(template_args, dict):
-        raise MTPError(f"--chat-template-args must be a JSON dictionary, not {json.dumps(template_args)}.")
-    if reserved := RESERVED & template_args.keys():
+    if reserved := RESERVED & args.chat_template_args.keys():
         raise MTPError(f"--chat-template-args: {min(reserved)} is not a variable of the chat template.")
     if isinstance(args.mtp, str) and (args.serve_model or args.allow_any_model):
         raise MTPError("--mtp HEAD fits one model: remove --serve-model and --allow-any-model.")

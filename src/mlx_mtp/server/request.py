@@ -19,7 +19,6 @@ from ..text.answer import Answer, Event
 from ..text.grammar import Grammar
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-NO_THINKING = ("none", "minimal")
 BUDGETS = {"low": 1024, "medium": 8192}  # tokens; other efforts have no limit
 VARIABLE = "reasoning_effort"  # the variable of chat templates that support efforts
 NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the rest of the context
@@ -32,18 +31,20 @@ Options = Namespace  # the flags of ``mlx_mtp server`` by their names, as ``comm
 class ApiError(Exception):
     """An error in the format of the client's API: HTTP status, sentence, wrong field (``param``), OpenAI's name (``code``)."""
 
+    too_long: tuple[int, int] | None = (
+        None  # the tokens of a prompt, at least about, and those of the context that it exceeds
+    )
+
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
 
-class TooLong(ApiError):
-    """The prompt has ``n_tokens``, at least about, and the context ``max_tokens``. APIs have their own sentences for it."""
-
-    def __init__(self, n_tokens: int, max_tokens: int, param: str | None = None):
-        message = f"This model's maximum context length is {max_tokens} tokens, but the prompt has {n_tokens}."
-        super().__init__(400, message, param=param, code="context_length_exceeded")
-        self.n_tokens, self.max_tokens = n_tokens, max_tokens
+def too_long(n_tokens: int, max_tokens: int, param: str | None = None) -> ApiError:
+    message = f"This model's maximum context length is {max_tokens} tokens, but the prompt has {n_tokens}."
+    error = ApiError(400, message, param=param, code="context_length_exceeded")
+    error.too_long = n_tokens, max_tokens  # APIs have their own sentences for it
+    return error
 
 
 @dataclass
@@ -70,32 +71,6 @@ class Prompt:
         return [self.tokens[i:k] for i, k in pairwise(bounds)]
 
 
-@dataclass(frozen=True)
-class Thinking:
-    """A request's fields for thinking; ``None`` for absent fields."""
-
-    enabled: bool | None = None
-    effort: Effort | None = None
-    budget: int | None = None  # reasoning tokens, after which the end is forced
-
-    def variables(self) -> dict[str, Any]:
-        enabled = self.enabled
-        if enabled is None and self.effort is not None:
-            enabled = self.effort not in NO_THINKING
-        if enabled is None and self.budget is not None:
-            enabled = self.budget > 0
-        effort = {VARIABLE: self.effort} if self.effort is not None and enabled else {}
-        return effort | ({} if enabled is None else {"enable_thinking": enabled})
-
-    def limit(self, tokenizer: Any) -> int | None:
-        """The reasoning tokens after which the end is forced; those of an effort only if the template does not support it."""
-        if not tokenizer.has_thinking:
-            return None
-        if self.budget is None and VARIABLE not in str(tokenizer.chat_template):
-            return BUDGETS.get(self.effort or "")
-        return self.budget
-
-
 @dataclass
 class StructuredOutput:
     param: str  # the field of the body that requests it
@@ -119,20 +94,15 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Likely:
-    piece: bytes  # the token's text, which may end within a character
-    logprob: float  # before the temperature and the sampler's filters
-
-
-@dataclass(frozen=True)
 class Delta:
     events: list[Event]  # the token's text, reasoning and calls
     token: int
     finish_reason: str | None  # None unless the answer ends here
     stop_word: str | None = None  # the stop word that ended the text
     source: str | None = None  # "model", or the source of the accepted draft: "head", "copies" or "grammar"
-    likely: Likely | None = None  # the token's log probability, if requested
-    top: list[Likely] = field(default_factory=list)  # the requested number of likeliest tokens, in order
+    # If requested, of the token, and then of the likeliest tokens in order: its text, which may end within a character, and its
+    # log probability before the temperature and the sampler's filters.
+    logprobs: list[tuple[bytes, float]] = field(default_factory=list)
 
 
 numbers = count()  # the numbers of requests
@@ -150,7 +120,8 @@ class Request:
     shown_tools: list[Any] | None = None  # the tools in the prompt
     n: int = 1  # the number of answers to each prompt
     copy_drafts: CopyDrafts | None = None
-    thinking: Thinking = field(default_factory=Thinking)
+    effort: str | None = None  # of its reasoning, an ``Effort``
+    budget: int | None = None  # reasoning tokens, after which the end is forced
     structured_output: StructuredOutput | None = None
     grammar: Grammar | None = None  # the compiled structured output; each sequence gets a copy
     images: list[str] = field(default_factory=list)  # URLs in the order of their marks; empty once read
@@ -186,6 +157,14 @@ class Request:
     @property
     def n_cached(self) -> int:
         return self.encoded.n_cached
+
+    def reasoning_limit(self, tokenizer: Any) -> int | None:
+        """The reasoning tokens after which the end is forced; those of an effort only if the template does not support it."""
+        if not tokenizer.has_thinking:
+            return None
+        if self.budget is None and VARIABLE not in str(tokenizer.chat_template):
+            return BUDGETS.get(self.effort or "")
+        return self.budget
 
     @property
     def begun(self) -> str | None:

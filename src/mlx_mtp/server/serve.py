@@ -33,7 +33,7 @@ from ..memory import Account, size
 from .app import make_app
 from .command_line import CLIENTS, address_of, check, check_model, context_of, flags_of, make_parser
 from .engine.admission import Admission
-from .engine.engine import Clients, Engine, SharedClients
+from .engine.engine import Engine
 from .engine.models import ModelProvider, Stores
 from .frontend import POLL, Frontend, in_thread
 from .request import Metrics, Options
@@ -93,7 +93,7 @@ def make_engine(options: Options, ranks: Ranks | None) -> Engine:
     metrics["memory_limit_bytes"].set_function(lambda: account.limit)
     metrics["memory_held_bytes"].set_function(lambda: account.held)
     admission = Admission(options, ModelProvider(options), caches, ranks, account)
-    return Engine(admission, Clients() if ranks is None else SharedClients(ranks), metrics, ranks)
+    return Engine(admission, metrics, ranks)
 
 
 def serve(options: Options, engine: Engine, s: socket.socket) -> None:

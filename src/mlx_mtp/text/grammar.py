@@ -201,14 +201,12 @@ def make_grammar(
         MTPError: None or several of the three are given, or llguidance cannot read the grammar.
     """
     require("server", "A grammar")
-    rules = [rule_of(json_schema=json_schema)] if json_schema is not None else []
-    rules += [rule_of(regex=regex)] if regex is not None else []
-    grammars = [f"start: SPACE? answer\n{SPACE}\nanswer: {rule}" if after else f"start: {rule}" for rule in rules]
-    if lark is not None:
-        grammars.append(lark)
-    if len(grammars) != 1:
+    if [json_schema, regex, lark].count(None) != 2:
         raise MTPError("Give one of json_schema, regex and lark.")
-    matcher = _compile(tokenizer, grammars[0]).deep_copy()
+    if lark is None:
+        rule = rule_of(json_schema, regex)
+        lark = f"start: SPACE? answer\n{SPACE}\nanswer: {rule}" if after else f"start: {rule}"
+    matcher = _compile(tokenizer, lark).deep_copy()
     if not after:
         return Grammar(matcher)
     find = functools.partial(end_of_reasoning, end=after) if isinstance(after, str) else after

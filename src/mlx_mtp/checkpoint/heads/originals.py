@@ -30,7 +30,7 @@ from ...core.models import MODEL_TYPES, drafter_of
 from ...core.models.head_weights import split_head
 from ...errors import MTPError, MTPFileNotFoundError
 from ...files import read_own, update_own, write_atomic, writing
-from ...images.vision import CONFIG_FILES, Vision, settings_of
+from ...images.tower import CONFIG_FILES, Vision, settings_of
 from ...memory import GB
 from ..catalog import originals_like, published
 from ..config import Config, check_config, first_difference, read_json, text_config_of

@@ -33,7 +33,7 @@ class MTPModel(Fingerprinted):
     parameters: Any
     ngrams: Any = None  # the hashes and tables of n-gram embeddings, if the model has any
     ranks: Ranks | None = None  # the ranks that run the model, set by ``mlx_mtp.load``
-    vision: Any = None  # the checkpoint's ``images.vision.Vision``, set by ``mlx_mtp.load``
+    vision: Any = None  # the checkpoint's ``images.tower.Vision``, set by ``mlx_mtp.load``
     shifts_norms = True  # whether checkpoints may store norms with or without 1
     head_acceptance: float | None = None  # of first drafts on built-in text, set by ``mlx_mtp.load``
     fetched_head: Any = None  # the ``heads.originals.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``

@@ -20,7 +20,7 @@ from ...core.pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import NO_LIMIT, VARIABLE, ApiError, Delta, Effort, Request, StructuredOutput, Thinking
+from ..request import NO_LIMIT, VARIABLE, ApiError, Delta, Effort, Request, StructuredOutput
 from ..structured_output import from_fields
 from .history import History
 
@@ -32,6 +32,7 @@ OUTPUTS = "docs/server.md#structured-output lists those that are supported"
 # Types of tools that the vendors define and clients run
 OF_CLIENTS = re.compile("(local_shell|shell|apply_patch|computer|bash|text_editor|memory)(_(use_preview|[0-9]+))?$")
 THINKING = "docs/server.md#thinking lists the fields of each API"
+NO_THINKING = ("none", "minimal")  # efforts
 # The fields for thinking, besides ``enable_thinking``
 SWITCHES = ("thinking", "reasoning", "think", VARIABLE, "thinking_budget", "reasoning_budget", "thinking_token_budget")
 # Fields that would change the answer: the values that change nothing, and the alternative. An API refuses those that it does
@@ -237,13 +238,16 @@ class Body(Part):
     copy_drafts: Literal["auto", "off"] | Annotated[int, Ge(1), Le(MAX_COPY_TOKENS)] | None = None
 
     @property
-    def thinking_wanted(self) -> Thinking:
+    def reasoning_wanted(self) -> tuple[bool | None, str | None, int | None]:
+        """Whether to think, the effort, and the most reasoning tokens; ``None`` for what no field says."""
         switches = [switch for switch in (self.thinking, self.reasoning, self.think) if switch is not None]
         enabled = [x.enabled if x.type is None else x.type != "disabled" for x in switches] + [self.enable_thinking]
-        efforts = [self.reasoning_effort, *(switch.effort for switch in switches), self.output_config.effort]
+        effort = _first([self.reasoning_effort, *(switch.effort for switch in switches), self.output_config.effort])
         budgets = [budget for switch in switches for budget in (switch.budget_tokens, switch.max_tokens)]
         budget = _first([*budgets, self.thinking_budget, self.reasoning_budget, self.thinking_token_budget])
-        return Thinking(_first(enabled), _first(efforts), None if budget == NO_LIMIT else budget)
+        budget = None if budget == NO_LIMIT else budget
+        implied = [None if effort is None else effort not in NO_THINKING, None if budget is None else budget > 0]
+        return _first([*enabled, *implied]), effort, budget
 
     @property
     def top(self) -> int | None:
@@ -289,7 +293,6 @@ class Body(Part):
             messages,
             tools or None,
             shown_tools=(all_tools if tools else None) or None,
-            thinking=self.thinking_wanted,
             structured_output=output,
             images=images,
             are_asked=are_asked,
@@ -313,6 +316,10 @@ class Body(Part):
         request.min_tokens = NEVER if self.ignore_eos else self.min_tokens
         request.stop_token_ids = self.stop_token_ids
         request.streams = self.stream
+        thinks, request.effort, request.budget = self.reasoning_wanted
+        variables: Json = {} if thinks is None else {"enable_thinking": thinks}
+        if thinks and request.effort is not None:
+            variables[VARIABLE] = request.effort
         if request.min_tokens > 0 and request.structured_output is not None:
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise ApiError(400, f"{name} cannot be combined with structured output, which may end before.", param=name)
@@ -324,7 +331,7 @@ class Body(Part):
             max_tokens=limit,
             num_draft_tokens=flags.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens,
             seed=None if self.seed is None else self.seed % 2**64,
-            chat_template_kwargs={**self.thinking_wanted.variables(), **(self.chat_template_kwargs or {})},
+            chat_template_kwargs=variables | (self.chat_template_kwargs or {}),
             logprobs=self.top is not None,
             top_logprobs=self.top or 0,
         )

@@ -15,7 +15,7 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import LOADING, ApiError, Delta, Likely, Request, StructuredOutput
+from ..request import LOADING, ApiError, Delta, Request, StructuredOutput
 from ..structured_output import from_response_format, only_one
 from . import common
 from .common import Body, Call, Item, Limit, Many, Natural, OutputSettings, Short, Usage, Writer, event
@@ -173,12 +173,12 @@ class CompletionWriter(OpenAIWriter):
         """Lists, an entry for each token. ``text_offset`` counts characters from the beginning of the text."""
         told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for step in steps:
-            assert step.likely is not None
-            told["tokens"].append(_name(step.likely))
-            told["token_logprobs"].append(max(step.likely.logprob, LEAST))
-            told["top_logprobs"].append({_name(t): max(t.logprob, LEAST) for t in (*step.top, step.likely)})
+            (piece, logprob), *top = step.logprobs
+            told["tokens"].append(_name(piece))
+            told["token_logprobs"].append(max(logprob, LEAST))
+            told["top_logprobs"].append({_name(p): max(x, LEAST) for p, x in (*top, (piece, logprob))})
             told["text_offset"].append(c.n_chars)
-            c.n_chars += len(c.decoder.decode(step.likely.piece))
+            c.n_chars += len(c.decoder.decode(piece))
         return told
 
 
@@ -211,20 +211,19 @@ def _usage(usage: Usage) -> Json:
 
 
 def logprob_of(step: Delta) -> Json:
-    assert step.likely is not None
-    return {**_token(step.likely), "top_logprobs": [_token(t) for t in step.top]}
+    own, *top = (
+        {"token": piece.decode(errors="replace"), "bytes": [*piece], "logprob": max(logprob, LEAST)}
+        for piece, logprob in step.logprobs
+    )
+    return {**own, "top_logprobs": top}
 
 
-def _token(t: Likely) -> Json:
-    return {"token": t.piece.decode(errors="replace"), "bytes": [*t.piece], "logprob": max(t.logprob, LEAST)}
-
-
-def _name(t: Likely) -> str:
+def _name(piece: bytes) -> str:
     """A token's text, or its bytes in OpenAI's notation if it ends within a character."""
     try:
-        return t.piece.decode()
+        return piece.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in t.piece)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 class OpenAIBody(Body):
@@ -251,14 +250,10 @@ class ChatTool(Call):
     function: Json
 
 
-class ChatMessage(Item):
-    role: str
-
-
 class ChatBody(OpenAIBody):
     NEEDED: ClassVar = "messages"
     writer: ClassVar = ChatWriter
-    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Many[Item], Field(min_length=1)]
     tools: Many[ChatTool] | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
@@ -279,10 +274,11 @@ class ChatBody(OpenAIBody):
     def conversation(self, content: Json) -> tuple[History, list[Json]]:
         history = History()
         for i, message in enumerate(content["messages"]):
+            n = len(history.messages)
             history.add(message, f"messages[{i}]")
-            # The template gets the other fields as they are.
-            others = {name: x for name, x in message.items() if name not in READ and x is not None}
-            history.messages[-1] |= {name: x for name, x in others.items() if name not in history.messages[-1]}
+            for added in history.messages[n:][-1:]:  # the template gets the other fields as they are
+                others = {name: x for name, x in message.items() if name not in READ and x is not None}
+                added |= {name: x for name, x in others.items() if name not in added}
         return history, content["tools"] if self.tools else []
 
 

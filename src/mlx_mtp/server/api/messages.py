@@ -8,7 +8,7 @@ from pydantic import Field
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import LOADING, ApiError, StructuredOutput, TooLong
+from ..request import LOADING, ApiError, StructuredOutput
 from ..structured_output import from_response_format
 from . import common
 from .common import Body, Item, Limit, Many, Stop, Tool, Usage, Writer, event
@@ -29,8 +29,8 @@ def _event(kind: str, **data: Any) -> bytes:
 def error_content(error: ApiError) -> Json:
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     message = error.message
-    if isinstance(error, TooLong):  # Claude Code reads the numbers, and summarizes the conversation
-        message = f"prompt is too long: {error.n_tokens} tokens > {error.max_tokens} maximum"
+    if error.too_long is not None:  # Claude Code reads the numbers, and summarizes the conversation
+        message = "prompt is too long: {} tokens > {} maximum".format(*error.too_long)
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 

@@ -217,11 +217,8 @@ def _custom_tool(tool: Tool, name: str) -> Json:
     if form.get("type") == "grammar":
         syntax, definition = form.get("syntax"), form.get("definition")
         if syntax not in ("lark", "regex") or not isinstance(definition, str):
-            raise ApiError(
-                400,
-                f"tools: the grammar of {name[:50]} needs a syntax, lark or regex, and a definition.",
-                param="tools",
-            )
+            message = f"tools: the grammar of {name[:50]} needs a syntax, lark or regex, and a definition."
+            raise ApiError(400, message, param="tools")
         given |= {"pattern": f"^({definition})$"} if syntax == "regex" else {LARK: definition}
     parameters = {"type": "object", "properties": {"input": given}, "required": ["input"]}
     return common.function_tool(tool.model_copy(update={"strict": len(given) > 1}), name, parameters)

@@ -225,7 +225,7 @@ def _make_processors(tokenizer: TokenizerWrapper, request: Request, prompt: Prom
     if request.min_tokens > 0:
         ends = [*tokenizer.eos_token_ids, *request.stop_token_ids]
         processors.append(partial(_allow_no_end, ends, len(prompt.tokens) + request.min_tokens))
-    if (budget := request.thinking.limit(tokenizer)) is not None:
+    if (budget := request.reasoning_limit(tokenizer)) is not None:
         processors.append(make_budget(tokenizer, len(prompt.tokens), prompt.in_reasoning, budget))
     return processors
 
@@ -238,7 +238,7 @@ def _patience(tokenizer: TokenizerWrapper, request: Request) -> float | None:
         return 0
     if not request.streams:
         return math.inf
-    return PATIENCE if request.thinking.limit(tokenizer) is None else PATIENCE_AT_LIMIT
+    return PATIENCE if request.reasoning_limit(tokenizer) is None else PATIENCE_AT_LIMIT
 
 
 def make_penalties(given: Any, n_prompt: int) -> list[LogitsProcessor]:

@@ -17,12 +17,12 @@ from ...checkpoint.settings import Sampling
 from ...errors import MTPError, as_mtp_error
 from ...images.open import size_of
 from ...images.prompt import CUT, LEFT_OUT, MARK, encode_marked, leave_out, place_pixels, read_pixels
-from ...images.vision import Vision
+from ...images.tower import Vision
 from ...memory import Account, size
 from ...text.answer import ends_in_reasoning, think_marks
 from ...text.grammar import llguidance_tokenizer
 from ...text.schema import Json
-from ..request import NO_MEMORY, ApiError, Options, Prompt, Request, TooLong
+from ..request import NO_MEMORY, ApiError, Options, Prompt, Request, too_long
 from ..structured_output import make_output_grammar
 
 QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
@@ -64,7 +64,7 @@ class BoundedTokenizer:
         max_context = self.context_length
         if isinstance(text, str):
             if max_context is not None and len(text) > CHARS * max_context and (n := self.count(text)) > max_context:
-                raise TooLong(n, max_context)
+                raise too_long(n, max_context)
             return encode_marked(self.tokenizer, text, **kwargs)
         if (last := max(text, default=0)) >= self.n_ids:
             raise ApiError(400, f"The prompt has the token {last}, beyond the vocabulary of {self.n_ids}.")
@@ -102,7 +102,7 @@ class BoundedTokenizer:
         if n_prompt == 0:
             raise ApiError(400, "The prompt is empty.", param=request.param)
         if max_context is not None and n_prompt + args.max_tokens > max_context:
-            error = TooLong(n_prompt, max_context, request.param)
+            error = too_long(n_prompt, max_context, request.param)
             if n_prompt >= max_context:
                 raise error
             if request.limit is not None:

@@ -24,7 +24,7 @@ from ...core.distributed.ranks import Ranks, differing_ranks
 from ...errors import MTPError, is_mendable
 from ...memory import advice, is_device_error, is_out_of_memory, size
 from ...text.grammar import llguidance_tokenizer
-from ..request import LOADING, NO_MEMORY, STARTED, ApiError, Delta, Likely, Metrics, Request, Waiting
+from ..request import LOADING, NO_MEMORY, STARTED, ApiError, Delta, Metrics, Request, Waiting
 from .admission import Admission
 
 STOP = 30.0  # seconds for the last step of running requests, and to write the prompt cache
@@ -41,8 +41,9 @@ ALONE = 10.0  # seconds that a failed rank waits for the others to fail as well
 class Engine:
     """Generates answers to requests, as many at a time as ``Admission`` admits, in the order of arrival."""
 
-    def __init__(self, admission: Admission, clients: "Clients", metrics: Metrics, ranks: Ranks | None):
-        self.admission, self.clients, self.metrics, self.ranks = admission, clients, metrics, ranks
+    def __init__(self, admission: Admission, metrics: Metrics, ranks: Ranks | None):
+        self.admission, self.metrics, self.ranks = admission, metrics, ranks
+        self.clients = clients = Clients(ranks)
         self.waiting: deque[Request] = deque()  # in order
         self.running: dict[int, Request] = {}  # requests by their uid in the batch generator
         self.loaded: Future[None] = Future()  # done when the default model is loaded, or with the error of loading it
@@ -298,16 +299,25 @@ def _with_logprobs(delta: Delta, response: Response, n: int, tokenizer: Any) -> 
     tokens = mx.concatenate([mx.array([delta.token]), tokens.astype(mx.int32)])  # [1 + n]
     ids: Any = tokens.tolist()
     decode = llguidance_tokenizer(tokenizer).decode_bytes  # without a byte 0xFF at the beginning, which no UTF-8 has
-    likely, *top = (Likely(decode([i]) or b"\xff", value) for i, value in zip(ids, logprobs[tokens].tolist()))
-    top = sorted((t for t in top if t.logprob > -math.inf), key=lambda t: -t.logprob)
-    return replace(delta, likely=likely, top=top)
+    own, *top = ((decode([i]) or b"\xff", value) for i, value in zip(ids, logprobs[tokens].tolist()))
+    likeliest = sorted((t for t in top if t[1] > -math.inf), key=lambda t: -t[1])
+    return replace(delta, logprobs=[own, *likeliest])
 
 
 class Clients:
-    def __init__(self) -> None:
+    """The requests of clients, and their disconnects. Of several ranks, rank 0 broadcasts its own: each rank runs the whole
+    engine, and the same steps.
+    """
+
+    def __init__(self, ranks: Ranks | None = None):
+        self.ranks = ranks
         self.arriving: Queue[Request] = Queue()
         self.open: set[Request] = set()  # requests whose clients wait for an answer
         self.is_stopping = False
+        # Of several ranks
+        self.n_turns = 0  # since the last exchange
+        self.n_idle = 0  # exchanges since the last request
+        self.checksum = 0  # a checksum of the generated tokens
 
     # Any thread
 
@@ -326,9 +336,11 @@ class Clients:
 
     def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
         """The changes since the last step, ``known`` the requests before it; ``None`` when the server stops."""
-        return None if self.is_stopping else self.look(known, wait=is_idle)
+        if self.ranks is not None:
+            return self._exchange(self.ranks, known, is_idle)
+        return None if self.is_stopping else self._look(known, wait=is_idle)
 
-    def look(self, known: Iterable[Request], wait: bool) -> Changes:
+    def _look(self, known: Iterable[Request], wait: bool) -> Changes:
         arrived: list[Request] = []
         with suppress(Empty):
             arrived.append(self.arriving.get(block=wait, timeout=IDLE))
@@ -336,41 +348,30 @@ class Clients:
                 arrived.append(self.arriving.get_nowait())
         return arrived, {request.number for request in (*known, *arrived) if request.is_gone}
 
-    def after_step(self, prefilled: list[PromptResponse], generated: list[Response]) -> None:
-        """Call after each step of the batch generator, with its responses."""
-
-
-class SharedClients(Clients):
-    """Clients of rank 0, whose requests and disconnects it broadcasts: each rank runs the whole engine, and the same steps."""
-
-    def __init__(self, ranks: Ranks):
-        super().__init__()
-        self.ranks = ranks
-        self.n_turns = 0  # since the last exchange
-        self.n_idle = 0  # exchanges since the last request
-        self.checksum = 0  # a checksum of the generated tokens
-
-    def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
+    def _exchange(self, ranks: Ranks, known: Iterable[Request], is_idle: bool) -> Changes | None:
         self.n_turns += 1
         if not is_idle and self.n_turns < EVERY:
             return [], set()
         self.n_turns, self.n_idle = 0, self.n_idle + 1 if is_idle else 0
         mine: Changes = [], set()
-        if self.ranks.rank == 0:
-            mine = self.look(known, wait=is_idle)
+        if ranks.rank == 0:
+            mine = self._look(known, wait=is_idle)
         elif self.n_idle > REST_AFTER:
             time.sleep(REST)  # MLX's ring waits in a busy loop
         numbers = mx.array([[any(mine), self.is_stopping, self.checksum]], mx.uint32)
-        sent: Any = mx.distributed.all_gather(numbers, group=self.ranks.group).tolist()  # [R, 3]
+        sent: Any = mx.distributed.all_gather(numbers, group=ranks.group).tolist()  # [R, 3]
         has_changes, stop, checksum = zip(*sent)
         if others := differing_ranks(checksum):
             raise RuntimeError(f"{others} have generated other tokens than rank 0.")
         if any(stop):
             return None
-        shared = self.ranks.broadcast(mine) if has_changes[0] else mine
-        return mine if self.ranks.rank == 0 else shared
+        shared = ranks.broadcast(mine) if has_changes[0] else mine
+        return mine if ranks.rank == 0 else shared
 
     def after_step(self, prefilled: list[PromptResponse], generated: list[Response]) -> None:
+        """Call after each step of the batch generator, with its responses."""
+        if self.ranks is None:
+            return
         if prefilled:
             self.n_turns = EVERY  # prefilling took long
         for uid, token in [(r.uid, "prefilled") for r in prefilled] + [(r.uid, r.token) for r in generated]:
