@@ -19,8 +19,7 @@ from ..cli.display import one_line_errors, table
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..core.pacing.depth import MAX_DRAFT_TOKENS
-from ..errors import MTPError
-from ..extras import require
+from ..errors import MTPError, require
 from ..files import check_target, write_atomic
 from . import tune
 from .measure import (

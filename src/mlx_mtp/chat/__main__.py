@@ -14,9 +14,8 @@ from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.display import one_line_errors, sentence
 from ..cli.parser import extend, finish, parse
-from ..core.distributed.ranks import Ranks
-from ..errors import MTPError, is_mendable
-from ..extras import require
+from ..core.distributed import Ranks
+from ..errors import MTPError, is_mendable, require
 from ..files import make_folder
 from ..generate.stream import GenerationResponse
 from ..memory import advice

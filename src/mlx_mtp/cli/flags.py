@@ -22,7 +22,7 @@ from ..checkpoint.heads.originals import head_to_fetch
 from ..checkpoint.load import DEMO, DEMO_NOTE, check_family, load
 from ..checkpoint.settings import Sampling, sampling_defaults
 from ..core.caches.validation import BITS, GROUP_SIZES
-from ..core.distributed.ranks import Ranks
+from ..core.distributed import Ranks
 from ..core.drafts.options import TextOptions, asks_for_copies
 from ..core.layers.mtp import has_head
 from ..core.pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS

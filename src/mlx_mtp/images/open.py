@@ -12,8 +12,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from ..errors import MTPError, MTPFileNotFoundError
-from ..extras import require
+from ..errors import MTPError, MTPFileNotFoundError, require
 
 if TYPE_CHECKING:
     from PIL.Image import Image

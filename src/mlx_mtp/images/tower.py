@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import BaseModelArgs
 
-from ..core.models.rope import rotate
+from ..core.caches.positions import rotate
 from ..errors import MTPError
 
 T = TypeVar("T")

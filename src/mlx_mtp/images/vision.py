@@ -13,8 +13,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..core.caches.fingerprint import digest
-from ..errors import MTPError
-from ..extras import require
+from ..errors import MTPError, require
 from ..memory import nbytes_of
 from .open import open_image
 from .tower import VisionArgs, VisionTower, make_tower, split_tower
