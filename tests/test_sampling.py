@@ -20,7 +20,7 @@ from mlx_lm.server import LogitsProcessorArguments
 from scipy.stats import binomtest
 
 from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
-from mlx_mtp.core.sampling.acceptance import Drafted, Proposal, RejectionSampling, n_leading, residual
+from mlx_mtp.core.sampling.acceptance import Drafted, RejectionSampling, n_leading, residual
 from mlx_mtp.core.sampling.processors import keeps_state
 from mlx_mtp.core.sampling.sampler import BLOCK, Support, draw, largest
 from mlx_mtp.server.engine.admission import _allow_no_end, make_budget, make_penalties
@@ -63,7 +63,7 @@ def test_accepts_with_probability_p_over_q(p, q):
     bound = np.minimum(1.0, p[drafts] / q[drafts])
     logprobs, proposals = (
         mx.stack([log(p)] * (n + 1))[None],
-        [Proposal(Support(None, mx.array(q)[None]), mx.zeros((1, 1)))] * n,
+        [(Support(None, mx.array(q)[None]), mx.zeros((1, 1)))] * n,
     )
     acceptance = RejectionSampling(make_sampler(temp=1.0))
     texts = [Drafted(acceptance, 0, n)]

@@ -223,7 +223,8 @@ def show(report: Report) -> str:
     if report.prefill:
         seconds = [["prefill", "plain, s", "mtp, s", "plain / mtp"]]
         for p in report.prefill:
-            seconds.append([f"  {p.prompt_tokens:,}", f"{p.plain:.2f}", f"{p.mtp:.2f}", f"{p.plain / p.mtp:.2f}"])
+            ratio = p["plain"] / p["mtp"]
+            seconds.append([f"  {p['prompt_tokens']:,}", f"{p['plain']:.2f}", f"{p['mtp']:.2f}", f"{ratio:.2f}"])
         lines += [*table(seconds), ""]
     differing = [f"{r.prompt} ({r.run})" for r in report.results if not r.identical and r.prompt != OVERALL]
     lines.append(

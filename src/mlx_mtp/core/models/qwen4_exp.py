@@ -121,20 +121,6 @@ class SigmoidGatedNorm(nn.Module):
         return (normed * mx.sigmoid(gate.astype(mx.float32))).astype(x.dtype)
 
 
-class GatedDeltaNet(qwen3_5.GatedDeltaNet):
-    def __init__(self, args: TextModelArgs):
-        super().__init__(args)
-        if args.output_gate_type == "sigmoid":
-            self.norm = SigmoidGatedNorm(self.head_v_dim, args.rms_norm_eps)
-
-
-class Attention(stock.Attention):
-    def __init__(self, args: TextModelArgs):
-        super().__init__(args)
-        self.q_norm, self.k_norm = (Norm(self.head_dim, args.rms_norm_eps) for _ in range(2))
-        self.indexer = Indexer(args)
-
-
 class DecoderLayer(Layer, nn.Module):
     def __init__(self, args: TextModelArgs, is_linear: bool, has_ngrams: bool = False):
         super().__init__()
@@ -142,9 +128,13 @@ class DecoderLayer(Layer, nn.Module):
         if has_ngrams:
             self.ple = NgramEmbedding(args)
         if is_linear:
-            self.linear_attn = GatedDeltaNet(args)
+            self.linear_attn = delta = stock.GatedDeltaNet(args)
+            if args.output_gate_type == "sigmoid":
+                delta.norm = SigmoidGatedNorm(delta.head_v_dim, args.rms_norm_eps)
         else:
-            self.self_attn = Attention(args)
+            self.self_attn = own = stock.Attention(args)
+            own.q_norm, own.k_norm = (Norm(own.head_dim, args.rms_norm_eps) for _ in range(2))
+            own.indexer = Indexer(args)
         self.mlp = stock.SparseMoeBlock(args)
         self.attn_hyper_connection, self.mlp_hyper_connection = Streams(args), Streams(args)
 
