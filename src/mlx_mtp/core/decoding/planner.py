@@ -2,7 +2,6 @@
 
 from collections import deque
 from time import perf_counter
-from typing import Any
 
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer, expected_tokens
@@ -29,8 +28,8 @@ class Planner:
         if model.ranks is not None:
             self.exchange = exchange = Exchange(model.ranks, self.depth.times)
             self.unsent, self.received = exchange.unsent, exchange.received
-        # The steps whose seconds are not received yet: whether the time is of this step only, and what ``Depth`` observes
-        self.waiting: deque[tuple[bool, dict[str, Any]]] = deque()
+        # What ``Depth`` observes of the steps whose seconds are not received yet, and whether these are of the step only
+        self.waiting: deque[tuple[Plan, float, bool, dict[str, int]]] = deque()
         self.latest: list[Planned] = []  # of the latest windows
         # The sequences of the latest step, and the time and the number of traces at its end.
         self.last_end: tuple[list[Sequence], float, int] = [], 0.0, 0
@@ -83,18 +82,17 @@ class Planner:
             plan = Plan(len(drafts), plan.source)  # a source may give fewer than it offers
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         self._take_turn()
-        of_step: dict[str, Any] = {"plan": plan, "n_accepted": sum(step.n_accepted) / n}
-        of_step |= {"n_sequences": n, "n_tokens": planned.n_tokens}
+        mean, sizes = sum(step.n_accepted) / n, {"n_sequences": n, "n_tokens": planned.n_tokens}
         if not self.is_interrupted:
             is_clear = _is_clear(windows, is_plain) and not has_trace
-            self.waiting.append((is_clear, of_step | {"is_alone": self.is_alone}))
+            self.waiting.append((plan, mean, is_clear, sizes | {"is_alone": self.is_alone}))
             self.unsent.append(now - before)
         elif n > 1 or len(self.latest) > 2:  # a first step also prefills
-            self.depth.observe(**of_step, seconds=None)
+            self.depth.observe(plan, mean, None, **sizes)
         self.is_interrupted, self.is_alone = False, True
         while self.received:
-            (is_clear, of_step), seconds = self.waiting.popleft(), self.received.popleft()
-            self.depth.observe(**of_step, seconds=seconds if is_clear else None)
+            (plan, mean, is_clear, others), seconds = self.waiting.popleft(), self.received.popleft()
+            self.depth.observe(plan, mean, seconds if is_clear else None, **others)
 
     def clear(self) -> None:
         self.latest, self.last_end, self.is_interrupted = [], ([], 0.0, 0), True
