@@ -2,6 +2,7 @@
 
 from collections import deque
 from time import perf_counter
+from typing import Any
 
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer, expected_tokens
@@ -29,7 +30,7 @@ class Planner:
             self.exchange = exchange = Exchange(model.ranks, self.depth.times)
             self.unsent, self.received = exchange.unsent, exchange.received
         # What ``Depth`` observes of the steps whose seconds are not received yet, and whether these are of the step only
-        self.waiting: deque[tuple[Plan, float, bool, dict[str, int]]] = deque()
+        self.waiting: deque[tuple[Plan, float, bool, dict[str, Any]]] = deque()
         self.latest: list[Planned] = []  # of the latest windows
         # The sequences of the latest step, and the time and the number of traces at its end.
         self.last_end: tuple[list[Sequence], float, int] = [], 0.0, 0
@@ -82,7 +83,8 @@ class Planner:
             plan = Plan(len(drafts), plan.source)  # a source may give fewer than it offers
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         self._take_turn()
-        mean, sizes = sum(step.n_accepted) / n, {"n_sequences": n, "n_tokens": planned.n_tokens}
+        mean = sum(step.n_accepted) / n
+        sizes: dict[str, Any] = {"n_sequences": n, "n_tokens": planned.n_tokens}
         if not self.is_interrupted:
             is_clear = _is_clear(windows, is_plain) and not has_trace
             self.waiting.append((plan, mean, is_clear, sizes | {"is_alone": self.is_alone}))
