@@ -197,12 +197,7 @@ def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> 
     if args.mtp_num_hidden_layers > 0:
         model.mtp = MTPModule(args, decoder_layer(args, layer_idx=args.full_attention_interval - 1))
         attention.append(model.mtp.layers[0].self_attn)
-    for own in attention:
-        add_mrope(own, getattr(args, "rope_parameters", None))
-
-
-def add_mrope(attention: Any, rope_parameters: dict[str, Any] | None) -> None:
-    """Replace the rope of an attention layer by ``MRoPE``, if its model takes positions in three axes."""
-    sections = (rope_parameters or {}).get("mrope_section")
-    if sections is not None and isinstance(attention.rope, nn.RoPE):
-        attention.rope = MRoPE(attention.rope, sections)
+    sections: Any = (getattr(args, "rope_parameters", None) or {}).get("mrope_section")  # of positions in three axes
+    for own in attention if sections is not None else ():
+        if isinstance(own.rope, nn.RoPE):
+            own.rope = MRoPE(own.rope, sections)

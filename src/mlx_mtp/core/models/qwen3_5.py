@@ -41,10 +41,12 @@ class TextModel(stock.TextModel):
 
 class Model(MTPModel, stock.Model):
     head_prefix = "language_model.mtp."
+    text_model: Any = TextModel
+    text_model_args: Any = TextModelArgs
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)
-        self.language_model = TextModel(TextModelArgs.from_dict(args.text_config))
+        self.language_model = self.text_model(self.text_model_args.from_dict(args.text_config))
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
         group = group or mx.distributed.init()

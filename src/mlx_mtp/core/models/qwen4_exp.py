@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import qwen3_5 as stock
-from mlx_lm.models import qwen3_5_moe
 
 from ...errors import MTPError
 from ..caches.recurrent import State
@@ -24,9 +23,9 @@ from ..layers.layer import Layer
 from ..layers.mtp import MTPModule
 from ..layers.passes import Pass, current_pass
 from ..layers.sparse import Indexer, Norm
-from . import qwen3_5
+from . import qwen3_5, qwen3_5_moe
 from .head_weights import is_raw
-from .mixin import MTPModel, without_layers
+from .mixin import without_layers
 from .ngrams import NgramEmbedding, NgramHash, NgramTable, add_ngrams
 
 TABLE = ".ple.ple_embedding.ngram_embedding."  # in the names of a table's tensors
@@ -275,15 +274,11 @@ class TextModel(stock.TextModel):
         return {name: w.moveaxis(2, 1) if is_raw({name: w}) else w for name, w in weights.items()}
 
 
-class Model(MTPModel, qwen3_5_moe.Model):
-    head_prefix = "language_model.mtp."
+class Model(qwen3_5_moe.Model):
+    text_model, text_model_args = TextModel, TextModelArgs
     shifts_norms = False
     no_shard = "its residual streams are mixed in each layer"
     text_only = "A model of type qwen4_exp takes text only here: leave the images out."
-
-    def __init__(self, args: ModelArgs):
-        super().__init__(args)
-        self.language_model = TextModel(TextModelArgs.from_dict(args.text_config))
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """As of the base, but without input embeddings, since n-grams are those of token ids."""
@@ -304,7 +299,3 @@ class Model(MTPModel, qwen3_5_moe.Model):
     @property
     def hidden_size(self) -> int:
         return self.text_args.hc_count * self.text_args.hidden_size
-
-    @property
-    def mtp(self) -> MTPModule:
-        return self.language_model.mtp
