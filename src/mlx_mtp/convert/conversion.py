@@ -29,7 +29,7 @@ from ..core.models import BASES
 from ..core.models.head_weights import is_head
 from ..core.models.mixin import MTPModel
 from ..core.models.ngrams import NgramTable, Quantized, floats
-from ..errors import MTPError, MTPOSError
+from ..errors import MTPError, MTPOSError, as_mtp_error
 from ..files import writing
 from ..images.vision import CONFIG_FILES
 from .graft import graft, named_tower
@@ -315,12 +315,10 @@ class Quantization(NamedTuple):
                 )
         if self.group_size is not None and self.group_size < 1:
             raise MTPError(f"--q-group-size must be 1 or more, not {self.group_size}.")
-        try:
+        sizes = {"--q-group-size": self.group_size, "--q-bits": self.bits}
+        given = " ".join(f"{flag} {n}" for flag, n in sizes.items() if n is not None) or f"--q-mode {self.mode}"
+        with as_mtp_error(f"MLX cannot quantize with {given}", ValueError):
             mx.quantize(mx.zeros((1, self.group_size or 128)), self.group_size, self.bits, self.mode)
-        except ValueError as e:
-            sizes = {"--q-group-size": self.group_size, "--q-bits": self.bits}
-            given = " ".join(f"{flag} {n}" for flag, n in sizes.items() if n is not None) or f"--q-mode {self.mode}"
-            raise MTPError(f"MLX cannot quantize with {given}: {e}") from e
 
     def apply(self, model: Any, config: Config) -> tuple[Any, Config]:
         """Quantize or dequantize a model, and record it in the config. An MTPError if mlx-lm would quantize no layer."""

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import qwen3_5 as stock
+from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
 
 from ...errors import MTPError
 from ..caches.recurrent import State
@@ -108,12 +109,8 @@ def inject(x: mx.array, out: mx.array, injection: mx.array) -> mx.array:
     return x + (injection[..., None] * out[:, :, None]).reshape(x.shape)
 
 
-class SigmoidGatedNorm(nn.Module):
-    """mlx-lm's ``Qwen3NextRMSNormGated``, with a sigmoid in place of silu."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = mx.ones(size), eps
+class SigmoidGatedNorm(Qwen3NextRMSNormGated):
+    """mlx-lm's norm, with a sigmoid in place of silu."""
 
     def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
         normed = mx.fast.rms_norm(x, self.weight, self.eps).astype(mx.float32)
