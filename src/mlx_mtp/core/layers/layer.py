@@ -199,7 +199,7 @@ def recurrent_layer(
     else:
         out, state = recur(native, inputs, state)  # [B, T, Hv, Dv]
     out = delta.out_proj(delta.norm(out.astype(v.dtype), z).reshape(B, T, -1))
-    if (group := getattr(delta, "sharding_group", None)) is not None:  # in Qwen3-Next, ``out_proj`` sums by itself
+    if (group := vars(delta).get("sharding_group")) is not None:  # in Qwen3-Next, ``out_proj`` sums by itself
         out = mx.distributed.all_sum(out, group=group)
     out = layer.feed_forward(layer.join(x, out, *ways))
     return (out, conv_state, state, *split)
