@@ -31,8 +31,7 @@ from mlx_mtp.checkpoint.output import naming
 from mlx_mtp.cli.display import one_line_errors, sentence, table
 from mlx_mtp.cli.parser import REMOVED
 from mlx_mtp.core.models.mixin import MTPModel
-from mlx_mtp.errors import MTPError, MTPFileNotFoundError, MTPOSError
-from mlx_mtp.extras import MissingExtra
+from mlx_mtp.errors import MissingExtra, MTPError, MTPFileNotFoundError, MTPOSError
 from mlx_mtp.files import check_target
 from mlx_mtp.server.engine import models as engine_models
 from tests.support.checkpoints import accepting, configure, copied, no_head

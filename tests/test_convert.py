@@ -18,8 +18,7 @@ from huggingface_hub import ModelCard
 import mlx_mtp
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.convert import conversion, convert
-from mlx_mtp.convert.__main__ import main, make_parser
-from mlx_mtp.convert.inspect import inspect
+from mlx_mtp.convert.__main__ import inspect, main, make_parser
 from mlx_mtp.core.models.head_weights import split_head
 from mlx_mtp.images.tower import PATCH_KERNEL, split_tower
 from mlx_mtp.memory import size

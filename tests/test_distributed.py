@@ -12,7 +12,7 @@ from mlx_mtp import generate
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.checkpoint.part import divide, files_of, names_of
 from mlx_mtp.checkpoint.reader import CheckpointReader
-from mlx_mtp.core.distributed.ranks import synchronize
+from mlx_mtp.core.distributed import synchronize
 from mlx_mtp.core.models.head_weights import quantize_head
 from mlx_mtp.core.models.shard import check_pipeline, check_shard
 from tests.support import distribution

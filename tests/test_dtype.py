@@ -22,7 +22,7 @@ from mlx_mtp.checkpoint.checks.dtype import DTYPES, set_dtype
 from mlx_mtp.checkpoint.checks.self_test import SelfTest
 from mlx_mtp.checkpoint.part import evaluate
 from mlx_mtp.cli import flags
-from mlx_mtp.core.distributed.calls import any_rank
+from mlx_mtp.core.distributed import any_rank
 from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.errors import MTPError
 from mlx_mtp.fit import fitting

@@ -29,7 +29,6 @@ from mlx_mtp.fit.training import (
     DraftLoss,
     iterate_batches,
     make_trainable,
-    read_states,
     record,
     train_head,
 )
@@ -237,7 +236,7 @@ def test_what_is_recorded(tmp_path, length):
     model = tiny_model("qwen3_5", vocab_size=512)
     texts = [Document("a", [3, 1, 4, 1, 5]), Document("b", [2, 7, 1, 8, 2, 8, 1, 8], 2)]
     for text, file in zip(texts, record(model, texts, tmp_path, "x", 2, length)):
-        kept, hidden = read_states(file), model.model(mx.array([text.tokens]))[:, -length:]
+        kept, hidden = mx.load(str(file)), model.model(mx.array([text.tokens]))[:, -length:]
         assert kept["tokens"].tolist() == text.tokens[-length:]
         assert kept["n_prompt"].item() == max(text.n_prompt - max(len(text.tokens) - length, 0), 0)
         assert mx.allclose(kept["hidden"], hidden[0], atol=1e-5)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mlx_mtp import load, mtp_generate_step
-from mlx_mtp.convert.inspect import inspect
+from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.core.layers.mtp import has_head
 from mlx_mtp.core.models.head_weights import split_head
 from mlx_mtp.core.models.ngrams import NgramHash

@@ -15,8 +15,8 @@ import mlx_mtp
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.heads import acceptance
 from mlx_mtp.checkpoint.heads.acceptance import PARTS
+from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.convert.__main__ import main as convert
-from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.fit import fit
 from mlx_mtp.generate.__main__ import main as generate
 from tests.support import profiles

@@ -17,8 +17,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 import mlx_mtp
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.load import check_family
+from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.convert.__main__ import main as convert
-from mlx_mtp.convert.inspect import inspect
 from mlx_mtp.core.models import drafter_of, qwen3_5
 from mlx_mtp.core.models.head_weights import EXPERT_PROJECTIONS, is_raw
 from tests.support import profiles

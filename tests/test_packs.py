@@ -16,8 +16,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.catalog import originals_like, published
 from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.part import own_weights
-from mlx_mtp.convert.__main__ import main
-from mlx_mtp.convert.inspect import inspect
+from mlx_mtp.convert.__main__ import inspect, main
 from mlx_mtp.core.models.shard import check_shard
 from mlx_mtp.fit import fit
 from tests.support.checkpoints import (

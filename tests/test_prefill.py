@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp import BatchGenerator
-from mlx_mtp.core.batch import prefill_budget
-from mlx_mtp.core.batch.prefill_budget import PrefillBudget
+from mlx_mtp.core.batch import scheduler
+from mlx_mtp.core.batch.scheduler import PrefillBudget
 from tests.support.batches import run
 from tests.support.decoding import plain
 from tests.support.models import tiny_model
@@ -238,6 +238,6 @@ def test_embeddings_are_computed_between_steps():
 def test_on_metal_chunks_that_take_long_are_split(monkeypatch):
     """Of a text alone as well, whose chunks have any length elsewhere."""
     for on_metal, sizes in ((False, [2048] * 4), (True, [2048] + [512] * 12)):
-        monkeypatch.setattr(prefill_budget, "on_metal", lambda on_metal=on_metal: on_metal)
+        monkeypatch.setattr(scheduler, "on_metal", lambda on_metal=on_metal: on_metal)
         budget = PrefillBudget(2048, math.inf, 0.0)
         assert [n for n, *_ in read(budget, Machine(0.0, 1 / 300), 8192, is_running=False)] == sizes

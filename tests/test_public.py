@@ -16,24 +16,24 @@ from itertools import permutations
 from pathlib import Path
 
 import mlx_mtp
-from mlx_mtp.extras import EXTRAS
+from mlx_mtp.errors import EXTRAS
 
 PACKAGE = Path(mlx_mtp.__file__).parent
 ROOT = Path(__file__).parents[1]
 COMMANDS = {"about", "generate", "chat", "convert", "benchmark", "server", "fit"}
-SHARED = {"cli", "extras", "files", "prompts"}  # by the commands
+SHARED = {"cli", "files", "prompts"}  # by the commands
 LIBRARY = {"batch", "caches", "checkpoint", "decoding", "distributed", "drafts", "images", "memory", "models"}
 LIBRARY |= {"pacing", "prompt_store", "sampling", "text"}
 # What each package or module may import, beside itself, the version and the errors; the public names may import anything.
 ARROWS = {
-    **{name: set() for name in ("distributed", "errors", "extras", "files", "memory", "sampling", "traces")},
+    **{name: set() for name in ("distributed", "errors", "files", "memory", "sampling", "traces")},
     "prompts": {"files"},
     "caches": {"traces"},
     "layers": {"caches", "traces"},
     "models": {"caches", "distributed", "layers"},
-    "images": {"caches", "extras", "memory", "models"},
+    "images": {"caches", "memory", "models"},
     "pacing": {"distributed", "layers", "models"},
-    "text": {"extras", "pacing"},
+    "text": {"pacing"},
     "drafts": {"caches", "layers", "models", "pacing", "sampling", "text"},
     "decoding": {"caches", "distributed", "drafts", "layers", "models", "pacing", "sampling", "text", "traces"},
     "batch": {"caches", "decoding", "distributed", "drafts", "layers", "memory", "models", "pacing"},

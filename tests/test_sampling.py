@@ -20,7 +20,7 @@ from mlx_lm.server import LogitsProcessorArguments
 from scipy.stats import binomtest
 
 from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
-from mlx_mtp.core.sampling.acceptance import Drafted, Proposal, RejectionSampling, n_leading, residual
+from mlx_mtp.core.sampling.acceptance import Drafted, RejectionSampling, n_leading, residual
 from mlx_mtp.core.sampling.processors import keeps_state
 from mlx_mtp.core.sampling.sampler import BLOCK, Support, draw
 from mlx_mtp.server.engine.admission import _allow_no_end, make_budget, make_penalties
@@ -63,7 +63,7 @@ def test_accepts_with_probability_p_over_q(p, q):
     bound = np.minimum(1.0, p[drafts] / q[drafts])
     logprobs, proposals = (
         mx.stack([log(p)] * (n + 1))[None],
-        [Proposal(Support(None, mx.array(q)[None]), mx.zeros((1, 1)))] * n,
+        [(Support(None, mx.array(q)[None]), mx.zeros((1, 1)))] * n,
     )
     acceptance = RejectionSampling(make_sampler(temp=1.0))
     texts = [Drafted(acceptance, 0, n)]
@@ -219,9 +219,7 @@ def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch)
             assert_drawn_from(want, verdict.tokens[part, 0])
             if part.stop <= 2 * third:
                 assert_drawn_from(want, verdict.tokens[part, 1])
-        p, q = (
-            probabilities_of(sampler, mx.repeat(log(p)[None], N, axis=0), proposal.uniforms) for p in (TARGET, head)
-        )
+        p, q = (probabilities_of(sampler, mx.repeat(log(p)[None], N, axis=0), proposal[1]) for p in (TARGET, head))
         most = np.array(mx.minimum(p, q).sum(axis=-1))[:third].mean(dtype=np.float64)
         assert abs(np.array(verdict.accepted[:third]).mean() - most) < 5 * math.sqrt(0.25 / third)
 
@@ -233,8 +231,8 @@ def test_drafts_of_logits_of_any_size(options):
     found = []
     for size in (0.0, 100.0):
         mx.random.seed(1)  # XTC's number
-        _, proposal = acceptance.draft([Drafted(acceptance, 0)], log(TARGET)[None] + size)
-        found.append(proposal.support.of_all(len(TARGET)))
+        _, (support, _) = acceptance.draft([Drafted(acceptance, 0)], log(TARGET)[None] + size)
+        found.append(support.of_all(len(TARGET)))
     assert mx.allclose(*found, atol=1e-4)
 
 

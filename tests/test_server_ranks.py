@@ -16,7 +16,7 @@ import pytest
 import mlx_mtp
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.load import DEMO
-from mlx_mtp.core.distributed.calls import LOST
+from mlx_mtp.core.distributed import LOST
 from mlx_mtp.server.engine.engine import Clients
 from mlx_mtp.server.request import Request, drop
 from tests.support import checkpoints

@@ -19,10 +19,9 @@ from .cli import flags
 from .cli.display import one_line_errors, paint, prompt_progress, sentence
 from .cli.parser import extend, finish, parse
 from .core.caches.prompt_cache import make_prompt_cache, n_tokens
-from .core.distributed.ranks import Ranks
+from .core.distributed import Ranks
 from .core.models.mixin import MTPModel
 from .errors import MTPError, as_mtp_error, is_mendable
-from .extras import require
 from .files import make_folder
 from .generate.stream import GenerationResponse, stream_generate
 from .images.open import open_image

@@ -1,7 +1,17 @@
 """The errors that a user can mend. Commands print them in one line; every other error keeps its traceback."""
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+EXTRAS = {  # of pip install 'mlx-mtp[server]', with the modules of each that are imported
+    "server": ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance", ZSTD),
+    "chat": ("prompt_toolkit",),
+    "image": ("PIL",),
+    "plot": ("matplotlib",),
+}
 
 
 class MTPError(ValueError):
@@ -14,6 +24,10 @@ class MTPOSError(OSError, MTPError):
 
 class MTPFileNotFoundError(FileNotFoundError, MTPOSError):
     """A file or a repository is missing."""
+
+
+class MissingExtra(ImportError, MTPError):
+    """An extra that is not installed."""
 
 
 def is_mendable(error: BaseException) -> bool:
@@ -30,3 +44,15 @@ def as_mtp_error(wrong: str, kind: type[Exception] = Exception) -> Iterator[None
         raise
     except kind as e:
         raise MTPError(f"{wrong}: {' '.join(str(e).split()) or type(e).__name__}") from e
+
+
+def require(extra: str, what: str) -> None:
+    """Raise a MissingExtra with the command to install it if an extra is missing; ``what`` requires it."""
+    if missing := [name for name in EXTRAS[extra] if _is_missing(name)]:
+        raise MissingExtra(f"{what} requires {', '.join(missing)}: pip install 'mlx-mtp[{extra}]'")
+
+
+def _is_missing(name: str) -> bool:
+    with suppress(ModuleNotFoundError):  # of its package
+        return find_spec(name) is None
+    return True

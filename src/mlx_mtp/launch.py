@@ -29,8 +29,7 @@ from huggingface_hub.utils import WeakFileLock
 
 from .cli.display import one_line_errors, say, table
 from .cli.parser import parse
-from .errors import MTPError
-from .extras import require
+from .errors import MTPError, require
 from .files import SERVERS, cache_file, keep, kept, make_folder, read_own
 
 NAME = "mlx_mtp launch"

@@ -19,8 +19,7 @@ from ..cli.display import one_line_errors, table
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
 from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
 from ..core.pacing.depth import MAX_DRAFT_TOKENS
-from ..errors import MTPError
-from ..extras import require
+from ..errors import MTPError, require
 from ..files import check_target, write_atomic
 from . import tune
 from .measure import (
@@ -224,7 +223,8 @@ def show(report: Report) -> str:
     if report.prefill:
         seconds = [["prefill", "plain, s", "mtp, s", "plain / mtp"]]
         for p in report.prefill:
-            seconds.append([f"  {p.prompt_tokens:,}", f"{p.plain:.2f}", f"{p.mtp:.2f}", f"{p.plain / p.mtp:.2f}"])
+            ratio = p["plain"] / p["mtp"]
+            seconds.append([f"  {p['prompt_tokens']:,}", f"{p['plain']:.2f}", f"{p['mtp']:.2f}", f"{ratio:.2f}"])
         lines += [*table(seconds), ""]
     differing = [f"{r.prompt} ({r.run})" for r in report.results if not r.identical and r.prompt != OVERALL]
     lines.append(

@@ -91,15 +91,6 @@ class Result:
 
 
 @dataclass
-class Prefill:
-    """Seconds from the start to the first token of a prompt, the medians of the rounds."""
-
-    prompt_tokens: int
-    plain: float
-    mtp: float  # with the head's keys and values
-
-
-@dataclass
 class Report:
     model: str
     machine: dict[str, Any]  # the chip and other properties that affect the speed
@@ -109,7 +100,7 @@ class Report:
     needed_memory: float  # GB, estimated for the longest text
     repeated: dict[str, float]  # by prompt, see ``repeated_share``
     results: list[Result] = field(default_factory=list)
-    prefill: list[Prefill] = field(default_factory=list)
+    prefill: list[dict[str, float]] = field(default_factory=list)  # of each prompt, see ``measure_prefill``
 
     def of(self, prompt: str) -> list[Result]:
         return [r for r in self.results if r.prompt == prompt]
@@ -154,12 +145,16 @@ def measure(
     return report
 
 
-def measure_prefill(model: Any, prompt: mx.array, repeat: int) -> Prefill:
+def measure_prefill(model: Any, prompt: mx.array, repeat: int) -> dict[str, float]:
+    """The seconds of plain and MTP generation to the first token of a prompt [T], the medians of the rounds.
+
+    MTP's include the head's keys and values.
+    """
     with wired_limit(model, [generation_stream]):
         one = partial(generate, model, prompt, 2)
         rounds = alternate([PLAIN, AUTO], [""], repeat, lambda _, run: one(run), model.ranks)
     plain, mtp = (statistics.median(own["", run].first_token for own in rounds) for run in (PLAIN, AUTO))
-    return Prefill(prompt.size, plain, mtp)
+    return {"prompt_tokens": prompt.size, "plain": plain, "mtp": mtp}
 
 
 def generate(

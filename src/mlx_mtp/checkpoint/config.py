@@ -12,7 +12,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from ..core.models import BASES, MODEL_TYPES, model_module
 from ..core.models.mixin import MTPModel
-from ..errors import MTPError, MTPFileNotFoundError
+from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 
 Config = dict[str, Any]
 EXTRA_TENSORS = "mlx_lm_extra_tensors"  # the config's key for files other than the model's
@@ -25,10 +25,8 @@ SIZES = (
 
 
 def parse_json(text: bytes, name: str) -> Config:
-    try:
+    with as_mtp_error(f"{name} is not JSON", ValueError):  # also raised for text that is not UTF-8
         value = json.loads(text.decode("utf-8"))
-    except ValueError as e:  # also raised for text that is not UTF-8
-        raise MTPError(f"{name} is not JSON: {e}") from e
     if not isinstance(value, dict):
         raise MTPError(f"{name} is not a JSON object.")
     return value

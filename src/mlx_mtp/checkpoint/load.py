@@ -14,8 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
-from ..core.distributed.calls import any_rank, from_rank_0, raise_on_all
-from ..core.distributed.ranks import Ranks
+from ..core.distributed import Ranks, any_rank, from_rank_0, raise_on_all
 from ..core.models import MODEL_TYPES, model_module
 from ..core.models.head_weights import split_head
 from ..core.models.mixin import MTPModel, drop_head

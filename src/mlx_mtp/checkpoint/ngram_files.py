@@ -56,7 +56,8 @@ class FileRows:
     def open(self) -> None:
         files = {x.file for part in self.parts for x in part.values()}
         self.opened = {file: os.open(self.folder / file, os.O_RDONLY) for file in files}  # their descriptors
-        weakref.finalize(self, _close, [*self.opened.values()])
+        for descriptor in self.opened.values():
+            weakref.finalize(self, os.close, descriptor)
         self.pool = ThreadPoolExecutor(N_THREADS, "ngrams")
 
     def __len__(self) -> int:
@@ -93,11 +94,6 @@ class FileRows:
 def _layout(part: Tensors) -> dict[str, tuple[int, Any]]:
     """The width and the dtype of each array; bfloat16 is read as uint16."""
     return {name: (x.shape[-1], DTYPES.get(x.dtype, x.dtype)) for name, x in part.items()}
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def _read_all(reads: list[tuple[int, int, int]]) -> bytes:

@@ -102,11 +102,19 @@ def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
 
-def write_weights(
-    folder: Path, receiver: CheckpointReader, head: dict[str, mx.array], tower: dict[str, mx.array] | None = None
+def write_beside(
+    folder: Path,
+    receiver: CheckpointReader,
+    config: Config,
+    head: dict[str, mx.array],
+    tower: dict[str, mx.array],
+    origin: Config,
+    card: str,
 ) -> None:
-    """Write a head and a vision encoder beside links to the receiver's files, and an index of all. Either may be empty."""
-    tower = tower or {}
+    """Write a head and a vision encoder beside links to the receiver's files, with an index of all, and the config.
+
+    Either may be empty. ``origin`` is that of ``describe_head``, and ``card`` ends the model card.
+    """
     linked = receiver.model_map | receiver.head_map
     linked = split_head(linked)[0] if head else linked
     weight_map = dict(linked)
@@ -121,6 +129,12 @@ def write_weights(
         metadata["total_size"] += sum(w.nbytes for w in (*head.values(), *tower.values()))
     write_index(folder, weight_map, metadata)
     check_written(folder, head | tower, weight_map)
+    if head:
+        config.update(quantization_beside(config, head))
+        describe_head(config, origin, next(iter(head.values())).dtype, None, separate=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n")
+    with (folder / "README.md").open("a", encoding="utf-8") as f:
+        f.write(card)
 
 
 def _link_files(source: CheckpointReader, folder: Path, weights: Collection[str]) -> None:
@@ -137,13 +151,6 @@ def _link_files(source: CheckpointReader, folder: Path, weights: Collection[str]
             except OSError:
                 pass  # another disk, or no support for links
         shutil.copy(file, target)
-
-
-def write_config(folder: Path, config: Config, head: dict[str, mx.array], origin: Config) -> None:
-    if head:
-        config.update(quantization_beside(config, head))
-        describe_head(config, origin, next(iter(head.values())).dtype, None, separate=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n")
 
 
 # The model card

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..core.distributed.ranks import Ranks
+from ..core.distributed import Ranks
 from ..core.models import MODEL_TYPES
 from ..core.models.head_weights import split_head
 from ..core.models.mixin import MTPModel

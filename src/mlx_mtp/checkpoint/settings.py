@@ -16,8 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .._version import __version__
 from ..core.caches.validation import BITS
-from ..core.distributed.calls import from_rank_0
-from ..core.distributed.ranks import Ranks
+from ..core.distributed import Ranks, from_rank_0
 from ..core.layers.drafting import DraftLMHead, Settings
 from ..core.models.head_weights import quantize_head
 from ..core.models.mixin import MTPModel

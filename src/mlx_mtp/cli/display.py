@@ -12,8 +12,7 @@ from typing import Any, TextIO, TypeVar
 import mlx.core as mx
 from tqdm import tqdm
 
-from ..core.distributed.calls import LOST, is_loss
-from ..core.distributed.ranks import Ranks
+from ..core.distributed import LOST, Ranks, is_loss
 from ..core.traces import n_traces
 from ..errors import MTPError, is_mendable
 from ..memory import advice

@@ -1,19 +1,26 @@
-"""The command line of ``mlx_mtp convert``: mlx-lm's flags, those of heads and vision encoders, and recipes of flags."""
+"""The command line of ``mlx_mtp convert``: mlx-lm's flags, those of heads and vision encoders, recipes, and ``--inspect``."""
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
 from mlx_lm.convert import configure_parser
 
 from ..checkpoint.catalog import Published, published
+from ..checkpoint.config import Config, check_config, skeleton
+from ..checkpoint.heads.acceptance import key_of, known, shifted
+from ..checkpoint.heads.formats import check_head, first_tensor, has_raw_backbone, has_raw_head
+from ..checkpoint.heads.originals import check_method
+from ..checkpoint.ngram_files import find_tables, place_of
+from ..checkpoint.reader import INDEX_FILE, CheckpointReader, Tensor, Tensors, n_bytes
 from ..cli.display import one_line_errors
 from ..cli.parser import extend, finish, parse
-from ..errors import MTPError
-from ..memory import size
+from ..core.models import MODEL_TYPES, model_module
+from ..errors import MTPError, MTPFileNotFoundError
+from ..memory import size, sizes_of
 from .conversion import convert
-from .inspect import inspect
 
 GROUPS = {
     "model": (
@@ -79,6 +86,77 @@ def recipe_flags(name: str) -> list[str]:
     print(f"[INFO] {name}: the result takes {needs}")
     folder = f"{model.original.rpartition('/')[2]}-4bit"
     return [f"--hf-path={model.original}", f"--mlx-path={folder}", "--quantize", "--q-bits=4"]
+
+
+def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
+    """Describe a checkpoint: type, quantization, head, vision encoder, the outcome of ``--mtp``, and the head's memory."""
+    checkpoint = CheckpointReader(path_or_hf_repo, revision)
+    config = checkpoint.config
+    if config is None:
+        raise MTPFileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
+    tower, verdict, head = checkpoint.tower(), _verdict(checkpoint), Tensors()
+    with suppress(FileNotFoundError, MTPError):  # told by the verdict
+        head = checkpoint.head()
+    commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
+    n_table = n_bytes(checkpoint.tensors({n: file for n, file in checkpoint.model_map.items() if place_of(n)}))
+    index = checkpoint.read_json(INDEX_FILE) if INDEX_FILE in checkpoint.files else {}
+    total = (index.get("metadata") or {}).get("total_size")
+    if not isinstance(total, int):
+        total = n_bytes(checkpoint.tensors(checkpoint.model_map))
+    quantization = _quantization(config, first_tensor(checkpoint, "embed_tokens.weight"))
+    lines = {
+        "Model": checkpoint.name + commit,
+        "Model type": config.get("model_type"),
+        "Backbone": f"{quantization}, {_layout(checkpoint, has_raw_backbone(checkpoint))}",
+        "Size": size(total),
+        **({"N-grams": f"{size(n_table)} of that size, read from the files by row"} if n_table else {}),
+        "MTP head": _describe_head(checkpoint, head) if head else "none",
+        "Vision": f"{len(tower)} tensors, {size(n_bytes(tower))}" if tower else "none",
+        "--mtp": verdict,
+    }
+    if verdict.startswith("ready"):
+        n_values = sizes_of(skeleton(config, checkpoint.name), 2).head_values
+        own = f"for its own keys and values {2 * n_values:,} bytes per token of context"
+        lines["Memory"] = f"{size(n_bytes(head))} for the head, and {own}"
+    return "\n".join(f"{key + ':':<12}{value}" for key, value in lines.items())
+
+
+def _describe_head(checkpoint: CheckpointReader, head: Tensors) -> str:
+    where = f" in {', '.join(files)}" if (files := checkpoint.head_files) else ""
+    quantized = ", quantized" if any(name.endswith(".scales") for name in head) else ""
+    layout, measured = _layout(checkpoint, has_raw_head(checkpoint)), known(key_of(checkpoint, checkpoint))
+    if measured is not None and measured.reading is not None:
+        layout = f"norms to be shifted: {shifted(measured.reading)}"
+    return f"{len(head)} tensors{where}, {size(n_bytes(head))}{quantized}, {layout}"
+
+
+def _verdict(checkpoint: CheckpointReader) -> str:
+    try:
+        check_method(checkpoint)
+        find_tables(skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name), checkpoint)
+        check_head(checkpoint)
+    except MTPError as e:
+        return str(e)
+    measured = known(key_of(checkpoint, checkpoint))
+    return "ready" if measured is None else f"ready, {measured.rate:.0%} of drafts accepted on built-in text"
+
+
+def _quantization(config: Config, embedding: Tensor | None) -> str:
+    quantization = config.get("quantization") or config.get("quantization_config")
+    if not quantization:
+        return "not quantized" if embedding is None else f"not quantized ({embedding.dtype})"
+    if "group_size" not in quantization or "quant_method" in quantization:
+        return f"quantized ({quantization.get('quant_method')})"
+    own = sum(isinstance(value, dict) and "ngram_embedding" not in name for name, value in quantization.items())
+    bits, mode = quantization["bits"], quantization.get("mode", "affine")
+    return f"{bits} bits in groups of {quantization['group_size']} ({mode})" + f", {own} modules otherwise" * (own > 0)
+
+
+def _layout(checkpoint: CheckpointReader, raw: bool) -> str:
+    name, norms = ("raw", "to be shifted") if raw else ("converted", "shifted")
+    model_type = (checkpoint.config or {}).get("model_type")
+    shifts_norms = model_type not in MODEL_TYPES or model_module(model_type).Model.shifts_norms
+    return f"{name} (norms {norms})" if shifts_norms else name
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from ..core.models import BASES
 from ..core.models.head_weights import is_head
 from ..core.models.mixin import MTPModel
 from ..core.models.ngrams import NgramTable, Quantized, floats
-from ..errors import MTPError, MTPOSError
+from ..errors import MTPError, MTPOSError, as_mtp_error
 from ..files import writing
 from ..images.tower import CONFIG_FILES
 from .graft import graft, named_tower
@@ -39,7 +39,11 @@ TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "added_tokens.json", "special_tokens_map.json", "chat_template*",
     "additional_chat_templates/*",
 )  # fmt: skip
-FOUR_BITS = Quantized(32, 4, "affine")  # a row has 160 numbers, which larger groups do not divide
+FOUR_BITS: Quantized = {
+    "group_size": 32,
+    "bits": 4,
+    "mode": "affine",
+}  # a row has 160 numbers, which larger groups do not divide
 NAME = "language_model.model.layers.{}.ple.ple_embedding.ngram_embedding.shards.{}"
 Written = dict[str, tuple[str, int]]  # the file of each tensor, and its bytes
 Decision = bool | dict[str, Any]  # whether to quantize a module, or how
@@ -220,7 +224,7 @@ def write_tables(folder: Path, model: Any, config: Config, quantize: bool, dtype
             written |= {f"{name}.{kind}": (file, x.nbytes) for kind, x in part.items()}
             for key in ("quantization", "quantization_config"):
                 if of_rows is not None and key in config:
-                    config[key][name] = of_rows._asdict()
+                    config[key][name] = of_rows
             del part
             mx.clear_cache()
     return written
@@ -234,7 +238,7 @@ def _part(
         rows = {name: floats(mx.array(x)) for name, x in table.rows.read_range(i, k).items()}
         if table.quantized is None:
             w = rows["weight"] if dtype is None else rows["weight"].astype(dtype)
-            arrays = (w,) if of_rows is None else mx.quantize(w, *of_rows)
+            arrays = (w,) if of_rows is None else mx.quantize(w, **of_rows)
             rows = dict(zip(("weight", "scales", "biases"), arrays))
         mx.eval(rows)
         blocks.append(rows)
@@ -311,12 +315,10 @@ class Quantization(NamedTuple):
                 )
         if self.group_size is not None and self.group_size < 1:
             raise MTPError(f"--q-group-size must be 1 or more, not {self.group_size}.")
-        try:
+        sizes = {"--q-group-size": self.group_size, "--q-bits": self.bits}
+        given = " ".join(f"{flag} {n}" for flag, n in sizes.items() if n is not None) or f"--q-mode {self.mode}"
+        with as_mtp_error(f"MLX cannot quantize with {given}", ValueError):
             mx.quantize(mx.zeros((1, self.group_size or 128)), self.group_size, self.bits, self.mode)
-        except ValueError as e:
-            sizes = {"--q-group-size": self.group_size, "--q-bits": self.bits}
-            given = " ".join(f"{flag} {n}" for flag, n in sizes.items() if n is not None) or f"--q-mode {self.mode}"
-            raise MTPError(f"MLX cannot quantize with {given}: {e}") from e
 
     def apply(self, model: Any, config: Config) -> tuple[Any, Config]:
         """Quantize or dequantize a model, and record it in the config. An MTPError if mlx-lm would quantize no layer."""

@@ -48,10 +48,8 @@ def graft(
             stored, told = _head(donor, receiver, config, dtype, folder)
             head = _as_parameters(stored, told, config, receiver.name)
             origin = (donor.config or {}).get("mlx_mtp") or {"source": donor.name, "revision": donor.revision}
-        output.write_weights(folder, receiver, head, tower)
-        output.write_config(folder, config, head, origin)
-        with (folder / "README.md").open("a") as f:
-            f.write((output.USAGE * bool(head) + output.IMAGES * bool(tower)).format(name=name or target))
+        usage = (output.USAGE * bool(head) + output.IMAGES * bool(tower)).format(name=name or target)
+        output.write_beside(folder, receiver, config, head, tower, origin, usage)
         if mtp_from is not None and not skip_check:
             best = check_acceptance(folder, norms_of(stored), told, mtp_from, model)
             if best != told:

@@ -18,7 +18,7 @@ from ..checkpoint.config import Config, check_config, read_json
 from ..checkpoint.heads.formats import head_bits
 from ..checkpoint.heads.originals import check_method, fetch_missing_head
 from ..checkpoint.load import load
-from ..checkpoint.output import atomic_directory, check_new, write_config, write_weights
+from ..checkpoint.output import atomic_directory, check_new, write_beside
 from ..checkpoint.part import evaluate
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
 from ..cli.display import say, table
@@ -195,9 +195,7 @@ def write_checkpoint(
     head = {model.head_prefix + path: w for path, w in parameters}
     adapter = "" if adapter_path is None else WITH_ADAPTER.format(adapter=adapter_path)
     original = origin.get("source") or name
+    card = USAGE.format(model=name, name=target, original=original, table=table, adapter=adapter, **record)
+    config["mlx_mtp_fit"] = record
     with atomic_directory(target) as folder:
-        write_weights(folder, reader, head)
-        config["mlx_mtp_fit"] = record
-        write_config(folder, config, head, origin)
-        with (folder / "README.md").open("a", encoding="utf-8") as card:
-            card.write(USAGE.format(model=name, name=target, original=original, table=table, adapter=adapter, **record))
+        write_beside(folder, reader, config, head, {}, origin, card)

@@ -136,7 +136,11 @@ def train(model: Any, parts: Split, how: FitOptions, work: Path) -> int:
 def record(
     model: MTPModel, texts: Sequence[Document], folder: Path, name: str, batch_size: int, length: int
 ) -> list[Path]:
-    """Write a file for each text and its last ``length`` positions, see ``read_states``, and keep those of an earlier run."""
+    """Write a file for each text and its last ``length`` positions, and keep those of an earlier run.
+
+    A file has ``tokens`` [T], ``hidden`` [T, H], ``n_prompt`` [], and the likeliest ``ids`` behind each and their
+    ``probabilities``, [T, k].
+    """
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}-{i:05d}.safetensors" for i in range(len(texts))]
     missing = sorted((len(text.tokens), file, text) for file, text in zip(files, texts) if not file.exists())
@@ -151,13 +155,8 @@ def record(
     return files
 
 
-def read_states(file: Path) -> dict[str, mx.array]:
-    """``tokens`` [T], ``hidden`` [T, H], ``n_prompt`` [], and the likeliest ``ids`` and ``probabilities`` behind each [T, k]"""
-    return load_tensors(file)
-
-
 def _states(model: MTPModel, texts: Sequence[Document], length: int) -> Iterator[dict[str, mx.array]]:
-    """Run the backbone over texts in one batch, padded on the right. Return the content of ``read_states`` for each."""
+    """Run the backbone over texts in one batch, padded on the right. Return what ``record`` writes of each."""
     longest = max(len(text.tokens) for text in texts)
     tokens = mx.array([text.tokens + [0] * (longest - len(text.tokens)) for text in texts], mx.uint32)  # [B, T]
     _, hidden = model(tokens, return_hidden=True)  # [B, T, H]; logits are not computed
@@ -254,12 +253,12 @@ def iterate_batches(
     """The batches of recorded texts for ``DraftLoss``: once in order, or with ``loop`` endlessly in random order."""
     if not loop:
         for i in range(0, len(dataset), batch_size):
-            yield _batch([read_states(file) for file in dataset[i : i + batch_size]])
+            yield _batch([load_tensors(file) for file in dataset[i : i + batch_size]])
         return
     rng = np.random.default_rng(seed)
     order = chain.from_iterable(rng.permutation(len(dataset)) for _ in count())
     while True:
-        yield _batch([read_states(dataset[i]) for i in islice(order, batch_size)])
+        yield _batch([load_tensors(dataset[i]) for i in islice(order, batch_size)])
         on_next()
 
 

@@ -19,10 +19,9 @@ from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
 from ..cli.parser import extend, finish, json_object, parse
 from ..core.caches.prompt_cache import open_prompt_cache
-from ..core.distributed.calls import from_rank_0
+from ..core.distributed import from_rank_0
 from ..core.models.mixin import MTPModel
-from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
-from ..extras import require
+from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error, require
 from ..files import check_source
 from ..images.open import size_of
 from ..images.prompt import IMAGE_TOKEN, PLACEHOLDER, read_images, vision_of

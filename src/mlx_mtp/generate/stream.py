@@ -20,7 +20,7 @@ from ..core.caches.prompt_cache import PromptCache, n_tokens
 from ..core.caches.rows import KVOptions
 from ..core.decoding.counts import DraftCounts
 from ..core.decoding.window import Token
-from ..core.distributed.ranks import Ranks, synchronize
+from ..core.distributed import Ranks, synchronize
 from ..core.drafts.options import TextOptions, asks_for_copies
 from ..core.layers.mtp import has_head
 from ..core.sampling.processors import seed_of

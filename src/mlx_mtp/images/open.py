@@ -14,8 +14,7 @@ from urllib.parse import unquote
 import mlx.core as mx
 import numpy as np
 
-from ..errors import MTPError, MTPFileNotFoundError
-from ..extras import require
+from ..errors import MTPError, MTPFileNotFoundError, require
 
 if TYPE_CHECKING:
     from PIL.Image import Image

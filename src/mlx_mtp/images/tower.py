@@ -23,9 +23,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.base import BaseModelArgs
 
 from ..core.caches.fingerprint import digest
-from ..core.models.rope import rotate
-from ..errors import MTPError
-from ..extras import require
+from ..core.caches.positions import rotate
+from ..errors import MTPError, require
 from ..memory import nbytes_of
 from .open import Processor
 

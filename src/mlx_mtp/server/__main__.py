@@ -3,7 +3,7 @@
 import argparse
 
 from ..cli.display import one_line_errors
-from ..extras import require
+from ..errors import require
 
 NAME = "mlx_mtp server"
 

@@ -21,7 +21,7 @@ from ..checkpoint.hub import fetch
 from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.parser import byte_size, finish, json_object
-from ..core.batch.prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
+from ..core.batch.scheduler import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
 from ..core.caches.rows import KVOptions
 from ..errors import MTPError, as_mtp_error
 from ..files import check_source

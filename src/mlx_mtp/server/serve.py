@@ -26,7 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..cli.display import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
-from ..core.distributed.ranks import Ranks
+from ..core.distributed import Ranks
 from ..errors import MTPError, MTPOSError
 from ..files import SERVERS, keep
 from ..memory import Account, size

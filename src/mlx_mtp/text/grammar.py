@@ -22,8 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import ArrayLike, NDArray
 
 from ..core.pacing.depth import MAX_COPY_TOKENS, Rates
-from ..errors import MTPError, as_mtp_error
-from ..extras import require
+from ..errors import MTPError, as_mtp_error, require
 from .reasoning import end_of_reasoning
 from .schema import standard
 

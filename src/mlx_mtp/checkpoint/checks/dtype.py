@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ...core.distributed.calls import any_rank, from_rank_0
+from ...core.distributed import any_rank, from_rank_0
 from ...core.layers.mtp import has_head
 from ...core.models import BASES
 from ...core.models.head_weights import is_head

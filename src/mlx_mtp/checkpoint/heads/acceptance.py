@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ...core.distributed.calls import from_rank_0
+from ...core.distributed import from_rank_0
 from ...core.models.mixin import MTPModel
 from ...files import keep, kept
 from ...memory import TEST_CHUNK

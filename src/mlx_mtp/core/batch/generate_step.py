@@ -20,11 +20,10 @@ from ..decoding.decoder import DecoderState
 from ..decoding.prefill import check_embeddings, prefill_chunk, prefill_part
 from ..decoding.sequence import Sequence
 from ..decoding.window import Stepped, Token
-from ..distributed.ranks import synchronize
+from ..distributed import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..pacing.depth import Depth
-from .prefill_budget import PrefillBudget
-from .scheduler import Scheduler
+from .scheduler import PrefillBudget, Scheduler
 
 
 def mtp_generate_step(

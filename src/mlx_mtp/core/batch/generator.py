@@ -26,8 +26,7 @@ from ..decoding.prefill import check_embeddings
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..decoding.window import Stepped
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
-from .prefill_budget import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget
-from .scheduler import PromptResponse, Scheduler
+from .scheduler import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget, PromptResponse, Scheduler
 
 __all__ = ["BatchGenerator", "PromptResponse", "Response"]
 

@@ -4,7 +4,6 @@ No move changes the keys, values and states of the tokens before the window, so 
 sequences join or leave. The moves do not depend on samplers, layers, the head's architecture or stop conditions.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -27,16 +26,8 @@ from .window import Choice, Drafts, Step, Stepped, Window, WindowPlan, choose
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 # Hidden states [B, T, H], and the row and the column of the token before the last; ``None`` for a text's first token, [B]
 Hidden = tuple[tuple[mx.array, int, int] | None, ...]
-
-
-@dataclass(frozen=True)
-class DecoderState:
-    """The caches of all sequences, without the pass in flight, and their last tokens, which the next pass begins with."""
-
-    rows: RowsState
-    head: HeadState
-    tokens: mx.array  # [B, 1]
-    hidden: Hidden
+# The caches of all sequences, without the pass in flight, and their last tokens [B, 1], which the next pass begins with
+DecoderState = tuple[RowsState, HeadState, mx.array, Hidden]
 
 
 class Decoder:
@@ -71,13 +62,13 @@ class Decoder:
 
     @property
     def state(self) -> DecoderState:
-        return DecoderState(self.cache.state, self.head.state, self.tokens, self.hidden)
+        return self.cache.state, self.head.state, self.tokens, self.hidden
 
     def restore(self, state: DecoderState) -> None:
         """Restore an earlier state, without a pass in flight, if no sequence has joined or left since."""
         self.window = self.kept = None
-        self.cache.state, self.cache.in_flight = state.rows, 0
-        self.head.state, self.tokens, self.hidden = state.head, state.tokens, state.hidden
+        self.cache.in_flight = 0
+        self.cache.state, self.head.state, self.tokens, self.hidden = state
 
     # Accept
 

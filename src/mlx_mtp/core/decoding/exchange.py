@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as AnySampler
 
 from ...errors import MTPError
-from ..distributed.ranks import Ranks, differing_ranks
+from ..distributed import Ranks, differing_ranks
 from ..pacing.step_times import StepTimes
 from ..sampling.processors import seed_of
 from ..sampling.sampler import SeededSampler, TextSampler

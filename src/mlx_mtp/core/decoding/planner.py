@@ -2,7 +2,7 @@
 
 from collections import deque
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any
 
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer, expected_tokens
@@ -14,17 +14,6 @@ from .sequence import Sequence
 from .window import Drafts, Step, WindowPlan
 
 Planned = tuple[WindowPlan, int]  # the plan of a window, and the most drafts of any sequence that were made
-
-
-class Timed(NamedTuple):
-    """A step whose seconds are not received yet."""
-
-    plan: Plan
-    n_accepted: float  # the mean of the sequences
-    is_clear: bool  # whether its time was spent on this step only
-    is_alone: bool  # whether no other generation ran since the step before
-    n_sequences: int
-    n_tokens: int  # as in ``WindowPlan``
 
 
 class Planner:
@@ -40,7 +29,8 @@ class Planner:
         if model.ranks is not None:
             self.exchange = exchange = Exchange(model.ranks, self.depth.times)
             self.unsent, self.received = exchange.unsent, exchange.received
-        self.waiting: deque[Timed] = deque()
+        # What ``Depth`` observes of the steps whose seconds are not received yet, and whether these are of the step only
+        self.waiting: deque[tuple[Plan, float, bool, dict[str, Any]]] = deque()
         self.latest: list[Planned] = []  # of the latest windows
         # The sequences of the latest step, and the time and the number of traces at its end.
         self.last_end: tuple[list[Sequence], float, int] = [], 0.0, 0
@@ -93,17 +83,18 @@ class Planner:
             plan = Plan(len(drafts), plan.source)  # a source may give fewer than it offers
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         self._take_turn()
-        mean, is_clear = sum(step.n_accepted) / n, _is_clear(windows, is_plain) and not has_trace
+        mean = sum(step.n_accepted) / n
+        sizes: dict[str, Any] = {"n_sequences": n, "n_tokens": planned.n_tokens}
         if not self.is_interrupted:
-            self.waiting.append(Timed(plan, mean, is_clear, self.is_alone, n, planned.n_tokens))
+            is_clear = _is_clear(windows, is_plain) and not has_trace
+            self.waiting.append((plan, mean, is_clear, sizes | {"is_alone": self.is_alone}))
             self.unsent.append(now - before)
         elif n > 1 or len(self.latest) > 2:  # a first step also prefills
-            self.depth.observe(plan, mean, None, n_sequences=n, n_tokens=planned.n_tokens)
+            self.depth.observe(plan, mean, None, **sizes)
         self.is_interrupted, self.is_alone = False, True
         while self.received:
-            timed, seconds = self.waiting.popleft(), self.received.popleft()
-            counted = seconds if timed.is_clear else None
-            self.depth.observe(timed.plan, timed.n_accepted, counted, *timed[3:])
+            (plan, mean, is_clear, others), seconds = self.waiting.popleft(), self.received.popleft()
+            self.depth.observe(plan, mean, seconds if is_clear else None, **others)
 
     def clear(self) -> None:
         self.latest, self.last_end, self.is_interrupted = [], ([], 0.0, 0), True

@@ -70,6 +70,14 @@ class Layer:
         """Run the second part, and add its output."""
         return x + self.mlp(self.post_attention_layernorm(x))
 
+    def project(self, normed: mx.array) -> tuple[mx.array, ...]:
+        """[B, T, H] -> the inputs of a recurrent layer's convolution [B, T, C], z [B, T, Hv, Dv], and those of decay and beta
+        [B, T, Hv], by default as in Qwen3.5.
+        """
+        delta = self.linear_attn
+        z = delta.in_proj_z(normed).reshape(*normed.shape[:2], delta.num_v_heads, delta.head_v_dim)
+        return delta.in_proj_qkv(normed), z, delta.in_proj_a(normed), delta.in_proj_b(normed)
+
     def embed(self, x: mx.array, held: list[mx.array], this: Pass) -> tuple[mx.array, list[mx.array]]:
         """Change the input of a recurrent layer -> it, and the further last inputs that it holds, each with the new ones."""
         return x, []
@@ -163,7 +171,7 @@ def recurrent_layer(
     delta, (B, T, _) = layer.linear_attn, x.shape
     native = is_native(native, delta.head_k_dim)
     normed, *ways = layer.enter(x)
-    qkv, z, a, b = delta.project(normed)
+    qkv, z, a, b = layer.project(normed)
 
     conv_input = mx.concatenate([conv_state, qkv], axis=1)  # [B, K - 1 + T, C]
     conv_state = conv_input[:, 1 - delta.conv_kernel_size :]
@@ -191,8 +199,8 @@ def recurrent_layer(
     else:
         out, state = recur(native, inputs, state)  # [B, T, Hv, Dv]
     out = delta.out_proj(delta.norm(out.astype(v.dtype), z).reshape(B, T, -1))
-    if delta.sharding_group is not None:
-        out = mx.distributed.all_sum(out, group=delta.sharding_group)
+    if (group := vars(delta).get("sharding_group")) is not None:  # in Qwen3-Next, ``out_proj`` sums by itself
+        out = mx.distributed.all_sum(out, group=group)
     out = layer.feed_forward(layer.join(x, out, *ways))
     return (out, conv_state, state, *split)
 

@@ -11,7 +11,7 @@ from the files of the checkpoint. This is ``Qwen4ExpTextPLELayer`` of transforme
 import math
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +21,7 @@ from ...errors import MTPError
 from ..layers.sparse import Norm
 
 Array = Any  # an mx.array or np.ndarray
+Quantized = dict[str, Any]  # the quantization of rows, as the arguments of ``mx.dequantize``
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15  # of splitmix64
 SEED_STEP = 10007
@@ -72,14 +73,6 @@ class NgramHash:
         return np_or_mx.concatenate(ids, axis=-1)
 
 
-class Quantized(NamedTuple):
-    """The quantization of rows, as the arguments of ``mx.dequantize``."""
-
-    group_size: int
-    bits: int
-    mode: str
-
-
 class NgramTable:
     """A table of n-gram embeddings, whose rows are read when they are used. An MTPError if the stored rows do not fit."""
 
@@ -124,7 +117,7 @@ class NgramTable:
         scales, biases = rows["scales"], rows.get("biases")
         if biases is not None:
             scales, biases = floats(scales), floats(biases)
-        return mx.dequantize(rows["weight"], scales, biases, **self.quantized._asdict())
+        return mx.dequantize(rows["weight"], scales, biases, **self.quantized)
 
 
 def _quantization(layout: Mapping[str, tuple[int, Any]], width: int) -> Quantized | None:
@@ -136,7 +129,7 @@ def _quantization(layout: Mapping[str, tuple[int, Any]], width: int) -> Quantize
         group_size, bits = width // n_groups, 32 * n // width
         mode = "affine" if layout.get("biases") == layout["scales"] else FLOAT_MODES.get((group_size, bits))
         if mode is not None and (mode == "affine") == (of_scales != np.uint8):
-            return Quantized(group_size, bits, mode)
+            return {"group_size": group_size, "bits": bits, "mode": mode}
     found = ", ".join(f"{name} of {n} {np.dtype(dtype).name}" for name, (n, dtype) in layout.items())
     raise MTPError(f"has rows that are not {width} numbers, quantized or not ({found})")
 

@@ -28,18 +28,8 @@ class ModelArgs(stock.ModelArgs):
         return args
 
 
-class GatedDeltaNet(stock.GatedDeltaNet):
-    def project(self, x: mx.array) -> tuple[mx.array, ...]:
-        """x [B, T, H] -> the inputs of the convolution [B, T, C], z [B, T, Hv, Dv], and those of decay and beta [B, T, Hv]"""
-        z = self.in_proj_z(x).reshape(*x.shape[:2], self.num_v_heads, self.head_v_dim)
-        return self.in_proj_qkv(x), z, self.in_proj_a(x), self.in_proj_b(x)
-
-
 class DecoderLayer(Layer, stock.DecoderLayer):
-    def __init__(self, args: stock.TextModelArgs, layer_idx: int):
-        super().__init__(args, layer_idx)
-        if self.is_linear:
-            self.linear_attn = GatedDeltaNet(args)
+    pass
 
 
 class TextModel(stock.TextModel):
@@ -51,10 +41,12 @@ class TextModel(stock.TextModel):
 
 class Model(MTPModel, stock.Model):
     head_prefix = "language_model.mtp."
+    text_model: Any = TextModel
+    text_model_args: Any = TextModelArgs
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)
-        self.language_model = TextModel(TextModelArgs.from_dict(args.text_config))
+        self.language_model = self.text_model(self.text_model_args.from_dict(args.text_config))
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
         group = group or mx.distributed.init()

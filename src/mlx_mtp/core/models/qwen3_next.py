@@ -18,21 +18,12 @@ class ModelArgs(stock.ModelArgs):
     mtp_num_hidden_layers: int = 0
 
 
-class GatedDeltaNet(stock.Qwen3NextGatedDeltaNet):
-    sharding_group = None  # a sharded ``out_proj`` sums by itself
-
-    def project(self, x: mx.array) -> tuple[mx.array, ...]:
-        """As ``mlx_mtp.core.models.qwen3_5.GatedDeltaNet.project``."""
-        B, T, _ = x.shape
-        q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
-        return mx.concatenate([t.reshape(B, T, -1) for t in (q, k, v)], axis=-1), z, a, b
-
-
 class DecoderLayer(Layer, stock.Qwen3NextDecoderLayer):
-    def __init__(self, args: stock.ModelArgs, layer_idx: int):
-        super().__init__(args, layer_idx)
-        if self.is_linear:
-            self.linear_attn = GatedDeltaNet(args)
+    def project(self, normed: mx.array) -> tuple[mx.array, ...]:
+        (B, T, _), delta = normed.shape, self.linear_attn
+        qkvz, ba = delta.in_proj_qkvz(normed), delta.in_proj_ba(normed)
+        q, k, v, z, b, a = delta.fix_query_key_value_ordering(qkvz, ba)
+        return mx.concatenate([t.reshape(B, T, -1) for t in (q, k, v)], axis=-1), z, a, b
 
 
 class Model(MTPModel, stock.Model):

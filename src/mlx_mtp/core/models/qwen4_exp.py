@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import qwen3_5 as stock
-from mlx_lm.models import qwen3_5_moe
+from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
 
 from ...errors import MTPError
 from ..caches.recurrent import State
@@ -24,9 +24,9 @@ from ..layers.layer import Layer
 from ..layers.mtp import MTPModule
 from ..layers.passes import Pass, current_pass
 from ..layers.sparse import Indexer, Norm
-from . import qwen3_5
+from . import qwen3_5, qwen3_5_moe
 from .head_weights import is_raw
-from .mixin import MTPModel, without_layers
+from .mixin import without_layers
 from .ngrams import NgramEmbedding, NgramHash, NgramTable, add_ngrams
 
 TABLE = ".ple.ple_embedding.ngram_embedding."  # in the names of a table's tensors
@@ -109,30 +109,12 @@ def inject(x: mx.array, out: mx.array, injection: mx.array) -> mx.array:
     return x + (injection[..., None] * out[:, :, None]).reshape(x.shape)
 
 
-class SigmoidGatedNorm(nn.Module):
-    """mlx-lm's ``Qwen3NextRMSNormGated``, with a sigmoid in place of silu."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = mx.ones(size), eps
+class SigmoidGatedNorm(Qwen3NextRMSNormGated):
+    """mlx-lm's norm, with a sigmoid in place of silu."""
 
     def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
         normed = mx.fast.rms_norm(x, self.weight, self.eps).astype(mx.float32)
         return (normed * mx.sigmoid(gate.astype(mx.float32))).astype(x.dtype)
-
-
-class GatedDeltaNet(qwen3_5.GatedDeltaNet):
-    def __init__(self, args: TextModelArgs):
-        super().__init__(args)
-        if args.output_gate_type == "sigmoid":
-            self.norm = SigmoidGatedNorm(self.head_v_dim, args.rms_norm_eps)
-
-
-class Attention(stock.Attention):
-    def __init__(self, args: TextModelArgs):
-        super().__init__(args)
-        self.q_norm, self.k_norm = (Norm(self.head_dim, args.rms_norm_eps) for _ in range(2))
-        self.indexer = Indexer(args)
 
 
 class DecoderLayer(Layer, nn.Module):
@@ -142,9 +124,13 @@ class DecoderLayer(Layer, nn.Module):
         if has_ngrams:
             self.ple = NgramEmbedding(args)
         if is_linear:
-            self.linear_attn = GatedDeltaNet(args)
+            self.linear_attn = delta = stock.GatedDeltaNet(args)
+            if args.output_gate_type == "sigmoid":
+                delta.norm = SigmoidGatedNorm(delta.head_v_dim, args.rms_norm_eps)
         else:
-            self.self_attn = Attention(args)
+            self.self_attn = own = stock.Attention(args)
+            own.q_norm, own.k_norm = (Norm(own.head_dim, args.rms_norm_eps) for _ in range(2))
+            own.indexer = Indexer(args)
         self.mlp = stock.SparseMoeBlock(args)
         self.attn_hyper_connection, self.mlp_hyper_connection = Streams(args), Streams(args)
 
@@ -285,15 +271,11 @@ class TextModel(stock.TextModel):
         return {name: w.moveaxis(2, 1) if is_raw({name: w}) else w for name, w in weights.items()}
 
 
-class Model(MTPModel, qwen3_5_moe.Model):
-    head_prefix = "language_model.mtp."
+class Model(qwen3_5_moe.Model):
+    text_model, text_model_args = TextModel, TextModelArgs
     shifts_norms = False
     no_shard = "its residual streams are mixed in each layer"
     text_only = "A model of type qwen4_exp takes text only here: leave the images out."
-
-    def __init__(self, args: ModelArgs):
-        super().__init__(args)
-        self.language_model = TextModel(TextModelArgs.from_dict(args.text_config))
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """As of the base, but without input embeddings, since n-grams are those of token ids."""
@@ -314,7 +296,3 @@ class Model(MTPModel, qwen3_5_moe.Model):
     @property
     def hidden_size(self) -> int:
         return self.text_args.hc_count * self.text_args.hidden_size
-
-    @property
-    def mtp(self) -> MTPModule:
-        return self.language_model.mtp

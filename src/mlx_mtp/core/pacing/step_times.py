@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple, cast
+
+import numpy as np
 
 from ..layers.drafting import Settings
 from ..models.mixin import MTPModel
@@ -162,7 +163,5 @@ def on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
     (first, low), (last, high) = points[0], points[-1]
     if last < n:  # with the slope of all points: that of the last line may be noise or a step
         points.append((n, high + (high - low) / (last - first) * (n - last)))
-    values = [low]
-    for (x0, y0), (x1, y1) in pairwise(points):
-        values += [y0 + (y1 - y0) / (x1 - x0) * x for x in range(1, x1 - x0 + 1)]
-    return values[: n + 1 - first]
+    xs, ys = zip(*points)
+    return [*map(float, np.interp(np.arange(first, n + 1), xs, ys))]

@@ -27,11 +27,8 @@ class Drafted(NamedTuple):
     are_copies: bool = False  # proposals with probability one, q(x) = 1
 
 
-class Proposal(NamedTuple):
-    """The distributions of a draft of each text."""
-
-    support: Support
-    uniforms: mx.array  # of the position, for XTC, [G, 1]
+# The distributions of a draft of each text, and the uniform numbers of its position for XTC, [G, 1]
+Proposal = tuple[Support, mx.array]
 
 
 class Verdict(NamedTuple):
@@ -78,7 +75,7 @@ class RejectionSampling:
     def draft(self, texts: list[Drafted], logits: mx.array) -> tuple[mx.array, Proposal]:
         uniforms = self.sampler.uniforms(len(texts))
         support = self.sampler.support(logits, uniforms, True)
-        return support.draw(), Proposal(support, uniforms)
+        return support.draw(), (support, uniforms)
 
     def accept(
         self, texts: list[Drafted], logprobs: mx.array, drafts: mx.array, proposals: Sequence[Proposal]
@@ -87,7 +84,7 @@ class RejectionSampling:
         proposals = proposals[: T - 1]
         # The draft and the verification of a position use the same uniform number.
         more = self.sampler.uniforms(G * (T - len(proposals))).reshape(G, -1)
-        uniforms = mx.concatenate([*(p.uniforms for p in proposals), more], axis=1)  # [G, T]
+        uniforms = mx.concatenate([*(own for _, own in proposals), more], axis=1)  # [G, T]
         support = self.sampler.support(logprobs.reshape(-1, V), uniforms.reshape(-1, 1))
         if T == 1:
             return Verdict(support.draw()[:, None], drafts == drafts)
@@ -106,7 +103,7 @@ class RejectionSampling:
     def _proposed(proposals: Sequence[Proposal], are: mx.array, V: int) -> mx.array:
         """The probabilities of all tokens as drafts of the positions [G, T] that are proposed, else 0, [G * T, V]."""
         G, T = are.shape
-        q = [p.support._replace(p=p.support.p * are[:, i, None]).of_all(V) for i, p in enumerate(proposals)]
+        q = [own._replace(p=own.p * are[:, i, None]).of_all(V) for i, (own, _) in enumerate(proposals)]
         return mx.stack([*q, *[mx.zeros((G, V))] * (T - len(q))], axis=1).reshape(-1, V)
 
 

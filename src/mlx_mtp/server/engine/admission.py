@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ...core.batch.generator import BatchGenerator
 from ...core.caches.prompt_cache import PromptCache
 from ...core.caches.rows import KVOptions
-from ...core.distributed.ranks import Ranks
+from ...core.distributed import Ranks
 from ...core.drafts.options import TextOptions
 from ...core.layers.mtp import has_head
 from ...core.sampling import sampler as sampling

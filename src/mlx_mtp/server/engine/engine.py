@@ -19,8 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...core.batch.generator import PromptResponse, Response
-from ...core.distributed.calls import LOST, is_loss
-from ...core.distributed.ranks import Ranks, differing_ranks
+from ...core.distributed import LOST, Ranks, differing_ranks, is_loss
 from ...errors import MTPError, is_mendable
 from ...memory import advice, is_device_error, is_out_of_memory, size
 from ...text.grammar import llguidance_tokenizer

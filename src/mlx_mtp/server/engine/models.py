@@ -16,7 +16,7 @@ from ...checkpoint.hub import commit_of, fetch
 from ...checkpoint.load import load
 from ...checkpoint.settings import sampling_defaults
 from ...cli.flags import missing_head_note
-from ...core.distributed.ranks import Ranks
+from ...core.distributed import Ranks
 from ...core.drafts.options import asks_for_copies
 from ...core.layers.mtp import has_head
 from ...memory import is_device_error

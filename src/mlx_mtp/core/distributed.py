@@ -1,4 +1,4 @@
-"""The ranks that run one model: rank 0 broadcasts its choices, and all ranks gather numbers.
+"""The ranks that run one model, which ``mlx.launch`` starts: rank 0 broadcasts its choices, and all ranks gather numbers.
 
 Whatever depends on a clock, a random number, a file or a client is rank 0's choice. The ranks run the same program, so each of
 them makes the same calls in the same order. ``None`` in place of ``Ranks`` is a single process.
@@ -8,12 +8,16 @@ all of these functions on the stream that the model runs on, within ``with mx.st
 """
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
+from ..errors import MTPError
+
 T = TypeVar("T")
+LOST = "Another rank has ended: see its error, or the line of mlx.launch."
 
 
 class Ranks:
@@ -48,3 +52,52 @@ def differing_ranks(values: Sequence[object]) -> str:
     """Name the ranks whose value differs from rank 0's, ``"Ranks 1, 3"``, given the value of each; empty if there are none."""
     others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
     return f"Ranks {', '.join(others)}" if others else ""
+
+
+# Calls whose result or error all ranks share, such as those of loading a model
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended (with MLX's ring; other backends wait for ``mlx.launch``)."""
+    return isinstance(error, RuntimeError) and "connection to a peer was lost" in str(error)
+
+
+def from_rank_0(ranks: Ranks | None, call: Callable[[], T]) -> T:
+    """Make a call on rank 0 alone, and return its result, or raise its ValueError or OSError, on every rank."""
+    if ranks is None:
+        return call()
+    value, error = None, None
+    if ranks.rank == 0:
+        try:
+            value = call()
+        except (ValueError, OSError) as e:
+            error = e
+    value, error = ranks.broadcast((value, error))
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
+def any_rank(ranks: Ranks | None, value: bool) -> bool:
+    """Whether the value is true on any rank."""
+    return value if ranks is None else any([ranks.broadcast(value, root) for root in range(ranks.size)])
+
+
+@contextmanager
+def raise_on_all(ranks: Ranks | None) -> Iterator[None]:
+    """A context for work of each rank by itself, without collectives: if it fails on one rank, the others raise an MTPError."""
+    if ranks is None:
+        yield
+        return
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as e:
+        error = e
+    message = None if error is None else str(error) or type(error).__name__
+    messages = [ranks.broadcast(message, root) for root in range(ranks.size)]
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise MTPError(f"Rank {rank}: {message}")

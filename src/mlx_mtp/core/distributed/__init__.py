@@ -1,1 +1,0 @@
-"""Several machines: the ranks that ``mlx.launch`` starts, which run one model."""
