@@ -21,7 +21,7 @@ from .cli.parser import extend, finish, parse
 from .core.caches.prompt_cache import make_prompt_cache, n_tokens
 from .core.distributed import Ranks
 from .core.models.mixin import MTPModel
-from .errors import MTPError, as_mtp_error, is_mendable
+from .errors import MTPError, as_mtp_error, is_mendable, require
 from .files import make_folder
 from .generate.stream import GenerationResponse, stream_generate
 from .images.open import open_image
