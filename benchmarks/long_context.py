@@ -5,8 +5,9 @@
 
 The keys and values of a prompt of 256 tokens are repeated up to each length, for mlx-lm and for us, so that no long prompt is
 processed. Greedy, without copies. All runs of a length take turns in one process. "kept" is the speed relative to mlx-lm beside
-that after the shortest prompt. "memory beyond" is the peak less that of mlx-lm and less the head's own cache, relative to
-mlx-lm's, with the weights.
+that after the shortest prompt, and "drafted" the share of the tokens that were drafts. "memory beyond" is the peak less that of
+mlx-lm and less the head's own cache, relative to mlx-lm's, with the weights. The times of attention are those of the keys
+alone, as the test of the device measures them.
 """
 
 import copy
@@ -22,6 +23,8 @@ from mlx_lm.generate import generate_step, generation_stream
 from benchmarks.synthetic import COMMON, synthetic_model
 from benchmarks.timing import ratios, spread, take_turns
 from mlx_mtp import DEMO, load, make_prompt_cache, mtp_generate_step
+from mlx_mtp.checkpoint.checks.dtype import dtype_of
+from mlx_mtp.checkpoint.checks.kernels import seconds_of_a_key
 from mlx_mtp.cli.display import table
 from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.caches.prompt_cache import PromptCache
@@ -35,6 +38,7 @@ WIDE = {
 }  # fmt: skip
 BASE = 256  # tokens of the prompt that is repeated
 PLAIN = "mlx-lm"
+QUERIES = (1, 2, 4)
 
 
 def repeated(model: Any, cache: list[Any], tokens: list[int], n: int) -> None:
@@ -51,8 +55,8 @@ def repeated(model: Any, cache: list[Any], tokens: list[int], n: int) -> None:
     mx.eval([c.state for c in cache])
 
 
-def run(model: Any, cache: list[Any], drafts: str, token: int, max_tokens: int) -> tuple[float, int, list[int]]:
-    """Milliseconds a token, the peak of memory in bytes, and the tokens, from the second token on."""
+def run(model: Any, cache: list[Any], drafts: str, token: int, max_tokens: int) -> tuple[float, int, list[int], float]:
+    """Milliseconds a token from the second on, the peak of memory in bytes, the tokens, and the share of accepted drafts."""
     mx.clear_cache()
     own, prompt = copy.deepcopy(cache), mx.array([token])
     mx.eval([c.state for c in own])
@@ -69,9 +73,10 @@ def run(model: Any, cache: list[Any], drafts: str, token: int, max_tokens: int) 
     del own
     tokens = [int(next(steps)[0])]
     start = time.perf_counter()
-    tokens += [int(found) for found, *_ in steps]
-    seconds = time.perf_counter() - start
-    return 1e3 * seconds / (len(tokens) - 1), mx.get_peak_memory(), tokens
+    others = [(int(found), *more) for found, *more in steps]
+    seconds, drafted = time.perf_counter() - start, sum(more[-1] is True for _, *more in others)
+    tokens += [found for found, *_ in others]
+    return 1e3 * seconds / len(others), mx.get_peak_memory(), tokens, drafted / len(others)
 
 
 def main() -> None:
@@ -84,8 +89,10 @@ def main() -> None:
         model = synthetic_model(WIDE)
     cache = make_prompt_cache(model)
     prefill(mx.array(tokens[:BASE]), model, prompt_cache=cache)
-    rows = [["tokens", "drafts", "ms a token", "to mlx-lm", "kept", "memory beyond", "same tokens"]]
+    rows = [["tokens", "drafts", "ms a token", "to mlx-lm", "kept", "drafted", "memory beyond", "same tokens"]]
     first: dict[str, float] = {}
+    layers = [layer.self_attn for layer in model.layers if not layer.is_linear]
+    of_keys = dict(zip(QUERIES, seconds_of_a_key(layers[0], dtype_of(model), 0, True, QUERIES)))
     for n in args.lengths:
         own = copy.deepcopy(cache)
         repeated(model, own, tokens[:BASE], n)
@@ -93,17 +100,24 @@ def main() -> None:
         runs = {k: partial(run, model, own, k, tokens[BASE], args.max_tokens) for k in (PLAIN, *args.drafts)}
         found = take_turns(runs, args.repeat + 1)
         times = {k: [ms for ms, *_ in rounds[1:]] for k, rounds in found.items()}  # the first round compiles
-        peaks = {k: max(peak for _, peak, _ in rounds) for k, rounds in found.items()}
+        peaks = {k: max(peak for _, peak, *_ in rounds) for k, rounds in found.items()}
         for k in runs:
             speeds = ratios(times[PLAIN], times[k])
             kept = median(speeds) / first.setdefault(k, median(speeds))
             beyond = peaks[k] - peaks[PLAIN] - (k != PLAIN) * head
             is_same = "yes" if found[k][0][2] == found[PLAIN][0][2] else "no"
-            figures = f"{median(times[k]):.1f}", spread(speeds), f"{kept:.2f}", f"{beyond / peaks[PLAIN]:.1%}"
+            drafted = median(share for *_, share in found[k])
+            figures = (
+                f"{median(times[k]):.1f}",
+                spread(speeds),
+                f"{kept:.2f}",
+                f"{drafted:.0%}",
+                f"{beyond / peaks[PLAIN]:.1%}",
+            )
             rows.append([f"{n:,}", k, *figures, is_same])
-        print(
-            f"{n:,} tokens: mlx-lm's peak {peaks[PLAIN] / 1e6:.1f} MB, the head's cache {head / 1e6:.1f} MB", flush=True
-        )
+        attention = ", ".join(f"{1e3 * n * len(layers) * seconds:.1f} ms of {T}" for T, seconds in of_keys.items())
+        print(f"{n:,} tokens: mlx-lm's peak {peaks[PLAIN] / 1e6:.1f} MB, the head's cache {head / 1e6:.1f} MB")
+        print(f"  attention in a pass over 1, 2 and 4 tokens: {attention}", flush=True)
     print("\n".join(table(rows)))
 
 
