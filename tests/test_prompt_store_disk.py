@@ -8,11 +8,16 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_mtp.core.caches.prompt_cache import PromptCache
 from mlx_mtp.prompt_store import PromptStore, disk
@@ -21,7 +26,7 @@ from mlx_mtp.prompt_store.disk import Folder
 from mlx_mtp.prompt_store.tree import StoredArrays
 from tests.support.checkpoints import full_disk
 from tests.support.models import FAMILIES, tiny_model
-from tests.support.profiles import LONG
+from tests.support.profiles import LONG, examples
 from tests.support.prompt_store import KV, TEXT, assert_same_next, model_of, names, read
 
 CUTS, ROOM = (4, 9), 1 << 30
@@ -389,6 +394,46 @@ def test_a_killed_process_leaves_whole_files_and_no_owner(tmp_path, caplog):
     assert caplog.records == []
 
 
+@examples(5)
+@given(data=st.data())
+def test_random_operations(data):
+    """Texts that are read, given up, damaged and written by two stores of a folder: what comes back is what the same cuts make,
+    and no store holds more than its limit, nor the folder."""
+    draw, models = data.draw, [model_of("qwen3_5", seed) for seed in (0, 1)]
+    held, on_disk = draw(st.sampled_from([30_000, 200_000, ROOM])), draw(st.sampled_from([60_000, ROOM]))
+    actions = st.sampled_from(["read", "read", "read", "trim", "restart", "damage", "kill"])
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
+
+        def new():
+            folder = Folder(path, on_disk)
+            return [PromptStore(model, held, folder=folder) for model in models]
+
+        stores, texts = new(), [[]]
+        for _ in range(30 if LONG else 10):
+            store, action = stores[draw(st.integers(0, 1))], draw(actions)
+            if action == "restart":
+                for each in stores:
+                    each.close()
+                if draw(st.booleans()):
+                    (path / "new.safetensors").write_bytes(b"half")
+                stores = new()
+            elif action == "trim":
+                store.trim_to(0)
+                assert store.nbytes == in_memory(store) == 0
+            elif action == "damage":
+                write_over(pieces(path), draw(st.integers(0, 99)))
+            else:
+                base = draw(st.sampled_from(texts))
+                more = draw(st.lists(st.integers(0, 3), min_size=1, max_size=20))
+                texts.append(base[: draw(st.integers(0, len(base)))] + more)
+                read_and_compare(store, texts[-1], draw(st.lists(st.integers(1, len(texts[-1])), max_size=2)))
+            assert all(store.nbytes == in_memory(store) <= held for store in stores)
+        for store in stores:
+            store.close()
+        assert size(path) <= on_disk
+
+
 def read_and_compare(store, text, cuts):
     """Read a text on from what is stored of it, and compare that with the same cuts read afresh."""
     fetched, n, handle = store.fetch(text)
@@ -396,3 +441,11 @@ def read_and_compare(store, text, cuts):
         ends = [node.length for node in handle().path()[1:]]
         assert_same_next(store.model, fetched, read(store.model, text[:n], ends))
     read(store.model, text, cuts, store)
+
+
+def write_over(files, i):
+    """Damage a file. How many there are depends on the writers' threads."""
+    with suppress(FileNotFoundError, ZeroDivisionError):  # it was dropped for space, or there is none
+        file = files[i % len(files)]
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
