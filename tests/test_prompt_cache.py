@@ -368,11 +368,7 @@ def kept(cache):
     return [c.cache if isinstance(c, stock.ArraysCache) else arrays_of(c) for c in cache]
 
 
-# The layers of the others are those of "qwen3_5" after their projections.
-EVERY_FORM = [
-    *((family, mx.float32) for family in (FAMILIES if LONG else ("qwen3_5", FLASH))),
-    ("qwen3_5", mx.bfloat16),
-]
+EVERY_FORM = [*((family, mx.float32) for family in FAMILIES), ("qwen3_5", mx.bfloat16)]
 
 
 @pytest.mark.parametrize(("family", "dtype"), EVERY_FORM)
