@@ -54,6 +54,29 @@ def test_prompt_cache_in_and_out():
     assert all(mx.array_equal(x, y) for a, b in zip(before, after) for x, y in zip(a, b))
 
 
+@pytest.mark.parametrize(("k", "company"), [(0, []), (3, [[5, 6, 7]])], ids=["alone", "beside another"])
+@pytest.mark.parametrize("n", [1, 2, 5] if LONG else [1, 3])
+def test_each_position_of_a_prompt_may_be_an_embedding(n, k, company):
+    """The last one, too, which the first window of a batch begins with."""
+    model, prompt = model_of("qwen3_5"), PROMPTS[2][:n]
+    for given in range(n):
+        scale = mx.where(mx.arange(n) == given, 3.0, 1.0)[:, None]
+        embeddings = model.model.embed_tokens(mx.array(prompt)) * scale - 0.5 * (scale - 1)
+        alone = make_prompt_cache(model)
+        want = mtp(prompt, model, max_tokens=9, prompt_cache=alone, input_embeddings=embeddings)
+        assert want == plain(prompt, model, max_tokens=9, input_embeddings=embeddings)
+        generator = BatchGenerator(model, num_draft_tokens=k)
+        generator.insert(company, max_tokens=[30] * len(company))
+        texts = run(generator, n_steps=4 * len(company))
+        (uid,) = generator.insert([prompt], max_tokens=[9], input_embeddings=[embeddings])
+        text = run(generator, texts)[uid]
+        assert text.tokens == want
+        assert [text.tokens for text in texts.values()][:-1] == [plain(p, model, max_tokens=30) for p in company]
+        for name in ("keys", "values"):  # of the head
+            ours, theirs = (getattr(c[-2], name)[:, :, : n + 8] for c in (text.last.prompt_cache, alone))
+            assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 class RowCase(Case):
     n_tokens = 2
 

@@ -121,12 +121,19 @@ def tokenizer(demo):
 
 
 def variants(model, sampler, n):
-    """The text without drafts and with some, alone and beside others."""
+    """The text with every kind of drafts, and without any, alone and beside others."""
     truth = PROMPT.tolist() + plain(PROMPT, model, max_tokens=n + 10, sampler=sampler)
     yield truth[len(PROMPT) :][:n]
     options = dict(text=truth, right=lambda i: i % 4 > 0, max_tokens=n, sampler=sampler)
-    for way, depth in (("alone", 1), ("alone", "auto"), ("batch of three", 2), ("batch of three", "auto")):
-        yield generate(way, PROMPT, model, num_draft_tokens=depth, **options).tokens
+    depths = {"alone": (0, 1, 4, "auto"), "batch of three": (0, 2, 3, "auto")}
+    for way in depths:
+        for depth in depths[way] if LONG else depths[way][1::2]:
+            yield generate(way, PROMPT, model, num_draft_tokens=depth, **options).tokens
+    yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=3, sampler=sampler, draft_p_min=0.3)
+    for lm_head in (DraftLMHead(model.output_layer, [*range(10)]), DraftLMHead(model.output_layer, None, 4)):
+        model.drafting.lm_head = lm_head
+        yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=2, sampler=sampler)
+    model.drafting.lm_head = None
 
 
 @pytest.mark.parametrize(
@@ -190,14 +197,18 @@ def uses(model, tokenizer):
     def stream(sampler, **more):
         return [r.token for r in mlx_mtp.stream_generate(model, tokenizer, prompt, sampler=sampler, **options, **more)]
 
-    def batch(sampler):
-        own = dict(samplers=[sampler, make_sampler(0.5)], return_token_ids=True, **options)
-        return mlx_mtp.batch_generate(model, tokenizer, [prompt, [5, 2]], **own).token_ids[0]
+    def batch(sampler, prompts=(prompt, [5, 2])):
+        chosen = {"samplers": [sampler, make_sampler(0.5)]} if len(prompts) == 2 else {"sampler": sampler}
+        chosen |= dict(return_token_ids=True, **options)
+        return mlx_mtp.batch_generate(model, tokenizer, [*prompts], **chosen).token_ids[0]
 
     return {
         "plain": lambda sampler: stream(sampler, mtp=False),
         "MTP": stream,
+        "copies": lambda sampler: stream(sampler, mtp=False, copy_drafts=4),
+        "loop": lambda sampler: mtp(prompt, model, sampler=sampler, num_draft_tokens=2, **options),
         "batch": batch,
+        "batch of one": lambda sampler: batch(sampler, [prompt]),
     }
 
 
