@@ -31,9 +31,8 @@ Options = Namespace  # the flags of ``mlx_mtp server`` by their names, as ``comm
 class ApiError(Exception):
     """An error in the format of the client's API: HTTP status, sentence, wrong field (``param``), OpenAI's name (``code``)."""
 
-    too_long: tuple[int, int] | None = (
-        None  # the tokens of a prompt, at least about, and those of the context that it exceeds
-    )
+    # The tokens of a prompt, at least about, and those of the context that it exceeds
+    too_long: tuple[int, int] | None = None
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
