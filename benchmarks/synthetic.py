@@ -25,7 +25,6 @@ from benchmarks.timing import ratios, seconds, spread, take_turns
 from mlx_mtp.checkpoint.checks import self_test
 from mlx_mtp.core.models import model_module
 from mlx_mtp.core.pacing.depth import Depth
-from mlx_mtp.core.pacing.step_times import StepTimes
 from scripts.shared import script_parser
 from tests.support.scripted import Scripted
 
@@ -155,9 +154,7 @@ def main() -> None:
         real = synthetic_model(SHAPES[name])
         depths: dict[str, Any] = {d: d if d == AUTO else int(d) for d in ("0", *args.depths)}
         if AUTO in depths:
-            result = self_test.run(real)
-            times = StepTimes(dict(zip(self_test.DRAFT_LENGTHS, result.seconds)), result.draft_cost)
-            depths[AUTO] = mlx_mtp.Depth(mlx_mtp.MAX_DRAFT_TOKENS, times=times)
+            depths[AUTO] = mlx_mtp.Depth(mlx_mtp.MAX_DRAFT_TOKENS, times=self_test.run(real).step_times())
         model = scripted(real, args.acceptance, SHAPES[name]["vocab_size"])
         prompt = mx.array(model.texts[0][: args.prompt])
         ways = {PLAIN: PLAIN, AGAIN: AGAIN, **depths}

@@ -18,7 +18,7 @@ from mlx_mtp.core.decoding.counts import DraftCounts
 from mlx_mtp.core.decoding.head import HeadDrafter
 from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.core.layers.passes import Pass, in_pass
-from mlx_mtp.core.models.mixin import MRoPE
+from mlx_mtp.core.models.rope import MRoPE
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN, PROMPTS, VALUES, image_model, image_prompt, spans

@@ -48,7 +48,11 @@ class Tensor(NamedTuple):
 
 
 Tensors = dict[str, Tensor]
-Header = tuple[Tensors, Mapping[str, str]]  # the tensors of a file, and its metadata
+
+
+class Header(NamedTuple):
+    tensors: Tensors
+    metadata: Mapping[str, str]
 
 
 class CheckpointReader:
@@ -150,10 +154,10 @@ class CheckpointReader:
         """The file of every tensor, from the index, and in a folder or without an index from the headers, which are checked."""
         found, places, files = dict(self.index), _places(self.index), self.model_files
         read, indexed = [] if self.folder is None and self.index else files, {*places}
-        if lost := sorted(n for n, file in found.items() if file in read and n not in self.header(file)[0]):
+        if lost := sorted(n for n, file in found.items() if file in read and n not in self.header(file).tensors):
             raise _lacking(self.name, lost[0])
         for file in read:
-            for place, name in _places({name: name for name in self.header(file)[0]}).items():
+            for place, name in _places({name: name for name in self.header(file).tensors}).items():
                 if (other := places.setdefault(place, file)) == file:
                     found[name] = file
                 elif place not in indexed or not place.startswith("mtp."):  # mlx-lm takes any
@@ -183,7 +187,7 @@ class CheckpointReader:
         """Describe tensors in these files. Raises an MTPError if a file lacks one that the index names."""
         found = {}
         for name, file in files.items():
-            tensor = self.header(file)[0].get(name)
+            tensor = self.header(file).tensors.get(name)
             if tensor is None:
                 raise _lacking(self.name, name)
             found[name] = tensor
@@ -204,7 +208,7 @@ def _places_of_heads(checkpoint: CheckpointReader) -> Iterator[Mapping[str, str]
         _check_inside(named, "config.json", checkpoint.name)
         if not checkpoint.has(named):
             raise _missing_files(checkpoint, [named], "config")
-        yield dict.fromkeys(checkpoint.header(named)[0], str(named))
+        yield dict.fromkeys(checkpoint.header(named).tensors, str(named))
     yield model_map
     for file in checkpoint.files:
         if file.endswith(".safetensors.index.json") and file != INDEX_FILE:
@@ -227,7 +231,7 @@ def _in_unnamed_files(checkpoint: CheckpointReader) -> dict[str, str]:
         found: dict[str, str] = {}
         for file in group:
             try:
-                names = {name: name for name in checkpoint.header(file)[0]}
+                names = {name: name for name in checkpoint.header(file).tensors}
             except MTPError as e:
                 if "mtp" in file or isinstance(e, OSError):
                     raise
@@ -261,7 +265,7 @@ def _is_stale(checkpoint: CheckpointReader, index: Mapping[str, str]) -> bool:
     parts = ["embed_tokens.", *["lm_head."] * has_output, *(f"layers.{i}." for i in range(n_layers))]
 
     def names_in(files: Iterable[str]) -> set[str]:
-        return {name for file in files for name in checkpoint.header(file)[0]}
+        return {name for file in files for name in checkpoint.header(file).tensors}
 
     def is_complete(names: Collection[str]) -> bool:
         found = {part for name in split_head(dict.fromkeys(names))[0] for part in PART.findall(name)}
@@ -280,7 +284,7 @@ def _strays(checkpoint: CheckpointReader) -> list[str]:
     for file in {*filter(_is_models, checkpoint.files if places else ())}.difference(checkpoint.model_files):
         own = {"": file}  # a damaged one
         with suppress(MTPError):
-            own = _places(dict.fromkeys(checkpoint.header(file)[0], file))
+            own = _places(dict.fromkeys(checkpoint.header(file).tensors, file))
         if any(name in places or not name.startswith("mtp.") for name in own):
             strays.append(file)
     return sorted(strays)
@@ -356,7 +360,7 @@ def _read_header(path: Path, file: str, name: str) -> Header:
     with path.open("rb") as f:
         begin = 8 + int.from_bytes(f.read(8), "little")
     found = {n: Tensor(file, t.dtype, t.shape, *(begin + i for i in t.data_offsets)) for n, t in header.tensors.items()}
-    return found, header.metadata or {}
+    return Header(found, header.metadata or {})
 
 
 def _download_header(checkpoint: CheckpointReader, file: str) -> Header:

@@ -39,11 +39,8 @@ TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "added_tokens.json", "special_tokens_map.json", "chat_template*",
     "additional_chat_templates/*",
 )  # fmt: skip
-FOUR_BITS: Quantized = {
-    "group_size": 32,
-    "bits": 4,
-    "mode": "affine",
-}  # a row has 160 numbers, which larger groups do not divide
+# A row has 160 numbers, which larger groups do not divide.
+FOUR_BITS: Quantized = {"group_size": 32, "bits": 4, "mode": "affine"}
 NAME = "language_model.model.layers.{}.ple.ple_embedding.ngram_embedding.shards.{}"
 Written = dict[str, tuple[str, int]]  # the file of each tensor, and its bytes
 Decision = bool | dict[str, Any]  # whether to quantize a module, or how
@@ -224,7 +221,7 @@ def write_tables(folder: Path, model: Any, config: Config, quantize: bool, dtype
             written |= {f"{name}.{kind}": (file, x.nbytes) for kind, x in part.items()}
             for key in ("quantization", "quantization_config"):
                 if of_rows is not None and key in config:
-                    config[key][name] = of_rows
+                    config[key][name] = {**of_rows}
             del part
             mx.clear_cache()
     return written

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.base import BaseModelArgs
 
 from ..core.caches.fingerprint import digest
-from ..core.caches.positions import rotate
+from ..core.models.rope import rotate
 from ..errors import MTPError, require
 from ..memory import nbytes_of
 from .open import Processor
@@ -153,9 +153,7 @@ class VisionTower(nn.Module):
         self.patch_embed = {"proj": nn.Conv3d(args.in_channels, args.hidden_size, kernel, stride=kernel)}
         self.pos_embed = nn.Embedding(args.num_position_embeddings, args.hidden_size)
         self.blocks = [Block(args) for _ in range(args.depth)]
-        self.merged = (
-            args.hidden_size * args.spatial_merge_size**2
-        )  # values of the patches of a token, which are joined
+        self.merged = args.hidden_size * args.spatial_merge_size**2  # values of a token's patches, which are joined
         self.merger = MLP(self.merged, self.merged, args.out_hidden_size, nn.gelu)
         self.merger.norm = LayerNorm(args.hidden_size, eps=1e-6)
 

@@ -118,6 +118,11 @@ class SelfTest:
         drafting.native_steps, drafting.native_prompts = map(self._uses_native, (False, True))
         drafting.widest, drafting.same_bits = self.widest, up_to(self.windows, 0.0)
 
+    def step_times(self, tuned: Mapping[int, float] | None = None) -> StepTimes:
+        """The times that "auto" begins with: of steps those of ``--tune``, if any."""
+        of_keys = {int(k): seconds for k, seconds in self.key_seconds.items()}
+        return StepTimes(tuned or dict(zip(DRAFT_LENGTHS, self.seconds)), self.draft_cost, of_keys)
+
     @property
     def wrong(self) -> dict[str, str]:
         """What is wrong, and what is done about it."""
@@ -192,9 +197,7 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
     if result.wrong and must_pass:
         raise Float16Error(name, f"{', '.join(result.wrong)} are wrong")
     result.apply(drafting)
-    tuned = (drafting.tuned or Settings()).seconds
-    of_keys = {int(k): seconds for k, seconds in result.key_seconds.items()}
-    drafting.times = StepTimes(tuned or dict(zip(DRAFT_LENGTHS, result.seconds)), result.draft_cost, of_keys)
+    drafting.times = result.step_times((drafting.tuned or Settings()).seconds)
     if result.wrong:
         remedies = "; ".join(f"{what}: {remedy}" for what, remedy in result.wrong.items())
         log.warning(
@@ -322,7 +325,7 @@ def _key_seconds(model: Any) -> dict[str, float]:
     drafting, own, n_layers = model.drafting, _attention_of(model), sum(not layer.is_linear for layer in model.layers)
     rows = pass_over(N_DRAFTS + 1, drafting, 1, None, None).attention_rows
     one, several = seconds_of_a_key(own, dtype_of(model), rows, drafting.fused, (1, N_DRAFTS + 1))
-    return {"0": n_layers * one, f"{N_DRAFTS}": n_layers * several + N_DRAFTS * one}
+    return {"0": n_layers * one, str(N_DRAFTS): n_layers * several + N_DRAFTS * one}
 
 
 class _EveryLength(Depth):

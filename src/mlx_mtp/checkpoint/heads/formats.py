@@ -87,7 +87,7 @@ def has_raw_head(checkpoint: CheckpointReader) -> bool:
     # A head in a file of its own beside a converted backbone may have either layout: this is a guess. The values of the norms
     # can be near 0 or near 1 in both, but only the right ones make drafts that the model accepts, see ``acceptance.py``.
     own_files = checkpoint.head_files
-    from_torch = any(checkpoint.header(file)[1].get("format") == "pt" for file in own_files)
+    from_torch = any(checkpoint.header(file).metadata.get("format") == "pt" for file in own_files)
     return from_torch or (bool(own_files) and any(".experts.0." in tensor for tensor in checkpoint.head_map))
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
 from ...errors import MTPError
@@ -75,9 +74,3 @@ class Positions:
             shift += image.shift
             ids[:, tokens >= image.end] = tokens[tokens >= image.end] + shift
         return ids
-
-
-def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """The halves of x [..., T, d] as pairs, by angles [T, d / 2]; in float32, rounded once."""
-    a, b = mx.split(x.astype(mx.float32), 2, axis=-1)
-    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

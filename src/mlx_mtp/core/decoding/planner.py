@@ -2,7 +2,6 @@
 
 from collections import deque
 from time import perf_counter
-from typing import Any
 
 from ..models.mixin import MTPModel
 from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer, expected_tokens
@@ -29,8 +28,9 @@ class Planner:
         if model.ranks is not None:
             self.exchange = exchange = Exchange(model.ranks, self.depth.times)
             self.unsent, self.received = exchange.unsent, exchange.received
-        # What ``Depth`` observes of the steps whose seconds are not received yet, and whether these are of the step only
-        self.waiting: deque[tuple[Plan, float, bool, dict[str, Any]]] = deque()
+        # The steps whose seconds are not received yet: the plan, the mean number of accepted drafts, whether the seconds are of
+        # the step only, whether no other generation ran since the step before, and the number and length of its sequences
+        self.waiting: deque[tuple[Plan, float, bool, bool, int, int]] = deque()
         self.latest: list[Planned] = []  # of the latest windows
         # The sequences of the latest step, and the time and the number of traces at its end.
         self.last_end: tuple[list[Sequence], float, int] = [], 0.0, 0
@@ -84,17 +84,17 @@ class Planner:
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         self._take_turn()
         mean = sum(step.n_accepted) / n
-        sizes: dict[str, Any] = {"n_sequences": n, "n_tokens": planned.n_tokens}
         if not self.is_interrupted:
             is_clear = _is_clear(windows, is_plain) and not has_trace
-            self.waiting.append((plan, mean, is_clear, sizes | {"is_alone": self.is_alone}))
+            self.waiting.append((plan, mean, is_clear, self.is_alone, n, planned.n_tokens))
             self.unsent.append(now - before)
         elif n > 1 or len(self.latest) > 2:  # a first step also prefills
-            self.depth.observe(plan, mean, None, **sizes)
+            self.depth.observe(plan, mean, None, n_sequences=n, n_tokens=planned.n_tokens)
         self.is_interrupted, self.is_alone = False, True
         while self.received:
-            (plan, mean, is_clear, others), seconds = self.waiting.popleft(), self.received.popleft()
-            self.depth.observe(plan, mean, seconds if is_clear else None, **others)
+            plan, mean, is_clear, is_alone, n, n_tokens = self.waiting.popleft()
+            seconds = self.received.popleft()
+            self.depth.observe(plan, mean, seconds if is_clear else None, is_alone, n, n_tokens)
 
     def clear(self) -> None:
         self.latest, self.last_end, self.is_interrupted = [], ([], 0.0, 0), True

@@ -70,7 +70,7 @@ class Layer:
         """Run the second part, and add its output."""
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def project(self, normed: mx.array) -> tuple[mx.array, ...]:
+    def project_recurrent(self, normed: mx.array) -> tuple[mx.array, ...]:
         """[B, T, H] -> the inputs of a recurrent layer's convolution [B, T, C], z [B, T, Hv, Dv], and those of decay and beta
         [B, T, Hv], by default as in Qwen3.5.
         """
@@ -135,7 +135,7 @@ class Layer:
     def attention(self, arrays: Any, mask: Any, cache: Any, this: Pass, *, is_rotated: bool) -> mx.array:
         """Update an attention layer's cache, and attend: by the arrays of ``before_attention``."""
         if isinstance(cache, MixedKVRows):
-            return self.attention_in_parts(arrays, mask, cache, this, is_rotated=is_rotated)
+            return attention_in_parts(self, arrays, mask, cache, this, is_rotated=is_rotated)
         queries, keys, values, *index = arrays
         offset, rope, skipped = cache.offset, self.self_attn.rope, keys.shape[2] - queries.shape[2]
         if not is_rotated:
@@ -146,17 +146,18 @@ class Layer:
             mask = self.select(mask, index[0][:, :, skipped:], index_keys[0], offset + skipped)
         return attend(queries, keys, values, cache, self.self_attn.scale, mask, this.attention_rows, this.fused)
 
-    def attention_in_parts(
-        self, arrays: Any, mask: Any, cache: MixedKVRows, this: Pass, *, is_rotated: bool
-    ) -> mx.array:
-        """``attention`` of the rows that are quantized, and of the others, each by themselves."""
-        out = mx.zeros_like(arrays[0])  # [B, Hq, T, D]
-        for rows, part in cache.parts:
-            b, own_mask, part.ends = mx.array(rows), mask, cache.ends.of(rows)
-            if isinstance(mask, mx.array):
-                own_mask = mask[b, ..., : part.ends.longest + arrays[1].shape[2]]
-            out[b] = self.attention([x[b] for x in arrays], own_mask, part, this, is_rotated=is_rotated)
-        return out
+
+def attention_in_parts(
+    layer: Layer, arrays: Any, mask: Any, cache: MixedKVRows, this: Pass, *, is_rotated: bool
+) -> mx.array:
+    """``Layer.attention`` of the rows that are quantized, and of the others, each by themselves."""
+    out = mx.zeros_like(arrays[0])  # [B, Hq, T, D]
+    for rows, part in cache.parts:
+        b, own_mask, part.ends = mx.array(rows), mask, cache.ends.of(rows)
+        if isinstance(mask, mx.array):
+            own_mask = mask[b, ..., : part.ends.longest + arrays[1].shape[2]]
+        out[b] = layer.attention([x[b] for x in arrays], own_mask, part, this, is_rotated=is_rotated)
+    return out
 
 
 def recurrent_layer(
@@ -171,7 +172,7 @@ def recurrent_layer(
     delta, (B, T, _) = layer.linear_attn, x.shape
     native = is_native(native, delta.head_k_dim)
     normed, *ways = layer.enter(x)
-    qkv, z, a, b = layer.project(normed)
+    qkv, z, a, b = layer.project_recurrent(normed)
 
     conv_input = mx.concatenate([conv_state, qkv], axis=1)  # [B, K - 1 + T, C]
     conv_state = conv_input[:, 1 - delta.conv_kernel_size :]
@@ -199,7 +200,7 @@ def recurrent_layer(
     else:
         out, state = recur(native, inputs, state)  # [B, T, Hv, Dv]
     out = delta.out_proj(delta.norm(out.astype(v.dtype), z).reshape(B, T, -1))
-    if (group := vars(delta).get("sharding_group")) is not None:  # in Qwen3-Next, ``out_proj`` sums by itself
+    if (group := getattr(delta, "sharding_group", None)) is not None:  # in Qwen3-Next, ``out_proj`` sums by itself
         out = mx.distributed.all_sum(out, group=group)
     out = layer.feed_forward(layer.join(x, out, *ways))
     return (out, conv_state, state, *split)

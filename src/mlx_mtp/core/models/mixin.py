@@ -1,57 +1,24 @@
 """A model with a head: what the loop calls of it, and the common part of the families' construction and loading."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.base import gather_last_axis
 
 from ...errors import MTPError
 from ..caches.fingerprint import Fingerprinted
-from ..caches.positions import rotate
 from ..caches.prompt_cache import PromptCache
 from ..distributed import Ranks
 from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
 from ..layers.mtp import MTPModule, has_head
-from ..layers.passes import current_pass, in_pass, pass_over
+from ..layers.passes import in_pass, pass_over
 from .draft_model import DraftModel
 from .head_weights import is_raw, sanitize_head, split_head
-
-
-class MRoPE(nn.Module):
-    """Rotary embeddings at positions in three axes (time, height, width), each with a section of the frequencies.
-
-    At plain positions it calls the wrapped rope.
-    """
-
-    def __init__(self, rope: nn.RoPE, sections: Sequence[int]):
-        super().__init__()
-        self.rope = rope
-        axes = np.zeros(rope.dims // 2, np.int32)
-        for axis in (1, 2):
-            axes[axis : 3 * sections[axis] : 3] = axis
-        self._axes = bytes(axes.tolist())  # the axis of each frequency; a list would be a parameter
-
-    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """x [B, H, T, D] -> the same, given the first token's index, or its position, [B]"""
-        if isinstance(offset, int):
-            this = current_pass()
-            position = this.position(offset)
-            if position is None:
-                return self._rotate(x, this.ids(offset, x.shape[2]))
-            offset = position
-        return self.rope(x, offset)  # type: ignore[arg-type]
-
-    def _rotate(self, x: mx.array, position_ids: mx.array) -> mx.array:
-        n = self.rope.dims // 2
-        frequencies = self.rope.scale * mx.power(self.rope.base, -mx.arange(n) / n)  # [n]
-        angles = position_ids[mx.array([*self._axes])].T * frequencies  # [T, n]
-        rotated = rotate(x[..., : 2 * n], mx.cos(angles), mx.sin(angles))
-        return mx.concatenate([rotated, x[..., 2 * n :]], axis=-1)
+from .rope import MRoPE, add_mrope
 
 
 class MTPModel(Fingerprinted):
@@ -197,7 +164,5 @@ def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> 
     if args.mtp_num_hidden_layers > 0:
         model.mtp = MTPModule(args, decoder_layer(args, layer_idx=args.full_attention_interval - 1))
         attention.append(model.mtp.layers[0].self_attn)
-    sections: Any = (getattr(args, "rope_parameters", None) or {}).get("mrope_section")  # of positions in three axes
-    for own in attention if sections is not None else ():
-        if isinstance(own.rope, nn.RoPE):
-            own.rope = MRoPE(own.rope, sections)
+    for own in attention:
+        add_mrope(own, getattr(args, "rope_parameters", None))

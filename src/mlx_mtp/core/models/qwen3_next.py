@@ -19,7 +19,7 @@ class ModelArgs(stock.ModelArgs):
 
 
 class DecoderLayer(Layer, stock.Qwen3NextDecoderLayer):
-    def project(self, normed: mx.array) -> tuple[mx.array, ...]:
+    def project_recurrent(self, normed: mx.array) -> tuple[mx.array, ...]:
         (B, T, _), delta = normed.shape, self.linear_attn
         qkvz, ba = delta.in_proj_qkvz(normed), delta.in_proj_ba(normed)
         q, k, v, z, b, a = delta.fix_query_key_value_ordering(qkvz, ba)
