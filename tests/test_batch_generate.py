@@ -32,7 +32,6 @@ from tests.support.distribution import LEVEL, PROMPT, Case, Counter
 from tests.support.models import model_of, tiny_model
 from tests.support.profiles import LONG
 from tests.support.prompt_store import names
-from tests.support.scripted import script_copies
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
 
@@ -330,7 +329,6 @@ def test_batch_generate_samples_processes_and_fails_by_prompt(trained):
 
 
 TWO = [[3, 1, 4], [1, 5]]
-N_TOKENS = 24
 
 DRAFTS = "num_draft_tokens must be auto or from 0 to 8, not"
 COPIES = "copy_drafts must be auto, off or from 1 to 16, not"
@@ -425,43 +423,6 @@ def test_a_prompt_without_processors_of_its_own_has_none():
     generator.insert(TWO, max_tokens=[8, 8], logits_processors=[None, [even]])
     want = [plain(p, model, max_tokens=8, logits_processors=own) for p, own in zip(TWO, (None, [even]))]
     assert [text.tokens for text in run(generator).values()] == want
-
-
-@pytest.fixture
-def copying(monkeypatch):
-    """Where a text can be copied from, it is known: the copies are right."""
-    model = model_of("qwen3_5")
-    truths = [p + plain(p, model, max_tokens=N_TOKENS + 20) for p in TWO]
-    script_copies(monkeypatch, truths, lambda i: True)
-    return model, [t[len(p) : len(p) + N_TOKENS] for p, t in zip(TWO, truths)]
-
-
-def rows_of(copying, given, **options):
-    model, want = copying
-    generator = BatchGenerator(model, **given)
-    generator.insert(TWO, max_tokens=[N_TOKENS, N_TOKENS], **options)
-    texts = run(generator).values()
-    assert [text.tokens for text in texts] == want
-    return [text.last.counts for text in texts]
-
-
-@pytest.mark.parametrize(("k", "n_copies"), [(0, 16), (1, 8), (2, 16), (8, 8), ("auto", 16)])
-def test_a_number_of_copies_is_not_limited_by_the_drafts(copying, k, n_copies):
-    """The other row takes the head's drafts, or none, in the same windows."""
-    for options in ({}, dict(num_draft_tokens=[0, 8])):
-        own, other = rows_of(copying, dict(num_draft_tokens=k), copy_drafts=[n_copies, "off"], **options)
-        assert len(own.of("copies").drafted) == n_copies
-        assert own.of("copies").accepted == own.of("copies").drafted
-        assert other.of("copies").drafted == []
-        assert len(other.drafted) <= (8 if k == "auto" else k)
-
-
-def test_the_generators_number_of_copies_is_for_all(copying):
-    for counts in rows_of(copying, dict(num_draft_tokens=0, copy_drafts=8)):
-        assert counts.drafted == []
-        assert len(counts.of("copies").drafted) == 8
-        # A window of 8 copies yields 9 tokens. The first step, which nothing was known before, may have none.
-        assert counts.of("copies").drafted[0] <= 4
 
 
 def test_few_inputs_of_the_head_are_pending(monkeypatch):

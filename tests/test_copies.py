@@ -1,4 +1,4 @@
-"""Copy drafts: the index against a search, and the loop with copies that are right or wrong at will; and any other source."""
+"""Copy drafts: the index against a search, and the loop with copies that are right or wrong at will."""
 
 import itertools
 import random
@@ -13,7 +13,6 @@ from mlx_mtp import BatchGenerator, TextOptions, make_prompt_cache
 from mlx_mtp.core.caches.positions import ImageSpan
 from mlx_mtp.core.decoding.counts import DraftCounts
 from mlx_mtp.core.decoding.sequence import without_images
-from mlx_mtp.core.drafts import sources
 from mlx_mtp.core.drafts.sources import N_GRAM, N_REJOIN, NEAR, PromptLookup
 from mlx_mtp.core.pacing.depth import MAX_COPY_TOKENS, Depth, Rates
 from mlx_mtp.core.pacing.step_times import FREE, PLAIN_PLAN, Plan
@@ -21,6 +20,7 @@ from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of
 from tests.support.profiles import LONG
+from tests.support.scripted import script_copies
 from tests.support.ways import company_of, every_way, generate
 
 REPEATS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 3, 1, 4, 1, 5]  # after the last five came 9, 2, 6, ...
@@ -157,6 +157,19 @@ def test_copies_are_off_where_the_number_of_drafts_is_given():
         assert TextOptions(20, **asked).resolve(model_of("qwen3_5")).copy_drafts == copies
 
 
+@every_way
+@pytest.mark.parametrize(("k", "n"), [(0, 16), (1, 8), (8, 8), ("auto", 16)])
+def test_a_number_of_copies_is_not_limited_by_the_drafts(way, k, n, monkeypatch):
+    """Nor by those of the texts beside it."""
+    model, prompt = model_of("qwen3_5"), REPEATS[:5]
+    truth = prompt + plain(prompt, model, max_tokens=24)
+    script_copies(monkeypatch, [truth + [0] * 20, *company_of(model)], lambda i: True)
+    text = generate(way, prompt, model, num_draft_tokens=k, copy_drafts=n, max_tokens=24)
+    drafted, accepted = text.last.counts.of("copies")
+    assert (text.tokens, len(drafted), accepted) == (truth[5:], n, drafted)
+    assert drafted[0] <= 4  # a window of 8 copies yields 9 tokens; the first may have none
+
+
 # The choice between them: on machines where a draft of the head, and a copy, take so many plain steps
 
 MACHINES = [(0.1, 0.04), (0.25, 0.2), (0.8, 0.7)]
@@ -240,73 +253,3 @@ def test_copies_begin_short_and_lengthen_and_a_given_number_of_drafts_is_kept_be
         assert plan == Plan(3) or (plan.skips_head and i % 3 == 0)
         depth.observe(plan, plan.k, 1 + 0.2 * plan.k)
     assert depth.next([head | copies], 3).skips_head
-
-
-PROMPT = [3, 1, 4, 1, 5]
-N = 24
-SOURCES = [*sources.SOURCES]
-
-
-class Oracle:
-    name = "oracle"
-    fixed = None
-    most = 16  # that it gives at a time, whatever it offers
-
-    def __init__(self, text, truths):
-        self.text, self.truths, self.proposed = [*text], truths, []
-
-    def observe(self, tokens):
-        self.text += tokens
-
-    def acceptance(self, n_unobserved):
-        n = len(self.text) + n_unobserved
-        return [0.99] * (4 - n % 4) if n // 4 % 2 == 0 else []
-
-    def propose(self, k, n_unobserved):
-        truth = next(t for t in self.truths if t[: len(self.text)] == self.text)
-        first = len(self.text) + n_unobserved
-        k = min(k, self.most)
-        self.proposed.append(k)
-        return mx.array(truth[first : first + k], mx.uint32)
-
-
-@pytest.fixture
-def oracles(monkeypatch, equal_steps):
-    model = model_of("qwen3_5")
-    made, truths = [], [PROMPT + plain(PROMPT, model, max_tokens=2 * N), *company_of(model)]
-
-    def make(options, text):
-        made.append(Oracle(text, truths))
-        return made[-1]
-
-    monkeypatch.setattr(sources, "SOURCES", [make])
-    return made, truths[0]
-
-
-def counts_of(oracles, way, **options):
-    """The counts of the text, which is right, and the drafts that the source gave."""
-    made, truth = oracles
-    text = generate(way, PROMPT, model_of("qwen3_5"), max_tokens=N, copy_drafts="auto", **options)
-    assert text.last.all_tokens == truth[: len(PROMPT) + N]
-    return text.last.counts, next(o for o in made if o.text[: len(PROMPT)] == PROMPT).proposed
-
-
-@every_way
-@pytest.mark.parametrize(
-    ("number", "fixed", "most"), [("auto", None, 16), (0, None, 16), *((0, 4, n) for n in range(3))]
-)
-def test_sequences_draft_from_it(oracles, way, number, fixed, most, monkeypatch):
-    """Also where it gives fewer than it offers, or none."""
-    monkeypatch.setattr(Oracle, "fixed", fixed)
-    monkeypatch.setattr(Oracle, "most", most)
-    counts, proposed = counts_of(oracles, way, num_draft_tokens=number)
-    assert sum(proposed) == sum(counts.of("oracle").drafted) == sum(counts.of("oracle").accepted)
-    assert len(counts.of("oracle").drafted) == (most if fixed else max(proposed))
-
-
-@every_way
-def test_takes_its_turn_with_the_others(oracles, way, monkeypatch):
-    monkeypatch.setattr(sources, "SOURCES", [*SOURCES, *sources.SOURCES])
-    counts, proposed = counts_of(oracles, way, num_draft_tokens=2)
-    assert sum(proposed) > 0
-    assert counts.of("oracle").accepted == counts.of("oracle").drafted

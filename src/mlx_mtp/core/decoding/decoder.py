@@ -129,9 +129,8 @@ class Decoder:
         plans = [Plan(k) for k in limits]
         for b, (s, plan) in enumerate(zip(self.sequences, planned.plans)):
             if plan.skips_head:
-                own = s.sources[plan.source].propose(plan.k, s.n_unobserved)
-                plans[b] = Plan(len(own), plan.source)
-                tokens = with_drafts(tokens, b, own)
+                plans[b] = plan
+                tokens = with_drafts(tokens, b, s.sources[plan.source].propose(plan.k, s.n_unobserved))
         mx.async_eval(tokens)
         return Drafts(tuple(plans), tokens, proposals)
 

@@ -79,8 +79,6 @@ class Planner:
             self.is_interrupted = True
             return
         plan, is_plain = planned.plan, len(drafts) == 0
-        if plan.skips_head:
-            plan = Plan(len(drafts), plan.source)  # a source may give fewer than it offers
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         self._take_turn()
         mean = sum(step.n_accepted) / n
