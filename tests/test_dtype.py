@@ -292,7 +292,7 @@ def one_pass(model):
 
     operations = traced(run, tokens)
     every = [state for layer in model.layers if layer.is_linear for state in layer.states]
-    states = {(1, *state.shape) for state in every if state.name == "state"}
+    states = {(1, *state.shape) for state in every if state.dtype == mx.float32}
     return operations, {name: x.dtype for name, x in outputs.items() if x.shape not in states}
 
 

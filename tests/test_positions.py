@@ -294,7 +294,7 @@ def test_what_no_text_has_is_refused():
         (tokens, dict(images=p.images), "give input_embeddings"),
         (tokens, dict(images=p.images, input_embeddings=p.embeddings[:3]), "their sequence length"),
         ([1, 2], dict(prompt_cache=inside), "is not prefilled yet"),  # text may not go on inside an image
-        ([1], dict(prompt_cache=damaged), "images that no text has"),
+        ([1], dict(prompt_cache=damaged), "Entry 5 of the prompt cache is damaged"),
     ]:
         with pytest.raises(ValueError, match=message):
             prefill(mx.array(given), model, **options)

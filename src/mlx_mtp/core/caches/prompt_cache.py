@@ -26,7 +26,7 @@ from .fingerprint import SIZE
 from .indexed import adopted
 from .positions import ImageSpan, Positions, check_images
 from .recurrent import RecurrentCache
-from .validation import FLOATS, check_arrays, check_backbone, check_keys, misfit
+from .validation import FLOATS, are_arrays, are_keys, check_backbone, misfit
 
 HIDDEN, COUNT, TEXT, PART, FINGERPRINT, IMAGES = range(6)  # the arrays of the last entry
 MAX_BYTES = 10**9  # to evaluate at once: macOS stops command buffers that take long
@@ -182,16 +182,15 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
             entries[i] = RecurrentCache.from_state(c.state)
     n, n_tokens, images = cache.n_recorded, cache.n_tokens, cache.images
     if n > n_tokens:
-        raise misfit(n_layers + 1, f"is of {n} tokens, and the layers' of {n_tokens}")
+        raise misfit(n_layers + 1)
     if n < n_tokens:
         entries[n_layers:] = make_head_cache(model)
     elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or model.head_layer is None:
         entries[n_layers] = empty_head(model)
     else:
-        check_keys(n_layers, cache.head, model.head_layer, may_be_quantized=False)
         max_offset = 0 if cache.last_hidden is None else n_tokens - 1
-        if cache.head.offset > max_offset:
-            raise misfit(n_layers, f"is of {cache.head.offset} tokens, and the head has seen {max_offset} at most")
+        if not are_keys(cache.head, model.head_layer, may_be_quantized=False) or cache.head.offset > max_offset:
+            raise misfit(n_layers)
     entries[-1][FINGERPRINT], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
     evaluate([vars(c) for c in entries])  # those of a file are read now, and not while a pass waits
     return cache
@@ -217,22 +216,20 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
     i, last = len(cache.entries) - 1, cache.entries[-1]
     if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
         last.cache += [None] * (IMAGES + 1 - len(last.cache))  # an earlier version had fewer
-    check_arrays(
-        i,
-        last,
-        ("hidden state", (1, 1, model.hidden_size), FLOATS),
-        ("number of tokens", (), (mx.int32,)),
-        ("tokens", (None,), (mx.uint32,)),
-        ("rank", (2,), (mx.int32,)),
-        ("fingerprint", (2 * SIZE,), (mx.uint8,)),
-        ("images", (None, 3), (mx.int32,)),
-    )
-    if (token := max(cache.text, default=0)) >= model.vocab_size:
-        raise misfit(i, f"has the token {token}, and the vocabulary ends at {model.vocab_size - 1}")
+    wanted = {
+        HIDDEN: ((1, 1, model.hidden_size), FLOATS),
+        COUNT: ((), (mx.int32,)),
+        TEXT: ((None,), (mx.uint32,)),
+        PART: ((2,), (mx.int32,)),
+        FINGERPRINT: ((2 * SIZE,), (mx.uint8,)),
+        IMAGES: ((None, 3), (mx.int32,)),
+    }
+    if not are_arrays(last, *wanted.values()) or max(cache.text, default=0) >= model.vocab_size:
+        raise misfit(i)
     try:
         check_images(cache.images)
     except MTPError as e:
-        raise misfit(i, f"has images that no text has ({e})") from e
+        raise misfit(i) from e
     if (part := _listed(last[PART])) != part_of(model):
         raise MTPError(
             f"The prompt cache belongs to {_name(part)} and this is {_name(part_of(model))}: "

@@ -46,7 +46,6 @@ def recur(
 class State(NamedTuple):
     """An array of a recurrent layer's cache."""
 
-    name: str
     shape: tuple[int, ...]  # of one sequence
     dtype: mx.Dtype | None = None  # None: that of activations
 

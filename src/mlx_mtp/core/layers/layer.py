@@ -44,8 +44,8 @@ class Layer:
         """The arrays of the cache of a recurrent layer."""
         delta = self.linear_attn
         return [
-            State("convolution inputs", (delta.conv_kernel_size - 1, delta.conv_dim)),
-            State("state", (delta.num_v_heads, delta.head_v_dim, delta.head_k_dim), mx.float32),
+            State((delta.conv_kernel_size - 1, delta.conv_dim)),  # the last inputs of the convolution
+            State((delta.num_v_heads, delta.head_v_dim, delta.head_k_dim), mx.float32),
         ]
 
     @property

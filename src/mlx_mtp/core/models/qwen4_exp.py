@@ -144,8 +144,8 @@ class DecoderLayer(Layer, nn.Module):
             return super().states
         size = self.ple.conv1d.weight.shape[0]
         # Token ids less the end of text: zeros, the states before the first token, stand for it.
-        ids = State("last tokens", (self.n_previous, 1), mx.int32)
-        return [*super().states, State("convolution inputs of n-grams", (self.ple.n_last, size)), ids]
+        ids = State((self.n_previous, 1), mx.int32)
+        return [*super().states, State((self.ple.n_last, size)), ids]
 
     @property
     def row_sizes(self) -> dict[str, tuple[int, int]]:
