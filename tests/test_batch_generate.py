@@ -239,43 +239,13 @@ def test_quantized_texts_depend_on_nothing_beside_them(seed, monkeypatch):
     for prompt in prompts:
         generator.insert([prompt], max_tokens=[20])
         run(generator, texts, coins.choice([0, 1, 4, 12]))
-    for prompt, text in zip(prompts, run(generator, texts).values()):
-        theirs = stock_prompt_cache(model)
+    texts, caches = run(generator, texts), [stock_prompt_cache(model) for _ in prompts]
+    for prompt, text, theirs in zip(prompts, texts.values(), caches):
         assert text.tokens == plain(prompt, model, max_tokens=20, prompt_cache=theirs, prefill_step_size=16, **kv)
         assert names(text.last.prompt_cache[: len(theirs)]) == names(theirs)
-        more = mtp([7], model, max_tokens=4, prompt_cache=text.last.prompt_cache, **kv)
-        assert more == plain([7], model, max_tokens=4, prompt_cache=theirs, **kv)
-
-
-def test_a_quantized_cache_joins_rows_that_are_not():
-    """And leaves them: a row has the entries that a text alone would have."""
-    model, kv = model_of("qwen3_5"), dict(kv_bits=2, kv_group_size=32, quantized_kv_start=30)
-    history, cache = [*range(9)] * 4, make_prompt_cache(model)
-    history += mtp(history, model, max_tokens=6, prompt_cache=cache, **kv)
-    generator = BatchGenerator(model, num_draft_tokens=2, **kv)
-    first, _ = generator.insert([[1, 2, 3], [9] * 40], max_tokens=[12, 30])
-    texts = run(generator, n_steps=3)
-    last = generator.insert([[4, 5]], max_tokens=[16], caches=[cache])[0]
-    run(generator, texts, 3)
-    extracted, tokens = generator.extract_cache([first])[first]
-    texts = run(generator, texts)
-    assert texts[last].tokens == mtp([4, 5], model, max_tokens=16, prompt_cache=cache, **kv)
-    for prompt, text in (([1, 2, 3], texts[first]), ([9] * 40, texts[first + 1])):
-        assert text.tokens == plain(prompt, model, max_tokens=len(text.tokens), **kv)
-    theirs = stock_prompt_cache(model)
-    plain([1, 2, 3], model, max_tokens=len(tokens) - 3, prompt_cache=theirs, **kv)
-    assert names(extracted[: len(theirs)]) == names(theirs)
-    assert mtp([7], model, max_tokens=9, prompt_cache=extracted, **kv) == plain(
-        [7], model, max_tokens=9, prompt_cache=theirs, **kv
-    )
-
-
-def test_drafts_of_unsure_rows_are_dropped():
-    model = model_of("qwen3_5")
-    generator = BatchGenerator(model, num_draft_tokens=3, copy_drafts="off", draft_p_min=1.0)
-    generator.insert(PROMPTS[:2], max_tokens=[24] * 2)
-    for prompt, text in zip(PROMPTS, run(generator).values()):
-        assert (text.tokens, text.last.counts.drafted) == (plain(prompt, model, max_tokens=24), [])
+    generator.insert([[7]] * 10, max_tokens=[4] * 10, caches=[text.last.prompt_cache for text in texts.values()])
+    for theirs, text in zip(caches, run(generator).values()):
+        assert text.tokens == plain([7], model, max_tokens=4, prompt_cache=theirs, **kv)
 
 
 def test_batch_generate_is_mlx_lms(trained, capsys):
