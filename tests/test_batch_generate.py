@@ -320,6 +320,9 @@ def test_refuses_options_out_of_range(demo):
     mtp([1, 2, 3], model, max_tokens=4, prompt_cache=quantized, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
     cases = [
         *((use, {name: value}, message) for use in ("alone", "batch") for name, value, message in OUT_OF_RANGE),
+        ("alone", dict(prompt=[]), "must be provided"),
+        ("alone", dict(draft_p_min=1.1), "draft_p_min must be a probability"),
+        ("alone", dict(prefill_step_size=0), "prefill_step_size must be 1 or more, not 0"),
         *(("batch", {name: n}, f"{name} {POSITIVE} {n}.") for name in numbers for n in (0, -1, 2.5, None)),
         *((use, dict(max_kv_size=64), "max_kv_size is not supported: the caches of") for use in ("alone", "batch")),
         ("batch", dict(num_draft_tokens=Depth(3)), DRAFTS),  # of one sequence
@@ -347,7 +350,7 @@ def test_refuses_options_out_of_range(demo):
         ("batch_generate", dict(prompt_caches=[None, [1]]), "cache has 1 entries, and this model needs 4"),
     ]
     uses = dict(
-        alone=lambda **bad: mtp([1], model, **bad),
+        alone=lambda prompt=(1,), **bad: mtp(prompt, model, **bad),
         batch=lambda **bad: BatchGenerator(model, **bad),
         insert=lambda **bad: generator.insert(TWO, **bad),
         batch_generate=lambda **bad: batch_generate(model, demo[1], **dict(prompts=TWO, max_tokens=[3, 3]) | bad),

@@ -7,8 +7,6 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from mlx_lm.generate import generate_step, generation_stream
 
 import mlx_mtp
@@ -20,8 +18,8 @@ from mlx_mtp.core.decoding.counts import DraftCounts
 from mlx_mtp.core.pacing.depth import Depth
 from mlx_mtp.core.pacing.step_times import Plan
 from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
-from tests.support.models import DATA, FAMILIES, load_reference, model_of
-from tests.support.profiles import LONG, examples
+from tests.support.models import DATA, load_reference, model_of
+from tests.support.profiles import LONG
 from tests.support.scripted import Scripted
 from tests.support.ways import every_way, generate
 
@@ -34,35 +32,13 @@ def text_of_plain(family: str, seed: int = 0, max_tokens: int = 100) -> list[int
 
 
 @every_way
-@examples(5)
-@given(
-    family=st.sampled_from(FAMILIES),
-    right=st.lists(st.booleans(), min_size=1, max_size=12),
-    depth=st.integers(1, 8),
-    max_tokens=st.integers(1, 60 if LONG else 30),
-)
-def test_any_pattern_of_right_and_wrong_drafts(way, family, right, depth, max_tokens):
-    """The draft of token i is right where ``right`` says so, over and over."""
-    model, truth, n = model_of(family), text_of_plain(family), len(PROMPT)
-    options = dict(text=truth, right=lambda i: right[i % len(right)], max_tokens=max_tokens)
-    text = generate(way, PROMPT, model, num_draft_tokens=depth, **options)
-    assert text.tokens == truth[n : n + max_tokens]
-    # A token comes from a draft where its draft, and all before it in its window, were right. Alone, the first has no draft.
-    # The last window is as short as what is left.
-    position = 0
-    for i, from_draft in enumerate(text.from_draft[:-1]):
-        assert from_draft == ((i > 0 or way != "alone") and position < depth and right[(n + i) % len(right)])
-        position = position + 1 if from_draft else 0
-    assert sum(text.from_draft) <= sum(text.last.counts.accepted)
-
-
-@every_way
 def test_no_draft_goes_beyond_max_tokens(way):
     """A window yields one more token than it accepts, and a single prompt's last token has a window of its own."""
     truth = text_of_plain(DENSE)
     text = generate(way, PROMPT, model_of(DENSE), text=truth, right=lambda i: True, max_tokens=3, num_draft_tokens=8)
     assert text.tokens == truth[len(PROMPT) : len(PROMPT) + 3]
     assert text.last.counts.drafted == ([1] if way == "alone" else [1, 1])
+    assert text.from_draft == [way != "alone", True, False]
 
 
 @pytest.mark.parametrize(("way", "prefill"), [("alone", 64), ("batch of three", 100)])
@@ -71,17 +47,6 @@ def test_prompt_lengths_around_the_cache_step(way, prefill):
     for length in (255, 256, 257):
         prompt = [(7 * i * i + i) % 32 for i in range(length)]
         assert generate(way, prompt, model, num_draft_tokens=3, **options).tokens == plain(prompt, model, **options)
-
-
-def test_logprobs_are_mlx_lms_and_the_stream_is_the_callers():
-    model, stream, ours = model_of(DENSE), mx.default_stream(mx.default_device()), []
-    for token, logprobs, _ in mtp_generate_step(PROMPT, model, max_tokens=20, num_draft_tokens=3):
-        ours.append((token, logprobs))
-        assert mx.default_stream(mx.default_device()) == stream
-    for (token, logprobs), (want, want_logprobs) in zip(ours, generate_step(PROMPT, model, max_tokens=20)):
-        assert token == want
-        assert logprobs.shape == want_logprobs.shape
-        assert mx.array_equal(logprobs, want_logprobs)
 
 
 # Other implementations with all prompts: .914, .853, .808 at best, .865, .770, .711 without the prompt.
@@ -94,33 +59,6 @@ def test_acceptance_on_a_trained_checkpoint():
             mtp(prompt, model, max_tokens=128, num_draft_tokens=3, counts=counts)
     for depth, floor in enumerate(floors, 1):
         assert sum(counts.accepted[:depth]) / sum(counts.drafted[:depth]) >= floor
-
-
-@every_way
-def test_calls_samplers_and_processors_as_mlx_lm(way):
-    model, shapes = model_of(DENSE), set()
-
-    def sampler(logprobs):
-        shapes.add(logprobs.shape)
-        return mx.argsort(logprobs, axis=-1)[..., -2]
-
-    def noting(calls):
-        def processor(tokens, logits):
-            assert logits.shape == (1, logits.shape[-1])
-            calls[tuple(tokens.tolist())] = logits.tolist()
-            return logits
-
-        return dict(logits_processors=[processor], max_tokens=25, sampler=sampler, prefill_step_size=4)
-
-    ours, theirs = {}, {}
-    want = plain(PROMPT, model, **noting(theirs))
-    assert generate(way, PROMPT, model, num_draft_tokens=3, **noting(ours)).tokens == want
-    assert shapes == {(1, 32)}
-    # mlx-lm runs one token ahead of the last one.
-    for i in range(25):
-        history = tuple(PROMPT.tolist() + want[:i])
-        tolerance = 0.0 if way == "alone" else 1e-4  # a pass over several sequences rounds otherwise
-        assert ours[history][0] == pytest.approx(theirs[history][0], abs=tolerance)
 
 
 def test_a_prompt_without_a_text():
@@ -145,13 +83,15 @@ def test_quantizes_keys_and_values_where_mlx_lm_does(start, chunk, monkeypatch):
     window: few bits, and drafts that are right, show what is read too early.
     """
     monkeypatch.setattr(rows, "EVERY", 8)
-    model, options = model_of(DENSE), dict(max_tokens=30, kv_bits=2, kv_group_size=32, quantized_kv_start=start)
+    model, stream = model_of(DENSE), mx.default_stream(mx.default_device())
+    options = dict(max_tokens=30, kv_bits=2, kv_group_size=32, quantized_kv_start=start)
     truth = list(generate_step(PROMPT, model, prefill_step_size=8, **options))
     scripted = Scripted(model, PROMPT.tolist() + [token for token, _ in truth] + [0] * 10, lambda i: True)
     steps = mtp_generate_step(PROMPT, scripted, num_draft_tokens=4, prefill_step_size=chunk, **options)
     for (token, logprobs, _), (want, want_logprobs) in zip(steps, truth, strict=True):
-        assert token == want
-        assert mx.allclose(logprobs, want_logprobs, rtol=0, atol=1e-4)
+        assert mx.default_stream(mx.default_device()) == stream  # the caller's
+        assert (token, logprobs.shape) == (want, want_logprobs.shape)
+        assert mx.allclose(logprobs, want_logprobs, rtol=0, atol=0 if start == 1000 else 1e-4)
 
 
 def test_one_token_prompt_reads_an_unquantized_cache():
@@ -167,11 +107,7 @@ def test_one_token_prompt_reads_an_unquantized_cache():
             assert got == plain([token], model, prompt_cache=caches[1], **options)
 
 
-def test_input_embeddings_and_progress_are_mlx_lms():
-    model = model_of(DENSE)
-    options = dict(max_tokens=20, prefill_step_size=4, input_embeddings=model.model.embed_tokens(PROMPT) * 0.9)
-    for prompt in (PROMPT, mx.array([], mx.uint32)):
-        assert mtp(prompt, model, num_draft_tokens=3, **options) == plain(prompt, model, **options)
+def test_progress_is_mlx_lms():
     for prompt, max_tokens in itertools.product((PROMPT, PROMPT[:1]), (0, 1, 3)):
         calls = []
         for run in (mtp, plain):
@@ -207,19 +143,6 @@ def test_p_min_stops_drafting():
     assert accepted[1] / drafted[1] > accepted[0] / drafted[0]
 
 
-def test_rejects_invalid_arguments():
-    model, embeddings = model_of(DENSE), model_of(DENSE).model.embed_tokens(PROMPT)
-    for prompt, this, options, message in [
-        (PROMPT, model, dict(draft_p_min=1.1), "draft_p_min must be a probability"),
-        ([], model, {}, "must be provided"),
-        (PROMPT, model, dict(prefill_step_size=0), "prefill_step_size must be 1 or more, not 0"),
-        (PROMPT[1:], model, dict(input_embeddings=embeddings), "must match"),
-        (PROMPT, model_of("qwen3_next"), dict(input_embeddings=embeddings), "does not support input embeddings"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            mtp(prompt, this, **options)
-
-
 def test_memory_stays_flat():
     """Beyond the keys and values, which have room for 256 tokens here."""
     active, steps = [], mtp_generate_step(PROMPT, model_of(DENSE), max_tokens=-1, num_draft_tokens=4)
@@ -246,6 +169,8 @@ def test_unsure_drafts_count_as_rejected():
     assert counts.drafted == []
     assert len(seen) > 30
     assert {*seen[:-3]} == {(Plan(3), 0, None)}
+    text = generate("batch of three", PROMPT, model_of(DENSE), max_tokens=24, num_draft_tokens=3, draft_p_min=1.0)
+    assert (text.tokens, text.last.counts.drafted) == (text_of_plain(DENSE)[len(PROMPT) :][:24], [])
 
 
 def test_synchronizes_once_a_step_and_clears_the_buffer_cache_every_256_tokens(monkeypatch):

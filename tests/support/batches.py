@@ -59,6 +59,7 @@ def faulty(n: float):
     lengths = []
 
     def processor(tokens, logits):
+        assert logits.shape == (1, logits.shape[-1])
         lengths.append(len(tokens))
         if len(tokens) >= lengths[0] + n:
             raise Fault

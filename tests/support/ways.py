@@ -81,7 +81,7 @@ def _alone(prompt, model, fails, options) -> Text:
 
 
 def _batch(asked, model, options) -> dict[int, Text]:
-    own = ("num_draft_tokens", "copy_drafts", "prefill_step_size")
+    own = ("num_draft_tokens", "copy_drafts", "draft_p_min", "prefill_step_size")
     generator = BatchGenerator(model, **{name: options[name] for name in own if name in options})
     if isinstance(model, Scripted):
         model.decoder = generator.decoder
