@@ -33,7 +33,7 @@ from tests.support.tool_texts import MARKS, talk
 
 SYSTEM, RESULT = 5000, 1200  # characters
 LAYERS = 4  # one of them with keys and values
-OURS, THEIRS = "tests.support.scripted_server", "tests.support.scripted_mlx_lm"  # servers
+OURS, THEIRS = "tests.support.scripted_server", "benchmarks.scripted_mlx_lm"  # servers
 STORE = ("--mtp", "--num-draft-tokens", "0", "--prompt-cache-dir")
 OPTIONS = check(make_parser().parse_args([]))  # for the bodies of requests
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}}

@@ -70,7 +70,7 @@ def try_client(name: str, agents: Path, folder: Path) -> list[str]:
     command = ["timeout", str(LIMIT), *launch, "--", *client.arguments.split(), ASK]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     flags = ["--mtp", "--model", model, "--api-key-file", str(folder / "key")]
-    with serve(folder / "server.log", *flags, module="tests.support.scripted_agent"):
+    with serve(folder / "server.log", *flags, module="scripts.scripted_agent"):
         done = subprocess.run(command, cwd=work, env=env, text=True, **streams)
     (folder / "client.log").write_text(done.stdout)
     wrong = [] if done.returncode == 0 else [f"it ends with status {done.returncode}"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import speculative_generate_step
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tuner.lora import LoRALinear
@@ -112,6 +112,7 @@ def test_head_rows_come_from_verified_hidden_states(family):
     model = model_of(family)
     prompt_cache = make_caches(model.make_draft_model())
     tokens = speculative(PROMPT, model, max_tokens=30, num_draft_tokens=3, prompt_cache=prompt_cache)
+    assert not can_trim_prompt_cache(prompt_cache[:-1])  # it is for one generation
     draft, text = prompt_cache[-1], mx.array([PROMPT + tokens])
     n, rows = draft.n_verified, mlx_mtp.make_prompt_cache(model)[-2]
     assert len(PROMPT) < n < text.size
@@ -156,20 +157,6 @@ def test_trimming():
     assert [c.offset for c in target if not isinstance(c, RecurrentCache)] == before
     with pytest.raises(ValueError, match="can trim its last 1 tokens, not 2"):
         trim_prompt_cache([draft], 2)
-
-
-def test_lru_prompt_cache_never_trims_the_result():
-    model = model_of("qwen3_5")
-    cache = make_caches(model.make_draft_model())
-    text = PROMPT + speculative(PROMPT, model, max_tokens=12, num_draft_tokens=3, prompt_cache=cache)[:-1]
-    lru = LRUPromptCache()
-    lru.insert_cache("model", PROMPT[:3], model.make_cache())
-    lru.insert_cache("model", text, cache)
-    assert len(lru) == 2  # a trimmable cache would have replaced its prefix
-    found, rest = lru.fetch_nearest_cache("model", text[:-4] + [0])
-    assert (len(found), rest) == (len(model.layers), (text[:-4] + [0])[3:])
-    with pytest.raises(ValueError, match="requires a trimmable prompt cache"):
-        speculative([7], model, prompt_cache=cache)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 7, 11])

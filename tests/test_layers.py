@@ -1,7 +1,5 @@
 """Layers: compiled passes, attention in groups of queries as on Metal, and the operations that a recurrent layer submits."""
 
-import itertools
-
 import mlx.core as mx
 import pytest
 from mlx import nn
@@ -22,7 +20,7 @@ from mlx_mtp.core.layers.layer import attend, group_size
 from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.core.models.head_weights import quantize_head
 from mlx_mtp.core.pacing.depth import Depth
-from mlx_mtp.core.pacing.step_times import PLAIN_PLAN
+from mlx_mtp.core.pacing.step_times import Plan
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, WINDOW, mtp, plain, rows_of
 from tests.support.graphs import operations
@@ -257,26 +255,7 @@ def test_every_trace_is_counted(monkeypatch):
         mx.enable_compile()
 
 
-def test_a_step_that_was_traced_is_not_timed(monkeypatch):
-    made, timed = itertools.accumulate(n == 4 for n in itertools.count()), []
-
-    class Plain(Depth):
-        def for_text(self):
-            return self
-
-        def next(self, *args, **kwargs):
-            return PLAIN_PLAN
-
-        def observe(self, plan, n_accepted, seconds, *args, **kwargs):
-            timed.append(seconds is not None)
-
-    monkeypatch.setattr(planner, "n_traces", lambda: next(made))
-    steps = mtp_generate_step(mx.array([1, 2, 3]), tiny_model("qwen3_5"), max_tokens=9, num_draft_tokens=Plain(8))
-    assert len([*steps]) == 9
-    assert timed == [False, True, True, False, True, True, True]  # the first follows a step that nobody chose
-
-
-def test_a_step_that_makes_a_trace_is_not_in_the_speed(trained, monkeypatch):
+def test_a_step_that_makes_a_trace_is_not_timed(trained, monkeypatch):
     """On a clock on which a step takes one second, and a trace 100 more."""
     trace_anew(monkeypatch)
     model, tokenizer = trained
@@ -288,8 +267,13 @@ def test_a_step_that_makes_a_trace_is_not_in_the_speed(trained, monkeypatch):
         seen = traces.n_traces()
         return now
 
+    observed = []
     monkeypatch.setattr(planner, "perf_counter", clock)
-    options = dict(max_tokens=24, num_draft_tokens=2, copy_drafts="off")
+    monkeypatch.setattr(Depth, "next", lambda *args: Plan(2))
+    monkeypatch.setattr(
+        Depth, "observe", lambda self, plan, n_accepted, seconds, *args, **more: observed.append(seconds)
+    )
+    options = dict(max_tokens=24, num_draft_tokens="auto", copy_drafts="off")
     *_, last = stream_generate(model, tokenizer, "def f(x):\n", **options)
     assert 1 <= last.generation_tps <= 3
     assert now > 500
@@ -297,6 +281,8 @@ def test_a_step_that_makes_a_trace_is_not_in_the_speed(trained, monkeypatch):
     for counts in batch_generate(model, tokenizer, prompts, **options).counts:
         assert 1 <= counts.tokens_per_second <= 3
         assert 3 < counts.seconds < 24
+    assert {type(seconds) for seconds in observed} == {int, type(None)}
+    assert max(seconds for seconds in observed if seconds is not None) <= 3
     *_, only = stream_generate(model, tokenizer, "def f(x):\n", **(options | {"max_tokens": 1}))
     assert only.generation_tps > 3  # of all of the time
 

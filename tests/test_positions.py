@@ -4,7 +4,6 @@ import copy
 import json
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
@@ -17,10 +16,8 @@ from mlx_mtp.core.caches.prompt_cache import PromptCache
 from mlx_mtp.core.decoding.counts import DraftCounts
 from mlx_mtp.core.decoding.head import HeadDrafter
 from mlx_mtp.core.layers.mtp import run_head
-from mlx_mtp.core.layers.passes import Pass, in_pass
-from mlx_mtp.core.models.rope import MRoPE
 from tests.support.batches import run
-from tests.support.decoding import mtp, plain
+from tests.support.decoding import difference, mtp, plain
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN, PROMPTS, VALUES, image_model, image_prompt, spans
 from tests.support.profiles import LONG
 
@@ -28,10 +25,6 @@ TOLERANCE = 5e-4  # of logits
 SOME = PROMPTS if LONG else PROMPTS[::2]
 ENDING_WITH_TEXT = [j for j in PROMPTS if image_prompt(j).images[-1].end < len(image_prompt(j).tokens)]
 every_prompt, some_prompts = (pytest.mark.parametrize("j", js) for js in (PROMPTS, SOME))
-
-
-def difference(ours: mx.array, theirs: np.ndarray) -> float:
-    return float(np.abs(np.array(ours) - theirs).max())
 
 
 def held_by(entries) -> PromptCache:
@@ -79,14 +72,6 @@ def test_ids_are_those_of_transformers():
                 assert (want[:, begin:] == begin + positions.shift + np.arange(n - begin)).all()
         assert positions.shift == conversation["delta"] or IMAGE_TOKEN not in tokens
         assert np.array_equal(positions.ids(n, 3), np.tile(n + conversation["delta"] + np.arange(3), (3, 1)))
-
-
-def test_frequencies_take_the_axes_in_turn():
-    """Time, height, width, as many as each section has, and the others time, as in transformers."""
-    rope, positions = MRoPE(nn.RoPE(16, base=1.0), [3, 3, 2]), Positions((ImageSpan(0, 2, 3),))  # all frequencies are 1
-    with in_pass(Pass(positions=positions)):
-        a, b = np.split(np.array(rope(mx.ones((1, 1, 6, 16)))[0, 0]), 2, axis=-1)
-    assert np.allclose(np.arctan2(b, a) - np.pi / 4, positions.ids(0, 6)[[0, 1, 2, 0, 1, 2, 0, 1]].T, atol=1e-5)
 
 
 @every_prompt

@@ -153,6 +153,18 @@ def test_limits():
     assert active_memory() - before < 1.1 * store.nbytes
 
 
+def test_a_common_beginning_outlives_the_texts_that_had_it():
+    """However short the memory: it is used again and again, and each text's end once."""
+    model, store = model_of("qwen3_5"), new_store()
+    for first in range(3):
+        read(model, [*TEXT, *11 * [first]], (len(TEXT),), store)
+    store.max_bytes = store.nbytes
+    for first in range(3, 11):
+        read(model, [*TEXT, *11 * [first]], (len(TEXT),), store)
+        assert store.fetch([*TEXT, 31])[1] == len(TEXT)
+        assert store.fetch([*TEXT, *11 * [first]])[1] == len(TEXT) + 11
+
+
 def active_memory():
     gc.collect()
     mx.clear_cache()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_mtp import make_prompt_cache
-from tests.support.decoding import mtp
+from tests.support.decoding import difference, mtp
 from tests.support.models import DATA, arrays_equal, load_reference
 from tests.support.profiles import LONG
 
@@ -18,10 +18,6 @@ def case(request):
     folder = DATA / request.param
     values = np.load(folder / "reference.npz")
     return load_reference(folder), values, [k for k in range(4) if f"prompt_{k}" in values]
-
-
-def difference(ours: mx.array, theirs: np.ndarray) -> float:
-    return float(np.abs(np.array(ours) - theirs).max())
 
 
 def test_moe36_is_moe35_in_another_layout():

@@ -212,7 +212,7 @@ def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch)
     texts += [Drafted(acceptance, 0, n=0)] * (N - 2 * third)
     copies = mx.arange(N, dtype=mx.uint32) % len(TARGET)
     for head in HEADS.values():
-        drafts, proposal = acceptance.draft(texts, mx.repeat(log(head)[None], N, axis=0))
+        drafts, proposal = acceptance.draft(texts, mx.repeat(log(head)[None] + 100, N, axis=0))  # not normalized
         drafts = mx.where(mx.arange(N) < third, drafts, copies)
         verdict = acceptance.accept(texts, logprobs, drafts[:, None], [proposal])
         for part in (slice(third), slice(third, 2 * third), slice(2 * third, N)):
@@ -222,18 +222,6 @@ def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch)
         p, q = (probabilities_of(sampler, mx.repeat(log(p)[None], N, axis=0), proposal[1]) for p in (TARGET, head))
         most = np.array(mx.minimum(p, q).sum(axis=-1))[:third].mean(dtype=np.float64)
         assert abs(np.array(verdict.accepted[:third]).mean() - most) < 5 * math.sqrt(0.25 / third)
-
-
-@pytest.mark.parametrize("options", SAMPLERS, ids=str)
-def test_drafts_of_logits_of_any_size(options):
-    """The head's logits are not normalized; their exponentials may exceed float32."""
-    acceptance = RejectionSampling(make_sampler(**options))
-    found = []
-    for size in (0.0, 100.0):
-        mx.random.seed(1)  # XTC's number
-        _, (support, _) = acceptance.draft([Drafted(acceptance, 0)], log(TARGET)[None] + size)
-        found.append(support.of_all(len(TARGET)))
-    assert mx.allclose(*found, atol=1e-4)
 
 
 # Through the loop

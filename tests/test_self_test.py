@@ -141,35 +141,16 @@ def test_an_error_of_the_test_ends_no_load(cache_folder, monkeypatch, caplog, er
     assert mlx_mtp.generate(model, mlx_mtp.load(str(DATA / "dense"), lazy=True)[1], "def", max_tokens=4)
 
 
-WRONG_PASSES = ["compiled passes", "groups of queries", "rollbacks"]
-
-
-@pytest.mark.parametrize("what", WRONG_PASSES)
-def test_what_is_wrong_is_off_and_told(cache_folder, untimed, monkeypatch, caplog, what):
-    """By a wrong kernel, which may also give numbers that are none."""
-    model = tiny_model("qwen3_5", **GROUPED)
-
-    def wrong(self, function, module, *inputs, **numbers):
-        out = function(module, *inputs, **numbers)
-        return out * mx.nan if isinstance(out, mx.array) else out
-
-    if what == "compiled passes":
-        monkeypatch.setattr(Compiler, "run", wrong)
-    elif what == "groups of queries":
-        original = layer.mx.concatenate
-        monkeypatch.setattr(layer.mx, "concatenate", lambda a, axis=0: original(a, axis) * (3 if axis == 2 else 1))
-    else:
-        monkeypatch.setattr(Rows, "_after", lambda self, kept: self.states)
+def test_what_is_wrong_is_off_and_told(cache_folder, untimed, monkeypatch, caplog):
+    model, original = tiny_model("qwen3_5", **GROUPED), layer.mx.concatenate
+    monkeypatch.setattr(layer.mx, "concatenate", lambda a, axis=0: original(a, axis) * (3 if axis == 2 else 1))
     caplog.set_level(logging.WARNING)
     result = self_test.ensure_tested(model, "NAME")
-    assert [*result.wrong] == [what]
-    assert str(result).startswith(f"wrong: {what}\n")
+    assert [*result.wrong] == ["groups of queries"]
+    assert str(result).startswith("wrong: groups of queries\n")
     assert caplog.text.count("\n") == 1
     assert "Please report it with the output of `mlx_mtp doctor --model NAME --json`" in caplog.text
-    drafting = model.drafting
-    assert drafting.compiled == (what != "compiled passes")
-    assert drafting.attention_rows == (0 if what == "groups of queries" else None)
-    assert drafting.max_window(None) == (1 if what == "rollbacks" else 17)
+    assert (model.drafting.compiled, model.drafting.attention_rows) == (True, 0)
 
 
 def attention(is_wrong, spoil=lambda out: out[..., ::-1]):
@@ -203,6 +184,12 @@ def recurrence(is_wrong):
     return mx.fast, "gated_delta_update", update
 
 
+def compiled_pass(self, function, module, *inputs, **numbers):
+    """As by a kernel that gives numbers that are none."""
+    out = function(module, *inputs, **numbers)
+    return out * mx.nan if isinstance(out, mx.array) else out
+
+
 def fail(out):
     raise RuntimeError("[metal] The kernel has too many threads.")
 
@@ -219,6 +206,8 @@ FAULTS = {
     ),
     "quantized": (lambda: quantized_attention(lambda T: 2 <= T <= 4), "keys and values of 4 bits", 17, KV, PROMPT),
     "recurrence": (lambda: recurrence(lambda T: T == 4), "the recurrence of MLX", 17, {}, PROMPT),
+    "compiled": (lambda: (Compiler, "run", compiled_pass), "compiled passes", 17, {}, PROMPT),
+    "rollbacks": (lambda: (Rows, "_after", lambda self, kept: self.states), "rollbacks", 1, {}, PROMPT),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Generation, ours and mlx-lm's, and what it must leave."""
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import generate_step
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
@@ -12,6 +13,10 @@ from mlx_mtp.core.sampling.sampler import for_one_text
 
 PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 WINDOW = mx.array([8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3])
+
+
+def difference(ours: mx.array, theirs: np.ndarray) -> float:
+    return float(np.abs(np.array(ours) - theirs).max())
 
 
 def plain(prompt, model, **kwargs) -> list[int]:

@@ -106,12 +106,9 @@ def _sure(logits: mx.array, tokens: list[list[int]]) -> mx.array:
 def scripted(model, prompts, max_tokens, right, k, **kwargs) -> tuple[BatchGenerator, list[int]]:
     """A generator with a head that is right where ``right(uid, i)``, of prompts whose texts it makes out first."""
     texts = {uid: p + plain(p, model, max_tokens=n + 10) for uid, (p, n) in enumerate(zip(prompts, max_tokens))}
-    insert = {
-        name: kwargs.pop(name) for name in [*kwargs] if name in ("samplers", "logits_processors", "stop_sequences")
-    }
     generator = BatchGenerator(Scripted(model, texts, right), num_draft_tokens=k, **kwargs)
     generator.model.decoder = generator.decoder
-    return generator, generator.insert(prompts, max_tokens=max_tokens, **insert)
+    return generator, generator.insert(prompts, max_tokens=max_tokens)
 
 
 def script_copies(monkeypatch, texts: list[list[int]], offer: Callable[[int], bool | None]) -> None:
