@@ -29,7 +29,6 @@ from mlx_mtp.checkpoint.catalog import published, resolve
 from mlx_mtp.checkpoint.checks.self_test import SelfTest
 from mlx_mtp.checkpoint.output import naming
 from mlx_mtp.cli.display import one_line_errors, sentence, table
-from mlx_mtp.cli.parser import REMOVED
 from mlx_mtp.core.models.mixin import MTPModel
 from mlx_mtp.errors import MissingExtra, MTPError, MTPFileNotFoundError, MTPOSError
 from mlx_mtp.files import check_target
@@ -118,13 +117,6 @@ def test_a_wrong_value_or_an_unknown_flag_is_named(capsys, argv, message):
     command, *flags = argv.split()
     status, err = run(capsys, command, *flags)
     assert (status, message in err.splitlines()[-1] + "\n") == (2, True), err
-
-
-def test_a_removed_flag_or_command_says_what_to_use_instead(capsys):
-    for name, instead in REMOVED.items():
-        command = "convert" if name == "--mtp-bits" else "generate"
-        argv = [command, name] if name.startswith("--") else [name]
-        assert refusal(main, capsys, *argv).endswith(f": error: {name} was removed: {instead}\n")
 
 
 @pytest.mark.parametrize(
@@ -465,15 +457,11 @@ def test_a_script_is_the_module_that_has_its_name():
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_help_has_groups_and_defaults(name, monkeypatch, capsys):
+def test_help_has_defaults(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     parser = PARSERS[name]
     assert max(map(len, parser.format_help().splitlines())) <= 80
-    grouped = [action for group in parser._action_groups[2:] for action in group._group_actions]
-    others = {action.dest for action in parser._actions if action not in grouped}
-    if name in ("generate", "chat", "server", "convert", "benchmark", "fit"):  # others have few flags
-        assert others <= {"help", "version", "verbose"}
-    for action in grouped:
+    for action in parser._actions:
         is_switch = action.nargs == 0 or isinstance(action.default, bool) or action.default in (None, "==SUPPRESS==")
         assert is_switch or not action.default or "efault" in action.help, action.dest
     with pytest.raises(SystemExit, match="0"):

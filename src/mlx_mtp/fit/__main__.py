@@ -10,13 +10,6 @@ from ..cli.parser import finish, parse
 from .fitting import fit
 from .texts import FitOptions
 
-GROUPS = {
-    "model": ("model", "mlx_path", "adapter_path", "dtype"),
-    "texts": ("corpus", "prompts", "answers", "max_tokens", "temp", "max_seq_length"),
-    "training": ("drafts", "iters", "batch_size", "learning_rate", "steps_per_eval", "seed"),
-    "caches": ("cache_path",),
-}
-
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -46,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cache-path", metavar="FOLDER", help="Keep the recorded states in this folder for another run.")
     add("--seed", type=int, help="The PRNG seed")
     parser.set_defaults(**vars(FitOptions()))
-    return finish(parser, GROUPS)
+    return finish(parser)
 
 
 def main() -> None:
