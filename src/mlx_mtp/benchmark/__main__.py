@@ -85,8 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
     prefill = "Also time the prefill of prompts of N tokens (without N: 2048 and 8192)."
     add("--prefill", type=int, nargs="*", metavar="N", help=prefill)
     tuned = (
-        "Measure auto, fixed draft lengths and cheaper drafts against plain decoding, and write the best settings to FILE "
-        "(default: one in the user's cache folder, where --mtp finds it)."
+        "Measure auto, fixed draft lengths, cheaper drafts and other ways to run passes against plain decoding, and write the "
+        "best settings to FILE (default: one in the user's cache folder, where --mtp finds it)."
     )
     add("--tune", nargs="?", const=True, default=False, metavar="FILE", help=tuned)
     add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
