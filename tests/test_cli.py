@@ -29,7 +29,6 @@ from mlx_mtp.checkpoint.catalog import published, resolve
 from mlx_mtp.checkpoint.checks.self_test import SelfTest
 from mlx_mtp.checkpoint.output import naming
 from mlx_mtp.cli.display import one_line_errors, sentence, table
-from mlx_mtp.cli.parser import REMOVED
 from mlx_mtp.core.models.mixin import MTPModel
 from mlx_mtp.errors import MissingExtra, MTPError, MTPFileNotFoundError, MTPOSError
 from mlx_mtp.files import check_target
@@ -48,42 +47,29 @@ def run(capsys, command, *flags) -> tuple[int, str]:
     return status, err
 
 
-@pytest.fixture
-def nobody_reads():
-    """A pipe whose reader has ended."""
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    with open(write_end, "w") as stream:
-        yield stream
-
-
 @pytest.mark.parametrize(
-    ("command", "flags", "statuses"),
+    ("command", "stream", "statuses"),
     [
-        ("generate", ["--help"], {0, 141}),  # argparse does not mind where its text is longer than Python's buffer
-        ("generate", ["--model", TRAINED, "-m", "2"], {141}),
-        ("convert", ["--inspect", TRAINED], {141}),
+        ("generate --help", "unread", {0, 141}),  # argparse does not mind where its text is longer than Python's buffer
+        (f"generate --model {TRAINED} -m 2", "unread", {141}),
+        (f"convert --inspect {TRAINED}", "unread", {141}),
+        ("models", "full", {1}),
+        (f"generate --model {TRAINED} --no-mtp -m 2", "full", {1}),
     ],
 )
-def test_ends_in_silence_where_nobody_reads(monkeypatch, capsys, tmp_path, nobody_reads, command, flags, statuses):
-    with open(tmp_path / "errors", "w") as errors:
-        monkeypatch.setattr(sys, "stdout", nobody_reads)
+def test_an_output_that_cannot_be_written_is_one_line_or_none(monkeypatch, capsys, tmp_path, command, stream, statuses):
+    """None where the reader of a pipe has ended."""
+    read_end, unread = os.pipe()
+    os.close(read_end)
+    with open("/dev/full", "w") as full, open(unread, "w") as pipe, open(tmp_path / "errors", "w") as errors:
+        output = {"full": full, "unread": pipe}[stream]
+        monkeypatch.setattr(sys, "stdout", output)
         monkeypatch.setattr(sys, "stderr", errors)
-        assert run(capsys, command, *flags)[0] in statuses
-        nobody_reads.flush()  # as Python does when it ends
-    assert (tmp_path / "errors").read_text() == ""
-
-
-@pytest.mark.parametrize("command", ["models", f"generate --model {TRAINED} --no-mtp -m 2"], ids=lambda x: x.split()[0])
-def test_an_output_that_cannot_be_written_is_one_line(monkeypatch, capsys, tmp_path, command):
-    with open(tmp_path / "errors", "w") as errors, open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        monkeypatch.setattr(sys, "stderr", errors)
-        assert run(capsys, *command.split())[0] == 1
-        full.flush()  # as Python does when it ends
-    error = (tmp_path / "errors").read_text()
-    assert error.endswith(": error: Standard output: No space left on device.\n")
-    assert error.count("\n") == 1
+        assert run(capsys, *command.split())[0] in statuses
+        output.flush()  # as Python does when it ends
+    command, *_ = command.split()
+    line = f"mlx_mtp {command}: error: Standard output: No space left on device.\n"
+    assert (tmp_path / "errors").read_text() == (line if stream == "full" else "")
 
 
 @pytest.mark.parametrize(("streams", "name"), [("<&-", "input"), ("</dev/null >&-", "output")][: 1 + LONG])
@@ -118,13 +104,6 @@ def test_a_wrong_value_or_an_unknown_flag_is_named(capsys, argv, message):
     command, *flags = argv.split()
     status, err = run(capsys, command, *flags)
     assert (status, message in err.splitlines()[-1] + "\n") == (2, True), err
-
-
-def test_a_removed_flag_or_command_says_what_to_use_instead(capsys):
-    for name, instead in REMOVED.items():
-        command = "convert" if name == "--mtp-bits" else "generate"
-        argv = [command, name] if name.startswith("--") else [name]
-        assert refusal(main, capsys, *argv).endswith(f": error: {name} was removed: {instead}\n")
 
 
 @pytest.mark.parametrize(
@@ -465,15 +444,11 @@ def test_a_script_is_the_module_that_has_its_name():
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_help_has_groups_and_defaults(name, monkeypatch, capsys):
+def test_help_has_defaults(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     parser = PARSERS[name]
     assert max(map(len, parser.format_help().splitlines())) <= 80
-    grouped = [action for group in parser._action_groups[2:] for action in group._group_actions]
-    others = {action.dest for action in parser._actions if action not in grouped}
-    if name in ("generate", "chat", "server", "convert", "benchmark", "fit"):  # others have few flags
-        assert others <= {"help", "version", "verbose"}
-    for action in grouped:
+    for action in parser._actions:
         is_switch = action.nargs == 0 or isinstance(action.default, bool) or action.default in (None, "==SUPPRESS==")
         assert is_switch or not action.default or "efault" in action.help, action.dest
     with pytest.raises(SystemExit, match="0"):

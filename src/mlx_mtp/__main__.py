@@ -7,7 +7,6 @@ from typing import NoReturn
 
 from ._version import __version__
 from .cli.display import usable_streams
-from .cli.parser import REMOVED
 
 COMMANDS = {
     "demo": ("mlx_mtp.generate.demo", "compare generation with and without drafts"),
@@ -47,8 +46,6 @@ def _main() -> None:
         print(f"mlx_mtp {__version__}")
     elif command in COMMANDS:
         resolve_name(COMMANDS[command][0]).main()
-    elif command in REMOVED:
-        fail(f"{command} was removed: {REMOVED[command]}")
     elif command.startswith("-"):
         after = next((word for word in sys.argv[1:] if word in COMMANDS), "COMMAND")
         fail(f"The command comes first: mlx_mtp {after} {command} ...")

@@ -52,7 +52,7 @@ def models_parser() -> argparse.ArgumentParser:
         "of a context, whether the model fits this machine, and whether it is downloaded.",
     )
     parser.add_argument("--context", type=int, default=32_768, help="Length of the context in tokens.")
-    return finish(parser, {})
+    return finish(parser)
 
 
 def show_models(args: argparse.Namespace) -> None:
@@ -86,7 +86,7 @@ def doctor_parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="Print one JSON object, with every figure of the self-test."
     )
     add_flags(parser, ["--dtype"])
-    return finish(parser, {})
+    return finish(parser)
 
 
 def show_doctor(args: argparse.Namespace) -> None:

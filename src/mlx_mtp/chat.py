@@ -39,9 +39,9 @@ PROMPT, CONTINUATION = ">> ", ".. "
 def make_parser() -> argparse.ArgumentParser:
     description = "Chat with a model, with drafts of its own MTP head."
     parser = extend(setup_arg_parser(), "mlx_mtp chat", description)
+    flags.add_sampling(parser)
     flags.add_drafting(parser)
     parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
-    flags.add_sampling(parser)
     flags.add_flags(parser, ["--images"])
     thinking = "Turn thinking on or off (default: on, if the model supports it)."
     parser.add_argument("--thinking", choices=("on", "off"), help=thinking)

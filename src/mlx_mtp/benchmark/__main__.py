@@ -17,7 +17,7 @@ from ..checkpoint.load import DEMO, load
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
 from ..cli.display import one_line_errors, table
 from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
-from ..cli.parser import SHARED_GROUPS, finish, flag_of, parse
+from ..cli.parser import finish, flag_of, parse
 from ..core.pacing.depth import MAX_DRAFT_TOKENS
 from ..errors import MTPError, require
 from ..files import check_target, write_atomic
@@ -59,7 +59,6 @@ DETAILS: list[tuple[str, Callable[[Result], str]]] = [
     ("step/plain", lambda r: f"{r.tokens_per_step / r.ratio:.2f}"),  # which does not depend on the acceptance rate
 ]
 PREFILL = (2048, 8192)  # tokens
-GROUPS = {"measurement": ("max_tokens", "repeat", "compare_depths", "prefill", "tune", "json", "plot"), **SHARED_GROUPS}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -69,18 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         conflict_handler="resolve",  # an added flag replaces the flag of the same name
     )
     add = parser.add_argument
-    add("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens for each prompt (default: 128).")
-    add("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
-    depths = "Also measure the head at each fixed draft length from 1 to K, or to 4 without K."
-    add("--compare-depths", nargs="?", type=int, const=4, metavar="K", help=depths)
-    tuned = (
-        "Measure auto, fixed draft lengths and cheaper drafts against plain decoding, and write the best settings to FILE "
-        "(default: one in the user's cache folder, where --mtp finds it)."
-    )
-    add("--tune", nargs="?", const=True, default=False, metavar="FILE", help=tuned)
-    add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
-    picture = "Draw speed by draft length into this image; requires --compare-depths."
-    add("--plot", type=Path, metavar="FILE", help=picture)
+    add("--model", help=MODEL_HELP)
     add(
         "--prompts",
         metavar="FILE|KIND",
@@ -90,15 +78,26 @@ def make_parser() -> argparse.ArgumentParser:
     )
     context = "Lengthen each prompt to about N tokens (default: as it is), and measure each of several lengths."
     add("--context", type=int, nargs="+", default=[0], metavar="N", help=context)
+    add("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens for each prompt (default: 128).")
+    add("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
+    depths = "Also measure the head at each fixed draft length from 1 to K, or to 4 without K."
+    add("--compare-depths", nargs="?", type=int, const=4, metavar="K", help=depths)
     prefill = "Also time the prefill of prompts of N tokens (without N: 2048 and 8192)."
     add("--prefill", type=int, nargs="*", metavar="N", help=prefill)
-    add_flags(parser, (*LOADING, "--pipeline"))
-    add("--model", help=MODEL_HELP)
-    # The head is always measured, without tuned settings by default.
+    tuned = (
+        "Measure auto, fixed draft lengths, cheaper drafts and other ways to run passes against plain decoding, and write the "
+        "best settings to FILE (default: one in the user's cache folder, where --mtp finds it)."
+    )
+    add("--tune", nargs="?", const=True, default=False, metavar="FILE", help=tuned)
+    add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
+    picture = "Draw speed by draft length into this image; requires --compare-depths."
+    add("--plot", type=Path, metavar="FILE", help=picture)
     head = "Use the head in HEAD, a folder or Hugging Face repo with only a head (default: the model's own)."
     add("--mtp", nargs="?", const=True, default=True, metavar="HEAD", help=head)
+    add_flags(parser, (*LOADING, "--pipeline"))
+    # The head is always measured, without tuned settings by default.
     add("--settings", metavar="FILE", help="Measure with the tuned settings in this file (default: no settings).")
-    return finish(parser, GROUPS)
+    return finish(parser)
 
 
 def main() -> None:

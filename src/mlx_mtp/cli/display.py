@@ -126,7 +126,7 @@ def one_line_errors(program: str) -> Iterator[None]:
         except (MTPError, OSError) as e:
             if not is_mendable(e):
                 raise
-            _flush(program)  # it may be that of the output
+            print(end="", flush=True)  # raises the error again if it is that of the output
             error = f"{program}: error: {' '.join(sentence(e).split())}"
             if group.rank() != 0:
                 time.sleep(OTHERS)  # an error of all ranks is printed once
@@ -164,29 +164,20 @@ def usable_streams(program: str) -> Iterator[None]:
         try:
             yield
         finally:
-            _flush(program)
-    except BrokenPipeError:
-        _drop(sys.stdout, sys.stderr)
-        sys.exit(BROKEN_PIPE)
-
-
-def _flush(program: str) -> None:
-    try:
-        print(end="", flush=True)
+            print(end="", flush=True)
     except OSError as e:
-        if isinstance(e, BrokenPipeError):
+        if not is_mendable(e):
             raise
-        _drop(sys.stdout)
-        with suppress(OSError):
-            print(f"{program}: error: Standard output: {e.strerror}.", file=sys.stderr, flush=True)
-        sys.exit(1)
-
-
-def _drop(*streams: TextIO) -> None:
-    """Drop the output to streams: Python writes what is left of it at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in streams:
-        os.dup2(nowhere, stream.fileno())
+        status = BROKEN_PIPE if isinstance(e, BrokenPipeError) else 1
+        if status == 1:
+            with suppress(OSError):
+                print(
+                    f"{program}: error: {e.filename or 'Standard output'}: {e.strerror}.", file=sys.stderr, flush=True
+                )
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # Python writes what is left of them at exit
+            os.dup2(nowhere, stream.fileno())
+        sys.exit(status)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ TEMPLATE_HELP = """JSON for the chat template, e.g. '{"enable_thinking":false}'"
 # The sampling flags, and their names in generation_config.json and in requests.
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 LOADING = (  # see ``load_options``
-    "--max-memory", "--ngram-memory", "--draft-vocab", "--mtp-bits", "--draft-head-bits", "--settings", "--dtype",
+    "--draft-vocab", "--mtp-bits", "--draft-head-bits", "--settings", "--dtype", "--max-memory", "--ngram-memory",
 )  # fmt: skip
 _FLAGS: dict[str, tuple[dict[str, Any], str]] = {  # the options of each, and its help text
     "--mtp": (
@@ -143,6 +143,7 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
         help="PRNG seed (default: none, so sampled texts differ between runs). With drafts, the prompt and the seed "
         "determine the text: see --acceptance.",
     )
+    add_flags(parser, ("--mtp", "--no-mtp", "--copy-drafts", "--num-draft-tokens"))
     add(
         "--draft-p-min",
         type=float,
@@ -154,12 +155,12 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
         help="Color tokens by their source, in a terminal: the head's drafts green, copies yellow, tokens forced by a "
         "grammar blue.",
     )
-    add_flags(parser, ("--num-draft-tokens", "--mtp", "--no-mtp", "--copy-drafts", *LOADING, "--pipeline"))
     for name, more in (
-        ("--prompt-cache-dir", " Requires a head or --copy-drafts."),
         ("--acceptance", " Without a head, defaults to match."),
+        ("--prompt-cache-dir", " Requires a head or --copy-drafts."),
     ):
         add(name, **FLAGS[name] | {"help": FLAGS[name]["help"] + more})
+    add_flags(parser, (*LOADING, "--pipeline"))
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

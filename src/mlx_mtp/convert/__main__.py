@@ -22,15 +22,6 @@ from ..errors import MTPError, MTPFileNotFoundError
 from ..memory import size, sizes_of
 from .conversion import convert
 
-GROUPS = {
-    "model": (
-        "hf_path", "mlx_path", "recipe", "inspect", "revision", "adapter_path", "dtype", "trust_remote_code", "upload_repo",
-    ),
-    "head": ("mtp", "graft_mtp_from", "graft_revision", "skip_check"),
-    "images": ("vision", "graft_vision_from"),
-    "quantization": ("quantize", "q_bits", "q_group_size", "q_mode", "quant_predicate", "dequantize"),
-}  # fmt: skip
-
 
 def make_parser() -> argparse.ArgumentParser:
     description = "Convert a Hugging Face model to MLX format, with its MTP head."
@@ -52,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--skip-check", action="store_true", help="Do not run the model to check the grafted head.")
     inspected = "Describe a model and whether --mtp can use its head, without converting it or downloading weights."
     add("--inspect", metavar="MODEL", help=inspected)
-    return finish(parser, GROUPS)
+    return finish(parser)
 
 
 def main() -> None:

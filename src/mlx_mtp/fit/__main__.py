@@ -2,20 +2,14 @@
 
 import argparse
 import sys
+from dataclasses import fields
 from shlex import quote
 
 from ..cli.display import one_line_errors
 from ..cli.flags import FLAGS
-from ..cli.parser import finish, parse
+from ..cli.parser import finish, flag_of, parse
 from .fitting import fit
 from .texts import FitOptions
-
-GROUPS = {
-    "model": ("model", "mlx_path", "adapter_path", "dtype"),
-    "texts": ("corpus", "prompts", "answers", "max_tokens", "temp", "max_seq_length"),
-    "training": ("drafts", "iters", "batch_size", "learning_rate", "steps_per_eval", "seed"),
-    "caches": ("cache_path",),
-}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,19 +28,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--adapter-path", help="Path to the trained adapter weights and config of the backbone.")
     of_type = "Type of weights that are not quantized, and of the head that is written. auto is the checkpoint's."
     add("--dtype", **FLAGS["--dtype"] | {"help": of_type})
-    add("--drafts", type=int, help="Number of drafts to train at each position.")
-    add("--iters", type=int, help="Iterations to train for.")
-    add("--batch-size", type=int, help="Minibatch size.")
-    add("--learning-rate", type=float, help="AdamW learning rate.")
-    add("--max-seq-length", type=int, help="Cut texts into pieces of this many tokens.")
-    add("--steps-per-eval", type=int, help="Number of training steps between validations.")
-    add("--answers", type=int, help="Number of answers to each prompt.")
-    add("--max-tokens", type=int, help="Maximum number of tokens of an answer, and of a measured text.")
-    add("--temp", type=float, help="Sampling temperature of the answers.")
+    for option in (f for f in fields(FitOptions) if f.metadata):
+        add(flag_of(option.name), type=type(option.default), default=option.default, help=option.metadata["help"])
     add("--cache-path", metavar="FOLDER", help="Keep the recorded states in this folder for another run.")
-    add("--seed", type=int, help="The PRNG seed")
-    parser.set_defaults(**vars(FitOptions()))
-    return finish(parser, GROUPS)
+    return finish(parser)
 
 
 def main() -> None:

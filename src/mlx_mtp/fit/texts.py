@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,33 +31,33 @@ MIN_TEST = 4  # sources, unless these are more than a third: with fewer, the unc
 MIN_TEXTS = 3  # to measure on
 MAX_HELD_OUT = 32  # texts of each: more texts cost time at every evaluation for little information
 SHORTEST = 32  # tokens of a text: half of it is the prompt of a measurement
-LIMITS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("iters", "batch_size", "steps_per_eval", "answers", "max_tokens"), (1, math.inf)),
-    **dict.fromkeys(("temp", "seed"), (0, math.inf)),
-    "max_seq_length": (SHORTEST, math.inf),
-    "drafts": (1, MAX_DRAFT_TOKENS),
-}
+
+
+def option(default: float, help: str, low: float, high: float = math.inf) -> Any:
+    """A field with a flag, whose values are from low to high."""
+    return field(default=default, metadata={"help": help, "limits": (low, high)})
 
 
 @dataclass(frozen=True)
 class FitOptions:
     corpus: Sequence[str | Path] | None = None  # files of text like the future output, also of ``mlx_lm.lora``
     prompts: str | Path | None = None  # a file of prompts, without a corpus; None: built-in ones
-    drafts: int = 4  # to train and measure at each position
-    iters: int = 500
-    batch_size: int = 4  # texts in an iteration
-    learning_rate: float = 1e-4  # AdamW's highest
-    max_seq_length: int = 512  # tokens to cut texts into; of longer answers the end is used
-    steps_per_eval: int = 50  # iterations between validations
-    answers: int = 8  # to each prompt
-    max_tokens: int = 256  # of an answer, and of a measured continuation
-    temp: float = 0.7  # of the answers
-    seed: int = 0  # for dividing and ordering the texts
+    answers: int = option(8, "Number of answers to each prompt.", 1)
+    max_tokens: int = option(256, "Maximum number of tokens of an answer, and of a measured text.", 1)
+    temp: float = option(0.7, "Sampling temperature of the answers.", 0)
+    # Of longer answers the end is used.
+    max_seq_length: int = option(512, "Cut texts into pieces of this many tokens.", SHORTEST)
+    drafts: int = option(4, "Number of drafts to train and measure at each position.", 1, MAX_DRAFT_TOKENS)
+    iters: int = option(500, "Iterations to train for.", 1)
+    batch_size: int = option(4, "Minibatch size.", 1)
+    learning_rate: float = option(1e-4, "AdamW's highest learning rate.", 0)
+    steps_per_eval: int = option(50, "Number of training steps between validations.", 1)
+    seed: int = option(0, "The PRNG seed, for dividing and ordering the texts.", 0)
 
     def check(self) -> None:
         if self.corpus is not None and self.prompts is not None:
             raise MTPError("Choose either --corpus or --prompts, not both.")
-        check_limits(vars(self), LIMITS)
+        check_limits(vars(self), {f.name: f.metadata["limits"] for f in fields(self) if f.metadata})
         if self.learning_rate <= 0:
             raise MTPError(f"--learning-rate must be more than 0, not {self.learning_rate}.")
         for file in self.corpus or ():

@@ -38,7 +38,6 @@ SIZES = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 def make_parser() -> argparse.ArgumentParser:
     description = "Generate text, with drafts of the model's own MTP head."
     parser = extend(setup_arg_parser(), "mlx_mtp generate", description)
-    flags.add_drafting(parser)
     add = parser.add_argument
     prompt = (
         r"Message to be processed by the model ('-' reads from stdin). \n and \t become a line break and a tab, but not in "
@@ -50,11 +49,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--temp", type=float, default=0.0, help=temp)
     add("--chat-template-config", type=json_object, default="{}", help=flags.TEMPLATE_HELP)
+    schema = "Generate JSON that follows this schema, or the schema in this file."
+    add("--json-schema", metavar="FILE|JSON", help=schema)
+    flags.add_drafting(parser)
     add("--draft-model", help="Not supported: use mlx_lm.generate.")
     check = "Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding."
     add("--check", action="store_true", help=check)
-    schema = "Generate JSON that follows this schema, or the schema in this file."
-    add("--json-schema", metavar="FILE|JSON", help=schema)
     return finish(parser)
 
 

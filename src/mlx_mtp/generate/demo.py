@@ -32,7 +32,6 @@ SOURCES = {"model": "the model's own", "head": "drafted by the MTP head", "copie
 PLAIN, DRAFTED = "plain mlx-lm", "with drafts"
 ROUNDS = 3  # the median is shown
 Run = list[GenerationResponse]
-GROUPS = {"model": ("model", "dtype"), "prompt": ("prompt", "max_tokens")}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -45,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", help=f"The prompt (default: {REQUEST!r}; the bundled demo completes a class).")
     parser.add_argument("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens to generate.")
     add_flags(parser, ["--dtype"])
-    return finish(parser, GROUPS)
+    return finish(parser)
 
 
 def main() -> None:

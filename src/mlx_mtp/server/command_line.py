@@ -90,11 +90,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     theirs = setup_arg_parser()._option_string_actions
     for flag in AS_GENERATE:
         parser._add_action(theirs[flag])
-    for name, kind, default, metavar, text in VALUES:
-        add(name, type=kind, default=default, metavar=metavar, help=text)
     other_models = "Another model to serve; can be repeated. Requests choose by name; one model is loaded at a time."
     add("--serve-model", action="append", default=[], metavar="MODEL", help=other_models)
     add("--allow-any-model", action="store_true", help="Load any model that a request names, as mlx_lm.server does.")
+    for name, kind, default, metavar, text in VALUES:
+        add(name, type=kind, default=default, metavar=metavar, help=text)
     add("--no-ui", action="store_true", help="Do not serve the chat page at /.")
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     add("--log-level", default="INFO", choices=levels, help="Set the logging level")
