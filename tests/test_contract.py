@@ -38,6 +38,7 @@ SIGNATURES = [
     (utils.load_tokenizer, "model_path tokenizer_config_extra eos_token_ids"),
     (utils.does_model_support_input_embeddings, "model"),
     (utils.infer_quant_config, "path module weights"),
+    (utils._transform_awq_weights, "weights quantization_config"),
     (utils.quantize_model, "model config group_size bits mode global_scale quant_predicate"),
     (utils.dequantize_model, "model"),
     (utils.save_config, "config config_path keep_vision_config"),
