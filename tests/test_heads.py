@@ -42,6 +42,8 @@ from tests.support.layouts import (
     PREFIXES,
     QUANTIZATIONS,
     Layout,
+    quantized,
+    write_awq,
     write_fp8,
     write_layout,
 )
@@ -339,53 +341,68 @@ def test_a_model_that_cannot_be_run_is_loaded(trained, measures, monkeypatch, ca
     assert record.message.endswith("could not be tested: [GatherMM] Only real float32 is supported")
 
 
-# FP8
+# Quantizations by other programs
 
 
-def test_a_model_in_fp8_is_refused_before_its_weights_are_downloaded(hub, tmp_path):
-    """With the 16-bit checkpoint that its card names."""
-    hub.publish("org/tiny-FP8", write_fp8(DATA / "dense", tmp_path / "model", "org/tiny"))
-    message = (
-        "org/tiny-FP8 is in FP8, which mlx-lm does not load: use org/tiny, which has 16 bits, or a conversion of it."
-    )
-    for mtp in (True, False, "auto", "cached"):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            loaded("org/tiny-FP8", mtp)
-    assert hub.served[WEIGHTS] <= 4 * HEADER_BYTES
-    # A card that names none
-    (tmp_path / "model" / "README.md").unlink()
-    with pytest.raises(ValueError, match=r"use org/tiny, which has 16 bits"):
-        loaded("org/tiny-FP8")
-
-
-CONTAINERS = {
-    "compressed-tensors (nvfp4-pack-quantized)": (
-        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "weight_packed"),
-    "bitsandbytes (nf4)": ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, "weight.absmax"),
-    "modelopt (NVFP4)": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "weight_scale_2"),
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "qweight"),
-    "FP8": ({"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}, "weight_scale_inv"),
+NVFP4 = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+NF4 = {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}
+UE8M0 = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}
+AWQ, OF_GPTQ = {"qweight": (192, 64), "scales": (6, 512)}, {"g_idx": (192,)}
+CONTAINERS = {  # the method, and tensors of a layer with their shapes
+    "compressed-tensors (nvfp4-pack-quantized)": (NVFP4, {"up_proj.weight_packed": (3,)}),
+    "bitsandbytes (nf4)": (NF4, {"up_proj.weight.absmax": (3,)}),
+    "modelopt (NVFP4)": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {"up_proj.weight_scale_2": (3,)}),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, {"up_proj.qweight": (24, 512), "up_proj.scales": (6, 512)}),
+    "gptq (gptq)": (
+        {"quant_method": "gptq", "format": "gptq"}, {f"up_proj.{name}": x for name, x in (AWQ | OF_GPTQ).items()}),
+    "awq": ({"quant_method": "awq"}, {f"experts.0.up_proj.{name}": x for name, x in AWQ.items()}),
+    "FP8": (UE8M0, {"up_proj.weight_scale_inv": (3,)}),
 }  # fmt: skip
 
 
 def test_another_quantization_is_refused_before_the_weights_are_downloaded(hub, tmp_path, capsys):
-    """Told by the config, or by that of the text model."""
-    for i, (name, (how, end)) in enumerate(CONTAINERS.items()):
+    """Told by the config, or by that of the text model. The base model's name is the card's or, without one, the model's."""
+    for i, (name, (how, added)) in enumerate(CONTAINERS.items()):
         folder = shutil.copytree(DATA / "dense", tmp_path / f"model-{i}")
-        edit(folder, lambda w, end=end: w.update({f"model.language_model.layers.0.mlp.up_proj.{end}": mx.zeros(3)}))
+        others = {f"model.language_model.layers.0.mlp.{n}": mx.zeros(shape) for n, shape in added.items()}
+        edit(folder, lambda w, others=others: w.update(others))
         told = {"quantization_config": how}
         configure(folder, **told if i % 2 else {"text": told})
+        if i == 0:
+            (folder / "README.md").write_text("---\nbase_model:\n- org/base\n---\n")
         hub.publish(model := f"org/tiny-{i}-AWQ-int4", folder)
+        base = f"org/tiny-{i}" if i else "org/base"
         message = (
-            f"{model} is in {name}, which mlx-lm does not load: use org/tiny-{i}, which has 16 bits, or a conversion"
+            f"{model} is in {name}, which mlx-lm does not load: use {base}, which has 16 bits, or a conversion of it."
         )
-        with pytest.raises(ValueError, match=re.escape(message)):
-            loaded(model, False)
+        for mtp in (True, False, "auto", "cached"):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                loaded(model, mtp)
         assert message in refusal(convert, capsys, "--hf-path", model, "--mlx-path", tmp_path / "out")
         assert report(inspect(model))["--mtp"].startswith(message)
         with pytest.raises(ValueError, match=re.escape(message)):
             fit(model, str(tmp_path / "out"), drafts=1)
-    assert hub.served[WEIGHTS] <= 6 * len(CONTAINERS) * HEADER_BYTES
+    assert hub.served[WEIGHTS] <= 9 * len(CONTAINERS) * HEADER_BYTES
+
+
+def test_a_model_in_awq_is_loaded_as_by_mlx_lm(trained, measures, tmp_path):
+    """Its head stays as it is, also a quantized one. Converted, it is the same model."""
+    folder = write_awq(DATA / "dense", tmp_path / "model")
+    model, want = loaded(folder), parameters(loaded(trained).mtp)
+    assert model.head_acceptance > 0.4
+    assert not differing(parameters(model.mtp), {n: w.astype(mx.float16) for n, w in want.items()})
+    by_mlx_lm = parameters(mlx_lm.load(str(folder))[0])
+    backbone = {name: w for name, w in parameters(model).items() if ".mtp." not in name}
+    assert not differing(backbone, by_mlx_lm)
+    assert any(name.endswith(".scales") for name in backbone)
+    assert not differing(parameters(loaded(converted(folder, tmp_path / "out"))), parameters(model))
+    assert not differing(parameters(mlx_lm.load(str(tmp_path / "out"))[0]), by_mlx_lm)
+    text = config_of(folder)["text_config"]
+    want = quantized({name: w.astype(mx.float16) for name, w in want.items()}, (4, 64, "affine"))
+    drafter = write(tmp_path / "drafter", {"model_type": "qwen3_5_mtp", "text_config": text}, want)
+    model = loaded(folder, str(drafter))
+    assert not differing(parameters(model.mtp), want)
+    assert not differing({name: w for name, w in parameters(model).items() if ".mtp." not in name}, by_mlx_lm)
 
 
 def test_a_head_in_fp8_is_grafted_and_fetched(hub, trained, measures, tmp_path):

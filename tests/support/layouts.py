@@ -176,3 +176,34 @@ def write_fp8(source: Path, target: Path, base_model: str) -> Path:
     configure(target, quantization_config=how)
     (target / "README.md").write_text(f"---\nbase_model:\n- {base_model}\n---\n")
     return target
+
+
+ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # of the columns in a number of AWQ
+
+
+def write_awq(source: Path, target: Path) -> Path:
+    """A checkpoint of one file with the matrices of all layers in AWQ, [K, N] with eight columns in a number."""
+    shutil.copytree(source, target)
+    weights = mx.load(str(source / WEIGHTS))
+    for name, w in [*split_head(weights)[0].items()]:
+        if ".layers." in name and w.ndim == 2 and name.endswith("proj.weight"):
+            del weights[name]
+            weights |= {name.removesuffix("weight") + part: x for part, x in _awq(w.astype(mx.float32).T).items()}
+    mx.save_safetensors(str(target / WEIGHTS), weights)
+    how = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    configure(target, text={"dtype": "float16"}, quantization_config=how)
+    return target
+
+
+def _awq(w):
+    groups = w.reshape(-1, 32, w.shape[1])  # [K / 32, 32, N]
+    low, high = mx.minimum(groups.min(1), 0), mx.maximum(groups.max(1), 1e-3)
+    scales = ((high - low) / 15).astype(mx.float16)  # [K / 32, N]
+    zeros = mx.round(-low / scales)
+    numbers = mx.clip(mx.round(groups / scales[:, None]) + zeros[:, None], 0, 15).reshape(w.shape)
+
+    def packed(x):  # [..., N] -> [..., N / 8]
+        columns = x.astype(mx.uint32).reshape(len(x), -1, 8)[..., ORDER]
+        return (columns << 4 * mx.arange(8, dtype=mx.uint32)).sum(-1).view(mx.int32)
+
+    return {"qweight": packed(numbers), "qzeros": packed(zeros), "scales": scales}

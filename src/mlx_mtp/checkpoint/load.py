@@ -12,11 +12,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import _transform_awq_weights, load_model, load_tokenizer
 
 from ..core.distributed import Ranks, any_rank, from_rank_0, raise_on_all
 from ..core.models import MODEL_TYPES, model_module
-from ..core.models.head_weights import split_head
+from ..core.models.head_weights import is_head, split_head
 from ..core.models.mixin import MTPModel, drop_head
 from ..errors import MTPError
 from ..images.tower import Vision, split_tower
@@ -38,7 +38,16 @@ from .checks.self_test import ensure_tested
 from .config import Config, check_config, ends_of_text, loading_errors, mlx_lm_has, read_config, skeleton
 from .heads import formats as head_formats
 from .heads.acceptance import FLOOR, key_of, settle
-from .heads.originals import HEAD, FetchedHead, check_method, fetch_missing_head, fetch_tower, fetched_before, forget
+from .heads.originals import (
+    HEAD,
+    FetchedHead,
+    awq_of,
+    check_method,
+    fetch_missing_head,
+    fetch_tower,
+    fetched_before,
+    forget,
+)
 from .hub import WEIGHTS, fetch
 from .ngram_files import find_tables, open_tables
 from .output import naming
@@ -314,6 +323,7 @@ def _load_model(
     stage: range | None,
 ) -> tuple[Any, Config]:
     config, loaded = check_config(checkpoint.config, checkpoint.name), set[str]()
+    awq = awq_of(checkpoint)
     module = model_module(config["model_type"])
     base: Any = module.Model
 
@@ -324,12 +334,18 @@ def _load_model(
             if head is not None:
                 head.weights.clear()  # so that tensors of which others are made are freed
             sanitized: dict[str, mx.array] = super().sanitize(own, *separate)
+            if awq is not None:  # as mlx-lm, which would take a quantized head for AWQ as well
+                own_head = {name: w for name, w in sanitized.items() if is_head(name)}
+                backbone = {name: w for name, w in sanitized.items() if name not in own_head}
+                sanitized = _transform_awq_weights(backbone, awq)[0] | own_head
             loaded.update(sanitized)
             return sanitized
 
     changes = changes | {"mtp_num_hidden_layers": int(head is not None)}
+    if awq is not None:
+        changes |= dict.fromkeys(("quantization", "quantization_config"), _transform_awq_weights({}, awq)[1])
     if head is not None:
-        changes |= head_formats.quantization_beside(config, head.weights)
+        changes |= head_formats.quantization_beside(config | changes, head.weights)
     with _for_mlx_lm(checkpoint) as folder, loading_errors(checkpoint.name):
         model, config = load_model(
             folder,

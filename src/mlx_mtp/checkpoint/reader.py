@@ -23,7 +23,7 @@ from ..core.models.head_weights import MARKER, split_head
 from ..errors import MTPError, MTPFileNotFoundError
 from ..images.tower import split_tower
 from .catalog import resolve
-from .config import EXTRA_TENSORS, Config, canonical, parse_json, text_config_of
+from .config import EXTRA_TENSORS, Config, canonical, parse_json
 from .hub import WEIGHTS, check_format, check_path, commit_of, download, fetch, is_inside, list_files
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ FLOATS = "F32", "F16", "BF16", "F8_E4M3"  # dtypes of tensors that are not quant
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES = 100_000  # requested at first, enough for most headers
 DEPTH = 3  # of the folders in which a head may be
-PART = re.compile(r"\b(?:embed_tokens|lm_head|layers\.\d+)\.")  # in the name of a tensor
+AGAIN = "download it again, or delete the index"
 PREFIX = re.compile(r"(?:model\.|language_model\.)*")  # which differs between layouts
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,6 @@ class CheckpointReader:
             with suppress(FileNotFoundError):  # the cache may have the files
                 if not Path(self.name).exists() and not is_offline_mode():
                     self.revision, self.files = list_files(self.name, revision)
-                    check_format(self.name, self.files)
             if not self.files:
                 self.folder = fetch(self.name, revision, weights=())
         if self.folder is not None:
@@ -87,6 +86,7 @@ class CheckpointReader:
             found = [file.relative_to(self.folder) for level in levels for file in self.folder.glob(level)]
             self.files = [file.as_posix() for file in found if not file.parts[0].startswith(".")]
             self.revision = commit_of(self.folder)
+        check_format(self.name, self.files)
         has_config = "config.json" in self.files
         self.config: Config | None = canonical(self.read_json("config.json")) if has_config else None
 
@@ -130,12 +130,8 @@ class CheckpointReader:
 
     @cached_property
     def index(self) -> dict[str, str]:
-        """The file of every tensor that the index names; empty without an index, or with that of other files."""
-        index = _read_index(self, INDEX_FILE) if INDEX_FILE in self.files else {}
-        if index and _is_stale(self, index):
-            _warn(f"{INDEX_FILE} of {self.name} is not that of its files, which are complete: it is not used.")
-            return {}
-        return index
+        """The file of every tensor that the index names; empty without an index."""
+        return _read_index(self, INDEX_FILE) if INDEX_FILE in self.files else {}
 
     @cached_property
     def model_files(self) -> list[str]:
@@ -253,31 +249,6 @@ def _read_index(checkpoint: CheckpointReader, file: str) -> dict[str, str]:
     return weights
 
 
-def _is_stale(checkpoint: CheckpointReader, index: Mapping[str, str]) -> bool:
-    """Whether an index does not describe the files beside it, which are complete: it is of files that they have replaced."""
-    named, models = {*index.values()}, {*filter(_is_models, checkpoint.files)}
-    text = text_config_of(config := checkpoint.config or {})
-    n_layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
-    n = sum(map(checkpoint.has, named))
-    if n not in (0, len(named)) or not isinstance(n_layers, int):
-        return False  # one of its files is missing
-    has_output = not {**config, **text}.get("tie_word_embeddings", True) or any("lm_head." in name for name in index)
-    parts = ["embed_tokens.", *["lm_head."] * has_output, *(f"layers.{i}." for i in range(n_layers))]
-
-    def names_in(files: Iterable[str]) -> set[str]:
-        return {name for file in files for name in checkpoint.header(file).tensors}
-
-    def is_complete(names: Collection[str]) -> bool:
-        found = {part for name in split_head(dict.fromkeys(names))[0] for part in PART.findall(name)}
-        return found.issuperset(parts)
-
-    if n:
-        names = {*index} if checkpoint.folder is None else names_in(named)
-        if index.keys() <= names and (models <= named or is_complete(names)):
-            return False
-    return is_complete(names_in(models))
-
-
 def _strays(checkpoint: CheckpointReader) -> list[str]:
     """Files that mlx-lm would load as well, although the index does not name them. A head that it lacks is none."""
     places, strays = _places(checkpoint.index), []
@@ -314,11 +285,12 @@ def _check_inside(file: object, named_by: str, name: str) -> None:
 
 def _missing_files(checkpoint: CheckpointReader, files: Iterable[str], named_by: str) -> MTPFileNotFoundError:
     lacks = ", ".join(sorted(files))
-    return MTPFileNotFoundError(f"{checkpoint.name} lacks {lacks}, which its {named_by} names: download it again.")
+    again = AGAIN if "index" in named_by else "download it again"
+    return MTPFileNotFoundError(f"{checkpoint.name} lacks {lacks}, which its {named_by} names: {again}.")
 
 
 def _lacking(name: str, tensor: str) -> MTPError:
-    return MTPError(f"{name} lacks the tensor {tensor}, which its index names: download it again.")
+    return MTPError(f"{name} lacks the tensor {tensor}, which its index names: {AGAIN}.")
 
 
 def model_tensors(checkpoint: CheckpointReader) -> Tensors:

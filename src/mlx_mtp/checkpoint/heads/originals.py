@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from huggingface_hub import RepoCard, constants
 from huggingface_hub.utils import WeakFileLock
@@ -34,7 +34,7 @@ from ...images.tower import CONFIG_FILES, Vision, settings_of
 from ...memory import GB
 from ..catalog import originals_like, published
 from ..config import Config, check_config, first_difference, read_json, text_config_of
-from ..reader import FLOATS, CheckpointReader, Tensors, n_bytes
+from ..reader import FLOATS, CheckpointReader, Tensors, model_tensors, n_bytes
 from .formats import check_head, check_shapes, has_raw_head
 
 BASE_MODEL = "BASE_MODEL"  # in commands, where none is known
@@ -112,7 +112,7 @@ def check_method(checkpoint: CheckpointReader) -> None:
     if config.get("model_type") not in MODEL_TYPES or (method := _quantization_of(checkpoint)) is None:
         return
     with suppress(MTPError, OSError):  # the error is raised when the model is loaded
-        names = split_head(checkpoint.model_map)[0]
+        names = {} if awq_of(checkpoint) else split_head(checkpoint.model_map)[0]
     if any(not name.endswith(ENDINGS) and "ngram_embedding" not in name for name in names):
         base = base_in_16_bits(checkpoint)
         other = "its 16-bit base model" if base == BASE_MODEL else f"{base}, which has 16 bits"
@@ -121,11 +121,28 @@ def check_method(checkpoint: CheckpointReader) -> None:
         )
 
 
+def awq_of(checkpoint: CheckpointReader) -> Config | None:
+    """The settings of a model in AWQ if mlx-lm converts it: matrices of 4 bits, [K, N / 8] with scales [K / group, N]."""
+    told, tensors = _told_method(checkpoint), split_head(model_tensors(checkpoint))[0]
+    packed = [name for name in tensors if name.endswith((".qweight", ".g_idx"))]  # the latter of GPTQ
+
+    def is_awq(name: str) -> bool:
+        scales = tensors.get(name.replace(".qweight", ".scales"))
+        return scales is not None and scales.shape[-1] == 8 * tensors[name].shape[-1] and ".experts." not in name
+
+    is_told = isinstance(told, dict) and told.get("quant_method") in ("awq", "gptq")
+    return told if is_told and packed and all(map(is_awq, packed)) else None
+
+
+def _told_method(checkpoint: CheckpointReader) -> Any:
+    config = checkpoint.config or {}
+    parts = [part for part in (config, text_config_of(config)) if isinstance(part, dict)]
+    return next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+
+
 def _quantization_of(checkpoint: CheckpointReader) -> str | None:
     """The method by which another program quantized a model, and its format, by the config or a file beside it."""
-    config, found = checkpoint.config or {}, None
-    for part in (config, text_config_of(config)):
-        found = found or (isinstance(part, dict) and part.get("quantization_config"))
+    found = _told_method(checkpoint)
     for file in ("hf_quant_config.json", "quantize_config.json"):  # of ModelOpt and GPTQ
         if not found and file in checkpoint.files:
             own = checkpoint.read_json(file)
