@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_mtp.server.api.common import REFUSED
 from mlx_mtp.server.api.history import THINK
+from mlx_mtp.server.app import APIS as BODIES
 from mlx_mtp.server.request import ApiError
 from tests.support.profiles import examples
 from tests.support.prompts import CONTROL, STRICT, TAGS, Prompts
-from tests.support.requests import CHAT, MESSAGES, RESPONSES, read
+from tests.support.requests import CHAT, MESSAGES, RESPONSES, TEXT, read
 from tests.support.tool_texts import MARKS, render
 
 APIS = [CHAT, MESSAGES, RESPONSES]
@@ -480,7 +482,7 @@ FIELDS = [
 ]  # fmt: skip
 words = st.sampled_from([*KINDS, "user", "assistant", "tool", "", "a"])
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | words,
+    st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from([0.5, 2**64, 10**400]) | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=5),
     max_leaves=12,
 )
@@ -488,11 +490,15 @@ fields = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
 items = st.builds(lambda kind, more: {**more, "type": kind}, st.sampled_from(KINDS), fields) | fields
 
 
+NAMES = sorted({*REFUSED, *(f.alias or name for body in BODIES.values() for name, f in body.model_fields.items())})
+more_fields = st.dictionaries(st.sampled_from(NAMES), values, max_size=4)
+roles = st.sampled_from(["user", "assistant", "tool", "system"])
+
+
 @examples(50)
-@given(st.sampled_from(APIS), st.lists(items, max_size=4), st.sampled_from(["user", "assistant", "tool", "system"]))
-def test_a_malformed_history_is_refused_or_rendered(path, found, role):
-    """An error is the client's, whatever an item has in its fields."""
-    with suppress(ApiError):
-        read(path, **{"input" if path == RESPONSES else "messages": [user("q"), *found]})
-    with suppress(ApiError):
-        read(path, **{"input" if path == RESPONSES else "messages": [{"role": role, "content": found}, user("q")]})
+@given(st.sampled_from([*APIS, TEXT]), st.lists(items, max_size=4), roles, more_fields)
+def test_a_malformed_body_is_refused_or_becomes_a_prompt(prompts, path, found, role, more):
+    """An error is the client's, whatever an item has in its fields, and whatever fields the body has."""
+    for history in ([user("q"), *found], [{"role": role, "content": found}, user("q")]):
+        with suppress(ApiError):
+            prompts.read(path, **{BODIES[path].NEEDED: "q" if path == TEXT else history, **more})
