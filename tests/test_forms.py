@@ -16,9 +16,9 @@ from mlx_mtp.server.request import ApiError, Request, StructuredOutput
 from mlx_mtp.text import grammar
 from tests.support.decoding import mtp, plain
 from tests.support.engine import Engine
-from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, read
+from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, body_with, read, tools_of
 from tests.support.server_process import server_of
-from tests.support.tool_texts import SCHEMAS, THINKING, model_with, render
+from tests.support.tool_texts import FUNCTIONS, THINKING, model_with, render
 
 PERSON = {
     "type": "object",
@@ -28,19 +28,15 @@ PERSON = {
 }
 COLOR, DIGIT = {"type": "string", "enum": ["red", "green"]}, {"type": "integer", "maximum": 9, "minimum": 0}
 PICK = {"type": "object", "properties": {"color": COLOR, "n": DIGIT}, "required": ["color", "n"]}
-TOOLS = [*({"name": n, "parameters": schema} for n, schema in SCHEMAS.items()), {"name": "pick", "parameters": PICK}]
+TOOLS = [*FUNCTIONS, {"name": "pick", "parameters": PICK}]
 AT_ONCE = {"chat_template_kwargs": {"enable_thinking": False}}
-
-
-def functions(*tools: dict) -> list[dict]:
-    return [{"type": "function", "function": tool} for tool in tools]
 
 
 def json_schema(schema: dict) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
-PICKS = functions(TOOLS[-1])
+PICKS = tools_of(CHAT, TOOLS[-1])
 server = server_of(lambda _: ["--model", model_with(), "--mtp", "--max-tokens", "80"])
 
 
@@ -92,11 +88,6 @@ def test_reasoning_comes_first(client):
 # Read
 
 
-PICK_TOOLS = {
-    CHAT: PICKS, RESPONSES: [{"type": "function", **TOOLS[-1]}], MESSAGES: [{"name": "pick", "input_schema": PICK}],
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_each_api_reads_its_own(with_tools):
     flat = {"type": "json_schema", "name": "a", "schema": PERSON}
@@ -107,7 +98,7 @@ def test_each_api_reads_its_own(with_tools):
         (MESSAGES, dict(messages=ASK, output_config={"format": flat})),
         (TEXT, dict(prompt="a", response_format=json_schema(PERSON))),
     ):
-        tools = {"tools": PICK_TOOLS[path]} if with_tools and path != TEXT else {}
+        tools = {"tools": tools_of(path, TOOLS[-1])} if with_tools and path != TEXT else {}
         output = read(path, **body, **tools).structured_output
         assert (output.grammar, output.is_required) == ({"json_schema": PERSON}, True)
         assert [(c["name"], c["parameters"]) for c in output.calls or ()] == ([("pick", PICK)] if tools else [])
@@ -180,7 +171,7 @@ ADD, NOW = render("add", {"a": 1, "b": 2}), render("now", {})
 
 @pytest.mark.parametrize("thought", ["", "Hm.\n<tool_call>\n</think>"], ids=["", "thinking"])
 def test_an_answer_with_tools_is_a_call_or_a_text_of_the_form(tokenizer, thought):
-    person, tools = json.dumps({"name": "Ann", "age": 3}), functions(*TOOLS[1:])
+    person, tools = json.dumps({"name": "Ann", "age": 3}), tools_of(CHAT, *TOOLS[1:])
     body, form = {"messages": ASK, "tools": tools, "tool_choice": "auto"}, {"response_format": json_schema(PERSON)}
     bad = ["Yes.", "{}", f"{person}\n{ADD}", f"{ADD}\n{person}", render("remove", {}), ""]
     for fields, good in (
@@ -210,7 +201,7 @@ FENCED = f"So:\n```\n{BLUE}\n```\n"
 
 
 def grammar_for(tokenizer, tools=STRICT, choice="auto", in_reasoning: bool = False):
-    output, _ = structured_output.from_fields([], choice, functions(*tools))
+    output, _ = structured_output.from_fields([], choice, tools_of(CHAT, *tools))
     request = SimpleNamespace(structured_output=output, grammar=None)
     (grammar,) = structured_output.make_output_grammar(tokenizer, request, in_reasoning)
     return grammar
@@ -278,18 +269,21 @@ def test_tools_reach_the_template_as_they_were_sent():
     assert json.dumps(read(CHAT, messages=ASK, tools=tools).tools) == json.dumps(tools)
 
 
-def test_each_api_reads_strict_tools():
-    flat = {"name": "pick", "strict": True}
-    tool = {**flat, "parameters": PICK}
-    body = {"messages": ASK, "tools": functions(tool)}
-    for request in (
-        read(RESPONSES, input="a", tools=[{"type": "function", **tool}]),
-        read(MESSAGES, messages=ASK, tools=[{**flat, "input_schema": PICK}]),
-        read(CHAT, **body),
-    ):
-        assert (request.structured_output.param, request.structured_output.is_required) == ("strict", False)
-        (call,) = request.structured_output.calls
-        assert {name: call[name] for name in tool} == tool
-    for others in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
-        assert read(CHAT, **body, **others).structured_output.is_required
-    assert read(CHAT, **body, tool_choice="none").structured_output is None
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_each_api_reads_strict_tools_and_their_choice(path):
+    tool = {"name": "pick", "strict": True, "parameters": PICK}
+    tools = tools_of(path, tool)
+    output = read(path, **body_with(path, tools=tools)).structured_output
+    assert (output.param, output.is_required) == ("strict", False)
+    (call,) = output.calls
+    assert {name: call[name] for name in tool} == tool
+    anthropic, openai = (
+        ({"type": "any"}, {"type": "tool", "name": "pick"}),
+        ("required", {"type": "function", "name": "pick"}),
+    )
+    for choice in anthropic if path == MESSAGES else openai:
+        output = read(path, **body_with(path, tools=tools, tool_choice=choice)).structured_output
+        assert (output.param, output.is_required) == ("tool_choice", True)
+    for none in ({"type": "none"}, *(["none"] if path != MESSAGES else [])):
+        request = read(path, **body_with(path, tools=tools, tool_choice=none))
+        assert (request.tools, request.shown_tools, request.structured_output) == (None, None, None)
