@@ -497,6 +497,8 @@ def test_a_malformed_history_is_refused_or_becomes_a_prompt(prompts, path, found
 
 TURNS = [system("S"), user("q"), assistant("x", A, B), result("b", "1"), result("a", "2"), assistant("y"), user("r")]
 NAMES = sorted({*REFUSED, *(f.alias or name for path in APIS for name, f in BODIES[path].model_fields.items())})
+more_fields = st.just({}) | st.dictionaries(st.sampled_from(NAMES), values, min_size=1, max_size=2)
+ALIKE = {str: words, dict: fields, list: st.lists(values, max_size=3)}  # what is read further than a value of another type
 
 
 def holders(value) -> list[tuple]:
@@ -506,14 +508,13 @@ def holders(value) -> list[tuple]:
 
 
 @examples(50)
-@given(st.sampled_from(APIS), st.data(), st.dictionaries(st.sampled_from(NAMES), values, max_size=1))
+@given(st.sampled_from(APIS), st.data(), more_fields)
 def test_a_body_that_differs_from_a_valid_one_is_refused_or_becomes_a_prompt(prompts, path, data, more):
-    """In a value or two of its messages and tools, and a further field."""
-    body = deepcopy(
-        {**body_of(path, *TURNS), "tools": tools_of(path, {"name": "f", "parameters": {}, "strict": True}), **more}
-    )
-    for _ in range(data.draw(st.integers(0, 2))):
+    """In values of its messages and tools, and in further fields."""
+    tools = tools_of(path, {"name": "f", "parameters": {}, "strict": True})
+    body = deepcopy({**body_of(path, *TURNS), "tools": tools, **more})
+    for _ in range(data.draw(st.integers(0, 3))):
         holder, key = data.draw(st.sampled_from(holders(body)))
-        holder[key] = data.draw(values)
+        holder[key] = data.draw(ALIKE.get(type(holder[key]), values))
     with suppress(ApiError):
         prompts.read(path, **body)
