@@ -16,15 +16,14 @@ from mlx_mtp.server.request import ApiError
 from mlx_mtp.server.structured_output import make_output_grammar
 from tests.support.bodies import MESSAGES_BODY, RESPONSES_BODY
 from tests.support.prompts import Prompts
-from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, options_of, read
+from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, body_with, options_of, read, tools_of
 from tests.support.scripted_server import said, serve_scripted
 from tests.support.sdk_types import values_of
 from tests.support.server_process import server_of
-from tests.support.tool_texts import SCHEMAS, model_with, render
+from tests.support.tool_texts import FUNCTIONS, SCHEMAS, model_with, render
 
 ADD, NOW = render("add", {"a": 1, "b": 2}), render("now", {})
-MESSAGES_TOOLS = [{"name": name, "input_schema": {"type": "object", **schema}} for name, schema in SCHEMAS.items()]
-RESPONSES_TOOLS = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
+TOOLS_OF = {path: tools_of(path, *FUNCTIONS) for path in (CHAT, MESSAGES, RESPONSES)}
 
 
 server = server_of(lambda _: ["--served-model-name", "tiny", "--model", model_with()], serve_scripted)
@@ -65,7 +64,7 @@ def blocks(answer: dict) -> list[dict]:
 
 
 def test_message_has_text_thinking_and_calls(claude):
-    options = dict(tools=MESSAGES_TOOLS, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000)
+    options = dict(tools=TOOLS_OF[MESSAGES], thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000)
     answer = message(claude, f"\nHm.\n</think>\n\nI add.\n\n{ADD}", **options)
     assert blocks(answer) == [
         {"type": "thinking", "thinking": "Hm.", "signature": messages.SIGNATURE},
@@ -105,15 +104,14 @@ def test_message_thinks_within_its_budget(server, claude):
 def test_an_answer_may_have_one_call_only(claude, client):
     text = f"First.\n\n{NOW}\n{NOW}\nDone."
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    answer = message(claude, text, tools=MESSAGES_TOOLS, tool_choice=choice)
+    answer = message(claude, text, tools=TOOLS_OF[MESSAGES], tool_choice=choice)
     call = {"type": "tool_use", "name": "now", "input": {}}
     assert (blocks(answer), answer["stop_reason"]) == ([{"type": "text", "text": "First."}, call], "tool_use")
-    answer = response(client, text, tools=RESPONSES_TOOLS, parallel_tool_calls=False)
+    answer = response(client, text, tools=TOOLS_OF[RESPONSES], parallel_tool_calls=False)
     assert [item["type"] for item in answer["output"]] == ["message", "function_call"]
     json_calls = "<tool_call>\n" + json.dumps([{"name": "now", "arguments": {}}] * 2) + "\n</tool_call>"
-    tools = [{"type": "function", "function": tool} for tool in RESPONSES_TOOLS]
     for says, parallel in ((text, True), (text, False), (json_calls, False)):
-        options = dict(tools=tools, parallel_tool_calls=parallel, extra_body=said(says))
+        options = dict(tools=TOOLS_OF[CHAT], parallel_tool_calls=parallel, extra_body=said(says))
         answer = client.chat.completions.create(model="default_model", messages=ASK, **options)
         assert len(answer.choices[0].message.tool_calls) == 1 + parallel
 
@@ -202,7 +200,7 @@ def joined(events) -> list[dict]:
 
 
 def test_response_has_reasoning_text_and_calls(client):
-    answer = response(client, f"\nHm.\n</think>\n\nI add.\n\n{ADD}", tools=RESPONSES_TOOLS, thinking=True)
+    answer = response(client, f"\nHm.\n</think>\n\nI add.\n\n{ADD}", tools=TOOLS_OF[RESPONSES], thinking=True)
     reasoning, text, call = answer["output"]
     assert (reasoning["type"], reasoning["content"][0]["text"]) == ("reasoning", "Hm.")
     assert (text["type"], text["content"][0]["text"]) == ("message", "I add.")
@@ -244,11 +242,12 @@ def test_limits_of_answers(path):
     """Without one, and with -1, an answer goes on to the end of the context, unless the operator has set a limit. Agents send
     32,000 to /v1/messages, whatever the model's context is: there, it is the rest of the context."""
     tokenizer = BoundedTokenizer(SimpleNamespace(get_vocab=lambda: {"a": 0}), context_length=1000)
-    body = {"prompt": "a"} if path == TEXT else {"input" if path == RESPONSES else "messages": ASK}
+    context = "This model's maximum context length is 1000 tokens"
+    body = body_with(path, "a" if path == TEXT else ASK)
 
-    def completed(flags=("--max-tokens", "5"), **fields):
+    def completed(flags=("--max-tokens", "5"), n_prompt=300, **fields):
         request = APIS[path].read_request({**body, **fields}, options_of(*flags))[1]
-        tokenizer.complete(300, request)
+        tokenizer.complete(n_prompt, request)
         return request.args
 
     assert [completed(flags).max_tokens for flags in ((), ("--max-tokens", "-1"))] == [700, 700]
@@ -260,9 +259,15 @@ def test_limits_of_answers(path):
         if path == MESSAGES:
             assert completed(**{limit: 701}).max_tokens == 700
             continue
-        with pytest.raises(ApiError, match=f", and {limit} is 701") as e:
+        with pytest.raises(ApiError, match=f"^{context}, but the prompt has 300, and {limit} is 701.$") as e:
             completed(**{limit: 701})
-        assert e.value.param == limit
+        assert (e.value.param, e.value.code) == (limit, "context_length_exceeded")
+    for limits in ({}, {LIMITS[path][0]: 5}):
+        with pytest.raises(ApiError) as e:
+            completed(n_prompt=1001, **limits)
+        assert (e.value.status, e.value.code, e.value.param in body) == (400, "context_length_exceeded", True)
+        theirs, ours = "prompt is too long: 1001 tokens > 1000 maximum", f"{context}, but the prompt has 1001."
+        assert APIS[path].error_content(e.value)["error"]["message"] == (theirs if path == MESSAGES else ours)
 
 
 def test_response_says_what_was_asked(client):
@@ -277,7 +282,7 @@ def test_response_says_what_was_asked(client):
 
 
 def test_responses_count_their_tokens(client):
-    asked = {"model": "default_model", "input": "a " * 50, "instructions": "Be short.", "tools": RESPONSES_TOOLS}
+    asked = {"model": "default_model", "input": "a " * 50, "instructions": "Be short.", "tools": TOOLS_OF[RESPONSES]}
     counted = client.responses.input_tokens.count(**asked)
     used = client.responses.create(**asked, max_output_tokens=1).usage.input_tokens
     assert (counted.object, counted.input_tokens) == ("response.input_tokens", used)
@@ -288,7 +293,7 @@ def test_responses_count_their_tokens(client):
 def test_custom_and_namespaced_tools(client):
     tools = [
         {"type": "custom", "name": "now", "description": "Takes text."},
-        {"type": "namespace", "name": "math", "description": "", "tools": RESPONSES_TOOLS},
+        {"type": "namespace", "name": "math", "description": "", "tools": TOOLS_OF[RESPONSES]},
         {"type": "web_search"},
     ]
     text = render("now", {"input": "*** Begin\n+a"}) + "\n" + render("math__add", {"a": 1, "b": 2})
@@ -329,7 +334,7 @@ def test_a_custom_call_that_is_cut_has_its_text_so_far(client):
 )
 def test_tools_of_vendors_that_the_client_runs_are_refused(path, kind):
     with pytest.raises(ApiError, match=f"tools: {kind} is not supported"):
-        read(path, **{"input" if path == RESPONSES else "messages": ASK}, tools=[{"type": kind, "name": "a"}])
+        read(path, **body_with(path, tools=[{"type": kind, "name": "a"}]))
 
 
 def test_an_inner_tool_may_be_chosen_by_its_short_name():
@@ -363,24 +368,13 @@ def test_items_become_messages_of_a_chat_template():
 
 # The choice of tools
 
-FUNCTIONS = [{"type": "function", "function": tool} for tool in RESPONSES_TOOLS]
-TOOLS_OF = {CHAT: FUNCTIONS, MESSAGES: MESSAGES_TOOLS, RESPONSES: RESPONSES_TOOLS}
-
 
 def request_with(path, choice, **fields):
-    body = {"input" if path == RESPONSES else "messages": ASK, "tools": TOOLS_OF[path], "tool_choice": choice}
-    return read(path, **body, **fields)
+    return read(path, **body_with(path, tools=TOOLS_OF[path], tool_choice=choice), **fields)
 
 
 def names_of(tools) -> list[str]:
     return [tool["function"]["name"] for tool in tools or []]
-
-
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-def test_no_tool_is_none_in_the_prompt(path):
-    for choice in ({"type": "none"}, *(["none"] if path != MESSAGES else [])):
-        request = request_with(path, choice)
-        assert (request.tools, request.shown_tools, request.structured_output) == (None, None, None)
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -418,7 +412,7 @@ def test_allowed_tools_that_are_none(path, wrong):
 
 def test_a_tool_that_is_not_allowed_is_not_called(client):
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
-    options = dict(model="default_model", input="a", tools=RESPONSES_TOOLS)
+    options = dict(model="default_model", input="a", tools=TOOLS_OF[RESPONSES])
     for call, is_called in ((ADD, True), (NOW, False)):
         answer = client.responses.create(**options, tool_choice=choice, extra_body=said(f"Hm.\n\n{call}"))
         assert [item.type for item in answer.output] == ["message", "function_call"] if is_called else ["message"]

@@ -19,9 +19,9 @@ from tests.support import requests
 from tests.support.decoding import plain
 from tests.support.profiles import examples
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES
-from tests.support.tool_texts import SCHEMAS, model_with, render
+from tests.support.tool_texts import FUNCTIONS, model_with, render
 
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+TOOLS = requests.tools_of(CHAT, *FUNCTIONS)
 CALL = f'{START}\n{{"name": "add", "arguments": {{"a": 1}}}}\n{END}'
 
 
@@ -220,7 +220,7 @@ CHATS = [CHAT, MESSAGES, RESPONSES]
 
 
 def asked(path, **fields):
-    return requests.read(path, **{"input" if path == RESPONSES else "messages": ASK, **fields})
+    return requests.read(path, **requests.body_with(path, **fields))
 
 
 @pytest.mark.parametrize(

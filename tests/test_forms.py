@@ -1,6 +1,5 @@
 """The form of answers: JSON of a schema, and calls that are required, in each API."""
 
-import asyncio
 import json
 import pickle
 import re
@@ -12,16 +11,14 @@ import pytest
 from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
-from mlx_mtp.errors import MTPError
 from mlx_mtp.server import structured_output
 from mlx_mtp.server.request import ApiError, Request, StructuredOutput
-from mlx_mtp.server.structured_output import CallGrammar
 from mlx_mtp.text import grammar
 from tests.support.decoding import mtp, plain
 from tests.support.engine import Engine
-from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, read
+from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, body_with, read, tools_of
 from tests.support.server_process import server_of
-from tests.support.tool_texts import SCHEMAS, THINKING, model_with, render
+from tests.support.tool_texts import FUNCTIONS, THINKING, model_with, render
 
 PERSON = {
     "type": "object",
@@ -31,19 +28,15 @@ PERSON = {
 }
 COLOR, DIGIT = {"type": "string", "enum": ["red", "green"]}, {"type": "integer", "maximum": 9, "minimum": 0}
 PICK = {"type": "object", "properties": {"color": COLOR, "n": DIGIT}, "required": ["color", "n"]}
-TOOLS = [*({"name": n, "parameters": schema} for n, schema in SCHEMAS.items()), {"name": "pick", "parameters": PICK}]
+TOOLS = [*FUNCTIONS, {"name": "pick", "parameters": PICK}]
 AT_ONCE = {"chat_template_kwargs": {"enable_thinking": False}}
-
-
-def functions(*tools: dict) -> list[dict]:
-    return [{"type": "function", "function": tool} for tool in tools]
 
 
 def json_schema(schema: dict) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
-PICKS = functions(TOOLS[-1])
+PICKS = tools_of(CHAT, TOOLS[-1])
 server = server_of(lambda _: ["--model", model_with(), "--mtp", "--max-tokens", "80"])
 
 
@@ -73,28 +66,15 @@ def test_chat_completions(client):
 def test_completions(client):
     answer = client.completions.create(model="m", prompt="a", extra_body={"guided_regex": "(ab|cd){3}"})
     assert {answer.choices[0].text[i : i + 2] for i in (0, 2, 4)} <= {"ab", "cd"}
-    answer = client.completions.create(model="m", prompt="a", extra_body={"guided_grammar": 'start: "yes" | "no"'})
-    assert answer.choices[0].text in ("yes", "no")
 
 
-def test_responses_and_messages(client, claude):
-    text = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
-    assert is_person(client.responses.create(model="m", input="a", text=text, extra_body=AT_ONCE).output_text)
-    body = {"output_config": {"format": {"type": "json_schema", "schema": PERSON}}, **AT_ONCE}
-    assert is_person(claude.messages.create(model="m", max_tokens=80, messages=ASK, extra_body=body).content[0].text)
-
-
-def test_required_calls(client, claude):
+def test_required_calls(client):
     for choice in ("required", {"type": "function", "function": {"name": "pick"}}):
         body = {"tools": PICKS, "tool_choice": choice, "parallel_tool_calls": False, **AT_ONCE}
         (answer,) = client.chat.completions.create(model="m", messages=ASK, extra_body=body).choices
         (call,) = answer.message.tool_calls
         assert (call.function.name, answer.finish_reason) == ("pick", "tool_calls")
         assert is_pick(json.loads(call.function.arguments))
-    for choice in ({"type": "any"}, {"type": "tool", "name": "pick"}):
-        options = dict(tools=[{"name": "pick", "input_schema": PICK}], extra_body=AT_ONCE, max_tokens=80)
-        options["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
-        assert is_pick(claude.messages.create(model="m", messages=ASK, **options).content[0].input)
 
 
 def test_reasoning_comes_first(client):
@@ -108,11 +88,6 @@ def test_reasoning_comes_first(client):
 # Read
 
 
-PICK_TOOLS = {
-    CHAT: PICKS, RESPONSES: [{"type": "function", **TOOLS[-1]}], MESSAGES: [{"name": "pick", "input_schema": PICK}],
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_each_api_reads_its_own(with_tools):
     flat = {"type": "json_schema", "name": "a", "schema": PERSON}
@@ -123,7 +98,7 @@ def test_each_api_reads_its_own(with_tools):
         (MESSAGES, dict(messages=ASK, output_config={"format": flat})),
         (TEXT, dict(prompt="a", response_format=json_schema(PERSON))),
     ):
-        tools = {"tools": PICK_TOOLS[path]} if with_tools and path != TEXT else {}
+        tools = {"tools": tools_of(path, TOOLS[-1])} if with_tools and path != TEXT else {}
         output = read(path, **body, **tools).structured_output
         assert (output.grammar, output.is_required) == ({"json_schema": PERSON}, True)
         assert [(c["name"], c["parameters"]) for c in output.calls or ()] == ([("pick", PICK)] if tools else [])
@@ -153,13 +128,7 @@ def test_refuses_by_name():
         assert e.value.param in body
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with Engine("--model", model_with(), "--mtp", "--num-draft-tokens", "0") as engine:
-        yield engine
-
-
-def test_nothing_is_compiled_in_the_generation_thread(engine, monkeypatch):
+def test_nothing_is_compiled_in_the_generation_thread(monkeypatch):
     compiled = []
     compile_here = grammar._compile.__wrapped__
 
@@ -168,32 +137,11 @@ def test_nothing_is_compiled_in_the_generation_thread(engine, monkeypatch):
         return compile_here(*args)
 
     monkeypatch.setattr(grammar, "_compile", note)
-    for options in ({"tools": PICKS, "tool_choice": "required"}, {"guided_regex": "a{3}"}):
-        engine.ask(ASK, max_tokens=4, **options)
+    with Engine("--model", model_with()) as engine:
+        for options in ({"tools": PICKS, "tool_choice": "required"}, {"guided_regex": "a{3}"}):
+            engine.ask(ASK, max_tokens=4, **options)
     assert len(compiled) == 2
     assert engine.engine.thread not in compiled
-
-
-def test_a_grammar_that_is_given_up_fails_its_own_request_alone(engine, monkeypatch, caplog):
-    """Its matcher fails behind three tokens, while another request runs, whose answer is as without it."""
-    go_to, why = grammar.Grammar.advance_to, "llguidance aborted: too complex"
-
-    def fail(self, generated):
-        if len(generated) == 3:
-            raise MTPError(why)
-        return go_to(self, generated)
-
-    async def both():
-        failing = engine.answer(ASK, max_tokens=24, guided_regex="[a-z]{30}")
-        return await asyncio.gather(engine.answer(ASK, max_tokens=24), failing, return_exceptions=True)
-
-    monkeypatch.setattr(grammar.Grammar, "advance_to", fail)
-    alone = engine.ask(ASK, max_tokens=24)
-    beside, failed = asyncio.run(both())
-    assert (failed.status, failed.message) == (400, f"Generation failed: {why}")
-    assert (beside.tokens, beside.logprobs) == (alone.tokens, pytest.approx(alone.logprobs))
-    assert "Traceback" not in caplog.text
-    assert engine.ask(ASK, max_tokens=24).tokens == alone.tokens
 
 
 def test_other_ranks_are_not_sent_the_grammar(tagged):
@@ -218,54 +166,22 @@ def tokenizer(tagged):
     return tagged[1]
 
 
-def allows(tokenizer, text: str, tools: list[dict] = TOOLS) -> bool:
-    """Whether a text is one of the grammar of the calls, to its end."""
-    tokens = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
-    matcher = mlx_mtp.make_grammar(tokenizer, lark=CallGrammar(tokenizer, tools).lark).matcher
-    return matcher.try_consume_tokens(tokens) == len(tokens)
-
-
 ADD, NOW = render("add", {"a": 1, "b": 2}), render("now", {})
-CALLS = [
-    ADD, f"\n\n{ADD}", render("write", {"path": "/a b", "content": "x\n</tool_call>\n<parameter=content>\n\n"}), NOW,
-    render("set", {"value": None, "options": {"a": [1]}}), f"{ADD}\n{NOW}", render("pick", {"color": "red", "n": 3}),
-]  # fmt: skip
-NO_CALLS = [
-    render("pick", {"color": "blue", "n": 3}), render("pick", {"color": "red"}), render("pick", {"color": "red", "n": 12}),
-    render("add", {"a": "x", "b": 2}), render("remove", {}), "I call nothing.", f"{NOW} Done.", "",
-]  # fmt: skip
 
 
-def test_the_grammar_of_calls(monkeypatch, tokenizer):
-    """As Qwen3.5 writes them, and as Qwen3-Next does."""
-    assert [text for text in CALLS if not allows(tokenizer, text)] == []
-    assert [text for text in NO_CALLS if allows(tokenizer, text)] == []
-    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
-    for name, arguments, is_allowed, where_strict in (
-        ("pick", {"color": "red", "n": 3}, True, True),
-        ("write", {"path": "a", "content": '"\n</b>'}, True, True),
-        ("pick", {"color": "blue", "n": 3}, False, False),
-        ("add", {"a": "x"}, False, True),  # strict of one tool alone
-        ("add", 1, False, False),
-        ("remove", {}, False, False),
-    ):
-        text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-        assert allows(tokenizer, text) == is_allowed, (name, arguments)
-        assert is_left(tokenizer, strict_grammar(tokenizer), f"Yes.\n{text}") == where_strict, (name, arguments)
-
-
-@pytest.mark.parametrize("thought", ["", "Hm.\n<tool_call>\n</think>\n\n"], ids=["", "thinking"])
+@pytest.mark.parametrize("thought", ["", "Hm.\n<tool_call>\n</think>"], ids=["", "thinking"])
 def test_an_answer_with_tools_is_a_call_or_a_text_of_the_form(tokenizer, thought):
-    person, tools = json.dumps({"name": "Ann", "age": 3}), functions(*TOOLS[1:])
+    person, tools = json.dumps({"name": "Ann", "age": 3}), tools_of(CHAT, *TOOLS[1:])
     body, form = {"messages": ASK, "tools": tools, "tool_choice": "auto"}, {"response_format": json_schema(PERSON)}
     bad = ["Yes.", "{}", f"{person}\n{ADD}", f"{ADD}\n{person}", render("remove", {}), ""]
     for fields, good in (
-        ({**body, **form}, [person, ADD, f"{ADD}\n{NOW}"]),
-        ({**body, "guided_regex": re.escape(person)}, [person, ADD, f"{ADD}\n{NOW}"]),
+        ({**body, **form}, [person, ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}"]),
+        ({**body, "guided_regex": re.escape(person)}, [person, ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}"]),
         ({**body, **form, "tool_choice": "none"}, [person]),
+        ({**body, "tool_choice": "required"}, [ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}"]),
     ):
         (grammar,) = structured_output.make_output_grammar(tokenizer, read(CHAT, **fields), thought != "")
-        texts = [person, ADD, f"{ADD}\n{NOW}", *bad]
+        texts = [person, ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}", *bad]
         assert [text for text in texts if is_left(tokenizer, grammar.copy(), thought + text)] == good
 
 
@@ -284,9 +200,9 @@ RED, BLUE = (render("pick", {"color": color, "n": 3}) for color in ("red", "blue
 FENCED = f"So:\n```\n{BLUE}\n```\n"
 
 
-def strict_grammar(tokenizer, in_reasoning: bool = False):
-    strict, _ = structured_output.from_fields([], "auto", functions(*STRICT))
-    request = SimpleNamespace(structured_output=strict, grammar=None)
+def grammar_for(tokenizer, tools=STRICT, choice="auto", in_reasoning: bool = False):
+    output, _ = structured_output.from_fields([], choice, tools_of(CHAT, *tools))
+    request = SimpleNamespace(structured_output=output, grammar=None)
     (grammar,) = structured_output.make_output_grammar(tokenizer, request, in_reasoning)
     return grammar
 
@@ -312,8 +228,20 @@ REFUSED = [
 def test_strict_calls(tokenizer, thought):
     """The text is free where it does not call, and calls of other tools are free in their arguments."""
     for text in (*LEFT, *REFUSED):
-        grammar = strict_grammar(tokenizer, in_reasoning=thought != "")
+        grammar = grammar_for(tokenizer, in_reasoning=thought != "")
         assert is_left(tokenizer, grammar, thought + text) == (text in LEFT), text
+
+
+@pytest.mark.parametrize(("tools", "choice"), [(STRICT, "auto"), (TOOLS, "required")])
+def test_calls_in_json(monkeypatch, tokenizer, tools, choice):
+    """As Qwen3-Next writes them."""
+    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
+    for name, arguments, is_allowed in (
+        ("pick", {"color": "red", "n": 3}, True), ("pick", {"color": "blue", "n": 3}, False), ("remove", {}, False),
+        ("add", {"a": "x"}, choice == "auto"), ("add", 1, False),
+    ):  # fmt: skip
+        text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+        assert is_left(tokenizer, grammar_for(tokenizer, tools, choice), text) == is_allowed, (name, arguments)
 
 
 def test_drafts_change_nothing_of_strict_calls(tagged):
@@ -326,7 +254,7 @@ def test_drafts_change_nothing_of_strict_calls(tagged):
         return mx.where(mx.arange(logits.shape[-1]) == begin[i], logits, -mx.inf) if i < len(begin) else logits
 
     def options():
-        return dict(max_tokens=32, logits_processors=[call, strict_grammar(tokenizer)])
+        return dict(max_tokens=32, logits_processors=[call, grammar_for(tokenizer)])
 
     want = plain(prompt, model, **options())
     calls = tokenizer.decode(want).removeprefix("Yes.\n").removeprefix("<tool_call>\n")
@@ -341,18 +269,21 @@ def test_tools_reach_the_template_as_they_were_sent():
     assert json.dumps(read(CHAT, messages=ASK, tools=tools).tools) == json.dumps(tools)
 
 
-def test_each_api_reads_strict_tools():
-    flat = {"name": "pick", "strict": True}
-    tool = {**flat, "parameters": PICK}
-    body = {"messages": ASK, "tools": functions(tool)}
-    for request in (
-        read(RESPONSES, input="a", tools=[{"type": "function", **tool}]),
-        read(MESSAGES, messages=ASK, tools=[{**flat, "input_schema": PICK}]),
-        read(CHAT, **body),
-    ):
-        assert (request.structured_output.param, request.structured_output.is_required) == ("strict", False)
-        (call,) = request.structured_output.calls
-        assert {name: call[name] for name in tool} == tool
-    for others in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
-        assert read(CHAT, **body, **others).structured_output.is_required
-    assert read(CHAT, **body, tool_choice="none").structured_output is None
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_each_api_reads_strict_tools_and_their_choice(path):
+    tool = {"name": "pick", "strict": True, "parameters": PICK}
+    tools = tools_of(path, tool)
+    output = read(path, **body_with(path, tools=tools)).structured_output
+    assert (output.param, output.is_required) == ("strict", False)
+    (call,) = output.calls
+    assert {name: call[name] for name in tool} == tool
+    anthropic, openai = (
+        ({"type": "any"}, {"type": "tool", "name": "pick"}),
+        ("required", {"type": "function", "name": "pick"}),
+    )
+    for choice in anthropic if path == MESSAGES else openai:
+        output = read(path, **body_with(path, tools=tools, tool_choice=choice)).structured_output
+        assert (output.param, output.is_required) == ("tool_choice", True)
+    for none in ({"type": "none"}, *(["none"] if path != MESSAGES else [])):
+        request = read(path, **body_with(path, tools=tools, tool_choice=none))
+        assert (request.tools, request.shown_tools, request.structured_output) == (None, None, None)

@@ -15,6 +15,7 @@ from mlx_lm.tool_parsers import json_tools
 
 import mlx_mtp
 from mlx_mtp import DraftCounts, make_grammar, make_sampler
+from mlx_mtp.errors import MTPError
 from mlx_mtp.server.request import ApiError, StructuredOutput
 from mlx_mtp.server.structured_output import make_output_grammar
 from mlx_mtp.text.grammar import ForcedTokens
@@ -213,7 +214,7 @@ def test_a_grammar_that_is_given_up_ends_its_text_alone(way, depth):
     rules = "\n".join(f"{name}: /[c-g]{{1,{i + 1}}}/" for i, name in enumerate(names))
     lark = f'start: /[a-f]{{3}}/ "x" ({" | ".join(names)})\n{rules}'
     options = dict(num_draft_tokens=depth, max_tokens=12, logits_processors=[grammar_of(TOKENS, lark)])
-    text = generate(way, PROMPT, model_of("qwen3_5"), fails=ValueError, **options)
+    text = generate(way, PROMPT, model_of("qwen3_5"), fails=MTPError, **options)
     assert text.finish_reason == "error"
     assert re.match("llguidance aborted: Parser Error: Current row has 20.. items", str(text.last.error))
     assert re.match("[a-f]{0,3}$|[a-f]{3}x$", "".join(TOKENS[t] for t in text.tokens))

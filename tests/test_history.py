@@ -2,16 +2,19 @@
 
 import json
 from contextlib import suppress
+from copy import deepcopy
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_mtp.server.api.common import REFUSED
 from mlx_mtp.server.api.history import THINK
+from mlx_mtp.server.app import APIS as BODIES
 from mlx_mtp.server.request import ApiError
 from tests.support.profiles import examples
 from tests.support.prompts import CONTROL, STRICT, TAGS, Prompts
-from tests.support.requests import CHAT, MESSAGES, RESPONSES, read
+from tests.support.requests import CHAT, MESSAGES, RESPONSES, body_with, read, tools_of
 from tests.support.tool_texts import MARKS, render
 
 APIS = [CHAT, MESSAGES, RESPONSES]
@@ -43,7 +46,7 @@ def result(id, text):
 def body_of(path, *history) -> dict:
     """A history in the form of an API."""
     form = {CHAT: _chat, MESSAGES: _blocks, RESPONSES: _items}[path]
-    return {"input" if path == RESPONSES else "messages": [x for item in history for x in form(item)]}
+    return body_with(path, [x for item in history for x in form(item)])
 
 
 def _chat(item):
@@ -267,13 +270,8 @@ def places(path, text) -> dict[str, dict]:
         "result": body_of(path, user("q"), assistant("", A), result("a", text)),
     }
     schema = {"type": "object", "properties": {f"k{text}": {"description": text, "enum": [text]}}}
-    function = {"name": f"f{text}", "description": text}
-    tools = {
-        CHAT: [{"type": "function", "function": {**function, "parameters": schema}}],
-        MESSAGES: [{**function, "input_schema": schema}],
-        RESPONSES: [{"type": "function", **function, "parameters": schema}],
-    }
-    bodies["tools"] = {**body_of(path, user("q")), "tools": tools[path]}
+    function = {"name": f"f{text}", "description": text, "parameters": schema}
+    bodies["tools"] = {**body_of(path, user("q")), "tools": tools_of(path, function)}
     if path == MESSAGES:
         document = {"type": "document", "title": text, "source": {"type": "text", "data": text}}
         bodies["document"] = {"messages": [{"role": "user", "content": [document]}]}
@@ -409,7 +407,7 @@ URL = {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}
 )
 def test_a_part_without_text_is_refused_in_the_question_only(prompts, caplog, path, part):
     asked = {"role": "user", "content": [part]}
-    field = "input" if path == RESPONSES else "messages"
+    field = BODIES[path].NEEDED
     for history in ([asked], [user("q"), {"role": "assistant", "content": "a"}, asked, user("Well?")]):
         with pytest.raises(ApiError, match=r"data URL") as e:
             read(path, **{field: history})
@@ -478,9 +476,9 @@ FIELDS = [
     "thinking", "tool_calls", "function_call", "function", "arguments", "reasoning_content", "refusal", "is_error",
     "status",
 ]  # fmt: skip
-words = st.sampled_from([*KINDS, "user", "assistant", "tool", "", "a"])
+words = st.sampled_from([*KINDS, "user", "assistant", "tool", "auto", "required", "json_object", "function", "", "a"])
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | words,
+    st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from([0.5, 2**64, 10**400]) | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=5),
     max_leaves=12,
 )
@@ -490,9 +488,33 @@ items = st.builds(lambda kind, more: {**more, "type": kind}, st.sampled_from(KIN
 
 @examples(50)
 @given(st.sampled_from(APIS), st.lists(items, max_size=4), st.sampled_from(["user", "assistant", "tool", "system"]))
-def test_a_malformed_history_is_refused_or_rendered(path, found, role):
+def test_a_malformed_history_is_refused_or_becomes_a_prompt(prompts, path, found, role):
     """An error is the client's, whatever an item has in its fields."""
+    for history in ([user("q"), *found], [{"role": role, "content": found}, user("q")]):
+        with suppress(ApiError):
+            prompts.read(path, **body_with(path, history))
+
+
+TURNS = [system("S"), user("q"), assistant("x", A, B), result("b", "1"), result("a", "2"), assistant("y"), user("r")]
+NAMES = sorted({*REFUSED, *(f.alias or name for path in APIS for name, f in BODIES[path].model_fields.items())})
+more_fields = st.just({}) | st.dictionaries(st.sampled_from(NAMES), values, min_size=1, max_size=2)
+ALIKE = {str: words, dict: fields, list: st.lists(values, max_size=3)}  # what is read further than a value of another type
+
+
+def holders(value) -> list[tuple]:
+    """Each value within a value, as what holds it and its name or index there."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, x in inner for place in ((value, key), *holders(x))]
+
+
+@examples(50)
+@given(st.sampled_from(APIS), st.data(), more_fields)
+def test_a_body_that_differs_from_a_valid_one_is_refused_or_becomes_a_prompt(prompts, path, data, more):
+    """In values of its messages and tools, and in further fields."""
+    tools = tools_of(path, {"name": "f", "parameters": {}, "strict": True})
+    body = deepcopy({**body_of(path, *TURNS), "tools": tools, **more})
+    for _ in range(data.draw(st.integers(0, 3))):
+        holder, key = data.draw(st.sampled_from(holders(body)))
+        holder[key] = data.draw(ALIKE.get(type(holder[key]), values))
     with suppress(ApiError):
-        read(path, **{"input" if path == RESPONSES else "messages": [user("q"), *found]})
-    with suppress(ApiError):
-        read(path, **{"input" if path == RESPONSES else "messages": [{"role": role, "content": found}, user("q")]})
+        prompts.read(path, **body)

@@ -51,3 +51,15 @@ def client_of(generate: Any, *flags: str) -> TestClient:
 def read(path: str, **body: Any) -> Request:
     """What an API makes of a body."""
     return APIS[path].read_request(body, FLAGS)[1]
+
+
+def body_with(path: str, messages: Any = ASK, **fields: Any) -> dict[str, Any]:
+    """A body with these messages, or for a text this prompt."""
+    return {APIS[path].NEEDED: messages, **fields}
+
+
+def tools_of(path: str, *functions: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tools of these names, descriptions and parameters, in the form of an API."""
+    if path == MESSAGES:
+        return [{"input_schema" if name == "parameters" else name: x for name, x in f.items()} for f in functions]
+    return [{"type": "function", "function": f} if path == CHAT else {"type": "function", **f} for f in functions]

@@ -26,6 +26,7 @@ SCHEMAS = {
     "set": {"properties": {"value": {"type": ["string", "null"]}, "options": OBJECT}},
     "now": {"type": "object", "properties": {}},
 }
+FUNCTIONS = [{"name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
 
 # What texts with calls and without are made of.
 TAGS = [
