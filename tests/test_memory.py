@@ -405,7 +405,7 @@ def test_an_error_of_a_step_ends_what_runs_and_the_server_goes_on(engine, monkey
         engine.ask(HELLO, max_tokens=20)
     assert (refused.value.status, refused.value.code) == (status, code)
     assert engine.ask(HELLO, max_tokens=20).tokens == right
-    engine.ask(HELLO, max_tokens=2, temperature=1.0)  # ``fail`` has left a random state that nothing could be drawn from
+    engine.ask(HELLO, max_tokens=2, temperature=1.0)  # ``fail`` has left a random state that gives no numbers
 
 
 LARGE = dict(linear_num_value_heads=16, linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=8)

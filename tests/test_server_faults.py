@@ -102,7 +102,8 @@ INVALID = {
         + [{name: 1} for name in NOT_OF_CLIENTS.split()],
     ),
     MESSAGES: dict(
-        messages=[[], user([{"type": "image", "source": {}}]), [{"role": "robot", "content": "a"}]], max_tokens=[0],
+        messages=[[], [{"role": "robot", "content": "a"}]]
+        + [user([{"type": "image", "source": source}]) for source in ({}, {"type": "file", "file_id": "1"})], max_tokens=[0],
         temperature=[-1, 9], tool_choice=[{"type": "any"}], output_config=[{"format": {"type": "json_schema"}}],
         output_format=[{"type": "json_schema", "schema": {"type": "person"}}], mcp_servers=[[{"url": "x"}]],
         structured_outputs=[{"choice": ["a"]}], thinking=[{"type": "deep"}], n=[2],
