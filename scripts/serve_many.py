@@ -19,12 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-from mlx_lm.sample_utils import make_logits_processors
 from tqdm import tqdm
 
 import mlx_mtp
 from scripts.shared import MODULES, SOURCES, script_parser
-from tests.support.decoding import plain, text_of
+from tests.support.decoding import text_alone
 from tests.support.server_process import Server, serve
 
 
@@ -56,11 +55,7 @@ def ask(server: Server, body: dict, hang_up_after: int | None = None) -> str | N
 
 
 def plain_text(body: dict, model, tokenizer) -> str:
-    processors = make_logits_processors(repetition_penalty=body.get("repetition_penalty", 0.0))
-    prompt = tokenizer.encode(body["prompt"])
-    sampler = mlx_mtp.make_sampler(body.get("temperature", 0.0), body.get("top_p", 0.0), seed=body.get("seed"))
-    tokens = plain(prompt, model, max_tokens=body["max_tokens"], logits_processors=processors, sampler=sampler)
-    return text_of(tokenizer, tokens, prompt)
+    return text_alone(model, tokenizer, **{name: value for name, value in body.items() if name != "stream"})
 
 
 def run(server: Server, bodies: dict[int, dict], rng: random.Random, expected: dict[int, str], at_once: int) -> int:

@@ -329,6 +329,14 @@ def no_storage(page: Page, shot: Shot) -> None:
     expect(page.locator("#notice")).to_have_text("The browser could not save the settings: localStorage is off")
 
 
+def settings_of_another_form(page: Page, shot: Shot) -> None:
+    for kept in ("5", "null"):
+        page.evaluate(f"localStorage['mlx_mtp.settings'] = '{kept}'")
+        page.reload()
+        expect(page.locator("#model option")).not_to_have_count(0)
+        expect(page.locator("#system")).to_have_value("")
+
+
 def keyboard(page: Page, shot: Shot) -> None:
     """Every control has a name, and Tab reaches it."""
     fake = Fake(page)
@@ -379,7 +387,8 @@ def progress(page: Page, shot: Shot) -> None:
 
 
 CHECKS = [
-    no_storage, answer_of_the_demo, rendered_text, hostile_answer, failed_question, turns, images, history, keyboard, progress
+    no_storage, settings_of_another_form, answer_of_the_demo, rendered_text, hostile_answer, failed_question, turns, images,
+    history, keyboard, progress,
 ]  # fmt: skip
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {"color_scheme": "light", "viewport": {"width": 1280, "height": 800}},

@@ -399,12 +399,13 @@ AUDIO = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}
 FILE = {"type": "input_file", "file_id": "1", "filename": "a.pdf"}
 PDF = {"type": "document", "title": "a", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
 URL = {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}
+VIDEO = {"type": "video_url", "video_url": {"url": "a.mp4"}}
 
 
-@pytest.mark.parametrize(
-    ("path", "part"),
-    [(CHAT, AUDIO), (CHAT, URL), (RESPONSES, FILE), (MESSAGES, PDF), (MESSAGES, {"type": "container_upload"})],
-)
+REFUSED = [*((CHAT, part) for part in (AUDIO, URL, VIDEO)), (RESPONSES, FILE), (MESSAGES, PDF)]
+
+
+@pytest.mark.parametrize(("path", "part"), [*REFUSED, (MESSAGES, {"type": "container_upload"})])
 def test_a_part_without_text_is_refused_in_the_question_only(prompts, caplog, path, part):
     asked = {"role": "user", "content": [part]}
     field = BODIES[path].NEEDED

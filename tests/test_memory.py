@@ -32,6 +32,7 @@ from tests.support.models import FAMILIES, FLASH, TRAINED, tiny_model
 from tests.support.profiles import LONG
 from tests.support.published import model_of
 from tests.support.requests import options_of
+from tests.support.scripted_server import fail
 
 SMALL = {
     **COMMON, "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
@@ -386,19 +387,25 @@ def test_where_a_step_lacks_memory_the_newest_request_ends(unlimited, engine, mo
     assert engine.ask(HELLO, max_tokens=80).tokens == alone
 
 
-def test_a_failed_allocation_is_a_507_and_the_server_goes_on(engine, monkeypatch):
+def out_of_memory(_):
     """The account did not foresee it: other programs may have taken the memory."""
+    raise RuntimeError("[metal::malloc] Unable to allocate 9 bytes.")
+
+
+@pytest.mark.parametrize(("error", "status", "code"), [(out_of_memory, 507, "insufficient_memory"), (fail, 500, None)])
+def test_an_error_of_a_step_ends_what_runs_and_the_server_goes_on(engine, monkeypatch, error, status, code):
     right, advance = engine.ask(HELLO, max_tokens=20).tokens, engine.engine._advance
 
-    def fail(*args):
+    def failing(*args):
         engine.engine._advance = advance
-        raise RuntimeError("[metal::malloc] Unable to allocate 9 bytes.")
+        error(mx.zeros((1, 8)))
 
-    monkeypatch.setattr(engine.engine, "_advance", fail)
-    with pytest.raises(ApiError) as refused:
+    monkeypatch.setattr(engine.engine, "_advance", failing)
+    with pytest.raises(ApiError, match="Generation failed") as refused:
         engine.ask(HELLO, max_tokens=20)
-    assert_507(refused.value, "Generation failed")
+    assert (refused.value.status, refused.value.code) == (status, code)
     assert engine.ask(HELLO, max_tokens=20).tokens == right
+    engine.ask(HELLO, max_tokens=2, temperature=1.0)  # ``fail`` has left a random state that gives no numbers
 
 
 LARGE = dict(linear_num_value_heads=16, linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=8)

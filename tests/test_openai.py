@@ -165,8 +165,9 @@ def test_completions_have_logprobs_of_their_own_form(writer, client):
     streamed = joined(writer.completions.create(**options, stream=True))
     assert streamed == {0: {"text": whole.text, "logprobs": told.model_dump(), "finish_reason": "length"}}
     assert writer.completions.create(**TEXT).choices[0].logprobs is None
-    cut = writer.completions.create(**options, stop=whole.text[5:9]).choices[0]
-    assert cut.text == whole.text[:5]
+    answer = writer.completions.create(**options, stop=whole.text[5:9])
+    cut = answer.choices[0]
+    assert (cut.text, cut.finish_reason, answer.usage.completion_tokens < 12) == (whole.text[:5], "stop", True)
     assert "".join(cut.logprobs.tokens).startswith(cut.text)
     assert cut.logprobs.text_offset[-1] < 5
     for say in (" os", "os", "  os"):  # a completion begins with its space

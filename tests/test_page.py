@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from hashlib import sha256
 
 import pytest
@@ -55,30 +53,6 @@ def test_page_runs_its_own_scripts_alone_and_asks_nobody_else(client):
     assert not re.search(r"<(script|style)[^>]*>\s*[^<\s]|<[^>]* (on\w+|style)=", (FOLDER / "page.html").read_text())
     for path in OWN:
         assert not re.search(rf"https?://|@import|url\(|{SINKS}", path.read_text()), path.name
-
-
-SETTINGS = """
-const fields = {};
-globalThis.document = {
-  getElementById: (id) => (fields[id] ??= { value: "default", type: "text" }),
-  querySelector: () => ({}),
-};
-globalThis.localStorage = { getItem: () => process.argv[2] };
-const { loadSettings } = await import("./settings.mjs");
-loadSettings();
-console.log(fields.system?.value ?? "default");
-"""
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_settings_of_another_form_are_the_defaults(tmp_path):
-    for name in ("settings", "dom"):
-        text = (FOLDER / f"{name}.js").read_text().replace("./dom.js", "./dom.mjs")
-        (tmp_path / f"{name}.mjs").write_text(text)
-    (tmp_path / "main.mjs").write_text(SETTINGS)
-    for kept, system in (*((other, "default") for other in ("5", '"a"', "null", "[]")), ('{"system": "b"}', "b")):
-        command = ["node", str(tmp_path / "main.mjs"), kept]
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{system}\n", kept
 
 
 def test_text_of_the_model_becomes_html_in_one_place():

@@ -10,7 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,20 +19,17 @@ from unittest import mock
 import openai
 import pytest
 from mlx_lm import server as stock
-from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import convert_chat
 from openai import OpenAI
 
-from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint import hub
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.memory import Account
 from mlx_mtp.server import serve as command
 from mlx_mtp.server.command_line import make_parser
-from tests.support import decoding
 from tests.support.checkpoints import configure
 from tests.support.commands import run_command
-from tests.support.decoding import plain
+from tests.support.decoding import text_alone
 from tests.support.models import DATA, TRAINED
 from tests.support.requests import TEXT, options_of
 from tests.support.server_process import Server, serve, serve_here, server_of
@@ -41,7 +38,6 @@ from tests.support.server_process import Server, serve, serve_here, server_of
 PROMPT = (
     "class TestFile(unittest.TestCase):\n    def setUp(self):\n        self.path = tempfile.mkdtemp()\n\n    def test_"
 )
-PROMPTS = [f"class Tree{i}:\n    def insert(self, key, value={i}):\n" for i in range(3)]
 OTHER = str(DATA / "images")
 
 
@@ -58,23 +54,8 @@ without_mtp = server_of(lambda _: ["--model", TRAINED, "--no-mtp", "--copy-draft
 
 
 @pytest.fixture(scope="module")
-def text_of(trained):
-    """Tokens -> text, up to the end of text."""
-    return partial(decoding.text_of, trained[1])
-
-
-@pytest.fixture(scope="module")
-def alone(trained, text_of):
-    """The text of mlx-lm's own single run."""
-    model, tokenizer = trained
-
-    @cache
-    def text(prompt: str, max_tokens: int, chat: bool = False) -> str:
-        prompt = convert_chat([{"role": "user", "content": prompt}]) if chat else prompt  # it has no template
-        tokens = tokenizer.encode(prompt)
-        return text_of(plain(tokens, model, max_tokens=max_tokens), tokens)  # a space at its beginning is kept
-
-    return text
+def alone(trained):
+    return partial(text_alone, *trained)
 
 
 def complete(client, max_tokens=24, **kwargs):
@@ -92,7 +73,7 @@ def text_from(server: Server, **body) -> str:
 # Answers
 
 
-def test_answers_equal_mlx_lm(client, alone, trained, text_of):
+def test_answers_equal_mlx_lm(client, alone):
     """Completions and chats, whole and streamed, and with penalties."""
     whole = complete(client)
     chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
@@ -102,55 +83,35 @@ def test_answers_equal_mlx_lm(client, alone, trained, text_of):
         assert (usage.completion_tokens, usage.total_tokens) == (24, 24 + usage.prompt_tokens)
         assert 0 < usage.completion_tokens_details.accepted_prediction_tokens < 24
         assert usage.completion_tokens_details.rejected_prediction_tokens >= 0
-    ask = dict(model="m", messages=[{"role": "user", "content": "Sort a list."}], max_tokens=24)
+    messages = [{"role": "user", "content": "Sort a list."}]
+    ask = dict(model="m", messages=messages, max_tokens=24)
     whole, chunks = client.chat.completions.create(**ask), list(client.chat.completions.create(**ask, stream=True))
     streamed = "".join(c.choices[0].delta.content or "" for c in chunks)
-    assert whole.choices[0].message.content == streamed == alone("Sort a list.", 24, chat=True)
-    processors = make_logits_processors({5: 2.0}, 1.3, 20)
-    want = plain(trained[1].encode(PROMPT), trained[0], max_tokens=24, logits_processors=processors)
+    assert whole.choices[0].message.content == streamed == alone(convert_chat(messages), 24)  # it has no template
+    want = alone(PROMPT, 24, logit_bias={5: 2.0}, repetition_penalty=1.3)
     body = {"logit_bias": {"5": 2.0}, "extra_body": {"repetition_penalty": 1.3}}
-    assert complete(client, **body).choices[0].text == text_of(want)
-
-
-def test_stop_word_ends_text_however_it_is_tokenized(client, alone):
-    for word in ('    """R', "lename of", "no such word"):
-        text, _, rest = alone(PROMPT, 32).partition(word)
-        chunks, whole = (complete(client, max_tokens=32, stop=[word], stream=stream) for stream in (True, False))
-        chunks = list(chunks)
-        assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text == text
-        assert (whole.usage.completion_tokens < 32) == bool(rest)
-        assert [r.choices[0].finish_reason for r in (chunks[-1], whole)] == ["stop" if rest else "length"] * 2
+    assert complete(client, **body).choices[0].text == want
 
 
 # Several requests
 
 
-def test_concurrent_requests_equal_single_ones(server, alone):
-    with server.begin(PROMPT), ThreadPoolExecutor(3) as pool:  # all beside this one, at least
-        answers = [pool.submit(text_from, server, prompt=p, max_tokens=8 * (i + 1)) for i, p in enumerate(PROMPTS)]
-        texts = [answer.result() for answer in answers]
-    server.until_idle()
-    assert texts == [alone(p, 8 * (i + 1)) for i, p in enumerate(PROMPTS)]
-    metrics = server.metrics()
-    assert metrics['mlx_mtp_steps_total{requests="2"}'] > 0
-    assert 'mlx_mtp_steps_total{requests="0"}' not in metrics  # an answer's last step has it, too
-    assert metrics["mlx_mtp_requests_in_flight"] == metrics["mlx_mtp_queue_length"] == 0
-
-
-def test_seed_gives_one_text(server, without_mtp, trained, text_of):
-    model, tokenizer = trained
-    want = text_of(plain(tokenizer.encode(PROMPT), model, max_tokens=16, sampler=make_sampler(1.0, seed=7)))
+def test_seed_gives_one_text(server, without_mtp, alone):
     seeded = {"temperature": 1.0, "seed": 7, "max_tokens": 16}
+    want = alone(PROMPT, **seeded)
     assert text_from(server, **seeded) == text_from(without_mtp, **seeded) == want
     assert text_from(server, **seeded | {"seed": 8}) != want
     # Beside others, one of which hangs up.
-    other = server.begin(PROMPT)
-    with ThreadPoolExecutor(3) as pool:
+    with server.begin(PROMPT) as other, ThreadPoolExecutor(3) as pool:
+        assert text_from(server, **seeded) == want
         again = [pool.submit(text_from, server, **seeded) for _ in range(2)]
-        beside = pool.submit(text_from, server, prompt=PROMPTS[0], temperature=1.0, max_tokens=16)
+        beside = pool.submit(text_from, server, prompt="import os", temperature=1.0, max_tokens=16)
         other.close()
         assert [answer.result() for answer in again] == [want, want]
         beside.result()
+    metrics = server.metrics()
+    assert metrics['mlx_mtp_steps_total{requests="2"}'] > 0
+    assert 'mlx_mtp_steps_total{requests="0"}' not in metrics  # an answer's last step has it, too
 
 
 REPEATS = (PROMPT + "read(self):\n        self.assertEqual(1, 1)\n\n\n") * 3

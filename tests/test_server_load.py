@@ -37,7 +37,6 @@ from tests.support.image_prompts import FOLDER
 from tests.support.models import TRAINED, tiny_model
 from tests.support.prompt_store import TEXT, read
 from tests.support.requests import client_of, options_of
-from tests.support.scripted_server import fail
 from tests.test_server_images import TEMPLATE, part, png, text, user
 
 # Prompt caches
@@ -312,25 +311,6 @@ def test_a_client_that_leaves_before_its_turn_is_dropped():
     engine._drop(gone)
     assert [*engine.waiting] == [second]
     assert [str(e) for e in said] == ["The client has disconnected."]
-
-
-def test_an_error_where_a_client_leaves_ends_what_runs_and_not_the_thread():
-    engine, said, restarts = frontend_of().engine, [], []
-
-    def remove(*args, **kwargs):
-        fail(mx.zeros((1, 8)))
-
-    engine.ranks, engine.waiting, engine.n_failures = None, deque(), 0
-    engine.running = {i: request_of() for i in range(2)}
-    engine.admission.batch = SimpleNamespace(remove=remove)
-    engine.admission.restart = lambda: restarts.append(True)
-    for request in engine.running.values():
-        request.send = said.append
-    with pytest.raises(ValueError, match="This sampler fails") as e:
-        engine._drop({engine.running[0].number})
-    engine._recover(e.value)
-    assert ([e.status for e in said], len(restarts), engine.running) == ([500, 500], 1, {})
-    mx.eval(mx.random.uniform())  # the error has left a random state that nothing could be drawn from
 
 
 # Connections

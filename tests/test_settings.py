@@ -291,8 +291,3 @@ def test_requests_without_sampling_have_the_models(tmp_path, used, caplog):
     assert used == [sampled, sampled, Sampling(0, 0.95, 3, 0.01), Sampling(0.6, min_p=0.01)]
     lines = [r.message.partition(": ")[2] for r in caplog.records if r.message.startswith("Default sampling")]
     assert lines == [str(sampled), "temperature 0.6, min_p 0.01"]  # at each load
-
-
-def test_a_damaged_file_ends_the_start(tmp_path):
-    with pytest.raises(ValueError, match="temperature must be"):
-        Engine("--model", advising(tmp_path / "model", {"temperature": -1}))

@@ -3,8 +3,9 @@
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_mtp import make_prompt_cache, mtp_generate_step
+from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
 from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.core.caches.recurrent import RecurrentCache
@@ -41,6 +42,13 @@ def text_of(tokenizer, tokens, prompt=()) -> str:
         detokenizer.add_token(token)
     detokenizer.finalize()
     return detokenizer.text[n:]
+
+
+def text_alone(model, tokenizer, prompt, max_tokens=12, temperature=0.0, top_p=0.0, seed=None, **penalties) -> str:
+    """The text of mlx-lm's own single run, by the fields of a request."""
+    tokens, sampler = tokenizer.encode(prompt), make_sampler(temperature, top_p, seed=seed)
+    options = dict(max_tokens=max_tokens, sampler=sampler, logits_processors=make_logits_processors(**penalties))
+    return text_of(tokenizer, plain(tokens, model, **options), tokens)  # a space at its beginning is kept
 
 
 def filled(model, bits=None, prompt=PROMPT) -> list:

@@ -1,14 +1,17 @@
 """The HTTP application: its routes, the bodies of requests, the API key, errors, the chat page, other web pages."""
 
 import asyncio
+import gzip
 import hmac
+import json
 import logging
 import math
 import re
 import sys
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime
+from io import BytesIO
 from ipaddress import ip_address
 from pathlib import Path
 from socket import gethostname
@@ -46,19 +49,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-PIECE = 1 << 20  # bytes that are decoded at a time, so that a small body never becomes a large one in memory
-MAX_STREAMS = 1000  # in a body, one after the other: beginning one takes longer than decoding some bytes
 WINDOW = {int(zstd.DecompressionParameter.window_log_max): 23}  # 8 MiB, as RFC 9659 limits zstd in HTTP
-CODINGS: dict[str, Callable[[bytes], Any]] = {  # a decoder for a stream that begins with these bytes
-    "gzip": lambda data: zlib.decompressobj(16 + zlib.MAX_WBITS),
-    # Some clients leave out zlib's header, whose first byte ends in 8.
-    "deflate": lambda data: zlib.decompressobj(zlib.MAX_WBITS if data[0] & 15 == 8 else -zlib.MAX_WBITS),
-    "zstd": lambda data: zstd.ZstdDecompressor(options=WINDOW),
-}
-ACCEPTED = ", ".join(CODINGS)
-# The headers of errors, by status
-HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": ACCEPTED}, 429: {"Retry-After": "2"}}
-
 MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
 # Parsing and validation take microseconds for an object and less for other values, and block all threads. Brackets, braces and
 # commas in strings count as well; a million tokens rarely have as many.
@@ -67,10 +58,7 @@ MAX_VALUES = 300_000  # commas: a prompt may be 262,144 numbers of tokens
 # Messages, tools and their parts: validation takes 10 microseconds for each, and blocks all threads as well.
 MAX_PARTS = 10_000
 LISTS = "messages", "input", "system", "tools", "content", "tool_calls", "summary", "output"  # of parts
-# A first half of a character that is escaped in JSON without its second one, or the reverse; and halves in UTF-8
-HALF = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]..)", re.DOTALL)
-HALF_IN_UTF8 = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
-LARGE_BODY = 1 << 16  # bytes; a larger body is parsed in a thread of its own
+LARGE_BODY = 1 << 16  # bytes; a larger or encoded body is parsed in a thread of its own
 BODY_TIMEOUT = 300.0  # seconds that a client may take to send a body
 
 # The chat page
@@ -159,12 +147,12 @@ class Endpoints:
 
     async def _read(self, http: HTTPRequest, api: type[Body]) -> tuple[Any, Request]:
         self._authorize(http)
-        raw = await read_body(http)
+        raw, encoding = await read_body(http), ",".join(http.headers.getlist("Content-Encoding"))
 
         def parse() -> tuple[Any, Request]:
-            return api.read_request(parse_json(raw), self.frontend.options)
+            return api.read_request(parse_json(decoded(raw, encoding)), self.frontend.options)
 
-        return parse() if len(raw) <= LARGE_BODY else await in_thread(parse)
+        return parse() if len(raw) <= LARGE_BODY and not encoding else await in_thread(parse)
 
     async def root(self) -> Response:
         if self.frontend.options.no_ui:
@@ -223,54 +211,58 @@ class Endpoints:
 
 
 async def read_body(http: HTTPRequest) -> bytearray:
-    """Read and decode a body; an ApiError if it is too large, slow, incomplete or in another encoding."""
-    raw, chunks = bytearray(), http.stream()
+    """A body as it was sent; an ApiError if it is too large, slow or incomplete."""
+    raw = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT):
-            try:
-                async for piece in decoded(chunks, ",".join(http.headers.getlist("Content-Encoding"))):
-                    raw += piece
-                    if len(raw) > MAX_BODY:
-                        raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
-            except ApiError:
-                raw.clear()
-                async for _ in chunks:  # a client reads the answer after it has sent all
-                    pass
-                raise
+            async for piece in http.stream():  # to its end: a client reads the answer after it has sent all
+                raw += piece[: MAX_BODY + 1 - len(raw)]
     except TimeoutError as e:
         raise ApiError(408, f"The body did not arrive within {BODY_TIMEOUT:.0f} seconds.") from e
     except ClientDisconnect as e:
         raise ApiError(400, "The body is shorter than its Content-Length.") from e
+    _check_size(raw)
     return raw
 
 
-async def decoded(chunks: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:
-    """Yield a body of this Content-Encoding in pieces. An ApiError: 415 for an unknown one, 400 for data that is not in it."""
+def decoded(raw: bytes | bytearray, encoding: str) -> bytes | bytearray:
+    """A body of this Content-Encoding. An ApiError: 415 for an unknown one, 400 for data not in it, 413 for too much."""
     names = [name for x in encoding.split(",") if (name := x.strip().lower()) not in ("", "identity")]
-    coding, stream, n = ", ".join(names).removeprefix("x-"), None, 0
+    coding = ", ".join(names).removeprefix("x-")
     if coding and coding not in CODINGS:
         raise ApiError(415, f"Content-Encoding: {encoding[:100]} is not supported: send {ACCEPTED} or none.")
-    async for data in chunks:
-        if not coding:
-            yield data
-        has_more = bool(coding and data)
-        while has_more:
-            if stream is None or stream.eof:
-                stream, n = CODINGS[coding](data), n + 1
-            try:
-                piece = stream.decompress(data, PIECE)
-            except (zlib.error, zstd.ZstdError) as e:
-                raise ApiError(400, f"The body is not valid {coding}: {e}.") from e
-            # zlib returns the bytes that it has not read yet, zstd keeps them.
-            data = stream.unused_data if stream.eof else getattr(stream, "unconsumed_tail", b"")
-            has_more = bool(data) or (len(piece) == PIECE and not stream.eof)
-            yield piece
-            if has_more:
-                await asyncio.sleep(0)  # other requests go on
-        if n > MAX_STREAMS:
-            raise ApiError(413, f"The body is more than {MAX_STREAMS:,} streams of {coding}: send one.")
-    if stream is not None and not stream.eof:
-        raise ApiError(400, f"The body ends before its {coding} does.")
+    if not coding or not raw:
+        return raw
+    try:
+        body = CODINGS[coding](raw)
+    except (OSError, EOFError, zlib.error, zstd.ZstdError) as e:
+        raise ApiError(400, f"The body is not valid {coding}: {e}.") from e
+    _check_size(body)
+    return body
+
+
+def _inflate(raw: bytes | bytearray) -> bytes:
+    # Some clients leave out zlib's header, whose first byte ends in 8.
+    stream = zlib.decompressobj(zlib.MAX_WBITS if raw[0] & 15 == 8 else -zlib.MAX_WBITS)
+    body = stream.decompress(raw, MAX_BODY + 1)
+    if len(body) <= MAX_BODY and (not stream.eof or stream.unused_data):
+        raise EOFError("it has no end, or more behind it")
+    return body
+
+
+CODINGS: dict[str, Callable[[bytes | bytearray], bytes]] = {  # each decodes at most a byte more than a body may have
+    "gzip": lambda raw: gzip.GzipFile(fileobj=BytesIO(raw)).read(MAX_BODY + 1),
+    "deflate": _inflate,
+    "zstd": lambda raw: zstd.ZstdFile(BytesIO(raw), options=WINDOW).read(MAX_BODY + 1),
+}
+ACCEPTED = ", ".join(CODINGS)
+# The headers of errors, by status
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": ACCEPTED}, 429: {"Retry-After": "2"}}
+
+
+def _check_size(body: bytes | bytearray) -> None:
+    if len(body) > MAX_BODY:
+        raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
 
 
 def parse_json(raw: bytes | bytearray) -> Json:
@@ -295,25 +287,19 @@ def _from_json(raw: bytes | bytearray) -> Any:
     """The value of JSON. Half a character, as of an emoji that a client has cut in two, becomes U+FFFD."""
     try:
         return from_json(raw, allow_inf_nan=False)
-    except ValueError:
-        if b"\0" in raw:
-            raise
-        escapes = raw.replace(rb"\\", b"\0")  # then every backslash begins an escape
-        escapes = HALF_IN_UTF8.sub(rb"\\ufffd", HALF.sub(rb"\\ufffd", escapes, MAX_OBJECTS), MAX_OBJECTS)
-        return from_json(escapes.replace(b"\0", rb"\\"), allow_inf_nan=False)
+    except ValueError as error:
+        try:
+            text = json.dumps(json.loads(raw), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            raise error from None
+        whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return from_json(whole, allow_inf_nan=False)
 
 
 def _has_infinity(value: Any) -> bool:
-    values = [value]
-    while values:
-        x = values.pop()
-        if isinstance(x, dict):
-            values += x.values()
-        elif isinstance(x, list):
-            values += [y for y in x if type(y) is not int]
-        elif isinstance(x, float) and math.isinf(x):
-            return True
-    return False
+    if isinstance(value, dict | list):
+        return any(map(_has_infinity, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and math.isinf(value)
 
 
 def _check_parts(body: Json) -> None:

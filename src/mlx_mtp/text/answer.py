@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import regex
+
 from . import tool_calls
-from .reasoning import ReasoningReader, overlap
+from .reasoning import ReasoningReader
 from .schema import Json
 from .tags import OPEN_FUNCTION, START
 from .tool_calls import CallBegins, CallEnds, Text, ToolCallParser
@@ -111,17 +113,17 @@ class _LineBreaks:
 
 class _StopWords:
     def __init__(self, words: list[str]):
-        self.words = [word for word in words if word]
+        # A pattern without words matches nothing.
+        self._pattern = regex.compile("|".join(map(regex.escape, sorted(filter(None, words)))) or "(?!)")
         self.found: str | None = None  # the stop word that ended the text
         self._held = ""  # text that may begin a stop word
 
     def add(self, text: str) -> str:
         """Add the next piece of a text. Return the part before a stop word."""
         text = self._held + text
-        found = [(i, word) for word in self.words if (i := text.find(word)) >= 0]
-        n, self.found = min(found, default=(0, None))
-        if self.found is None:
-            n = len(text) - max((overlap(text, word) for word in self.words), default=0)
+        m = self._pattern.search(text, partial=True)
+        self.found = m[0] if m and not m.partial else None
+        n = m.start() if m else len(text)
         self._held = text[n:]
         return text[:n]
 

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import regex
+
 FENCE = re.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
 BLOCK_QUOTE = re.compile(r" {0,3}> ?")
 ITEM = re.compile(r" {0,3}(?:[-+*]|\d{1,9}[.)])(?: {1,4}(?=[^ ])| |$)")
@@ -28,7 +30,7 @@ def _end_of_reasoning(text: str, end: str) -> int | None:
 
 class ReasoningReader:
     def __init__(self, end: str):
-        self.end = end
+        self.end, self._tag = end, regex.compile(regex.escape(end))
         self._pieces: list[str] = []  # the reasoning so far
         self._rest = ""  # the text that is not parsed yet
         self._lines, self._line = Lines(), ""  # the lines so far, and the last one
@@ -47,7 +49,8 @@ class ReasoningReader:
                 return "".join(self._pieces[n:]), behind
             self._take(len(self.end))
         else:
-            self._take(len(self._rest) - (0 if is_last else overlap(self._rest, self.end)))
+            begun = None if is_last else self._tag.search(self._rest, partial=True)
+            self._take(begun.start() if begun else len(self._rest))
         return "".join(self._pieces[n:]), None
 
     @property
@@ -82,16 +85,6 @@ class ReasoningReader:
                 self._answer = len(self._pieces) + 1
             return True
         return self._line.endswith("`") and behind.startswith("`")
-
-
-def overlap(text: str, word: str) -> int:
-    """The number of characters at the end of the text that may be the beginning of the word."""
-    i = max(0, len(text) - len(word) + 1)
-    while (i := text.find(word[0], i)) >= 0:
-        if word.startswith(text[i:]):
-            return len(text) - i
-        i += 1
-    return 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import regex
 
-from .reasoning import Lines, overlap
+from .reasoning import Lines
 from .schema import Schema, is_string, parse_json, to_json
 from .tags import (
     BEGIN_LINE,
@@ -63,6 +63,7 @@ PART = regex.compile(rf"{SPACE}(?:{PARAMETER}|{FUNCTION}|(?P<close>{CLOSE_FUNCTI
 AFTER_FUNCTION = regex.compile(rf"{SPACE}(?:(?P<end>{END})|{FUNCTION})")
 AFTER_BLOCK = regex.compile(rf"{SPACE}(?P<end>{END})")  # a model may write it twice
 BLOCK_TAG = re.compile(f"{START}|{END}")
+PLACE = regex.compile(rf"(?<=\n)|{START}")
 
 
 class _Buffer:
@@ -216,13 +217,10 @@ class ToolCallParser(_Buffer):
 
     def _next_place(self) -> int:
         """The number of characters up to the next place where a block may begin: a line, or its tag."""
-        n = self.rest.find("\n") + 1
         if not self.reads_calls:
-            return n or len(self.rest)
-        i = self.rest.find(START, 1, n or None)
-        if i > 0 or n > 0:
-            return i if i > 0 else n
-        return len(self.rest) - (0 if self.is_last else overlap(self.rest[1:], START))
+            return self.rest.find("\n") + 1 or len(self.rest)
+        m = PLACE.search(self.rest, 1, partial=not self.is_last)
+        return m.start() if m else len(self.rest)
 
     def _tail(self) -> bool:
         """Blocks that count if the text ends with them."""
