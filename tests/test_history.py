@@ -402,10 +402,10 @@ URL = {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}
 VIDEO = {"type": "video_url", "video_url": {"url": "a.mp4"}}
 
 
-REFUSED = [*((CHAT, part) for part in (AUDIO, URL, VIDEO)), (RESPONSES, FILE), (MESSAGES, PDF)]
+NO_TEXT = [*((CHAT, part) for part in (AUDIO, URL, VIDEO)), (RESPONSES, FILE), (MESSAGES, PDF)]
 
 
-@pytest.mark.parametrize(("path", "part"), [*REFUSED, (MESSAGES, {"type": "container_upload"})])
+@pytest.mark.parametrize(("path", "part"), [*NO_TEXT, (MESSAGES, {"type": "container_upload"})])
 def test_a_part_without_text_is_refused_in_the_question_only(prompts, caplog, path, part):
     asked = {"role": "user", "content": [part]}
     field = BODIES[path].NEEDED
@@ -499,7 +499,8 @@ def test_a_malformed_history_is_refused_or_becomes_a_prompt(prompts, path, found
 TURNS = [system("S"), user("q"), assistant("x", A, B), result("b", "1"), result("a", "2"), assistant("y"), user("r")]
 NAMES = sorted({*REFUSED, *(f.alias or name for path in APIS for name, f in BODIES[path].model_fields.items())})
 more_fields = st.just({}) | st.dictionaries(st.sampled_from(NAMES), values, min_size=1, max_size=2)
-ALIKE = {str: words, dict: fields, list: st.lists(values, max_size=3)}  # what is read further than a value of another type
+# What is read further than a value of another type
+ALIKE = {str: words, dict: fields, list: st.lists(values, max_size=3)}
 
 
 def holders(value) -> list[tuple]:
