@@ -238,11 +238,11 @@ def test_drafts_of_logits_of_any_size(options):
 
 # Through the loop
 
-# Copies, and the head behind a rejected one; and a caller's own sampler. Coupled drafts are those of a single run, see
-# test_seeds.py.
+# Copies, and the head behind a rejected one; and a caller's own sampler, of texts alone. Coupled drafts are those of a single
+# run, see test_seeds.py.
 BRIEF = [
-    Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5),
-    Case(2, "right", acceptance="match", copies=3, temp=1.0, top_p=0.9),
+    Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5, penalties={"repetition_penalty": 1.5}),
+    Case(2, "right", acceptance="match", copies=3, n_rows=1, temp=1.0, top_p=0.9),
 ]
 
 
