@@ -28,7 +28,7 @@ from mlx_mtp.core.sampling.sampler import Sampler
 from mlx_mtp.memory import FAILED_PASS
 from tests.support.batches import AT_ONCE, run
 from tests.support.decoding import mtp, plain
-from tests.support.distribution import LEVEL, PROMPT, Case, Counter
+from tests.support.distribution import PROMPT
 from tests.support.models import model_of, tiny_model
 from tests.support.profiles import LONG
 from tests.support.prompt_store import names
@@ -74,34 +74,6 @@ def test_each_position_of_a_prompt_may_be_an_embedding(n, k, company):
         for name in ("keys", "values"):  # of the head
             ours, theirs = (getattr(c[-2], name)[:, :, : n + 8] for c in (text.last.prompt_cache, alone))
             assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-class RowCase(Case):
-    n_tokens = 2
-
-    def sampled(self, runs):
-        assert self.counts.total() == runs
-        return self.counts
-
-
-def test_distribution_of_each_row():
-    """Three kinds of rows, of which one of each is in the batch or soon joins it."""
-    runs, penalties = 5000 if LONG else 50, {"repetition_penalty": 1.5}
-    cases = [RowCase(temp=0.7), RowCase(temp=1.5, top_k=4, penalties=penalties), RowCase(acceptance="match", temp=1.0)]
-    mx.random.seed(0)
-    model, options = cases[0].model(), dict(completion_batch_size=3, return_prompt_caches=False)
-    generator = BatchGenerator(model, num_draft_tokens=2, **options)
-    kind = {}
-    for _ in range(runs):
-        samplers = [make_sampler(**c.options, acceptance=c.acceptance) for c in cases]
-        processors = [c.processors() for c in cases]
-        uids = generator.insert([PROMPT] * 3, max_tokens=[5] * 3, samplers=samplers, logits_processors=processors)
-        kind |= dict(zip(uids, cases))
-    for case in cases:
-        case.counts = Counter()
-    for uid, text in run(generator).items():
-        kind[uid].counts[tuple(text.tokens[:2])] += 1
-    assert all(case.p_value(runs) > LEVEL for case in cases)
 
 
 @pytest.mark.parametrize("depth", [0, 3])

@@ -291,8 +291,7 @@ def one_pass(model):
         return [x for _, x in flat]
 
     operations = traced(run, tokens)
-    every = [state for layer in model.layers if layer.is_linear for state in layer.states]
-    states = {(1, *state.shape) for state in every if state.dtype == mx.float32}
+    states = {(1, *layer.states[1].shape) for layer in model.layers if layer.is_linear}  # of recurrences
     return operations, {name: x.dtype for name, x in outputs.items() if x.shape not in states}
 
 

@@ -18,7 +18,6 @@ from mlx_mtp.core.batch import generate_step, scheduler
 from mlx_mtp.core.caches import indexed, rows
 from mlx_mtp.core.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.core.caches import recurrent as cache
-from mlx_mtp.core.caches.prompt_cache import PromptCache
 from mlx_mtp.core.decoding import decoder, head, loop, prefill, sequence
 from mlx_mtp.core.layers.drafting import DraftLMHead
 from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, head_rows, mtp, plain
@@ -137,20 +136,6 @@ def test_second_interrupt_at_any_line_of_finalize(n_tokens):
         assert_holds(prompt_cache, len(PROMPT) + n_tokens)
         n += 1 if LONG else 11
     assert n > 50
-
-
-@pytest.mark.parametrize("n_tokens", [1, 2, 3, 6])
-def test_a_later_turn_that_ends_within_a_step(n_tokens):
-    """The text that the prompt cache has from the turn before is not read again."""
-    (model, truth), prompt_cache = model_and_truth(), make_prompt_cache(model_and_truth()[0])
-    generate_step.prefill(PROMPT[:4], model, prompt_cache=prompt_cache)
-    scripted = Scripted(model, truth, lambda i: True)
-    steps = mtp_generate_step(PROMPT[4:], scripted, prompt_cache=prompt_cache, num_draft_tokens=3, max_tokens=40)
-    text = truth[: len(PROMPT) + n_tokens]
-    assert [next(steps)[0] for _ in range(n_tokens)] == text[len(PROMPT) :]
-    steps.close()
-    assert PromptCache(prompt_cache, len(model.layers)).text == text
-    assert_holds(prompt_cache, len(text))
 
 
 def refused(*caches):

@@ -69,16 +69,9 @@ def test_greedy_turns_match_mlx_lm(data):
             with TemporaryDirectory() as folder:
                 stock.save_prompt_cache(f"{folder}/cache.safetensors", ours)
                 ours = stock.load_prompt_cache(f"{folder}/cache.safetensors")
-
-
-def test_mlx_lm_resumes_our_cache_and_we_resume_its():
-    model, history = model_of("qwen3_5", 1), []
-    prompt_cache = make_prompt_cache(model)
-    for question, run in zip([*TURNS, [7, 7]], [mtp, plain] * 2):
-        history += question
-        tokens = run(question, model, max_tokens=7, prompt_cache=prompt_cache)
-        assert tokens == plain(history, model, max_tokens=7)
-        history += tokens
+    for run in (plain, mtp) * (options["kv_bits"] is None):  # mlx-lm resumes our cache, and we what it leaves
+        want = plain([7, 7], model, prompt_cache=theirs, **options)
+        assert run([7, 7], model, prompt_cache=ours, **options) == want
 
 
 def test_copies_are_caches_of_their_own():
@@ -158,6 +151,8 @@ def test_refuses_entries_of_another_kind():
         prompt_cache[i] = entry
         with pytest.raises(ValueError, match=MISFIT % i):
             mtp([7], model, prompt_cache=prompt_cache)
+    with pytest.raises(ValueError, match=MISFIT % 0):  # states of no token, and keys of some
+        mtp([7], model, prompt_cache=[RecurrentCache(2), *filled(model)[1:]])
 
 
 # Whose cache it is

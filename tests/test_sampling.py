@@ -226,11 +226,11 @@ def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch)
 
 # Through the loop
 
-# Copies, and the head behind a rejected one; and a caller's own sampler. Coupled drafts are those of a single run, see
-# test_seeds.py.
+# Copies, and the head behind a rejected one; and a caller's own sampler, of texts alone. Coupled drafts are those of a single
+# run, see test_seeds.py.
 BRIEF = [
-    Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5),
-    Case(2, "right", acceptance="match", copies=3, temp=1.0, top_p=0.9),
+    Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5, penalties={"repetition_penalty": 1.5}),
+    Case(2, "right", acceptance="match", copies=3, n_rows=1, temp=1.0, top_p=0.9),
 ]
 
 

@@ -26,6 +26,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import BatchGenerator, DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
+from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.decoding import planner
 from mlx_mtp.core.layers.drafting import DraftLMHead
 from tests.support.batches import Fault, Faulty, Text, faulty
@@ -53,7 +54,7 @@ class Ask:
         leaves (int, optional): The number of tokens after which it is removed or closed. Default: ``None``, it goes on.
         seen (int, optional): The number of tokens after which its prompt cache is looked at, while it goes on; in a batch.
         stop_at (int, optional): The position behind the two tokens of its text that stop it, wherever they are; in a batch.
-        n_segments (int): Of the prompt; in a batch.
+        n_segments (int): Of the prompt; alone, all but the last are in the prompt cache.
     """
 
     prompt: list[int]
@@ -149,7 +150,7 @@ ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=6), dict(leaves=8, seen=5), 
 WITHIN_A_WINDOW = SimpleNamespace(
     family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, close=close,
     alone={}, draft_rows=None, copies=None,
-    asks=[Ask([3, 1, 4], 30, [True], num_draft_tokens=4, copy_drafts="off", **end) for end in ENDS],
+    asks=[Ask([3, 1, 4], 30, [True], num_draft_tokens=4, copy_drafts="off", n_segments=2, **end) for end in ENDS],
 )  # fmt: skip
 
 
@@ -172,8 +173,9 @@ def drafting(scenario, model):
 def run_alone(scenario, model, truths):
     for ask in scenario.asks:
         prompt_cache, counts, tokens, fault = make_prompt_cache(model), DraftCounts(), [], None
-        alone, kv = dict(scenario.alone), {}
+        alone, kv, n = dict(scenario.alone), {}, len(ask.prompt) - len(ask.segments[-1])
         if "kv_bits" in alone:
+            n = 0
             kv = dict(kv_bits=alone.pop("kv_bits"), kv_group_size=32, quantized_kv_start=len(ask.prompt) + 5)
         kv["prefill_step_size"] = scenario.prefill_step_size
         want = ask.single_run(model, **kv)
@@ -184,7 +186,9 @@ def run_alone(scenario, model, truths):
             num_draft_tokens=ask.num_draft_tokens, copy_drafts=ask.copy_drafts, prompt_cache=prompt_cache, **kv
         )
         alone |= dict(sampler=sampler, logits_processors=processors, max_tokens=ask.max_tokens, counts=counts)
-        steps = mtp_generate_step(mx.array(ask.prompt), scripted, **alone)
+        if n > 0:
+            prefill(mx.array(ask.prompt[:n]), model, prompt_cache=prompt_cache)
+        steps = mtp_generate_step(mx.array(ask.prompt[n:]), scripted, all_tokens=ask.prompt[:n], **alone)
         try:
             for token, _, _ in steps:
                 tokens.append(token)

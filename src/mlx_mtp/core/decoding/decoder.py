@@ -13,12 +13,11 @@ from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import KVOptions, Rows, RowsState
 from ..layers.compiled import Compiler
 from ..layers.drafting import MAX_COPY_TOKENS, MAX_WINDOW
-from ..layers.mtp import has_head
 from ..models.mixin import MTPModel
 from ..pacing.step_times import PLAIN_PLAN, Plan
 from ..sampling.acceptance import n_leading
 from .exchange import Exchange
-from .head import HeadCache, HeadDrafter, HeadState, NoHead, columns_of, with_drafts
+from .head import HeadCache, HeadDrafter, HeadState, columns_of, with_drafts
 from .prefill import prefill_part
 from .sequence import Sequence
 from .window import Choice, Drafts, Step, Stepped, Window, WindowPlan, choose
@@ -52,7 +51,7 @@ class Decoder:
     def _reset(self) -> None:
         self.sequences: list[Sequence] = []
         self.cache, self.compiler = Rows(self.model, self.kv), Compiler()
-        self.head = HeadCache(self.model, self.compiler) if has_head(self.model) else NoHead()
+        self.head = HeadCache(self.model, self.compiler)
         self.drafter = HeadDrafter(self.model, self.head)
         self.tokens = mx.zeros((0, 1), mx.uint32)
         self.hidden: Hidden = ()

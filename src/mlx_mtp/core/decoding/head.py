@@ -19,7 +19,7 @@ from ..caches.rows import Ends, KVRows
 from ..layers.compiled import Compiler
 from ..layers.drafting import draft_logits
 from ..layers.layer import append_to_cache
-from ..layers.mtp import run_head
+from ..layers.mtp import has_head, run_head
 from ..layers.passes import in_pass, pass_of_head
 from ..models.mixin import MTPModel
 from ..sampling.acceptance import Drafted, n_leading
@@ -54,32 +54,14 @@ class HeadState:
         return hidden, mx.concatenate([t[:, :n] for _, t, n in self.pending], axis=1)
 
 
-class NoHead:
-    """In place of ``HeadCache`` for a model without a head."""
-
-    nbytes, state, states = 0, HeadState(), ()
-
-    def extend(self, hidden: mx.array, tokens: mx.array, counts: list[int]) -> None:
-        pass
-
-    def can_draft(self, b: int) -> bool:
-        return True  # drafts of sources that need no head
-
-    def join(self, caches: list[PromptCache], tokens: mx.array) -> None:
-        pass
-
-    def filter(self, keep: list[int]) -> None:
-        pass
-
-    def extract(self, b: int, n: int) -> KVCache:
-        return KVCache()
-
-
 class HeadCache:
-    """The head's keys and values, and its pending inputs. An interrupt at any line leaves the state before."""
+    """The head's keys and values, and its pending inputs. An interrupt at any line leaves the state before.
+
+    It stays empty for a model without a head, whose sequences draft from other sources.
+    """
 
     def __init__(self, model: MTPModel, compiler: Compiler):
-        self.model, self.compiler = model, compiler
+        self.model, self.compiler, self.has_head = model, compiler, has_head(model)
         self.cache, self.state = KVRows(empty_head(model)), HeadState()
 
     @property
@@ -93,6 +75,8 @@ class HeadCache:
 
     def extend(self, hidden: mx.array, tokens: mx.array, counts: list[int]) -> None:
         """Add pending inputs: the first ``counts[b]`` of tokens [B, T], and the hidden states before, [B, T, H]."""
+        if not self.has_head:
+            return
         if self.state.pending and (self.state.is_ragged or max(self.state.counts) >= MAX_PENDING):
             self.catch_up()
         held = self.state
@@ -100,7 +84,7 @@ class HeadCache:
         self.state = replace(held, counts=tuple(map(sum, zip(held.counts, counts))), pending=pending)
 
     def can_draft(self, b: int) -> bool:
-        return self.state.counts[b] > 0
+        return not self.has_head or self.state.counts[b] > 0
 
     def run(self, hidden: mx.array, tokens: mx.array, ends: Ends) -> mx.array:
         """A pass over hidden states [B, t, H] and tokens [B, t], written after these ends -> the last output, [B, 1, H]"""
@@ -149,6 +133,8 @@ class HeadCache:
 
     def join(self, caches: list[PromptCache], tokens: mx.array) -> None:
         """Add a sequence for each prompt cache, with its next token [B, 1]."""
+        if not self.has_head:
+            return
         self._keep_last_input()
         held, firsts = self.state, [c.first_position for c in caches]
         counts = [int(self._waits(*each)) for each in zip(caches, tokens)]
@@ -175,6 +161,8 @@ class HeadCache:
         return False
 
     def filter(self, keep: list[int]) -> None:
+        if not self.has_head:
+            return
         self._keep_last_input()
         held, rows = self.state, mx.array(keep)
         ends = held.ends.of(keep)
@@ -184,6 +172,8 @@ class HeadCache:
 
     def extract(self, b: int, n: int) -> KVCache:
         """The keys and values of sequence b's first n - 1 inputs, pending ones included."""
+        if not self.has_head:
+            return empty_head(self.model)
         held, n_inputs = self.state, max(n - 1 - self.state.firsts[b], 0)
         if n_inputs > held.ends.lengths[b]:
             self._append(self._inputs(*held.joined_inputs()))  # which stay pending: the next drafts begin with them
@@ -199,7 +189,7 @@ def columns_of(x: mx.array, columns: list[int]) -> mx.array:
 
 
 class HeadDrafter:
-    def __init__(self, model: MTPModel, head: HeadCache | NoHead):
+    def __init__(self, model: MTPModel, head: HeadCache):
         self.model, self.head = model, head
         self.lm_head = model.drafting.lm_head
 
@@ -209,7 +199,6 @@ class HeadDrafter:
         Fewer after an error of a sampler or processor, which ends a text only if a token comes there, or below ``draft_p_min``.
         """
         head, k, groups, counts = self.head, max(limits), groups_of(sequences), [*limits]
-        assert isinstance(head, HeadCache)  # ``resolve`` refuses drafts of the head for a model without one
         proposals, drafts = [list[Any]() for _ in groups], list[mx.array]()  # drafts are each [B, 1]
         p_min, sure = [s.options.draft_p_min or 0.0 for s in sequences], [list[mx.array]() for _ in sequences]
         out = head.catch_up()  # [B, 1, H]

@@ -28,7 +28,7 @@ class WindowPlan:
 
 @dataclass(frozen=True)
 class Drafts:
-    plans: tuple[Plan, ...]  # as made: a source may give fewer drafts than planned
+    plans: tuple[Plan, ...]  # as made: the head may give fewer drafts than planned
     tokens: mx.array = NO_DRAFTS  # [B, k]
     proposals: list[list[Any]] = field(default_factory=list)  # of the head's drafts, for each of ``groups_of``
 
