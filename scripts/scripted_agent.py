@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from mlx_mtp.server import frontend, serve
-from tests.support import scripted_server
+from tests.support.scripted_server import install
 from tests.support.tool_texts import rendered
 
 COMMAND = "wc -l notes.txt > count.txt"
@@ -65,6 +65,6 @@ def encode_scripted(tokenizer: Any, request: Any, *args: Any) -> Any:
 
 
 if __name__ == "__main__":
-    scripted_server.install()  # a request then says what the model says
+    install()  # a request then says what the model says
     frontend.encode = encode_scripted
     serve.main()

@@ -21,7 +21,7 @@ from mlx_mtp.core.pacing.depth import Depth, Rates, best_length, expected_tokens
 from mlx_mtp.core.pacing.step_times import FREE, HEAD, N_LENGTHS, PLAIN_PLAN, Plan, StepTimes
 from tests.support.batches import AT_ONCE, run
 from tests.support.decoding import PROMPT, plain
-from tests.support.depth_simulation import COSTS, LONG, MOST, Case, Text, cases, decode, ratio
+from tests.support.depth_simulation import LONG, MOST, cases, ratio
 from tests.support.models import tiny_model
 from tests.support.scripted import Scripted, scripted
 
@@ -43,19 +43,14 @@ def test_best_length_is_that_of_brute_force(acceptance, data):
 
     by_force = [tokens(k) / t for k, t in enumerate(seconds)]
     assert by_force[best_length(expected_tokens(acceptance), seconds)] >= max(by_force) * (1 - 1e-9)
+    assert best_length([1.0] * n, [1.0] * n) == 0  # the lowest of equals
 
 
-def test_estimates():
-    assert best_length([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]) == 0  # the lowest of equals
-    assert expected_tokens([0.5, 0.5]) == [1.0, 1.5, 1.75]
+def test_rates_forget():
     rates = Rates(3)
-    for _ in range(300):
-        rates.count_window(3, 1)  # the first is accepted, the second rejected, the third never verified
-    first, second, third = rates.estimate
-    assert first > 0.95
-    assert third - 0.01 < second < 0.1
-    for _ in range(100):
-        rates.count_window(3, 3)
+    for n_accepted, n in ((1, 300), (3, 100)):
+        for _ in range(n):
+            rates.count_window(3, n_accepted)
     assert min(rates.estimate) > 0.9
 
 
@@ -72,6 +67,8 @@ def test_times_follow_and_ignore_pauses():
         times.observe(Plan(2), 1.9)  # a longer context: longer at every depth
     assert times.estimate[2] == pytest.approx(1.9, rel=0.01)
     assert times.estimate[0] == pytest.approx(1.25, rel=0.02)
+    # A step takes no longer than one with more drafts: this time of one draft includes a pause.
+    assert StepTimes({0: 1.0, 1: 5.0, 2: 1.2}).estimate[:3] == pytest.approx([1.0, 1.2, 1.2])
 
 
 @pytest.mark.parametrize("few", [{}, {0: 0.5}, {1: 0.5, 2: 0.6}])
@@ -80,18 +77,34 @@ def test_too_few_known_times_are_those_of_a_typical_machine(few):
     assert not StepTimes(few).knows_plain(gain=9.0)  # it is measured first
 
 
-@pytest.mark.parametrize("factor", [0.3, 1.3, 4.0])
-def test_unmeasured_depths_keep_the_shape_of_known_times(factor):
-    """Where one depth takes longer than its shape, so do all after it, while lower ones may be before a step of a staircase."""
-    known = [1.0, 1.2, 1.2, 2.2, 2.4]
-    # A step takes no longer than one with more drafts: the time of one draft includes a pause.
-    times = StepTimes({**dict(enumerate(known)), 1: 5.0})
+KNOWN = {0: 0.5, 1: 0.6, 2: 0.7}
+
+
+def test_known_times_hold_until_several_steps_contradict_them():
+    times = StepTimes(KNOWN)
+    for plan, seconds, factor in ((Plan(2), 2.8, 4), (PLAIN_PLAN, 0.5, 1)):  # what seemed long were pauses
+        before = times.estimate
+        for _ in range(StepTimes.N_ODD - 1):
+            times.observe(plan, seconds)
+        assert times.estimate == before
+        times.observe(plan, seconds)
+        assert times.estimate[:3] == pytest.approx([factor * t for t in KNOWN.values()])
+        assert times.knows_plain(gain=1.0) is (plan == PLAIN_PLAN)  # otherwise it is measured first
+    for _ in range(2 * StepTimes.STALE):
+        times.observe(Plan(1), 0.6)
+    assert (times.knows_plain(gain=1.4), times.knows_plain(gain=1.5)) == (False, True)
+
+
+@pytest.mark.parametrize("seconds", [0.3, 3.0])
+def test_the_time_of_a_copy_says_nothing_about_other_steps(seconds):
+    """It needs no pass of the head, and its time before it is measured is a bound."""
+    times = StepTimes(KNOWN)
+    times.observe(PLAIN_PLAN, 0.6)
+    before = times.estimate
     for _ in range(StepTimes.N_ODD):
-        times.observe(Plan(2), factor * 1.2)
-    assert times.estimate[:5] == pytest.approx([factor * t for t in known])
-    for _ in range(StepTimes.N_ODD):
-        times.observe(Plan(4), factor * 4.8)
-    assert times.estimate[:5] == pytest.approx([factor * t for t in (*known[:4], 4.8)])
+        times.observe(Plan(4, FREE), seconds)
+    assert times.free[4] == seconds
+    assert times.estimate == before
 
 
 SEEDS = [
@@ -106,62 +119,6 @@ def test_speed(case, n_seeds):
     to_plain, to_best = ratio(case, range(n_seeds if case.text.n_tokens == LONG else 3 * n_seeds), Depth)
     assert to_plain >= case.to_plain
     assert to_best >= case.to_best
-
-
-def next_of(depth):
-    """What is chosen for a text of which nothing is known."""
-    return depth.next([{"head": Rates(MOST).estimate}])
-
-
-def test_plain_steps_are_measured_later_if_drafting_gains_more():
-    times = StepTimes({0: 1.0, 1: 1.0})
-    for _ in range(2 * StepTimes.STALE):
-        times.observe(Plan(1), 1.0)
-    assert (times.knows_plain(gain=1.4), times.knows_plain(gain=1.5)) == (False, True)
-
-
-def test_known_times_hold_until_several_steps_contradict_them():
-    depth, known = Depth(MOST, {0: 0.5, 1: 0.6, 2: 0.7}), [0.5, 0.6, 0.7]
-    assert next_of(depth).k > 0
-    for _ in range(StepTimes.N_ODD - 1):
-        depth.observe(Plan(2), 2, 2.8)  # may be pauses
-    assert depth.times.estimate[:3] == pytest.approx(known)
-    depth.observe(Plan(2), 2, 2.8)
-    assert depth.times.estimate[:3] == pytest.approx([4 * t for t in known])
-    assert next_of(depth) == PLAIN_PLAN  # it is measured first
-    for _ in range(StepTimes.N_ODD):
-        depth.observe(PLAIN_PLAN, 0, 0.5)  # what seemed long were pauses
-    assert depth.times.estimate[:3] == pytest.approx(known)
-
-
-@pytest.mark.parametrize("seconds", [0.3, 3.0])
-def test_the_time_of_a_copy_says_nothing_about_other_steps(seconds):
-    """It needs no pass of the head, and its time before it is measured is a bound."""
-    depth = Depth(MOST, {0: 0.5, 1: 0.6, 2: 0.7})
-    for plan, t in ((PLAIN_PLAN, 0.5), (Plan(1), 0.6), *[(Plan(4, FREE), seconds)] * StepTimes.N_ODD):
-        depth.observe(plan, plan.k, t)
-    assert depth.times.free[4] == seconds
-    assert depth.times.estimate[:3] == pytest.approx([0.5, 0.6, 0.7])
-
-
-def test_texts_share_times_alone():
-    before = Depth(MOST)
-    decode(Case("before", COSTS[0], Text(0.0, n_tokens=500), 0), 0, before)
-    depth = before.for_text()
-    assert depth.times is before.times
-    assert depth.elapsed == depth.lost == 0
-
-
-def test_steps_beside_others_tell_nothing_of_times():
-    """Neither how long they take, nor that what was measured before is old. What is accepted counts."""
-    depth = Depth(4, {0: 1.0, 1: 1.2, 2: 1.4})
-    before = depth.times.estimate
-    for _ in range(300):
-        plan = depth.next([{"head": [1.0] * MOST}])
-        depth.observe(plan, plan.k, 9.0, is_alone=False)
-    assert depth.times.estimate == before
-    assert depth.times.knows_plain(gain=1.1)
-    assert plan == Plan(4)
 
 
 @pytest.mark.parametrize("when", ["between plain steps", "at drafts"])

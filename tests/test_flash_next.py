@@ -192,10 +192,9 @@ def of_embeddings(n):
     return spoil
 
 
-OTHER_ARRAYS = "has other arrays in part 1 than in part 0"
 DAMAGED = {
     "cut": (cut, "4 bits", {}, "model-part1.safetensors of .* is truncated or damaged"),
-    "narrow": (rewritten(lambda w: w[:, :-1]), "4 bits", {}, OTHER_ARRAYS),
+    "narrow": (rewritten(lambda w: w[:, :-1]), "4 bits", {}, "has other arrays in part 1 than in part 0"),
     "width": (of_embeddings(256), "bfloat16", dict(width=32), "has rows that are not 64 numbers, quantized or not"),
 }
 
