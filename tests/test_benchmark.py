@@ -238,25 +238,6 @@ def test_prompts_are_chosen_by_name(monkeypatch, capsys):
     assert asked == [list(prompts.python_beginnings()), list(prompts.COPYING), list(prompts.KINDS)]
 
 
-def test_an_error_is_one_line_and_status_2(capsys):
-    for flags, message in (
-        ("--plot x.png", "requires --compare-depths"),
-        ("--plot x.pgn --compare-depths", "x.pgn is not an image"),
-        ("--json /no/such/folder/b.json", "There is no folder /no/such/folder"),
-        ("--json /tmp", "/tmp is a folder"),
-        ("--context 9 10 --plot x.png --compare-depths", "--plot takes one length"),
-        ("--context 9 10 --tune", "--tune takes one length"),
-        ("--tune --compare-depths", "remove --compare-depths"),
-        ("--tune --draft-vocab 0", "remove --draft-vocab"),
-        ("--prefill 1", "--prefill must be 2 or more tokens, not 1"),
-        ("--tune --repeat 1", "--repeat 2 or more"),
-        ("--model /no/such/model", "/no/such/model"),
-    ):
-        status, out, err = run_command(benchmark.main, capsys, *flags.split())
-        assert (status, out) == (2, "")
-        assert message in err.splitlines()[-1]
-
-
 # --tune: what it recommends, what it tries, and that it leaves the model unchanged
 
 CHEAPER = [Settings(mtp_bits=8), Settings(draft_head_bits=4), Settings(draft_vocab=99)]
