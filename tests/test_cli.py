@@ -27,8 +27,7 @@ from mlx_mtp.__main__ import COMMANDS, main
 from mlx_mtp.about import doctor, models
 from mlx_mtp.checkpoint.catalog import published, resolve
 from mlx_mtp.checkpoint.checks.self_test import SelfTest
-from mlx_mtp.checkpoint.output import naming
-from mlx_mtp.cli.display import one_line_errors, sentence, table
+from mlx_mtp.cli.display import one_line_errors, table
 from mlx_mtp.core.decoding.decoder import Decoder
 from mlx_mtp.core.models.mixin import MTPModel
 from mlx_mtp.errors import MissingExtra, MTPError, MTPFileNotFoundError, MTPOSError
@@ -126,12 +125,6 @@ def test_a_command_prints_what_the_user_can_mend_and_no_other_error(monkeypatch,
         status, err = run(capsys, *argv)
         assert (status, err.count("\n")) == (2, 1), err
         assert isinstance(raised, MTPError) is (type(error) is not OSError)
-
-
-def test_a_temporary_folder_is_not_named_in_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError) as error, naming(tmp_path, "out"):
-        (tmp_path / "no.json").read_text()
-    assert sentence(error.value) == "out/no.json: No such file or directory."
 
 
 @pytest.mark.parametrize(
