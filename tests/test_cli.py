@@ -189,7 +189,6 @@ def test_a_command_prints_what_the_user_can_mend_and_no_other_error(monkeypatch,
         ("fit", "--mlx-path NEW --adapter-path GONE", "--adapter-path: there is no folder GONE"),
         ("fit", "--mlx-path NEW --cache-path FILE", "--cache-path: FILE is not a folder"),
         ("fit", "--mlx-path NEW --temp -1", "--temp must be 0 or more, not -1.0"),
-        ("fit", "--mlx-path NEW --seed -1", "--seed must be 0 or more, not -1"),
         ("convert", "--mlx-path NEW --adapter-path GONE", "--adapter-path: there is no folder GONE"),
     ],
 )
