@@ -15,20 +15,15 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp import about, load
 from mlx_mtp.__main__ import COMMANDS
-from mlx_mtp.benchmark import __main__ as benchmark
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.checks import self_test
 from mlx_mtp.checkpoint.checks.dtype import DTYPES, set_dtype
 from mlx_mtp.checkpoint.checks.self_test import SelfTest
 from mlx_mtp.checkpoint.part import evaluate
-from mlx_mtp.cli import flags
 from mlx_mtp.core.distributed import any_rank
 from mlx_mtp.core.layers.mtp import run_head
-from mlx_mtp.errors import MTPError
 from mlx_mtp.fit import fitting
-from mlx_mtp.generate import demo
 from mlx_mtp.images.prompt import ImagePrompt
-from mlx_mtp.server.command_line import check, make_parser
 from tests.support.checkpoints import DATA, accepting, converted, edit, make_adapter, parameters, tensors, write_tiny
 from tests.support.commands import refusal, report, run_command
 from tests.support.decoding import PROMPT
@@ -386,25 +381,6 @@ def test_a_vision_encoder_beyond_float16_keeps_its_type(chip, tmp_path, caplog):
 # The command line
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "demo", "benchmark", "doctor", "fit"])
-def test_each_command_passes_it_on(tiny, monkeypatch, capsys, command):
-    asked = []
-
-    def load(*_, **options):
-        asked.append(options["dtype"])
-        raise MTPError("as asked")
-
-    for owner in (flags, about, demo, benchmark, fitting):
-        monkeypatch.setattr(owner, "load", load)
-    main = resolve_name(COMMANDS[command][0]).main
-    required = ("--model", tiny, "--mlx-path", "x") if command == "fit" else ()
-    for given in ((), ("--dtype", "float16")):
-        run_command(main, capsys, *required, *given)
-    assert asked == ["auto", "float16"]
-    status, _, err = run_command(main, capsys, *required, "--dtype", "float32")
-    assert (status, "invalid choice: 'float32'" in err) == (2, True)
-
-
 def test_a_head_is_fitted_in_it(tiny, tmp_path, monkeypatch, capsys):
     """Also the head that is written, which load casts to the backbone's. A model that float16 cannot hold is refused."""
     monkeypatch.setattr(fitting.Comparison, "is_better", True)
@@ -418,11 +394,6 @@ def test_a_head_is_fitted_in_it(tiny, tmp_path, monkeypatch, capsys):
     assert types(load(str(tmp_path / "fitted"))[0]) == {BF16}
     huge = enlarged(tiny, tmp_path, *HUGE)
     assert "does not run in float16" in refusal(main, capsys, "--model", huge, "--mlx-path", tmp_path / "no", *argv)
-
-
-def test_the_server_loads_models_with_it():
-    loads = [check(make_parser().parse_args(argv)).load for argv in ([], ["--dtype", "bfloat16"])]
-    assert [load["dtype"] for load in loads] == ["auto", "bfloat16"]
 
 
 def test_doctor_tells_the_type(tiny, monkeypatch, capsys):

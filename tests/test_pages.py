@@ -153,52 +153,6 @@ def test_scripts_and_flags_of_the_commands_exist():
             assert re.search(rf'"--{flag}"|\b{flag.replace("-", "_")}=', source), (module, flag)
 
 
-def section_of(commands, **more) -> measure.Section:
-    return measure.Section("one", "One", "What it shows.", commands=commands, **more)
-
-
-def test_output_is_kept_and_not_measured_again(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(measure, "WORK", tmp_path / "work")
-    monkeypatch.setattr(measure, "KEPT", tmp_path / "kept")
-    section = section_of(["echo first", "python -c 'print(2)'", "python -c 'print(3)'"])
-    assert not section.is_current()
-    assert measure.measure_all([section], again=False) == []
-    facts, commands, output = measure.read_kept(section.file)
-    assert (commands, output) == (section.commands, "2\n3\n")
-    assert set(facts) == {"machine", "date", "commit", "versions", "demo"}
-    assert measure.row(section).startswith("| [One](measurements/one.txt): What it shows. | ")
-    assert not measure.row(section).endswith("an earlier demo |")
-    capsys.readouterr()
-    measure.measure_all([section], again=False)
-    assert capsys.readouterr().out == ""
-    assert not section_of(["echo second"]).is_current()
-    # It survives a command that fails.
-    assert measure.measure_all([section_of(["exit 3"])], again=False) == ["one: exit status 3 of `exit 3`."]
-    assert measure.read_kept(section.file)[2] == "2\n3\n"
-    monkeypatch.setattr(measure, "demo_digest", lambda: "another")
-    assert not section.is_current()
-    assert measure.row(section).endswith("an earlier demo |")
-    assert section_of(section.commands, demo=False).is_current()
-    assert measure.measure_all([section_of(["echo 1; exit 1"], statuses=[0, 1])], again=True) == []
-
-
-def names_of_code() -> set[str]:
-    """The classes, functions and constants of the package, and ``Class.name`` of each name in the body of a class."""
-    names = set()
-    for file in (ROOT / "src" / "mlx_mtp").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                names.add(node.name)
-            if isinstance(node, ast.ClassDef):
-                inner = [*ast.walk(node)]
-                names |= {f"{node.name}.{n.name}" for n in inner if isinstance(n, ast.FunctionDef)}
-                names |= {f"{node.name}.{n.attr}" for n in inner if isinstance(n, ast.Attribute)}
-                names |= {f"{node.name}.{n.id}" for n in inner if isinstance(n, ast.Name)}
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.id)
-    return names
-
-
 # Words that the glossary has others for, and sentences whose subject is no one.
 OTHER_WORDS = (
     r"otherwise than|Error tells|gave the grammar|tells? nothing|pictured|\bMOST_|\bdecided\b|fixed depth|draft depth"
@@ -217,11 +171,12 @@ def test_the_glossary_names_what_is_in_the_code():
         r"^\| (?!word|---)(.+?) \|.*\| (.+) \|$", (ROOT / "docs/develop/glossary.md").read_text(), re.MULTILINE
     )
     assert len(rows) > 50
-    names = names_of_code()
+    package = ROOT / "src" / "mlx_mtp"
+    words = set(re.findall(r"\w+", "\n".join(file.read_text(encoding="utf-8") for file in package.rglob("*.py"))))
     for word, where in rows:
         for name in re.findall(r"`(.+?)`", where):
             is_file = name.endswith((".py", "/"))
-            assert (ROOT / "src" / "mlx_mtp" / name).exists() if is_file else name in names, (word, name)
+            assert (package / name).exists() if is_file else words.issuperset(name.split(".")), (word, name)
 
 
 # Examples

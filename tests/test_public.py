@@ -8,8 +8,6 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from itertools import permutations
@@ -119,28 +117,6 @@ def test_what_is_raised_is_of_one_base():
         builtin = isinstance(getattr(builtins, raised, None), type)
         is_known = raised in RAISED or name.removeprefix("mlx_mtp.") in ELSEWHERE.get(raised, ())
         assert not builtin or is_known, f"{name}:{node.lineno}: raise an MTPError in place of a {raised}"
-
-
-ARGUMENT = re.compile(r"^ +\*{0,2}\w+(, \*{0,2}\w+)* \([A-Z]?[\w.\[\], ]+\): ", re.MULTILINE)
-
-
-def docstrings(node: ast.AST, is_public: bool = False) -> Iterator[tuple[str, bool, str]]:
-    """The functions and classes in a node: the name of each, whether it is one of the public names or in one, its docstring."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            own = is_public or (isinstance(node, ast.Module) and child.name in mlx_mtp.__all__)
-            yield child.name, own, ast.get_docstring(child, clean=False) or ""
-            yield from docstrings(child, own)
-
-
-def test_docstrings_of_public_functions_alone_carry_types():
-    typed = Counter()
-    for name in FILES:
-        for function, is_public, text in docstrings(tree_of(name)):
-            n = len(ARGUMENT.findall(text))
-            assert is_public or n == 0, f"{name}.{function}"
-            typed[is_public] += n
-    assert typed[True] > 50
 
 
 def test_no_package_imports_its_own_main():

@@ -31,12 +31,8 @@ HELP = "\n".join(
 )
 
 
+@usable_streams("mlx_mtp")
 def main() -> None:
-    with usable_streams("mlx_mtp"):
-        _main()
-
-
-def _main() -> None:
     command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if command == "help" and len(sys.argv) > 1:
         command, sys.argv[1:] = sys.argv[1], ["--help"]
