@@ -12,7 +12,7 @@ from mlx.utils import tree_unflatten
 
 import mlx_mtp
 from mlx_mtp.convert.__main__ import main as convert
-from tests.support.checkpoints import make_adapter, parameters, write, write_llama, write_tiny
+from tests.support.checkpoints import differing, make_adapter, parameters, write, write_llama, write_tiny
 from tests.support.commands import run_command
 from tests.support.models import PACK, model_of, tiny_config, tiny_model
 from tests.support.profiles import LONG
@@ -168,7 +168,9 @@ def test_a_model_with_an_adapter_of_peft_has_the_updated_weights(family, config,
         assert mx.allclose(got(TOKENS), want, rtol=0, atol=2e-3)
     mlx_mtp.convert(str(folder), str(tmp_path / "fused"), adapter_path=path, dequantize=bits is not None)
     if bits is None:
-        assert mx.allclose(mlx_mtp.load(str(tmp_path / "fused"))[0](TOKENS), want, rtol=0, atol=2e-3)
+        fused = mlx_mtp.load(str(tmp_path / "fused"))[0]
+        assert mx.allclose(fused(TOKENS), want, rtol=0, atol=2e-3)
+        assert not differing(parameters(fused.mtp), parameters(loads[0].mtp))
 
 
 def with_layer(name, a=(4, 64), b=(64, 4)):

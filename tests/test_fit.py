@@ -151,16 +151,6 @@ def test_a_head_on_top_of_an_adapter(folder, adapter, monkeypatch):
     assert accepted(both, [prompt]) > accepted(tuned, [prompt])
 
 
-def test_convert_fuses_an_adapter_and_keeps_the_head(folder, loaded, adapter):
-    convert(str(folder / "model"), str(folder / "fused"), adapter_path=adapter)
-    tuned, fused, base = load(str(folder / "model"), adapter_path=adapter)[0], load(str(folder / "fused"))[0], loaded[0]
-    assert mx.allclose(fused(PROMPT[None]), tuned(PROMPT[None]), rtol=1e-4, atol=1e-4)
-    assert not mx.allclose(fused(PROMPT[None]), base(PROMPT[None]), rtol=1e-2, atol=1e-2)
-    assert mx.array_equal(fused.mtp.fc.weight, base.mtp.fc.weight)
-    with pytest.raises(ValueError, match="--graft-mtp-from adds a head and converts nothing"):
-        convert(str(folder / "model"), str(folder / "x"), adapter_path=adapter, graft_mtp_from=str(folder / "model"))
-
-
 def drafts(model, tokens, n):
     """(the backbone's hidden states, the head's of n drafts), as in training."""
     cache, outs = DraftKVCache(), [model(tokens, return_hidden=True)[1]]

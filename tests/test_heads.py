@@ -20,7 +20,7 @@ from mlx_mtp.convert.__main__ import main as convert
 from mlx_mtp.fit import fit
 from mlx_mtp.generate.__main__ import main as generate
 from tests.support import profiles
-from tests.support.bad_checkpoints import configured, dropped
+from tests.support.bad_checkpoints import configured
 from tests.support.checkpoints import (
     WEIGHTS,
     config_of,
@@ -220,10 +220,14 @@ def moved(name, content):
     return spoil
 
 
+def folder_as_head(folder):
+    (folder / "mtp.safetensors").mkdir()
+    configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors"})
+
+
 OF_A_HEAD = ("mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight")
 INDEX_OF_A_HEAD = json.dumps({"weight_map": dict.fromkeys(OF_A_HEAD, "mtp-1.safetensors")}).encode()
 UNUSABLE = {
-    "no fc": (dropped(f"{HEAD}fc.weight"), "The MTP head lacks mtp.fc.weight"),
     "unknown tensor": (added({"layers.0.bias": mx.zeros(3)}), "does not fit this model: .*layers.0.bias"),
     "wrong bits": (added(WRONG_BITS), "does not fit this model: .*fc"),
     "missing file": (
@@ -235,7 +239,7 @@ UNUSABLE = {
         "lacks mtp-1.safetensors, which its mtp.safetensors.index.json names",
     ),
     "damaged": (moved("mtp.safetensors", b"\x08" + bytes(30)), "mtp.safetensors of .* is truncated or damaged"),
-    "own embeddings": (configured(text={"mtp_use_dedicated_embeddings": True}), "has its own embeddings"),
+    "a folder": (folder_as_head, "mtp.safetensors of .* is not a safetensors file but a folder: remove or"),
 }
 
 

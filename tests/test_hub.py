@@ -15,7 +15,7 @@ from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.convert.__main__ import main as convert
 from tests.support.checkpoints import copied
 from tests.support.commands import refusal
-from tests.support.hub_stand_in import HEADER_BYTES, TOKEN
+from tests.support.hub_stand_in import TOKEN
 from tests.support.images import add_tower, picture
 from tests.support.models import DATA
 
@@ -123,19 +123,10 @@ def test_missing_repository_and_unreachable_hub_are_one_line(hub, monkeypatch):
     assert_refused("org/model", unreachable, partial(fetch, revision=None), CheckpointReader)
 
 
-def test_reads_single_tensors(hub):
+def test_a_read_that_broke_off_is_tried_again(hub):
     hub.publish("org/parts", DATA / "moe35")
     remote, local = CheckpointReader("org/parts"), CheckpointReader(str(DATA / "moe35"))
-    assert remote.config == local.config
-    assert (remote.model_map, remote.head_map) == (local.model_map, local.head_map)
-    hub.reset_counts()
-    assert remote.head() == local.head()
-    files = {remote.head_map[name] for name in remote.head()}
-    assert sum(hub.served[file] for file in files) <= HEADER_BYTES * len(files)
-    hub.reset_counts()
-    assert remote.read("config.json", 10, 50) == local.read("config.json", 10, 50)
-    assert hub.served == {"config.json": 40}
-    hub.break_after = 1000  # which is tried again
+    hub.break_after = 1000
     part = ("model-00001-of-00002.safetensors", 5000, 90000)
     assert remote.read(*part) == local.read(*part)
 

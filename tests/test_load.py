@@ -9,17 +9,13 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from mlx_lm import utils
 from mlx_lm.models import llama
-from mlx_lm.utils import load_model
-from tokenizers.pre_tokenizers import ByteLevel
 
 import mlx_mtp
-from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.load import check_family
 from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.convert.__main__ import main as convert
-from mlx_mtp.core.models import drafter_of, qwen3_5
+from mlx_mtp.core.models import drafter_of
 from mlx_mtp.core.models.head_weights import EXPERT_PROJECTIONS, is_raw
 from tests.support import profiles
 from tests.support.bad_checkpoints import BAD
@@ -234,17 +230,6 @@ def test_two_models_without_an_index_are_refused(tmp_path):
             loaded(folder)
 
 
-@pytest.mark.parametrize("head_file", [False, True])
-def test_rejects_a_folder_named_like_a_file(head_file, tmp_path):
-    _, folder, _, _ = headless(tmp_path, "qwen3_5")
-    name = "mtp.safetensors" if head_file else "model-2.safetensors"
-    (folder / name).mkdir()
-    configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors"})
-    for mtp in {True, head_file}:
-        with pytest.raises(ValueError, match=f"{name} of .* is not a safetensors file but a folder: remove or re"):
-            loaded(folder, mtp=mtp)
-
-
 @pytest.mark.parametrize("text", [None, "{}", "{"])
 def test_rejects_a_bad_tokenizer(text, tmp_path):
     folder = copied(tmp_path)
@@ -254,24 +239,6 @@ def test_rejects_a_bad_tokenizer(text, tmp_path):
         (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=r"The tokenizer of .*model is missing or damaged .*: download its files"):
         loaded(folder)
-
-
-@pytest.mark.parametrize("mtp", [True, False])
-def test_warns_of_text_that_is_split_otherwise_than_in_training(mtp, monkeypatch, caplog):
-    """As by some versions of transformers."""
-    stock = utils.load_tokenizer
-
-    def load_tokenizer(*args, **kwargs):
-        tokenizer = stock(*args, **kwargs)
-        tokenizer.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-        return tokenizer
-
-    loaded(DATA / "moe35", mtp)
-    assert caplog.records == []
-    monkeypatch.setattr(loading, "load_tokenizer", load_tokenizer)
-    loaded(DATA / "moe35", mtp)
-    [record] = caplog.records
-    assert re.search(r"transformers .* tokenizes differently from the tokenizer\.json of .*moe35", record.message)
 
 
 def name_end(folder, place, end):
@@ -354,12 +321,6 @@ def test_returns_what_mlx_lm_returns():
     ours, theirs = (load(str(DATA / "dense"), return_config=True) for load in (mlx_mtp.load, mlx_lm.load))
     assert [type(x) for x in ours[1:]] == [type(x) for x in theirs[1:]]
     assert ours[2].items() >= theirs[2].items()
-
-
-def test_stock_load_model_needs_the_claimed_head(tmp_path):
-    no_head(folder := copied(tmp_path))
-    with pytest.raises(ValueError, match="The MTP head lacks"):
-        load_model(folder, get_model_classes=lambda config: (qwen3_5.Model, qwen3_5.ModelArgs))
 
 
 # Formats that others publish

@@ -112,14 +112,6 @@ def test_the_catalog_has_the_base_and_the_size_of_the_published_pack():
     assert published()["bonsai-2-27b-2bit"].disk_gb == round(n_bytes / 1e9, 1)
 
 
-def test_inspect(bare, grafted):
-    lines = report(inspect(str(bare)))
-    assert lines["Model type"] == PACK
-    assert lines["Backbone"] == "2 bits in groups of 128 (affine), converted (norms shifted)"
-    assert (lines["MTP head"], "claims an MTP head, but its weights have none" in lines["--mtp"]) == ("none", True)
-    assert report(inspect(str(grafted)))["--mtp"] == "ready"
-
-
 @pytest.mark.slow
 def test_fit(pack, tmp_path, capsys):
     # In float32 MLX's CPU backend takes a tenth of the time.

@@ -49,13 +49,6 @@ def tuned_model():
         file.unlink(missing_ok=True)
 
 
-def test_reads_what_was_written(tmp_path):
-    for tuned in (Settings(0), Settings(3, draft_vocab=0), TUNED):
-        settings.write(tmp_path / "s.json", {"mlx": "1"}, "demo", tuned)
-        assert settings.read(tmp_path / "s.json") == ({"mlx": "1"}, tuned)
-        assert [f.name for f in tmp_path.iterdir()] == ["s.json"]
-
-
 def test_load_finds_settings_and_keeps_the_text(tuned_model):
     untuned, tokenizer = mlx_mtp.load(TRAINED)
     assert untuned.drafting.tuned is None

@@ -47,11 +47,6 @@ def cut_short(folder):
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def damaged_header(folder):
-    data = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(data[:20] + b"\xff" * 20 + data[40:])
-
-
 PART = dropped("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight")
 TWO_SHARDS = b'{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}'
 NO_JSON, MISSING = r"config\.json", FileNotFoundError
@@ -64,7 +59,7 @@ BAD = {
     "own embeddings": (
         configured(text={"mtp_use_dedicated_embeddings": True}), ValueError, "its own embeddings", True),
     "cut short": (cut_short, ValueError, "truncated or damaged", False),
-    "damaged header": (damaged_header, ValueError, "truncated or damaged", False),
+    "folder": (lambda folder: (folder / "model-2.safetensors").mkdir(), ValueError, "model-2.* but a folder: remove or", False),
     "missing shard": (written(INDEX, TWO_SHARDS), MISSING, "lacks model-00002-of-00002.s.*, or delete the index", False),
     "missing tensor": (lost, ValueError, "lacks the tensor model.*layers.1.*, or delete the index", False),
     "llama": (configured(model_type="llama"), ValueError, ", ".join(MODEL_TYPES), False),

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -58,7 +57,6 @@ from .settings import read as read_settings
 
 DEMO = Path(__file__).parents[1] / "demo"
 DEMO_NOTE = "Demo model: completes Python only"
-SPLIT = "def read(path):\n\n\n    # 1234 caf\u00e9, cafe\u0301's\r\n\t\treturn\n"  # split in many ways
 
 Drafting = tuple[int | None, int | None, int | None]  # draft_vocab, mtp_bits, draft_head_bits
 
@@ -408,23 +406,8 @@ def _load_tokenizer(checkpoint: CheckpointReader, tokenizer_config: Config | Non
         raise MTPError(
             f"The tokenizer of {checkpoint.name} is missing or damaged ({e}): download its files again."
         ) from e
-    _complete(tokenizer, checkpoint)
-    return tokenizer
-
-
-def _complete(tokenizer: TokenizerWrapper, checkpoint: CheckpointReader) -> None:
-    """Add the ends of text. Warn if transformers tokenizes differently from the checkpoint's tokenizer.json."""
     tokenizer.eos_token_ids |= ends_of_text(checkpoint.path)
-    file, backend = checkpoint.path / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not file.exists():
-        return
-    own = type(backend).from_file(str(file))
-    if tokenizer.encode(SPLIT, add_special_tokens=False) != own.encode(SPLIT, add_special_tokens=False).ids:
-        log.warning(
-            f"[WARNING] transformers {version('transformers')} tokenizes differently from the tokenizer.json of "
-            f"{checkpoint.name}: answers may be worse, and fewer drafts accepted. Try another version: "
-            "`pip install -U transformers`."
-        )
+    return tokenizer
 
 
 def _apply_settings(
