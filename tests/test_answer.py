@@ -192,23 +192,9 @@ def test_a_tag_in_a_code_block_that_nothing_closes_was_the_end():
         assert parts_of("So:\n```c\nint x = </think>;", size)[1] == ""
 
 
-MARKS = "<think>", "</think>"
-
-
-@pytest.mark.parametrize(
-    ("end", "prefill", "want"),
-    [
-        ("", "", None), ("<think>\n", "", True), ("<think>", "", True), ("<think>\n\n</think>\n\n", "", False),
-        # The beginning of the answer, which may go on with its reasoning.
-        ("<think>\n", "Hm. ", True), ("<think>\n", "Hm.\n</think>\n\nYes", False), ("<think>\n", "The `</think>` tag", True),
-        ("<think>\n\n</think>\n\n", "The <think> tag", False), ("", "The <think> tag", None), ("", "<think> opens it", None),
-        ("", "<think>\nHm.", True), ("", "<think>\nHm.\n</think>\n\nYes", False), ("", "Say </think>", None),
-    ],
-)  # fmt: skip
-def test_the_end_of_the_prompt_alone_tells_whether_it_is_in_reasoning(end, prefill, want):
-    for said in ("Hi.", "Say <think>", "<think>\n", "<think>\nHm.\n</think>\n", "```\n<think>\n", "</think>"):
-        prompt = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n{end}{prefill}"
-        assert ends_in_reasoning(prompt, MARKS, prefill) == want, said
+def test_a_prefill_may_end_the_reasoning():
+    for begun, prefill in (("<think>\n", "Hm.\n</think>\n\nYes"), ("", "<think>\nHm.\n</think>\n\nYes")):
+        assert ends_in_reasoning(f"<|im_start|>assistant\n{begun}{prefill}", ("<think>", "</think>"), prefill) is False
 
 
 # What a request asks for

@@ -209,18 +209,6 @@ def test_a_conversation_without_text_is_refused(path, history):
         read(path, **body_of(path, *history))
 
 
-@pytest.mark.parametrize("path", APIS)
-@pytest.mark.parametrize("first", [[], [system("S")], [user("q")], [result("z", "0")]], ids=str)
-def test_a_turn_keeps_the_prompt_before_it(prompts, path, first):
-    """So that it is found in the prompt cache. ``enable_thinking`` is off, as the thoughts of earlier turns are dropped."""
-    history = [*first, assistant("", A, B), result("b", "2"), result("a", "1"), assistant("", C), result("c", "3")]
-    texts = [prompts.text(path, **body_of(path, *history[:n])) for n in (len(first) + 3, len(history))]
-    assert texts[1].startswith(texts[0].removesuffix(BEGINS))
-    # A question that comes later changes nothing of the beginning.
-    later = prompts.text(path, **body_of(path, *history, assistant("So."), user("r")))
-    assert later.split(OPEN)[0] == texts[0].split(OPEN)[0]
-
-
 # Thoughts
 
 
@@ -344,19 +332,19 @@ def test_an_answer_goes_on_where_its_beginning_ends(prompts, path, text):
 
 @pytest.mark.parametrize("path", APIS)
 def test_only_the_end_of_the_prompt_opens_the_reasoning(prompts, path):
-    """Whatever the conversation mentions, with a template that opens it and with one that does not."""
-    template = STRICT.replace('"<|im_start|>assistant\\n<think>\\n"', '"<|im_start|>assistant\\n"')
-    assert template != STRICT
-    plain = Prompts(template)
+    """Whatever the conversation mentions, with a template that opens it and with one that has none."""
+    opening = STRICT.replace('"<|im_start|>assistant\\n<think>\\n"', f'"{OPEN}"')
+    plain = Prompts(opening.replace("loop.index0 > last.question", "false"))
     tag = f"Say {THINK}"
     mentions = [user(tag)], [system(tag), user("q")], [user("q"), assistant("", A), result("a", tag)]
     for history in (*mentions, [user("q"), assistant(f"{THINK}\n{tag}"), user("q")]):
         found = [p.read(path, **body_of(path, *history)).in_reasoning for p in (plain, prompts)]
-        assert [bool(opens) for opens in found] == [False, True], history
-    texts = {f"The {THINK} tag": False, f"{THINK} opens it": False, f"{THINK}\nI should": True, "a": False}
-    for text, opens in texts.items():
-        body = body_of(path, user("q"), assistant(text))
-        assert [p.read(path, **body).in_reasoning for p in (plain, prompts)] == [opens] * 2, text
+        assert found == [None, True], history
+    ended = "Say </think>", f"{THINK}\nHm.\n</think>\n\nYes"
+    for text in (f"The {THINK} tag", f"{THINK} opens it", "a", *ended, f"{THINK}\nI should"):
+        found = [p.read(path, **body_of(path, user("q"), assistant(text))).in_reasoning for p in (plain, prompts)]
+        assert found == ([True, True] if text.endswith("should") else [None, False]), text
+    assert prompts.read(path, **body_of(path, user("q")), enable_thinking=False).in_reasoning is False
 
 
 THOUGHT = "I should\n look `</think>` up, "
@@ -499,8 +487,7 @@ def test_a_malformed_history_is_refused_or_becomes_a_prompt(prompts, path, found
 TURNS = [system("S"), user("q"), assistant("x", A, B), result("b", "1"), result("a", "2"), assistant("y"), user("r")]
 NAMES = sorted({*REFUSED, *(f.alias or name for path in APIS for name, f in BODIES[path].model_fields.items())})
 more_fields = st.just({}) | st.dictionaries(st.sampled_from(NAMES), values, min_size=1, max_size=2)
-# What is read further than a value of another type
-ALIKE = {str: words, dict: fields, list: st.lists(values, max_size=3)}
+ALIKE = {str: words, dict: fields, list: st.lists(values, max_size=3)}  # values that are read further
 
 
 def holders(value) -> list[tuple]:
