@@ -22,8 +22,7 @@ from mlx_mtp.checkpoint.reader import CheckpointReader, Tensor
 from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.models.head_weights import is_head
 from mlx_mtp.memory import STEP, Account, needs_of, sizes_of
-from mlx_mtp.server.engine.admission import Admission
-from mlx_mtp.server.request import ApiError, Prompt, Request
+from mlx_mtp.server.request import ApiError
 from tests.support.batches import AT_ONCE
 from tests.support.checkpoints import edit, write_tiny
 from tests.support.engine import Engine
@@ -31,7 +30,7 @@ from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.models import FAMILIES, FLASH, TRAINED, tiny_model
 from tests.support.profiles import LONG
 from tests.support.published import model_of
-from tests.support.requests import options_of
+from tests.support.requests import admission_with, request_of
 from tests.support.scripted_server import fail
 
 SMALL = {
@@ -132,14 +131,11 @@ def test_what_a_request_is_admitted_for_is_what_it_takes(n, start):
     """Neither more nor less, where its keys and values are quantized at once, later, or not yet; nor does a step need more."""
     model, bits = tiny_model("qwen3_5", head_dim=64), {"kv_bits": 4, "kv_group_size": 32}
     flags = ("--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", str(start))
-    options, nothing = options_of("--mtp", *flags), SimpleNamespace(nbytes=0)
-    admission = Admission(options, SimpleNamespace(model=model, key=None), nothing, None, None)
+    admission, request = admission_with(model, *flags), request_of(n)
     admission.sizes = sizes = replace(sizes_of(model), chunk_bytes=0, score_bytes=0, fixed_bytes=0)
-    admission.account = SimpleNamespace(left=0, release=lambda: None)
+    admission.account.left = 0
     generator = BatchGenerator(model, num_draft_tokens=1, quantized_kv_start=start, **bits, **AT_ONCE)
     admission.batch = generator
-    request = Request("text", "a", [], None, None)
-    request.encoded = Prompt([1] * n)
     need = admission.need(request, [request])  # in a batch, caches are in whole steps
     generator.insert([request.encoded.tokens] * 2, max_tokens=[40, 40])
     while len(generator.decoder) < 2 or generator.decoder.head.nbytes == 0:

@@ -20,29 +20,24 @@ from starlette.testclient import TestClient
 from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.errors import MTPError
-from mlx_mtp.memory import sizes_of
 from mlx_mtp.server import frontend, serve
 from mlx_mtp.server.app import make_app
 from mlx_mtp.server.engine import engine as generation
 from mlx_mtp.server.engine.admission import Admission, longest_text
 from mlx_mtp.server.engine.encode import _errors_of
-from mlx_mtp.server.engine.engine import Clients
 from mlx_mtp.server.engine.models import Stores
-from mlx_mtp.server.frontend import Frontend, in_thread
-from mlx_mtp.server.request import STARTED, ApiError, Delta, Metrics, Prompt, Request, Waiting
+from mlx_mtp.server.frontend import in_thread
+from mlx_mtp.server.request import STARTED, ApiError, Delta, Prompt, Waiting
 from tests.support import profiles, requests
 from tests.support.checkpoints import write_tiny
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER
 from tests.support.models import TRAINED, tiny_model
 from tests.support.prompt_store import TEXT, read
-from tests.support.requests import client_of, options_of
+from tests.support.requests import KEY, admission_with, client_of, frontend_of, options_of, request_of
 from tests.test_server_images import TEMPLATE, part, png, text, user
 
 # Prompt caches
-
-
-KEY = ("a model", None)
 
 
 def test_bytes_of_running_requests_count():
@@ -91,15 +86,6 @@ def test_no_more_than_max_queue_wait():
     assert client.post(requests.TEXT, json=body).status_code == 200
 
 
-def admission_with(model, *flags):
-    """One that has loaded a model."""
-    models, nothing = SimpleNamespace(model=model, key=KEY), SimpleNamespace(nbytes=0)
-    account = SimpleNamespace(left=1 << 30, buffers=0)
-    admission = Admission(options_of("--mtp", *flags), models, nothing, None, account)
-    admission.sizes, admission.batch = sizes_of(model), SimpleNamespace(prompt_cache_nbytes=0)
-    return admission
-
-
 def test_who_waits_for_memory_or_for_another_model():
     admission, other = admission_with(tiny_model("qwen3_5")), request_of()
     admission.account.left = admission.need(request_of(), [request_of()])
@@ -112,8 +98,7 @@ def test_the_longest_text_is_the_longest_that_is_admitted():
     """It is the context that clients are told."""
     admission = admission_with(tiny_model("qwen3_5"))
     for n, context, want in ((511, 9000, 511), (511, 300, 300), (0, 9000, 0)):
-        request = request_of()
-        request.encoded = Prompt([0] * n)
+        request = request_of(n)
         admission.account.left = admission.need(request) - (n == 0)
         assert longest_text(admission, context) == want
     assert longest_text(admission, None) is None
@@ -132,27 +117,10 @@ def test_a_request_with_a_seed_has_coupled_drafts(acceptance):
 # Clients that wait
 
 
-def request_of():
-    request = Request("text", "a", [], None, None)
-    request.args = SimpleNamespace(model="m", seed=None, sampling=SimpleNamespace(temperature=0.0))
-    request.key, request.encoded = KEY, Prompt([0] * 8)
-    return request
-
-
 @pytest.fixture
 def encoded(monkeypatch):
     """Every prompt is one token."""
     monkeypatch.setattr(frontend, "encode", lambda *_: Prompt([1]))
-
-
-def frontend_of(is_alive=True):
-    """Without a generation thread."""
-    engine = generation.Engine.__new__(generation.Engine)
-    engine.clients, engine.metrics = Clients(), Metrics()
-    models = SimpleNamespace(drafts=False, resolve=lambda model: KEY, tokenizers={KEY: "a tokenizer"})
-    engine.admission = SimpleNamespace(models=models, caches=None, account=None)
-    engine.thread, engine.error = SimpleNamespace(is_alive=lambda: is_alive), None
-    return Frontend(options_of(), engine)
 
 
 def test_waiting_client_is_told_by_the_clock(monkeypatch, encoded):

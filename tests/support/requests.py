@@ -1,20 +1,22 @@
 """Requests as the server reads them: no server is needed."""
 
 from collections.abc import AsyncIterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from starlette.testclient import TestClient
 
+from mlx_mtp.memory import sizes_of
 from mlx_mtp.server.app import APIS, make_app
 from mlx_mtp.server.command_line import Options, check, make_parser
-from mlx_mtp.server.engine.engine import Clients
+from mlx_mtp.server.engine.admission import Admission
+from mlx_mtp.server.engine.engine import Clients, Engine
 from mlx_mtp.server.frontend import Frontend, Items
-from mlx_mtp.server.request import Metrics, Request
+from mlx_mtp.server.request import Metrics, Prompt, Request
 
 ASK = [{"role": "user", "content": "a"}]
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+KEY = ("a model", None)
 FLAGS = SimpleNamespace(max_tokens=5, num_draft_tokens=None, copy_drafts=None)
 
 
@@ -23,11 +25,36 @@ def options_of(*flags: str) -> Options:
     return check(make_parser().parse_args(flags))
 
 
+def request_of(n: int = 8) -> Request:
+    """One of so many tokens."""
+    request = Request("text", "a", [], None, None)
+    request.args = SimpleNamespace(model="m", seed=None, sampling=SimpleNamespace(temperature=0.0))
+    request.key, request.encoded = KEY, Prompt([0] * n)
+    return request
+
+
+def admission_with(model: Any, *flags: str) -> Admission:
+    """One that has loaded a model."""
+    models, nothing = SimpleNamespace(model=model, key=KEY), SimpleNamespace(nbytes=0)
+    account = SimpleNamespace(left=1 << 30, buffers=0, release=lambda: None)
+    admission = Admission(options_of("--mtp", *flags), models, nothing, None, account)
+    admission.sizes, admission.batch = sizes_of(model), SimpleNamespace(prompt_cache_nbytes=0)
+    return admission
+
+
+def frontend_of(*flags: str, is_alive: bool = True) -> Frontend:
+    """Without a generation thread."""
+    engine = Engine.__new__(Engine)
+    engine.clients, engine.metrics = Clients(), Metrics()
+    models = SimpleNamespace(drafts=False, key=None, resolve=lambda model: KEY, tokenizers={KEY: "a tokenizer"})
+    engine.admission = SimpleNamespace(models=models, caches=None, account=None)
+    engine.thread, engine.error = SimpleNamespace(is_alive=lambda: is_alive), None
+    return Frontend(options_of(*flags), engine)
+
+
 def client_of(generate: Any, *flags: str) -> TestClient:
     """A client of an app whose frontend answers by ``generate``."""
-    engine, models = SimpleNamespace(is_alive=True), SimpleNamespace(drafts=False, key=None)
-    given = dict(engine=engine, options=options_of(*flags), models=models, clients=Clients())
-    frontend = SimpleNamespace(metrics=Metrics(), **given)
+    frontend = frontend_of(*flags)
 
     async def start(request: Request, items: Items, i: int) -> None:
         async for item in generate(request):
@@ -44,7 +71,6 @@ def client_of(generate: Any, *flags: str) -> TestClient:
             n -= item is None
 
     frontend.start, frontend._receive = start, receive
-    frontend.generate = partial(Frontend.generate, frontend)
     return TestClient(make_app(frontend), base_url="http://localhost")
 
 

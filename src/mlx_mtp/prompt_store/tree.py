@@ -232,5 +232,4 @@ def only_for(node: Node) -> list[Node]:
 
 def _n_common(a: Tokens, b: Tokens) -> int:
     n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) > 0 else n
+    return int(np.argmin(np.append(a[:n] == b[:n], False)))

@@ -246,7 +246,7 @@ def _inflate(raw: bytes | bytearray) -> bytes:
     stream = zlib.decompressobj(zlib.MAX_WBITS if raw[0] & 15 == 8 else -zlib.MAX_WBITS)
     body = stream.decompress(raw, MAX_BODY + 1)
     if len(body) <= MAX_BODY and (not stream.eof or stream.unused_data):
-        raise EOFError("it has no end, or more behind it")
+        raise ApiError(400, "The body is not valid deflate: it has no end, or more behind it.")
     return body
 
 

@@ -135,8 +135,7 @@ class Grammar:
 
 def n_equal(a: Tokens, b: Tokens) -> int:
     n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) > 0 else n
+    return int(np.argmin(np.append(a[:n] == b[:n], False)))
 
 
 class ForcedTokens:

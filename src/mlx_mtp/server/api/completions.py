@@ -42,7 +42,7 @@ fingerprint = cache(get_system_fingerprint)
 @dataclass
 class Choice:
     index: int
-    whole: Json = field(default_factory=dict)  # its pieces so far, joined
+    events: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
     has_begun: bool = False  # whether a chunk with this choice was written
     steps: list[Delta] = field(default_factory=list)  # kept for their log probabilities
@@ -52,7 +52,7 @@ class Choice:
 
 
 class OpenAIWriter(Writer):
-    """Writes choices in pieces: a part of the content, and its log probabilities. A whole choice is its pieces joined."""
+    """Writes choices in pieces: a part of the content, and its log probabilities. A whole choice is made of its events."""
 
     prefix: str  # of the answer's id
     kind: str
@@ -64,8 +64,6 @@ class OpenAIWriter(Writer):
         super().__init__(body)
         self.id, self.created = f"{self.prefix}-{uuid.uuid4()}", int(time.time())
         self.choices = [Choice(i) for i in range(len(body.prompts) * body.n)]
-        for c in self.choices:
-            c.whole = self._piece(c)
 
     def loading(self) -> bytes:
         empty = {"index": 0, "finish_reason": None, **self.content(None)}
@@ -74,14 +72,13 @@ class OpenAIWriter(Writer):
     def add(self, step: Delta, choice: int = 0) -> bytes:
         c = self.choices[choice]
         c.finish_reason = step.finish_reason
+        c.events += step.events
         if self.body.top is not None:
             c.steps.append(step)
         c.sources += filter(None, [step.source])
         # OpenAI's client expects a chunk of each earlier choice first.
         chunks = [self._chunk(other, self._piece(other)) for other in self.choices[:choice] if not other.has_begun]
-        for piece in [self._piece(c, e) for e in step.events if self.content(e)]:
-            chunks.append(self._chunk(c, piece))
-            _join(c.whole, piece)
+        chunks += [self._chunk(c, self._piece(c, e)) for e in step.events if self.content(e)]
         if step.finish_reason is not None:
             chunks.append(self._chunk(c, self._piece(c), step.finish_reason))
         return b"".join(chunks)
@@ -93,14 +90,17 @@ class OpenAIWriter(Writer):
         return last + DONE
 
     def whole(self, usage: Usage) -> Json:
-        choices = [
-            {"index": c.index, "finish_reason": c.finish_reason or "stop", **self.whole_choice(c.whole)}
-            for c in self.choices
-        ]
+        choices = []
+        for c in self.choices:
+            said = [e for e in c.events if isinstance(e, Text)]
+            text = Text("".join(e.text for e in said), tokens=[i for e in said for i in e.tokens])
+            piece = self.whole_choice(self._piece(Choice(c.index, steps=c.steps), text), c.events)
+            choices.append({"index": c.index, "finish_reason": c.finish_reason or "stop", **piece})
         return {**self._head(self.kind), "choices": choices, "usage": _usage(usage)}
 
-    def whole_choice(self, whole: Json) -> Json:
-        return whole
+    def whole_choice(self, piece: Json, events: list[Any]) -> Json:
+        """A choice of its whole text and all its events."""
+        return piece
 
     def failed(self, error: ApiError) -> bytes:
         return event(common.error_content(error)) + DONE
@@ -151,16 +151,19 @@ class ChatWriter(OpenAIWriter):
     def logprobs(self, c: Choice, steps: list[Delta]) -> Json:
         return {"content": [logprob_of(step) for step in steps], "refusal": None}
 
-    def whole_choice(self, whole: Json) -> Json:
-        message, calls = {"role": "assistant", "content": None, **whole.pop("delta")}, list[Json]()
-        for part in message.pop("tool_calls", []):
-            if "id" in part:
-                calls.append({name: part[name] for name in ("id", "type", "function")})
-            else:
-                calls[-1]["function"]["arguments"] += part["function"]["arguments"]
-        if not calls:
-            return {"message": message | {"content": message["content"] or ""}, **whole}
-        return {"message": message | {"tool_calls": calls}, **whole}
+    def whole_choice(self, piece: Json, events: list[Any]) -> Json:
+        message, calls = {"role": "assistant", **piece.pop("delta")}, list[Json]()
+        if thoughts := "".join(e.text for e in events if isinstance(e, Reasoning)):
+            message |= self.content(Reasoning(thoughts))["delta"]
+        for e in events:
+            if isinstance(e, CallBegins):
+                calls += self.content(e)["delta"]["tool_calls"]
+                del calls[-1]["index"]
+            elif isinstance(e, CallArguments):
+                calls[-1]["function"]["arguments"] += e.text
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        return {"message": message, **piece}
 
 
 class CompletionWriter(OpenAIWriter):
@@ -180,16 +183,6 @@ class CompletionWriter(OpenAIWriter):
             told["text_offset"].append(c.n_chars)
             c.n_chars += len(c.decoder.decode(piece))
         return told
-
-
-def _join(whole: Json, piece: Json) -> None:
-    for name, value in piece.items():
-        if isinstance(value, dict):
-            _join(whole[name], value)
-        elif isinstance(value, list):
-            whole.setdefault(name, []).extend(value)
-        elif value is not None:
-            whole[name] = whole.get(name, "") + value
 
 
 def _usage(usage: Usage) -> Json:
