@@ -18,6 +18,7 @@ from mlx_mtp.core.batch import generate_step, scheduler
 from mlx_mtp.core.caches import indexed, rows
 from mlx_mtp.core.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.core.caches import recurrent as cache
+from mlx_mtp.core.caches.prompt_cache import PromptCache
 from mlx_mtp.core.decoding import decoder, head, loop, prefill, sequence
 from mlx_mtp.core.layers.drafting import DraftLMHead
 from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, head_rows, mtp, plain
