@@ -5,6 +5,7 @@ import os
 import re
 import struct
 from functools import partial
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -207,3 +208,15 @@ def test_an_answer_of_another_server_is_one_line(hub):
             with pytest.raises(FileNotFoundError, match=r"^org/odd .*: the answer of http.* is not the hub's") as e:
                 read("org/odd")
             assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("etag", ['"../../../../evil"', "..", '"a/b"', 'W/"a\\b"', '""'])
+def test_an_etag_that_is_a_path_is_refused_before_the_download(hub, etag):
+    """huggingface_hub stores a file under its ETag."""
+    hub.publish("org/evil", DATA / "dense")
+    hub.headers["ETag"] = etag
+    with pytest.raises(FileNotFoundError, match=r"org/evil .* ETag"):
+        fetch("org/evil", None)
+    assert not hub.served["config.json"]
+    home = Path(huggingface_hub.constants.HF_HOME)
+    assert not [*home.rglob("evil*")] + [*home.parent.glob("evil*")]

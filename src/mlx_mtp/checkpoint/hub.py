@@ -3,15 +3,16 @@
 import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import huggingface_hub as hf
-from huggingface_hub import constants, errors, is_offline_mode, snapshot_download
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+from huggingface_hub import constants, errors, is_offline_mode, snapshot_download, try_to_load_from_cache
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_raise_for_status, http_stream_backoff
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
-from tqdm import tqdm
 
 from ..errors import MTPError, MTPFileNotFoundError, MTPOSError
 from ..memory import size
@@ -27,16 +28,26 @@ TOWER_FILE = "model-vision.safetensors"  # of a grafted tower; other programs re
 def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequence[str] | None = None) -> Path:
     """A checkpoint's folder, downloaded if it is a repository: mlx-lm's files, ``files`` and ``weights``, by default all."""
     check_path(path_or_hf_repo)
+    check_format(path_or_hf_repo, [path_or_hf_repo])
     name = resolve(path_or_hf_repo)
     if (folder := Path(name)).exists():
+        if folder.is_dir():
+            check_format(name, [file.name for file in folder.iterdir()])
         return folder
     patterns = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != WEIGHTS]
     patterns += ["README.md", *files, *([WEIGHTS] if weights is None else weights)]
-    sizes = sizes_to_download(name, revision, patterns)
-    check_disk(name, sum(sizes.values()))
+    is_cached = False
+    try:
+        commit, missing = _not_cached(name, revision, patterns)
+    except FileNotFoundError:
+        pass  # the cache may have the files
+    else:
+        if missing:
+            check_download(name, commit, missing)
+        else:
+            is_cached, revision = True, commit
     with hub_errors(name, revision):
-        bar = None if sizes else _Silent
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, tqdm_class=bar))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=is_cached))
 
 
 def sizes_to_download(name: str, revision: str | None, patterns: Sequence[str]) -> dict[str, int]:
@@ -44,19 +55,19 @@ def sizes_to_download(name: str, revision: str | None, patterns: Sequence[str]) 
     name = resolve(name)
     if Path(name).exists():
         return {}
-    with suppress(FileNotFoundError):  # fetch tells why
-        commit, _ = list_files(name, revision)  # a dry run for a branch would make it that of the cache
-        with hub_errors(name, revision):
-            found = snapshot_download(
-                name, revision=commit, allow_patterns=[*patterns], dry_run=True, tqdm_class=_Silent
-            )
-        return {file.filename: file.file_size or 0 for file in found if file.will_download}
-    return {}
+    try:
+        commit, missing = _not_cached(name, revision, patterns)
+    except FileNotFoundError:
+        return {}  # fetch tells why
+    return {entry.path: entry.size for entry in _tree(name, commit) if entry.path in missing} if missing else {}
 
 
-class _Silent(tqdm):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs | {"disable": True})
+def _not_cached(name: str, revision: str | None, patterns: Sequence[str]) -> tuple[str, list[str]]:
+    """The commit of a revision, and its files that fit a pattern and are not in the cache."""
+    commit, files = list_files(name, revision)
+    check_format(name, files)
+    wanted = filter_repo_objects(files, allow_patterns=[*patterns])
+    return commit, [f for f in wanted if not isinstance(try_to_load_from_cache(name, f, revision=commit), str)]
 
 
 def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
@@ -77,13 +88,38 @@ def is_inside(file: Any) -> bool:
     return isinstance(file, str) and not PurePosixPath(file).is_absolute() and ".." not in PurePosixPath(file).parts
 
 
-def check_disk(name: str, needed: int) -> None:
+def check_download(name: str, commit: str, files: Collection[str]) -> None:
+    """Raise an OSError if the disk has no room for files, or an ETag, by which the cache names a file, is no name."""
+
+    def etag_of(file: str) -> str | None:
+        return hf.get_hf_file_metadata(hf.hf_hub_url(name, file, revision=commit)).etag
+
+    entries = [entry for entry in _tree(name, commit) if entry.path in files]
+    with hub_errors(name, commit), ThreadPoolExecutor(8) as pool:
+        for entry in entries:
+            _check_etag(entry.path, entry.blob_id if entry.lfs is None else entry.lfs.sha256)
+        for file, etag in zip(files, pool.map(etag_of, files)):
+            _check_etag(file, etag)
     cache = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
-    if needed > free:
+    if (needed := sum(entry.size for entry in entries)) > free:
         raise MTPOSError(
             f"{name} is not downloaded: it takes {size(needed)}, and the disk of {cache} has {size(free)} free."
         )
+
+
+def _tree(name: str, commit: str) -> list[RepoFile]:
+    with hub_errors(name, commit):
+        tree = hf.HfApi().list_repo_tree(name, recursive=True, revision=commit)
+        entries = [entry for entry in tree if isinstance(entry, RepoFile)]
+        if not all(isinstance(entry.size, int) for entry in entries):
+            raise MTPError("the size of a file is not a number")
+        return entries
+
+
+def _check_etag(file: str, etag: str | None) -> None:
+    if not re.fullmatch(r"\w[\w.+=-]*", etag or ""):
+        raise MTPOSError(f"the ETag {etag!r} of {file} is not the name of a file, under which the cache would have it.")
 
 
 def check_format(name: str, files: Collection[str]) -> None:

@@ -79,6 +79,7 @@ class CheckpointReader:
             with suppress(FileNotFoundError):  # the cache may have the files
                 if not Path(self.name).exists() and not is_offline_mode():
                     self.revision, self.files = list_files(self.name, revision)
+                    check_format(self.name, self.files)
             if not self.files:
                 self.folder = fetch(self.name, revision, weights=())
         if self.folder is not None:
@@ -86,7 +87,6 @@ class CheckpointReader:
             found = [file.relative_to(self.folder) for level in levels for file in self.folder.glob(level)]
             self.files = [file.as_posix() for file in found if not file.parts[0].startswith(".")]
             self.revision = commit_of(self.folder)
-        check_format(self.name, self.files)
         has_config = "config.json" in self.files
         self.config: Config | None = canonical(self.read_json("config.json")) if has_config else None
 
