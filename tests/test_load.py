@@ -34,7 +34,7 @@ from tests.support.checkpoints import (
     write_tiny,
 )
 from tests.support.commands import report, run_command
-from tests.support.layouts import quantized, with_experts
+from tests.support.layouts import with_experts
 from tests.support.models import DATA, FAMILIES, FLASH, model_of, tiny_config, tiny_model
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
@@ -369,27 +369,6 @@ def test_loads_a_drafter(family, raw, tmp_path):
     if family == "qwen3_5" and not raw:  # beside a raw model it is not shifted either
         write(folder, tiny_config(family), published(model, family))
         assert_same_head(loaded(folder, mtp=str(drafter)), model)
-
-
-PLACES = [*itertools.product(FAMILIES[:3], ["inside", "file", "drafter"])]
-
-
-@pytest.mark.parametrize(("family", "where"), PLACES if profiles.LONG else PLACES[::4])
-def test_a_quantized_head_keeps_its_bits(family, where, tmp_path, caplog):
-    """Whatever the backbone's are. That they are few is no reason for a warning: the acceptance rate is measured."""
-    model, folder, backbone, head = headless(tmp_path, family)
-    mtp, small = True, quantized(head, (4, 32, "affine"))
-    if where == "drafter":
-        mtp = str(make_drafter(tmp_path, folder, small, quantization={"group_size": 32, "bits": 4}))
-    elif where == "inside":
-        write(folder, tiny_config(family) | {"quantization": {"group_size": 64, "bits": 8}}, backbone | small)
-    else:
-        add_file(folder, small)
-    got = loaded(folder, mtp=mtp)
-    assert {m.bits for _, m in got.mtp.named_modules() if hasattr(m, "bits")} == {4}
-    assert mx.array_equal(got.mtp.fc.scales, mx.quantize(model.mtp.fc.weight, group_size=32, bits=4)[1])
-    assert not any(hasattr(m, "bits") for _, m in got.model.named_modules())
-    assert caplog.records == []
 
 
 def test_head_file_beside_raw_weights_is_raw(tmp_path):

@@ -153,7 +153,11 @@ class CheckpointReader:
         if lost := sorted(n for n, file in found.items() if file in read and n not in self.header(file).tensors):
             raise _lacking(self.name, lost[0])
         for file in read:
-            for place, name in _places({name: name for name in self.header(file).tensors}).items():
+            own = self.header(file).tensors
+            bare = [MARKER] if MARKER in self.index and file in self.index.values() else []  # also in another file
+            for place, name in _places({name: name for name in (*own, *bare)}).items():
+                if name not in own:
+                    continue
                 if (other := places.setdefault(place, file)) == file:
                     found[name] = file
                 elif place not in indexed or not place.startswith("mtp."):  # mlx-lm takes any
