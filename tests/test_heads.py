@@ -372,11 +372,10 @@ def test_another_quantization_is_refused_before_the_weights_are_downloaded(hub, 
     assert hub.served[WEIGHTS] <= 9 * len(CONTAINERS) * HEADER_BYTES
 
 
-def test_a_model_in_awq_is_loaded_as_by_mlx_lm(trained, measures, tmp_path):
+def test_a_model_in_awq_is_loaded_as_by_mlx_lm(trained, tmp_path):
     """Its head stays as it is, also a quantized one. Converted, it is the same model."""
     folder = write_awq(DATA / "dense", tmp_path / "model")
     model, want = loaded(folder), parameters(loaded(trained).mtp)
-    assert model.head_acceptance > 0.4
     assert not differing(parameters(model.mtp), {n: w.astype(mx.float16) for n, w in want.items()})
     by_mlx_lm = parameters(mlx_lm.load(str(folder))[0])
     backbone = {name: w for name, w in parameters(model).items() if ".mtp." not in name}
