@@ -17,7 +17,7 @@ INSIDE = ("inside", "model-mtp")  # files that mlx-lm loads: their tensors have 
 # A file that the config names, files that the index names, files of another index, and files that nothing names.
 PLACES = (
     *INSIDE, "config", "index", "index of two", "other index", "mtp.safetensors", "mtp/weights.safetensors",
-    "a/b/draft.safetensors",
+    "a/b/draft.safetensors", "no index",
 )  # fmt: skip
 EXPERTS = ("switch_mlp", "each", "numbers last", "fused", "fused in switch_mlp", "stacked", "as dense")
 QUANTIZATIONS = (
@@ -132,7 +132,7 @@ def _place(folder, backbone, head, place):
     if place == "config":
         save(folder, head, "optiq/mtp.safetensors")
         configure(folder, mlx_lm_extra_tensors={"mtp_file": "optiq/mtp.safetensors"})
-    elif place in ("index", "index of two", "other index"):
+    elif place in ("index", "index of two", "other index", "no index"):
         n = 1 if place == "index" else 2
         files = {f"mtp-{i + 1:05d}-of-{n:05d}.safetensors": names[i::n] for i in range(n)}
         for file, own in files.items():
@@ -141,7 +141,8 @@ def _place(folder, backbone, head, place):
         if place != "other index":
             weight_map |= dict.fromkeys(backbone, WEIGHTS)
         index = "mtp.safetensors.index.json" if place == "other index" else INDEX
-        (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        if place != "no index":
+            (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     else:
         save(folder, head, place)
 

@@ -153,11 +153,8 @@ class CheckpointReader:
         if lost := sorted(n for n, file in found.items() if file in read and n not in self.header(file).tensors):
             raise _lacking(self.name, lost[0])
         for file in read:
-            own = self.header(file).tensors
-            bare = [MARKER] if MARKER in self.index and file in self.index.values() else []  # also in another file
-            for place, name in _places({name: name for name in (*own, *bare)}).items():
-                if name not in own:
-                    continue
+            names = {name: name for name in self.header(file).tensors}
+            for place, name in _places(names, is_bare=MARKER in self.index).items():
                 if (other := places.setdefault(place, file)) == file:
                     found[name] = file
                 elif place not in indexed or not place.startswith("mtp."):  # mlx-lm takes any
@@ -231,14 +228,13 @@ def _in_unnamed_files(checkpoint: CheckpointReader) -> dict[str, str]:
         found: dict[str, str] = {}
         for file in group:
             try:
-                names = {name: name for name in checkpoint.header(file).tensors}
+                found |= dict.fromkeys(checkpoint.header(file).tensors, file)
             except MTPError as e:
                 if "mtp" in file or isinstance(e, OSError):
                     raise
-            else:
-                found |= dict.fromkeys(split_head(names)[1].values(), file)
-        if MARKER in split_head(found)[1]:
-            return found
+        head = split_head({name: name for name in found})[1]
+        if MARKER in head:
+            return {name: found[name] for name in head.values()}
     return {}
 
 
@@ -265,9 +261,9 @@ def _strays(checkpoint: CheckpointReader) -> list[str]:
     return sorted(strays)
 
 
-def _places(names: Mapping[str, T]) -> dict[str, T]:
-    """Tensors by names that are the same in all layouts, except experts: a head's begin with ``mtp.``."""
-    backbone, head = split_head(names)
+def _places(names: Mapping[str, T], is_bare: bool = False) -> dict[str, T]:
+    """Tensors by names that are the same in all layouts, except experts: a head's begin with ``mtp.``. See ``split_head``."""
+    backbone, head = split_head(names, is_bare)
     return {PREFIX.sub("", name, 1): x for name, x in backbone.items()} | {f"mtp.{n}": x for n, x in head.items()}
 
 

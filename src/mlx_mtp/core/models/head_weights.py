@@ -33,9 +33,12 @@ def is_head(path: str) -> bool:
     return OF_HEAD.match(path) is not None
 
 
-def split_head(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """Split a checkpoint's tensors into (backbone, head). The head's names lose their prefix, which ends in ``mtp.``."""
-    backbone, head, is_bare = {}, {}, MARKER in weights  # bare, in a file of its own
+def split_head(weights: Mapping[str, T], is_bare: bool = False) -> tuple[dict[str, T], dict[str, T]]:
+    """Split a checkpoint's tensors into (backbone, head). The head's names lose their prefix, which ends in ``mtp.``.
+
+    In files of its own a head may have no prefix (``is_bare``), which its ``MARKER`` tells, also in another of these files.
+    """
+    backbone, head, is_bare = {}, {}, is_bare or MARKER in weights
     for name, w in weights.items():
         if (found := OF_HEAD.fullmatch(name)) is not None:
             head[found[1]] = w
