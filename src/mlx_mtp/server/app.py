@@ -49,6 +49,9 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
+MAX_STREAMS = 1000  # in a body, one after the other: beginning one takes longer than decoding some bytes
+# The first bytes of a stream of gzip, of a frame of zstd, and of one that is skipped.
+BEGINNINGS = b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"\x2a\x4d\x18"
 WINDOW = {int(zstd.DecompressionParameter.window_log_max): 23}  # 8 MiB, as RFC 9659 limits zstd in HTTP
 MAX_BODY = 64 << 20  # bytes: a conversation with a few pictures
 # Parsing and validation take microseconds for an object and less for other values, and block all threads. Brackets, braces and
@@ -233,6 +236,8 @@ def decoded(raw: bytes | bytearray, encoding: str) -> bytes | bytearray:
         raise ApiError(415, f"Content-Encoding: {encoding[:100]} is not supported: send {ACCEPTED} or none.")
     if not coding or not raw:
         return raw
+    if sum(map(raw.count, BEGINNINGS)) > MAX_STREAMS:  # by chance, a body has some of them
+        raise ApiError(413, f"The body is more than {MAX_STREAMS:,} streams of {coding}: send one.")
     try:
         body = CODINGS[coding](raw)
     except (OSError, EOFError, zlib.error, zstd.ZstdError) as e:
