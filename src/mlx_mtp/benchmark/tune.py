@@ -112,7 +112,8 @@ def cheaper(model: Any) -> list[Settings]:
     """The forms that drafts of a model can have, and the other ways to run its passes on this device."""
     n_attention = sum(not layer.is_linear for layer in model.layers)
     forms = [Settings(compiled=False), *(Settings(pieces=n) for n in PIECES if n < n_attention)]
-    forms += [Settings(attention_rows=0)] * on_metal()
+    if on_metal():
+        forms.append(Settings(attention_rows=0))
     if not any(hasattr(m, "bits") for _, m in model.mtp.named_modules()):
         forms += [Settings(mtp_bits=bits) for bits in HEAD_BITS]
     layer = model.output_layer

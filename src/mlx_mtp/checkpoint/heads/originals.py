@@ -123,15 +123,17 @@ def check_method(checkpoint: CheckpointReader) -> None:
 
 def awq_of(checkpoint: CheckpointReader) -> Config | None:
     """The settings of a model in AWQ if mlx-lm converts it: matrices of 4 bits, [K, N / 8] with scales [K / group, N]."""
-    told, tensors = _told_method(checkpoint), split_head(model_tensors(checkpoint))[0]
+    told = _told_method(checkpoint)
+    if not isinstance(told, dict) or told.get("quant_method") not in ("awq", "gptq"):
+        return None
+    tensors = split_head(model_tensors(checkpoint))[0]
     packed = [name for name in tensors if name.endswith((".qweight", ".g_idx"))]  # the latter of GPTQ
 
     def is_awq(name: str) -> bool:
         scales = tensors.get(name.replace(".qweight", ".scales"))
         return scales is not None and scales.shape[-1] == 8 * tensors[name].shape[-1] and ".experts." not in name
 
-    is_told = isinstance(told, dict) and told.get("quant_method") in ("awq", "gptq")
-    return told if is_told and packed and all(map(is_awq, packed)) else None
+    return told if packed and all(map(is_awq, packed)) else None
 
 
 def _told_method(checkpoint: CheckpointReader) -> Any:

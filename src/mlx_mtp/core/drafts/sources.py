@@ -36,7 +36,7 @@ class Source(Protocol):
         """The probability that each draft is accepted, given that the drafts before it are; empty without drafts."""
 
     def propose(self, k: int, n_unobserved: int) -> mx.array:
-        """k of the offered drafts [k] for the tokens after the unobserved ones, each a proposal with probability one."""
+        """The first k of the offered drafts, for the tokens after the unobserved ones, [k]: each has the probability one."""
 
 
 class PromptLookup:
