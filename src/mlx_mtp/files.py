@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from huggingface_hub.utils import WeakFileLock
 from platformdirs import user_cache_path
 
@@ -57,19 +56,13 @@ def check_target(file: Path) -> None:
 
 
 def write_atomic(file: Path, text: str) -> None:
-    """Write or replace a file. After a failure, an OSError, the old file remains."""
-    with _replacing(file) as new:
+    with replacing(file) as new:
         new.write_text(text, encoding="utf-8")
 
 
-def save_atomic(file: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
-    """Write or replace a file of arrays. After a failure, an OSError, the old file remains."""
-    with _replacing(file) as new:
-        mx.save_safetensors(str(new), arrays, metadata=metadata or {})
-
-
 @contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
+def replacing(file: Path) -> Iterator[Path]:
+    """A context that yields a new file, which then replaces this one. After a failure, an OSError, the old file remains."""
     with writing(file), tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
         new = Path(folder) / file.name
         yield new

@@ -38,7 +38,7 @@ from ..checkpoint.heads.formats import load_tensors
 from ..cli.display import say
 from ..core.models.head_weights import ROUTERS
 from ..core.models.mixin import MTPModel
-from ..files import save_atomic
+from ..files import replacing
 from .texts import Document, FitOptions, Split
 
 TOP_K = 32  # the likeliest tokens of the backbone's distribution; the others have hardly any mass
@@ -149,7 +149,8 @@ def record(
         for i in range(0, len(missing), batch_size):
             batch = missing[i : i + batch_size]
             for (n, file, _), arrays in zip(batch, _states(model, [text for *_, text in batch], length)):
-                save_atomic(file, arrays)
+                with replacing(file) as new:
+                    mx.save_safetensors(str(new), arrays)
                 progress.update(n)
             mx.clear_cache()
     return files
