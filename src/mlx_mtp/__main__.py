@@ -3,10 +3,10 @@
 import sys
 from difflib import get_close_matches
 from pkgutil import resolve_name
-from typing import NoReturn
 
 from ._version import __version__
-from .cli.display import usable_streams
+from .cli.display import one_line_errors
+from .errors import MTPError
 
 COMMANDS = {
     "demo": ("mlx_mtp.generate.demo", "compare generation with and without drafts"),
@@ -20,18 +20,11 @@ COMMANDS = {
     "models": ("mlx_mtp.about:models", "list published models and their names"),
     "doctor": ("mlx_mtp.about:doctor", "check this machine and a model"),
 }
-HELP = "\n".join(
-    [
-        "usage: mlx_mtp COMMAND [flags]",
-        "",
-        *(f"  {name:<13}{use}" for name, (_, use) in COMMANDS.items()),
-        "",
-        "`mlx_mtp COMMAND --help` lists the flags of a command.",
-    ]
-)
+USES = "\n".join(f"  {name:<13}{use}" for name, (_, use) in COMMANDS.items())
+HELP = f"usage: mlx_mtp COMMAND [flags]\n\n{USES}\n\n`mlx_mtp COMMAND --help` lists the flags of a command."
 
 
-@usable_streams("mlx_mtp")
+@one_line_errors("mlx_mtp")
 def main() -> None:
     command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if command == "help" and len(sys.argv) > 1:
@@ -44,16 +37,11 @@ def main() -> None:
         resolve_name(COMMANDS[command][0]).main()
     elif command.startswith("-"):
         after = next((word for word in sys.argv[1:] if word in COMMANDS), "COMMAND")
-        fail(f"The command comes first: mlx_mtp {after} {command} ...")
+        raise MTPError(f"The command comes first: mlx_mtp {after} {command} ...")
     else:
         near = get_close_matches(command, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}."
-        fail(f"There is no command {command}: {hint}")
-
-
-def fail(message: str) -> NoReturn:
-    print(f"mlx_mtp: error: {message}", file=sys.stderr)
-    sys.exit(2)
+        raise MTPError(f"There is no command {command}: {hint}")
 
 
 if __name__ == "__main__":
