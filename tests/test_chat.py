@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -120,16 +121,13 @@ def test_ctrl_c_before_the_answer_keeps_the_question(trained, monkeypatch):
     model, tokenizer = trained
     long = "\n".join(f"import module_{i}" for i in range(30))
     conversation = started(trained, "--mtp", "--prefill-step-size", "50")
+
+    def interrupt(n_read, _):
+        if n_read == 100:
+            raise KeyboardInterrupt
+
     with monkeypatch.context() as m:
-        calls, forward = [], type(model).__call__
-
-        def interrupted(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-            return forward(*args, **kwargs)
-
-        m.setattr(type(model), "__call__", interrupted)
+        m.setattr(command, "prompt_progress", lambda: nullcontext(interrupt))
         assert conversation.answer(long, str) is None
     assert n_tokens(conversation.cache) == 100  # two passes, which the next turn does not repeat
     want = plain(tokenizer.encode(f"{long}\n{TURNS[1]}\n"), model, max_tokens=12)
@@ -254,7 +252,7 @@ def test_turns_with_a_seed_draw_other_numbers(trained):
 @pytest.fixture
 def keys(monkeypatch, tmp_path):
     """Types keys, as a terminal sends them, and returns what the chat reads."""
-    monkeypatch.setattr(command, "history_file", lambda: tmp_path / "mlx_mtp" / "chat_history")
+    monkeypatch.setattr(command, "HISTORY", tmp_path / "mlx_mtp" / "chat_history")
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
 
         def type_keys(*lines: str) -> list[str]:

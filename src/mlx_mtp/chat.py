@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 EXIT = "/exit"
 PROMPT, CONTINUATION = ">> ", ".. "
+HISTORY = user_state_path("mlx_mtp", appauthor=False) / "chat_history"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -80,19 +81,21 @@ class Conversation:
         self, args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, store: PromptStore | None = None
     ):
         self.args, self.model, self.tokenizer, self.store = args, model, tokenizer, store
-        self.ranks = getattr(model, "ranks", None)  # missing in models of plain mlx-lm
+        self.ranks = getattr(model, "ranks", None)
         self.system_prompt: str | None = args.system_prompt
         self.thinking: bool = tokenizer.has_thinking  # whether the model thinks before it answers
         self.reset()
         if args.thinking is not None:
             self.think(args.thinking == "on")
 
-    def reset(self) -> None:
+    def reset(self) -> str:
+        """Forget all turns. Return a line about it, as the methods of the other commands."""
         # The questions and the answers for the template, and the files of a question's images, which are before its text
         self.messages: list[dict[str, Any]] = []
         self.attached: list[str] = []  # the files of images for the next question
         self.turn = 0
         self._rewind()
+        return "Started a new conversation."
 
     def _rewind(self) -> None:
         """Make the next turn prefill all messages."""
@@ -108,25 +111,26 @@ class Conversation:
         self.shown: list[Image] = []  # in the earlier turns, with a store
 
     def instruct(self, text: str) -> str:
-        """Set the system prompt, unless the text is empty. Return a line about it."""
+        """Set the system prompt, unless the text is empty."""
         if text:
             self.system_prompt = text
             self._rewind()
         return f"System prompt: {self.system_prompt or 'none'}"
 
     def attach(self, file: str) -> str:
-        """Send an image with the next question. Return a line about it."""
+        """Send an image with the next question."""
         vision_of(self.model)
         path = Path(file).expanduser()
         open_image(path)
         self.attached.append(str(path.absolute()))
         return f"{path.name} will be sent with the next question."
 
-    def think(self, thinking: bool) -> None:
+    def think(self, thinking: bool) -> str:
         question = [{"role": "user", "content": "a"}]
         if self._render(question, True) == self._render(question, False):
             raise MTPError(f"The chat template of {self.args.model} has no switch for thinking.")
         self.thinking = thinking
+        return f"Thinking is {'on' if thinking else 'off'}."
 
     def answer(self, query: str, show: Callable[[str], None]) -> GenerationResponse | None:
         """Generate an answer, show each piece, and return the last response; ``None`` after Ctrl-C before the first token."""
@@ -134,11 +138,10 @@ class Conversation:
         question = {"role": "user", "content": content, "images": self.attached}
         new = [*self.messages[self.n_rendered :], question]
         images = [open_image(Path(file)) for message in new for file in message.get("images", ())]
-        prompt = self._encode(new)
+        text = self.text + self._encode(new)
         self.messages.append(question)
-        self.attached, self.n_rendered = [], len(self.messages)
+        self.attached, self.n_rendered, self.is_cut = [], len(self.messages), True
         response, tokens, pieces = None, [], []
-        self.is_cut, text = True, [*self.text, *prompt]
         n_before = n_tokens(self.cache or [])
         try:
             with prompt_progress() as progress:
@@ -184,16 +187,13 @@ class Conversation:
         return response
 
     def _encode(self, new: Sequence[dict[str, Any]]) -> list[int]:
-        if not self.tokenizer.has_chat_template:
-            text = "".join(f"{message['content']}\n" for message in new)
-            tokens: list[int] = self.tokenizer.encode(text)
-            return tokens
-        end = [self.tokenizer.eos_token_id] if self.is_cut else []
-        return end + self.tokenizer.encode(self._render(new, self.thinking), add_special_tokens=False)
+        has_template = self.tokenizer.has_chat_template
+        end = [self.tokenizer.eos_token_id] if has_template and self.is_cut else []
+        return end + self.tokenizer.encode(self._render(new, self.thinking), add_special_tokens=not has_template)
 
     def _render(self, new: Sequence[dict[str, Any]], thinking: bool) -> str:
         if not self.tokenizer.has_chat_template:
-            return ""
+            return "".join(f"{message['content']}\n" for message in new)
         messages = [{name: message[name] for name in ("role", "content")} for message in new]
         if self.system_prompt is not None and self.n_rendered == 0:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
@@ -202,10 +202,6 @@ class Conversation:
                 messages, add_generation_prompt=True, tokenize=False, enable_thinking=thinking
             )
         return text
-
-
-def history_file() -> Path:
-    return user_state_path("mlx_mtp", appauthor=False) / "chat_history"
 
 
 def make_reader() -> Callable[[], str]:
@@ -221,8 +217,8 @@ def make_reader() -> Callable[[], str]:
 
     history: InMemoryHistory | FileHistory = InMemoryHistory()
     try:
-        make_folder(history_file().parent, "The history is not kept")
-        history = FileHistory(history_file())
+        make_folder(HISTORY.parent, "The history is not kept")
+        history = FileHistory(HISTORY)
     except OSError as e:
         print(sentence(e), file=sys.stderr)
     bindings = KeyBindings()
@@ -311,24 +307,14 @@ def obey(line: str, conversation: Conversation) -> str:
     return do(conversation, argument)
 
 
-def _reset(conversation: Conversation, _: str) -> str:
-    conversation.reset()
-    return "Started a new conversation."
-
-
-def _think(conversation: Conversation, _: str) -> str:
-    conversation.think(not conversation.thinking)
-    return f"Thinking is {'on' if conversation.thinking else 'off'}."
-
-
 # Its argument ("FILE", "[TEXT]" or none), its description in /help, and what it does, a function that returns what is printed
 COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], str]]] = {
     "/help": ("", "list the commands", lambda *_: help_text()),
     EXIT: ("", "end the chat (or Ctrl-D)", lambda *_: ""),
-    "/reset": ("", "start a new conversation", _reset),
+    "/reset": ("", "start a new conversation", lambda conversation, _: conversation.reset()),
     "/system": ("[TEXT]", "set or show the system prompt", Conversation.instruct),
     "/image": ("FILE", "send an image with the next question", Conversation.attach),
-    "/think": ("", "turn thinking on or off", _think),
+    "/think": ("", "turn thinking on or off", lambda conversation, _: conversation.think(not conversation.thinking)),
 }
 
 
