@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TextIO, TypeVar
 
 import mlx.core as mx
@@ -31,22 +32,18 @@ BROKEN_PIPE = 141  # exit status after SIGPIPE
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as columns, the first aligned left. Those that do not fit the terminal are below, with the first repeated."""
-    columns = range(max(map(len, rows)))
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in columns]
-    parts, used = [[0]], widths[0]
-    for i in columns[1:]:
-        used += 2 + widths[i]
-        if used > shutil.get_terminal_size().columns and parts[-1] != [0]:
-            parts.append([0])
-            used = widths[0] + 2 + widths[i]
-        parts[-1].append(i)
-    lines = []
-    for part in parts:
-        lines += [""] * (part is not parts[0])
-        for row in rows:
-            cells = [f"{row[i]:>{widths[i]}}" for i in part[1:] if i < len(row)]
-            lines.append("  ".join([f"{row[0]:<{widths[0]}}", *cells]).rstrip())
-    return lines
+    columns: list[list[str]] = []
+    for cells in zip_longest(*rows, fillvalue=""):
+        align = str.rjust if columns else str.ljust
+        columns.append([align(cell, max(map(len, cells))) for cell in cells])
+    first, parts = columns[0], [[columns[0]]]
+    for column in columns[1:]:
+        width = len("  ".join(cells[0] for cells in [*parts[-1], column]))
+        if width > shutil.get_terminal_size().columns and len(parts[-1]) > 1:
+            parts.append([first])
+        parts[-1].append(column)
+    texts = ["\n".join("  ".join(cells).rstrip() for cells in zip(*part)) for part in parts]
+    return "\n\n".join(texts).split("\n")
 
 
 def paint(text: str, source: str) -> str:

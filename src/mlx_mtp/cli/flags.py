@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -206,12 +206,7 @@ def load_model(args: argparse.Namespace, needs_ours: bool, **options: Any) -> An
 
 
 def text_options(args: argparse.Namespace) -> TextOptions:
-    return TextOptions(
-        max_tokens=args.max_tokens,
-        num_draft_tokens=args.num_draft_tokens,
-        copy_drafts=args.copy_drafts,
-        draft_p_min=getattr(args, "draft_p_min", None),
-    )
+    return TextOptions(**{field.name: getattr(args, field.name, None) for field in fields(TextOptions)})
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, float]:
@@ -250,12 +245,11 @@ def missing_head_note(name: str) -> str | None:
 
 def settle_drafts(args: argparse.Namespace, model: Any) -> None:
     """Set ``mtp`` to whether the loaded model has a head, or raise an MTPError if a flag requires one. Print notes."""
-    has_none = not has_head(model)
-    if has_none:
+    if not has_head(model):
         check_without_head(args, f"{args.model} has none here: --mtp downloads one, or takes one with --mtp HEAD.")
-    if has_none and args.mtp is None and (note := missing_head_note(args.model)) is not None:
-        print(note, file=sys.stderr)
-    args.mtp = not has_none
+        if args.mtp is None and (note := missing_head_note(args.model)) is not None:
+            print(note, file=sys.stderr)
+    args.mtp = has_head(model)
     if args.model == str(DEMO):
         print(f"{DEMO_NOTE}. `mlx_mtp models` lists real models.", file=sys.stderr)
     if args.mtp and (fetched := model.fetched_head) is not None:
@@ -318,15 +312,13 @@ def check_head(args: argparse.Namespace) -> None:
     """Raise an MTPError if the value of ``--mtp`` cannot be a head, such as a prompt."""
     if not isinstance(args.mtp, str) or os.path.isdir(args.mtp):
         return
-    try:
+    with suppress(HFValidationError):
         validate_repo_id(args.mtp)
-        is_name = "/" in args.mtp  # a repository name has a user
-    except HFValidationError:
-        is_name = False
-    if not is_name:
-        text = args.mtp[:60] + "..." * (len(args.mtp) > 60)
-        prompt = " Pass the prompt with --prompt." if hasattr(args, "prompt") else ""
-        raise MTPError(f"--mtp takes a head, and {text!r} is neither a folder nor the name of a repository.{prompt}")
+        if "/" in args.mtp:  # a repository name has a user
+            return
+    text = args.mtp[:60] + "..." * (len(args.mtp) > 60)
+    prompt = " Pass the prompt with --prompt." if hasattr(args, "prompt") else ""
+    raise MTPError(f"--mtp takes a head, and {text!r} is neither a folder nor the name of a repository.{prompt}")
 
 
 def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:

@@ -64,24 +64,20 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -
 
 
 def _explain(unknown: Sequence[str], flags: Collection[str]) -> str:
-    words = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    for word in words:
+    meant: list[str] = []
+    for word in (word.partition("=")[0] for word in unknown if word.startswith("-")):
         if word in CONTEXT and "--context" not in flags:
             return (
                 f"There is no {word}: a context grows with the text, up to the model's own limit. --max-tokens limits the "
                 "answer, and --max-memory the memory."
             )
+        same = SAME_USE.get(word, word)
+        meant += [same] if same in flags else get_close_matches(word, flags, n=1, cutoff=0.75)
     if not unknown[0].startswith("-") and (flag := next((f for f in ("--prompt", "--model") if f in flags), None)):
         what = flag.removeprefix("--")
         return f"{unknown[0]!r} is not a flag: give the {what} with {flag} {shlex.quote(unknown[0])}"
-    meant = [m for word in words for m in _meant(word, flags)]
     question = f": did you mean {' '.join(meant)}?" if meant else ""
     return f"unrecognized arguments: {' '.join(unknown)}{question}"
-
-
-def _meant(word: str, flags: Collection[str]) -> list[str]:
-    same = SAME_USE.get(word, word)
-    return [same] if same in flags else get_close_matches(word, flags, n=1, cutoff=0.75)
 
 
 def number_or(*words: str) -> Callable[[str], str | int]:
