@@ -48,8 +48,19 @@ def open_image(source: "Source", name: str | None = None) -> "Image":
     """
     with _opening, warnings.catch_warnings(action="ignore"):  # about metadata and sizes
         image, name = _open(source, name)
+        from PIL import Image, ImageOps
+
         try:
-            return _to_rgb(image.copy() if image is source else image)
+            image = image.copy() if image is source else image
+            ImageOps.exif_transpose(image, in_place=True)
+            if image.mode.startswith("I;16"):
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # Pillow would clip at 255
+            elif image.mode in ("I", "F"):
+                raise MTPError("its pixels are 32-bit numbers, of which black and white are unknown")
+            if image.has_transparency_data:  # becomes white, as in transformers
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return image.convert("RGB")
         except Exception as e:
             raise _unreadable(name, e) from e
 
@@ -72,8 +83,13 @@ def _open(source: "Source", name: str | None) -> "tuple[Image, str]":
     if isinstance(source, str) and is_data_url(source):
         source = decode_url(source, name or "The image")
     elif isinstance(source, str | Path):
-        name = name or str(source)[:200]
-        source = _read(Path(source), name)
+        name, file = name or str(source)[:200], Path(source)
+        if not file.exists():
+            raise MTPFileNotFoundError(f"There is no image {name}.")
+        if not file.is_file():
+            raise MTPError(f"{name} is not a file.")
+        _check_bytes(file.stat().st_size, name)
+        source = file.read_bytes()
     elif isinstance(source, np.ndarray):
         if source.ndim != 3 or source.shape[-1] != 3 or 0 in source.shape or source.dtype != np.uint8:
             raise MTPError(f"An image must be uint8 [height, width, 3], not {source.dtype} {list(source.shape)}.")
@@ -93,15 +109,6 @@ def _open(source: "Source", name: str | None) -> "tuple[Image, str]":
         raise _unreadable(name, e) from e
     check_size(image.width, image.height, name)
     return image, name
-
-
-def _read(file: Path, name: str) -> bytes:
-    if not file.exists():
-        raise MTPFileNotFoundError(f"There is no image {name}.")
-    if not file.is_file():
-        raise MTPError(f"{name} is not a file.")
-    _check_bytes(file.stat().st_size, name)
-    return file.read_bytes()
 
 
 def _check_bytes(n: int, name: str) -> None:
@@ -124,21 +131,6 @@ def check_size(width: int, height: int, name: str) -> None:
         raise MTPError(
             f"{name} has {width} x {height} pixels: one side may be at most {MAX_RATIO} times as long as the other, so cut it."
         )
-
-
-def _to_rgb(image: "Image") -> "Image":
-    """Turn an image upright, in place, and convert it; transparent parts become white, as in transformers."""
-    from PIL import Image, ImageOps
-
-    ImageOps.exif_transpose(image, in_place=True)
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # Pillow would clip at 255
-    elif image.mode in ("I", "F"):
-        raise MTPError("its pixels are 32-bit numbers, of which black and white are unknown")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
 def is_data_url(url: str) -> bool:

@@ -71,10 +71,7 @@ class VisionArgs(BaseModelArgs):
             )
         self.head_dim = self.hidden_size // self.num_heads
         self.rope_theta = (self.rope_parameters or {}).get("rope_theta", 10000.0)
-
-    @property
-    def patch_dim(self) -> int:
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+        self.patch_dim = self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
 class LayerNorm(nn.LayerNorm):
@@ -172,7 +169,10 @@ class VisionTower(nn.Module):
         * width, [rows, columns, m * m, P] -> [rows * columns, H of the language model], evaluated.
         """
         rows, columns = self._check(pixel_values)
-        y, x = _positions(rows, columns, self.args.spatial_merge_size)
+        m = self.args.spatial_merge_size
+        y, x = mx.arange(rows * m, dtype=mx.float32), mx.arange(columns * m, dtype=mx.float32)
+        grid = mx.broadcast_arrays(y.reshape(rows, 1, m, 1), x.reshape(1, columns, 1, m))
+        y, x = (positions.flatten() for positions in grid)  # of each patch, token by token
         patches, D = pixel_values.reshape(-1, self.args.patch_dim), self.args.hidden_size
         cost = self.args.patch_dim * D
         h = yield from _in_pieces(len(patches), size, cost, lambda i: self._embed(patches[i]))  # [N, D]
@@ -235,14 +235,6 @@ def _in_pieces(
         yield cost * (k - i)
         i = k
     return mx.concatenate(out) if len(out) > 1 else out[0]
-
-
-def _positions(rows: int, columns: int, m: int) -> tuple[mx.array, mx.array]:
-    """The row and the column of each patch, token by token."""
-    shape = (rows, columns, m, m)
-    y = mx.arange(rows * m, dtype=mx.float32).reshape(rows, 1, m, 1)
-    x = mx.arange(columns * m, dtype=mx.float32).reshape(1, columns, 1, m)
-    return mx.broadcast_to(y, shape).flatten(), mx.broadcast_to(x, shape).flatten()
 
 
 def _taps(position: mx.array, size: int, side: int) -> list[tuple[mx.array, mx.array]]:
