@@ -10,6 +10,7 @@ import tarfile
 import tomllib
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.util import resolve_name
 from itertools import permutations
 from pathlib import Path
 
@@ -45,16 +46,11 @@ ARROWS = {
 }
 
 
-def module_files() -> dict[str, Path]:
-    """The files of the package by the name of their module."""
-    files = {}
-    for file in PACKAGE.glob("**/*.py"):
-        parts = ("mlx_mtp", *file.relative_to(PACKAGE).with_suffix("").parts)
-        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return files
-
-
-FILES = module_files()
+# The files of the package by the names of their modules
+FILES = {
+    ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in PACKAGE.glob("**/*.py")
+}
 
 
 @cache
@@ -71,8 +67,7 @@ def imports_of(name: str) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            origin = ".".join(part for part in (base, node.module) if part)
+            origin = resolve_name("." * node.level + (node.module or ""), package)
             # `from .. import prompts` names a module, `from ..files import check_source` a name in one.
             found |= {f"{origin}.{a.name}" if f"{origin}.{a.name}" in FILES else origin for a in node.names}
     return found & FILES.keys()

@@ -1,4 +1,4 @@
-"""Commands in this process, which has imported everything."""
+"""Commands in this process, which has imported everything, and errors in one line."""
 
 import io
 import sys
@@ -26,6 +26,13 @@ def refusal(main: Callable[[], Any], capsys: Any, *argv: Any, stdin: str = "") -
     status, out, err = run_command(main, capsys, *argv, stdin=stdin)
     assert (status, out, err.count("\n")) == (2, "", 1), err
     return err
+
+
+def refused(message: str, call: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """A call raises a ValueError with this message, in one line."""
+    with pytest.raises(ValueError, match=message) as e:
+        call(*args, **options)
+    assert "\n" not in str(e.value)
 
 
 def report(text: str) -> dict[str, str]:
