@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     flags.settle_drafts(args, model)
     with flags.open_prompt_store(args, model) as store:
         conversation = Conversation(args, model, tokenizer, store)
-        print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{help_text()}")
+        print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{HELP}")
         read = make_reader()
         while (line := ask(read, ranks)) != EXIT:
             respond(line, conversation)
@@ -309,19 +309,15 @@ def obey(line: str, conversation: Conversation) -> str:
 
 # Its argument ("FILE", "[TEXT]" or none), its description in /help, and what it does, a function that returns what is printed
 COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], str]]] = {
-    "/help": ("", "list the commands", lambda *_: help_text()),
+    "/help": ("", "list the commands", lambda *_: HELP),
     EXIT: ("", "end the chat (or Ctrl-D)", lambda *_: ""),
     "/reset": ("", "start a new conversation", lambda conversation, _: conversation.reset()),
     "/system": ("[TEXT]", "set or show the system prompt", Conversation.instruct),
     "/image": ("FILE", "send an image with the next question", Conversation.attach),
     "/think": ("", "turn thinking on or off", lambda conversation, _: conversation.think(not conversation.thinking)),
 }
-
-
-def help_text() -> str:
-    lines = [f"  {f'{name} {argument}':<15}{use}" for name, (argument, use, _) in COMMANDS.items()]
-    keys = "Enter sends. Alt-Enter, or Enter after a backslash, starts a new line. Ctrl-C stops an answer."
-    return "\n".join([*lines, keys])
+USES = "\n".join(f"  {f'{name} {argument}':<15}{use}" for name, (argument, use, _) in COMMANDS.items())
+HELP: str = f"{USES}\nEnter sends. Alt-Enter, or Enter after a backslash, starts a new line. Ctrl-C stops an answer."
 
 
 if __name__ == "__main__":
