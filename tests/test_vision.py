@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -108,25 +109,20 @@ def test_both_layouts_make_the_same_tower_and_others_are_refused():
     a, b = (dict(tree_flatten(small_tower(raw).parameters())) for raw in (True, False))
     assert a.keys() == b.keys()
     assert all(mx.array_equal(a[name], b[name]) for name in a)
-    for change, message in [
-        (lambda w: w.pop("merger.norm.weight"), "merger.norm.weight"),
-        (lambda w: w.update({"blocks.2.norm1.weight": mx.zeros(32)}), "blocks.2.norm1.weight"),
-        (lambda w: w.update({PATCH_KERNEL: mx.zeros((32, 5, 5))}), "proj.weight"),
-        (lambda w: w.update({"merger.linear_fc1.scales": mx.zeros(8)}), "is quantized: graft the base model's"),
+    raw, from_config, tower = partial(small_tower, True), VisionArgs.from_dict, small_tower()
+    for message, make, given in [
+        ("merger.norm.weight", raw, lambda w: w.pop("merger.norm.weight")),
+        ("blocks.2.norm1.weight", raw, lambda w: w.update({"blocks.2.norm1.weight": mx.zeros(32)})),
+        ("proj.weight", raw, lambda w: w.update({PATCH_KERNEL: mx.zeros((32, 5, 5))})),
+        ("is quantized: graft the base model's", raw, lambda w: w.update({"merger.linear_fc1.scales": mx.zeros(8)})),
+        ("hidden_act must be gelu_pytorch_tanh, not silu", from_config, VISION_CONFIG | {"hidden_act": "silu"}),
+        (r"visual_indexes must be empty, not \[1\]", from_config, VISION_CONFIG | {"deepstack_visual_indexes": [1]}),
+        ("hidden_size 32 must be a multiple of 4 .* num_heads", from_config, VISION_CONFIG | {"num_heads": 3}),
+        (r"must be \[rows, columns, 4, 96\], not \[2, 2, 4, 95\]", tower, mx.zeros((2, 2, 4, 95))),
+        (r"must be \[rows, columns, 4, 96\], not \[0, 2, 4, 96\]", tower, mx.zeros((0, 2, 4, 96))),
+        ("1,056,768 pixels is larger than the 1,048,576 .* make it smaller", tower, mx.zeros((128, 129, 4, 96))),
     ]:
-        refused(message, small_tower, True, change)
-    for change, message in [
-        ({"hidden_act": "silu"}, "hidden_act must be gelu_pytorch_tanh, not silu"),
-        ({"deepstack_visual_indexes": [1]}, r"deepstack_visual_indexes must be empty, not \[1\]"),
-        ({"num_heads": 3}, "hidden_size 32 must be a multiple of 4 .* num_heads"),
-    ]:
-        refused(message, VisionArgs.from_dict, VISION_CONFIG | change)
-    for shape, message in [
-        ((2, 2, 4, 95), r"must be \[rows, columns, 4, 96\], not \[2, 2, 4, 95\]"),
-        ((0, 2, 4, 96), r"must be \[rows, columns, 4, 96\], not \[0, 2, 4, 96\]"),
-        ((128, 129, 4, 96), r"1,056,768 pixels is larger than the 1,048,576 .* make it smaller"),
-    ]:
-        refused(message, small_tower(), mx.zeros(shape))
+        refused(message, make, given)
 
 
 @pytest.fixture
@@ -163,17 +159,15 @@ def test_load_finds_the_tower_and_reads_it_when_asked(checkpoint, tmp_path):
 
 
 def test_damage_is_told_with_the_first_image_in_a_line(checkpoint):
-    names = "config.json", "preprocessor_config.json"
-    sound, sound_images = (json.loads((checkpoint / name).read_text()) for name in names)
-    for vision_config, images, message in [
-        (dict(out_hidden_size=8), None, "makes embeddings of 8, its model takes 192"),
-        *((None, text, "image settings of .*model are not usable") for text in ("{", '{"size": 3}')),
-        (None, '{"patch_size": 8}', "have patch_size 8, its vision encoder 4"),
-    ]:
-        configure(checkpoint, vision_config=VISION_CONFIG | vision_config if vision_config else sound["vision_config"])
-        (checkpoint / "preprocessor_config.json").write_text(images or json.dumps(sound_images))
-        images = load(checkpoint).vision
-        refused(message, lambda images=images: images.tower(images.processor.preprocess_image(picture())))
+    images = load(checkpoint).vision
+    other_patches = "have patch_size 8, its vision encoder 4"
+    wrong = {"{": "are not usable", '{"size": 3}': "are not usable", '{"patch_size": 8}': other_patches}
+    for settings, message in wrong.items():
+        (checkpoint / "preprocessor_config.json").write_text(settings)
+        refused(f"image settings of .*model {message}", getattr, images, "processor")
+    configure(checkpoint, vision_config=VISION_CONFIG | {"out_hidden_size": 8})
+    images = load(checkpoint).vision
+    refused("makes embeddings of 8, its model takes 192", getattr, images, "processor")
 
 
 # A trained tower
