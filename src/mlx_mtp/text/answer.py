@@ -29,7 +29,10 @@ class Answer:
 
     def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool = True, one_call: bool = False):
         self.reader, self.one_call = reader, one_call
-        self.stop = _StopWords(stop_words)
+        # A pattern without words matches nothing.
+        self._stops = regex.compile("|".join(map(regex.escape, sorted(filter(None, stop_words)))) or "(?!)")
+        self._held = ""  # text that may begin a stop word
+        self.stop_word: str | None = None  # the one that ended the text
         self.tokens = TextTokens()
         self.has_ended = False  # with a stop word or a call
         self.n_calls = 0
@@ -44,7 +47,7 @@ class Answer:
         if finish_reason is not None:
             events += self._clean(self.reader.finish(cut=finish_reason == "length"))
             if not self.has_ended:
-                events += self._say(self._text.add(self.stop.rest()) + self._text.rest())
+                events += self._say(self._text.add(self._held) + self._text.rest())
         if self.has_ended:
             finish_reason = "stop"
         return events, "tool_calls" if finish_reason == "stop" and self.n_calls else finish_reason
@@ -55,24 +58,31 @@ class Answer:
             if self.has_ended:
                 break
             if isinstance(event, Text):
-                text = self._text.skip(event.text)
-                if text:
-                    end = event.start + len(event.text)
-                    self.tokens.add(end - len(text), end)
-                    events += self._say(self._text.add(self.stop.add(text)))
-                    self.has_ended = self.stop.found is not None
+                events += self._before_stop(self._text.skip(event.text), event.start + len(event.text))
             elif isinstance(event, Reasoning):
                 self._text.skips = True
                 events += [Reasoning(text) for text in [self._reasoning.add(self._reasoning.skip(event.text))] if text]
             else:
                 if isinstance(event, CallBegins):
                     self.n_calls += 1
-                    events += self._say(self._text.add(self.stop.rest()))
+                    events += self._say(self._text.add(self._held))
+                    self._held = ""
                     if not self._text.leave():
                         self.tokens.drop()
                 events.append(event)
                 self.has_ended = self.one_call and isinstance(event, CallEnds)
         return events
+
+    def _before_stop(self, text: str, end: int) -> list[Event]:
+        """The next text before a stop word. ``end`` is the end of the given one in the output."""
+        self.tokens.add(end - len(text), end)
+        text = self._held + text
+        m = self._stops.search(text, partial=True)
+        n = len(text) if m is None else m.start()
+        self._held = text[n:]
+        if m is not None and not m.partial:
+            self.stop_word, self.has_ended = m[0], True
+        return self._say(self._text.add(text[:n]))
 
     def _say(self, text: str) -> list[Event]:
         return [Text(text, tokens=self.tokens.take(len(text)))] if text else []
@@ -109,27 +119,6 @@ class _LineBreaks:
 
     def rest(self) -> str:
         return "" if self.skips else self._breaks
-
-
-class _StopWords:
-    def __init__(self, words: list[str]):
-        # A pattern without words matches nothing.
-        self._pattern = regex.compile("|".join(map(regex.escape, sorted(filter(None, words)))) or "(?!)")
-        self.found: str | None = None  # the stop word that ended the text
-        self._held = ""  # text that may begin a stop word
-
-    def add(self, text: str) -> str:
-        """Add the next piece of a text. Return the part before a stop word."""
-        text = self._held + text
-        m = self._pattern.search(text, partial=True)
-        self.found = m[0] if m and not m.partial else None
-        n = m.start() if m else len(text)
-        self._held = text[n:]
-        return text[:n]
-
-    def rest(self) -> str:
-        held, self._held = self._held, ""
-        return held
 
 
 class TextTokens:
@@ -270,7 +259,7 @@ class QwenReader:
     def _calls_at_end(self) -> list[Event]:
         """The calls after the last words of the reasoning, valid if the turn ends with them, though sent as such."""
         parser = ToolCallParser(self.schemas)
-        found = parser.add(self.reasoning.text) + parser.finish(cut=False)
+        found = parser.add("".join(self.reasoning.pieces)) + parser.finish(cut=False)
         words = [i for i, event in enumerate(found) if isinstance(event, Text) and event.text.strip()]
         calls = [event for event in found[max(words, default=-1) + 1 :] if isinstance(event, tool_calls.Call)]
         if not calls or not isinstance(calls[-1], CallEnds):
