@@ -1,5 +1,7 @@
 """What an answer's text says: reasoning, text and calls, up to a stop word; its tokens; how long it thinks; what is code."""
 
+import math
+from itertools import product
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -11,8 +13,8 @@ from mlx_lm.tool_parsers import pythonic
 from mlx_mtp import load, mtp_generate_step
 from mlx_mtp.server.engine.admission import make_budget
 from mlx_mtp.server.engine.encode import BoundedTokenizer, encode
-from mlx_mtp.server.request import ApiError, Request
-from mlx_mtp.text.answer import Reasoning, ends_in_reasoning, make_answer
+from mlx_mtp.server.request import ApiError, Prompt, Request
+from mlx_mtp.text.answer import Reasoning, ends_in_reasoning
 from mlx_mtp.text.reasoning import Lines, end_of_reasoning
 from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
 from tests.support import requests
@@ -25,14 +27,16 @@ TOOLS = requests.tools_of(CHAT, *FUNCTIONS)
 CALL = f'{START}\n{{"name": "add", "arguments": {{"a": 1}}}}\n{END}'
 
 
-def told(pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS) -> tuple[tuple, list[str]]:
+def told(pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS, goes_on=False) -> tuple[tuple, list[str]]:
     """Pieces of an answer, a token each -> (reasoning, text, calls, finish reason), and the pieces that the text is made of."""
     tokenizer = SimpleNamespace(has_tool_calling=True, has_thinking=True, think_start="<think>", think_end="</think>")
-    answer = make_answer(tokenizer, in_reasoning, tools, list(stop), is_chat=True, one_call=False)
+    request = Request("chat", "", [], tools)
+    request.args, request.encoded = SimpleNamespace(stop_words=list(stop)), Prompt([], in_reasoning, goes_on)
+    request.begin_answer(tokenizer, math.inf)
     reasoning, text, calls, tokens = "", "", "", []
     pieces = [*pieces, ""] if reason == "stop" else pieces
     for i, piece in enumerate(pieces, 1):
-        events, finish_reason = answer.step(piece, reason if i == len(pieces) else None)
+        events, finish_reason = request.answer.step(piece, reason if i == len(pieces) else None)
         for event in events:
             reasoning += event.text if isinstance(event, Reasoning) else ""
             calls += event.name if isinstance(event, CallBegins) else ""
@@ -119,11 +123,8 @@ def test_tools_are_refused_where_the_model_writes_calls_as_others_do():
     assert (e.value.status, e.value.param) == (400, "tools")
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_reasoning_that_goes_on_keeps_its_first_line_breaks(goes_on):
-    tokenizer = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>", has_tool_calling=False)
-    answer = make_answer(tokenizer, True, None, [], is_chat=True, one_call=False, goes_on=goes_on)
-    assert answer.step("\n\nSo", None)[0] == [Reasoning("\n\nSo" if goes_on else "So")]
+def test_reasoning_that_goes_on_keeps_its_first_line_breaks():
+    assert [read("\n\nSo", goes_on=goes_on)[0] for goes_on in (False, True)] == ["So", "\n\nSo"]
 
 
 # The tokens of the text
@@ -249,25 +250,19 @@ def test_a_switch_means_the_same_in_each_api(fields, variables, budget):
     assert both.args.chat_template_kwargs == MAX | OFF
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"include_reasoning": False}, {"reasoning": {"exclude": True}}, {"reasoning": {"effort": "deep"}}, {"reasoning": 5},
-        {"reasoning": {"max_tokens": -2}}, {"thinking": {"type": "deep"}}, {"thinking": "loud"}, {"think": 1},
-        {"think": [True]}, {"reasoning_budget": -2}, {"reasoning_budget": True},
-        {"thinking_token_budget": "a"}, {"reasoning_effort": "deep"},
-        {"chat_template_kwargs": {"think": "loud"}},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_switch_that_is_not_honoured_is_refused_by_its_name(fields):
-    ((name, value),) = fields.items()
-    name = name if name != "chat_template_kwargs" else next(iter(value))
-    for path in CHATS:
-        with pytest.raises(ApiError) as e:
-            asked(path, **fields)
-        assert (e.value.status, e.value.param) == (400, name), path
-        assert e.value.message.startswith(name), path
+def test_a_switch_that_is_not_honoured_is_refused_by_its_name():
+    refused = [
+        *(("reasoning", x) for x in ({"exclude": True}, {"effort": "deep"}, 5, {"max_tokens": -2})),
+        ("thinking", {"type": "deep"}), ("thinking", "loud"), *(("think", x) for x in (1, [True], "loud")),
+        ("reasoning_budget", -2), ("reasoning_budget", True), ("thinking_token_budget", "a"), ("reasoning_effort", "deep"),
+        ("include_reasoning", False),
+    ]  # fmt: skip
+    for path, (name, value) in product(CHATS, refused):
+        for fields in ({name: value}, {"chat_template_kwargs": {name: value}})[: 1 + (value == "loud")]:
+            with pytest.raises(ApiError) as e:
+                asked(path, **fields)
+            assert (e.value.status, e.value.param) == (400, name), (path, fields)
+            assert e.value.message.startswith(name), (path, fields)
 
 
 # The budget

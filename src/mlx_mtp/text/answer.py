@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -22,12 +21,13 @@ class Reasoning:
 
 
 Event = Reasoning | tool_calls.Event
+Marks = tuple[str, str] | None  # around the reasoning of a model that thinks
 
 
 class Answer:
     """Converts the tokens of one answer into events. Stop words end its text, but not its reasoning and calls."""
 
-    def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool = True, one_call: bool = False):
+    def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool, one_call: bool, goes_on: bool):
         self.reader, self.one_call = reader, one_call
         # A pattern without words matches nothing.
         self._stops = regex.compile("|".join(map(regex.escape, sorted(filter(None, stop_words)))) or "(?!)")
@@ -36,7 +36,8 @@ class Answer:
         self.tokens = TextTokens()
         self.has_ended = False  # with a stop word or a call
         self.n_calls = 0
-        self._reasoning, self._text = _LineBreaks(skips=True), _LineBreaks(holds=is_chat)
+        # The first line breaks of reasoning that goes on are its own.
+        self._reasoning, self._text = _LineBreaks(skips=not goes_on), _LineBreaks(holds=is_chat)
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
         """Add the next token, by the characters that it completes, and the finish reason of the last one, "stop" or "length".
@@ -163,11 +164,7 @@ class QwenReader:
     """
 
     def __init__(
-        self,
-        think: tuple[str, str] | None,
-        in_reasoning: bool | None,
-        schemas: Mapping[str, Any] | None,
-        patience: float | None = math.inf,
+        self, think: Marks, in_reasoning: bool | None, schemas: Json | None, patience: float | None = math.inf
     ):
         self.begin, self.end = think or ("", "")
         self.schemas, self.patience = schemas, patience
@@ -267,7 +264,7 @@ class QwenReader:
         return [replace(call, index=call.index - calls[0].index) for call in calls]
 
 
-def ends_in_reasoning(prompt: str, think: tuple[str, str] | None, prefill: str = "") -> bool | None:
+def ends_in_reasoning(prompt: str, think: Marks, prefill: str = "") -> bool | None:
     """Whether a prompt ends within reasoning; ``None`` if it has ended none. A mark at its end decides, and behind it the
     ``prefill``, in which one within a line is a mention.
     """
@@ -283,14 +280,14 @@ def ends_in_reasoning(prompt: str, think: tuple[str, str] | None, prefill: str =
     return reader.in_reasoning
 
 
-def start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool | None) -> int | None:
+def start_of_calls(text: str, think: Marks, in_reasoning: bool | None) -> int | None:
     """The position of the first call's opening tag, even if the call is incomplete."""
     end = max(i + len(tag) if (i := text.rfind(tag)) >= 0 else 0 for tag in (START, OPEN_FUNCTION))
     return _start_of_calls(text[: end + 1], think, in_reasoning) if end > 0 else None
 
 
 @lru_cache(maxsize=8)  # for the positions of a window after a quoted tag
-def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool | None) -> int | None:
+def _start_of_calls(text: str, think: Marks, in_reasoning: bool | None) -> int | None:
     reader, n = QwenReader(think, in_reasoning, {}), 0
     for m in re.finditer(f"{START}|{OPEN_FUNCTION}", text):
         reader.add(text[n : m.end()])
@@ -300,29 +297,7 @@ def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool
     return None
 
 
-def make_answer(
-    tokenizer: Any,
-    in_reasoning: bool | None,
-    tools: list[Any] | None,
-    stop_words: list[str],
-    *,
-    is_chat: bool,
-    one_call: bool,
-    patience: float | None = math.inf,
-    goes_on: bool = False,
-) -> Answer:
-    """Make the parser of a request's answer. Without tools, calls are text; without a chat template (``is_chat``), all is."""
-    if not is_chat:
-        return Answer(QwenReader(None, False, None), stop_words, is_chat=False)
-    schemas = None
-    if tools and tokenizer.has_tool_calling:
-        schemas = {function["name"]: function.get("parameters") for function in functions_of(tools)}
-    answer = Answer(QwenReader(think_marks(tokenizer), in_reasoning, schemas, patience), stop_words, one_call=one_call)
-    answer._reasoning.skips = not goes_on  # the first line breaks of reasoning that goes on are its own
-    return answer
-
-
-def think_marks(tokenizer: Any) -> tuple[str, str] | None:
+def think_marks(tokenizer: Any) -> Marks:
     return (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
 
 

@@ -5,7 +5,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from annotated_types import Ge, Le
@@ -15,7 +15,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ...core.decoding.counts import DraftCounts
 from ...core.pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ...text.answer import Reasoning
 from ...text.schema import Json
@@ -354,13 +353,14 @@ def function_tool(tool: Tool, name: str | None, parameters: Json | None) -> Json
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
-@dataclass(frozen=True)
 class Usage:
-    n_prompt: int  # tokens of the prompts, each counted once
-    n_cached: int  # cached tokens among them
-    n_generated: int  # tokens of all answers
-    n_accepted: int  # accepted drafts among them
-    drafts: list[DraftCounts] | None  # of each answer; None if the server does not draft
+    def __init__(self, choices: list[Request], drafts: bool):
+        first = choices[:: choices[0].n]  # the first answer to each prompt
+        self.n_prompt = sum(request.n_prompt for request in first)
+        self.n_cached = sum(request.n_cached for request in first)
+        self.n_generated = sum(request.n_tokens for request in choices)
+        self.n_accepted = sum(request.n_accepted for request in choices)  # drafts among these tokens
+        self.drafts = [request.counts for request in choices] if drafts else None  # None if the server does not draft
 
 
 class Writer:
