@@ -20,7 +20,7 @@ from .request import ApiError, Request, StructuredOutput
 # Behind a text, as the parser reads it: the next parameter, the end of the call, or a next function, which no grammar has
 NEXT, LAST = rf"{PROPER}\s*<parameter=", rf"{PROPER}\s*</function>\s*{END}"
 AGAIN = rf"{PROPER}\s*</function>\s*{OPEN_FUNCTION}"
-# A call that a text quotes: its beginning and end, and one without parameters whose end the parser does not count
+# A call that a text quotes: its beginning and end, and one without parameters, whose end the parser may not count
 QUOTED = rf"{OPEN_FUNCTION}[^\s<>]+>\s*<parameter=[^\n<>]+>"
 QUOTED_END = rf"(?s:.*){PROPER}\s*</(function|tool_call)>"
 EMPTY = rf"{OPEN_FUNCTION}[^\s<>]+>\s*</(function|tool_call)>[^\s<]"
