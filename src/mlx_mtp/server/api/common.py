@@ -84,9 +84,9 @@ T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # pydantic otherwise makes an error for each element
 Short = Annotated[str, Field(max_length=1000)]
 Natural = Annotated[int, Ge(0), Le(2**31)]
-Free = BeforeValidator(lambda n: NO_LIMIT if n == -1 else n)  # -1 is no limit, as in llama.cpp
-Budget = Annotated[int, Ge(0), Le(NO_LIMIT), Free]
-Limit = Annotated[int, Ge(1), Le(NO_LIMIT), Free]
+Unlimited = BeforeValidator(lambda n: NO_LIMIT if n == -1 else n)  # -1 is no limit, as in llama.cpp
+Budget = Annotated[int, Ge(0), Le(NO_LIMIT), Unlimited]
+Limit = Annotated[int, Ge(1), Le(NO_LIMIT), Unlimited]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
 Stop = Annotated[Many[Short], Field(max_length=64), BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
