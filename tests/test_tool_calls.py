@@ -429,17 +429,6 @@ def test_a_call_without_its_opening_tag(before):
         assert content == before.replace(ONE_LINE, "") + end.replace("\n</tool_call>", ""), end
 
 
-def test_cut_call_keeps_its_beginning():
-    whole = render("write", {"path": "src", "content": "one two"})
-    for n in range(51, 90):
-        ((name, arguments, is_complete),) = parse(whole[:n], cut=True)
-        assert (name, is_complete) == ("write", False)
-        written = whole[:n].partition("<parameter=path>\n")[2]
-        assert json.loads(f'{arguments}"}}')["path"].startswith(written[:3])
-    cut = parse(render("add", {"a": 1}).removesuffix("\n</tool_call>"), cut=True)
-    assert cut == [["add", '{"a": "1\\n</parameter>\\n</function>', False]]
-
-
 # Values
 
 
