@@ -8,11 +8,9 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.tool_parsers import pythonic
 
 from mlx_mtp import load, mtp_generate_step
 from mlx_mtp.server.engine.admission import make_budget
-from mlx_mtp.server.engine.encode import BoundedTokenizer, encode
 from mlx_mtp.server.request import ApiError, Prompt, Request
 from mlx_mtp.text.answer import Reasoning, ends_in_reasoning
 from mlx_mtp.text.reasoning import Lines, end_of_reasoning
@@ -109,18 +107,6 @@ def test_an_answer_that_drifts(drift):
     for text, want in DRIFTS[drift]:
         for size in (len(text), 1, 2, 5, 9):
             assert read(text, size) == want, (text, size)
-
-
-def test_tools_are_refused_where_the_model_writes_calls_as_others_do():
-    tokenizer = SimpleNamespace(
-        has_chat_template=True, has_tool_calling=True, tool_parser=pythonic.parse_tool_call, get_vocab=lambda: {"a": 0},
-        added_tokens_decoder={}, chat_template="",
-    )  # fmt: skip
-    request = Request("chat", "", [{"role": "user", "content": "a"}], TOOLS, None)
-    request.args = SimpleNamespace(chat_template_kwargs=None)
-    with pytest.raises(ApiError, match=r"mlx_lm\.server") as e:
-        encode(BoundedTokenizer(tokenizer, None), request, SimpleNamespace(chat_template_args={}), None)
-    assert (e.value.status, e.value.param) == (400, "tools")
 
 
 def test_reasoning_that_goes_on_keeps_its_first_line_breaks():

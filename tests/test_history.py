@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.tool_parsers import pythonic
 
 from mlx_mtp.server.api.common import REFUSED
 from mlx_mtp.server.api.history import THINK
@@ -380,6 +381,13 @@ def test_a_part_without_text_is_refused_in_the_question_only(prompts, caplog, pa
         assert ("Then?" in text, "[image left out]" in text) == (True, part is URL)
         (line,) = [r.getMessage() for r in caplog.records if "Left out of the prompt" in r.getMessage()]
         assert f"{field}[{len(history) - 1 if len(history) == 1 else 2}].content[0]" in line
+
+
+def test_tools_are_refused_where_the_model_writes_calls_as_others_do(prompts, monkeypatch):
+    monkeypatch.setattr(prompts.tokenizer, "_tool_parser", pythonic.parse_tool_call)
+    with pytest.raises(ApiError, match=r"mlx_lm\.server") as e:
+        prompts.read(CHAT, messages=[user("a")], tools=tools_of(CHAT, {"name": "f"}))
+    assert (e.value.status, e.value.param) == (400, "tools")
 
 
 def test_images_of_the_history_do_not_end_a_chat_with_a_model_that_takes_none(prompts, caplog):
