@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from itertools import product
 from types import SimpleNamespace
 
 import openai
@@ -14,7 +15,6 @@ from mlx_mtp.server.app import APIS
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from mlx_mtp.server.structured_output import make_output_grammar
-from tests.support.bodies import MESSAGES_BODY, RESPONSES_BODY
 from tests.support.prompts import Prompts
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, body_with, options_of, read, tools_of
 from tests.support.scripted_server import said, serve_scripted
@@ -24,8 +24,6 @@ from tests.support.tool_texts import FUNCTIONS, SCHEMAS, model_with, render
 
 ADD, NOW = render("add", {"a": 1, "b": 2}), render("now", {})
 TOOLS_OF = {path: tools_of(path, *FUNCTIONS) for path in (CHAT, MESSAGES, RESPONSES)}
-
-
 server = server_of(lambda _: ["--served-model-name", "tiny", "--model", model_with()], serve_scripted)
 
 
@@ -116,6 +114,30 @@ def test_an_answer_may_have_one_call_only(claude, client):
         assert len(answer.choices[0].message.tool_calls) == 1 + parallel
 
 
+def part(text: str, kind: str = "text") -> dict:
+    return {"type": kind, "text": text}
+
+
+THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+USE = {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "x"}}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [part("no file")], "is_error": True}
+READ = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}, "cache_control": {}}
+MESSAGES_BODY = dict(
+    system=[
+        part("x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=00000;"),
+        {**part("You are a coder."), "cache_control": {"type": "ephemeral"}},
+        part("x-anthropic-billing-header: cch=2f;\nBe kind.\n"),
+    ],
+    messages=[
+        {"role": "user", "content": [part("a"), part("b")]}, {"role": "system", "content": "Be short."},
+        {"role": "assistant", "content": [THOUGHT, part("I read."), USE]},
+        {"role": "user", "content": [RESULT, part("Well?")]},
+    ],
+    tools=[READ, {"type": "web_search_20250305", "name": "web_search"}], metadata={"user_id": "1"},
+    context_management={"edits": []}, output_config={"effort": "high"}, thinking={"type": "adaptive"},
+)  # fmt: skip
+
+
 def test_messages_become_those_of_a_chat_template():
     request = read(MESSAGES, **MESSAGES_BODY)
     call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "x"}}}
@@ -182,20 +204,20 @@ def comparable(item: dict) -> dict:
 
 def joined(events) -> list[dict]:
     """The items that the events begin, extend and end."""
-    items, texts = [], {}
+    ids, items = [], []
     for event in events:
         if event.type == "response.output_item.added":
-            assert event.output_index == len(items)
-            items.append(event.item.id)
+            ids.append(event.item.id)
+            text = ""
         elif event.type.endswith(".delta"):
-            texts[event.item_id] = texts.get(event.item_id, "") + event.delta
+            assert event.item_id == ids[-1]
+            text += event.delta
         elif event.type == "response.output_item.done":
             item = event.item.model_dump()
-            assert items[event.output_index] == item["id"]
+            assert (event.output_index, item["id"]) == (len(items), ids[-1])
             content = item.get("content")
-            text = content[0]["text"] if content else item.get("arguments", item.get("input"))
-            assert texts[item["id"]] == text
-            items[event.output_index] = comparable(item)
+            assert text == (content[0]["text"] if content else item.get("arguments", item.get("input")))
+            items.append(comparable(item))
     return items
 
 
@@ -300,6 +322,12 @@ def test_custom_and_namespaced_tools(client):
     custom, call = response(client, text, tools=tools)["output"]
     assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "now", "*** Begin\n+a")
     assert (call["namespace"], call["name"], json.loads(call["arguments"])) == ("math", "add", {"a": 1, "b": 2})
+    # A custom call that is cut has its text so far.
+    text = render("now", {"input": '*** Begin "a" of a long patch' + " with many more words" * 9})
+    (item,) = response(client, text, tools=tools, max_output_tokens=60)["output"]
+    assert (item["type"], item["status"]) == ("custom_tool_call", "incomplete")
+    assert item["input"].startswith('*** Begin "a" of')
+    assert len(item["input"]) < 200
 
 
 @pytest.mark.parametrize(("syntax", "definition"), [("lark", 'start: "+" /[ab]+/'), ("regex", r"\+[ab]+")])
@@ -319,22 +347,10 @@ def test_the_grammar_of_a_custom_tool_binds_its_input(prompts, syntax, definitio
         make_output_grammar(tokenizer, read(RESPONSES, input="a", tools=[tool]), False)
 
 
-def test_a_custom_call_that_is_cut_has_its_text_so_far(client):
-    tools = [{"type": "custom", "name": "now"}]
-    text = render("now", {"input": '*** Begin "a" of a long patch' + " with many more words" * 9})
-    (item,) = response(client, text, tools=tools, max_output_tokens=60)["output"]
-    assert (item["type"], item["status"]) == ("custom_tool_call", "incomplete")
-    assert item["input"].startswith('*** Begin "a" of')
-    assert len(item["input"]) < 200
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [*((RESPONSES, kind) for kind in ("local_shell", "shell", "apply_patch")), (MESSAGES, "bash_20250124")],
-)
-def test_tools_of_vendors_that_the_client_runs_are_refused(path, kind):
-    with pytest.raises(ApiError, match=f"tools: {kind} is not supported"):
-        read(path, **body_with(path, tools=[{"type": kind, "name": "a"}]))
+def test_tools_of_vendors_that_the_client_runs_are_refused():
+    for path, kind in product((RESPONSES, MESSAGES), ("local_shell", "shell", "apply_patch", "bash_20250124")):
+        with pytest.raises(ApiError, match=f"tools: {kind} is not supported"):
+            read(path, **body_with(path, tools=[{"type": kind, "name": "a"}]))
 
 
 def test_an_inner_tool_may_be_chosen_by_its_short_name():
@@ -349,6 +365,23 @@ def test_an_inner_tool_may_be_chosen_by_its_short_name():
     assert names_of(read(RESPONSES, input="a", tools=spaces, tool_choice=allowed).tools) == ["b__y"]
     with pytest.raises(ApiError, match="there is no tool 'x'"):  # there are two
         read(RESPONSES, input="a", tools=spaces, tool_choice={"type": "function", "name": "x"})
+
+
+RESPONSES_BODY = dict(
+    instructions="You are a coder.",
+    input=[
+        {"type": "message", "role": "developer", "content": [part("Be short.", "input_text")]},
+        {"role": "user", "content": "a"},
+        {"type": "function_call", "name": "read", "call_id": "1", "arguments": '{"path": "x"}', "namespace": "fs"},
+        {"type": "custom_tool_call", "name": "patch", "call_id": "2", "input": "+a"},
+        {"type": "function_call_output", "call_id": "1", "output": "text"},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": [part("done", "input_text")]},
+        {"type": "web_search_call", "id": "3", "status": "completed"},
+        {"role": "developer", "content": "Go on."},
+    ],
+    store=True, include=["reasoning.encrypted_content"], prompt_cache_key="k",
+    reasoning={"effort": "none", "summary": "auto"},
+)  # fmt: skip
 
 
 def test_items_become_messages_of_a_chat_template():
@@ -378,15 +411,15 @@ def names_of(tools) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-@pytest.mark.parametrize(("path", "is_nested"), [(CHAT, True), (CHAT, False), (RESPONSES, False), (RESPONSES, True)])
+@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_only_the_allowed_tools_are_called(path, is_nested, mode):
     """The prompt has all of them, and so remains in the cache."""
-    listed = (
-        {"type": "function", "name": "add"},
-        {"type": "function", "function": {"name": "now"}},
+    listed = [
+        *({"type": "function", **of} for of in ({"name": "add"}, {"function": {"name": "now"}})),
         {"type": "web_search"},
-    )
-    allowed = {"mode": mode, "tools": [*listed]}
+    ]
+    allowed = {"mode": mode, "tools": listed}
     request = request_with(path, {"type": "allowed_tools", **({"allowed_tools": allowed} if is_nested else allowed)})
     assert (names_of(request.tools), names_of(request.shown_tools)) == (["add", "now"], [*SCHEMAS])
     output = request.structured_output
@@ -395,19 +428,14 @@ def test_only_the_allowed_tools_are_called(path, is_nested, mode):
     assert request_with(path, {"type": "allowed_tools", **everything}).structured_output is None
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES])
-@pytest.mark.parametrize(
-    "wrong",
-    [{}, {"mode": "any"}, {"tools": [{"name": "rm"}]}, {"tools": "add"}, {"tools": [5]}, {"tools": []}],
-    ids=str,
-)
-def test_allowed_tools_that_are_none(path, wrong):
-    given = {"mode": "auto", "tools": [{"type": "function", "name": "add"}]} if "mode" in wrong else {}
-    for allowed in ({**given, **wrong}, {"allowed_tools": {**given, **wrong}}):
-        choice = {"type": "allowed_tools", **allowed}
+def test_allowed_tools_that_are_none():
+    add = [{"type": "function", "name": "add"}]
+    wrong = {}, {"mode": "any", "tools": add}, *({"tools": x} for x in ([{"name": "rm"}], "add", [5], []))
+    for path, allowed, is_nested in product((CHAT, RESPONSES), wrong, (False, True)):
+        choice = {"type": "allowed_tools", **({"allowed_tools": allowed} if is_nested else allowed)}
         with pytest.raises(ApiError, match="allowed_tools must") as e:
             request_with(path, choice)
-        assert (e.value.status, e.value.param) == (400, "tool_choice")
+        assert (e.value.status, e.value.param) == (400, "tool_choice"), choice
 
 
 def test_a_tool_that_is_not_allowed_is_not_called(client):

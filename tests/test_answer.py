@@ -1,18 +1,18 @@
 """What an answer's text says: reasoning, text and calls, up to a stop word; its tokens; how long it thinks; what is code."""
 
+import math
+from itertools import product
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.tool_parsers import pythonic
 
 from mlx_mtp import load, mtp_generate_step
 from mlx_mtp.server.engine.admission import make_budget
-from mlx_mtp.server.engine.encode import BoundedTokenizer, encode
-from mlx_mtp.server.request import ApiError, Request
-from mlx_mtp.text.answer import QwenReader, Reasoning, ends_in_reasoning, make_answer
+from mlx_mtp.server.request import ApiError, Prompt, Request
+from mlx_mtp.text.answer import Reasoning, ends_in_reasoning
 from mlx_mtp.text.reasoning import Lines, end_of_reasoning
 from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
 from tests.support import requests
@@ -25,14 +25,16 @@ TOOLS = requests.tools_of(CHAT, *FUNCTIONS)
 CALL = f'{START}\n{{"name": "add", "arguments": {{"a": 1}}}}\n{END}'
 
 
-def told(pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS) -> tuple[tuple, list[str]]:
+def told(pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS, goes_on=False) -> tuple[tuple, list[str]]:
     """Pieces of an answer, a token each -> (reasoning, text, calls, finish reason), and the pieces that the text is made of."""
     tokenizer = SimpleNamespace(has_tool_calling=True, has_thinking=True, think_start="<think>", think_end="</think>")
-    answer = make_answer(tokenizer, in_reasoning, tools, list(stop), is_chat=True, one_call=False)
+    request = Request("chat", "", [], tools)
+    request.args, request.encoded = SimpleNamespace(stop_words=list(stop)), Prompt([], in_reasoning, goes_on)
+    request.begin_answer(tokenizer, math.inf)
     reasoning, text, calls, tokens = "", "", "", []
     pieces = [*pieces, ""] if reason == "stop" else pieces
     for i, piece in enumerate(pieces, 1):
-        events, finish_reason = answer.step(piece, reason if i == len(pieces) else None)
+        events, finish_reason = request.answer.step(piece, reason if i == len(pieces) else None)
         for event in events:
             reasoning += event.text if isinstance(event, Reasoning) else ""
             calls += event.name if isinstance(event, CallBegins) else ""
@@ -46,8 +48,9 @@ def told(pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS) -> tup
     return (reasoning, text, calls, finish_reason), [pieces[i] for i in tokens]
 
 
-def read(text, **options):
-    return told(text, in_reasoning=True, **options)[0]
+def read(text, size=1, **options):
+    """(reasoning, text, calls, finish reason) of an answer that begins with reasoning, in pieces of this size."""
+    return told([text[i : i + size] for i in range(0, len(text), size)], in_reasoning=True, **options)[0]
 
 
 def test_an_answer_is_taken_apart_and_a_stop_word_ends_its_content():
@@ -58,8 +61,10 @@ def test_an_answer_is_taken_apart_and_a_stop_word_ends_its_content():
     assert read("</think>abcabd", stop=["abd", "xyz"]) == ("", "abc", "", "stop")
     assert read("</think>abcab", stop=["abd"], reason="length") == ("", "abcab", "", "length")
     text = f"A!B</think>\nOne! two?\n{CALL}"
-    for pieces in (text, [text]):  # nothing follows the first, though it was written in the same step
-        assert read(pieces, stop=["?", "!"]) == ("A!B", "One", "", "stop")
+    for size in (1, len(text)):  # nothing follows the first, though it was written in the same step
+        assert read(text, size, stop=["?", "!"]) == ("A!B", "One", "", "stop")
+    for text in ("So:\n```c\nint x;\n</think>\n\nYes.", "So:\n```c\nint x = </think>;"):  # of code that nothing closes
+        assert read(text, reason="length") == (text, "", "", "length")
 
 
 # Answers that drift
@@ -89,6 +94,10 @@ DRIFTS = {
         (f"Hm.\n</think>\n\n{CALLED}\n</think>\n\nDone.", ("Hm.", "Done.", ADD_1, "tool_calls")),
         ("Hm.\n</think>\n\nSo.\n<think>\nWell", ("Hm.\n\n\nSo.\nWell", "", "", "stop")),
     ],
+    "a tag in a code block that nothing closes": [
+        (text := "So:\n```c\nint x;\n</think>\n\nYes.", (text, "Yes.", "", "stop")),
+        (text := "So:\n```c\nint x = </think>;", (text, "", "", "stop")),
+    ],
 }  # fmt: skip
 
 
@@ -97,26 +106,11 @@ def test_an_answer_that_drifts(drift):
     """In pieces of any size."""
     for text, want in DRIFTS[drift]:
         for size in (len(text), 1, 2, 5, 9):
-            assert read([text[i : i + size] for i in range(0, len(text), size)]) == want, (text, size)
+            assert read(text, size) == want, (text, size)
 
 
-def test_tools_are_refused_where_the_model_writes_calls_as_others_do():
-    tokenizer = SimpleNamespace(
-        has_chat_template=True, has_tool_calling=True, tool_parser=pythonic.parse_tool_call, get_vocab=lambda: {"a": 0},
-        added_tokens_decoder={}, chat_template="",
-    )  # fmt: skip
-    request = Request("chat", "", [{"role": "user", "content": "a"}], TOOLS, None)
-    request.args = SimpleNamespace(chat_template_kwargs=None)
-    with pytest.raises(ApiError, match=r"mlx_lm\.server") as e:
-        encode(BoundedTokenizer(tokenizer, None), request, SimpleNamespace(chat_template_args={}), None)
-    assert (e.value.status, e.value.param) == (400, "tools")
-
-
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_reasoning_that_goes_on_keeps_its_first_line_breaks(goes_on):
-    tokenizer = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>", has_tool_calling=False)
-    answer = make_answer(tokenizer, True, None, [], is_chat=True, one_call=False, goes_on=goes_on)
-    assert answer.step("\n\nSo", None)[0] == [Reasoning("\n\nSo" if goes_on else "So")]
+def test_reasoning_that_goes_on_keeps_its_first_line_breaks():
+    assert [read("\n\nSo", goes_on=goes_on)[0] for goes_on in (False, True)] == ["So", "\n\nSo"]
 
 
 # The tokens of the text
@@ -155,14 +149,6 @@ def test_a_text_is_made_of_its_tokens(pieces, options, want):
 # How long a model thinks: quoted tags do not end it, a budget does, and drafts change nothing of either
 
 
-def parts_of(text: str, size: int, cut: bool = False) -> tuple[str, str]:
-    """(reasoning, answer) of a text in pieces of this size."""
-    reader = QwenReader(("<think>", "</think>"), True, {})
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    events = [event for piece in pieces for event in reader.add(piece)] + reader.finish(cut)
-    return tuple("".join(e.text for e in events if isinstance(e, kind)) for kind in (Reasoning, Text))
-
-
 THOUGHTS = [
     ("Hm.\n", "\n\nYes."),
     ("The tag `</think>` ends it.\n", "Yes, `</think>`."),
@@ -178,18 +164,10 @@ THOUGHTS = [
 def test_a_quoted_tag_does_not_end_reasoning_and_a_grammar_begins_where_it_ends(thought, answer):
     text, end = f"{thought}</think>{answer}", len(thought) + len("</think>")
     for size in (1, 2, 3, 7, 1000):
-        assert parts_of(text, size) == (thought, answer), size
+        assert read(text, size) == (thought.rstrip("\n"), answer.lstrip("\n"), "", "stop"), size
     found = [end_of_reasoning(text[:n], "</think>") for n in range(len(text) + 1)]
     n = end + thought.endswith("`")  # then the next character tells
     assert found == [None] * n + [end] * (len(text) + 1 - n)
-
-
-def test_a_tag_in_a_code_block_that_nothing_closes_was_the_end():
-    text = "So:\n```c\nint x;\n</think>\n\nYes."
-    for size in (1, 3, 1000):
-        assert parts_of(text, size) == (text, "\n\nYes.")
-        assert parts_of(text, size, cut=True) == (text, "")
-        assert parts_of("So:\n```c\nint x = </think>;", size)[1] == ""
 
 
 def test_a_prefill_may_end_the_reasoning():
@@ -258,25 +236,19 @@ def test_a_switch_means_the_same_in_each_api(fields, variables, budget):
     assert both.args.chat_template_kwargs == MAX | OFF
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"include_reasoning": False}, {"reasoning": {"exclude": True}}, {"reasoning": {"effort": "deep"}}, {"reasoning": 5},
-        {"reasoning": {"max_tokens": -2}}, {"thinking": {"type": "deep"}}, {"thinking": "loud"}, {"think": 1},
-        {"think": [True]}, {"reasoning_budget": -2}, {"reasoning_budget": True},
-        {"thinking_token_budget": "a"}, {"reasoning_effort": "deep"},
-        {"chat_template_kwargs": {"think": "loud"}},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_switch_that_is_not_honoured_is_refused_by_its_name(fields):
-    ((name, value),) = fields.items()
-    name = name if name != "chat_template_kwargs" else next(iter(value))
-    for path in CHATS:
-        with pytest.raises(ApiError) as e:
-            asked(path, **fields)
-        assert (e.value.status, e.value.param) == (400, name), path
-        assert e.value.message.startswith(name), path
+def test_a_switch_that_is_not_honoured_is_refused_by_its_name():
+    refused = [
+        *(("reasoning", x) for x in ({"exclude": True}, {"effort": "deep"}, 5, {"max_tokens": -2})),
+        ("thinking", {"type": "deep"}), ("thinking", "loud"), *(("think", x) for x in (1, [True], "loud")),
+        ("reasoning_budget", -2), ("reasoning_budget", True), ("thinking_token_budget", "a"), ("reasoning_effort", "deep"),
+        ("include_reasoning", False),
+    ]  # fmt: skip
+    for path, (name, value) in product(CHATS, refused):
+        for fields in ({name: value}, {"chat_template_kwargs": {name: value}})[: 1 + (value == "loud")]:
+            with pytest.raises(ApiError) as e:
+                asked(path, **fields)
+            assert (e.value.status, e.value.param) == (400, name), (path, fields)
+            assert e.value.message.startswith(name), (path, fields)
 
 
 # The budget
@@ -311,7 +283,7 @@ def test_what_ends_reasoning(loaded):
         ("Hm.\n</think>\n\nYes", ""),
     ):
         assert forced(tokenizer, thought) == end, thought
-        assert not end or parts_of(f"{thought}{end}Yes.", 1)[1].strip() == "Yes.", thought
+        assert not end or read(f"{thought}{end}Yes.")[1] == "Yes.", thought
     # A model that does not think is let alone.
     assert forced(tokenizer, "Yes, and", in_reasoning=False) == ""
     assert forced(tokenizer, "<think>\nHm", in_reasoning=False) == "\n</think>\n\n"
@@ -342,14 +314,6 @@ def code_of(text: str) -> list[str]:
     return found
 
 
-def ends_in_code(text: str) -> bool:
-    """Whether text at the beginning of a further line is code."""
-    lines = Lines()
-    for line in text.split("\n"):
-        lines = lines.add(line)
-    return lines.is_code("")
-
-
 # What begins a line, and what continues it.
 CONTAINERS = [
     ("", ""), ("- ", "  "), ("* ", "  "), ("+   ", "    "), ("1. ", "   "), ("10) ", "    "), ("- [ ] ", "  "),
@@ -363,9 +327,9 @@ def test_a_code_block_ends_where_its_container_ends(end):
     for first, next_ in CONTAINERS[1:]:
         if end != "> quote" or first[0] != ">":
             text = f"{first}```\n{next_}a\n{end}"
-            assert code_of(text)[:1] == [f"{next_}a"]
             is_new = end == "```" and ">" in first  # outside of its block quote, it begins another
-            assert ends_in_code(text) == is_new, text
+            code = code_of(f"{text}\nso")
+            assert (code[0], "so" in code) == (f"{next_}a", is_new), text
 
 
 def test_no_code_is_open():
@@ -375,7 +339,7 @@ def test_no_code_is_open():
         "- ```\na\n\nb\n```", "1. ```\na\n   ```", "1. Do:\n   ```\n   cat <<X\na\nX\n   ```",
         "- a\n  1. ```\n     a\n     ```\n- b", "- a\n\n    ```\n    a\n    ```", "- - - -\n***", "-\n  ```\n  a\n  ```",
     ):  # fmt: skip
-        assert not ends_in_code(text), text
+        assert "so" not in code_of(f"{text}\nso"), text
 
 
 CODE = ["a", "", "  b", "# c", "``", "~~~", "``` c", "    ```", "    ~~~~"]  # what closes neither "```" nor "~~~~"

@@ -30,37 +30,29 @@ def printed(monkeypatch, capsys, tmp_path):
 
 
 LOCAL, OTHER = "http://127.0.0.1:8080", "http://localhost:9"
+GIVEN = [([], LOCAL, "none", "default_model", 2048), (KEYED, OTHER, "it's", "qwen", 500)]
 
 
-def test_lines_for_a_shell(printed):
-    for client, flags, want in (
-        ("claude", [], claude(LOCAL, "none", "default_model", 2048)),
-        ("claude", KEYED, claude(OTHER, "it's", "qwen", 500)),
-        ("aider", [], aider(LOCAL, "none", "default_model")),
-        ("aider", KEYED, aider(OTHER, "it's", "qwen")),
-    ):
-        assert exported(printed(client, *flags).out) == want
+@pytest.mark.parametrize(("flags", "url", "key", "model", "answer"), GIVEN)
+def test_lines_for_a_shell(printed, flags, url, key, model, answer):
+    def exported(client) -> dict[str, str]:
+        """The variables that a shell exports."""
+        lines = [shlex.split(line) for line in printed(client, *flags).out.splitlines()]
+        assert all(len(line) == 2 and line[0] == "export" for line in lines)
+        return dict(line[1].split("=", 1) for line in lines)
 
-
-def exported(out) -> dict[str, str]:
-    """The variables that a shell exports."""
-    lines = [shlex.split(line) for line in out.splitlines()]
-    assert all(len(line) == 2 and line[0] == "export" for line in lines)
-    return dict(line[1].split("=", 1) for line in lines)
-
-
-def claude(url, key, model, answer) -> dict[str, str]:
-    """A token, since Claude Code asks before it uses a key; and the model under each of its own names for models."""
+    # A token, since Claude Code asks before it uses a key; and the model under each of its own names for models.
     names = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in ("OPUS", "SONNET", "HAIKU")))
     limits = {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": "8192", "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(answer)}
     to = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
-    return {**to, **limits, **dict.fromkeys(names, model)}
-
-
-def aider(url, key, model) -> dict[str, str]:
-    """Its own variables: a project's .env may have others' keys for OpenAI."""
+    assert exported("claude") == {**to, **limits, **dict.fromkeys(names, model)}
+    # Aider's own variables: a project's .env may have others' keys for OpenAI.
     own = {"AIDER_OPENAI_API_BASE": f"{url}/v1", "AIDER_OPENAI_API_KEY": key}
-    return {**own, "AIDER_MODEL": f"openai/{model}", "AIDER_MAX_CHAT_HISTORY_TOKENS": "512"}
+    assert exported("aider") == {**own, "AIDER_MODEL": f"openai/{model}", "AIDER_MAX_CHAT_HISTORY_TOKENS": "512"}
+    config = json.loads(exported("opencode")["OPENCODE_CONFIG_CONTENT"])
+    assert config["model"] == config["small_model"] == f"mlx-mtp/{model}"
+    options, models = {"baseURL": f"{url}/v1", "apiKey": key}, {model: {"limit": {"context": 8192, "output": answer}}}
+    assert config["provider"]["mlx-mtp"] == {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
 
 
 def test_codex(printed):
@@ -74,18 +66,6 @@ def test_codex(printed):
     assert f"{own['model_providers']['mlx-mtp']['env_key']}={shlex.quote(KEYED[1])}" in err
     assert err.endswith("then start: codex --profile mlx-mtp\n")
     assert KEYED[1] not in out
-
-
-def test_opencode(printed):
-    for flags, model, output, options in (
-        ([], "default_model", 2048, {"baseURL": f"{LOCAL}/v1", "apiKey": "none"}),
-        (KEYED, "qwen", 500, {"baseURL": f"{OTHER}/v1", "apiKey": "it's"}),
-    ):
-        config = json.loads(exported(printed("opencode", *flags).out)["OPENCODE_CONFIG_CONTENT"])
-        local = config["provider"]["mlx-mtp"]
-        assert config["model"] == config["small_model"] == f"mlx-mtp/{model}"
-        models = {model: {"limit": {"context": 8192, "output": output}}}
-        assert local == {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
 
 
 def test_zed(printed):

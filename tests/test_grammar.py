@@ -89,31 +89,35 @@ def test_a_draft_vocabulary_without_allowed_tokens_drafts_wrong_ones():
     assert mx.array_equal(grammar(mx.array(PROMPT), logits), logits)
 
 
-def test_the_white_space_of_json_is_forced(trained):
-    schema = {
-        "properties": {"n": {"const": [1, 2]}},
-        "required": ["n"],
-        "additionalProperties": False,
-        "type": "object",
-    }
-    assert trained[1].decode(make_grammar(trained[1], json_schema=schema).forced([])) == '{"n": [1, 2]}'
+def dates(name):
+    return {"type": "array", "items": {"type": "string", "format": name}}
 
 
-def test_a_format_that_llguidance_does_not_know_is_an_annotation(trained):
-    """As in the standard. The date of the other one has the right form, and need not exist."""
-    for name, text, is_allowed in (("password", "a", True), ("date", "2021-02-29", True), ("date", "2021", False)):
-        schema = {"type": "array", "items": {"type": "string", "format": name}}
-        tokens = trained[1].encode(json.dumps([text]), add_special_tokens=False)
-        assert make_grammar(trained[1], json_schema=schema).advance_to(tokens) == is_allowed, (name, text)
+ONE = {"properties": {"n": {"const": [1, 2]}}, "required": ["n"], "additionalProperties": False, "type": "object"}
 
 
-def test_behind_the_tag_there_may_be_white_space(trained):
-    tokenizer = trained[1]
-    for space in ("", "\n", "\n\n", " ", "\n\n "):
-        grammar = make_grammar(tokenizer, regex="a+", after="```")
-        tokens = [tokenizer.encode(text, add_special_tokens=False) for text in ("b ", "```", space, "aa")]
-        assert grammar.advance_to([t for part in tokens for t in part]), space
-        assert len(grammar.taken) > 0, space
+@pytest.mark.parametrize(
+    ("options", "text", "is_allowed"),
+    [
+        # White space behind the tag, and that of JSON.
+        *((dict(regex="a+", after="```"), f"b ```{space}aa", True) for space in ("", "\n", "\n\n", " ", "\n\n ")),
+        (dict(json_schema=ONE), '{"n": [1, 2]}', True),
+        (dict(json_schema=ONE), '{"n":[1,2]}', False),
+        # A format that llguidance does not know is an annotation. The date of the other one need not exist.
+        (dict(json_schema=dates("password")), '["a"]', True),
+        (dict(json_schema=dates("date")), '["2021-02-29"]', True),
+        (dict(json_schema=dates("date")), '["2021"]', False),
+        # Slashes of a regular expression are its own.
+        *((dict(regex=regex), text, True) for regex, text in (
+            (r"a\\/b", "a\\/b"), (r"a\/b", "a/b"), ("a/b", "a/b"), (r"[/\\]+", "/\\/"), ("a\nb", "a\nb"), (r"\\\\/", "\\\\/"),
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_grammar_allows(trained, options, text, is_allowed):
+    grammar = make_grammar(trained[1], **options)
+    assert grammar.advance_to(trained[1].encode(text, add_special_tokens=False)) == is_allowed
+    assert not is_allowed or (len(grammar.taken) > 0 and grammar.matcher.is_accepting())
 
 
 def test_a_quoted_tag_is_not_where_it_begins(demo):
@@ -137,16 +141,6 @@ def test_a_text_before_the_beginning_is_decoded_once(demo):
         grammar.advance_to(text[:n])
         grammar.advance_to([*text[:n], 7])  # a wrong draft
     assert sum(len(call.args[0]) for call in decoder.decode_bytes.call_args_list) <= 4 * len(text)
-
-
-def test_slashes_of_a_regular_expression_are_its_own(trained):
-    tokenizer = trained[1]
-    for regex, text in (
-        (r"a\\/b", "a\\/b"), (r"a\/b", "a/b"), ("a/b", "a/b"), (r"[/\\]+", "/\\/"), ("a\nb", "a\nb"), (r"\\\\/", "\\\\/")
-    ):  # fmt: skip
-        matcher = make_grammar(tokenizer, regex=regex).matcher
-        assert matcher.consume_tokens(tokenizer.encode(text, add_special_tokens=False)), regex
-        assert matcher.is_accepting(), regex
 
 
 def test_rules_within_rules_do_not_end_the_process(trained):
@@ -402,18 +396,11 @@ def objects(draw):
 
 @st.composite
 def parameters(draw):
-    way, one = draw(st.sampled_from(["plain", "ref", "allOf", "anyOf"])), draw(objects())
-    schema = {
-        "plain": lambda: one,
-        "ref": lambda: {"$ref": "#/$defs/all"},
-        "allOf": lambda: {"allOf": [one, {"$ref": "#/$defs/all"}]},
-        "anyOf": lambda: {"anyOf": [{**one, "additionalProperties": False}, {**draw(objects()), "additionalProperties": False}]},  # noqa: E501
-    }[way]()  # fmt: skip
-    defs = {
-        "one": draw(simple.filter(lambda one: "$ref" not in one)),
-        "two": {"anyOf": [INTEGER, {"$ref": "#/$defs/one"}]},
-    }
-    return {**schema, "$defs": {"all": one, **defs}}
+    of_all, ref = draw(objects()), {"$ref": "#/$defs/all"}
+    closed = [{**schema, "additionalProperties": False} for schema in (of_all, draw(objects()))]
+    schema = draw(st.sampled_from([of_all, ref, {"allOf": [of_all, ref]}, {"anyOf": closed}]))
+    one, two = draw(simple.filter(lambda one: "$ref" not in one)), {"anyOf": [INTEGER, {"$ref": "#/$defs/one"}]}
+    return {**schema, "$defs": {"all": of_all, "one": one, "two": two}}
 
 
 @given(

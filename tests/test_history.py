@@ -3,10 +3,12 @@
 import json
 from contextlib import suppress
 from copy import deepcopy
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.tool_parsers import pythonic
 
 from mlx_mtp.server.api.common import REFUSED
 from mlx_mtp.server.api.history import THINK
@@ -26,6 +28,11 @@ def prompts():
     return Prompts()
 
 
+@pytest.fixture(params=APIS)
+def path(request):
+    return request.param
+
+
 def system(text):
     return {"role": "system", "content": text}
 
@@ -34,44 +41,42 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def assistant(text, *calls, **more):
+def assistant(text, *calls):
     """An answer with calls of tools, as (id, name, arguments)."""
-    return {"role": "assistant", "content": text, "calls": calls, **more}
+    calls = [{"id": i, "function": {"name": name, "arguments": json.dumps(x)}} for i, name, x in calls]
+    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
 
 
 def result(id, text):
-    return {"role": "result", "id": id, "content": text}
+    return {"role": "tool", "content": text, **({"tool_call_id": id} if id else {})}
 
 
 def body_of(path, *history) -> dict:
     """A history in the form of an API."""
-    form = {CHAT: _chat, MESSAGES: _blocks, RESPONSES: _items}[path]
+    form = {CHAT: lambda item: [item], MESSAGES: _blocks, RESPONSES: _items}[path]
     return body_with(path, [x for item in history for x in form(item)])
-
-
-def _chat(item):
-    if item["role"] == "result":
-        return [{"role": "tool", "content": item["content"], **({"tool_call_id": item["id"]} if item["id"] else {})}]
-    calls = [{"id": i, "function": {"name": n, "arguments": json.dumps(a)}} for i, n, a in item.get("calls", ())]
-    return [{"role": item["role"], "content": item["content"], **({"tool_calls": calls} if calls else {})}]
 
 
 def _blocks(item):
     text = {"type": "text", "text": item["content"]}
-    if item["role"] == "result":
-        id = {"tool_use_id": item["id"]} if item["id"] else {}
-        return [{"role": "user", "content": [{"type": "tool_result", "content": [text], **id}]}]
-    calls = [{"type": "tool_use", "id": i, "name": n, "input": a} for i, n, a in item.get("calls", ())]
-    return [{"role": item["role"], "content": [*([text] if item["content"] or not calls else []), *calls]}]
+    if item["role"] == "tool":
+        id = {"tool_use_id": item["tool_call_id"]} if "tool_call_id" in item else {}
+        content = [text] if isinstance(item["content"], str) else item["content"]
+        return [{"role": "user", "content": [{"type": "tool_result", "content": content, **id}]}]
+    calls = [(call["id"], call["function"]) for call in item.get("tool_calls", ())]
+    uses = [{"type": "tool_use", "id": i, "name": f["name"], "input": json.loads(f["arguments"])} for i, f in calls]
+    return [{"role": item["role"], "content": [text] * bool(item["content"] or not uses) + uses}]
 
 
 def _items(item):
-    if item["role"] == "result":
-        id = {"call_id": item["id"]} if item["id"] else {}
+    if item["role"] == "tool":
+        id = {"call_id": item["tool_call_id"]} if "tool_call_id" in item else {}
         return [{"type": "function_call_output", "output": item["content"], **id}]
-    given = item.get("calls", ())
-    calls = [{"type": "function_call", "call_id": i, "name": n, "arguments": json.dumps(a)} for i, n, a in given]
-    return [*([{"role": item["role"], "content": item["content"]}] if item["content"] or not calls else []), *calls]
+    calls = [
+        {"type": "function_call", "call_id": call["id"], **call["function"]} for call in item.get("tool_calls", ())
+    ]
+    message = {"role": item["role"], "content": item["content"]}
+    return [message] * bool(item["content"] or not calls) + calls
 
 
 A, B, C = (("a", "f", {"x": 1}), ("b", "g", {}), ("c", "h", {}))
@@ -101,20 +106,16 @@ def responses(*texts):
     ],
     ids=str,
 )  # fmt: skip
-def test_results_are_in_the_order_of_the_calls(prompts, given, want):
+def test_results_are_in_the_order_of_the_calls(prompts, path, given, want):
     """The template writes no ids. Results with other ids, or without, keep their places."""
-    results = [result(id, f"is {id}") for id in given]
-    history = [user("q"), assistant("", A, B, C), *results]
+    history = [user("q"), assistant("", A, B, C), *(result(id, f"is {id}") for id in given)]
     # Also before later turns, whose calls may have the same ids.
     more = [assistant("So."), user("r"), assistant("", B, A), result("a", "again a"), result("b", "again b")]
-    for path in APIS:
-        assert responses(*(f"is {id}" for id in want)) in prompts.text(path, **body_of(path, *history)), path
-        text = prompts.text(path, **body_of(path, *history, *more))
-        assert responses(*(f"is {id}" for id in want)) in text, path
-        assert responses("again b", "again a") in text, path
+    texts = [prompts.text(path, **body_of(path, *x)) for x in (history, [*history, *more])]
+    assert [responses(*(f"is {id}" for id in want)) in text for text in texts] == [True, True]
+    assert responses("again b", "again a") in texts[1]
 
 
-@pytest.mark.parametrize("path", APIS)
 def test_of_calls_with_equal_ids_results_go_to_them_in_the_order_given(prompts, path):
     calls = [("x", "f", {}), ("y", "g", {}), ("x", "h", {})]
     for ids, want in (("xyx", ["x0", "y1", "x2"]), ("xxxy", ["x0", "y3", "x1", "x2"])):  # one is left over
@@ -147,30 +148,18 @@ OWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("content", OWN, ids=json.dumps)
 def test_an_object_of_a_tool_is_shown_as_json(prompts, path, content):
-    given = {
-        CHAT: {"role": "tool", "tool_call_id": "a", "content": content},
-        MESSAGES: {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": content}]},
-        RESPONSES: {"type": "function_call_output", "call_id": "a", "output": content},
-    }[path]
-    body = body_of(path, user("q"), assistant("", A))
-    body[next(iter(body))].append(given)
-    assert responses(json.dumps(content)) in prompts.text(path, **body)
-    if isinstance(content, dict):
-        given["content"] = mixed = [{"type": "text", "text": "t"}, content]
-        if path == MESSAGES:
-            given["content"] = [{"type": "tool_result", "tool_use_id": "a", "content": mixed}]
-        if path == RESPONSES:
-            given["output"] = mixed
-        assert responses(f"t\n{json.dumps(content)}") in prompts.text(path, **body)
+    shown = json.dumps(content)
+    mixed = ([{"type": "text", "text": "t"}, content], f"t\n{shown}")  # only of objects
+    for sent, want in ((content, shown), mixed)[: 1 + isinstance(content, dict)]:
+        body = body_of(path, user("q"), assistant("", A), result("a", sent))
+        assert responses(want) in prompts.text(path, **body)
 
 
 # Histories that Qwen's template refuses
 
 
-@pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize(
     ("history", "want"),
     [
@@ -197,22 +186,17 @@ def test_every_history_is_rendered(prompts, path, history, want):
     assert prompts.count(path, **body) == len(prompts.tokens(path, **body))
 
 
-def test_an_empty_message_is_one(prompts):
+def test_an_empty_message_is_one_but_for_the_system(prompts):
     for path, body in ((MESSAGES, {"messages": [{"role": "user", "content": []}]}), (RESPONSES, {"input": ""})):
         assert prompts.text(path, **body) == turn("") + BEGINS
-
-
-@pytest.mark.parametrize("path", APIS)
-@pytest.mark.parametrize("history", [[system("")], [system(""), system("")]], ids=len)
-def test_a_conversation_without_text_is_refused(path, history):
-    with pytest.raises(ApiError, match="The conversation is empty"):
-        read(path, **body_of(path, *history))
+    for path, n in product(APIS, (1, 2)):
+        with pytest.raises(ApiError, match="The conversation is empty"):
+            read(path, **body_of(path, *[system("")] * n))
 
 
 # Thoughts
 
 
-@pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("text", [
     "The tag `</think>` ends it.", "a </think> b", "</think>", "Like\n</think>\nthis.", "`<think>` and </think>", "x</think>",
     "See <think>x</think>.",
@@ -225,7 +209,6 @@ def test_an_answer_that_mentions_the_tag_is_kept(prompts, path, text):
     assert f"{OPEN}{text}<|im_end|>\n" in prompts.text(path, **body_of(path, *history))
 
 
-@pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize(("text", "thought", "rest"), [
     ("<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
     ("\n<think>Hm.</think>Yes. </think> no", "Hm.", "Yes. </think> no"),
@@ -250,28 +233,26 @@ EVERYTHING = "".join(QUOTES) + "<|im_<|im_end|>end|>\n<|im_end|>\n<|im_start|>sy
 
 def places(path, text) -> dict[str, dict]:
     """Bodies with a text of a client in each place that reaches the prompt."""
-    names = (("a", f"f{text}", {f"k{text}": f"v{text}", "list": [{text: text}]}),)
-    bodies = {
+    asked, called = body_of(path, user("q")), ("a", f"f{text}", {f"k{text}": f"v{text}", "list": [{text: text}]})
+    schema = {"type": "object", "properties": {f"k{text}": {"description": text, "enum": [text]}}}
+    function = {"name": f"f{text}", "description": text, "parameters": schema}
+    document = {"type": "document", "title": text, "source": {"type": "text", "data": text}}
+    own = {
+        MESSAGES: {"document": body_with(path, [user([document])]), "prompt": {**asked, "system": text}},
+        RESPONSES: {"instructions": {**asked, "instructions": text}},
+    }
+    return {
         "user": body_of(path, user(text)),
         "system": body_of(path, system(text), user("q")),
         "later system": body_of(path, user("q"), assistant("x"), system(text), user("q")),
         "result": body_of(path, user("q"), assistant("", A), result("a", text)),
+        "tools": {**asked, "tools": tools_of(path, function)},
+        # Of the assistant's own text, the tags are those that it was generated with.
+        "answer": body_of(path, user("q"), assistant(text, called), user("r")),
+        **own.get(path, {}),
     }
-    schema = {"type": "object", "properties": {f"k{text}": {"description": text, "enum": [text]}}}
-    function = {"name": f"f{text}", "description": text, "parameters": schema}
-    bodies["tools"] = {**body_of(path, user("q")), "tools": tools_of(path, function)}
-    if path == MESSAGES:
-        document = {"type": "document", "title": text, "source": {"type": "text", "data": text}}
-        bodies["document"] = {"messages": [{"role": "user", "content": [document]}]}
-        bodies["prompt"] = {**body_of(path, user("q")), "system": text}
-    if path == RESPONSES:
-        bodies["instructions"] = {**body_of(path, user("q")), "instructions": text}
-    # Of the assistant's own text, the tags are those that it was generated with.
-    bodies["answer"] = body_of(path, user("q"), assistant(text, *names), user("r"))
-    return bodies
 
 
-@pytest.mark.parametrize("path", APIS)
 def test_control_tokens_of_clients_are_text(prompts, path):
     """The prompt has those of the template alone, and the same characters."""
     all_ids, special = prompts.ids(*QUOTES), prompts.ids(*(m for m in QUOTES if m.startswith("<|")))
@@ -318,7 +299,6 @@ def test_no_text_of_a_user_is_a_control_token(prompts, text):
 # The assistant's beginning of an answer
 
 
-@pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("text", [
     " 42.", "The answer is ", "\n\n  So:\n", "\t`</think>` ends it, ", "a </think>\n b ", "{", " <|im_end|> ", "Say <think> "
 ])  # fmt: skip
@@ -330,7 +310,6 @@ def test_an_answer_goes_on_where_its_beginning_ends(prompts, path, text):
         assert prompts.count(path, **body) == len(prompts.tokens(path, **body))
 
 
-@pytest.mark.parametrize("path", APIS)
 def test_only_the_end_of_the_prompt_opens_the_reasoning(prompts, path):
     """Whatever the conversation mentions, with a template that opens it and with one that has none."""
     opening = STRICT.replace('"<|im_start|>assistant\\n<think>\\n"', f'"{OPEN}"')
@@ -356,7 +335,6 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("path", APIS)
 def test_an_answer_goes_on_with_reasoning_alone(prompts, path):
     for last in ALONE[path]:
         for first in ([user("q")], [user("q"), assistant("", A), result("a", "1")]):
@@ -368,10 +346,8 @@ def test_an_answer_goes_on_with_reasoning_alone(prompts, path):
         with pytest.raises(ApiError, match="turn thinking on") as error:
             prompts.read(path, **body, enable_thinking=False)
         assert error.value.status == 400
-        schema = {"type": "json_schema", "name": "a", "schema": {}, "json_schema": {"schema": {}}}
-        outputs = {CHAT: ("response_format", schema), MESSAGES: ("output_format", schema)}
-        name, form = outputs.get(path, ("text", {"format": schema}))
-        assert prompts.read(path, **body, **{name: form}).in_reasoning  # the grammar begins after it
+        calls = dict(tools=tools_of(path, {"name": "f"}), tool_choice={"type": "any"})
+        assert prompts.read(path, **body, **calls).in_reasoning  # the grammar begins after it
 
 
 def test_a_template_without_reasoning_continues_none():
@@ -388,8 +364,6 @@ FILE = {"type": "input_file", "file_id": "1", "filename": "a.pdf"}
 PDF = {"type": "document", "title": "a", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
 URL = {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}
 VIDEO = {"type": "video_url", "video_url": {"url": "a.mp4"}}
-
-
 NO_TEXT = [*((CHAT, part) for part in (AUDIO, URL, VIDEO)), (RESPONSES, FILE), (MESSAGES, PDF)]
 
 
@@ -407,6 +381,13 @@ def test_a_part_without_text_is_refused_in_the_question_only(prompts, caplog, pa
         assert ("Then?" in text, "[image left out]" in text) == (True, part is URL)
         (line,) = [r.getMessage() for r in caplog.records if "Left out of the prompt" in r.getMessage()]
         assert f"{field}[{len(history) - 1 if len(history) == 1 else 2}].content[0]" in line
+
+
+def test_tools_are_refused_where_the_model_writes_calls_as_others_do(prompts, monkeypatch):
+    monkeypatch.setattr(prompts.tokenizer, "_tool_parser", pythonic.parse_tool_call)
+    with pytest.raises(ApiError, match=r"mlx_lm\.server") as e:
+        prompts.read(CHAT, messages=[user("a")], tools=tools_of(CHAT, {"name": "f"}))
+    assert (e.value.status, e.value.param) == (400, "tools")
 
 
 def test_images_of_the_history_do_not_end_a_chat_with_a_model_that_takes_none(prompts, caplog):
@@ -440,19 +421,17 @@ def test_an_item_that_would_vanish_is_refused_by_its_index(item):
     assert (error.value.status, error.value.param) == (400, "input")
 
 
-def test_an_item_that_is_left_out_adds_nothing():
-    item = {"role": "user", "type": "item_reference", "more": "x"}
-    assert read(CHAT, messages=[user("q"), item]).messages == [user("q")]
-    with pytest.raises(ApiError, match="item_reference is not supported"):
-        read(CHAT, messages=[item])
-
-
-def test_a_name_in_the_log_is_one_line(caplog):
-    odd = {"type": "a\nb", "id": "1"}
-    read(RESPONSES, input=[odd, user("q")])
-    assert [r.getMessage().count("\n") for r in caplog.records] == [0]
-    with pytest.raises(ApiError, match="item_reference is not supported"):  # nothing else is asked
-        read(RESPONSES, input=[{"type": "item_reference", "id": "1"}])
+def test_an_item_that_is_left_out_adds_nothing(caplog):
+    """Its line in the log is one, whatever its name. Where nothing else is asked, it is an error."""
+    for path, item in product(
+        (CHAT, RESPONSES), ({"type": "item_reference", "more": "x"}, {"type": "a\nb", "id": "1"})
+    ):
+        caplog.clear()
+        item["role"] = "user"
+        assert read(path, **body_with(path, [user("q"), item])).messages == [user("q")]
+        assert [r.getMessage().count("\n") for r in caplog.records] == [0]
+        with pytest.raises(ApiError, match=f"{item['type']} is not supported"):
+            read(path, **body_with(path, [item]))
 
 
 KINDS = [
@@ -475,19 +454,10 @@ fields = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
 items = st.builds(lambda kind, more: {**more, "type": kind}, st.sampled_from(KINDS), fields) | fields
 
 
-@examples(50)
-@given(st.sampled_from(APIS), st.lists(items, max_size=4), st.sampled_from(["user", "assistant", "tool", "system"]))
-def test_a_malformed_history_is_refused_or_becomes_a_prompt(prompts, path, found, role):
-    """An error is the client's, whatever an item has in its fields."""
-    for history in ([user("q"), *found], [{"role": role, "content": found}, user("q")]):
-        with suppress(ApiError):
-            prompts.read(path, **body_with(path, history))
-
-
 TURNS = [system("S"), user("q"), assistant("x", A, B), result("b", "1"), result("a", "2"), assistant("y"), user("r")]
 NAMES = sorted({*REFUSED, *(f.alias or name for path in APIS for name, f in BODIES[path].model_fields.items())})
 more_fields = st.just({}) | st.dictionaries(st.sampled_from(NAMES), values, min_size=1, max_size=2)
-ALIKE = {str: words, dict: fields, list: st.lists(values, max_size=3)}  # values that are read further
+ALIKE = {str: words | st.lists(items, max_size=3), dict: items, list: st.lists(items | values, max_size=3)}
 
 
 def holders(value) -> list[tuple]:
@@ -496,10 +466,10 @@ def holders(value) -> list[tuple]:
     return [place for key, x in inner for place in ((value, key), *holders(x))]
 
 
-@examples(50)
+@examples(100)
 @given(st.sampled_from(APIS), st.data(), more_fields)
 def test_a_body_that_differs_from_a_valid_one_is_refused_or_becomes_a_prompt(prompts, path, data, more):
-    """In values of its messages and tools, and in further fields."""
+    """In values of its messages and tools, and in further fields. An error is the client's, whatever an item has in them."""
     tools = tools_of(path, {"name": "f", "parameters": {}, "strict": True})
     body = deepcopy({**body_of(path, *TURNS), "tools": tools, **more})
     for _ in range(data.draw(st.integers(0, 3))):

@@ -15,20 +15,18 @@ from mlx_mtp.server.request import STARTED, Delta, Waiting
 from mlx_mtp.text.grammar import llguidance_tokenizer
 from mlx_mtp.text.tool_calls import Text
 from tests.support.models import TRAINED
-from tests.support.requests import ASK, client_of
+from tests.support.requests import ASK, client_of, tools_of
 from tests.support.requests import CHAT as CHAT_PATH
 from tests.support.requests import TEXT as TEXT_PATH
 from tests.support.scripted_server import said, serve_scripted
 from tests.support.server_process import server_of
-from tests.support.tool_texts import SCHEMAS, model_with, render
+from tests.support.tool_texts import FUNCTIONS, model_with, render
 
 CHAT = {"model": "default_model", "messages": ASK}
 TEXT = {"model": "default_model", "prompt": "import os\n", "max_tokens": 12}
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+TOOLS = tools_of(CHAT_PATH, *FUNCTIONS)
 ADD = render("add", {"a": 1, "b": 2})
 SET = render("set", {"value": None, "options": {"x": True}}, json_scalars=True)
-
-
 # One says what it is told to.
 server = server_of(lambda _: ["--model", model_with()], serve_scripted)
 drafting = server_of(lambda _: ["--model", TRAINED, "--mtp"])  # writes Python
@@ -220,12 +218,9 @@ def test_choices_come_in_order_first():
     body = ChatBody(messages=ASK, n=3, stream=True)
     chunks = ChatWriter(body).add(Delta([Text("a"), Text("b")], 1, None), 2).decode().split("\n\n")[:-1]
     choices = [json.loads(chunk.removeprefix("data: "))["choices"][0] for chunk in chunks]
-    assert [(c["index"], c["delta"]) for c in choices] == [
-        (0, {"role": "assistant"}),
-        (1, {"role": "assistant"}),
-        (2, {"role": "assistant", "content": "a"}),
-        (2, {"content": "b"}),
-    ]
+    role = {"role": "assistant"}
+    want = [(0, role), (1, role), (2, role | {"content": "a"}), (2, {"content": "b"})]
+    assert [(c["index"], c["delta"]) for c in choices] == want
 
 
 def test_one_answer_that_fails_fails_the_request(drafting):
@@ -314,40 +309,35 @@ def say(client, text: str, thinking: bool = False, **options) -> dict:
     return whole
 
 
-CALL, IN_THOUGHT = ("add", {"a": 1, "b": 2}), f"I shall add.\n\n{ADD}"
-
-
-@pytest.mark.parametrize(
-    ("text", "thinking", "reasoning", "content", "calls"),
-    [
-        (f"\n\n{ADD}\n{SET}", False, None, None, [CALL, ("set", {"value": None, "options": {"x": True}})]),
+def test_an_answer_is_taken_apart(client):
+    call, in_thought = ("add", {"a": 1, "b": 2}), f"I shall add.\n\n{ADD}"
+    for text, thinking, reasoning, content, calls in (
+        (f"\n\n{ADD}\n{SET}", False, None, None, [call, ("set", {"value": None, "options": {"x": True}})]),
         # Line breaks of the template are not the text's.
-        (f"\nHm.\n</think>\n\nI add.\n\n{ADD}\n{ADD}\nDone.\n", True, "Hm.", "I add.\n\nDone.\n", [CALL] * 2),
+        (f"\nHm.\n</think>\n\nI add.\n\n{ADD}\n{ADD}\nDone.\n", True, "Hm.", "I add.\n\nDone.\n", [call] * 2),
         ("<think>\nHm.\n</think>\n\nYes.", False, "Hm.", "Yes.", []),  # begun by the model itself
         ("\n\n  Yes. </think> <think>\n", False, None, "\n\n  Yes. </think> <think>\n", []),
         # A call in reasoning is one only if nothing closes that.
-        (IN_THOUGHT, True, IN_THOUGHT, None, [CALL]),
+        (in_thought, True, in_thought, None, [call]),
         (f"I could add:\n{ADD}\nbut no.\n</think>\n\nNo.", True, f"I could add:\n{ADD}\nbut no.", "No.", []),
-    ],
-)
-def test_an_answer_is_taken_apart(client, text, thinking, reasoning, content, calls):
-    choice = say(client, text, thinking)
-    message = choice["message"]
-    assert (message.get("reasoning"), message.get("content")) == (reasoning, content)
-    assert [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]] == calls
-    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+    ):
+        choice = say(client, text, thinking)
+        message = choice["message"]
+        assert (message.get("reasoning"), message.get("content")) == (reasoning, content), text
+        assert [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]] == calls, text
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop"), text
 
 
 @pytest.mark.parametrize(("limit", "reason"), [(900, "tool_calls"), (50, "length")])
 def test_arguments_come_token_by_token(server, client, limit, reason):
     """Also those of a call that the limit cuts."""
-    content = "import os\n" * 20
-    body = {"messages": ASK, "tools": TOOLS, "max_tokens": limit, **said(render("write", {"content": content}))}
+    arguments = {"content": "import os\n" * 20}
+    text, whole = render("write", arguments), json.dumps(arguments)
+    body = {"messages": ASK, "tools": TOOLS, "max_tokens": limit, **said(text)}
     deltas = [chunk["choices"][0]["delta"] for chunk in server.stream(CHAT_PATH, body)]
     pieces = [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta]
     assert len(pieces) > 15
     assert max(map(len, pieces)) < 20
-    whole = json.dumps({"content": content})
     assert whole.startswith("".join(pieces))
     assert ("".join(pieces) == whole) == (reason == "tool_calls")
-    assert say(client, render("write", {"content": content}), max_tokens=limit)["finish_reason"] == reason
+    assert say(client, text, max_tokens=limit)["finish_reason"] == reason

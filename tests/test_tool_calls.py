@@ -2,6 +2,8 @@
 
 import json
 import re
+from io import StringIO
+from itertools import cycle
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,20 +15,13 @@ from tests.support.profiles import examples
 from tests.support.tool_texts import INTEGER, OBJECT, PARTS, SCHEMAS, STRING, TAGS, render, rendered
 
 
-def pieces_of(text: str, sizes) -> list[str]:
-    """The text in pieces of these sizes, over and over."""
-    pieces, i = [], 0
-    while i < len(text):
-        pieces.append(text[i : i + sizes[len(pieces) % len(sizes)]])
-        i += len(pieces[-1])
-    return pieces
-
-
 def parse(text: str, sizes=(1,), cut: bool = False, schemas=SCHEMAS) -> list:
-    """The events of a text, joined: content, or [name, JSON of the arguments, whether the call is complete]."""
-    parser, found = ToolCallParser(schemas), []
-    events = [event for piece in pieces_of(text, sizes) for event in parser.add(piece)] + parser.finish(cut)
-    for event in events:
+    """The events of a text in pieces of these sizes, over and over, joined: content, or [name, JSON of the arguments, whether
+    the call is complete].
+    """
+    parser, found, rest = ToolCallParser(schemas), [], StringIO(text, newline="")
+    pieces = iter(map(rest.read, cycle(sizes)).__next__, "")
+    for event in [event for piece in pieces for event in parser.add(piece)] + parser.finish(cut):
         if isinstance(event, Text):
             assert event.text
             if not found or type(found[-1]) is list:
@@ -123,27 +118,19 @@ def test_reads_what_the_template_writes(answer, sizes):
 # Any text
 
 
-@st.composite
-def any_texts(draw) -> tuple[str, list[str]]:
-    """(text, the words in it)"""
-    parts, marks = draw(st.lists(st.sampled_from(PARTS) | st.just(""), max_size=25)), []
-    for i, part in enumerate(parts):
-        if not part:
-            marks.append(f"w{i}w")
-            parts[i] = marks[-1]
-    return "".join(parts), marks
+any_parts = st.lists(st.sampled_from(PARTS) | st.just(""), max_size=25)
+any_texts = any_parts.map(lambda parts: "".join(part or f"w{i}w" for i, part in enumerate(parts)))
 
 
 @settings(examples(100), **laws)
-@given(any_texts(), sizes_, st.booleans())
-def test_loses_nothing(texts, sizes, cut):
-    text, marks = texts
+@given(any_texts, sizes_, st.booleans())
+def test_loses_nothing(text, sizes, cut):
     found = parse(text, sizes, cut)
     assert found == parse(text, [len(text) + 1], cut)
     if not any(type(f) is list for f in found):
         assert found == [text] * bool(text)
     said = " ".join(f if type(f) is str else f"{f[0]} {f[1]}" for f in found)
-    assert [mark for mark in marks if mark not in said] == []
+    assert [word for word in re.findall(r"w\d+w", text) if word not in said] == []
     for f in found:
         if type(f) is list and not f[2]:
             with pytest.raises(ValueError, match="Unterminated string"):
@@ -232,7 +219,7 @@ def test_what_is_no_call_is_content(text):
     [
         "</tool_call>", "</function>", "</parameter>", "a</parameter>b", "\n</parameter>\n", "</parameter>\n</function>\n",
         "<parameter=b>", "x\n<parameter=b>", "\n", "\n\n", " \t", "",
-        QUOTE, f"{QUOTE}\n", f"\n{QUOTE}\n{QUOTE}\n...",
+        QUOTE, f"{QUOTE}\n", f"\n{QUOTE}\n{QUOTE}\n...", "<function=add></tool_call>0",
         "<parameter=city>\nRome\n</parameter>\n<parameter=day>\n1\n</parameter>",
     ],
 )  # fmt: skip
@@ -387,36 +374,28 @@ QUOTED = write_call(*WRITE, PROPER)
 @st.composite
 def spoken(draw) -> tuple[str, str, list]:
     """(text, content, calls)"""
-    text = content = ""
-    calls = []
-
-    def say(words: str) -> None:
-        nonlocal text, content
-        text, content = text + words, content + words
-
+    parts, calls = [], []
     for i in range(draw(st.integers(1, 5))):
         kind = draw(st.sampled_from(["prose", "quoted", "proper", "drifting", "drifting", "bare"]))
         if kind == "prose":
-            say(f"w{i}w {draw(st.sampled_from(PROSE))}\n\n")
+            parts.append((f"w{i}w {draw(st.sampled_from(PROSE))}\n\n", True))
         elif kind == "quoted":
             containers = [("", ""), ("- ", "  "), ("1) ", "   "), ("- [ ] ", "  "), ("> ", "> ")]
             marker, indentation = draw(st.sampled_from(containers))
             fence = draw(st.sampled_from(["```", "~~~~"]))
             lines = [f"{fence}xml", *QUOTED.split("\n"), fence]
-            say(marker + f"\n{indentation}".join(lines) + f"\n\nw{i}w\n\n")
+            parts.append((marker + f"\n{indentation}".join(lines) + f"\n\nw{i}w\n\n", True))
         else:
-            call = draw(arguments_)
             forms = PROPER if kind != "drifting" else [draw(st.sampled_from(of_a_tag)) for of_a_tag in FORMS]
             if kind == "drifting" and not forms[4]:  # text may follow
                 forms[2:4] = draw(st.sampled_from(CLOSE_PARAMETERS).filter(bool)), CLOSE_FUNCTIONS[0]
-            text += write_call(*call, forms).removeprefix("<tool_call>\n" * (kind == "bare")) + "\n\n"
-            calls.append(call)
-    last = draw(st.sampled_from(["", "Now:", "```xml\n", "- ~~~\n  a\n"]))
-    if last:
-        say(f"w {last}" if last == "Now:" else last)
-        call = draw(arguments_)
-        text, calls = text + write_call(*call, PROPER), [*calls, call]
-    return text, content, calls
+            calls.append(draw(arguments_))
+            call = write_call(*calls[-1], forms).removeprefix("<tool_call>\n" * (kind == "bare"))
+            parts.append((f"{call}\n\n", False))
+    if last := draw(st.sampled_from(["", "w Now:", "```xml\n", "- ~~~\n  a\n"])):
+        calls.append(draw(arguments_))
+        parts += [(last, True), (write_call(*calls[-1], PROPER), False)]
+    return "".join(part for part, _ in parts), "".join(part for part, is_content in parts if is_content), calls
 
 
 @settings(examples(100), **laws)
@@ -448,17 +427,6 @@ def test_a_call_without_its_opening_tag(before):
         content, calls = calls_of(f"{before}<function=add>\n<parameter=a>\n3\n</parameter>\n</function>{end}")
         assert calls[-1] == ("add", {"a": 3}), end
         assert content == before.replace(ONE_LINE, "") + end.replace("\n</tool_call>", ""), end
-
-
-def test_cut_call_keeps_its_beginning():
-    whole = render("write", {"path": "src", "content": "one two"})
-    for n in range(51, 90):
-        ((name, arguments, is_complete),) = parse(whole[:n], cut=True)
-        assert (name, is_complete) == ("write", False)
-        written = whole[:n].partition("<parameter=path>\n")[2]
-        assert json.loads(f'{arguments}"}}')["path"].startswith(written[:3])
-    cut = parse(render("add", {"a": 1}).removesuffix("\n</tool_call>"), cut=True)
-    assert cut == [["add", '{"a": "1\\n</parameter>\\n</function>', False]]
 
 
 # Values

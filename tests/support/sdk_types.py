@@ -1,52 +1,34 @@
 """Values of the types that OpenAI's and Anthropic's Python packages declare for requests."""
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import count
 from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin
 
 from typing_extensions import get_type_hints, is_typeddict
 
+numbers = count()  # of words
 
-def values_of(t: Any) -> list[Any]:
+
+def values_of(t: Any, depth: int = 0) -> list[Any]:
     """Values of a type, such that each alternative of a union and each field occurs in one of them, at any depth."""
-    return list(_Values().of(t))
-
-
-class _Values:
-    def __init__(self) -> None:
-        self.numbers = count()
-
-    def of(self, t: Any, depth: int = 0) -> Iterator[Any]:
-        origin, args = get_origin(t), get_args(t)
-        if origin in (Union, types.UnionType):
-            for alternative in args:
-                if alternative is not type(None):
-                    yield from self.of(alternative, depth)
-        elif origin in (Annotated, Required, NotRequired):
-            yield from self.of(args[0], depth)
-        elif origin is Literal:
-            yield from args[:1]
-        elif isinstance(origin, type) and issubclass(origin, dict):
-            yield {"key": self.word()}
-        elif isinstance(origin, type) and issubclass(origin, Iterable):
-            yield from ([value] for value in self.of(args[0], depth))
-        elif is_typeddict(t):
-            yield from self.dictionaries(t, depth)
-        elif t in (str, object, Any):
-            yield self.word()
-        elif t in (int, float, bool):
-            yield t(1)
-
-    def dictionaries(self, t: Any, depth: int) -> Iterator[dict[str, Any]]:
-        if depth > 5:
-            return
-        fields = {name: list(self.of(hint, depth + 1)) for name, hint in get_type_hints(t).items()}
-        fields = {name: values for name, values in fields.items() if values}
-        if "definition" in fields:
-            fields["definition"] = ['start: "a"']  # a grammar
-        for i in range(max(map(len, fields.values()), default=0)):
-            yield {name: values[i % len(values)] for name, values in fields.items()}
-
-    def word(self) -> str:
-        return f"word{next(self.numbers)}"
+    origin, args = get_origin(t), get_args(t)
+    if origin in (Union, types.UnionType):
+        return [value for alternative in args for value in values_of(alternative, depth)]
+    if origin in (Annotated, Required, NotRequired):
+        return values_of(args[0], depth)
+    if origin is Literal:
+        return [args[0]]
+    if t in (str, object, Any):
+        return [f"word{next(numbers)}"]
+    if isinstance(origin, type) and issubclass(origin, dict):
+        return [{"key": f"word{next(numbers)}"}]
+    if isinstance(origin, type) and issubclass(origin, Iterable):
+        return [[value] for value in values_of(args[0], depth)]
+    if not is_typeddict(t) or depth > 5:
+        return [t(1)] if t in (int, float, bool) else []
+    fields = {name: found for name, hint in get_type_hints(t).items() if (found := values_of(hint, depth + 1))}
+    if "definition" in fields:
+        fields["definition"] = ['start: "a"']  # a grammar
+    n = max(map(len, fields.values()), default=0)
+    return [{name: values[i % len(values)] for name, values in fields.items()} for i in range(n)]

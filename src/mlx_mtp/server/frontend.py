@@ -221,14 +221,7 @@ class GeneratedResponse(Response):
                 yield self.writer.begin(self._usage())
 
     def _usage(self) -> Usage:
-        first = self.choices[:: self.choices[0].n]  # the first answer to each prompt
-        return Usage(
-            n_prompt=sum(request.n_prompt for request in first),
-            n_cached=sum(request.n_cached for request in first),
-            n_generated=sum(request.n_tokens for request in self.choices),
-            n_accepted=sum(request.n_accepted for request in self.choices),
-            drafts=[request.counts for request in self.choices] if self.frontend.models.drafts else None,
-        )
+        return Usage(self.choices, self.frontend.models.drafts)
 
 
 def figures_of(choices: Sequence[Request], usage: Usage) -> str:

@@ -15,7 +15,7 @@ from ..core.decoding.counts import DraftCounts
 from ..core.drafts.options import CopyDrafts
 from ..images.prompt import ImagePrompt
 from ..prompt_store.tree import Handle
-from ..text.answer import Answer, Event
+from ..text.answer import Answer, Event, QwenReader, functions_of, think_marks
 from ..text.grammar import Grammar
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -173,6 +173,14 @@ class Request:
         last = self.messages[-1]
         names = ("content", "reasoning_content") if last["role"] == "assistant" and not last.get("tool_calls") else ()
         return next((name for name in names if (last.get(name) or "").strip()), None)
+
+    def begin_answer(self, tokenizer: Any, patience: float | None) -> None:
+        """Make the parser of the answer, see ``QwenReader``. Without tools, calls are text; of a text, all is."""
+        is_chat, prompt, schemas = self.request_type == "chat", self.encoded, None
+        if is_chat and self.tools and tokenizer.has_tool_calling:
+            schemas = {function["name"]: function.get("parameters") for function in functions_of(self.tools)}
+        reader = QwenReader(think_marks(tokenizer) if is_chat else None, prompt.in_reasoning, schemas, patience)
+        self.answer = Answer(reader, self.args.stop_words, is_chat, self.one_call, prompt.goes_on)
 
     def choices(self, prompts: list[Any]) -> "list[Request]":
         """A request for each answer, ``n`` to each of the prompts, this request first. Answer i has its seed plus i."""

@@ -20,7 +20,7 @@ from .request import ApiError, Request, StructuredOutput
 # Behind a text, as the parser reads it: the next parameter, the end of the call, or a next function, which no grammar has
 NEXT, LAST = rf"{PROPER}\s*<parameter=", rf"{PROPER}\s*</function>\s*{END}"
 AGAIN = rf"{PROPER}\s*</function>\s*{OPEN_FUNCTION}"
-# A call that a text quotes: its beginning and end, and one without parameters whose end the parser does not count
+# A call that a text quotes: its beginning and end, and one without parameters, whose end the parser may not count
 QUOTED = rf"{OPEN_FUNCTION}[^\s<>]+>\s*<parameter=[^\n<>]+>"
 QUOTED_END = rf"(?s:.*){PROPER}\s*</(function|tool_call)>"
 EMPTY = rf"{OPEN_FUNCTION}[^\s<>]+>\s*</(function|tool_call)>[^\s<]"
@@ -52,15 +52,6 @@ def from_response_format(value: Any, param: str) -> StructuredOutput | None:
     return StructuredOutput(param, {"json_schema": schema})
 
 
-def only_one(*asked: StructuredOutput | None) -> StructuredOutput | None:
-    """The requested structured output; an ApiError if there are several."""
-    outputs = [output for output in asked if output is not None]
-    if len(outputs) > 1:
-        first, second, *_ = (output.param for output in outputs)
-        raise ApiError(400, f"{second} cannot be combined with {first}: send one of them.", param=second)
-    return outputs[0] if outputs else None
-
-
 def from_fields(
     outputs: list[StructuredOutput | None], tool_choice: Any, all_tools: list[Json]
 ) -> tuple[StructuredOutput | None, list[Json]]:
@@ -68,7 +59,11 @@ def from_fields(
     requested form, or it calls; a grammar in Lark, which may have any rules, allows no calls.
     """
     required, tools = _from_tool_choice(tool_choice, all_tools)
-    output, functions = only_one(*outputs, required), functions_of(tools)
+    asked = [output for output in (*outputs, required) if output is not None]
+    if len(asked) > 1:
+        first, second, *_ = (output.param for output in asked)
+        raise ApiError(400, f"{second} cannot be combined with {first}: send one of them.", param=second)
+    output, functions = asked[0] if asked else None, functions_of(tools)
     is_strict = any(f.get("strict") is True for f in functions)
     if output is None and (is_strict or 0 < len(tools) < len(all_tools)):
         output = StructuredOutput("strict" if is_strict else "tool_choice", calls=functions, is_required=False)
@@ -95,8 +90,7 @@ def _from_tool_choice(choice: Any, tools: list[Json]) -> tuple[StructuredOutput 
         return None, tools if kind == "auto" else []
     calls, missing = functions_of(tools), "the request has no tools"
     if kind not in ("required", "any"):
-        inner = choice.get("function", choice) if kind in ("function", "tool", "custom") else None
-        name = inner.get("name") if isinstance(inner, dict) else None
+        name = _name_of(choice) if kind in ("function", "tool", "custom") else None
         if not isinstance(name, str):
             raise ApiError(400, "tool_choice must be auto, none, required or a tool by its name.", param="tool_choice")
         calls, missing = _named(calls, name), f"there is no tool {name[:50]!r}"
@@ -121,24 +115,20 @@ def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reason
     output = request.structured_output
     if output is None:
         return []
-    if request.grammar is None:
-        try:
-            request.grammar = _compile(tokenizer, output, in_reasoning)
-        except (MTPError, RecursionError) as e:
-            reason = "it is too deep" if isinstance(e, RecursionError) else str(e)
-            raise ApiError(400, f"{output.param}: {reason}", param=output.param) from e
-    return [request.grammar.copy()]
-
-
-def _compile(tokenizer: TokenizerWrapper, output: StructuredOutput, in_reasoning: bool | None) -> Grammar:
     after: Any = tokenizer.think_end if in_reasoning else ""
     if not output.is_required:
         after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
-    grammar = output.grammar
-    if output.calls and (not grammar or tokenizer.has_tool_calling):
-        text = f"{'SPACE? ' if after else ''}{rule_of(**grammar)}" if grammar else ""
-        grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, output.calls, output.is_required, text).lark)}
-    return make_grammar(tokenizer, **grammar, after=after)
+    if request.grammar is None:
+        grammar, calls = output.grammar, output.calls
+        try:
+            if calls and (not grammar or tokenizer.has_tool_calling):
+                text = f"{'SPACE? ' if after else ''}{rule_of(**grammar)}" if grammar else ""
+                grammar = {"lark": in_deep_stack(lambda: CallGrammar(tokenizer, calls, output.is_required, text).lark)}
+            request.grammar = make_grammar(tokenizer, **grammar, after=after)
+        except (MTPError, RecursionError) as e:
+            why = "it is too deep" if isinstance(e, RecursionError) else str(e)
+            raise ApiError(400, f"{output.param}: {why}", param=output.param) from e
+    return [request.grammar.copy()]
 
 
 class CallGrammar:
@@ -214,19 +204,14 @@ class CallGrammar:
                 can_end &= key not in required
             elif key in required:
                 raise MTPError(f"{self.path} allows no object: {path} allows no value")
-        if self.is_strict:
-            self._check_top()
+        if self.is_strict:  # the parameters as a whole have no condition other than their names, and no wrong shape
+            for part in self.schema.parts():
+                wrong = sorted(part.keys() - ANNOTATIONS - AT_THE_TOP)
+                if wrong or part.get("additionalProperties") not in (None, False, True, {}):
+                    which = next(iter(wrong), "additionalProperties")
+                    raise MTPError(f"{self.path}.{which} cannot be enforced: leave it out, or strict")
+            self._json({"$ref": Schema.ROOT}, frozenset({"object"}), self.path)
         return f"{_quote(f'{name}>' + chr(10))} {_rest(more, can_end)}"
-
-    def _check_top(self) -> None:
-        """Raise an MTPError if the parameters as a whole have a condition other than their names, or a wrong shape."""
-        for part in self.schema.parts():
-            more = sorted(part.keys() - ANNOTATIONS - AT_THE_TOP)
-            if part.get("additionalProperties") not in (None, False, True, {}):
-                more.append("additionalProperties")
-            if more:
-                raise MTPError(f"{self.path}.{more[0]} cannot be enforced: leave it out, or strict")
-        self._json({"$ref": Schema.ROOT}, frozenset({"object"}), self.path)
 
     # Values
 

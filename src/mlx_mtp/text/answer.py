@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -22,18 +21,23 @@ class Reasoning:
 
 
 Event = Reasoning | tool_calls.Event
+Marks = tuple[str, str] | None  # around the reasoning of a model that thinks
 
 
 class Answer:
     """Converts the tokens of one answer into events. Stop words end its text, but not its reasoning and calls."""
 
-    def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool = True, one_call: bool = False):
+    def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool, one_call: bool, goes_on: bool):
         self.reader, self.one_call = reader, one_call
-        self.stop = _StopWords(stop_words)
+        # A pattern without words matches nothing.
+        self._stops = regex.compile("|".join(map(regex.escape, sorted(filter(None, stop_words)))) or "(?!)")
+        self._held = ""  # text that may begin a stop word
+        self.stop_word: str | None = None  # the one that ended the text
         self.tokens = TextTokens()
         self.has_ended = False  # with a stop word or a call
         self.n_calls = 0
-        self._reasoning, self._text = _LineBreaks(skips=True), _LineBreaks(holds=is_chat)
+        # The first line breaks of reasoning that goes on are its own.
+        self._reasoning, self._text = _LineBreaks(skips=not goes_on), _LineBreaks(holds=is_chat)
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
         """Add the next token, by the characters that it completes, and the finish reason of the last one, "stop" or "length".
@@ -44,7 +48,7 @@ class Answer:
         if finish_reason is not None:
             events += self._clean(self.reader.finish(cut=finish_reason == "length"))
             if not self.has_ended:
-                events += self._say(self._text.add(self.stop.rest()) + self._text.rest())
+                events += self._say(self._text.add(self._held) + self._text.rest())
         if self.has_ended:
             finish_reason = "stop"
         return events, "tool_calls" if finish_reason == "stop" and self.n_calls else finish_reason
@@ -55,24 +59,31 @@ class Answer:
             if self.has_ended:
                 break
             if isinstance(event, Text):
-                text = self._text.skip(event.text)
-                if text:
-                    end = event.start + len(event.text)
-                    self.tokens.add(end - len(text), end)
-                    events += self._say(self._text.add(self.stop.add(text)))
-                    self.has_ended = self.stop.found is not None
+                events += self._before_stop(self._text.skip(event.text), event.start + len(event.text))
             elif isinstance(event, Reasoning):
                 self._text.skips = True
                 events += [Reasoning(text) for text in [self._reasoning.add(self._reasoning.skip(event.text))] if text]
             else:
                 if isinstance(event, CallBegins):
                     self.n_calls += 1
-                    events += self._say(self._text.add(self.stop.rest()))
+                    events += self._say(self._text.add(self._held))
+                    self._held = ""
                     if not self._text.leave():
                         self.tokens.drop()
                 events.append(event)
                 self.has_ended = self.one_call and isinstance(event, CallEnds)
         return events
+
+    def _before_stop(self, text: str, end: int) -> list[Event]:
+        """The next text before a stop word. ``end`` is the end of the given one in the output."""
+        self.tokens.add(end - len(text), end)
+        text = self._held + text
+        m = self._stops.search(text, partial=True)
+        n = len(text) if m is None else m.start()
+        self._held = text[n:]
+        if m is not None and not m.partial:
+            self.stop_word, self.has_ended = m[0], True
+        return self._say(self._text.add(text[:n]))
 
     def _say(self, text: str) -> list[Event]:
         return [Text(text, tokens=self.tokens.take(len(text)))] if text else []
@@ -109,27 +120,6 @@ class _LineBreaks:
 
     def rest(self) -> str:
         return "" if self.skips else self._breaks
-
-
-class _StopWords:
-    def __init__(self, words: list[str]):
-        # A pattern without words matches nothing.
-        self._pattern = regex.compile("|".join(map(regex.escape, sorted(filter(None, words)))) or "(?!)")
-        self.found: str | None = None  # the stop word that ended the text
-        self._held = ""  # text that may begin a stop word
-
-    def add(self, text: str) -> str:
-        """Add the next piece of a text. Return the part before a stop word."""
-        text = self._held + text
-        m = self._pattern.search(text, partial=True)
-        self.found = m[0] if m and not m.partial else None
-        n = m.start() if m else len(text)
-        self._held = text[n:]
-        return text[:n]
-
-    def rest(self) -> str:
-        held, self._held = self._held, ""
-        return held
 
 
 class TextTokens:
@@ -174,11 +164,7 @@ class QwenReader:
     """
 
     def __init__(
-        self,
-        think: tuple[str, str] | None,
-        in_reasoning: bool | None,
-        schemas: Mapping[str, Any] | None,
-        patience: float | None = math.inf,
+        self, think: Marks, in_reasoning: bool | None, schemas: Json | None, patience: float | None = math.inf
     ):
         self.begin, self.end = think or ("", "")
         self.schemas, self.patience = schemas, patience
@@ -270,7 +256,7 @@ class QwenReader:
     def _calls_at_end(self) -> list[Event]:
         """The calls after the last words of the reasoning, valid if the turn ends with them, though sent as such."""
         parser = ToolCallParser(self.schemas)
-        found = parser.add(self.reasoning.text) + parser.finish(cut=False)
+        found = parser.add("".join(self.reasoning.pieces)) + parser.finish(cut=False)
         words = [i for i, event in enumerate(found) if isinstance(event, Text) and event.text.strip()]
         calls = [event for event in found[max(words, default=-1) + 1 :] if isinstance(event, tool_calls.Call)]
         if not calls or not isinstance(calls[-1], CallEnds):
@@ -278,7 +264,7 @@ class QwenReader:
         return [replace(call, index=call.index - calls[0].index) for call in calls]
 
 
-def ends_in_reasoning(prompt: str, think: tuple[str, str] | None, prefill: str = "") -> bool | None:
+def ends_in_reasoning(prompt: str, think: Marks, prefill: str = "") -> bool | None:
     """Whether a prompt ends within reasoning; ``None`` if it has ended none. A mark at its end decides, and behind it the
     ``prefill``, in which one within a line is a mention.
     """
@@ -294,14 +280,14 @@ def ends_in_reasoning(prompt: str, think: tuple[str, str] | None, prefill: str =
     return reader.in_reasoning
 
 
-def start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool | None) -> int | None:
+def start_of_calls(text: str, think: Marks, in_reasoning: bool | None) -> int | None:
     """The position of the first call's opening tag, even if the call is incomplete."""
     end = max(i + len(tag) if (i := text.rfind(tag)) >= 0 else 0 for tag in (START, OPEN_FUNCTION))
     return _start_of_calls(text[: end + 1], think, in_reasoning) if end > 0 else None
 
 
 @lru_cache(maxsize=8)  # for the positions of a window after a quoted tag
-def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool | None) -> int | None:
+def _start_of_calls(text: str, think: Marks, in_reasoning: bool | None) -> int | None:
     reader, n = QwenReader(think, in_reasoning, {}), 0
     for m in re.finditer(f"{START}|{OPEN_FUNCTION}", text):
         reader.add(text[n : m.end()])
@@ -311,29 +297,7 @@ def _start_of_calls(text: str, think: tuple[str, str] | None, in_reasoning: bool
     return None
 
 
-def make_answer(
-    tokenizer: Any,
-    in_reasoning: bool | None,
-    tools: list[Any] | None,
-    stop_words: list[str],
-    *,
-    is_chat: bool,
-    one_call: bool,
-    patience: float | None = math.inf,
-    goes_on: bool = False,
-) -> Answer:
-    """Make the parser of a request's answer. Without tools, calls are text; without a chat template (``is_chat``), all is."""
-    if not is_chat:
-        return Answer(QwenReader(None, False, None), stop_words, is_chat=False)
-    schemas = None
-    if tools and tokenizer.has_tool_calling:
-        schemas = {function["name"]: function.get("parameters") for function in functions_of(tools)}
-    answer = Answer(QwenReader(think_marks(tokenizer), in_reasoning, schemas, patience), stop_words, one_call=one_call)
-    answer._reasoning.skips = not goes_on  # the first line breaks of reasoning that goes on are its own
-    return answer
-
-
-def think_marks(tokenizer: Any) -> tuple[str, str] | None:
+def think_marks(tokenizer: Any) -> Marks:
     return (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None
 
 

@@ -87,7 +87,13 @@ class Grammar:
             self.n_prompt = len(tokens)
         if not self.advance_to(np.array(tokens[self.n_prompt :])):
             return logits
-        masked = mx.where(self._allowed(logits.shape[-1]), logits, -mx.inf)
+        words = mx.array(np.frombuffer(self.matcher.compute_bitmask(), np.uint32))
+        self._check()  # the mask of a failed matcher would allow the end of the text
+        bits = (words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # [V / 32, 32]
+        allowed = bits.reshape(-1)[: logits.shape[-1]] == 1  # with end-of-text tokens where the text may end
+        # A model's output layer may be larger than its vocabulary.
+        allowed = mx.pad(allowed, (0, logits.shape[-1] - allowed.size))
+        masked = mx.where(allowed, logits, -mx.inf)
         # The draft vocabulary may have none of the allowed tokens. Then all of it is allowed, and the draft will be rejected.
         return mx.where(masked.max(axis=-1, keepdims=True) == -mx.inf, logits, masked)
 
@@ -122,15 +128,6 @@ class Grammar:
     def _check(self) -> None:
         if self.matcher.is_error():
             raise MTPError(f"llguidance aborted: {self.matcher.get_error().splitlines()[0]}")
-
-    def _allowed(self, size: int) -> mx.array:
-        """The tokens that may come next, [V], bool, including end-of-text tokens where the text may end."""
-        words = mx.array(np.frombuffer(self.matcher.compute_bitmask(), np.uint32))
-        self._check()  # the mask of a failed matcher would allow the end of the text
-        bits = (words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # [V / 32, 32]
-        allowed = bits.reshape(-1)[:size] == 1
-        # A model's output layer may be larger than its vocabulary.
-        return mx.pad(allowed, (0, size - allowed.size))
 
 
 def n_equal(a: Tokens, b: Tokens) -> int:
@@ -212,29 +209,25 @@ def make_grammar(
 
 
 def rule_of(json_schema: dict[str, Any] | str | None = None, regex: str | None = None) -> str:
-    """The rule in Lark for JSON of a schema, or for a text that matches a regular expression."""
-    if regex is None:
-        return f"%json {_with_separators(json_schema or {})}"
-    from llguidance import regex_to_lark
+    """The rule in Lark for a text that matches a regular expression, or for JSON of a schema. This has fixed white space, so
+    that more tokens are forced, unless the schema's own ``x-guidance`` says otherwise.
+    """
+    if regex is not None:
+        from llguidance import regex_to_lark
 
-    _check_size(regex)  # converting a long one blocks all other threads
-    if (len(regex) - len(regex.rstrip("\\"))) % 2:
-        raise MTPError("The regular expression ends with a backslash that escapes nothing.")
-    with as_mtp_error("The regular expression cannot be read"):
-        return f"/{regex_to_lark(regex, use_ascii='')}/"
-
-
-def _with_separators(schema: dict[str, Any] | str) -> str:
-    """A client's schema with fixed white space, so that more tokens are forced. Its own ``x-guidance`` takes precedence."""
-    if isinstance(schema, str):
-        with as_mtp_error("The schema is not JSON", ValueError):
-            schema = json.loads(schema)
+        _check_size(regex)  # converting a long one blocks all other threads
+        if (len(regex) - len(regex.rstrip("\\"))) % 2:
+            raise MTPError("The regular expression ends with a backslash that escapes nothing.")
+        with as_mtp_error("The regular expression cannot be read"):
+            return f"/{regex_to_lark(regex, use_ascii='')}/"
+    with as_mtp_error("The schema is not JSON", ValueError):
+        schema = json.loads(json_schema) if isinstance(json_schema, str) else json_schema
     if not isinstance(schema, dict):
         raise MTPError(f"A JSON schema is an object, not {json.dumps(schema)[:40]}.")
     own = schema.get("x-guidance")
     if not isinstance(own, dict | None):
         raise MTPError(f"x-guidance is an object, not {json.dumps(own)[:40]}.")
-    return json.dumps({**standard(schema), "x-guidance": {**SEPARATORS, **(own or {})}})
+    return f"%json {json.dumps({**standard(schema), 'x-guidance': {**SEPARATORS, **(own or {})}})}"
 
 
 @functools.lru_cache(maxsize=16)

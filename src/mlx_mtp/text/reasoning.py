@@ -31,7 +31,7 @@ def _end_of_reasoning(text: str, end: str) -> int | None:
 class ReasoningReader:
     def __init__(self, end: str):
         self.end, self._tag = end, regex.compile(regex.escape(end))
-        self._pieces: list[str] = []  # the reasoning so far
+        self.pieces: list[str] = []  # the reasoning so far
         self._rest = ""  # the text that is not parsed yet
         self._lines, self._line = Lines(), ""  # the lines so far, and the last one
         self._answer: int | None = None  # the first piece after the last quoted tag that stood alone on a line
@@ -39,27 +39,23 @@ class ReasoningReader:
     def add(self, text: str, is_last: bool = False) -> tuple[str, str | None]:
         """Add the next piece. Return its reasoning, and the text after the tag that ends it, or ``None``."""
         self._rest += text
-        n = len(self._pieces)
+        n = len(self.pieces)
         while (i := self._rest.find(self.end)) >= 0:
             self._take(i)
             behind = self._rest[len(self.end) :]
             if not (behind or is_last) and self._line.endswith("`") and not self._lines.is_code(self._line):
                 break  # the next character decides
             if not self._is_quoted(behind):
-                return "".join(self._pieces[n:]), behind
+                return "".join(self.pieces[n:]), behind
             self._take(len(self.end))
         else:
             begun = None if is_last else self._tag.search(self._rest, partial=True)
             self._take(begun.start() if begun else len(self._rest))
-        return "".join(self._pieces[n:]), None
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
+        return "".join(self.pieces[n:]), None
 
     @property
     def unquoted(self) -> str:
-        answer = "" if self._answer is None else "".join(self._pieces[self._answer :])
+        answer = "" if self._answer is None else "".join(self.pieces[self._answer :])
         return answer if answer.startswith("\n") else ""
 
     @property
@@ -74,7 +70,7 @@ class ReasoningReader:
 
     def _take(self, n: int) -> None:
         text, self._rest = self._rest[:n], self._rest[n:]
-        self._pieces.append(text)
+        self.pieces.append(text)
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             self._lines = self._lines.add(line)
@@ -82,7 +78,7 @@ class ReasoningReader:
     def _is_quoted(self, behind: str) -> bool:
         if self._lines.is_code(self._line):
             if not self._line.strip():
-                self._answer = len(self._pieces) + 1
+                self._answer = len(self.pieces) + 1
             return True
         return self._line.endswith("`") and behind.startswith("`")
 

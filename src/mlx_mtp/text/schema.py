@@ -8,13 +8,15 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
+T = TypeVar("T")
 Json = dict[str, Any]
 
 STRING = frozenset({"string"})
 ANY = frozenset({"null", "boolean", "integer", "number", "object", "array", "string"})
+TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", tuple: "array", dict: "object"}
 PYTHON = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 # The formats that llguidance enforces
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -85,7 +87,7 @@ class Schema:
             if names := ANY.intersection(_strings(schema.get("type"))):
                 types &= _with_integers(names)
             if (values := listed(schema)) is not None:
-                types &= _with_integers(frozenset(map(type_of, values)))
+                types &= _with_integers(frozenset(TYPES.get(type(value), "null") for value in values))
             for options in self.factors(schema):
                 types &= frozenset().union(*map(self.types, options))
             self._types[id(schema)] = types
@@ -95,10 +97,10 @@ class Schema:
         """Alternatives of a schema: one of each must hold as well."""
         if "$ref" in schema:
             yield [self.resolve(schema["$ref"])]
-        for part in _list(schema.get("allOf")):
+        for part in _as(list, schema.get("allOf")):
             yield [part]
         for key in ("anyOf", "oneOf"):
-            if options := _list(schema.get(key)):
+            if options := _as(list, schema.get(key)):
                 yield options
 
     def parts(self, is_certain: bool = False) -> list[Json]:
@@ -130,18 +132,18 @@ class Schema:
         """The schemas of each property; a value must be valid for one of them at least."""
         found: dict[str, list[Any]] = {}
         for part in self.parts():
-            for name, schema in _dict(part.get("properties")).items():
+            for name, schema in _as(dict, part.get("properties")).items():
                 found.setdefault(name, []).append(schema)
         return found
 
     def required(self) -> list[str]:
-        names = [name for part in self.parts(is_certain=True) for name in _list(part.get("required"))]
+        names = [name for part in self.parts(is_certain=True) for name in _as(list, part.get("required"))]
         return [name for name in names if isinstance(name, str)]
 
     def undeclared(self) -> list[Any]:
         """The schemas of properties that no schema declares. Those of ``patternProperties`` may have any value."""
         found = [part["additionalProperties"] for part in self.parts() if "additionalProperties" in part]
-        found += [True for part in self.parts() if _dict(part.get("patternProperties"))]
+        found += [True for part in self.parts() if _as(dict, part.get("patternProperties"))]
         return [schema for schema in found if schema is not False]
 
     def types_of_property(self, name: str) -> frozenset[str]:
@@ -158,23 +160,12 @@ def listed(schema: Json) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def type_of(value: Any) -> str:
-    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array")):
-        if isinstance(value, kind):
-            return name
-    return "null" if value is None else "object"
-
-
 def _with_integers(types: frozenset[str]) -> frozenset[str]:
     return frozenset(types | {"integer"} if "number" in types else types)
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _dict(value: Any) -> Json:
-    return value if isinstance(value, dict) else {}
+def _as(kind: type[T], value: Any) -> T:
+    return value if isinstance(value, kind) else kind()
 
 
 def _strings(value: Any) -> list[str]:
@@ -209,10 +200,9 @@ def to_json(text: str, types: frozenset[str]) -> str:
         # Errors of the parsers (ValueError, SyntaxError, RecursionError, MemoryError), or of values that JSON lacks.
         with suppress(Exception):
             value = read(word)
-            value = list(value) if isinstance(value, tuple) else value
             if isinstance(value, float) and "number" not in types and value.is_integer():
                 value = int(value)
-            if type_of(value) in types - STRING:
+            if TYPES.get(type(value)) in types - STRING:
                 return json.dumps(value, allow_nan=False)
     return json.dumps(text, ensure_ascii=False)
 

@@ -148,9 +148,10 @@ class EndOfValue:
                 return False  # the next one closes it
         if self.quoted and (self.quoted[-1] is None) == (kind != "p"):
             behind = text[m.end() :].lstrip(" \t")
-            if not behind and not is_last:
+            is_empty = self.behind == "open"  # the quotation
+            if not behind and not is_last and not is_empty:
                 return None
-            if behind[:1] in ("", "\r", "\n", "<"):  # otherwise it is in the middle of a line
+            if is_empty or behind[:1] in ("", "\r", "\n", "<"):  # otherwise it is in the middle of a line
                 self.quoted.pop()
         return False
 

@@ -5,7 +5,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from annotated_types import Ge, Le
@@ -15,7 +15,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ...core.decoding.counts import DraftCounts
 from ...core.pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ...text.answer import Reasoning
 from ...text.schema import Json
@@ -62,8 +61,7 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "best_of": ([1], "send n, and choose"),
     "n": ([1], "send one request for each answer"),
     "n_predict": ([-1], "send the API's own limit of tokens"),
-    "previous_response_id": ([], "send the whole conversation as input"),
-    "conversation": ([], "send the whole conversation as input"),
+    **dict.fromkeys(("previous_response_id", "conversation"), ([], "send the whole conversation as input")),
     "prompt": ([], "send the conversation itself"),
     "background": ([False], "leave it out"),
     "include_reasoning": ([True], "turn thinking off, or ignore the reasoning"),
@@ -82,19 +80,13 @@ def at_most(n: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _not_zero(n: int) -> int:
-    if n == 0:
-        raise ValueError("Input should be at least 1, or -1 for no limit")
-    return n
-
-
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # pydantic otherwise makes an error for each element
 Short = Annotated[str, Field(max_length=1000)]
 Natural = Annotated[int, Ge(0), Le(2**31)]
-# -1 is no limit, as in llama.cpp
-Budget = Annotated[int, Ge(-1), Le(2**31), AfterValidator(lambda n: NO_LIMIT if n == -1 else n)]
-Limit = Annotated[Budget, AfterValidator(_not_zero)]
+Unlimited = BeforeValidator(lambda n: NO_LIMIT if n == -1 else n)  # -1 is no limit, as in llama.cpp
+Budget = Annotated[int, Ge(0), Le(NO_LIMIT), Unlimited]
+Limit = Annotated[int, Ge(1), Le(NO_LIMIT), Unlimited]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
 Stop = Annotated[Many[Short], Field(max_length=64), BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
@@ -264,10 +256,6 @@ class Body(Part):
         """The structured outputs of the API's fields: one at most."""
         return []
 
-    @property
-    def one_call(self) -> bool:
-        return not self.parallel_tool_calls
-
     def conversation(self, content: Json) -> tuple[History, list[Json]]:
         """The history, and the tools in OpenAI's format."""
         raise NotImplementedError
@@ -278,7 +266,15 @@ class Body(Part):
         if isinstance(variables := content.get("chat_template_kwargs"), dict):  # some clients send these fields there
             given = {name: variables[name] for name in SWITCHES if name in variables}
             content = content | {name: x for name, x in given.items() if name != VARIABLE or x in get_args(Effort)}
-        body = _validate(cls, content)
+        for name, (harmless, fix) in REFUSED.items():
+            is_known = name in cls.model_fields and name not in cls.UNUSED
+            if name in content and not is_known and content[name] not in harmless:
+                value = json.dumps(content[name])[:100]
+                raise ApiError(400, f"{name}: {value} is not supported: {fix}.", param=name)
+        try:
+            body = cls.model_validate(content)
+        except ValidationError as e:
+            raise _api_error(e) from e
         request = body.to_request(content)
         body.set_arguments(request, flags)
         return body, request
@@ -287,18 +283,12 @@ class Body(Part):
         history, all_tools = self.conversation(content)
         messages, images, are_asked = history.finish()
         output, tools = from_fields(self.outputs, self.tool_choice, all_tools)
-        request = Request(
-            "chat",
-            "",
-            messages,
-            tools or None,
-            shown_tools=(all_tools if tools else None) or None,
-            structured_output=output,
-            images=images,
-            are_asked=are_asked,
-            one_call=self.one_call,
-            param=self.NEEDED,
-        )
+        request = Request("chat", "", messages, images=images, are_asked=are_asked, param=self.NEEDED)
+        request.structured_output = output
+        if tools:
+            request.tools, request.shown_tools = tools, all_tools
+        choice = self.tool_choice if isinstance(self.tool_choice, dict) else {}
+        request.one_call = not self.parallel_tool_calls or bool(choice.get("disable_parallel_tool_use"))  # Anthropic's
         if self.continue_final_message and request.begun is None:
             message = "continue_final_message requires a last message of the assistant, with text and without calls."
             raise ApiError(400, message, param="continue_final_message")
@@ -347,22 +337,13 @@ def _first(values: Sequence[T | None]) -> T | None:
 TYPES = ("str", "int", "float", "bool", "none", "dict", "list")  # pydantic puts them between the names of fields
 
 
-def _validate(kind: type[Body], body: Json) -> Any:
-    for name, (harmless, fix) in REFUSED.items():
-        is_known = name in kind.model_fields and name not in kind.UNUSED
-        if name in body and not is_known and body[name] not in harmless:
-            value = json.dumps(body[name])[:100]
-            raise ApiError(400, f"{name}: {value} is not supported: {fix}.", param=name)
-    try:
-        return kind.model_validate(body)
-    except ValidationError as e:
-        errors = e.errors(include_url=False, include_context=False, include_input=False)
-        # In a field of several types, the reason is that of the type that was sent.
-        error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
-        names = [x for x in error["loc"] if isinstance(x, int) or (x.isidentifier() and x not in TYPES)]
-        where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in names)[1:]
-        param = str(error["loc"][0]) if error["loc"] else None
-        raise ApiError(400, f"{where}: {error['msg']}."[:500], param=param) from e
+def _api_error(e: ValidationError) -> ApiError:
+    """In a field of several types, the reason is that of the type that was sent."""
+    errors = e.errors(include_url=False, include_context=False, include_input=False)
+    error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
+    names = [x for x in error["loc"] if isinstance(x, int) or (x.isidentifier() and x not in TYPES)]
+    where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in names)[1:]
+    return ApiError(400, f"{where}: {error['msg']}."[:500], param=str(error["loc"][0]))
 
 
 def function_tool(tool: Tool, name: str | None, parameters: Json | None) -> Json:
@@ -372,13 +353,14 @@ def function_tool(tool: Tool, name: str | None, parameters: Json | None) -> Json
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
-@dataclass(frozen=True)
 class Usage:
-    n_prompt: int  # tokens of the prompts, each counted once
-    n_cached: int  # cached tokens among them
-    n_generated: int  # tokens of all answers
-    n_accepted: int  # accepted drafts among them
-    drafts: list[DraftCounts] | None  # of each answer; None if the server does not draft
+    def __init__(self, choices: list[Request], drafts: bool):
+        first = choices[:: choices[0].n]  # the first answer to each prompt
+        self.n_prompt = sum(request.n_prompt for request in first)
+        self.n_cached = sum(request.n_cached for request in first)
+        self.n_generated = sum(request.n_tokens for request in choices)
+        self.n_accepted = sum(request.n_accepted for request in choices)  # drafts among these tokens
+        self.drafts = [request.counts for request in choices] if drafts else None  # None if the server does not draft
 
 
 class Writer:
@@ -393,6 +375,7 @@ class Writer:
     opened: Callable[[Json], bytes]  # the beginning of a block
     closed: Callable[[Json], bytes]  # its end, once it is complete
     message: Callable[[Usage], Json]
+    loading: Callable[[], bytes]  # the first event of a stream whose model has to be loaded
     end: Callable[[Usage], bytes]
     failed: Callable[[ApiError], bytes]
 
@@ -407,10 +390,6 @@ class Writer:
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         return f": keepalive {n_read}/{n_prompt}\n\n".encode()
-
-    def loading(self) -> bytes:
-        """The first event of a stream whose model has to be loaded."""
-        return b""
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         """The part of a stream for a step; ``choice`` is the index of the answer, in APIs with several."""

@@ -16,7 +16,7 @@ from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import LOADING, ApiError, Delta, Request, StructuredOutput
-from ..structured_output import from_response_format, only_one
+from ..structured_output import from_fields, from_response_format
 from . import common
 from .common import Body, Call, Item, Limit, Many, Natural, OutputSettings, Short, Usage, Writer, event
 from .history import READ, History
@@ -243,14 +243,10 @@ class ChatTool(Call):
     function: Json
 
 
-class ChatMessage(Item):
-    role: str
-
-
 class ChatBody(OpenAIBody):
     NEEDED: ClassVar = "messages"
     writer: ClassVar = ChatWriter
-    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Many[Item], Field(min_length=1)]
     tools: Many[ChatTool] | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
@@ -296,5 +292,5 @@ class CompletionBody(OpenAIBody):
         return self.logprobs
 
     def to_request(self, content: Json) -> Request:
-        output = only_one(*self.outputs)
+        output, _ = from_fields(self.outputs, "none", [])
         return Request("text", self.prompts[0], [], n=self.n, param=self.NEEDED, structured_output=output)

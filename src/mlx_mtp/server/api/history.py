@@ -8,9 +8,9 @@ import base64
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections import defaultdict
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from ...images.open import is_data_url
@@ -97,14 +97,14 @@ class History:
     def finish(self) -> tuple[list[Json], list[str], list[bool]]:
         """The messages for the chat template, the URLs of their images, and whether each is one of the question's."""
         _sort_results(self.messages)
-        urls, are_asked, is_asked = list[str](), list[bool](), True
-        for message in reversed(self.messages):
-            is_asked &= message["role"] != "assistant"
+        urls, are_asked = list[str](), list[bool]()
+        answered = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=-1)
+        for i, message in enumerate(self.messages):
             errors, images = message.pop("errors", []), message.pop("images", [])
-            is_question = is_asked and message["role"] == "user"
-            for error in errors if is_question else ():
-                raise error
-            urls += reversed(images)
+            is_question = i > answered and message["role"] == "user"
+            if is_question and errors:
+                raise errors[0]
+            urls += images
             are_asked += [is_question] * len(images)
             self.errors += errors
         messages = fold_roles(self.messages)
@@ -116,7 +116,7 @@ class History:
         for message in self.messages:
             if message["role"] == "assistant":
                 _split_thoughts(message, is_last=message is self.messages[-1])
-        return messages, urls[::-1], are_asked[::-1]
+        return messages, urls, are_asked
 
     def _message(self, role: str) -> Json:
         if self._turn is None or self._turn["role"] != role:
@@ -273,21 +273,12 @@ def _text_of_unknown(part: Json) -> str:
 
 def text_in(value: Any) -> str:
     """The text of a value of any form: its strings, but for identifiers and encoded data, in lines."""
-    return "\n".join(_strings_in(value))
-
-
-def _strings_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str) and value.strip() and not ENCODED.fullmatch(value):
-        yield value
-    elif isinstance(value, list):
-        for x in value:
-            yield from _strings_in(x)
-    elif isinstance(value, dict):
-        for name, x in value.items():
-            if name in FACTS and isinstance(x, int):
-                yield f"{name}: {json.dumps(x)}"
-            elif not HIDDEN.fullmatch(name):
-                yield from _strings_in(x)
+    if isinstance(value, str):
+        return value if value.strip() and not ENCODED.fullmatch(value) else ""
+    if isinstance(value, dict):
+        facts = {name: f"{name}: {json.dumps(x)}" for name in FACTS if isinstance(x := value.get(name), int)}
+        value = [x for name, x in (value | facts).items() if not HIDDEN.fullmatch(name)]
+    return "\n".join(filter(None, map(text_in, value))) if isinstance(value, list) else ""
 
 
 def _thought_of(item: Json) -> str:
@@ -319,20 +310,18 @@ def _sort_results(messages: list[Json]) -> None:
     """Put the results of a turn's tools in the order of its calls: of calls with equal ids, in the order given. Results with
     other ids keep their places.
     """
-    order, results = dict[str, list[tuple[int, int]]](), list[int]()
-    for i, message in enumerate([*messages, {"role": "assistant"}]):
-        if message["role"] == "tool":
-            results.append(i)
-        elif message["role"] == "assistant":
-            if i and messages[i - 1]["role"] != "assistant":
-                places = {k: ids for k in results if (ids := order.get(messages[k]["tool_call_id"]))}
-                calls = {k: ids.pop(0) if len(ids) > 1 else ids[0] for k, ids in places.items()}
-                for k, result in zip(places, [messages[k] for k in sorted(places, key=calls.__getitem__)]):
-                    messages[k] = result
-                order, results = {}, []
-            for n, call in enumerate(message.get("tool_calls", [])):
-                if call["id"]:
-                    order.setdefault(call["id"], []).append((i, n))
+    is_answer = [message["role"] == "assistant" for message in messages]
+    turns = [i for i, (before, here) in enumerate(pairwise([False, *is_answer])) if here and not before]
+    for start, end in pairwise([*turns, len(messages)]):
+        order = defaultdict[str, list[int]](list)  # the numbers of the calls by their ids
+        for n, call in enumerate(call for m in messages[start:end] for call in m.get("tool_calls", ())):
+            order[call["id"]].append(n)
+        order.pop("", None)
+        results = [i for i in range(start, end) if messages[i]["role"] == "tool"]
+        calls = {i: found for i in results if (found := order.get(messages[i]["tool_call_id"]))}
+        places = {i: found.pop(0) if len(found) > 1 else found[0] for i, found in calls.items()}
+        for i, result in zip(places, [messages[i] for i in sorted(places, key=places.__getitem__)]):
+            messages[i] = result
 
 
 def fold_roles(messages: list[Json]) -> list[Json]:

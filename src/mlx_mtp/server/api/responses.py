@@ -173,24 +173,21 @@ class ResponsesBody(Body):
 
     @property
     def named_tools(self) -> dict[str, tuple[Tool, str | None]]:
-        """The client's tools and their namespaces, by their names in the prompt."""
-        named: dict[str, tuple[Tool, str | None]] = {}
-        for tool in [*(self.tools or []), *self.tools_of_history]:
+        """The client's tools and their namespaces, by their names in the prompt: those of the request, and those that were
+        added in the conversation, by the client or as results of its tool search.
+        """
+        named, tools = dict[str, tuple[Tool, str | None]](), [*(self.tools or [])]
+        for item in [] if isinstance(self.input, str) else self.input:
+            if item.type in ("additional_tools", "tool_search_output"):
+                with suppress(ValidationError):
+                    added = TOOLS.validate_python((item.model_extra or {}).get("tools"))
+                    tools += [tool.model_copy(update={"strict": None}) for tool in added]
+        for tool in tools:
             space = tool.name if tool.type == "namespace" else None
             for t in (tool.tools or []) if tool.type == "namespace" else [tool]:
                 if t.type in (None, "function", "custom") and t.name is not None:
                     named[full_name(space, t.name)] = t, space
         return named
-
-    @property
-    def tools_of_history(self) -> list[Tool]:
-        """The tools that were added in the conversation: by the client, or as results of its tool search."""
-        tools: list[Tool] = []
-        for item in [] if isinstance(self.input, str) else self.input:
-            if item.type in ("additional_tools", "tool_search_output"):
-                with suppress(ValidationError):
-                    tools += TOOLS.validate_python((item.model_extra or {}).get("tools"))
-        return [tool.model_copy(update={"strict": None}) for tool in tools]
 
     @property
     def outputs(self) -> list[StructuredOutput | None]:

@@ -21,7 +21,7 @@ from ...core.layers.mtp import has_head
 from ...core.sampling import sampler as sampling
 from ...images.prompt import ImageEmbeddings
 from ...memory import CACHE_SHARE, STEP, Account, Sizes, size, sizes_of
-from ...text.answer import QwenReader, make_answer
+from ...text.answer import QwenReader
 from ..request import NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar
 from .models import ModelProvider, Stores
@@ -148,16 +148,7 @@ class Admission:
         request.detokenizer = tokenizer.detokenizer
         request.detokenizer.add_token(tokenizer.eos_token_id)  # only a space at the beginning of a text is dropped
         request.detokenizer.last_segment  # noqa: B018 (drop the token's own text)
-        request.answer = make_answer(
-            tokenizer,
-            prompt.in_reasoning,
-            request.tools,
-            args.stop_words,
-            is_chat=request.request_type == "chat",
-            one_call=request.one_call,
-            patience=_patience(tokenizer, request),
-            goes_on=prompt.goes_on,
-        )
+        request.begin_answer(tokenizer, _patience(tokenizer, request))
         stops = self.stop_sequences
         if request.stop_token_ids:
             stops = StopSequences([(token,) for token in (*tokenizer.eos_token_ids, *request.stop_token_ids)])

@@ -283,7 +283,7 @@ def make_delta(request: Request, response: Response, finish_reason: str | None) 
         request.detokenizer.finalize()
     events, finish_reason = request.answer.step(request.detokenizer.last_segment, finish_reason)
     source = response.counts.source if response.from_draft else "model"
-    return Delta(events, response.token, finish_reason, request.answer.stop.found, source)
+    return Delta(events, response.token, finish_reason, request.answer.stop_word, source)
 
 
 def run_token(model: Any) -> None:
