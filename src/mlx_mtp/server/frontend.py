@@ -21,7 +21,6 @@ from .request import LOADING, ApiError, Delta, Options, Request, Waiting
 KEEP_ALIVE = 5.0  # seconds between two reports of the progress of prefill
 POLL = 1.0  # seconds between two checks of the generation thread
 T = TypeVar("T")
-Progress = dict[int, Waiting]  # of requests without a first token, by their numbers
 Items = asyncio.Queue[tuple[int, Any]]  # the items of requests, each with the index of its answer
 
 
@@ -50,6 +49,7 @@ class Frontend:
         self.clients, self.metrics = engine.clients, engine.metrics
         self.models, self.caches = engine.admission.models, engine.admission.caches
         self.created = int(time.time())
+        self.waiting: dict[int, Waiting] = {}  # the progress of requests without a first token, by their numbers
 
     async def generate(self, choices: list[Request]) -> AsyncIterator[tuple[int, str | Waiting | Delta]]:
         """Yield the start and the tokens of each answer, with its index. The first one of a prompt prefills it for all."""
@@ -165,12 +165,12 @@ async def watched(requests: Sequence[Request], receive: Receive) -> AsyncIterato
 
 
 class GeneratedResponse(Response):
-    """The response with the answers of ``Request.choices``. ``waiting`` has the progress of requests without a first token."""
+    """The response with the answers of ``Request.choices``."""
 
-    def __init__(self, frontend: Frontend, choices: list[Request], writer: Writer, is_stream: bool, waiting: Progress):
+    def __init__(self, frontend: Frontend, choices: list[Request], writer: Writer, is_stream: bool):
         super().__init__()
-        self.frontend, self.choices, self.writer = frontend, choices, writer
-        self.is_stream, self.waiting = is_stream, waiting
+        self.frontend, self.choices, self.writer, self.is_stream = frontend, choices, writer, is_stream
+        self.waiting, self.number = frontend.waiting, choices[0].number
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -184,7 +184,7 @@ class GeneratedResponse(Response):
         except OSError:
             logging.info("The client has disconnected.")
         finally:
-            self.waiting.pop(self.choices[0].number, None)
+            self.waiting.pop(self.number, None)
             scope[FIGURES] = (figures_of(self.choices, self._usage()),)
 
     async def _stream(self, send: Send) -> None:
@@ -207,12 +207,12 @@ class GeneratedResponse(Response):
         has_begun = False
         async for i, item in self.frontend.generate(self.choices):
             if isinstance(item, Waiting):
-                if item.n_prompt > 0 and (number := self.choices[0].number) in self.waiting:
-                    self.waiting[number] = item
-                    logging.info(f"Request {number}: {item.n_read:,} of {item.n_prompt:,} prompt tokens processed")
+                if item.n_prompt > 0 and self.number in self.waiting:
+                    self.waiting[self.number] = item
+                    logging.info(f"Request {self.number}: {item.n_read:,} of {item.n_prompt:,} prompt tokens processed")
                 yield self.writer.waiting(item.n_read, item.n_prompt)
             elif isinstance(item, Delta):
-                self.waiting.pop(self.choices[0].number, None)
+                self.waiting.pop(self.number, None)
                 yield self.writer.add(item, i)
             elif item == LOADING:
                 yield self.writer.loading()
