@@ -46,8 +46,7 @@ class Frontend:
 
     def __init__(self, options: Options, engine: Engine):
         self.options, self.engine = options, engine
-        self.clients, self.metrics = engine.clients, engine.metrics
-        self.models, self.caches = engine.admission.models, engine.admission.caches
+        self.metrics, self.models, self.caches = engine.metrics, engine.admission.models, engine.admission.caches
         self.created = int(time.time())
         self.waiting: dict[int, Waiting] = {}  # the progress of requests without a first token, by their numbers
 
@@ -75,8 +74,6 @@ class Frontend:
         finally:
             for task in tasks:
                 task.cancel()
-            for choice in choices:
-                self.clients.leave(choice)
 
     async def start(self, request: Request, items: Items, i: int) -> None:
         tokenizer = await self._tokenizer_of(request)
@@ -94,12 +91,9 @@ class Frontend:
         request.key = self.models.resolve(request.args.model)
         if request.key not in self.models.tokenizers:  # go through the engine's queue once to load the model
             items: Items = asyncio.Queue()
-            try:
-                self._submit(request, items, 0)
-                async for _ in self._receive(items, 1):
-                    pass
-            finally:
-                self.clients.leave(request)
+            self._submit(request, items, 0)
+            async for _ in self._receive(items, 1):
+                pass
         return self.models.tokenizers[request.key]
 
     def _submit(self, request: Request, items: Items, i: int) -> None:
@@ -112,7 +106,7 @@ class Frontend:
 
         items.put_nowait((i, Waiting(0, 0)))
         request.send = send
-        self.clients.add(request)
+        self.engine.clients.arriving.put(request)
 
     async def _receive(self, items: Items, n: int) -> AsyncIterator[tuple[int, Any]]:
         """Yield the items of n requests, and ``None`` at the end of each; of the progress, the latest every few seconds."""
@@ -185,7 +179,7 @@ class GeneratedResponse(Response):
             logging.info("The client has disconnected.")
         finally:
             self.waiting.pop(self.number, None)
-            scope[FIGURES] = (figures_of(self.choices, self._usage()),)
+            scope[FIGURES] = (self._figures(),)
 
     async def _stream(self, send: Send) -> None:
         has_begun = False
@@ -230,13 +224,13 @@ class GeneratedResponse(Response):
             drafts=[request.counts for request in self.choices] if self.frontend.models.drafts else None,
         )
 
-
-def figures_of(choices: Sequence[Request], usage: Usage) -> str:
-    figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{usage.n_generated} output tokens"]
-    figures.append(f"{time.perf_counter() - choices[0].arrived:.2f} s")
-    if n_timed := sum(r.counts.n_timed for r in choices):  # tokens of steps that compile nothing
-        figures.append(f"{n_timed / max(r.counts.seconds for r in choices):.1f} tokens/s")
-    if drafted := sum(counts.n_drafted for counts in usage.drafts or ()):
-        accepted = sum(counts.n_accepted for counts in usage.drafts or ())
-        figures.append(f"{accepted} of {drafted} drafts accepted")
-    return ", ".join(figures)
+    def _figures(self) -> str:
+        """Those of the request's line in the log."""
+        usage, counts = self._usage(), [choice.counts for choice in self.choices]
+        figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{usage.n_generated} output tokens"]
+        figures.append(f"{time.perf_counter() - self.choices[0].arrived:.2f} s")
+        if n_timed := sum(c.n_timed for c in counts):  # tokens of steps that compile nothing
+            figures.append(f"{n_timed / max(c.seconds for c in counts):.1f} tokens/s")
+        if drafted := sum(c.n_drafted for c in counts):
+            figures.append(f"{sum(c.n_accepted for c in counts)} of {drafted} drafts accepted")
+        return ", ".join(figures)
