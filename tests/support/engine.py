@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any
 
 from prometheus_client import generate_latest
+from starlette.testclient import TestClient
 
 from mlx_mtp.server.api import completions
+from mlx_mtp.server.app import make_app
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.frontend import Frontend
@@ -54,6 +56,11 @@ class Engine:
 
     def close(self) -> None:
         self.engine.stop_and_join()
+
+    @property
+    def client(self) -> TestClient:
+        """A client of the HTTP application."""
+        return TestClient(make_app(self.frontend), base_url="http://localhost")
 
     def ask(self, messages: list[dict[str, Any]], say: str | None = None, **body: Any) -> Answered:
         """Answer a chat; the model says ``say``, where it is given."""
