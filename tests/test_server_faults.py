@@ -5,7 +5,7 @@ import json
 import re
 import threading
 import zlib
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from unittest.mock import Mock
 
@@ -24,6 +24,7 @@ from tests.support.server_process import serve, serve_here
 
 GOOD = {"prompt": "import os\n", "max_tokens": 2}
 ASK = {"messages": [{"role": "user", "content": "import os\n"}], "max_tokens": 2}
+USER = {"role": "user", "content": "a"}
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +143,11 @@ def test_the_reason_of_a_field_of_several_types():
 def test_a_message_of_the_user_is_not_continued():
     """A client may ask for what the server does, and no more."""
     assistant = {"role": "assistant", "content": "The answer is"}
-    assert ask(messages=[*ASK["messages"], assistant], continue_final_message=True).begun == "content"
-    for messages in (ASK["messages"], [*ASK["messages"], {**assistant, "content": ""}]):
+    assert read(CHAT, messages=[USER, assistant], continue_final_message=True).begun == "content"
+    for messages in ([USER], [USER, {**assistant, "content": ""}]):
         with pytest.raises(ApiError, match="continue_final_message requires") as e:
-            ask(messages=messages, continue_final_message=True)
+            read(CHAT, messages=messages, continue_final_message=True)
         assert e.value.param == "continue_final_message"
-
-
-def ask(**changes):
-    return read(CHAT, **parse_json(json.dumps({**ASK, **changes}).encode()))
 
 
 def test_a_prompt_beyond_the_context_is_counted(server):
@@ -213,14 +210,9 @@ def test_rejects_invalid_json_and_large_bodies(server):
 # Compressed bodies
 
 
-def deflated(raw: bytes) -> bytes:
-    """Without the header of zlib."""
-    return zlib.compress(raw, wbits=-zlib.MAX_WBITS)
-
-
 CODINGS = {
-    "gzip": gzip.compress, "X-Gzip": gzip.compress, "deflate": zlib.compress, "identity, deflate": deflated,
-    "zstd": zstd.compress,
+    "gzip": gzip.compress, "X-Gzip": gzip.compress, "deflate": zlib.compress, "zstd": zstd.compress,
+    "identity, deflate": partial(zlib.compress, wbits=-zlib.MAX_WBITS),  # without the header of zlib
 }  # fmt: skip
 
 
@@ -319,10 +311,6 @@ def test_bytes_that_resemble_http_are_refused_or_end_the_connection(server):
 # Limits: a hostile client costs little
 
 
-USER = {"role": "user", "content": "a"}
-PART = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"  # of a request
-
-
 @cache
 def client(origins="", hosts=""):
     flags = [f"--allowed-origins={origins}"] * bool(origins) + [f"--allowed-hosts={hosts}"] * bool(hosts)
@@ -398,7 +386,7 @@ def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch):
 
 def test_a_body_that_never_ends_is_answered(server, monkeypatch):
     monkeypatch.setattr(application, "BODY_TIMEOUT", 0.05)
-    answer = server.talk(PART.replace(b"Host", b"Connection: close\r\nHost"), is_complete=True)
+    answer = server.talk(POST + b"Connection: close\r\nContent-Length: 9\r\n\r\n{", is_complete=True)
     assert answer.startswith(b"HTTP/1.1 408 ")
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,25 +56,22 @@ def test_bytes_of_running_requests_count():
 
 
 def test_no_more_than_max_queue_wait():
-    arrived, begin = threading.Event(), threading.Event()
+    """The second request comes while the first one waits."""
+    arrived, body = [], {"prompt": "a"}
 
     async def generate(request):
-        arrived.set()
-        await in_thread(begin.wait)
+        arrived.append(request)
+        if len(arrived) == 1:
+            answers.append(await in_thread(lambda: client.post(requests.TEXT, json=body)))
         yield STARTED
         yield Delta([], 1, "stop")
 
-    client, body = client_of(generate, "--max-queue", "1"), {"prompt": "a"}
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.post, requests.TEXT, json=body)
-        assert arrived.wait(30)
-        answer = client.post(requests.TEXT, json=body)
-        begin.set()
-        assert waiting.result().status_code == 200
-    assert (answer.status_code, answer.headers["Retry-After"].isdigit()) == (429, True)
+    client, answers = client_of(generate, "--max-queue", "1"), []
+    answers += [client.post(requests.TEXT, json=body) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [429, 200, 200]
     error = dict(type="rate_limit_error", param=None, code="rate_limit_exceeded")
-    assert answer.json()["error"] == error | {"message": "1 requests are waiting: try again later."}
-    assert client.post(requests.TEXT, json=body).status_code == 200
+    assert answers[0].json()["error"] == error | {"message": "1 requests are waiting: try again later."}
+    assert answers[0].headers["Retry-After"].isdigit()
 
 
 def test_who_waits_for_memory_or_for_another_model():
@@ -188,19 +184,15 @@ def test_each_api_says_that_it_waits_and_fails():
 
 
 def test_the_log_and_the_page_are_told_how_much_of_a_prompt_is_processed(caplog):
-    seen = []
-
     async def answer(request):
-        health = next(route.endpoint for route in client.app.routes if getattr(route, "path", "") == "/health")
         for item in (Waiting(2_048, 27_900), Delta([], 1, "stop")):
             yield item
             await asyncio.sleep(0.01)
-            seen.append(json.loads((await health()).body).get("prompts"))
+            seen.append((await in_thread(client.get, "/health")).json().get("prompts"))
 
-    client = client_of(answer)
+    client, seen = client_of(answer), []
     with caplog.at_level("INFO"):
         client.post(requests.TEXT, json={"prompt": "a"})
-        client.get("/health")
     assert seen == [[{"processed": 2_048, "total": 27_900}], None]
     assert re.search(r"Request \d+: 2,048 of 27,900 prompt tokens processed", caplog.text)
     assert not re.search(r"root:.*/health", caplog.text)
@@ -401,7 +393,7 @@ def test_a_model_that_cannot_be_loaded_again_fails_its_request_alone(tmp_path):
 def test_weights_are_kept_warm_for_some_seconds():
     with Engine("--model", TRAINED, "--mtp", "--keep-warm", "30") as engine:
         thread = engine.engine
-        engine.close()  # the rest is called here
+        thread.stop_and_join()  # the rest is called here
         thread.admission.batch = object()
         for seconds, last, is_warmed in ((5, 2, True), (5, 0.5, False), (31, 2, False)):
             thread.warmed = before = time.monotonic() - last

@@ -1,6 +1,7 @@
 """The server's engine in this process, without HTTP: what a request reads, and what it is answered."""
 
 import asyncio
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ class Answered:
         return len(self.prompt) - self.n_cached
 
 
-class Engine:
+class Engine(AbstractContextManager):
     """
     Args:
         flags (str): Of ``mlx_mtp server``.
@@ -45,16 +46,10 @@ class Engine:
         try:
             self.engine.loaded.result()
         except BaseException:
-            self.close()
+            self.engine.stop_and_join()
             raise
 
-    def __enter__(self) -> "Engine":
-        return self
-
     def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
         self.engine.stop_and_join()
 
     @property
