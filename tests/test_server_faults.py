@@ -1,10 +1,12 @@
 """Invalid input: each is answered in OpenAI's error format, and a valid request after all of it as one before. Limits."""
 
 import gzip
+import http.client
 import json
 import re
 import threading
 import zlib
+from contextlib import closing
 from functools import cache, partial
 from itertools import product
 from unittest.mock import Mock
@@ -14,6 +16,7 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from mlx_mtp.server import app as application
+from mlx_mtp.server import serve as command
 from mlx_mtp.server.api.common import MAX_BIASES
 from mlx_mtp.server.app import MAX_BODY, decoded, parse_json, zstd
 from mlx_mtp.server.engine.encode import BoundedTokenizer
@@ -388,6 +391,24 @@ def test_a_body_that_never_ends_is_answered(server, monkeypatch):
     monkeypatch.setattr(application, "BODY_TIMEOUT", 0.05)
     answer = server.talk(POST + b"Connection: close\r\nContent-Length: 9\r\n\r\n{", is_complete=True)
     assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_whose_header_is_never_complete_is_closed(server, monkeypatch):
+    """One that has no bytes, one that has some, and one whose second request has some. An idle one stays."""
+    idle, begun = (http.client.HTTPConnection("127.0.0.1", server.port, timeout=60) for _ in range(2))
+
+    def is_answered(connection):
+        connection.request("GET", "/health")
+        return b"ok" in connection.getresponse().read()
+
+    with closing(idle), closing(begun):
+        assert (is_answered(idle), is_answered(begun)) == (True, True)
+        monkeypatch.setattr(command, "HEADER", 0.2)
+        assert is_answered(idle)
+        begun.sock.sendall(b"GET / HTTP/1.1\r\nHo")
+        assert begun.sock.recv(1) == b""
+        assert [server.talk(sent, is_complete=True) for sent in (b"", b"GET / HTTP/1.1\r\nHo")] == [b"", b""]
+        assert is_answered(idle)
 
 
 # Web pages

@@ -11,12 +11,11 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-import uvicorn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.errors import MTPError
-from mlx_mtp.server import frontend, serve
+from mlx_mtp.server import frontend
 from mlx_mtp.server.engine import engine as generation
 from mlx_mtp.server.engine.admission import Admission, longest_text
 from mlx_mtp.server.engine.encode import _errors_of
@@ -243,42 +242,6 @@ def test_a_client_that_leaves_before_its_turn_is_dropped():
     engine._drop(gone)
     assert [*engine.waiting] == [second]
     assert [str(e) for e in said] == ["The client has disconnected."]
-
-
-# Connections
-
-
-async def answer_ok(scope, receive, send):
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
-
-
-def test_a_connection_whose_header_is_never_complete_is_closed(monkeypatch):
-    """One that has no bytes, one that has some, and one whose second request has some. Idle ones stay."""
-    monkeypatch.setattr(serve, "HEADER", 0.2)
-
-    async def main():
-        config = uvicorn.Config(answer_ok, http=serve.Protocol, lifespan="off", log_config=None)
-        server = uvicorn.Server(config)
-        with serve.listen("127.0.0.1", 0) as s:
-            running, port = asyncio.create_task(server.serve(sockets=[s])), s.getsockname()[1]
-            whole, part = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HTTP/1.1\r\nHo"
-            for sent in (b"", part, whole + part):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(sent)
-                data = await asyncio.wait_for(reader.read(), 20)  # up to the end of the connection
-                assert data.count(b"200 OK") == sent.count(whole)
-                writer.close()
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for pause in (0.0, 0.5):
-                await asyncio.sleep(pause)
-                writer.write(whole)
-                assert (await asyncio.wait_for(reader.readuntil(b"ok"), 20)).startswith(b"HTTP/1.1 200")
-            writer.close()
-            server.should_exit = True
-            await running
-
-    asyncio.run(main())
 
 
 # Without requests: the model's memory is freed after a while, and the weights are kept warm before
