@@ -72,18 +72,14 @@ def run(monkeypatch, capfd, *words) -> tuple[int, dict, str]:
     return end.value.code, json.loads(out) if out else {}, err
 
 
-class Launched:
-    """The command in a process of its own, whose client waits for a line."""
+COMMAND = [sys.executable, "-m", "mlx_mtp", "launch", "claude", "--model", TRAINED]
 
-    def __init__(self):
-        command = [sys.executable, "-m", "mlx_mtp", "launch", "claude", "--model", TRAINED, "--", "wait"]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        self.said = json.loads(self.process.stdout.readline())
 
-    def end(self) -> tuple[int, str]:
-        _, err = self.process.communicate("\n", timeout=60)
-        return self.process.returncode, err
+def launched() -> tuple[subprocess.Popen, dict]:
+    """The command in a process of its own, whose client waits for a line -> it, and what the client has printed."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([*COMMAND, "--", "wait"], text=True, **pipes)
+    return process, json.loads(process.stdout.readline())
 
 
 def server_at(url) -> int:
@@ -91,41 +87,33 @@ def server_at(url) -> int:
     return int(pid)
 
 
-def wait_for_end(pid, seconds=60):
-    deadline = time.monotonic() + seconds
+def test_clients_share_a_server_which_ends_with_the_last():
+    """Also where the last one is killed."""
+    (first, said), (second, again) = launched(), launched()
+    assert said == again  # the server and its key
+    assert (said["answered"], said["argv"][1:], said["context"]) == (200, ["wait"], 8192)
+    pid = server_at(said["url"])
+    _, err = first.communicate("\n", timeout=60)
+    assert (first.returncode, err.count("\n"), "Starting a server, whose log is " in err) == (3, 1, True)
+    log, deadline = Path(err.split()[-1]), time.monotonic() + 60
+    time.sleep(0.5)
+    assert psutil.pid_exists(pid)
+    second.kill()
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the server goes on"
         time.sleep(0.05)
-
-
-def test_clients_share_a_server_which_ends_with_the_last():
-    """Also where the last one is killed."""
-    first = Launched()
-    second = Launched()
-    assert first.said == second.said  # the server and its key
-    assert (first.said["answered"], first.said["argv"][1:], first.said["context"]) == (200, ["wait"], 8192)
-    pid = server_at(first.said["url"])
-    status, err = first.end()
-    assert (status, err.count("\n"), "Starting a server, whose log is " in err) == (3, 1, True)
-    log = Path(err.split()[-1])
-    time.sleep(0.5)
-    assert psutil.pid_exists(pid)
-    second.process.kill()
-    wait_for_end(pid)
     assert '"POST /v1/messages" 200' in log.read_text()
     assert str(pid) not in read_own(cache_file(SERVERS))
-    second.end()
+    second.communicate("\n", timeout=60)
 
 
 def test_a_server_is_kept_and_its_death_is_told(monkeypatch, capfd):
-    model = ["--model", TRAINED]
-    command = [sys.executable, "-m", "mlx_mtp", "launch", "claude", *model, "--keep", "--", "a", "--", "-b c"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([*COMMAND, "--keep", "--", "a", "--", "-b c"], capture_output=True, text=True)
     said = json.loads(done.stdout)
     pid = server_at(said["url"])
     assert (done.returncode, said["argv"][1:]) == (3, ["a", "--", "-b c"])
     assert done.stderr.endswith(f"The server stays at {said['url']}: `kill {pid}` ends it.\n")
-    status, again, err = run(monkeypatch, capfd, *model, "--", "kill", str(pid))
+    status, again, err = run(monkeypatch, capfd, "--model", TRAINED, "--", "kill", str(pid))
     assert (status, again["url"], again["key"]) == (3, said["url"], said["key"])
     used, death, *log = err.splitlines()
     assert used == f"[INFO] Using the server at {said['url']}"
@@ -181,11 +169,9 @@ while True:
 
 def test_the_client_has_the_terminal():
     """Ctrl-C and the size of the window are its own, the command stops and goes on with it, and SIGTERM is passed on."""
-    command, imports = (
-        [sys.executable, "-S", "-c", CLIENT_IN_TERMINAL],
-        "import os, sys; from mlx_mtp.launch import run",
-    )
-    program = f"{imports}; sys.exit(run(sys.executable, {command!r}, dict(os.environ)))"
+    command = [sys.executable, "-S", "-c", CLIENT_IN_TERMINAL]
+    run = f"sys.exit(run(sys.executable, {command!r}, dict(os.environ)))"
+    program = f"import os, sys; from mlx_mtp.launch import run; {run}"
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", program])

@@ -17,14 +17,14 @@ from mlx_mtp.server.request import ApiError
 from mlx_mtp.server.structured_output import make_output_grammar
 from tests.support.prompts import Prompts
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, body_with, options_of, read, tools_of
-from tests.support.scripted_server import said, serve_scripted
+from tests.support.scripted_server import said
 from tests.support.sdk_types import values_of
 from tests.support.server_process import server_of
 from tests.support.tool_texts import FUNCTIONS, SCHEMAS, model_with, render
 
 ADD, NOW = render("add", {"a": 1, "b": 2}), render("now", {})
 TOOLS_OF = {path: tools_of(path, *FUNCTIONS) for path in (CHAT, MESSAGES, RESPONSES)}
-server = server_of(lambda _: ["--served-model-name", "tiny", "--model", model_with()], serve_scripted)
+server = server_of(lambda _: ["--served-model-name", "tiny", "--model", model_with()])
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.support.models import TRAINED
 from tests.support.requests import ASK, client_of, tools_of
 from tests.support.requests import CHAT as CHAT_PATH
 from tests.support.requests import TEXT as TEXT_PATH
-from tests.support.scripted_server import said, serve_scripted
+from tests.support.scripted_server import said
 from tests.support.server_process import server_of
 from tests.support.tool_texts import FUNCTIONS, model_with, render
 
@@ -28,7 +28,7 @@ TOOLS = tools_of(CHAT_PATH, *FUNCTIONS)
 ADD = render("add", {"a": 1, "b": 2})
 SET = render("set", {"value": None, "options": {"x": True}}, json_scalars=True)
 # One says what it is told to.
-server = server_of(lambda _: ["--model", model_with()], serve_scripted)
+server = server_of(lambda _: ["--model", model_with()])
 drafting = server_of(lambda _: ["--model", TRAINED, "--mtp"])  # writes Python
 
 

@@ -5,13 +5,11 @@ import re
 from hashlib import sha256
 
 import pytest
-from starlette.testclient import TestClient
 
 from mlx_mtp.generate.demo import CODE
-from mlx_mtp.server.app import FOLDER, make_app
-from mlx_mtp.server.frontend import Frontend
-from mlx_mtp.server.serve import make_engine
-from tests.support.requests import CHAT, client_of, options_of
+from mlx_mtp.server.app import FOLDER
+from tests.support.engine import Engine
+from tests.support.requests import CHAT, client_of
 
 OWN = sorted(path for path in FOLDER.iterdir() if path.is_file())
 VENDORED = sorted(FOLDER.glob("vendor/*.js"))
@@ -21,11 +19,8 @@ SINKS = r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|srcdoc|
 
 @pytest.fixture(scope="module")
 def client():
-    options = options_of("--mtp")
-    engine = make_engine(options, None)
-    engine.loaded.result()
-    yield TestClient(make_app(Frontend(options, engine)), base_url="http://localhost")
-    engine.stop_and_join()
+    with Engine("--mtp") as engine:
+        yield engine.client
 
 
 def test_page_loads_every_file_that_it_names(client):

@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -39,27 +38,14 @@ PROMPT = (
     "class TestFile(unittest.TestCase):\n    def setUp(self):\n        self.path = tempfile.mkdtemp()\n\n    def test_"
 )
 OTHER = str(DATA / "images")
-
-
-@contextmanager
-def log_of_its_own():
-    """What a server logs goes to its own file, and to that of no other one that runs."""
-    with mock.patch.object(logging.root, "handlers", []):
-        yield
-
-
 # At a fixed depth: whether auto drafts in so short a text depends on the machine's load.
-server = server_of(lambda _: ["--model", TRAINED, "--mtp", "--num-draft-tokens", "3"])
+server = server_of(lambda _: ["--model", TRAINED, "--mtp", "--num-draft-tokens", "3", "--acceptance", "match"])
 without_mtp = server_of(lambda _: ["--model", TRAINED, "--no-mtp", "--copy-drafts", "6"])
 
 
 @pytest.fixture(scope="module")
 def alone(trained):
     return partial(text_alone, *trained)
-
-
-def complete(client, max_tokens=24, **kwargs):
-    return client.completions.create(model="default_model", prompt=PROMPT, max_tokens=max_tokens, **kwargs)
 
 
 def answer_of(server: Server, **body) -> dict:
@@ -75,28 +61,31 @@ def text_from(server: Server, **body) -> str:
 
 def test_answers_equal_mlx_lm(client, alone):
     """Completions and chats, whole and streamed, and with penalties."""
-    whole = complete(client)
-    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
-    assert whole.choices[0].text == "".join(c.choices[0].text for c in chunks if c.choices) == alone(PROMPT, 24)
-    assert whole.choices[0].finish_reason == [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    ask = dict(model="m", prompt=PROMPT, max_tokens=24)
+    whole = client.completions.create(**ask)
+    chunks = list(client.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    choices = [c.choices[0] for c in chunks if c.choices]
+    assert whole.choices[0].text == "".join(c.text for c in choices) == alone(PROMPT, 24)
+    assert whole.choices[0].finish_reason == choices[-1].finish_reason == "length"
     for usage in (whole.usage, chunks[-1].usage):
         assert (usage.completion_tokens, usage.total_tokens) == (24, 24 + usage.prompt_tokens)
         assert 0 < usage.completion_tokens_details.accepted_prediction_tokens < 24
         assert usage.completion_tokens_details.rejected_prediction_tokens >= 0
-    messages = [{"role": "user", "content": "Sort a list."}]
-    ask = dict(model="m", messages=messages, max_tokens=24)
-    whole, chunks = client.chat.completions.create(**ask), list(client.chat.completions.create(**ask, stream=True))
-    streamed = "".join(c.choices[0].delta.content or "" for c in chunks)
-    assert whole.choices[0].message.content == streamed == alone(convert_chat(messages), 24)  # it has no template
     want = alone(PROMPT, 24, logit_bias={5: 2.0}, repetition_penalty=1.3)
     body = {"logit_bias": {"5": 2.0}, "extra_body": {"repetition_penalty": 1.3}}
-    assert complete(client, **body).choices[0].text == want
+    assert client.completions.create(**ask, **body).choices[0].text == want
+    messages = [{"role": "user", "content": "Sort a list."}]
+    ask = dict(model="m", messages=messages, max_tokens=24)
+    whole, chunks = client.chat.completions.create(**ask), client.chat.completions.create(**ask, stream=True)
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert whole.choices[0].message.content == streamed == alone(convert_chat(messages), 24)  # it has no template
 
 
 # Several requests
 
 
 def test_seed_gives_one_text(server, without_mtp, alone):
+    """Whatever the server accepts drafts by."""
     seeded = {"temperature": 1.0, "seed": 7, "max_tokens": 16}
     want = alone(PROMPT, **seeded)
     assert text_from(server, **seeded) == text_from(without_mtp, **seeded) == want
@@ -158,8 +147,17 @@ def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
     template = '{% if messages[0].content == "slow" %}' + for_ever + "{% endif %}{{ messages[0].content }}"
     flags = "--model", TRAINED, "--mtp", "--chat-template", template
     with serve(tmp_path / "log", *flags, module="tests.support.scripted_server") as s:
-        assert_says_what_it_is(s)
-        assert_answers_at_once(s, 500)
+        log, url = s.log.read_text(), f"http://127.0.0.1:{s.port}"
+        assert log.count("Model: dense, with drafts, context of 8192 tokens\n") == 1
+        assert re.search(r"Memory: [\d.]+ [MG]B used of [\d.]+ GB\n", log)
+        assert log.count(f"Open {url} to chat. Clients use {url}/v1 and the model dense\n") == 1
+        assert "--api-key-file" not in log  # only this machine reaches it
+        connections = [socket.create_connection(("127.0.0.1", s.port), timeout=60) for _ in range(500)]
+        for c in connections:
+            c.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for c in connections:
+            with c:
+                assert c.recv(12) == b"HTTP/1.1 200"
         with ThreadPoolExecutor(3) as pool:
             slow = pool.submit(s.request, "/v1/chat/completions", {"messages": [{"role": "user", "content": "slow"}]})
             bodies = [{"prompt": PROMPT, "max_tokens": 200, "stream": stream} for stream in streams]
@@ -178,23 +176,6 @@ def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
                     content = json.loads(last)
                 assert content["choices"][0]["finish_reason"] == "length"
         assert "Exception in ASGI application" not in s.log.read_text()
-
-
-def assert_says_what_it_is(server):
-    log, url = server.log.read_text(), f"http://127.0.0.1:{server.port}"
-    assert log.count("Model: dense, with drafts, context of 8192 tokens\n") == 1
-    assert re.search(r"Memory: [\d.]+ [MG]B used of [\d.]+ GB\n", log)
-    assert log.count(f"Open {url} to chat. Clients use {url}/v1 and the model dense\n") == 1
-    assert "--api-key-file" not in log  # only this machine reaches it
-
-
-def assert_answers_at_once(server, n):
-    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(n)]
-    for c in connections:
-        c.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    for c in connections:
-        with c:
-            assert c.recv(12) == b"HTTP/1.1 200"
 
 
 # Flags and models
@@ -246,7 +227,7 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
             assert s.request(TEXT, body, headers)[0] == status
 
 
-@log_of_its_own()
+@mock.patch.object(logging.root, "handlers", [])  # it logs to no file of another server
 def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
     # The environment names the hub's cache once, when huggingface_hub is imported.
     monkeypatch.setattr(hub.hf, "scan_cache_dir", partial(hub.hf.scan_cache_dir, tmp_path / "none"))
@@ -300,46 +281,39 @@ def test_each_request_is_one_line_of_the_log(server):
     assert log.count("/nowhere") == 1
 
 
-def test_what_to_open_in_words():
-    names = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "localhost", "::": "localhost", "::1": "[::1]", "box": "box"}
-    for host, name in names.items():
-        assert command.url(host, 80) == f"http://{name}:80"
-
-
-def test_a_server_that_everybody_reaches_warns_once(monkeypatch, caplog):
+def test_what_to_open_in_words_and_who_is_warned(monkeypatch, caplog):
+    """A server that everybody reaches without a key warns once."""
+    names = dict.fromkeys(("0.0.0.0", "::", ""), "localhost") | {"127.0.0.1": "127.0.0.1", "::1": "[::1]", "box": "box"}
     monkeypatch.setattr(command, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     tokenizers = {options_of().model: SimpleNamespace(context_length=None)}
     models = SimpleNamespace(name="a", drafts=True, tokenizers=tokenizers)
     engine = SimpleNamespace(admission=SimpleNamespace(models=models, account=Account()))
-    addresses = {"127.0.0.1": False, "::1": False, "0.0.0.0": True, "192.168.1.7": True, "::": True}
-    for (address, is_open), key in product(addresses.items(), [(), ("--api-key", "a")]):
+    for (address, name), key in product(names.items(), [(), ("--api-key", "a")]):
         caplog.clear()
         options = options_of("--host", address, *key)
         options.log = None  # as without launch
-        command.serve(options, engine, SimpleNamespace(getsockname=lambda address=address: (address, 80)))
+        with caplog.at_level("INFO"):
+            listening = {"box": "192.168.1.7", "": "::"}.get(address, address)
+            command.serve(options, engine, SimpleNamespace(getsockname=lambda at=listening: (at, 80)))
+        assert f"Open http://{name}:80 to chat." in caplog.text
         warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-        assert len(warnings) == (is_open and not key), (address, key)
+        assert len(warnings) == (address not in ("127.0.0.1", "::1") and not key), (address, key)
         assert all("--api-key-file" in w for w in warnings)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--mtp", "--model", "/nowhere"], "/nowhere"),
-        (["--mtp", "--top-k", "4096"], "--top-k"),
-        (["--mtp", "--port", "TAKEN", "--model", "/nowhere"], "in use"),  # before the model is looked for
-        (["--mtp", "--model", "LLAMA"], "llama"),
-        (["--model", "LLAMA"], "mlx_lm.server"),
-    ],
-    ids=lambda x: str(x)[:40],
-)
-@log_of_its_own()
-def test_start_fails_in_one_line(server, tmp_path, capsys, flags, message):
+@mock.patch.object(logging.root, "handlers", [])  # it logs to no file of another server
+def test_start_fails_in_one_line(server, tmp_path, capsys):
     shutil.copy(Path(TRAINED) / "config.json", tmp_path)
     (tmp_path / "model.safetensors").symlink_to(Path(TRAINED) / "model.safetensors")
     configure(tmp_path, model_type="llama")
-    flags = [{"TAKEN": str(server.port), "LLAMA": str(tmp_path)}.get(flag, flag) for flag in flags]
-    status, _, err = run_command(command.main, capsys, "--port", "0", "--model", TRAINED, *flags)
-    assert (status, "Traceback" in err) == (2, False)
-    (line,) = [line for line in err.splitlines() if ": error: " in line]
-    assert message in line
+    for flags, message in (
+        (["--mtp", "--model", "/nowhere"], "/nowhere"),
+        (["--mtp", "--top-k", "4096"], "--top-k"),
+        (["--mtp", "--port", str(server.port), "--model", "/nowhere"], "in use"),  # before the model is looked for
+        (["--mtp", "--model", str(tmp_path)], "llama"),
+        (["--model", str(tmp_path)], "mlx_lm.server"),
+    ):
+        status, _, err = run_command(command.main, capsys, "--port", "0", "--model", TRAINED, *flags)
+        assert (status, "Traceback" in err) == (2, False)
+        (line,) = [line for line in err.splitlines() if ": error: " in line]
+        assert message in line

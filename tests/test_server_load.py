@@ -6,22 +6,16 @@ import json
 import re
 import threading
 import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-import uvicorn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from starlette.testclient import TestClient
 
-from mlx_mtp import make_sampler
 from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.errors import MTPError
-from mlx_mtp.server import frontend, serve
-from mlx_mtp.server.app import make_app
+from mlx_mtp.server import frontend
 from mlx_mtp.server.engine import engine as generation
 from mlx_mtp.server.engine.admission import Admission, longest_text
 from mlx_mtp.server.engine.encode import _errors_of
@@ -29,29 +23,27 @@ from mlx_mtp.server.engine.models import Stores
 from mlx_mtp.server.frontend import in_thread
 from mlx_mtp.server.request import STARTED, ApiError, Delta, Prompt, Waiting
 from tests.support import profiles, requests
+from tests.support.bodies import text
 from tests.support.checkpoints import write_tiny
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER
 from tests.support.models import TRAINED, tiny_model
 from tests.support.prompt_store import TEXT, read
-from tests.support.requests import KEY, admission_with, client_of, frontend_of, options_of, request_of
-from tests.test_server_images import TEMPLATE, part, png, text, user
+from tests.support.requests import KEY, admission_with, body_with, client_of, frontend_of, options_of, request_of
+from tests.test_server_images import TEMPLATE, part, png, user
 
 # Prompt caches
 
 
 def test_bytes_of_running_requests_count():
-    model, options = tiny_model("qwen3_5"), options_of("--mtp")
-    caches = Stores(options)
+    model, request, caches = tiny_model("qwen3_5"), request_of(), Stores(options_of("--mtp"))
     caches.use(KEY, model, SimpleNamespace(has_chat_template=False), 1 << 30)
-    admission, request = Admission(options, None, caches, None, None), request_of()
-    request.encoded = Prompt(TEXT)
+    admission, request.encoded = Admission(caches.options, None, caches, None, None), Prompt(TEXT)
     admission.batch, admission.max_cache_bytes = SimpleNamespace(prompt_cache_nbytes=0), 1 << 30
     for n in (4, 8):
         admission.keep(request, read(model, TEXT[:n]), TEXT[:n])
     both = caches.nbytes
-    admission.max_cache_bytes = 2 * both
-    admission.batch.prompt_cache_nbytes = 2 * both - 1
+    admission.max_cache_bytes, admission.batch.prompt_cache_nbytes = 2 * both, 2 * both - 1
     admission.make_room()
     assert caches.nbytes == 0
     admission.batch.prompt_cache_nbytes = both
@@ -63,55 +55,35 @@ def test_bytes_of_running_requests_count():
 
 
 def test_no_more_than_max_queue_wait():
-    arrived, begin = threading.Event(), threading.Event()
+    """The second request comes while the first one waits."""
+    arrived, body = [], {"prompt": "a"}
 
     async def generate(request):
-        arrived.set()
-        await in_thread(begin.wait)
+        arrived.append(request)
+        if len(arrived) == 1:
+            answers.append(await in_thread(lambda: client.post(requests.TEXT, json=body)))
         yield STARTED
         yield Delta([], 1, "stop")
 
-    client, body = client_of(generate, "--max-queue", "1"), {"prompt": "a"}
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.post, requests.TEXT, json=body)
-        assert arrived.wait(30)
-        answer = client.post(requests.TEXT, json=body)
-        begin.set()
-        assert waiting.result().status_code == 200
-    assert answer.status_code == 429
-    assert answer.headers["Retry-After"].isdigit()
-    message = "1 requests are waiting: try again later."
-    error = dict(message=message, type="rate_limit_error", param=None, code="rate_limit_exceeded")
-    assert answer.json()["error"] == error
-    assert client.post(requests.TEXT, json=body).status_code == 200
+    client, answers = client_of(generate, "--max-queue", "1"), []
+    answers += [client.post(requests.TEXT, json=body) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [429, 200, 200]
+    error = dict(type="rate_limit_error", param=None, code="rate_limit_exceeded")
+    assert answers[0].json()["error"] == error | {"message": "1 requests are waiting: try again later."}
+    assert answers[0].headers["Retry-After"].isdigit()
 
 
 def test_who_waits_for_memory_or_for_another_model():
+    """The longest text that is admitted is the context that clients are told."""
     admission, other = admission_with(tiny_model("qwen3_5")), request_of()
     admission.account.left = admission.need(request_of(), [request_of()])
     assert [admission.fits(request_of(), [request_of()] * n) for n in range(3)] == [True, True, False]
     other.key = ("another", None)
     assert [admission.fits(other, [request_of()] * n) for n in range(2)] == [True, False]
-
-
-def test_the_longest_text_is_the_longest_that_is_admitted():
-    """It is the context that clients are told."""
-    admission = admission_with(tiny_model("qwen3_5"))
     for n, context, want in ((511, 9000, 511), (511, 300, 300), (0, 9000, 0)):
-        request = request_of(n)
-        admission.account.left = admission.need(request) - (n == 0)
+        admission.account.left = admission.need(request_of(n)) - (n == 0)
         assert longest_text(admission, context) == want
     assert longest_text(admission, None) is None
-
-
-@pytest.mark.parametrize("acceptance", ["rejection", "match"])
-def test_a_request_with_a_seed_has_coupled_drafts(acceptance):
-    """Whatever the server accepts drafts by: a seed gives one text, beside any other request."""
-    admission = admission_with(tiny_model("qwen3_5"), "--acceptance", acceptance)
-    admission.models.tokenizer = SimpleNamespace(encode=lambda _: [1], eos_token_ids=[2])
-    request, given = request_of(), dict(top_p=0.9, min_p=0.1, top_k=5, xtc_probability=0.0, xtc_threshold=0.1)
-    request.args.seed, request.args.sampling = 7, SimpleNamespace(temperature=1.0, **given)
-    assert admission.make_sampler(request) == make_sampler(1.0, seed=7, xtc_special_tokens=[1, 2], **given)
 
 
 # Clients that wait
@@ -133,7 +105,7 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch, encoded):
         found = []
         async for _, item in f.generate([request_of()]):
             found.append(item)
-            (request,) = f.clients.arriving.queue
+            (request,) = f.engine.clients.arriving.queue
             for response in {2: [Waiting(5, 10), Waiting(7, 10)], 3: [start], 5: [step, None]}.get(len(found), []):
                 request.send(response)
         return found
@@ -141,7 +113,6 @@ def test_waiting_client_is_told_by_the_clock(monkeypatch, encoded):
     found = asyncio.run(run())
     assert found[:3] == [Waiting(0, 0), Waiting(0, 0), Waiting(7, 10)]  # the latest, once
     assert [item for item in found if not isinstance(item, Waiting)] == [start, step]
-    assert not f.clients.open
 
 
 def test_the_end_of_the_server_has_a_limit(monkeypatch):
@@ -157,26 +128,21 @@ def test_the_end_of_the_server_has_a_limit(monkeypatch):
         assert engine.engine.stop_and_join()
 
 
-def test_a_generation_thread_that_has_ended_ends_the_waiting(monkeypatch, encoded):
+def test_what_ends_those_that_wait(monkeypatch, encoded):
+    """The end of the generation thread, and an error for all of them."""
     monkeypatch.setattr(frontend, "POLL", 0.001)
-    f = frontend_of(is_alive=False)
-    with pytest.raises(ApiError) as e:
-        asyncio.run(anext(f.generate([request_of()])))
-    assert (e.value.status, f.clients.open) == (503, set())
 
-
-def test_fail_all_ends_what_is_open(encoded):
-    f = frontend_of()
-
-    async def run():
+    async def wait(f):
         waiting = [asyncio.ensure_future(anext(f.generate([request_of()]))) for _ in range(3)]
-        while len(f.clients.open) < 3:
+        while f.engine.is_alive and f.engine.clients.arriving.qsize() < 3:
             await asyncio.sleep(0)
-        await in_thread(f.clients.fail_all, ApiError(503, "Rank 1 has died."))
+        if f.engine.is_alive:
+            await in_thread(f.engine._fail_all, "Rank 1 has died.")
         return await asyncio.gather(*waiting, return_exceptions=True)
 
-    assert [str(e) for e in asyncio.run(run())] == ["Rank 1 has died."] * 3
-    assert not f.clients.open
+    for is_alive, message in ((True, "Rank 1 has died."), (False, "The server is stopping.")):
+        f = frontend_of(is_alive=is_alive)
+        assert [(e.status, str(e)) for e in asyncio.run(wait(f))] == [(503, message)] * 3
 
 
 async def wait_and_fail(request):
@@ -188,47 +154,44 @@ async def wait_and_fail(request):
 def test_each_api_says_that_it_waits_and_fails():
     """A stream begins before it is known whether there will be an answer: an error is then one of its events."""
     client = client_of(wait_and_fail)
-    answer = client.post(requests.TEXT, json={"prompt": "a", "stream": True})
-    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream")
-    comments, event, done = re.fullmatch(r"((?:: .*\n\n)+)data: (.*)\n\ndata: (.*)\n\n", answer.text).groups()
-    assert (comments, done) == (": keepalive 0/9\n\n: keepalive 4/9\n\n", "[DONE]")
-    assert json.loads(event)["error"]["message"] == "Rank 1 has died."
-    # In chats, each line is an event, which has the form of the others.
-    answer = client.post(requests.CHAT, json={"messages": requests.ASK, "stream": True})
-    *waiting, event, done = re.findall(r"data: (.*)\n\n", answer.text)
-    assert "".join(f"data: {x}\n\n" for x in (*waiting, event, done)) == answer.text
-    chunks = [json.loads(chunk) for chunk in waiting]
+
+    def events(path):
+        answer = client.post(path, json=body_with(path, "a" if path == requests.TEXT else requests.ASK, stream=True))
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream")
+        *found, end = answer.text.split("\n\n")
+        assert end == ""
+        return found
+
+    *waiting, error, done = events(requests.TEXT)
+    assert [*waiting, done] == [": keepalive 0/9", ": keepalive 4/9", "data: [DONE]"]
+    *waiting, error_of_chat, done = events(requests.CHAT)  # each line is an event, which has the form of the others
+    chunks = [json.loads(chunk.removeprefix("data: ")) for chunk in waiting]
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [{"role": "assistant"}, {}]
     assert [chunk["prompt_progress"] for chunk in chunks] == [{"processed": n, "total": 9} for n in (0, 4)]
-    assert ({chunk["object"] for chunk in chunks}, done) == ({"chat.completion.chunk"}, "[DONE]")
-    assert json.loads(event)["error"]["message"] == "Rank 1 has died."
-    for path, body, waiting, event in (
-        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}, "event: ping", "error"),
-        ("/v1/responses", {"input": "a"}, ": keepalive 0/9", "response.failed"),
+    assert ({chunk["object"] for chunk in chunks}, done) == ({"chat.completion.chunk"}, "data: [DONE]")
+    for event in (error, error_of_chat):
+        assert json.loads(event.removeprefix("data: "))["error"]["message"] == "Rank 1 has died."
+    for path, first, name in (
+        (requests.MESSAGES, "event: ping", "error"),
+        (requests.RESPONSES, ": keepalive 0/9", "response.failed"),
     ):
-        answer = client.post(path, json={**body, "stream": True})
-        assert answer.text.startswith(waiting), path
-        *_, last = answer.text.strip().split("\n\n")
-        assert last.startswith(f"event: {event}\n"), path
+        waiting, *_, last = events(path)
+        assert (waiting.startswith(first), last.startswith(f"event: {name}\n")) == (True, True), path
         assert "Rank 1 has died." in last, path
     answer = client.post(requests.TEXT, json={"prompt": "a"})  # no byte before the status of one that is no stream
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "Rank 1 has died.")
 
 
 def test_the_log_and_the_page_are_told_how_much_of_a_prompt_is_processed(caplog):
-    seen = []
-
     async def answer(request):
-        health = next(route.endpoint for route in client.app.routes if getattr(route, "path", "") == "/health")
         for item in (Waiting(2_048, 27_900), Delta([], 1, "stop")):
             yield item
             await asyncio.sleep(0.01)
-            seen.append(json.loads((await health()).body).get("prompts"))
+            seen.append((await in_thread(client.get, "/health")).json().get("prompts"))
 
-    client = client_of(answer)
+    client, seen = client_of(answer), []
     with caplog.at_level("INFO"):
         client.post(requests.TEXT, json={"prompt": "a"})
-        client.get("/health")
     assert seen == [[{"processed": 2_048, "total": 27_900}], None]
     assert re.search(r"Request \d+: 2,048 of 27,900 prompt tokens processed", caplog.text)
     assert not re.search(r"root:.*/health", caplog.text)
@@ -259,7 +222,7 @@ def test_an_error_that_the_client_cannot_mend_is_no_400_and_logged(caplog, error
         raise error
     assert getattr(raised.value, "status", 500) == status
     engine, request, said = frontend_of().engine, request_of(), []
-    engine.running, request.send, engine.n_failures = {0: request}, said.append, 0
+    engine.running[0], request.send = request, said.append
     engine._answer(SimpleNamespace(uid=0, error=error), None, None)
     assert [e.status for e in said] == [status]
     assert_logged()
@@ -272,49 +235,13 @@ def test_a_client_that_leaves_before_its_turn_is_dropped():
     """Whatever runs: its turn may be far away."""
     engine, said = frontend_of().engine, []
     first, second = request_of(), request_of()
-    engine.waiting, engine.running = deque([first, second]), {}
+    engine.waiting += [first, second]
     first.send, first.is_gone = said.append, True
     _, gone = engine.clients.changes(engine.waiting, is_idle=False)
     assert gone == {first.number}
     engine._drop(gone)
     assert [*engine.waiting] == [second]
     assert [str(e) for e in said] == ["The client has disconnected."]
-
-
-# Connections
-
-
-async def answer_ok(scope, receive, send):
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
-
-
-def test_a_connection_whose_header_is_never_complete_is_closed(monkeypatch):
-    """One that has no bytes, one that has some, and one whose second request has some. Idle ones stay."""
-    monkeypatch.setattr(serve, "HEADER", 0.2)
-
-    async def main():
-        config = uvicorn.Config(answer_ok, http=serve.Protocol, lifespan="off", log_config=None)
-        server = uvicorn.Server(config)
-        with serve.listen("127.0.0.1", 0) as s:
-            running, port = asyncio.create_task(server.serve(sockets=[s])), s.getsockname()[1]
-            whole, part = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HTTP/1.1\r\nHo"
-            for sent in (b"", part, whole + part):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(sent)
-                data = await asyncio.wait_for(reader.read(), 20)  # up to the end of the connection
-                assert data.count(b"200 OK") == sent.count(whole)
-                writer.close()
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for pause in (0.0, 0.5):
-                await asyncio.sleep(pause)
-                writer.write(whole)
-                assert (await asyncio.wait_for(reader.readuntil(b"ok"), 20)).startswith(b"HTTP/1.1 200")
-            writer.close()
-            server.should_exit = True
-            await running
-
-    asyncio.run(main())
 
 
 # Without requests: the model's memory is freed after a while, and the weights are kept warm before
@@ -358,13 +285,14 @@ def test_the_weights_go_and_come_back_and_the_prompts_stay(engine):
 
 
 def test_other_requests_leave_it_unloaded_and_the_first_event_says_that_it_is_loaded(engine):
-    client = TestClient(make_app(engine.frontend), base_url="http://localhost")
+    client = engine.client
     messages, most = {"messages": ASKED}, {"max_tokens": 2}
+    chunk = {"object": "chat.completion.chunk", "status": "loading"}
     for path, body, first in (
-        ("/v1/chat/completions", messages | most, {"object": "chat.completion.chunk", "status": "loading"}),
-        ("/v1/completions", {"prompt": "import os\n"} | most, {"object": "text_completion", "status": "loading"}),
-        ("/v1/messages", messages | most, {"type": "ping", "status": "loading"}),
-        ("/v1/responses", {"input": "import", "max_output_tokens": 2}, {"type": "response.created"}),
+        (requests.CHAT, messages | most, chunk),
+        (requests.TEXT, {"prompt": "import os\n"} | most, chunk | {"object": "text_completion"}),
+        (requests.MESSAGES, messages | most, {"type": "ping", "status": "loading"}),
+        (requests.RESPONSES, {"input": "import", "max_output_tokens": 2}, {"type": "response.created"}),
     ):
         rest(engine)
         for other in ("/health", "/v1/models", "/metrics"):
@@ -379,12 +307,11 @@ def test_other_requests_leave_it_unloaded_and_the_first_event_says_that_it_is_lo
         assert client.get("/health").json() == {"status": "ok", "loaded": True}
         assert streams[0][0].items() >= first.items(), path
         assert "loading" not in str(streams[1]), path
-        if path == "/v1/responses":
-            kinds = [[event["type"].partition(".")[2] for event in stream] for stream in streams]
-            assert streams[0][0]["response"]["status"] == "queued"
-            assert (kinds[0][:3], kinds[1][:2]) == (["created", "queued", "in_progress"], ["created", "in_progress"])
+    kinds = [[event["type"].partition(".")[2] for event in stream] for stream in streams]  # of Responses
+    assert streams[0][0]["response"]["status"] == "queued"
+    assert (kinds[0][:3], kinds[1][:2]) == (["created", "queued", "in_progress"], ["created", "in_progress"])
     rest(engine)
-    assert client.post("/v1/completions", json={"prompt": "import os\n", **most}).json()["choices"]
+    assert client.post(requests.TEXT, json={"prompt": "import os\n", **most}).json()["choices"]
 
 
 def test_prompts_on_disk_are_read_for_a_model_that_is_not_loaded(tmp_path):
@@ -414,22 +341,22 @@ def test_a_vision_encoder_is_freed_as_well():
 def test_a_model_that_cannot_be_loaded_again_fails_its_request_alone(tmp_path):
     folder = write_tiny(tmp_path / "model", "qwen3_5")
     with Engine("--model", str(folder), *FLAGS) as engine:
-        client = TestClient(make_app(engine.frontend), base_url="http://localhost")
+        client = engine.client
         body = {"prompt": [1, 2, 3], "max_tokens": 2}
-        assert client.post("/v1/completions", json=body).status_code == 200
+        assert client.post(requests.TEXT, json=body).status_code == 200
         rest(engine)
         (folder / "config.json").rename(folder / "gone.json")
-        answer = client.post("/v1/completions", json=body)
+        answer = client.post(requests.TEXT, json=body)
         assert (answer.status_code, client.get("/health").json()["loaded"]) == (404, False)
         assert "The model could not be loaded: " in answer.json()["error"]["message"]
         (folder / "gone.json").rename(folder / "config.json")
-        assert client.post("/v1/completions", json=body).status_code == 200
+        assert client.post(requests.TEXT, json=body).status_code == 200
 
 
 def test_weights_are_kept_warm_for_some_seconds():
     with Engine("--model", TRAINED, "--mtp", "--keep-warm", "30") as engine:
         thread = engine.engine
-        engine.close()  # the rest is called here
+        thread.stop_and_join()  # the rest is called here
         thread.admission.batch = object()
         for seconds, last, is_warmed in ((5, 2, True), (5, 0.5, False), (31, 2, False)):
             thread.warmed = before = time.monotonic() - last

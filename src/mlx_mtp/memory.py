@@ -237,8 +237,16 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
     recurrent = [layer for layer in model.layers if layer.is_linear]
     attention = [layer for layer in model.layers if not layer.is_linear]
     head = [] if model.head_layer is None else [model.head_layer]
-    passes = [_recurrent(layer, n) for layer in recurrent[:1]] + [_attention(layer, n) for layer in attention[:1]]
-    args = model.text_args
+    args, is_metal = model.text_args, mx.metal.is_available()
+    state = 0 if is_metal else max((_state_bytes(layer.states[1], n) for layer in recurrent), default=0)
+    passes = [_mlp(args, n)]  # the bytes of a token's activations in the parts of a layer
+    if recurrent:  # without Metal, the recurrence is computed token by token
+        own = recurrent[0].linear_attn
+        values = own.num_v_heads * own.head_v_dim
+        passes.append(n * (6 * values + 4 * own.conv_dim) + (0 if is_metal else state + 18 * values))
+    if attention:  # queries with gates, normed and rotated queries, the output before and after gates, keys, values
+        own = attention[0].self_attn
+        passes.append(n * (6 * own.num_attention_heads * own.head_dim + 2 * _row_values(attention[0])))
     return Sizes(
         value_bytes=n,
         backbone_values=sum(_row_values(layer, "keys", "values") for layer in attention),
@@ -247,10 +255,9 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
         state_bytes=sum(_state_bytes(own, n) for layer in recurrent for own in layer.states),
         # A layer's input and output, with streams also what mixes them, and the larger of its two parts, which are computed one
         # after the other.
-        chunk_bytes=(4 if model.hidden_size > args.hidden_size else 2) * model.hidden_size * n
-        + max(*passes, _mlp(args, n)),
+        chunk_bytes=(4 if model.hidden_size > args.hidden_size else 2) * model.hidden_size * n + max(passes),
         score_bytes=max((_score_bytes(layer, n) for layer in attention + head), default=0),
-        fixed_bytes=0 if mx.metal.is_available() else STATES_AT_ONCE * max(map(_state_of, recurrent), default=0),
+        fixed_bytes=STATES_AT_ONCE * state,
         max_scored=_max_scored({layer.self_attn.head_dim for layer in attention + head}),
     )
 
@@ -284,25 +291,6 @@ def _row_values(layer: Any, *names: str) -> int:
 
 def _state_bytes(state: Any, n: int) -> int:
     return math.prod(state.shape) * (n if state.dtype is None else state.dtype.size)
-
-
-def _state_of(layer: Any) -> int:
-    return _state_bytes(layer.states[1], 0)
-
-
-def _recurrent(layer: Any, n: int) -> int:
-    """The bytes of a token's activations in a recurrent layer."""
-    own = layer.linear_attn
-    values = own.num_v_heads * own.head_v_dim
-    # Without Metal, the recurrence is computed token by token.
-    by_token = 0 if mx.metal.is_available() else _state_of(layer) + 18 * values
-    return by_token + n * (6 * values + 4 * own.conv_dim)
-
-
-def _attention(layer: Any, n: int) -> int:
-    """The bytes of queries with gates, normed and rotated queries, the output before and after the gates, keys and values."""
-    own = layer.self_attn
-    return n * (6 * own.num_attention_heads * own.head_dim + 2 * _row_values(layer))
 
 
 def _mlp(args: Any, n: int) -> int:

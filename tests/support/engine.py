@@ -1,13 +1,16 @@
 """The server's engine in this process, without HTTP: what a request reads, and what it is answered."""
 
 import asyncio
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from prometheus_client import generate_latest
+from starlette.testclient import TestClient
 
 from mlx_mtp.server.api import completions
+from mlx_mtp.server.app import make_app
 from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.frontend import Frontend
@@ -29,7 +32,7 @@ class Answered:
         return len(self.prompt) - self.n_cached
 
 
-class Engine:
+class Engine(AbstractContextManager):
     """
     Args:
         flags (str): Of ``mlx_mtp server``.
@@ -43,17 +46,16 @@ class Engine:
         try:
             self.engine.loaded.result()
         except BaseException:
-            self.close()
+            self.engine.stop_and_join()
             raise
 
-    def __enter__(self) -> "Engine":
-        return self
-
     def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
         self.engine.stop_and_join()
+
+    @property
+    def client(self) -> TestClient:
+        """A client of the HTTP application."""
+        return TestClient(make_app(self.frontend), base_url="http://localhost")
 
     def ask(self, messages: list[dict[str, Any]], say: str | None = None, **body: Any) -> Answered:
         """Answer a chat; the model says ``say``, where it is given."""

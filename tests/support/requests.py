@@ -1,5 +1,6 @@
 """Requests as the server reads them: no server is needed."""
 
+from collections import deque
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +46,8 @@ def admission_with(model: Any, *flags: str) -> Admission:
 def frontend_of(*flags: str, is_alive: bool = True) -> Frontend:
     """Without a generation thread."""
     engine = Engine.__new__(Engine)
-    engine.clients, engine.metrics = Clients(), Metrics()
+    engine.clients, engine.metrics, engine.n_failures = Clients(), Metrics(), 0
+    engine.waiting, engine.running = deque(), {}
     models = SimpleNamespace(drafts=False, key=None, resolve=lambda model: KEY, tokenizers={KEY: "a tokenizer"})
     engine.admission = SimpleNamespace(models=models, caches=None, account=None)
     engine.thread, engine.error = SimpleNamespace(is_alive=lambda: is_alive), None

@@ -5,10 +5,7 @@
 - A temperature of 1.0625: nothing, a pass fails on the GPU; of 1.03125, also plain passes after it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +15,6 @@ from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.server import serve
 from mlx_mtp.server.engine import engine
 from mlx_mtp.server.engine.admission import Admission
-from tests.support.server_process import Server, serve_here
 
 make_sampler = Admission.make_sampler
 
@@ -57,24 +53,13 @@ def choose(self, request, make_sampler=make_sampler):
     )
 
 
-def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
-    put(Admission, "make_sampler", choose)
+def install() -> None:
+    Admission.make_sampler = choose
 
 
 def said(text: str, thinking: bool = False) -> dict[str, Any]:
     """The fields of a request for this text."""
     return {"chat_template_kwargs": {"say": text, "enable_thinking": thinking}}
-
-
-@contextmanager
-def serve_scripted(log: Path, *flags: str) -> Iterator[Server]:
-    """In this process; see ``serve_here``."""
-    import pytest  # ranks do without
-
-    with pytest.MonkeyPatch.context() as patch:
-        install(patch.setattr)
-        with serve_here(log, *flags) as server:
-            yield server
 
 
 if __name__ == "__main__":

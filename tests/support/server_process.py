@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.cli.flags import check_model_flags
-from mlx_mtp.server.command_line import check, make_parser
+from mlx_mtp.server.command_line import check_model
 from mlx_mtp.server.serve import Server as HTTPServer
-from mlx_mtp.server.serve import listen, make_engine
+from mlx_mtp.server.serve import listen
 
+from .engine import Engine
 from .launch import connected, free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,6 @@ class Server:
     processes: list[subprocess.Popen]  # by rank; none where it runs in this one
     port: int
     log: Path
-    here: Any = None  # our ``Server``, where it runs in this process
 
     @property
     def process(self) -> subprocess.Popen:
@@ -170,42 +169,42 @@ def _heed_signals() -> None:
 
 @contextmanager
 def serve_here(log: Path, *flags: str) -> Iterator[Server]:
-    """As ``serve``, in threads of this process, which has imported everything: where no test asks anything of the process."""
-    args = make_parser().parse_args(["--port", "0", *flags])
-    options = check(args)
+    """As ``serve``, in threads of this process, which has imported everything: where no test asks anything of the process.
+
+    A request may say what the model says, see ``scripted_server``.
+    """
     root, file = logging.root, logging.FileHandler(log)
     level = root.level
     root.addHandler(file)
-    root.setLevel(args.log_level)
-    engine = make_engine(options, None)
+    root.setLevel("INFO")
     try:
-        engine.loaded.result()
-        check_model_flags(args, vars(engine.admission.models.model.args))
-        server = HTTPServer(options, engine)
-        server.capture_signals = nullcontext  # those are the main thread's
-        with listen(args.host, args.port) as s:
-            thread = threading.Thread(target=server.run, args=([s],))
-            thread.start()
-            try:
-                yield Server([], s.getsockname()[1], log, server)
-            finally:
-                server.should_exit = True
-                thread.join()
+        with Engine("--port", "0", *flags) as engine:
+            options = engine.frontend.options
+            check_model(options, engine.frontend.models)
+            server = HTTPServer(options, engine.engine)
+            server.capture_signals = nullcontext  # those are the main thread's
+            with listen(options.host, options.port) as s:
+                thread = threading.Thread(target=server.run, args=([s],))
+                thread.start()
+                try:
+                    yield Server([], s.getsockname()[1], log)
+                finally:
+                    server.should_exit = True
+                    thread.join()
     finally:
-        engine.stop_and_join()
         root.setLevel(level)
         root.removeHandler(file)
         file.close()
 
 
-def server_of(flags: Callable[[Path], list[str]], serve: Callable[..., Any] = serve_here) -> Any:
+def server_of(flags: Callable[[Path], list[str]]) -> Any:
     """A fixture of a module: a server with the flags that are made in a folder, which logs no traceback."""
     import pytest  # processes do without
 
     @pytest.fixture(scope="module")
     def server(tmp_path_factory: Any) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("server")
-        with serve(folder / "log", *flags(folder)) as s:
+        with serve_here(folder / "log", *flags(folder)) as s:
             yield s
             text = s.log.read_text()
             assert "Traceback" not in text, text

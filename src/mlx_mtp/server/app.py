@@ -5,7 +5,6 @@ import gzip
 import hmac
 import json
 import logging
-import math
 import re
 import sys
 import zlib
@@ -18,7 +17,7 @@ from socket import gethostname
 from typing import Any
 from urllib.parse import quote, unquote
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import from_json
@@ -41,7 +40,7 @@ from .api.completions import ChatBody, CompletionBody
 from .api.messages import MessagesBody
 from .api.responses import ResponsesBody
 from .engine.models import DEFAULT
-from .frontend import FIGURES, Frontend, GeneratedResponse, Progress, in_thread, watched
+from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
 from .request import ApiError, Request, Waiting
 
 if sys.version_info >= (3, 14):
@@ -66,23 +65,19 @@ BODY_TIMEOUT = 300.0  # seconds that a client may take to send a body
 
 # The chat page
 FOLDER = Path(__file__).parent / "page"
-# Scripts, styles and requests of this server only. Text becomes HTML only through DOMPurify.
-POLICY = (
-    "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src 'self'; style-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types dompurify"
-)
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",  # an update changes the files at the same URLs
-    "Content-Security-Policy": POLICY,
+    # Scripts, styles and requests of this server only. Text becomes HTML only through DOMPurify.
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src 'self'; "
+    "style-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 # The host of a request: an address in brackets, or a name, and the port
 HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^][\s:/?#@\\]+))(?::[0-9]{0,5})?")
+OPEN = "/", "/health"  # paths that need no API key
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
-
-
 APIS: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatBody,
     "/chat/completions": ChatBody,
@@ -93,31 +88,33 @@ APIS: dict[str, type[Body]] = {
 
 
 def make_app(frontend: Frontend) -> FastAPI:
-    options = frontend.options
-    app = FastAPI(title="mlx_mtp", version=__version__, docs_url=None, redoc_url=None)  # these pages load from a CDN
-    endpoints = Endpoints(frontend)
-    posts = [(path, api, endpoints.generate(api)) for path, api in APIS.items()]
-    posts.append(("/v1/messages/count_tokens", MessagesBody, endpoints.count(MessagesBody, {})))
-    counted = {"object": "response.input_tokens"}
-    posts.append(("/v1/responses/input_tokens", ResponsesBody, endpoints.count(ResponsesBody, counted)))
-    for path, api, post in posts:  # it reads the body itself, to limit its size before its JSON is parsed
+    options, endpoints = frontend.options, Endpoints(frontend)
+    errors = dict.fromkeys((ApiError, MTPError, HTTPException, Exception), error_response)
+    common: dict[str, Any] = {"dependencies": [Depends(endpoints.authorize)], "exception_handlers": errors}
+    common |= {"docs_url": None, "redoc_url": None}  # these pages load from a CDN
+    app = FastAPI(title="mlx_mtp", version=__version__, **common)
+    posts = {path: (api, endpoints.generate(api)) for path, api in APIS.items()}
+    posts["/v1/messages/count_tokens"] = MessagesBody, endpoints.count(MessagesBody, {})
+    posts["/v1/responses/input_tokens"] = (
+        ResponsesBody,
+        endpoints.count(ResponsesBody, {"object": "response.input_tokens"}),
+    )
+    for path, (api, post) in posts.items():  # it reads the body itself, to limit its size before its JSON is parsed
         schema = api.model_json_schema(ref_template="#/components/schemas/{model}")
         described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
         name = path.strip("/").replace("/", "_")
         app.add_api_route(path, post, methods=["POST"], openapi_extra=described, operation_id=name)
-    for path, get in (
-        ("/", endpoints.root),
-        ("/health", endpoints.health),
-        ("/metrics", endpoints.metrics),
-        ("/v1/models", endpoints.models),
-        ("/v1/models/{name:path}", endpoints.model),
-    ):
+    gets: dict[str, Callable[..., Any]] = {
+        "/": endpoints.root,
+        "/health": endpoints.health,
+        "/metrics": endpoints.metrics,
+    }
+    gets |= {"/v1/models": endpoints.models, "/v1/models/{name:path}": endpoints.model}
+    for path, get in gets.items():
         app.add_api_route(path, get, methods=["GET"], operation_id=get.__name__)
         app.add_api_route(path, get, methods=["HEAD"], include_in_schema=False)
     if not options.no_ui:
         app.mount("/page", StaticFiles(directory=FOLDER))
-    for kind in (ApiError, MTPError, HTTPException, Exception):
-        app.add_exception_handler(kind, error_response)
     app.add_middleware(Browsers, names=[options.host, *options.allowed_hosts], origins=options.allowed_origins)
     app.add_middleware(counting, frontend=frontend)
     return app
@@ -126,17 +123,25 @@ def make_app(frontend: Frontend) -> FastAPI:
 class Endpoints:
     def __init__(self, frontend: Frontend):
         self.frontend = frontend
-        self.waiting: Progress = {}
+
+    async def authorize(self, http: HTTPRequest) -> None:
+        key = self.frontend.options.api_key
+        if key is None or http.scope["path"] in OPEN:  # not that of its URL, which has the client's Host
+            return
+        bearer = re.sub("^bearer +", "", http.headers.get("Authorization", ""), flags=re.IGNORECASE)
+        given = bearer, http.headers.get("x-api-key", "")
+        if not any(hmac.compare_digest(k.encode(), key.encode()) for k in given):
+            message = "The API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY."
+            raise ApiError(401, message)
 
     def generate(self, api: type[Body]) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
             body, request = await self._read(http, api)
-            max_queue = self.frontend.options.max_queue
-            if max_queue is not None and len(self.waiting) >= max_queue:
+            max_queue, waiting = self.frontend.options.max_queue, self.frontend.waiting
+            if max_queue is not None and len(waiting) >= max_queue:
                 raise ApiError(429, f"{max_queue} requests are waiting: try again later.", code="rate_limit_exceeded")
-            self.waiting[request.number] = Waiting(0, 0)
-            choices = request.choices(body.prompts)
-            return GeneratedResponse(self.frontend, choices, api.writer(body), body.stream, self.waiting)
+            waiting[request.number] = Waiting(0, 0)
+            return GeneratedResponse(self.frontend, request.choices(body.prompts), api.writer(body), body.stream)
 
         return endpoint
 
@@ -149,8 +154,16 @@ class Endpoints:
         return endpoint
 
     async def _read(self, http: HTTPRequest, api: type[Body]) -> tuple[Any, Request]:
-        self._authorize(http)
-        raw, encoding = await read_body(http), ",".join(http.headers.getlist("Content-Encoding"))
+        """The body and the request in it; an ApiError if it is too large, slow, incomplete or invalid."""
+        raw, encoding = bytearray(), ",".join(http.headers.getlist("Content-Encoding"))
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                async for piece in http.stream():  # to its end: a client reads the answer after it has sent all
+                    raw += piece[: MAX_BODY + 1 - len(raw)]
+        except TimeoutError as e:
+            raise ApiError(408, f"The body did not arrive within {BODY_TIMEOUT:.0f} seconds.") from e
+        except ClientDisconnect as e:
+            raise ApiError(400, "The body is shorter than its Content-Length.") from e
 
         def parse() -> tuple[Any, Request]:
             return api.read_request(parse_json(decoded(raw, encoding)), self.frontend.options)
@@ -165,21 +178,20 @@ class Endpoints:
     async def health(self) -> Response:
         is_healthy = self.frontend.engine.is_alive
         content = {"status": "ok" if is_healthy else "unavailable", "loaded": self.frontend.models.key is not None}
-        prompts = [{"processed": w.n_read, "total": w.n_prompt} for w in self.waiting.values() if w.n_prompt > 0]
+        prompts = [
+            {"processed": w.n_read, "total": w.n_prompt} for w in self.frontend.waiting.values() if w.n_prompt > 0
+        ]
         return JSONResponse(content | ({"prompts": prompts} if prompts else {}), 200 if is_healthy else 503)
 
-    async def metrics(self, http: HTTPRequest) -> Response:
-        self._authorize(http)
+    async def metrics(self) -> Response:
         return Response(generate_latest(self.frontend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def models(self, http: HTTPRequest) -> Response:
-        self._authorize(http)
+    async def models(self) -> Response:
         names = self._names()
         page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": [self._describe(name) for name in names], **page})
 
-    async def model(self, http: HTTPRequest, name: str) -> Response:
-        self._authorize(http)
+    async def model(self, name: str) -> Response:
         wanted = unquote(name).strip("/")
         for known in (DEFAULT, self.frontend.options.model, *self._names()):
             if known.strip("/") == wanted:
@@ -192,57 +204,33 @@ class Endpoints:
 
     def _describe(self, name: str) -> Json:
         created, path = self.frontend.created, self.frontend.models.resolve(name)
-        tokenizer = self.frontend.models.tokenizers.get(path)
-        length, fits = (None, None) if tokenizer is None else (tokenizer.context_length, tokenizer.max_tokens)
-        theirs = {"type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": fits}
-        theirs["created_at"] = datetime.fromtimestamp(created, UTC).isoformat()
+        about = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp"}
+        about |= {"type": "model", "display_name": name, "lifecycle": "active"}
+        about |= {"created_at": datetime.fromtimestamp(created, UTC).isoformat()}
+        about |= dict.fromkeys(("max_model_len", "max_input_tokens"))
         if path == str(DEMO):
-            theirs["description"] = DEMO_NOTE  # a field of OpenRouter
-        ours = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp", "max_model_len": length}
-        if tokenizer is not None:
-            ours["has_chat_template"] = tokenizer.has_chat_template
-            ours["takes_images"] = tokenizer.vision is not None
-        return ours | theirs
-
-    def _authorize(self, http: HTTPRequest) -> None:
-        key = self.frontend.options.api_key
-        bearer = re.sub("^bearer +", "", http.headers.get("Authorization", ""), flags=re.IGNORECASE)
-        given = (bearer, http.headers.get("x-api-key", ""))
-        if key is not None and not any(hmac.compare_digest(k.encode(), key.encode()) for k in given):
-            message = "The API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY."
-            raise ApiError(401, message)
-
-
-async def read_body(http: HTTPRequest) -> bytearray:
-    """A body as it was sent; an ApiError if it is too large, slow or incomplete."""
-    raw = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT):
-            async for piece in http.stream():  # to its end: a client reads the answer after it has sent all
-                raw += piece[: MAX_BODY + 1 - len(raw)]
-    except TimeoutError as e:
-        raise ApiError(408, f"The body did not arrive within {BODY_TIMEOUT:.0f} seconds.") from e
-    except ClientDisconnect as e:
-        raise ApiError(400, "The body is shorter than its Content-Length.") from e
-    _check_size(raw)
-    return raw
+            about["description"] = DEMO_NOTE  # a field of OpenRouter
+        if (tokenizer := self.frontend.models.tokenizers.get(path)) is not None:
+            about |= {"max_model_len": tokenizer.context_length, "max_input_tokens": tokenizer.max_tokens}
+            about |= {"has_chat_template": tokenizer.has_chat_template, "takes_images": tokenizer.vision is not None}
+        return about
 
 
 def decoded(raw: bytes | bytearray, encoding: str) -> bytes | bytearray:
     """A body of this Content-Encoding. An ApiError: 415 for an unknown one, 400 for data not in it, 413 for too much."""
     names = [name for x in encoding.split(",") if (name := x.strip().lower()) not in ("", "identity")]
-    coding = ", ".join(names).removeprefix("x-")
+    coding, body = ", ".join(names).removeprefix("x-"), raw
     if coding and coding not in CODINGS:
         raise ApiError(415, f"Content-Encoding: {encoding[:100]} is not supported: send {ACCEPTED} or none.")
-    if not coding or not raw:
-        return raw
-    if sum(map(raw.count, BEGINNINGS)) > MAX_STREAMS:  # by chance, a body has some of them
-        raise ApiError(413, f"The body is more than {MAX_STREAMS:,} streams of {coding}: send one.")
-    try:
-        body = CODINGS[coding](raw)
-    except (OSError, EOFError, zlib.error, zstd.ZstdError) as e:
-        raise ApiError(400, f"The body is not valid {coding}: {e}.") from e
-    _check_size(body)
+    if coding and 0 < len(raw) <= MAX_BODY:
+        if sum(map(raw.count, BEGINNINGS)) > MAX_STREAMS:  # by chance, a body has some of them
+            raise ApiError(413, f"The body is more than {MAX_STREAMS:,} streams of {coding}: send one.")
+        try:
+            body = CODINGS[coding](raw)
+        except (OSError, EOFError, zlib.error, zstd.ZstdError) as e:
+            raise ApiError(400, f"The body is not valid {coding}: {e}.") from e
+    if len(body) > MAX_BODY:
+        raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
     return body
 
 
@@ -265,49 +253,21 @@ ACCEPTED = ", ".join(CODINGS)
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": ACCEPTED}, 429: {"Retry-After": "2"}}
 
 
-def _check_size(body: bytes | bytearray) -> None:
-    if len(body) > MAX_BODY:
-        raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
-
-
 def parse_json(raw: bytes | bytearray) -> Json:
     """The fields of a body that are not null; an ApiError if it is no JSON object, or has too many values."""
     if raw.count(b"[") + raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
         allowed = f"{MAX_OBJECTS:,} opening brackets and braces, or {MAX_VALUES:,} commas"
         raise ApiError(413, f"The body has more than {allowed}: make it smaller.")
     try:
-        body = _from_json(raw)
-    except ValueError as e:
-        raise ApiError(400, f"Invalid JSON in request body: {e}") from e
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        try:  # with U+FFFD for half a character, as of an emoji that a client has cut in two
+            text = json.dumps(json.loads(raw), ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+            body = from_json(text.decode("utf-16-le", "replace"), allow_inf_nan=False)
+        except (ValueError, RecursionError):
+            raise ApiError(400, f"Invalid JSON in request body: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(400, "Request should be a JSON dictionary")
-    _check_parts(body)
-    for name, field in body.items():
-        if _has_infinity(field):  # as which numbers too large for a float are parsed
-            raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100])
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _from_json(raw: bytes | bytearray) -> Any:
-    """The value of JSON. Half a character, as of an emoji that a client has cut in two, becomes U+FFFD."""
-    try:
-        return from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        try:
-            text = json.dumps(json.loads(raw), ensure_ascii=False)
-        except (ValueError, RecursionError):
-            raise error from None
-        whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        return from_json(whole, allow_inf_nan=False)
-
-
-def _has_infinity(value: Any) -> bool:
-    if isinstance(value, dict | list):
-        return any(map(_has_infinity, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, float) and math.isinf(value)
-
-
-def _check_parts(body: Json) -> None:
     n, parts = 0, [body]
     while parts:
         part = parts.pop()
@@ -316,6 +276,12 @@ def _check_parts(body: Json) -> None:
             if n > MAX_PARTS:
                 raise ApiError(413, f"The body has more than {MAX_PARTS:,} messages, tools and parts: make it smaller.")
             parts += [x for x in found if isinstance(x, dict)]
+    for name, field in body.items():
+        try:
+            json.dumps(field, allow_nan=False)
+        except ValueError as e:  # an infinity, as which numbers too large for a float are parsed
+            raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100]) from e
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:

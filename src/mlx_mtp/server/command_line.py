@@ -126,9 +126,20 @@ def check(args: argparse.Namespace) -> Options:
     flags.check_alone(args, "serve_model", "allow_any_model", "images", "unload_after", "keep_warm")
     if args.pipeline and mx.distributed.init().size() == 1:
         raise MTPError("--pipeline requires several processes: start them with mlx.launch.")
-    _read_api_key(args)
+    if args.api_key is not None and args.api_key_file is not None:
+        raise MTPError("--api-key and --api-key-file cannot be combined.")
+    if args.api_key_file is not None:
+        check_source(args.api_key_file, "--api-key-file")
+        args.api_key = args.api_key_file.read_bytes().decode("latin-1").strip()
+    if (key := args.api_key) is not None and not (key and key.isascii() and key.isprintable()):
+        raise MTPError("The API key is empty, or not printable ASCII, the only characters that all HTTP clients send.")
     kv = KVOptions(kv_bits=args.kv_bits, kv_group_size=args.kv_group_size, quantized_kv_start=args.quantized_kv_start)
-    options = Options(**vars(args), load=_load_arguments(args), sampling=flags.given_sampling(args), kv=kv)
+    trust = {"trust_remote_code": args.trust_remote_code}
+    config = trust | ({"chat_template": args.chat_template} if args.chat_template else {})
+    context = min(CONTEXT, args.prefill_step_size)  # that must fit; longer prompts are checked when they arrive
+    load: dict[str, Any] = {**trust, "tokenizer_config": config, "copy_drafts": True, "context": context}
+    load |= ({"vision": "auto"} if args.images else {}) | flags.load_options(args)
+    options = Options(**vars(args), load=load, sampling=flags.given_sampling(args), kv=kv)
     options.max_tokens = NO_LIMIT if args.max_tokens == -1 else args.max_tokens
     return options
 
@@ -140,33 +151,12 @@ def flags_of(options: argparse.Namespace) -> dict[str, Any]:
     return dict(json.loads(json.dumps(flags | {name: os.path.realpath(flags[name]) for name in paths}, default=str)))
 
 
-def _load_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    trust = {"trust_remote_code": args.trust_remote_code}
-    template = {"chat_template": args.chat_template} if args.chat_template else {}
-    images = {"vision": "auto"} if args.images else {}
-    context = min(CONTEXT, args.prefill_step_size)  # that must fit; longer prompts are checked when they arrive
-    own = {**trust, **images, "tokenizer_config": trust | template, "copy_drafts": True, "context": context}
-    return {**own, **flags.load_options(args)}
-
-
 def check_model(args: argparse.Namespace, models: ModelProvider) -> None:
     flags.check_model_flags(args, vars(models.model.args))
     if args.chat_template:
         question = [{"role": "user", "content": "a"}]
         with as_mtp_error("--chat-template cannot be rendered"):
             models.tokenizer.apply_chat_template(question, tokenize=False, **args.chat_template_args)
-
-
-def _read_api_key(args: argparse.Namespace) -> None:
-    if args.api_key is not None and args.api_key_file is not None:
-        raise MTPError("--api-key and --api-key-file cannot be combined.")
-    if args.api_key_file is not None:
-        check_source(args.api_key_file, "--api-key-file")
-        args.api_key = args.api_key_file.read_bytes().decode("latin-1").strip()
-    if args.api_key == "":
-        raise MTPError("The API key is empty.")
-    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
-        raise MTPError("The API key must be printable ASCII, the only characters that all HTTP clients send.")
 
 
 # Settings of coding agents, which ``--print-config`` prints and ``mlx_mtp launch`` passes on

@@ -21,7 +21,6 @@ from .request import LOADING, ApiError, Delta, Options, Request, Waiting
 KEEP_ALIVE = 5.0  # seconds between two reports of the progress of prefill
 POLL = 1.0  # seconds between two checks of the generation thread
 T = TypeVar("T")
-Progress = dict[int, Waiting]  # of requests without a first token, by their numbers
 Items = asyncio.Queue[tuple[int, Any]]  # the items of requests, each with the index of its answer
 
 
@@ -47,9 +46,9 @@ class Frontend:
 
     def __init__(self, options: Options, engine: Engine):
         self.options, self.engine = options, engine
-        self.clients, self.metrics = engine.clients, engine.metrics
-        self.models, self.caches = engine.admission.models, engine.admission.caches
+        self.metrics, self.models, self.caches = engine.metrics, engine.admission.models, engine.admission.caches
         self.created = int(time.time())
+        self.waiting: dict[int, Waiting] = {}  # the progress of requests without a first token, by their numbers
 
     async def generate(self, choices: list[Request]) -> AsyncIterator[tuple[int, str | Waiting | Delta]]:
         """Yield the start and the tokens of each answer, with its index. The first one of a prompt prefills it for all."""
@@ -75,8 +74,6 @@ class Frontend:
         finally:
             for task in tasks:
                 task.cancel()
-            for choice in choices:
-                self.clients.leave(choice)
 
     async def start(self, request: Request, items: Items, i: int) -> None:
         tokenizer = await self._tokenizer_of(request)
@@ -94,12 +91,9 @@ class Frontend:
         request.key = self.models.resolve(request.args.model)
         if request.key not in self.models.tokenizers:  # go through the engine's queue once to load the model
             items: Items = asyncio.Queue()
-            try:
-                self._submit(request, items, 0)
-                async for _ in self._receive(items, 1):
-                    pass
-            finally:
-                self.clients.leave(request)
+            self._submit(request, items, 0)
+            async for _ in self._receive(items, 1):
+                pass
         return self.models.tokenizers[request.key]
 
     def _submit(self, request: Request, items: Items, i: int) -> None:
@@ -112,7 +106,7 @@ class Frontend:
 
         items.put_nowait((i, Waiting(0, 0)))
         request.send = send
-        self.clients.add(request)
+        self.engine.clients.arriving.put(request)
 
     async def _receive(self, items: Items, n: int) -> AsyncIterator[tuple[int, Any]]:
         """Yield the items of n requests, and ``None`` at the end of each; of the progress, the latest every few seconds."""
@@ -165,12 +159,12 @@ async def watched(requests: Sequence[Request], receive: Receive) -> AsyncIterato
 
 
 class GeneratedResponse(Response):
-    """The response with the answers of ``Request.choices``. ``waiting`` has the progress of requests without a first token."""
+    """The response with the answers of ``Request.choices``."""
 
-    def __init__(self, frontend: Frontend, choices: list[Request], writer: Writer, is_stream: bool, waiting: Progress):
+    def __init__(self, frontend: Frontend, choices: list[Request], writer: Writer, is_stream: bool):
         super().__init__()
-        self.frontend, self.choices, self.writer = frontend, choices, writer
-        self.is_stream, self.waiting = is_stream, waiting
+        self.frontend, self.choices, self.writer, self.is_stream = frontend, choices, writer, is_stream
+        self.waiting, self.number = frontend.waiting, choices[0].number
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -184,8 +178,8 @@ class GeneratedResponse(Response):
         except OSError:
             logging.info("The client has disconnected.")
         finally:
-            self.waiting.pop(self.choices[0].number, None)
-            scope[FIGURES] = (figures_of(self.choices, self._usage()),)
+            self.waiting.pop(self.number, None)
+            scope[FIGURES] = (self._figures(),)
 
     async def _stream(self, send: Send) -> None:
         has_begun = False
@@ -207,12 +201,12 @@ class GeneratedResponse(Response):
         has_begun = False
         async for i, item in self.frontend.generate(self.choices):
             if isinstance(item, Waiting):
-                if item.n_prompt > 0 and (number := self.choices[0].number) in self.waiting:
-                    self.waiting[number] = item
-                    logging.info(f"Request {number}: {item.n_read:,} of {item.n_prompt:,} prompt tokens processed")
+                if item.n_prompt > 0 and self.number in self.waiting:
+                    self.waiting[self.number] = item
+                    logging.info(f"Request {self.number}: {item.n_read:,} of {item.n_prompt:,} prompt tokens processed")
                 yield self.writer.waiting(item.n_read, item.n_prompt)
             elif isinstance(item, Delta):
-                self.waiting.pop(self.choices[0].number, None)
+                self.waiting.pop(self.number, None)
                 yield self.writer.add(item, i)
             elif item == LOADING:
                 yield self.writer.loading()
@@ -223,13 +217,13 @@ class GeneratedResponse(Response):
     def _usage(self) -> Usage:
         return Usage(self.choices, self.frontend.models.drafts)
 
-
-def figures_of(choices: Sequence[Request], usage: Usage) -> str:
-    figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{usage.n_generated} output tokens"]
-    figures.append(f"{time.perf_counter() - choices[0].arrived:.2f} s")
-    if n_timed := sum(r.counts.n_timed for r in choices):  # tokens of steps that compile nothing
-        figures.append(f"{n_timed / max(r.counts.seconds for r in choices):.1f} tokens/s")
-    if drafted := sum(counts.n_drafted for counts in usage.drafts or ()):
-        accepted = sum(counts.n_accepted for counts in usage.drafts or ())
-        figures.append(f"{accepted} of {drafted} drafts accepted")
-    return ", ".join(figures)
+    def _figures(self) -> str:
+        """Those of the request's line in the log."""
+        usage, counts = self._usage(), [choice.counts for choice in self.choices]
+        figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{usage.n_generated} output tokens"]
+        figures.append(f"{time.perf_counter() - self.choices[0].arrived:.2f} s")
+        if n_timed := sum(c.n_timed for c in counts):  # tokens of steps that compile nothing
+            figures.append(f"{n_timed / max(c.seconds for c in counts):.1f} tokens/s")
+        if drafted := sum(c.n_drafted for c in counts):
+            figures.append(f"{sum(c.n_accepted for c in counts)} of {drafted} drafts accepted")
+        return ", ".join(figures)

@@ -50,7 +50,10 @@ MAX_HEADERS = 64 << 10  # bytes
 def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
     options = check(args)
     maybe_set_recommended_wired_limit()
-    _allow_open_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a file for each connection; macOS allows 256 by default
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     is_first = ranks is None or ranks.rank == 0
     with listen(options.host, options.port) if is_first else nullcontext() as s:  # a port in use costs no loading
         engine = make_engine(options, ranks)
@@ -74,17 +77,6 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
                 os._exit(1)
     if engine.error is not None:
         raise engine.error
-
-
-def print_config(args: argparse.Namespace) -> None:
-    """Print a client's settings to stdout, to redirect to its file, and their place to stderr."""
-    options = check(args)
-    if options.port == 0:
-        raise MTPError("--print-config requires a fixed port, such as --port 8080.")
-    address = address_of(options, url(options.host, options.port), context_of(options.model))
-    settings = CLIENTS[args.print_config](address)
-    print(settings.note, file=sys.stderr)
-    print(settings.as_text(), end="")
 
 
 def make_engine(options: Options, ranks: Ranks | None) -> Engine:
@@ -205,14 +197,6 @@ def url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _allow_open_files() -> None:
-    """Raise the limit of open files, one for each connection. macOS allows a process 256 by default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def main(log: Path | None = None) -> None:
     """Run the command. With a file for the log, the terminal gets no more than what is printed before the server answers."""
     group = mx.distributed.init()
@@ -222,8 +206,14 @@ def main(log: Path | None = None) -> None:
         args = parse(make_parser())
         args.log, form = log, "%(asctime)s - %(levelname)s - %(message)s"
         logging.basicConfig(level=args.log_level, format=form, filename=log)
-        if args.print_config is not None:
-            return print_config(args)
+        if args.print_config is not None:  # stdout is redirected to the client's file
+            options = check(args)
+            if options.port == 0:
+                raise MTPError("--print-config requires a fixed port, such as --port 8080.")
+            address = address_of(options, url(options.host, options.port), context_of(options.model))
+            settings = CLIENTS[args.print_config](address)
+            print(settings.note, file=sys.stderr)
+            return print(settings.as_text(), end="")
         try:
             run(args, ranks)
         except KeyboardInterrupt:  # a second one: do not wait for the generation thread

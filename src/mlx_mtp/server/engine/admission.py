@@ -14,7 +14,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...core.batch.generator import BatchGenerator
 from ...core.caches.prompt_cache import PromptCache
-from ...core.caches.rows import KVOptions
 from ...core.distributed import Ranks
 from ...core.drafts.options import TextOptions
 from ...core.layers.mtp import has_head
@@ -40,13 +39,8 @@ class Admission:
         self.sizes: Sizes  # the loaded model's
         self.max_cache_bytes = 0  # the limit of all prompt caches
 
-    def is_open(self, key: str) -> bool:
-        return self.batch is not None and self.models.key == key
-
     def open(self, key: str) -> None:
         """Replace the loaded model, its caches and its batch generator."""
-        if self.is_open(key):
-            return
         self.close()
         self.models.load(key)
         model, tokenizer, given = self.models.model, self.models.tokenizer, self.options.prompt_cache_bytes
@@ -102,21 +96,22 @@ class Admission:
         kinds: dict[Any, list[int]] = {}  # a batch pads those that are quantized and those that are not apart
         for r in (*running, request):
             n = r.n_prompt + r.n_tokens
-            kinds.setdefault(tuple(_kv_of(self.options, r).at(n).items()), []).append(n)
+            kinds.setdefault(tuple(self.options.kv.of_text(0, r.n_prompt).at(n).items()), []).append(n)
         caches = sum(self.sizes.caches_of_several(lengths, **dict(kind)) for kind, lengths in kinds.items())
-        kv, n, sizes = _kv_of(self.options, request), request.n_prompt, self.sizes
-        chunk, start = min(n, self.options.prefill_step_size), kv.quantized_kv_start
-        peak = sizes.chunk(chunk, n, kv.at(n).get("kv_bits"))
-        if kv.at(n):  # where keys and values are quantized, they exist twice
-            twice = sizes.caches(start) + sizes.caches(start, **kv.at(n)) - sizes.state_bytes
-            peak = max(peak, twice - sizes.caches(n, **kv.at(n)))
+        n, sizes = request.n_prompt, self.sizes
+        of_text = self.options.kv.of_text(0, n)
+        kv, start = of_text.at(n), of_text.quantized_kv_start
+        peak = sizes.chunk(min(n, self.options.prefill_step_size), n, kv.get("kv_bits"))
+        if kv:  # where keys and values are quantized, they exist twice
+            twice = sizes.caches(start) + sizes.caches(start, **kv) - sizes.state_bytes
+            peak = max(peak, twice - sizes.caches(n, **kv))
         image_prompt = request.encoded.image_prompt
         tower = 0 if image_prompt is None else image_prompt.vision.unread_bytes
         return caches - self.batch.prompt_cache_nbytes + peak + tower
 
     def held_by(self, request: Request) -> int:
         n = request.n_prompt + request.n_tokens
-        return self.sizes.caches(n, **_kv_of(self.options, request).at(n))
+        return self.sizes.caches(n, **self.options.kv.of_text(0, request.n_prompt).at(n))
 
     def free(self) -> int:
         """The free bytes, including MLX's buffers and the prompt caches of earlier requests, which can be freed."""
@@ -206,10 +201,6 @@ def longest_text(admission: Admission, context: int | None) -> int | None:
     return bisect_right(range(1, context + 1), admission.free(), key=need)
 
 
-def _kv_of(options: Options, request: Request) -> KVOptions:
-    return options.kv.of_text(0, request.n_prompt)
-
-
 def _make_processors(tokenizer: TokenizerWrapper, request: Request, prompt: Prompt) -> list[LogitsProcessor]:
     processors = make_penalties(request.args.logits, len(prompt.tokens))
     processors += make_output_grammar(tokenizer, request, prompt.in_reasoning)
@@ -239,11 +230,8 @@ def make_penalties(given: Any, n_prompt: int) -> list[LogitsProcessor]:
     of_answer = {f"{kind}_penalty": own.pop(f"{kind}_penalty") for kind in kinds}
     processors: list[LogitsProcessor] = make_logits_processors(**own)
     sizes = dict.fromkeys(("presence_context_size", "frequency_context_size"), 2**31 - 1)
-    return processors + [partial(_of_answer, p, n_prompt) for p in make_logits_processors(**of_answer, **sizes)]
-
-
-def _of_answer(penalty: LogitsProcessor, n_prompt: int, tokens: mx.array, logits: mx.array) -> mx.array:
-    return penalty(tokens[n_prompt:], logits)
+    counting = make_logits_processors(**of_answer, **sizes)
+    return processors + [lambda tokens, logits, p=p: p(tokens[n_prompt:], logits) for p in counting]
 
 
 def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -> mx.array:

@@ -28,6 +28,7 @@ from ..structured_output import make_output_grammar
 QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
 CHARS = 4  # per token; longer texts are counted before they are tokenized
 PIECE = 1 << 16  # characters that are counted at a time
+LINES = re.compile(r".*\n(?=\S)", re.DOTALL)  # up to a line that begins with no white space, where tokens end
 SLACK = 16  # tokens that a cut within a line may add
 FAR = 8  # times the context: the tokens of longer texts are estimated
 MAX_PIXELS = 1 << 28  # of all images of a request; 22 photos of 12 megapixels
@@ -45,14 +46,10 @@ class BoundedTokenizer:
     """mlx-lm's tokenizer for prompts of at most ``context_length`` tokens, with the marks of images."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        context_length: int | None,
-        vision: Vision | None = None,
-        sampling: Sampling = Sampling(),  # noqa: B008 (it is frozen)
+        self, tokenizer: Any, context_length: int | None, vision: Any = None, sampling: Sampling | None = None
     ):
-        self.tokenizer, self.sampling = tokenizer, sampling
-        self.context_length, self.vision = context_length, vision
+        self.tokenizer, self.context_length, self.sampling = tokenizer, context_length, sampling or Sampling()
+        self.vision: Vision | None = vision
         self.max_tokens: int | None = context_length  # of a text that memory has room for
         self.n_ids = 1 + max(tokenizer.get_vocab().values())
 
@@ -74,24 +71,24 @@ class BoundedTokenizer:
         """The number of tokens of a text, counted piece by piece. Far beyond the context, it is an estimate."""
         n = start = 0
         while (left := len(text) - start) > 0:
-            line = left if left <= PIECE else _last_line(text[start : start + PIECE + 1])
-            piece = text[start : start + (line or PIECE)]
-            n += len(encode_marked(self.tokenizer, piece, add_special_tokens=False)) - (0 if line else SLACK)
+            lines = None if left <= PIECE else LINES.match(text, start, start + PIECE + 1)
+            piece = text[start : lines.end() if lines else start + PIECE]
+            slack = 0 if left <= PIECE or lines else SLACK
+            n += len(encode_marked(self.tokenizer, piece, add_special_tokens=False)) - slack
             start += len(piece)
             if self.context_length is not None and n > FAR * self.context_length:
                 return round(n * len(text) / start)
         return n
 
     @cached_property
-    def control_tokens(self) -> list[str]:
-        added = self.tokenizer.added_tokens_decoder.values()
-        return [t.content for t in added if (t.special or t.content.startswith("<|")) and len(t.content) > 1]
-
-    @cached_property
-    def tags(self) -> list[str]:
-        """The other tokens that the chat template writes, such as ``<think>``."""
+    def marks(self) -> dict[bool, list[str]]:
+        """The tokens that are cut where a message quotes them, by whether it is the assistant's: control tokens, and in others'
+        the tags of the chat template, such as ``<think>``. The assistant's text has the tags that it was generated with.
+        """
         added, template = self.tokenizer.added_tokens_decoder.values(), str(self.tokenizer.chat_template)
-        return [t.content for t in added if not t.special and t.content.startswith("<") and t.content in template]
+        control = [t.content for t in added if (t.special or t.content.startswith("<|")) and len(t.content) > 1]
+        tags = [t.content for t in added if not t.special and t.content.startswith("<") and t.content in template]
+        return {True: control, False: [*control, *tags]}
 
     def complete(self, n_prompt: int, request: Request) -> None:
         """Fill in the model's sampling parameters where the request sets none, and reduce the limit of tokens to the rest."""
@@ -160,14 +157,6 @@ def _errors_of(request: Request) -> Iterator[None]:
         raise ApiError(400, f"The prompt cannot be read: {e}", param=request.param) from e
 
 
-def _last_line(text: str) -> int:
-    """The position of the last line that does not begin with white space: tokens end there. 0 if there is none."""
-    end = len(text)
-    while (end := text.rfind("\n", 0, end)) >= 0 and not text[end + 1 : end + 2].strip():
-        pass
-    return end + 1
-
-
 def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> tuple[str, bool | None]:
     """The text of a chat's prompt, and whether it ends within reasoning, see ``ends_in_reasoning``."""
     messages, begun = _messages_of(tokenizer, request), request.begun
@@ -181,7 +170,7 @@ def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> 
     elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
         raise ApiError(400, "The model does not write tool calls in Qwen's formats: use mlx_lm.server.", param="tools")
     prefill = ""
-    marks = [*tokenizer.control_tokens, *tokenizer.tags]
+    marks = tokenizer.marks[False]
     variables = {**options.chat_template_args, **_cut(request.args.chat_template_kwargs or {}, marks)}
     if begun == "reasoning_content" and variables.get("enable_thinking") is False:
         raise ApiError(400, "The answer would continue the last message, which is reasoning alone: turn thinking on.")
@@ -205,9 +194,7 @@ def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> 
 
 def _messages_of(tokenizer: BoundedTokenizer, request: Request) -> list[Json]:
     """The messages for the chat template. Control tokens that a client quotes are cut, and so become ordinary tokens."""
-    # The text of the assistant has the tags that it was generated with.
-    marks = {True: tokenizer.control_tokens, False: [*tokenizer.control_tokens, *tokenizer.tags]}
-    messages = [_cut(m, marks[m["role"] == "assistant"]) for m in request.messages]
+    messages = [_cut(m, tokenizer.marks[m["role"] == "assistant"]) for m in request.messages]
     for message in messages:
         message["content"] = message.get("content") or ""
     if request.images and tokenizer.vision is None and not any(request.are_asked):

@@ -88,7 +88,7 @@ class Engine:
             elif not is_device_error(e):
                 logging.exception("The generation thread has failed.")
             self.error = e
-            self.clients.fail_all(ApiError(503, f"The server is stopping: {e}"))
+            self._fail_all(f"The server is stopping: {e}")
         if (self.ranks is None or self.ranks.rank == 0) and not self.clients.is_stopping:
             _thread.interrupt_main()  # the main thread serves HTTP
 
@@ -174,9 +174,9 @@ class Engine:
     def _begin(self, request: Request) -> None:
         try:
             try:
-                if not self.admission.is_open(request.key):
+                if self.admission.batch is None or self.admission.models.key != request.key:
                     request.send(LOADING)
-                self.admission.open(request.key)
+                    self.admission.open(request.key)
             except Exception as e:
                 if not is_mendable(e):
                     raise
@@ -254,14 +254,19 @@ class Engine:
     def _end(self) -> None:
         for uid in [uid for uid, request in self.running.items() if request.n_tokens == 0]:
             self.admission.batch.remove([uid])
-            del self.running[uid]
+            self.waiting.append(self.running.pop(uid))
         try:
             while self.running:
                 self._advance("length")
         except Exception:
             logging.exception("Generation failed.")
-        self.clients.fail_all(ApiError(503, "The server is stopping."))
+        self._fail_all("The server is stopping.")
         self.admission.end()
+
+    def _fail_all(self, message: str) -> None:
+        arrived, _ = self.clients.look((), wait=False)
+        for request in (*self.running.values(), *self.waiting, *arrived):
+            request.send(ApiError(503, message))
 
 
 def _failure(message: str, error: Exception) -> ApiError:
@@ -311,35 +316,13 @@ class Clients:
     def __init__(self, ranks: Ranks | None = None):
         self.ranks = ranks
         self.arriving: Queue[Request] = Queue()
-        self.open: set[Request] = set()  # requests whose clients wait for an answer
         self.is_stopping = False
         # Of several ranks
         self.n_turns = 0  # since the last exchange
         self.n_idle = 0  # exchanges since the last request
         self.checksum = 0  # a checksum of the generated tokens
 
-    # Any thread
-
-    def add(self, request: Request) -> None:
-        self.open.add(request)
-        self.arriving.put(request)
-
-    def leave(self, request: Request) -> None:
-        self.open.discard(request)
-
-    def fail_all(self, error: ApiError) -> None:
-        for request in self.open.copy():
-            request.send(error)
-
-    # The generation thread
-
-    def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
-        """The changes since the last step, ``known`` the requests before it; ``None`` when the server stops."""
-        if self.ranks is not None:
-            return self._exchange(self.ranks, known, is_idle)
-        return None if self.is_stopping else self._look(known, wait=is_idle)
-
-    def _look(self, known: Iterable[Request], wait: bool) -> Changes:
+    def look(self, known: Iterable[Request], wait: bool) -> Changes:
         arrived: list[Request] = []
         with suppress(Empty):
             arrived.append(self.arriving.get(block=wait, timeout=IDLE))
@@ -347,14 +330,17 @@ class Clients:
                 arrived.append(self.arriving.get_nowait())
         return arrived, {request.number for request in (*known, *arrived) if request.is_gone}
 
-    def _exchange(self, ranks: Ranks, known: Iterable[Request], is_idle: bool) -> Changes | None:
+    def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
+        """The changes since the last step, ``known`` the requests before it; ``None`` when the server stops."""
+        if (ranks := self.ranks) is None:
+            return None if self.is_stopping else self.look(known, wait=is_idle)
         self.n_turns += 1
         if not is_idle and self.n_turns < EVERY:
             return [], set()
         self.n_turns, self.n_idle = 0, self.n_idle + 1 if is_idle else 0
         mine: Changes = [], set()
         if ranks.rank == 0:
-            mine = self._look(known, wait=is_idle)
+            mine = self.look(known, wait=is_idle)
         elif self.n_idle > REST_AFTER:
             time.sleep(REST)  # MLX's ring waits in a busy loop
         numbers = mx.array([[any(mine), self.is_stopping, self.checksum]], mx.uint32)
@@ -388,14 +374,14 @@ def reseed(ranks: Ranks | None) -> None:
     if ranks is None:
         mx.random.seed(time.time_ns())
         return
-    alone = Timer(ALONE, _end_alone, [ranks])
+
+    def end() -> None:
+        error = f"Rank {ranks.rank} has failed, but the other ranks have not."
+        print(f"mlx_mtp server: error: {error}", file=sys.__stderr__, flush=True)
+        os._exit(1)
+
+    alone = Timer(ALONE, end)
     alone.daemon = True
     alone.start()
     seed_equally(ranks)
     alone.cancel()
-
-
-def _end_alone(ranks: Ranks) -> None:
-    error = f"Rank {ranks.rank} has failed, but the other ranks have not."
-    print(f"mlx_mtp server: error: {error}", file=sys.__stderr__, flush=True)
-    os._exit(1)

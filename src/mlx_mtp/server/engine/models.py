@@ -69,23 +69,18 @@ class ModelProvider:
         self.model, tokenizer = load(key, adapter_path=adapter_path, revision=revision, **self.options.load)
         self.revisions[key] = commit_of(fetch(key, revision, weights=()))
         self.has_head = has_head(self.model)
-        known = self.tokenizers.pop(key, None)  # for which grammars are compiled
-        self.tokenizers[key] = self._bound(key, tokenizer) if known is None else known
-        self.key, self.tokenizer = key, self.tokenizers[key].tokenizer
+        if (bounded := self.tokenizers.pop(key, None)) is None:  # otherwise grammars may be compiled for it
+            if self.options.use_default_chat_template and tokenizer.chat_template is None:
+                tokenizer.chat_template = tokenizer.default_chat_template
+            if self.options.mtp is None and not self.has_head and (note := missing_head_note(key)) is not None:
+                logging.info(note)
+            sampling = sampling_defaults(key, self.options.sampling, self.model.ranks)
+            logging.info(f"Default sampling: {sampling}")
+            vision = self.model.vision if self.model.ranks is None else None
+            bounded = BoundedTokenizer(tokenizer, context_length_of(vars(self.model.args)), vision, sampling)
+        self.key, self.tokenizer, self.tokenizers[key] = key, bounded.tokenizer, bounded
         if len(self.tokenizers) > MAX_TOKENIZERS:
             self.tokenizers.pop(next(iter(self.tokenizers)))
-
-    def _bound(self, key: str, tokenizer: Any) -> BoundedTokenizer:
-        """The tokenizer of the model, which is loaded for the first time, with the model's limits and defaults."""
-        if self.options.use_default_chat_template and tokenizer.chat_template is None:
-            tokenizer.chat_template = tokenizer.default_chat_template
-        if self.options.mtp is None and not self.has_head and (note := missing_head_note(key)) is not None:
-            logging.info(note)
-        context_length = context_length_of(vars(self.model.args))
-        vision = self.model.vision if self.model.ranks is None else None
-        sampling = sampling_defaults(key, self.options.sampling, self.model.ranks)
-        logging.info(f"Default sampling: {sampling}")
-        return BoundedTokenizer(tokenizer, context_length, vision, sampling)
 
     def reset(self) -> None:
         """Free the loaded model and all vision encoders. Tokenizers stay."""
@@ -143,26 +138,22 @@ class Stores:
         """The prompt cache to resume from, if any, and its number of tokens. Also sets the prompt's cuts after these tokens."""
         tokens = prompt.tokens
         max_tokens = len(tokens) - 1  # generation begins with the last token
-        cache, n, n_common = self._fetch(prompt, max_tokens)
-        while self.ranks is not None:
+        timeout = 0.0 if self.ranks is None and prompt.is_read else READ_TIMEOUT
+        while True:
+            cache, n, n_common = None, 0, 0  # the last is the number of tokens shared with another prompt
+            with _harmless("the whole prompt is prefilled"):
+                key, kv = prompt.key_of(tokens), self.options.kv.of_text(0, len(tokens))
+                cache, n, prompt.handle = self.store.fetch(key[:max_tokens], kv, timeout)
+                n_common = self.store.n_common(key)
+            if self.ranks is None:
+                break
             known: Any = self.ranks.gather([n, n_common], mx.array(0)).tolist()  # [R, 2]
             n_common, max_tokens = int(known[0][1]), int(min(n for n, _ in known))
             if all(n == max_tokens for n, _ in known):
                 break
-            cache, n, n_common = self._fetch(prompt, max_tokens)
         prompt.cuts = [cut for cut in cuts_of(self.tokenizer, tokens, n_common) if cut > n]
         prompt.n_cached = n
         return cache, n
-
-    def _fetch(self, prompt: Prompt, max_tokens: int) -> tuple[list[Any] | None, int, int]:
-        """A prompt cache of at most ``max_tokens`` tokens, their number, and the number shared with another prompt."""
-        with _harmless("the whole prompt is prefilled"):
-            key = prompt.key_of(prompt.tokens)
-            timeout = 0.0 if self.ranks is None and prompt.is_read else READ_TIMEOUT
-            kv = self.options.kv.of_text(0, len(key))
-            cache, n, prompt.handle = self.store.fetch(key[:max_tokens], kv, timeout)
-            return cache, n, self.store.n_common(key)
-        return None, 0, 0
 
     def insert(self, prompt: Prompt, tokens: list[int], prompt_cache: list[Any]) -> None:
         with _harmless("a text is not cached"):
