@@ -15,12 +15,12 @@ from mlx_mtp.images.open import open_image
 from mlx_mtp.images.prompt import PLACEHOLDER
 from mlx_mtp.server.engine import encode as encoding
 from mlx_mtp.server.request import ApiError, Request
-from tests.support.bodies import text
 from tests.support.checkpoints import config_of, configure
 from tests.support.commands import refusal
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN
 from tests.support.images import picture
+from tests.support.requests import text
 from tests.support.server_process import server_of
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"

@@ -23,13 +23,12 @@ from mlx_mtp.server.engine.models import Stores
 from mlx_mtp.server.frontend import in_thread
 from mlx_mtp.server.request import STARTED, ApiError, Delta, Prompt, Waiting
 from tests.support import profiles, requests
-from tests.support.bodies import text
 from tests.support.checkpoints import write_tiny
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER
 from tests.support.models import TRAINED, tiny_model
 from tests.support.prompt_store import TEXT, read
-from tests.support.requests import KEY, admission_with, body_with, client_of, frontend_of, options_of, request_of
+from tests.support.requests import KEY, admission_with, body_with, client_of, frontend_of, options_of, request_of, text
 from tests.test_server_images import TEMPLATE, part, png, user
 
 # Prompt caches

@@ -81,6 +81,10 @@ def read(path: str, **body: Any) -> Request:
     return APIS[path].read_request(body, FLAGS)[1]
 
 
+def text(content: str, kind: str = "text") -> dict[str, Any]:
+    return {"type": kind, "text": content}
+
+
 def body_with(path: str, messages: Any = ASK, **fields: Any) -> dict[str, Any]:
     """A body with these messages, or for a text this prompt."""
     return {APIS[path].NEEDED: messages, **fields}
