@@ -41,6 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--graft-revision", help="Branch, tag or commit of the base model's Hugging Face repo.")
     add("--no-vision", dest="vision", action="store_false", help="Convert without the vision encoder.")
     add("--skip-check", action="store_true", help="Do not run the model to check the grafted head.")
+    head = "Not supported: the head stays in bfloat16. Other commands quantize it in memory, with --mtp-bits."
+    add("--mtp-bits", "--mtp-group-size", nargs="?", default=argparse.SUPPRESS, help=head)
     inspected = "Describe a model and whether --mtp can use its head, without converting it or downloading weights."
     add("--inspect", metavar="MODEL", help=inspected)
     return finish(parser)
@@ -54,6 +56,11 @@ def main() -> None:
             # The last occurrence of a flag counts.
             args = vars(parser.parse_args([*recipe_flags(recipe), *sys.argv[1:]]))
             del args["recipe"]
+        if "mtp_bits" in args:
+            raise MTPError(
+                "The head stays in bfloat16: leave out --mtp-bits and --mtp-group-size. Other commands quantize it in memory, "
+                "with --mtp-bits."
+            )
         if (name := args.pop("inspect")) is not None:
             print(inspect(name, args["revision"]))
             return
@@ -88,6 +95,14 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     tower, verdict, head = checkpoint.tower(), _verdict(checkpoint), Tensors()
     with suppress(FileNotFoundError, MTPError):  # told by the verdict
         head = checkpoint.head()
+    told = "none"
+    if head:
+        where = f" in {', '.join(files)}" if (files := checkpoint.head_files) else ""
+        quantized = ", quantized" if any(name.endswith(".scales") for name in head) else ""
+        layout, measured = _layout(checkpoint, has_raw_head(checkpoint)), known(key_of(checkpoint, checkpoint))
+        if measured is not None and measured.reading is not None:
+            layout = f"norms to be shifted: {shifted(measured.reading)}"
+        told = f"{len(head)} tensors{where}, {size(n_bytes(head))}{quantized}, {layout}"
     commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
     n_table = n_bytes(checkpoint.tensors({n: file for n, file in checkpoint.model_map.items() if place_of(n)}))
     index = checkpoint.read_json(INDEX_FILE) if INDEX_FILE in checkpoint.files else {}
@@ -101,7 +116,7 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         "Backbone": f"{quantization}, {_layout(checkpoint, has_raw_backbone(checkpoint))}",
         "Size": size(total),
         **({"N-grams": f"{size(n_table)} of that size, read from the files by row"} if n_table else {}),
-        "MTP head": _describe_head(checkpoint, head) if head else "none",
+        "MTP head": told,
         "Vision": f"{len(tower)} tensors, {size(n_bytes(tower))}" if tower else "none",
         "--mtp": verdict,
     }
@@ -110,15 +125,6 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         own = f"for its own keys and values {2 * n_values:,} bytes per token of context"
         lines["Memory"] = f"{size(n_bytes(head))} for the head, and {own}"
     return "\n".join(f"{key + ':':<12}{value}" for key, value in lines.items())
-
-
-def _describe_head(checkpoint: CheckpointReader, head: Tensors) -> str:
-    where = f" in {', '.join(files)}" if (files := checkpoint.head_files) else ""
-    quantized = ", quantized" if any(name.endswith(".scales") for name in head) else ""
-    layout, measured = _layout(checkpoint, has_raw_head(checkpoint)), known(key_of(checkpoint, checkpoint))
-    if measured is not None and measured.reading is not None:
-        layout = f"norms to be shifted: {shifted(measured.reading)}"
-    return f"{len(head)} tensors{where}, {size(n_bytes(head))}{quantized}, {layout}"
 
 
 def _verdict(checkpoint: CheckpointReader) -> str:
