@@ -24,14 +24,7 @@ from mlx_mtp.fit import fitting, training
 from mlx_mtp.fit import texts as texts_of_a_fit
 from mlx_mtp.fit.fitting import compare
 from mlx_mtp.fit.texts import Document, FitOptions, Split, answer_all, prepare, read_corpus, split
-from mlx_mtp.fit.training import (
-    DraftKVCache,
-    DraftLoss,
-    iterate_batches,
-    make_trainable,
-    record,
-    train_head,
-)
+from mlx_mtp.fit.training import DraftKVCache, DraftLoss, iterate_batches, make_trainable, record, train_head
 from tests.support.checkpoints import config_of, differing, make_adapter, parameters, quantize_head, write
 from tests.support.commands import refusal
 from tests.support.decoding import mtp, plain
@@ -126,7 +119,7 @@ def test_a_head_that_is_not_better_is_not_written(folder, monkeypatch, capsys):
     assert re.search(r"^\[INFO\] Iteration 0: validation loss \d", out, re.M)
     assert "\x1b" not in out
     monkeypatch.setattr(texts_of_a_fit, "continue_text", None)
-    monkeypatch.setattr(training, "_states", None)
+    monkeypatch.setattr(training, "_top_k", None)
     with pytest.raises(SystemExit) as status:
         run(monkeypatch, folder, "same", *flags)
     assert status.value.code == 1
@@ -237,17 +230,12 @@ def test_what_is_recorded(tmp_path, length):
         assert mx.allclose(kept["probabilities"], expected, atol=1e-3)
 
 
-def frozen_model(family="qwen3_5"):
-    model = tiny_model(family)
-    model.freeze()
-    return model
-
-
 def train(folder, model, iters=12, end=0, error=RuntimeError):
     """Train on random texts; ``error`` is raised in place of the ``end``-th computation of a loss."""
     rng = random.Random(0)
     texts = [Document(str(i), rng.choices(range(32), k=24)) for i in range(14)]
     parts = [record(model, part, folder / "states", str(len(part)), 4, 64) for part in (texts[:10], texts[10:])]
+    model.freeze()
     make_trainable(model.mtp)
     calls, loss = itertools.count(1), DraftLoss(model.model.embed_tokens, model.output_layer, 2)
 
@@ -260,7 +248,7 @@ def train(folder, model, iters=12, end=0, error=RuntimeError):
 
 
 def test_an_interrupt_keeps_the_best(tmp_path, capsys):
-    model = frozen_model()
+    model = tiny_model("qwen3_5")
     trained = train(tmp_path, model, end=10 + 3, error=KeyboardInterrupt)  # two iterations after the best
     assert "Interrupted: the best head so far" in capsys.readouterr().out
     assert min(trained.losses) < trained.losses[0]
@@ -271,7 +259,7 @@ def test_an_interrupt_keeps_the_best(tmp_path, capsys):
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", FLASH])
 def test_routers_and_indexers_are_frozen(tmp_path, family):
-    model, before = frozen_model(family), parameters(tiny_model(family).mtp)
+    model, before = tiny_model(family), parameters(tiny_model(family).mtp)
     train(tmp_path, model, iters=3)
     trained = {name for name, _ in tree_flatten(model.mtp.trainable_parameters())}
     assert any("switch_mlp" in name for name in trained)

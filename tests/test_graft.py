@@ -14,6 +14,7 @@ import pytest
 import mlx_mtp
 from mlx_mtp.checkpoint.heads import acceptance
 from mlx_mtp.checkpoint.heads.acceptance import FLOOR, N_TOKENS
+from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.core.models.head_weights import split_head
 from mlx_mtp.fit.fitting import write_checkpoint
 from tests.support.bad_checkpoints import configured, removed, written
@@ -148,9 +149,8 @@ def test_grafts_a_head_and_a_tower_in_any_order(blind, tmp_path):
     ):
         assert_is(out, full, images=True)
     # A fitted head leaves the tower
-    _, full, _, _ = blind
     record = {"trained_on": "texts", "measured_on": "others"}
-    write_checkpoint(tmp_path / "out", full, mlx_mtp.load(str(full))[0], str(full), None, record, "table")
+    write_checkpoint(tmp_path / "out", CheckpointReader(str(full)), mlx_mtp.load(str(full))[0], None, record, "table")
     assert_is(tmp_path / "out", full, images=True)
 
 
