@@ -149,7 +149,7 @@ def measure(
         of_settings, of_plain = ([[r[p, s] for p in prompts] for r in rounds] for s in (settings, chosen[0]))
         speeds = list(map(speed, of_settings))
         ratios = [s / p for s, p in zip(speeds, map(speed, of_plain))]
-        counts = sum_counts([generation.counts for made in of_settings for generation in made])
+        counts = sum_counts(generation.counts for made in of_settings for generation in made)
         # Only auto measures times.
         times = depths[settings].times.estimate if settings.num_draft_tokens == "auto" else []
         timed = replace(settings, seconds=dict(enumerate(times)))
