@@ -30,11 +30,6 @@ published_model = cache(model_of)  # for tests that leave it as it was
 
 
 @cache
-def parameters(name):
-    return dict(tree_flatten(published_model(name)[0].parameters()))
-
-
-@cache
 def sizes(name, bits):
     """The GB of a published model converted to this many bits, and of its head."""
     model, config = model_of(name)
@@ -52,12 +47,11 @@ def table_gb(name) -> float:
 
 @pytest.mark.parametrize("model", published().values(), ids=lambda model: model.name)
 def test_the_catalog_has_the_models_sizes(model):
-    architecture = next(name for name in ARCHITECTURES if f"-{name}" in model.original)
-    own, config = published_model(architecture)
+    own, config = published_model(architecture(model))
     text = config.get("text_config", config)
     assert (model.layers, model.hidden_size) == (text["num_hidden_layers"], text["hidden_size"])
     assert (model.kv_heads, HEAD_DIM) == (text["num_key_value_heads"], text["head_dim"])
-    head = sum(w.nbytes for path, w in parameters(architecture).items() if is_head(path))
+    head = sum(w.nbytes for path, w in tree_flatten(own.parameters()) if is_head(path))
     assert model.head_gb == pytest.approx(head / 1e9, abs=0.005)
     cache = [c for c in own.make_cache() if isinstance(c, KVCache)]
     n_layers, of_layer = len(cache) + 1, 2 * text["num_key_value_heads"] * text["head_dim"]  # with the head's

@@ -92,13 +92,11 @@ def convert(
     target = Path(mlx_path)
     output.check_new(target)
     how = Quantization(quantize, dequantize, q_group_size, q_bits, q_mode, quant_predicate)
-    originals = {
-        "--graft-mtp-from adds a head": graft_mtp_from,
-        "--graft-vision-from adds a vision encoder": graft_vision_from,
-    }
-    if grafts := [what for what, original in originals.items() if original is not None]:
+    if graft_mtp_from is not None or graft_vision_from is not None:
         if how.quantize or how.dequantize or how.flags or adapter_path is not None or not mtp or not vision:
-            raise MTPError(f"{grafts[-1]} and converts nothing: omit the flags of a conversion.")
+            raise MTPError(
+                "A graft converts nothing: omit the flags of a conversion, or --graft-mtp-from and --graft-vision-from."
+            )
         graft(
             hf_path, target, mtp_from=graft_mtp_from, vision_from=graft_vision_from, original_revision=graft_revision,
             revision=revision, dtype=dtype, skip_check=skip_check, name=upload_repo,
@@ -276,20 +274,16 @@ class Quantization(NamedTuple):
     predicate: QuantPredicate | str | None
 
     @property
-    def flags(self) -> list[str]:
-        given = {
-            "--q-bits": self.bits is not None,
-            "--q-group-size": self.group_size is not None,
-            "--q-mode": self.mode != "affine",
-            "--quant-predicate": self.predicate is not None,
-        }
-        return [flag for flag in given if given[flag]]
+    def flags(self) -> dict[str, Any]:
+        mode = None if self.mode == "affine" else self.mode
+        flags = {"--q-bits": self.bits, "--q-group-size": self.group_size, "--q-mode": mode}
+        return {flag: x for flag, x in {**flags, "--quant-predicate": self.predicate}.items() if x is not None}
 
     def check(self) -> None:
         if self.quantize and self.dequantize:
             raise MTPError("Choose either quantize or dequantize, not both.")
         if not self.quantize and self.flags:
-            raise MTPError(f"{self.flags[0]} requires --quantize.")
+            raise MTPError(f"{next(iter(self.flags))} requires --quantize.")
         if isinstance(self.predicate, str):
             if self.mode != "affine":
                 raise MTPError("Quant predicates only support 'affine' quantization.")
@@ -300,8 +294,7 @@ class Quantization(NamedTuple):
                 )
         if self.group_size is not None and self.group_size < 1:
             raise MTPError(f"--q-group-size must be 1 or more, not {self.group_size}.")
-        sizes = {"--q-group-size": self.group_size, "--q-bits": self.bits}
-        given = " ".join(f"{flag} {n}" for flag, n in sizes.items() if n is not None) or f"--q-mode {self.mode}"
+        given = " ".join(f"{flag} {value}" for flag, value in self.flags.items())
         with as_mtp_error(f"MLX cannot quantize with {given}", ValueError):
             mx.quantize(mx.zeros((1, self.group_size or 128)), self.group_size, self.bits, self.mode)
 
