@@ -79,7 +79,7 @@ def test_figures_agree():
         n_tokens = 2 * (7 if r.prompt != OVERALL else 14)
         assert n_tokens / r.tokens_per_step + sum(r.accepted) == pytest.approx(n_tokens)
         assert r.origins == {HEAD: sum(r.accepted), COPIED: 0, TARGET: n_tokens - sum(r.accepted)}
-        assert sum(benchmark.percent(r)) == 100
+        assert sum(r.percent) == 100
         assert all(0 <= a <= d for a, d in zip(r.accepted, r.drafted))
         assert r.plain_first_token > 0
         assert r.mtp_peak_memory > 0
@@ -101,8 +101,7 @@ def test_figures_agree():
 ANSWER = [*range(20, 24), *range(2, 12), 24, 25, *range(3, 11), *range(26, 32)]  # copies from the prompt, twice
 
 
-@pytest.fixture
-def copying(monkeypatch):
+def copying(monkeypatch, acceptance: float):
     """A model that says ``ANSWER`` behind the prompt 0, 1, ..., 11, and drafts the same way whatever the clock says."""
     original = runs.mtp_generate_step
 
@@ -111,17 +110,13 @@ def copying(monkeypatch):
         return original(*args, **options | {"copy_drafts": k, "num_draft_tokens": 2})
 
     monkeypatch.setattr(runs, "mtp_generate_step", with_numbers)
-
-    def make(acceptance: float):
-        text = [*range(12), *ANSWER, *range(140, 240)]
-        return made_up(acceptance=acceptance, text=text), mx.array(text[:12])
-
-    return make
+    text = [*range(12), *ANSWER, *range(140, 240)]
+    return made_up(acceptance, text), mx.array(text[:12])
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.7])
-def test_tokens_are_counted_by_what_drafted_them(copying, acceptance):
-    model, prompt = copying(acceptance)
+def test_tokens_are_counted_by_what_drafted_them(monkeypatch, acceptance):
+    model, prompt = copying(monkeypatch, acceptance)
     for run in (PLAIN, NO_COPIES, AUTO):
         got = runs.generate(model, prompt, len(ANSWER), run)
         assert got.tokens == ANSWER
@@ -134,8 +129,8 @@ def test_tokens_are_counted_by_what_drafted_them(copying, acceptance):
 
 
 @pytest.mark.parametrize(("end", "origin", "n_steps"), [(9, COPIED, 9), (24, TARGET, 10)])
-def test_a_text_stops_at_its_end(copying, end, origin, n_steps):
-    model, prompt = copying(0.0)
+def test_a_text_stops_at_its_end(monkeypatch, end, origin, n_steps):
+    model, prompt = copying(monkeypatch, 0.0)
     with pytest.raises(ValueError, match="ends its text at once on a prompt of 12 tokens"):
         runs.generate(model, prompt, 40, AUTO, stop={20})
     got = runs.generate(model, prompt, 40, AUTO, stop={end, 999})

@@ -27,18 +27,13 @@ COPIED = "import os\nimport sys\nimport re\n\nimport os\nimport sys\n"
 REPEATS = "def area(width, height):\n    return width * height\n\n\n" * 3
 
 
-def with_model(argv):
-    """The flags, with those of a model that is smaller than the demo where they name none."""
-    return argv if {"--model", "--prompt-cache-file"} & set(argv) else ("--model", TRAINED, *argv)
-
-
 def run(capsys, *argv, stdin=""):
-    """The command line in this process: (exit status, stdout, stderr)."""
-    return run_command(main, capsys, *with_model(argv), stdin=stdin)
+    """The command line in this process, with a model that is smaller than the demo: (exit status, stdout, stderr)."""
+    return run_command(main, capsys, "--model", TRAINED, *argv, stdin=stdin)
 
 
 def refused(capsys, *argv):
-    return refusal(main, capsys, *with_model(argv))
+    return refusal(main, capsys, "--model", TRAINED, *argv)
 
 
 def summary(responses):
@@ -163,7 +158,7 @@ def test_resumes_a_prompt_cache_file(capsys, trained, tmp_path):
     args = ["--mtp", "-m", 15, "--verbose", "F", "--prompt-cache-file", file, "--prompt", more]
     tokens = tokenizer.encode(PROMPT) + tokenizer.encode(more)
     want = mlx_lm.generate(model, tokenizer, tokens, max_tokens=15).rstrip("\n")
-    status, out, err = run(capsys, *args)
+    status, out, err = run_command(main, capsys, *args)
     assert (status, out.rstrip("\n")) == (0, want), err
 
     assert refused(capsys, *args, "--model", mlx_mtp.DEMO)

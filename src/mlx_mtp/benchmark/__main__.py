@@ -23,19 +23,7 @@ from ..core.pacing.depth import MAX_DRAFT_TOKENS
 from ..errors import MTPError, require
 from ..files import check_target, write_atomic
 from . import tune
-from .measure import (
-    AUTO,
-    COPIED,
-    HEAD,
-    NO_COPIES,
-    NO_DRAFTS,
-    OVERALL,
-    Report,
-    Result,
-    loop_warning,
-    measure,
-    measure_prefill,
-)
+from .measure import AUTO, NO_COPIES, NO_DRAFTS, OVERALL, Report, Result, loop_warning, measure, measure_prefill
 
 # Built-in sets of prompts, by the value of --prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -48,9 +36,9 @@ COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("ratio", lambda r: f"{r.ratio:.2f}"),
     ("lowest", lambda r: f"{r.ratio_low:.2f}"),
     ("highest", lambda r: f"{r.ratio_high:.2f}"),
-    ("head", lambda r: f"{percent(r)[0]}%"),
-    ("copies", lambda r: f"{percent(r)[1]}%"),
-    ("target", lambda r: f"{percent(r)[2]}%"),
+    ("head", lambda r: f"{r.percent[0]}%"),
+    ("copies", lambda r: f"{r.percent[1]}%"),
+    ("target", lambda r: f"{r.percent[2]}%"),
     ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}"),
 ]
 DETAILS: list[tuple[str, Callable[[Result], str]]] = [
@@ -235,12 +223,6 @@ def show(report: Report) -> str:
     )
     loops = loop_warning(report.repeated)
     return "\n".join([*lines, *([loops] if loops else [])])
-
-
-def percent(result: Result) -> tuple[int, int, int]:
-    """The percentages of tokens from the head, from copies and from the target itself; they sum to 100."""
-    head, copies = (round(100 * result.origins[o] / sum(result.origins.values())) for o in (HEAD, COPIED))
-    return head, copies, 100 - head - copies
 
 
 def gain(report: Report, name: str = "auto") -> str:

@@ -90,6 +90,12 @@ class Result:
     tokens_per_step: float
     identical: bool
 
+    @property
+    def percent(self) -> tuple[int, int, int]:
+        """The percentages of tokens from the head, from copies and from the target itself; they sum to 100."""
+        head, copies = (round(100 * self.origins[o] / sum(self.origins.values())) for o in (HEAD, COPIED))
+        return head, copies, 100 - head - copies
+
 
 @dataclass
 class Report:

@@ -1,7 +1,6 @@
 """The command line of ``mlx_mtp convert``: mlx-lm's flags, those of heads and vision encoders, recipes, and ``--inspect``."""
 
 import argparse
-import sys
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
@@ -53,8 +52,13 @@ def main() -> None:
     with one_line_errors(parser.prog):
         args = vars(parse(parser))
         if (recipe := args.pop("recipe")) is not None:
-            # The last occurrence of a flag counts.
-            args = vars(parser.parse_args([*recipe_flags(recipe), *sys.argv[1:]]))
+            if (model := recipes().get(recipe)) is None:
+                raise MTPError(f"There is no recipe {recipe}: give one of {', '.join(recipes())}.")
+            needs = f"{model.disk_gb} GB on disk and a machine with {model.memory_gb} GB of memory"
+            print(f"[INFO] {recipe}: the result takes {needs}")
+            folder = f"{model.original.rpartition('/')[2]}-4bit"
+            parser.set_defaults(hf_path=model.original, mlx_path=folder, quantize=True, q_bits=4)
+            args = vars(parser.parse_args())
             del args["recipe"]
         if "mtp_bits" in args:
             raise MTPError(
@@ -77,25 +81,23 @@ def recipes() -> dict[str, Published]:
     return {name: model for name, model in published().items() if name.endswith("-4bit")}
 
 
-def recipe_flags(name: str) -> list[str]:
-    if (model := recipes().get(name)) is None:
-        raise MTPError(f"There is no recipe {name}: give one of {', '.join(recipes())}.")
-    needs = f"{model.disk_gb} GB on disk and a machine with {model.memory_gb} GB of memory"
-    print(f"[INFO] {name}: the result takes {needs}")
-    folder = f"{model.original.rpartition('/')[2]}-4bit"
-    return [f"--hf-path={model.original}", f"--mlx-path={folder}", "--quantize", "--q-bits=4"]
-
-
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     """Describe a checkpoint: type, quantization, head, vision encoder, the outcome of ``--mtp``, and the head's memory."""
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     config = checkpoint.config
     if config is None:
         raise MTPFileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
-    tower, verdict, head = checkpoint.tower(), _verdict(checkpoint), Tensors()
+    tower, head, told = checkpoint.tower(), Tensors(), "none"
+    try:
+        check_method(checkpoint)
+        find_tables(skeleton(check_config(config, checkpoint.name), checkpoint.name), checkpoint)
+        check_head(checkpoint)
+        measured = known(key_of(checkpoint, checkpoint))
+        verdict = "ready" if measured is None else f"ready, {measured.rate:.0%} of drafts accepted on built-in text"
+    except MTPError as e:
+        verdict = str(e)
     with suppress(FileNotFoundError, MTPError):  # told by the verdict
         head = checkpoint.head()
-    told = "none"
     if head:
         where = f" in {', '.join(files)}" if (files := checkpoint.head_files) else ""
         quantized = ", quantized" if any(name.endswith(".scales") for name in head) else ""
@@ -125,17 +127,6 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         own = f"for its own keys and values {2 * n_values:,} bytes per token of context"
         lines["Memory"] = f"{size(n_bytes(head))} for the head, and {own}"
     return "\n".join(f"{key + ':':<12}{value}" for key, value in lines.items())
-
-
-def _verdict(checkpoint: CheckpointReader) -> str:
-    try:
-        check_method(checkpoint)
-        find_tables(skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name), checkpoint)
-        check_head(checkpoint)
-    except MTPError as e:
-        return str(e)
-    measured = known(key_of(checkpoint, checkpoint))
-    return "ready" if measured is None else f"ready, {measured.rate:.0%} of drafts accepted on built-in text"
 
 
 def _quantization(config: Config, embedding: Tensor | None) -> str:

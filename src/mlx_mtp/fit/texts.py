@@ -98,25 +98,17 @@ def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int)
     for file in files:
         try:
             content = file.read_text(encoding="utf-8")
-            if file.suffix == ".jsonl":
-                texts += _read_jsonl(str(file), content, tokenizer, length)
-            else:
+            if file.suffix != ".jsonl":
                 texts += _pieces(str(file), tokenizer.encode(content, verbose=False), length)
+                continue
+            if rows := [json.loads(line) for line in content.splitlines() if line.strip()]:
+                dataset = create_dataset(rows, tokenizer, SimpleNamespace(mask_prompt="text" not in rows[0]))
+            for i, row in enumerate(rows, 1):
+                tokens, n_prompt = dataset.process(row)
+                source = f"{file}:{i}"
+                texts += [Document(source, tokens, n_prompt)] if n_prompt else _pieces(source, tokens, length)
         except (LookupError, TypeError, ValueError) as e:  # all raised by mlx-lm and chat templates
             raise MTPError(f"{file} cannot be read as a corpus ({e}): remove it, or correct it.") from e
-    return texts
-
-
-def _read_jsonl(name: str, content: str, tokenizer: TokenizerWrapper, length: int) -> list[Document]:
-    rows = [json.loads(line) for line in content.splitlines() if line.strip()]
-    if not rows:
-        return []
-    dataset = create_dataset(rows, tokenizer, SimpleNamespace(mask_prompt="text" not in rows[0]))
-    texts = []
-    for i, row in enumerate(rows, 1):
-        tokens, n_prompt = dataset.process(row)
-        source = f"{name}:{i}"
-        texts += [Document(source, tokens, n_prompt)] if n_prompt else _pieces(source, tokens, length)
     return [text for text in texts if text.n_prompt < len(text.tokens)]
 
 

@@ -181,7 +181,7 @@ def encode_prompt(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrap
         how = {"tokenize": False, "continue_final_message": has_prefill, "add_generation_prompt": not has_prefill}
         with as_mtp_error(f"The chat template of {args.model} cannot be rendered"):
             text = tokenizer.apply_chat_template(messages, **how, **args.chat_template_config)
-            if is_suffix:
+            if is_suffix:  # the prefix is in the prompt cache
                 messages[-1]["content"] = "<query>"
                 text = text[tokenizer.apply_chat_template(messages, **how).index("<query>") :]
     try:

@@ -32,9 +32,6 @@ class Check(NamedTuple):
     top_gap: float = 0.0  # between the two largest logits of plain decoding
     gap: float = 0.0  # between its logits of the pair
     rounding: float = 0.0  # r: the largest effect of rounding on a logit
-    # Tokens of a window with the bits of plain decoding, by the test of the device; and with its values up to rounding.
-    same_bits: int | None = None
-    max_window: int | None = None
 
     @property
     def passed(self) -> bool:
@@ -45,16 +42,12 @@ class Check(NamedTuple):
             return f"Identical: plain decoding and MTP generated the same {self.n_tokens} tokens."
         plain, mtp = (f"{t} ({tokenizer.decode([t])!r})" for t in self.pair)
         verdict = "within rounding" if self.passed else "NOT within rounding: a bug in MTP or mlx-lm"
-        windows = (
-            f"\nOn this device, windows have the same bits as plain decoding up to {self.same_bits} tokens, and are equal up "
-            f"to rounding up to {self.max_window} tokens."
-        )
         return (
             f"Different at token {self.n_tokens}, after {self.n_tokens} equal tokens: plain {plain}, MTP {mtp}.\n"
             f"Plain decoding's logits of the two are {self.gap:.4g} apart, its top two logits {self.top_gap:.4g}.\n"
             f"Rounding moves a logit there by up to {self.rounding:.4g}, so two can change places when they are up to "
             f"{2 * self.rounding:.4g} apart.\n"
-            f"The difference is {verdict}.{windows if self.same_bits is not None else ''}"
+            f"The difference is {verdict}."
         )
 
 
@@ -120,8 +113,7 @@ def check(
                 pass
             rounding = max(rounding, float(mx.abs(row - _run_in_windows(model, caches, same, n, kv)).max()))
     (second, first), (a, b) = mx.sort(row)[-2:], pair
-    top_gap, gap = float(first - second), float(row[a] - row[b])
-    return Check(len(same), pair, top_gap, gap, rounding, model.drafting.same_bits, model.drafting.max_window(None))
+    return Check(len(same), pair, float(first - second), float(row[a] - row[b]), rounding)
 
 
 def _run_in_windows(model: nn.Module, caches: list[Any], tokens: list[int], size: int, kv: KVOptions) -> mx.array:

@@ -66,25 +66,19 @@ def run(args: argparse.Namespace) -> None:
     if is_demo:
         print(f"{DEMO_NOTE}.\n")
     print(paint(prompt, "prompt"), end="" if is_demo else "\n\n")
-    print("".join(paint(r.text, r.source) for r in drafted))
+    print("".join(paint(r.text, r.source) for r in drafted) + "\n")
     ratio = speed(drafted) / speed(plain)
-    print(f"\n{legend(drafted)}\n\n{figures(plain, drafted, ratio)}\n\n{next_step(args.model, is_demo, ratio)}")
+    last, counts = drafted[-1], Counter(r.source for r in drafted)
+    drafts = {"head": (last.drafted, last.accepted), "copies": (last.copied, last.copies_accepted)}
+    for source, name in SOURCES.items():
+        made, accepted = map(sum, drafts.get(source, ((), ())))
+        share = f", {accepted / made:.0%} of {made} drafts accepted" if made else ""
+        print(f"{paint(name, source)}: {counts[source]} tokens{share}")
+    print(f"\n{figures(plain, drafted, ratio)}\n\n{next_step(args.model, is_demo, ratio)}")
 
 
 def speed(responses: Run) -> float:
     return responses[-1].generation_tps
-
-
-def legend(responses: Run) -> str:
-    """The colors, with the number of tokens from each source and the share of its drafts that were accepted."""
-    last, counts = responses[-1], Counter(r.source for r in responses)
-    drafts = {"head": (last.drafted, last.accepted), "copies": (last.copied, last.copies_accepted)}
-    lines = []
-    for source, name in SOURCES.items():
-        made, accepted = map(sum, drafts.get(source, ((), ())))
-        share = f", {accepted / made:.0%} of {made} drafts accepted" if made else ""
-        lines.append(f"{paint(name, source)}: {counts[source]} tokens{share}")
-    return "\n".join(lines)
 
 
 def figures(plain: Run, drafted: Run, ratio: float) -> str:

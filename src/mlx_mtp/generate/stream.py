@@ -117,10 +117,14 @@ def stream_generate(
         raise MTPError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    image_prompt = None
+    tokens: Any = prompt
+    if isinstance(prompt, str):  # encoded as in mlx-lm
+        add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        tokens = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    tokens, image_prompt = mx.array(tokens), None
     if images:
-        image_prompt = read_images(vision_of(model), _encode(tokenizer, prompt).tolist(), images)  # type: ignore[arg-type]
-        prompt = image_prompt.tokens
+        image_prompt = read_images(vision_of(model), tokens.tolist(), images)
+        tokens = mx.array(image_prompt.tokens)
         if prompt_store is None:
             kwargs["input_embeddings"] = image_prompt.embed(model)
             if drafts:
@@ -132,28 +136,18 @@ def stream_generate(
         steps: Callable[..., Generator[Token, None, None]] = mtp_generate_step
         if prompt_store is not None:
             steps = partial(stored_steps, prompt_store, tokenizer, image_prompt)
-        yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), stream, steps, options, **kwargs)
+        yield from _stream_mtp(model, tokenizer, tokens, stream, steps, options, **kwargs)
         return
     kwargs |= {"sampler": for_one_text(options.sampler), "logits_processors": options.logits_processors}
     if (ranks := getattr(model, "ranks", None)) is not None:  # all sample the same tokens
         with mx.stream(stream):
             mx.random.seed(ranks.broadcast(seed_of(mx.random.state[0])))  # type: ignore[index]
     try:
-        for r in plain_stream_generate(model, tokenizer, prompt, options.max_tokens, stream=stream, **kwargs):
+        for r in plain_stream_generate(model, tokenizer, tokens, options.max_tokens, stream=stream, **kwargs):
             yield GenerationResponse(**vars(r))
     finally:
         if ranks is not None:
             synchronize(stream)
-
-
-def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
-    """Encode the prompt as in mlx-lm, [T]."""
-    if isinstance(prompt, mx.array):
-        return prompt
-    if isinstance(prompt, str):
-        add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    return mx.array(prompt)  # type: ignore[arg-type]  # mypy cannot tell an array from the rest
 
 
 def _stream_mtp(
