@@ -1,6 +1,7 @@
 """The command line of ``mlx_mtp convert``: mlx-lm's flags, those of heads and vision encoders, recipes, and ``--inspect``."""
 
 import argparse
+import sys
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
@@ -40,8 +41,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--graft-revision", help="Branch, tag or commit of the base model's Hugging Face repo.")
     add("--no-vision", dest="vision", action="store_false", help="Convert without the vision encoder.")
     add("--skip-check", action="store_true", help="Do not run the model to check the grafted head.")
-    head = "Not supported: the head stays in bfloat16. Other commands quantize it in memory, with --mtp-bits."
-    add("--mtp-bits", "--mtp-group-size", nargs="?", default=argparse.SUPPRESS, help=head)
     inspected = "Describe a model and whether --mtp can use its head, without converting it or downloading weights."
     add("--inspect", metavar="MODEL", help=inspected)
     return finish(parser)
@@ -50,6 +49,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = make_parser()
     with one_line_errors(parser.prog):
+        if of_head := [word for word in sys.argv[1:] if word.startswith("--mtp-")]:
+            other = "other commands quantize it in memory, with --mtp-bits"
+            raise MTPError(f"The head stays in bfloat16: leave out {of_head[0]}; {other}.")
         args = vars(parse(parser))
         if (recipe := args.pop("recipe")) is not None:
             if (model := recipes().get(recipe)) is None:
@@ -60,11 +62,6 @@ def main() -> None:
             parser.set_defaults(hf_path=model.original, mlx_path=folder, quantize=True, q_bits=4)
             args = vars(parser.parse_args())
             del args["recipe"]
-        if "mtp_bits" in args:
-            raise MTPError(
-                "The head stays in bfloat16: leave out --mtp-bits and --mtp-group-size. Other commands quantize it in memory, "
-                "with --mtp-bits."
-            )
         if (name := args.pop("inspect")) is not None:
             print(inspect(name, args["revision"]))
             return
