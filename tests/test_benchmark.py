@@ -5,6 +5,7 @@ import math
 import shutil
 import statistics
 from dataclasses import replace
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -26,11 +27,6 @@ from tests.support.models import DATA, TRAINED, arrays_equal, tiny_model
 
 RUNS = (NO_DRAFTS, 1, 3, NO_COPIES, COPIES, AUTO)
 TWO = {"a": mx.array([5, 6, 7]), "b": mx.array([9, 8, 7, 6, 5])}
-
-
-@pytest.fixture(scope="module")
-def report():
-    return runs.measure(made_up(), TWO, RUNS, max_tokens=8, repeat=2)
 
 
 def made_up(acceptance: float = 0.8, text: list[int] | None = None):
@@ -74,7 +70,8 @@ def test_context_lengthens_a_prompt_at_its_start(demo, n):
 # Arithmetic
 
 
-def test_figures_agree(report):
+def test_figures_agree():
+    report = runs.measure(made_up(), TWO, RUNS, max_tokens=8, repeat=2)
     assert [(r.prompt, r.run) for r in report.results] == [(p, k) for k in RUNS for p in ("a", "b", OVERALL)]
     for r in report.results:
         assert r.identical
@@ -82,7 +79,7 @@ def test_figures_agree(report):
         n_tokens = 2 * (7 if r.prompt != OVERALL else 14)
         assert n_tokens / r.tokens_per_step + sum(r.accepted) == pytest.approx(n_tokens)
         assert r.origins == {HEAD: sum(r.accepted), COPIED: 0, TARGET: n_tokens - sum(r.accepted)}
-        assert sum(benchmark.percent(r)) == 100
+        assert sum(r.percent) == 100
         assert all(0 <= a <= d for a, d in zip(r.accepted, r.drafted))
         assert r.plain_first_token > 0
         assert r.mtp_peak_memory > 0
@@ -104,8 +101,7 @@ def test_figures_agree(report):
 ANSWER = [*range(20, 24), *range(2, 12), 24, 25, *range(3, 11), *range(26, 32)]  # copies from the prompt, twice
 
 
-@pytest.fixture
-def copying(monkeypatch):
+def copying(monkeypatch, acceptance: float):
     """A model that says ``ANSWER`` behind the prompt 0, 1, ..., 11, and drafts the same way whatever the clock says."""
     original = runs.mtp_generate_step
 
@@ -114,17 +110,13 @@ def copying(monkeypatch):
         return original(*args, **options | {"copy_drafts": k, "num_draft_tokens": 2})
 
     monkeypatch.setattr(runs, "mtp_generate_step", with_numbers)
-
-    def make(acceptance: float):
-        text = [*range(12), *ANSWER, *range(140, 240)]
-        return made_up(acceptance=acceptance, text=text), mx.array(text[:12])
-
-    return make
+    text = [*range(12), *ANSWER, *range(140, 240)]
+    return made_up(acceptance, text), mx.array(text[:12])
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.7])
-def test_tokens_are_counted_by_what_drafted_them(copying, acceptance):
-    model, prompt = copying(acceptance)
+def test_tokens_are_counted_by_what_drafted_them(monkeypatch, acceptance):
+    model, prompt = copying(monkeypatch, acceptance)
     for run in (PLAIN, NO_COPIES, AUTO):
         got = runs.generate(model, prompt, len(ANSWER), run)
         assert got.tokens == ANSWER
@@ -136,13 +128,11 @@ def test_tokens_are_counted_by_what_drafted_them(copying, acceptance):
         assert {ANSWER[i] for i, o in enumerate(got.origins) if o == COPIED} <= set(range(3, 12))
 
 
-@pytest.mark.parametrize(("end", "origin", "n_steps"), [(9, COPIED, 9), (24, TARGET, 10), (20, TARGET, 0)])
-def test_a_text_stops_at_its_end(copying, end, origin, n_steps):
-    model, prompt = copying(0.0)
-    if n_steps == 0:
-        with pytest.raises(ValueError, match="ends its text at once on a prompt of 12 tokens"):
-            runs.generate(model, prompt, 40, AUTO, stop={end})
-        return
+@pytest.mark.parametrize(("end", "origin", "n_steps"), [(9, COPIED, 9), (24, TARGET, 10)])
+def test_a_text_stops_at_its_end(monkeypatch, end, origin, n_steps):
+    model, prompt = copying(monkeypatch, 0.0)
+    with pytest.raises(ValueError, match="ends its text at once on a prompt of 12 tokens"):
+        runs.generate(model, prompt, 40, AUTO, stop={20})
     got = runs.generate(model, prompt, 40, AUTO, stop={end, 999})
     assert got.tokens == ANSWER[: ANSWER.index(end) + 1] == runs.generate(model, prompt, 40, PLAIN, stop={end}).tokens
     assert (got.origins[-1], got.n_steps) == (origin, n_steps)
@@ -210,15 +200,10 @@ def test_command_prints_and_writes_its_figures(capsys, tmp_path):
 
 
 def test_prompts_are_chosen_by_name(monkeypatch, capsys):
-    asked = []
-
-    def measure(model, prompts, *_, **__):
-        asked.append(list(prompts))
-        raise SystemExit
-
-    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "measure", measure := Mock(side_effect=SystemExit))
     for flags in ((), ("--prompts", "copying"), ("--prompts", "nine")):
         run_command(benchmark.main, capsys, *flags)
+    asked = [[*prompts_of] for (_, prompts_of, _), _ in measure.call_args_list]
     assert asked == [list(prompts.python_beginnings()), list(prompts.COPYING), list(prompts.KINDS)]
 
 
@@ -244,20 +229,13 @@ def test_the_settings_are_those_faster_beyond_the_spread():
 def test_tries_cheaper_forms_and_combines_those_that_gained(monkeypatch):
     model = tiny_model("qwen3_5", vocab_size=64)
     vocab, uncompiled = Settings(draft_vocab=16), Settings(compiled=False)
-    bits = [Settings(mtp_bits=8), Settings(mtp_bits=4)]
+    heads, outputs = ([Settings(**{name: bits}) for bits in (8, 4)] for name in ("mtp_bits", "draft_head_bits"))
     surer = [Settings(draft_p_min=0.3), Settings(draft_p_min=0.6)]
-    assert cheaper(model) == [
-        uncompiled,
-        *bits,
-        Settings(draft_head_bits=8),
-        Settings(draft_head_bits=4),
-        vocab,
-        *surer,
-    ]
+    assert cheaper(model) == [uncompiled, *heads, *outputs, vocab, *surer]
     nn.quantize(model, 64, 8, class_predicate=lambda path, m: hasattr(m, "to_quantized") and "mtp." not in path)
-    assert cheaper(model) == [uncompiled, *bits, Settings(draft_head_bits=4), vocab, *surer]
+    assert cheaper(model) == [uncompiled, *heads, outputs[1], vocab, *surer]
     nn.quantize(model.mtp, 64, 4)
-    assert cheaper(model) == [uncompiled, Settings(draft_head_bits=4), vocab, *surer]
+    assert cheaper(model) == [uncompiled, outputs[1], vocab, *surer]
     monkeypatch.setattr(tune, "on_metal", lambda: True)
     model = tiny_model("qwen3_5", num_hidden_layers=18)  # nine of attention
     assert cheaper(model)[:4] == [uncompiled, Settings(pieces=4), Settings(pieces=8), Settings(attention_rows=0)]

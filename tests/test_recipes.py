@@ -12,7 +12,7 @@ from mlx_lm.utils import quantize_model
 from mlx_mtp.checkpoint.catalog import HEAD_DIM, published
 from mlx_mtp.checkpoint.config import read_json
 from mlx_mtp.checkpoint.heads.formats import is_head
-from mlx_mtp.convert.__main__ import main, make_parser, recipe_flags, recipes
+from mlx_mtp.convert.__main__ import main, recipes
 from mlx_mtp.convert.conversion import backbone_predicate
 from tests.support.commands import refusal, run_command
 from tests.support.models import DATA
@@ -30,34 +30,23 @@ published_model = cache(model_of)  # for tests that leave it as it was
 
 
 @cache
-def parameters(name):
-    return dict(tree_flatten(published_model(name)[0].parameters()))
-
-
-@cache
-def sizes(name, bits):
-    """The GB of a published model converted to this many bits, and of its head."""
+def sizes(name):
+    """The GB of a published model converted to 4 bits, of its head, and of its n-gram table, in groups of 32."""
     model, config = model_of(name)
-    model, _ = quantize_model(model, config, None, bits, quant_predicate=backbone_predicate(model))
-    weights = tree_flatten(model.parameters())
-    return sum(w.nbytes for _, w in weights) / 1e9, sum(w.nbytes for path, w in weights if is_head(path)) / 1e9
-
-
-def table_gb(name) -> float:
-    """The GB of the n-gram table of a published model, with rows in 4 bits in groups of 32."""
-    ngrams = published_model(name)[0].ngrams
-    rows = 0 if ngrams is None else sum(own.n_rows for own in ngrams.hashes.values())
-    return rows * (ngrams.width / 2 + ngrams.width / 32 * 4) / 1e9 if rows else 0.0
+    model, _ = quantize_model(model, config, None, 4, quant_predicate=backbone_predicate(model))
+    weights, ngrams = tree_flatten(model.parameters()), model.ngrams
+    head = sum(w.nbytes for path, w in weights if is_head(path))
+    n_values = 0 if ngrams is None else ngrams.width * sum(own.n_rows for own in ngrams.hashes.values())
+    return sum(w.nbytes for _, w in weights) / 1e9, head / 1e9, n_values * (1 / 2 + 4 / 32) / 1e9
 
 
 @pytest.mark.parametrize("model", published().values(), ids=lambda model: model.name)
 def test_the_catalog_has_the_models_sizes(model):
-    architecture = next(name for name in ARCHITECTURES if f"-{name}" in model.original)
-    own, config = published_model(architecture)
+    own, config = published_model(architecture(model))
     text = config.get("text_config", config)
     assert (model.layers, model.hidden_size) == (text["num_hidden_layers"], text["hidden_size"])
     assert (model.kv_heads, HEAD_DIM) == (text["num_key_value_heads"], text["head_dim"])
-    head = sum(w.nbytes for path, w in parameters(architecture).items() if is_head(path))
+    head = sum(w.nbytes for path, w in tree_flatten(own.parameters()) if is_head(path))
     assert model.head_gb == pytest.approx(head / 1e9, abs=0.005)
     cache = [c for c in own.make_cache() if isinstance(c, KVCache)]
     n_layers, of_layer = len(cache) + 1, 2 * text["num_key_value_heads"] * text["head_dim"]  # with the head's
@@ -65,41 +54,29 @@ def test_the_catalog_has_the_models_sizes(model):
     assert model.needs(1).weights == pytest.approx(1e9 * (model.disk_gb - model.ngrams_gb - model.head_gb))
 
 
-@pytest.mark.parametrize("name", recipes())
-def test_recipe_states_the_size_of_its_result(name):
-    recipe = recipes()[name]
-    owner, _, model = recipe.original.partition("/")
-    assert owner == ("ornith-ai" if name.startswith("ornith") else "Qwen")
-    assert name == f"{model}-4bit".lower()
-    (held, _), table = sizes(architecture(recipe), 4), table_gb(architecture(recipe))
-    needs = recipe.disk_gb, recipe.memory_gb, recipe.ngrams_gb
-    assert needs == (round(held + table, 1), next(gb for gb in MAC_GB if 2 / 3 * gb >= held + 2), round(table, 1))
-
-
-def test_readme_lists_every_recipe():
-    lines = README.read_text().splitlines()
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
-    want = []
+def test_readme_lists_every_recipe_with_the_size_of_its_result():
+    lines, want = README.read_text().splitlines(), []
     for name, recipe in recipes().items():
-        _, head = sizes(architecture(recipe), 4)
-        sizes_in_words = [f"{recipe.disk_gb} GB", f"{head:.2f} GB", f"{recipe.memory_gb} GB"]
-        want.append([f"`{name}`", f"`{recipe.original}`", *sizes_in_words])
-    assert table == want
+        owner, _, model = recipe.original.partition("/")
+        assert owner == ("ornith-ai" if name.startswith("ornith") else "Qwen")
+        assert name == f"{model}-4bit".lower()
+        held, head, table = sizes(architecture(recipe))
+        needs = recipe.disk_gb, recipe.memory_gb, recipe.ngrams_gb
+        smallest = next(gb for gb in MAC_GB if 2 / 3 * gb >= held + 2)
+        assert needs == (round(held + table, 1), smallest, round(table, 1)), name
+        gb = [f"{recipe.disk_gb} GB", f"{head:.2f} GB", f"{recipe.memory_gb} GB"]
+        want.append([f"`{name}`", f"`{recipe.original}`", *gb])
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")] == want
 
 
-def test_a_recipe_is_a_command_line(capsys):
-    args = make_parser().parse_args(recipe_flags("qwen3.5-27b-4bit"))
-    assert (args.hf_path, args.mlx_path) == ("Qwen/Qwen3.5-27B", "Qwen3.5-27B-4bit")
-    assert (args.quantize, args.q_bits, args.mtp) == (True, 4, True)
-    assert "qwen3.5-27b-4bit: the result takes 16.0 GB on disk" in capsys.readouterr().out
+def test_a_recipe_is_a_command_line_and_flags_override_it(tmp_path, capsys, monkeypatch):
     assert "give one of qwen3.5-0.8b-4bit, " in refusal(main, capsys, "--recipe", "none.toml")
-
-
-def test_flags_override_the_recipe(tmp_path, capsys, monkeypatch):
     model = replace(published()["qwen3.5-0.8b-4bit"], original=str(DATA / "dense"))
     monkeypatch.setitem(recipes.__globals__, "published", lambda: {model.name: model})
     monkeypatch.chdir(tmp_path)
-    run_command(main, capsys, "--recipe", model.name)
+    out = run_command(main, capsys, "--recipe", model.name)[1]
+    assert "qwen3.5-0.8b-4bit: the result takes 0.5 GB on disk" in out
+    assert "Next: `mlx_mtp chat --mtp --model dense-4bit`" in out
     run_command(main, capsys, "--mlx-path=before", "--q-bits=8", "--recipe", model.name)
     run_command(main, capsys, "--recipe", model.name, "--mlx-path=after", "--q-bits=8")
     for name, bits in (("dense-4bit", 4), ("before", 8), ("after", 8)):

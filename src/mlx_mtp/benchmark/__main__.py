@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,19 +23,7 @@ from ..core.pacing.depth import MAX_DRAFT_TOKENS
 from ..errors import MTPError, require
 from ..files import check_target, write_atomic
 from . import tune
-from .measure import (
-    AUTO,
-    COPIED,
-    HEAD,
-    NO_COPIES,
-    NO_DRAFTS,
-    OVERALL,
-    Report,
-    Result,
-    loop_warning,
-    measure,
-    measure_prefill,
-)
+from .measure import AUTO, NO_COPIES, NO_DRAFTS, OVERALL, Report, Result, loop_warning, measure, measure_prefill
 
 # Built-in sets of prompts, by the value of --prompts.
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -47,9 +36,9 @@ COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("ratio", lambda r: f"{r.ratio:.2f}"),
     ("lowest", lambda r: f"{r.ratio_low:.2f}"),
     ("highest", lambda r: f"{r.ratio_high:.2f}"),
-    ("head", lambda r: f"{percent(r)[0]}%"),
-    ("copies", lambda r: f"{percent(r)[1]}%"),
-    ("target", lambda r: f"{percent(r)[2]}%"),
+    ("head", lambda r: f"{r.percent[0]}%"),
+    ("copies", lambda r: f"{r.percent[1]}%"),
+    ("target", lambda r: f"{r.percent[2]}%"),
     ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}"),
 ]
 DETAILS: list[tuple[str, Callable[[Result], str]]] = [
@@ -59,6 +48,8 @@ DETAILS: list[tuple[str, Callable[[Result], str]]] = [
     ("step/plain", lambda r: f"{r.tokens_per_step / r.ratio:.2f}"),  # which does not depend on the acceptance rate
 ]
 PREFILL = (2048, 8192)  # tokens
+LIMITS = {flag: (low, math.inf) for flag, low in (("max_tokens", 2), ("prefill", 2), ("repeat", 1), ("context", 0))}
+LIMITS["compare_depths"] = (1, MAX_DRAFT_TOKENS)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -170,10 +161,8 @@ def run_tune(args: argparse.Namespace) -> None:
 def check_flags(args: argparse.Namespace) -> None:
     check_alone(args, "tune")
     check_head(args)
-    if args.max_tokens < 2:
-        raise MTPError(f"max_tokens must be 2 or more, not {args.max_tokens}: times start at the first token.")
-    if args.repeat < 1:
-        raise MTPError(f"repeat must be 1 or more, not {args.repeat}.")
+    lowest = {"context": min(args.context), "prefill": min(args.prefill or PREFILL)}
+    check_limits(vars(args) | lowest, LIMITS)
     if args.tune:
         for name in ("compare_depths", "prefill", "plot", "draft_vocab", "mtp_bits", "draft_head_bits", "settings"):
             if getattr(args, name) is not None:
@@ -183,11 +172,6 @@ def check_flags(args: argparse.Namespace) -> None:
         if args.tune is not True:
             settings.check_writable(Path(args.tune))
     read_texts(args)
-    check_limits(vars(args), {"compare_depths": (1, MAX_DRAFT_TOKENS)})
-    if min(args.context) < 0:
-        raise MTPError(f"--context must be a number of tokens, not {min(args.context)}.")
-    if min(args.prefill or PREFILL) < 2:
-        raise MTPError(f"--prefill must be 2 or more tokens, not {min(args.prefill)}.")
     for flag in (flag for flag in ("tune", "plot") if len(args.context) > 1 and getattr(args, flag)):
         raise MTPError(f"--{flag} takes one length: give --context one number.")
     for file in (args.json, args.plot):
@@ -196,7 +180,13 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.plot:
         if args.compare_depths is None:
             raise MTPError("--plot draws speed by draft length and requires --compare-depths.")
-        check_plot(args.plot)
+        require("plot", "A plot")
+        from matplotlib.figure import Figure
+
+        formats = Figure().canvas.get_supported_filetypes()
+        if args.plot.suffix[1:] not in formats:
+            ways = ", .".join(sorted(formats))
+            raise MTPError(f"{args.plot} is not an image that matplotlib can write: name it with one of .{ways}.")
 
 
 def show(report: Report) -> str:
@@ -235,12 +225,6 @@ def show(report: Report) -> str:
     return "\n".join([*lines, *([loops] if loops else [])])
 
 
-def percent(result: Result) -> tuple[int, int, int]:
-    """The percentages of tokens from the head, from copies and from the target itself; they sum to 100."""
-    head, copies = (round(100 * result.origins[o] / sum(result.origins.values())) for o in (HEAD, COPIED))
-    return head, copies, 100 - head - copies
-
-
 def gain(report: Report, name: str = "auto") -> str:
     """The gain of the default, auto, over all prompts, in two parts: of compiled passes, and of drafts."""
     ratios = {r.run: r for r in report.of(OVERALL)}
@@ -249,17 +233,6 @@ def gain(report: Report, name: str = "auto") -> str:
         f"{name}: {auto.ratio:.2f} times as fast as plain mlx-lm ({auto.ratio_low:.2f} to {auto.ratio_high:.2f} by round): "
         f"compiled passes {compiled:.2f}, drafts {auto.ratio / compiled:.2f}"
     )
-
-
-def check_plot(file: Path) -> None:
-    require("plot", "A plot")
-    from matplotlib.figure import Figure
-
-    formats = Figure().canvas.get_supported_filetypes()
-    if file.suffix[1:] not in formats:
-        raise MTPError(
-            f"{file} is not an image that matplotlib can write: name it with one of .{', .'.join(sorted(formats))}."
-        )
 
 
 def plot(report: Report) -> Any:

@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +29,7 @@ from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from .._version import __version__
 from ..cli.display import alternate
 from ..core.batch.generate_step import mtp_generate_step
-from ..core.decoding.counts import DraftCounts, OfSource
+from ..core.decoding.counts import DraftCounts
 from ..core.drafts.sources import N_GRAM
 from ..core.pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..core.pacing.step_times import times_of
@@ -89,6 +90,12 @@ class Result:
     tokens_per_step: float
     identical: bool
 
+    @property
+    def percent(self) -> tuple[int, int, int]:
+        """The percentages of tokens from the head, from copies and from the target itself; they sum to 100."""
+        head, copies = (round(100 * self.origins[o] / sum(self.origins.values())) for o in (HEAD, COPIED))
+        return head, copies, 100 - head - copies
+
 
 @dataclass
 class Report:
@@ -99,7 +106,7 @@ class Report:
     repeat: int
     needed_memory: float  # GB, estimated for the longest text
     repeated: dict[str, float]  # by prompt, see ``repeated_share``
-    results: list[Result] = field(default_factory=list)
+    results: list[Result]
     prefill: list[dict[str, float]] = field(default_factory=list)  # of each prompt, see ``measure_prefill``
 
     def of(self, prompt: str) -> list[Result]:
@@ -126,23 +133,28 @@ def measure(
     def one(prompt: str, run: Run) -> Generation:
         return generate(model, prompts[prompt], max_tokens, run, depths.get(run), stop=stop)
 
-    by_length = sorted(prompts, key=lambda prompt: prompts[prompt].size)
+    sizes = {p: tokens.size for p, tokens in prompts.items()}
     with wired_limit(model, [generation_stream]):
-        rounds = alternate(turns, by_length, repeat, one, model.ranks)
+        rounds = alternate(turns, sorted(sizes, key=sizes.__getitem__), repeat, one, model.ranks)
     texts: dict[str, Any] = {p: (tokens.tolist(), rounds[0][p, PLAIN].tokens) for p, tokens in prompts.items()}
-    report = Report(
+    machine = {  # nothing names it or its user
+        "chip": str(mx.device_info()["device_name"]),
+        "device": mx.default_device().type.name,
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "os": f"macOS {macos}" if (macos := platform.mac_ver()[0]) else f"{platform.system()} {platform.release()}",
+    }
+    rows = [*((p, {p: n}) for p, n in sizes.items()), (OVERALL, sizes)]
+    return Report(
         model=name,
-        machine=describe_machine(),
+        machine=machine,
         versions={"mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "mlx-mtp": __version__},
         max_tokens=max_tokens,
         repeat=repeat,
-        needed_memory=needs_of(model, prompts[by_length[-1]].size + max_tokens).total / GB,
+        needed_memory=needs_of(model, max(sizes.values()) + max_tokens).total / GB,
         repeated={p: repeated_share(*text) for p, text in texts.items()},
+        results=[summarize(row, run, of_row, rounds) for run in runs for row, of_row in rows],
     )
-    for run in runs:
-        for row, names in [*((p, [p]) for p in prompts), (OVERALL, [*prompts])]:
-            report.results.append(summarize(row, run, sum(prompts[p].size for p in names), names, rounds))
-    return report
 
 
 def measure_prefill(model: Any, prompt: mx.array, repeat: int) -> dict[str, float]:
@@ -203,27 +215,17 @@ def generate(
     return Generation(tokens, origins, first - start, end - first, mx.get_peak_memory() / 1e9, counts)
 
 
-def describe_machine() -> dict[str, Any]:
-    """The chip by MLX's name, and other properties that affect the speed. Nothing names the machine or its user."""
-    return {
-        "chip": str(mx.device_info()["device_name"]),
-        "device": mx.default_device().type.name,
-        "cores": os.cpu_count(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "os": f"macOS {macos}" if (macos := platform.mac_ver()[0]) else f"{platform.system()} {platform.release()}",
-    }
-
-
-def summarize(name: str, run: Run, prompt_tokens: int, prompts: Sequence[str], rounds: Sequence[Round]) -> Result:
-    plain, mtp = ([[generations[p, r] for p in prompts] for generations in rounds] for r in (PLAIN, run))
+def summarize(name: str, run: Run, sizes: Mapping[str, int], rounds: Sequence[Round]) -> Result:
+    """Of the prompts with these ``sizes``, together."""
+    plain, mtp = ([[generations[p, r] for p in sizes] for generations in rounds] for r in (PLAIN, run))
     plain_speeds, mtp_speeds = (list(map(speed, of)) for of in (plain, mtp))
     ratios = [b / a for a, b in zip(plain_speeds, mtp_speeds)]
     every = [g for one in mtp for g in one]
-    total = sum_counts([g.counts for g in every])
+    total = sum_counts(g.counts for g in every)
     return Result(
         prompt=name,
         run=run,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=sum(sizes.values()),
         plain_tps=statistics.median(plain_speeds),
         mtp_tps=statistics.median(mtp_speeds),
         ratio=statistics.median(ratios),
@@ -248,34 +250,22 @@ def speed(generations: Sequence[Generation]) -> float:
     return sum(g.n_timed for g in generations) / sum(g.seconds for g in generations)
 
 
-def sum_counts(counts: Sequence[DraftCounts]) -> DraftCounts:
-    def summed(rows: Iterable[list[int]]) -> list[int]:
-        return [sum(x) for x in zip_longest(*rows, fillvalue=0)]
-
-    sources = {source for c in counts for source in c.by_source}
-    drafts = {s: [c.of(s) for c in counts] for s in sources}
-    return DraftCounts({s: OfSource(summed(d for d, _ in own), summed(a for _, a in own)) for s, own in drafts.items()})
+def sum_counts(counts: Iterable[DraftCounts]) -> DraftCounts:
+    total = DraftCounts()
+    for source, own in (item for c in counts for item in c.by_source.items()):
+        for sums, numbers in zip(total.of(source), own):
+            sums[:] = map(sum, zip_longest(sums, numbers, fillvalue=0))
+    return total
 
 
 def repeated_share(prompt: Sequence[int], text: Sequence[int]) -> float:
     """The share of a text that repeats itself: tokens that copies of the text, but not of its prompt, would draft."""
-    known, seen, n = set(_n_grams(prompt)), set(), 0
-    for n_gram in _n_grams(text):
-        n += n_gram in seen and n_gram not in known
-        seen.add(n_gram)
-    return n / len(text)
-
-
-def _n_grams(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    return list(zip(*(tokens[i:] for i in range(N_GRAM + 1))))
+    of_prompt, of_text = (Counter(zip(*(tokens[i:] for i in range(N_GRAM + 1)))) for tokens in (prompt, text))
+    return sum(n - 1 for n_gram, n in of_text.items() if n_gram not in of_prompt) / len(text)
 
 
 def loop_warning(shares: Mapping[str, float]) -> str | None:
     """A warning that names repetitive texts, if any, by their repeated shares: drafts are nearly always right in a loop."""
-    loops = [f"{name} {share:.0%}" for name, share in shares.items() if share > LOOPS]
-    if not loops:
-        return None
-    return (
-        f"Warning: texts that repeat themselves, and how much of each: {', '.join(loops)}. Their figures hold for loops: "
-        "use other prompts."
-    )
+    loops = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > LOOPS)
+    told = f"Warning: texts that repeat themselves, and how much of each: {loops}."
+    return f"{told} Their figures hold for loops: use other prompts." if loops else None

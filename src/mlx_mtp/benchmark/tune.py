@@ -6,8 +6,7 @@ passes, and then with a combination of those that gained.
 
 import copy
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -132,6 +131,7 @@ def measure(
     repeat: int,
 ) -> list[Measured]:
     """Measure settings, alternating. The first are those of plain decoding."""
+    before, layers = copy.copy(model.drafting), model.mtp.leaf_modules()
     # Each auto run begins with the times of the run before, as in normal use.
     depths = {settings: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(times_of(model))) for settings in chosen}
 
@@ -139,8 +139,17 @@ def measure(
         k = settings.num_draft_tokens
         run: Run = NO_COPIES if k == "auto" else k or PLAIN
         options: dict[str, Any] = {"stop": tokenizer.eos_token_ids, "draft_p_min": settings.draft_p_min}
-        with applied(model, settings, tokenizer):
+        try:
+            cheapen_drafts(model, tokenizer, settings.draft_vocab, settings.mtp_bits, settings.draft_head_bits)
+            lm_head = model.drafting.lm_head
+            mx.eval(model.mtp.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
+            for name in WAY:
+                setattr(model.drafting, name, getattr(settings, name))
             return generate(model, prompts[prompt], max_tokens, run, depths[settings], **options)
+        finally:
+            model.mtp.update_modules(layers)
+            for name in ("lm_head", *WAY):
+                setattr(model.drafting, name, getattr(before, name))
 
     by_length = sorted(prompts, key=lambda prompt: prompts[prompt].size)
     rounds = alternate(chosen, by_length, repeat, one)
@@ -149,26 +158,9 @@ def measure(
         of_settings, of_plain = ([[r[p, s] for p in prompts] for r in rounds] for s in (settings, chosen[0]))
         speeds = list(map(speed, of_settings))
         ratios = [s / p for s, p in zip(speeds, map(speed, of_plain))]
-        counts = sum_counts([generation.counts for made in of_settings for generation in made])
+        counts = sum_counts(generation.counts for made in of_settings for generation in made)
         # Only auto measures times.
         times = depths[settings].times.estimate if settings.num_draft_tokens == "auto" else []
         timed = replace(settings, seconds=dict(enumerate(times)))
         measured.append(Measured(timed, ratios, counts, statistics.median(speeds)))
     return measured
-
-
-@contextmanager
-def applied(model: Any, settings: Settings, tokenizer: Any = None) -> Iterator[None]:
-    """A context in which the model uses these settings, with a tokenizer for a draft vocabulary."""
-    before, layers = copy.copy(model.drafting), model.mtp.leaf_modules()
-    try:
-        cheapen_drafts(model, tokenizer, settings.draft_vocab, settings.mtp_bits, settings.draft_head_bits)
-        lm_head = model.drafting.lm_head
-        mx.eval(model.mtp.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
-        for name in WAY:
-            setattr(model.drafting, name, getattr(settings, name))
-        yield
-    finally:
-        model.mtp.update_modules(layers)
-        for name in ("lm_head", *WAY):
-            setattr(model.drafting, name, getattr(before, name))

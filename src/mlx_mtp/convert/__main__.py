@@ -49,10 +49,18 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = make_parser()
     with one_line_errors(parser.prog):
+        if of_head := [word for word in sys.argv[1:] if word.startswith("--mtp-")]:
+            other = "other commands quantize it in memory, with --mtp-bits"
+            raise MTPError(f"The head stays in bfloat16: leave out {of_head[0]}; {other}.")
         args = vars(parse(parser))
         if (recipe := args.pop("recipe")) is not None:
-            # The last occurrence of a flag counts.
-            args = vars(parser.parse_args([*recipe_flags(recipe), *sys.argv[1:]]))
+            if (model := recipes().get(recipe)) is None:
+                raise MTPError(f"There is no recipe {recipe}: give one of {', '.join(recipes())}.")
+            needs = f"{model.disk_gb} GB on disk and a machine with {model.memory_gb} GB of memory"
+            print(f"[INFO] {recipe}: the result takes {needs}")
+            folder = f"{model.original.rpartition('/')[2]}-4bit"
+            parser.set_defaults(hf_path=model.original, mlx_path=folder, quantize=True, q_bits=4)
+            args = vars(parser.parse_args())
             del args["recipe"]
         if (name := args.pop("inspect")) is not None:
             print(inspect(name, args["revision"]))
@@ -70,24 +78,30 @@ def recipes() -> dict[str, Published]:
     return {name: model for name, model in published().items() if name.endswith("-4bit")}
 
 
-def recipe_flags(name: str) -> list[str]:
-    if (model := recipes().get(name)) is None:
-        raise MTPError(f"There is no recipe {name}: give one of {', '.join(recipes())}.")
-    needs = f"{model.disk_gb} GB on disk and a machine with {model.memory_gb} GB of memory"
-    print(f"[INFO] {name}: the result takes {needs}")
-    folder = f"{model.original.rpartition('/')[2]}-4bit"
-    return [f"--hf-path={model.original}", f"--mlx-path={folder}", "--quantize", "--q-bits=4"]
-
-
 def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     """Describe a checkpoint: type, quantization, head, vision encoder, the outcome of ``--mtp``, and the head's memory."""
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     config = checkpoint.config
     if config is None:
         raise MTPFileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
-    tower, verdict, head = checkpoint.tower(), _verdict(checkpoint), Tensors()
+    tower, head, told = checkpoint.tower(), Tensors(), "none"
+    try:
+        check_method(checkpoint)
+        find_tables(skeleton(check_config(config, checkpoint.name), checkpoint.name), checkpoint)
+        check_head(checkpoint)
+        measured = known(key_of(checkpoint, checkpoint))
+        verdict = "ready" if measured is None else f"ready, {measured.rate:.0%} of drafts accepted on built-in text"
+    except MTPError as e:
+        verdict = str(e)
     with suppress(FileNotFoundError, MTPError):  # told by the verdict
         head = checkpoint.head()
+    if head:
+        where = f" in {', '.join(files)}" if (files := checkpoint.head_files) else ""
+        quantized = ", quantized" if any(name.endswith(".scales") for name in head) else ""
+        layout, measured = _layout(checkpoint, has_raw_head(checkpoint)), known(key_of(checkpoint, checkpoint))
+        if measured is not None and measured.reading is not None:
+            layout = f"norms to be shifted: {shifted(measured.reading)}"
+        told = f"{len(head)} tensors{where}, {size(n_bytes(head))}{quantized}, {layout}"
     commit = f" at {checkpoint.revision}" if checkpoint.revision else ""
     n_table = n_bytes(checkpoint.tensors({n: file for n, file in checkpoint.model_map.items() if place_of(n)}))
     index = checkpoint.read_json(INDEX_FILE) if INDEX_FILE in checkpoint.files else {}
@@ -101,7 +115,7 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         "Backbone": f"{quantization}, {_layout(checkpoint, has_raw_backbone(checkpoint))}",
         "Size": size(total),
         **({"N-grams": f"{size(n_table)} of that size, read from the files by row"} if n_table else {}),
-        "MTP head": _describe_head(checkpoint, head) if head else "none",
+        "MTP head": told,
         "Vision": f"{len(tower)} tensors, {size(n_bytes(tower))}" if tower else "none",
         "--mtp": verdict,
     }
@@ -110,26 +124,6 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
         own = f"for its own keys and values {2 * n_values:,} bytes per token of context"
         lines["Memory"] = f"{size(n_bytes(head))} for the head, and {own}"
     return "\n".join(f"{key + ':':<12}{value}" for key, value in lines.items())
-
-
-def _describe_head(checkpoint: CheckpointReader, head: Tensors) -> str:
-    where = f" in {', '.join(files)}" if (files := checkpoint.head_files) else ""
-    quantized = ", quantized" if any(name.endswith(".scales") for name in head) else ""
-    layout, measured = _layout(checkpoint, has_raw_head(checkpoint)), known(key_of(checkpoint, checkpoint))
-    if measured is not None and measured.reading is not None:
-        layout = f"norms to be shifted: {shifted(measured.reading)}"
-    return f"{len(head)} tensors{where}, {size(n_bytes(head))}{quantized}, {layout}"
-
-
-def _verdict(checkpoint: CheckpointReader) -> str:
-    try:
-        check_method(checkpoint)
-        find_tables(skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name), checkpoint)
-        check_head(checkpoint)
-    except MTPError as e:
-        return str(e)
-    measured = known(key_of(checkpoint, checkpoint))
-    return "ready" if measured is None else f"ready, {measured.rate:.0%} of drafts accepted on built-in text"
 
 
 def _quantization(config: Config, embedding: Tensor | None) -> str:

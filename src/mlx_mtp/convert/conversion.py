@@ -92,13 +92,11 @@ def convert(
     target = Path(mlx_path)
     output.check_new(target)
     how = Quantization(quantize, dequantize, q_group_size, q_bits, q_mode, quant_predicate)
-    originals = {
-        "--graft-mtp-from adds a head": graft_mtp_from,
-        "--graft-vision-from adds a vision encoder": graft_vision_from,
-    }
-    if grafts := [what for what, original in originals.items() if original is not None]:
+    if graft_mtp_from is not None or graft_vision_from is not None:
         if how.quantize or how.dequantize or how.flags or adapter_path is not None or not mtp or not vision:
-            raise MTPError(f"{grafts[-1]} and converts nothing: omit the flags of a conversion.")
+            raise MTPError(
+                "A graft converts nothing: omit the flags of a conversion, or --graft-mtp-from and --graft-vision-from."
+            )
         graft(
             hf_path, target, mtp_from=graft_mtp_from, vision_from=graft_vision_from, original_revision=graft_revision,
             revision=revision, dtype=dtype, skip_check=skip_check, name=upload_repo,
@@ -126,7 +124,10 @@ def convert(
             print("[INFO] Fusing the adapter")
             fused = [(name, m.fuse()) for name, m in model.named_modules() if hasattr(m, "fuse")]
             model.update_modules(tree_unflatten(fused))
-        cast(model, dtype, config)
+        chosen = dtype or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
+        kind = getattr(mx, chosen) if chosen in MODEL_CONVERSION_DTYPES else None
+        if kind is not None:
+            cast(model, kind, config, with_head=dtype is not None)
         model, config = how.apply(model, config)
         images = find_vision(CheckpointReader(hf_path, folder=source), config) if vision else None
         sees = images is not None and getattr(model, "no_images", None) is None
@@ -134,7 +135,7 @@ def convert(
         config = with_ends(config, tokenizer.eos_token_ids)
         usage = (output.USAGE + output.IMAGES * sees).format(name=upload_repo or target) if mtp else ""
         with output.atomic_directory(target) as folder:
-            tables = write_tables(folder, model, config, quantize, chosen_dtype(dtype, config))
+            tables = write_tables(folder, model, config, quantize, kind)
             write_model(folder, model, config, {} if images is None else named_tower(images.lazy_tower()), tables)
             _write_files(folder, source, tokenizer.eos_token_ids, () if images is None else CONFIG_FILES)
             base_model = None if Path(hf_path).exists() else hf_path
@@ -183,27 +184,20 @@ def write_model(folder: Path, model: nn.Module, config: Config, tower: dict[str,
     weights.clear()
     model.update(tree_map_with_path(lambda *_: mx.array([]), model.parameters()))
 
-    weight_map = _write_shards(folder, shards)
-    if separate:
-        output.save(folder / HEAD_FILE, head)
-        weight_map.update(dict.fromkeys(head, HEAD_FILE))
-    weight_map.update({name: file for name, (file, _) in tables.items()})
-    output.write_index(folder, weight_map, metadata)
-    save_config(config, folder / "config.json", keep_vision_config=bool(tower))
-    output.check_written(folder, head | tower, weight_map)
-
-
-def _write_shards(folder: Path, shards: list[dict[str, mx.array]]) -> dict[str, str]:
-    """Write and release each shard, as mlx-lm's ``save_model``, with a progress bar. Return the file of every tensor."""
-    weight_map: dict[str, str] = {}
+    weight_map = {name: file for name, (file, _) in tables.items()}
     for i in tqdm(range(len(shards)), desc="Writing", unit="shard", disable=None):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         shard, shards[i] = shards[i], {}
         output.save(folder / name, shard)
-        weight_map.update(dict.fromkeys(shard, name))
+        weight_map |= dict.fromkeys(shard, name)
         del shard
         mx.clear_cache()
-    return weight_map
+    if separate:
+        output.save(folder / HEAD_FILE, head)
+        weight_map |= dict.fromkeys(head, HEAD_FILE)
+    output.write_index(folder, weight_map, metadata)
+    save_config(config, folder / "config.json", keep_vision_config=bool(tower))
+    output.check_written(folder, head | tower, weight_map)
 
 
 def write_tables(folder: Path, model: Any, config: Config, quantize: bool, dtype: mx.Dtype | None) -> Written:
@@ -255,11 +249,9 @@ def upload(folder: Path, repo: str) -> None:
     print(f"Upload successful, go to https://huggingface.co/{repo} for details.")
 
 
-def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
-    """Cast the weights that are not quantized, as mlx-lm does. The head is cast only if ``dtype`` is given."""
-    if (target := chosen_dtype(dtype, config)) is None:
-        return
-    name = output.dtype_name(target)
+def cast(model: nn.Module, dtype: mx.Dtype, config: Config, with_head: bool) -> None:
+    """Cast the weights that are not quantized, as mlx-lm does."""
+    name = output.dtype_name(dtype)
     print("[INFO] Using dtype:", name)
     for part in (config, text_config_of(config)):  # for the next conversion
         part.update({key: name for key in ("dtype", "torch_dtype") if key in part})
@@ -267,16 +259,10 @@ def cast(model: nn.Module, dtype: str | None, config: Config) -> None:
     may_cast = getattr(model, "cast_predicate", lambda _: True)
 
     def cast_one(path: str, p: mx.array) -> mx.array:
-        keep = not may_cast(path) or not mx.issubdtype(p.dtype, mx.floating) or (is_head(path) and dtype is None)
-        return p if keep else p.astype(target)
+        keep = not may_cast(path) or not mx.issubdtype(p.dtype, mx.floating) or (is_head(path) and not with_head)
+        return p if keep else p.astype(dtype)
 
     model.update(tree_map_with_path(cast_one, model.parameters()))
-
-
-def chosen_dtype(dtype: str | None, config: Config) -> mx.Dtype | None:
-    """``None``: as they are."""
-    chosen = dtype or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
-    return getattr(mx, chosen) if chosen in MODEL_CONVERSION_DTYPES else None
 
 
 class Quantization(NamedTuple):
@@ -288,20 +274,16 @@ class Quantization(NamedTuple):
     predicate: QuantPredicate | str | None
 
     @property
-    def flags(self) -> list[str]:
-        given = {
-            "--q-bits": self.bits is not None,
-            "--q-group-size": self.group_size is not None,
-            "--q-mode": self.mode != "affine",
-            "--quant-predicate": self.predicate is not None,
-        }
-        return [flag for flag in given if given[flag]]
+    def flags(self) -> dict[str, Any]:
+        mode = None if self.mode == "affine" else self.mode
+        flags = {"--q-bits": self.bits, "--q-group-size": self.group_size, "--q-mode": mode}
+        return {flag: x for flag, x in {**flags, "--quant-predicate": self.predicate}.items() if x is not None}
 
     def check(self) -> None:
         if self.quantize and self.dequantize:
             raise MTPError("Choose either quantize or dequantize, not both.")
         if not self.quantize and self.flags:
-            raise MTPError(f"{self.flags[0]} requires --quantize.")
+            raise MTPError(f"{next(iter(self.flags))} requires --quantize.")
         if isinstance(self.predicate, str):
             if self.mode != "affine":
                 raise MTPError("Quant predicates only support 'affine' quantization.")
@@ -312,8 +294,7 @@ class Quantization(NamedTuple):
                 )
         if self.group_size is not None and self.group_size < 1:
             raise MTPError(f"--q-group-size must be 1 or more, not {self.group_size}.")
-        sizes = {"--q-group-size": self.group_size, "--q-bits": self.bits}
-        given = " ".join(f"{flag} {n}" for flag, n in sizes.items() if n is not None) or f"--q-mode {self.mode}"
+        given = " ".join(f"{flag} {value}" for flag, value in self.flags.items())
         with as_mtp_error(f"MLX cannot quantize with {given}", ValueError):
             mx.quantize(mx.zeros((1, self.group_size or 128)), self.group_size, self.bits, self.mode)
 

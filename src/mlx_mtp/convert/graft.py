@@ -42,7 +42,14 @@ def graft(
         if vision_from is not None:
             if receiver.tower():
                 raise MTPError(f"{model} has a vision encoder already.")
-            tower = _tower(CheckpointReader(vision_from, original_revision), receiver, config, folder)
+            seeing = CheckpointReader(vision_from, original_revision)
+            tensors = fitting_tower(seeing, receiver)
+            config |= settings_of(seeing.config or {})
+            copy_image_settings(seeing, folder)
+            Vision(folder, config, []).processor  # noqa: B018 (raises where the settings do not fit)
+            print("[INFO] Reading the vision encoder")
+            weights = split_tower(_read(seeing, tensors, folder))[1]
+            tower = named_tower(make_tower(VisionArgs.from_dict(config["vision_config"]), weights))
         if mtp_from is not None:
             donor = CheckpointReader(mtp_from, original_revision)
             stored, told = _head(donor, receiver, config, dtype, folder)
@@ -82,17 +89,6 @@ def _as_parameters(head: Mapping[str, mx.array], reading: Reading, config: Confi
     """The parameters of a model for a head whose norms are read in this way."""
     prefix, norms = skeleton(config, name).head_prefix, with_ones(norms_of(head), reading)
     return {prefix + name: w for name, w in {**head, **norms}.items()}
-
-
-def _tower(donor: CheckpointReader, receiver: CheckpointReader, config: Config, folder: Path) -> dict[str, mx.array]:
-    """Read a tower, write its image settings, and update the config. Return its tensors, named as in MLX conversions."""
-    tensors = fitting_tower(donor, receiver)
-    config |= settings_of(donor.config or {})
-    copy_image_settings(donor, folder)
-    Vision(folder, config, []).processor  # noqa: B018 (raises where the settings do not fit)
-    print("[INFO] Reading the vision encoder")
-    weights = split_tower(_read(donor, tensors, folder))[1]
-    return named_tower(make_tower(VisionArgs.from_dict(config["vision_config"]), weights))
 
 
 def named_tower(tower: nn.Module) -> dict[str, mx.array]:

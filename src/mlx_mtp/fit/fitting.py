@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ..checkpoint.adapters import check_adapter
 from ..checkpoint.checks.dtype import AUTO, check_float16
-from ..checkpoint.config import Config, check_config, read_json
+from ..checkpoint.config import Config, check_config
 from ..checkpoint.heads.formats import head_bits
 from ..checkpoint.heads.originals import check_method, fetch_missing_head
 from ..checkpoint.load import load
@@ -65,11 +65,10 @@ class Comparison(NamedTuple):
 
     def table(self) -> str:
         names = [*(f"draft {i}" for i in range(1, len(self.before))), "tokens per step"]
-        columns = zip(self.before, self.before_error, self.after, self.after_error, self.gain_error)
-        figures = [
-            [f"{b:.3f} ± {be:.3f}", f"{a:.3f} ± {ae:.3f}", f"{a - b:+.3f} ± {ge:.3f}"] for b, be, a, ae, ge in columns
-        ]
-        return "\n".join(table([["", "before", "after", "gain"], *([name, *row] for name, row in zip(names, figures))]))
+        rows = [["", "before", "after", "gain"]]
+        for name, b, a, be, ae, ge in zip(names, *self):
+            rows.append([name, f"{b:.3f} ± {be:.3f}", f"{a:.3f} ± {ae:.3f}", f"{a - b:+.3f} ± {ge:.3f}"])
+        return "\n".join(table(rows))
 
 
 def fit(
@@ -97,7 +96,6 @@ def fit(
         check_folder(work, "--cache-path")
     check_method(CheckpointReader(model))
     checkpoint = fetch_checkpoint(model)
-    source = checkpoint.path
     head = fetch_missing_head(checkpoint)  # not checked: the head may need the fit
     mtp = True if head is None else str(head.folder)
     loaded, tokenizer = load(
@@ -123,7 +121,7 @@ def fit(
 
     if comparison.is_better:
         record = describe(parts, how, best_iters)
-        write_checkpoint(target, source, loaded, model, adapter_path, record, comparison.table())
+        write_checkpoint(target, checkpoint, loaded, adapter_path, record, comparison.table())
         say(f"Wrote {target}")
     if cache_path is None:
         shutil.rmtree(work)
@@ -173,23 +171,20 @@ def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
 
 def open_work(work: Path, source: Any) -> None:
     """Make the folder of recorded states, or raise an MTPError if an existing one is for other texts or another model."""
-    file, wanted = work / "fit.json", {"digest": hashlib.sha256(repr(source).encode()).hexdigest()}
-    if file.exists():
-        if read_json(file) != wanted:
-            raise MTPError(f"{work} was recorded with other arguments or texts: repeat them, or delete it.")
-        return
+    file, wanted = work / "fit.json", json.dumps({"digest": hashlib.sha256(repr(source).encode()).hexdigest()})
+    if file.exists() and file.read_bytes() != wanted.encode():
+        raise MTPError(f"{work} was recorded with other arguments or texts: repeat them, or delete it.")
     work.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, json.dumps(wanted))
+    write_atomic(file, wanted)
 
 
 def write_checkpoint(
-    target: Path, source: Path, model: Any, name: str, adapter_path: str | None, record: dict[str, Any], table: str
+    target: Path, source: CheckpointReader, model: Any, adapter_path: str | None, record: dict[str, Any], table: str
 ) -> None:
     """Write a folder with links to the model's files in ``source``, the head, and a card with ``record`` and ``table``."""
-    reader = CheckpointReader(name, folder=source)
-    config: Config = check_config(reader.config, name)
-    fetched = model.fetched_head
-    own = {"source": name, "revision": reader.revision}
+    name, fetched = source.name, model.fetched_head
+    config: Config = check_config(source.config, name)
+    own = {"source": name, "revision": source.revision}
     origin = config.get("mlx_mtp") or (own if fetched is None else fetched.record)
     parameters: Any = tree_flatten(model.mtp.parameters())
     head = {model.head_prefix + path: w for path, w in parameters}
@@ -198,4 +193,4 @@ def write_checkpoint(
     card = USAGE.format(model=name, name=target, original=original, table=table, adapter=adapter, **record)
     config["mlx_mtp_fit"] = record
     with atomic_directory(target) as folder:
-        write_beside(folder, reader, config, head, {}, origin, card)
+        write_beside(folder, source, config, head, {}, origin, card)

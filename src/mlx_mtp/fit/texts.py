@@ -84,9 +84,12 @@ class Split(NamedTuple):
 
 
 def read_texts(tokenizer: TokenizerWrapper, how: FitOptions) -> list[Document]:
+    """Those of the corpus, or the prompts of a file, or the built-in ones."""
     if how.corpus is not None:
         return read_corpus([Path(file) for file in how.corpus], tokenizer, how.max_seq_length)
-    return read_prompts(None if how.prompts is None else Path(how.prompts), tokenizer)
+    found = prompts.nine_kinds() if how.prompts is None else prompts.read_prompts(Path(how.prompts))
+    encoded: dict[str, Any] = {name: prompts.encode(tokenizer, text).tolist() for name, text in found.items()}
+    return [Document(name, tokens, len(tokens)) for name, tokens in encoded.items()]
 
 
 def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int) -> list[Document]:
@@ -95,37 +98,22 @@ def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int)
     for file in files:
         try:
             content = file.read_text(encoding="utf-8")
-            if file.suffix == ".jsonl":
-                texts += _read_jsonl(str(file), content, tokenizer, length)
-            else:
+            if file.suffix != ".jsonl":
                 texts += _pieces(str(file), tokenizer.encode(content, verbose=False), length)
+                continue
+            if rows := [json.loads(line) for line in content.splitlines() if line.strip()]:
+                dataset = create_dataset(rows, tokenizer, SimpleNamespace(mask_prompt="text" not in rows[0]))
+            for i, row in enumerate(rows, 1):
+                tokens, n_prompt = dataset.process(row)
+                source = f"{file}:{i}"
+                texts += [Document(source, tokens, n_prompt)] if n_prompt else _pieces(source, tokens, length)
         except (LookupError, TypeError, ValueError) as e:  # all raised by mlx-lm and chat templates
             raise MTPError(f"{file} cannot be read as a corpus ({e}): remove it, or correct it.") from e
-    return texts
-
-
-def _read_jsonl(name: str, content: str, tokenizer: TokenizerWrapper, length: int) -> list[Document]:
-    rows = [json.loads(line) for line in content.splitlines() if line.strip()]
-    if not rows:
-        return []
-    dataset = create_dataset(rows, tokenizer, SimpleNamespace(mask_prompt="text" not in rows[0]))
-    texts = []
-    for i, row in enumerate(rows, 1):
-        tokens, n_prompt = dataset.process(row)
-        source = f"{name}:{i}"
-        texts += [Document(source, tokens, n_prompt)] if n_prompt else _pieces(source, tokens, length)
     return [text for text in texts if text.n_prompt < len(text.tokens)]
 
 
 def _pieces(source: str, tokens: list[int], length: int) -> list[Document]:
     return [Document(source, tokens[i : i + length]) for i in range(0, len(tokens), length)]
-
-
-def read_prompts(file: Path | None, tokenizer: TokenizerWrapper) -> list[Document]:
-    """The prompts of a file, separated by lines of three dashes, or the built-in ones."""
-    found = prompts.nine_kinds() if file is None else prompts.read_prompts(file)
-    encoded: dict[str, Any] = {name: prompts.encode(tokenizer, text).tolist() for name, text in found.items()}
-    return [Document(name, tokens, len(tokens)) for name, tokens in encoded.items()]
 
 
 def split(texts: Sequence[Document], how: FitOptions) -> Split:
@@ -179,15 +167,16 @@ def answer_all(
     """Answer each prompt with different seeds, at temperature 0 once, and append each answer to a file, to resume with."""
     n_answers = how.answers if how.temp > 0 else 1
     tasks = [(text, how.seed + i) for i in range(n_answers) for text in prompts]
-    done = _read(file)
-    write_atomic(file, "".join(map(_line, done)))
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []  # without an incomplete last one
+    done = [Document(**json.loads(line)) for line in lines]
+    write_atomic(file, "".join(f"{line}\n" for line in lines))
     todo = tasks[len(done) :]
     with file.open("a", encoding="utf-8") as f:
         for prompt, seed in tqdm(todo, desc="Answering", unit="answer", disable=None):
             sampler = make_sampler(temp=how.temp, seed=seed) if how.temp > 0 else None
             tokens = continue_text(model, tokenizer, prompt.tokens, max_tokens=how.max_tokens, sampler=sampler)
             done.append(Document(prompt.source, tokens, len(prompt.tokens)))
-            f.write(_line(done[-1]))
+            f.write(json.dumps(asdict(done[-1])) + "\n")
             f.flush()
     return done
 
@@ -200,15 +189,3 @@ def continue_text(model: Any, tokenizer: TokenizerWrapper, prompt: list[int], **
         if token in tokenizer.eos_token_ids:
             break
     return tokens
-
-
-def _read(file: Path) -> list[Document]:
-    """The answers in a file, without an incomplete last line."""
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-    return [Document(**json.loads(line)) for line in lines]
-
-
-def _line(text: Document) -> str:
-    return json.dumps(asdict(text)) + "\n"

@@ -145,35 +145,24 @@ def record(
     files = [folder / f"{name}-{i:05d}.safetensors" for i in range(len(texts))]
     missing = sorted((len(text.tokens), file, text) for file, text in zip(files, texts) if not file.exists())
     n_tokens = sum(n for n, *_ in missing)
+    n_rows = max(MAX_LOGITS // model.output_layer.weight.shape[0], 1)  # at once
     with tqdm(desc=f"Recording {name}", unit=" tokens", total=n_tokens, disable=None) as progress:
-        for i in range(0, len(missing), batch_size):
-            batch = missing[i : i + batch_size]
-            for (n, file, _), arrays in zip(batch, _states(model, [text for *_, text in batch], length)):
+        for batch in (missing[i : i + batch_size] for i in range(0, len(missing), batch_size)):
+            longest, *_ = batch[-1]
+            tokens = mx.array([text.tokens + [0] * (longest - n) for n, _, text in batch], mx.uint32)  # [B, T]
+            _, hidden = model(tokens, return_hidden=True)  # [B, T, H]; logits are not computed
+            mx.eval(hidden)
+            for b, (n, file, text) in enumerate(batch):
+                first = max(n - length, 0)
+                tops = [_top_k(model, hidden[b, i : min(i + n_rows, n)]) for i in range(first, n, n_rows)]
+                ids, probabilities = (mx.concatenate([*x]) for x in zip(*tops))
+                arrays = {"tokens": tokens[b, first:n], "hidden": hidden[b, first:n]}
+                arrays |= {"ids": ids, "probabilities": probabilities}
                 with replacing(file) as new:
-                    mx.save_safetensors(str(new), arrays)
+                    mx.save_safetensors(str(new), arrays | {"n_prompt": mx.array(max(text.n_prompt - first, 0))})
                 progress.update(n)
             mx.clear_cache()
     return files
-
-
-def _states(model: MTPModel, texts: Sequence[Document], length: int) -> Iterator[dict[str, mx.array]]:
-    """Run the backbone over texts in one batch, padded on the right. Return what ``record`` writes of each."""
-    longest = max(len(text.tokens) for text in texts)
-    tokens = mx.array([text.tokens + [0] * (longest - len(text.tokens)) for text in texts], mx.uint32)  # [B, T]
-    _, hidden = model(tokens, return_hidden=True)  # [B, T, H]; logits are not computed
-    mx.eval(hidden)
-    n_rows = max(MAX_LOGITS // model.output_layer.weight.shape[0], 1)  # at once
-    for b, text in enumerate(texts):
-        n = len(text.tokens)
-        first = max(n - length, 0)
-        ids, probabilities = zip(*(_top_k(model, hidden[b, i : min(i + n_rows, n)]) for i in range(first, n, n_rows)))
-        yield {
-            "tokens": tokens[b, first:n],
-            "hidden": hidden[b, first:n],
-            "ids": mx.concatenate(list(ids)),
-            "probabilities": mx.concatenate(list(probabilities)),
-            "n_prompt": mx.array(max(text.n_prompt - first, 0)),
-        }
 
 
 def _top_k(model: Any, hidden: mx.array) -> tuple[mx.array, mx.array]:
@@ -186,37 +175,29 @@ def _top_k(model: Any, hidden: mx.array) -> tuple[mx.array, mx.array]:
     return ids, probabilities
 
 
-def make_optimizer(how: FitOptions) -> optim.Optimizer:
-    warmup = max(how.iters // 20, 1)
-    decay = [how.learning_rate, max(how.iters - warmup, 1), how.learning_rate / 100]
-    schedule = build_schedule({"name": "cosine_decay", "arguments": decay, "warmup": warmup})
-    return optim.AdamW(learning_rate=schedule, betas=list(BETAS), bias_correction=True)
-
-
 class Best(TrainingCallback):
     """Keeps the head with the lowest validation loss, its ``weights`` after ``iters`` iterations, and all ``losses``."""
 
     def __init__(self, mtp: nn.Module):
         self.mtp, self.out = mtp, sys.stdout
-        self.iters, self.weights, self.losses = 0, _trained(mtp), list[float]()
+        self.iters, self.weights, self.losses = 0, dict(tree_flatten(mtp.trainable_parameters())), list[float]()
 
     def on_val_loss_report(self, val_info: dict[str, Any]) -> None:
         iters, loss = val_info["iteration"], val_info["val_loss"]
         if loss < min(self.losses, default=math.inf):
-            self.weights, self.iters = _trained(self.mtp), iters
+            self.weights, self.iters = dict(tree_flatten(self.mtp.trainable_parameters())), iters
         self.losses.append(loss)
         tqdm.write(f"[INFO] Iteration {iters}: validation loss {loss:.3f}", self.out)
-
-
-def _trained(mtp: nn.Module) -> dict[str, mx.array]:
-    return dict(tree_flatten(mtp.trainable_parameters()))
 
 
 def train_head(
     mtp: nn.Module, loss: DraftLoss, train_files: Sequence[Path], valid_files: Sequence[Path], how: FitOptions
 ) -> Best:
     """Train the unfrozen weights of a head, and leave it with the lowest validation loss. Ctrl-C ends the training alone."""
-    best = Best(mtp)
+    best, warmup = Best(mtp), max(how.iters // 20, 1)
+    decay = [how.learning_rate, max(how.iters - warmup, 1), how.learning_rate / 100]
+    schedule = build_schedule({"name": "cosine_decay", "arguments": decay, "warmup": warmup})
+    optimizer = optim.AdamW(learning_rate=schedule, betas=list(BETAS), bias_correction=True)
     with (
         TemporaryDirectory() as folder,
         tqdm(desc="Training", total=how.iters, disable=None) as iterations,
@@ -234,7 +215,7 @@ def train_head(
         batches = partial(iterate_batches, seed=how.seed, on_next=iterations.update)
         functions: Any = {"loss": loss, "iterate_batches": batches, "training_callback": best}
         try:
-            trainer.train(mtp, make_optimizer(how), train_files, valid_files, args, **functions)
+            trainer.train(mtp, optimizer, train_files, valid_files, args, **functions)
             iterations.update()  # the last batch, after which no other is requested
         except KeyboardInterrupt:
             tqdm.write("Interrupted: the best head so far is measured. Interrupt again to end without one.", best.out)
@@ -252,27 +233,21 @@ def iterate_batches(
     **_: Any,
 ) -> Iterator[tuple[mx.array, ...]]:
     """The batches of recorded texts for ``DraftLoss``: once in order, or with ``loop`` endlessly in random order."""
-    if not loop:
-        for i in range(0, len(dataset), batch_size):
-            yield _batch([load_tensors(file) for file in dataset[i : i + batch_size]])
-        return
-    rng = np.random.default_rng(seed)
-    order = chain.from_iterable(rng.permutation(len(dataset)) for _ in count())
-    while True:
-        yield _batch([load_tensors(dataset[i]) for i in islice(order, batch_size)])
-        on_next()
-
-
-def _batch(texts: Sequence[dict[str, mx.array]]) -> tuple[mx.array, ...]:
-    longest = max(len(text["tokens"]) for text in texts)
-    longest += -longest % PAD_TO
-
-    def stacked(name: str) -> mx.array:
-        rows = (text[name] for text in texts)
-        return mx.stack([mx.pad(x, [(0, longest - len(x))] + [(0, 0)] * (x.ndim - 1)) for x in rows])
-
-    spans = mx.stack([mx.stack([text["n_prompt"], mx.array(len(text["tokens"]))]) for text in texts])  # [B, 2]
-    return stacked("tokens"), stacked("hidden"), stacked("ids"), stacked("probabilities"), spans
+    order = iter(range(len(dataset)))
+    if loop:
+        rng = np.random.default_rng(seed)
+        order = chain.from_iterable(rng.permutation(len(dataset)).tolist() for _ in count())
+    while texts := [load_tensors(dataset[i]) for i in islice(order, batch_size)]:
+        longest = max(len(text["tokens"]) for text in texts)
+        longest += -longest % PAD_TO
+        batch = []
+        for name in ("tokens", "hidden", "ids", "probabilities"):
+            rows = (text[name] for text in texts)
+            batch.append(mx.stack([mx.pad(x, [(0, longest - len(x))] + [(0, 0)] * (x.ndim - 1)) for x in rows]))
+        spans = [mx.stack([text["n_prompt"], mx.array(len(text["tokens"]))]) for text in texts]
+        yield *batch, mx.stack(spans)
+        if loop:
+            on_next()
 
 
 def make_trainable(mtp: nn.Module) -> None:

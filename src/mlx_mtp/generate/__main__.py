@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
-from ..cli.parser import extend, finish, json_object, parse
+from ..cli.parser import extend, finish, flag_of, json_object, parse
 from ..core.caches.prompt_cache import open_prompt_cache
 from ..core.distributed import from_rank_0
 from ..core.models.mixin import MTPModel
@@ -30,8 +30,6 @@ from ..text.grammar import Grammar, make_grammar
 from .check import check
 from .stream import print_text
 
-# Flags for one process only. A prompt cache file is for a whole model.
-ALONE = ("prompt_cache_file", "prompt_cache_dir", "adapter_path", "image", "quantize_activations")
 SIZES = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 
 
@@ -71,8 +69,7 @@ def run(args: argparse.Namespace) -> None:
         open_prompt_cache(model, caches)  # --check passes it to mlx-lm first, which does not check it
     ranks = getattr(model, "ranks", None)  # missing in models of plain mlx-lm
     prompt = from_rank_0(ranks, lambda: encode_prompt(args, model, tokenizer, caches is not None))
-    options: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
-    options["prompt_cache"] = caches
+    options: dict[str, Any] = {name: getattr(args, name) for name in SIZES} | {"prompt_cache": caches}
     if args.check:
         if args.image:
             image_prompt = read_images(vision_of(model), prompt, args.image)
@@ -110,7 +107,8 @@ def check_flags(args: argparse.Namespace) -> None:
         raise MTPError(f"--draft-model runs in mlx-lm's own command: mlx_lm.generate --draft-model {args.draft_model}.")
     flags.check_generation_flags(args)
     flags.check_prompt_cache_dir(args, "prompt_cache_file", "check")
-    flags.check_alone(args, *ALONE)
+    # A prompt cache file is for a whole model.
+    flags.check_alone(args, "prompt_cache_file", "prompt_cache_dir", "adapter_path", "image", "quantize_activations")
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise MTPError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
     for file in args.image or ():
@@ -158,12 +156,9 @@ def load_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[
         metadata["tokenizer_config"] = json.loads(metadata["tokenizer_config"])
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as e:  # mlx-lm does not check its content
         raise MTPError(f"{file} is not a prompt cache of `mlx_lm.cache_prompt`: {e}") from e
-    first = caches[0]
-    if isinstance(first, QuantizedKVCache):
-        if args.kv_bits not in (None, first.bits):
-            raise MTPError("--kv-bits does not match the kv cache loaded from --prompt-cache-file.")
-        if args.kv_group_size != first.group_size:
-            raise MTPError("--kv-group-size does not match the kv cache loaded from --prompt-cache-file.")
+    for name in ("bits", "group_size") if isinstance(caches[0], QuantizedKVCache) else ():
+        if getattr(args, f"kv_{name}") not in (None, getattr(caches[0], name)):
+            raise MTPError(f"{flag_of(f'kv_{name}')} does not match the kv cache loaded from --prompt-cache-file.")
     if args.model not in (None, metadata["model"]):
         models = f"({args.model}) than that used to create the prompt cache ({metadata['model']})"
         raise MTPError(f"Providing a different model {models} is an error.")
@@ -180,7 +175,15 @@ def encode_prompt(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrap
             text = PLACEHOLDER * len(args.image) + text
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
-        text = _apply_chat_template(args, tokenizer, text, is_suffix)
+        given = (("system", args.system_prompt), ("user", text), ("assistant", args.prefill_response))
+        messages = [{"role": role, "content": content} for role, content in given if content is not None]
+        has_prefill = args.prefill_response is not None
+        how = {"tokenize": False, "continue_final_message": has_prefill, "add_generation_prompt": not has_prefill}
+        with as_mtp_error(f"The chat template of {args.model} cannot be rendered"):
+            text = tokenizer.apply_chat_template(messages, **how, **args.chat_template_config)
+            if is_suffix:  # the prefix is in the prompt cache
+                messages[-1]["content"] = "<query>"
+                text = text[tokenizer.apply_chat_template(messages, **how).index("<query>") :]
     try:
         text.encode()
     except UnicodeEncodeError as e:
@@ -189,30 +192,6 @@ def encode_prompt(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrap
     if not tokens:
         raise MTPError("The prompt is empty: give --prompt some text.")
     return tokens
-
-
-def _apply_chat_template(args: argparse.Namespace, tokenizer: TokenizerWrapper, text: str, is_suffix: bool) -> str:
-    given = (("system", args.system_prompt), ("user", text), ("assistant", args.prefill_response))
-    messages = [{"role": role, "content": content} for role, content in given if content is not None]
-    has_prefill = args.prefill_response is not None
-
-    def render(**variables: Any) -> str:
-        with as_mtp_error(f"The chat template of {args.model} cannot be rendered"):
-            rendered: str = tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                continue_final_message=has_prefill,
-                add_generation_prompt=not has_prefill,
-                **variables,
-            )
-        return rendered
-
-    text = render(**args.chat_template_config)
-    if is_suffix:
-        # The prefix is in the prompt cache.
-        messages[-1]["content"] = "<query>"
-        text = text[render().index("<query>") :]
-    return text
 
 
 def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:

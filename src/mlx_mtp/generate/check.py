@@ -9,7 +9,7 @@ apart. MTP's own logits are not used, since a wrong state could move them by any
 """
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from ..core.batch.generate_step import mtp_generate_step
 from ..core.caches.rows import KVOptions
 from ..core.drafts.options import MAX_TOKENS, TextOptions
 from ..core.layers.compiled import Compiler
-from ..core.layers.drafting import DraftConfig
 from ..core.pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .stream import KV_NAMES
 
@@ -33,7 +32,6 @@ class Check(NamedTuple):
     top_gap: float = 0.0  # between the two largest logits of plain decoding
     gap: float = 0.0  # between its logits of the pair
     rounding: float = 0.0  # r: the largest effect of rounding on a logit
-    windows: str = ""  # what the test of the device says of windows
 
     @property
     def passed(self) -> bool:
@@ -49,7 +47,7 @@ class Check(NamedTuple):
             f"Plain decoding's logits of the two are {self.gap:.4g} apart, its top two logits {self.top_gap:.4g}.\n"
             f"Rounding moves a logit there by up to {self.rounding:.4g}, so two can change places when they are up to "
             f"{2 * self.rounding:.4g} apart.\n"
-            f"The difference is {verdict}.{self.windows}"
+            f"The difference is {verdict}."
         )
 
 
@@ -88,8 +86,15 @@ def check(
         prompt, model, max_tokens=max_tokens, prompt_cache=caches, logits_processors=[keep], **of_plain
     )
     mtp = mtp_generate_step(prompt, model, options=text, prompt_cache=copy.deepcopy(prompt_cache), **options)
+    same, pair = list[int](), None
     with closing(plain), closing(mtp):
-        same, pair = _compare(plain, mtp, stop_tokens)
+        for (a, *_), (b, *_) in zip(plain, mtp):
+            if a != b:
+                pair = a, b
+                break
+            same.append(a)
+            if a in stop_tokens:
+                break
     mx.synchronize(generation_stream)  # plain decoding leaves a pass in flight
     if pair is None:
         return Check(len(same))
@@ -108,28 +113,7 @@ def check(
                 pass
             rounding = max(rounding, float(mx.abs(row - _run_in_windows(model, caches, same, n, kv)).max()))
     (second, first), (a, b) = mx.sort(row)[-2:], pair
-    top_gap, gap = float(first - second), float(row[a] - row[b])
-    return Check(len(same), pair, top_gap, gap, rounding, _windows(model.drafting))
-
-
-def _windows(drafting: DraftConfig) -> str:
-    if drafting.same_bits is None:
-        return ""
-    same, n = (f"up to {n} tokens" for n in (drafting.same_bits, drafting.max_window(None)))
-    return f"\nOn this device, windows have the same bits as plain decoding {same}, and are equal up to rounding {n}."
-
-
-def _compare(
-    plain: Iterable[tuple[int, mx.array]], mtp: Iterable[tuple[int, mx.array, bool]], stop_tokens: Collection[int]
-) -> tuple[list[int], tuple[int, int] | None]:
-    same: list[int] = []
-    for (a, *_), (b, *_) in zip(plain, mtp):
-        if a != b:
-            return same, (a, b)
-        same.append(a)
-        if a in stop_tokens:
-            break
-    return same, None
+    return Check(len(same), pair, float(first - second), float(row[a] - row[b]), rounding)
 
 
 def _run_in_windows(model: nn.Module, caches: list[Any], tokens: list[int], size: int, kv: KVOptions) -> mx.array:

@@ -2,10 +2,6 @@
 
 import argparse
 from collections import Counter
-from typing import Any
-
-import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.load import DEMO, DEMO_NOTE, load
 from ..cli.display import alternate, one_line_errors, paint, table
@@ -30,7 +26,7 @@ class Stack:
     def __init__('''
 SOURCES = {"model": "the model's own", "head": "drafted by the MTP head", "copies": "copied from the text"}
 PLAIN, DRAFTED = "plain mlx-lm", "with drafts"
-ROUNDS = 3  # the median is shown
+ROUNDS = 3  # the runs of the median speeds are shown
 Run = list[GenerationResponse]
 
 
@@ -60,41 +56,29 @@ def run(args: argparse.Namespace) -> None:
     is_demo = args.model == str(DEMO)
     prompt = args.prompt or (CODE if is_demo else REQUEST)
     tokens = encode(tokenizer, prompt, enable_thinking=False)
-    plain, drafted = compare(model, tokenizer, tokens, args.max_tokens)
-    if is_demo:
-        print(f"{DEMO_NOTE}.\n")
-    print(paint(prompt, "prompt"), end="" if is_demo else "\n\n")
-    print("".join(paint(r.text, r.source) for r in drafted))
-    ratio = speed(drafted) / speed(plain)
-    print(f"\n{legend(drafted)}\n\n{figures(plain, drafted, ratio)}\n\n{next_step(args.model, is_demo, ratio)}")
-
-
-def compare(model: Any, tokenizer: TokenizerWrapper, prompt: mx.array, max_tokens: int) -> tuple[Run, Run]:
-    """Alternate the two runs. Return the responses of the plain run and of the run with drafts that have the median speeds."""
     runs = {PLAIN: False, DRAFTED: True}
 
     def one(_: str, run: str) -> Run:
-        return list(stream_generate(model, tokenizer, prompt, max_tokens, mtp=runs[run]))
+        return list(stream_generate(model, tokenizer, tokens, args.max_tokens, mtp=runs[run]))
 
-    rounds = alternate(list(runs), ["the prompt"], ROUNDS, one)
+    rounds = alternate([*runs], ["the prompt"], ROUNDS, one)
     plain, drafted = (sorted((made["the prompt", run] for made in rounds), key=speed)[ROUNDS // 2] for run in runs)
-    return plain, drafted
+    if is_demo:
+        print(f"{DEMO_NOTE}.\n")
+    print(paint(prompt, "prompt"), end="" if is_demo else "\n\n")
+    print("".join(paint(r.text, r.source) for r in drafted) + "\n")
+    ratio = speed(drafted) / speed(plain)
+    last, counts = drafted[-1], Counter(r.source for r in drafted)
+    drafts = {"head": (last.drafted, last.accepted), "copies": (last.copied, last.copies_accepted)}
+    for source, name in SOURCES.items():
+        made, accepted = map(sum, drafts.get(source, ((), ())))
+        share = f", {accepted / made:.0%} of {made} drafts accepted" if made else ""
+        print(f"{paint(name, source)}: {counts[source]} tokens{share}")
+    print(f"\n{figures(plain, drafted, ratio)}\n\n{next_step(args.model, is_demo, ratio)}")
 
 
 def speed(responses: Run) -> float:
     return responses[-1].generation_tps
-
-
-def legend(responses: Run) -> str:
-    """The colors, with the number of tokens from each source and the share of its drafts that were accepted."""
-    last, counts = responses[-1], Counter(r.source for r in responses)
-    drafts = {"head": (last.drafted, last.accepted), "copies": (last.copied, last.copies_accepted)}
-    lines = []
-    for source, name in SOURCES.items():
-        made, accepted = map(sum, drafts.get(source, ((), ())))
-        share = f", {accepted / made:.0%} of {made} drafts accepted" if made else ""
-        lines.append(f"{paint(name, source)}: {counts[source]} tokens{share}")
-    return "\n".join(lines)
 
 
 def figures(plain: Run, drafted: Run, ratio: float) -> str:

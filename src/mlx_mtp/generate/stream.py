@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ..core.caches.prompt_cache import PromptCache, n_tokens
 from ..core.caches.rows import KVOptions
 from ..core.decoding.counts import DraftCounts
 from ..core.decoding.window import Token
-from ..core.distributed import Ranks, synchronize
+from ..core.distributed import synchronize
 from ..core.drafts.options import TextOptions, asks_for_copies
 from ..core.layers.mtp import has_head
 from ..core.sampling.processors import seed_of
@@ -117,10 +117,14 @@ def stream_generate(
         raise MTPError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    image_prompt = None
+    tokens: Any = prompt
+    if isinstance(prompt, str):  # encoded as in mlx-lm
+        add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        tokens = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    tokens, image_prompt = mx.array(tokens), None
     if images:
-        image_prompt = read_images(vision_of(model), _encode(tokenizer, prompt).tolist(), images)  # type: ignore[arg-type]
-        prompt = image_prompt.tokens
+        image_prompt = read_images(vision_of(model), tokens.tolist(), images)
+        tokens = mx.array(image_prompt.tokens)
         if prompt_store is None:
             kwargs["input_embeddings"] = image_prompt.embed(model)
             if drafts:
@@ -132,36 +136,18 @@ def stream_generate(
         steps: Callable[..., Generator[Token, None, None]] = mtp_generate_step
         if prompt_store is not None:
             steps = partial(stored_steps, prompt_store, tokenizer, image_prompt)
-        yield from _stream_mtp(model, tokenizer, _encode(tokenizer, prompt), stream, steps, options, **kwargs)
+        yield from _stream_mtp(model, tokenizer, tokens, stream, steps, options, **kwargs)
         return
     kwargs |= {"sampler": for_one_text(options.sampler), "logits_processors": options.logits_processors}
-    with same_random_state(getattr(model, "ranks", None), stream):
-        for r in plain_stream_generate(model, tokenizer, prompt, options.max_tokens, stream=stream, **kwargs):
-            yield GenerationResponse(**vars(r))
-
-
-@contextmanager
-def same_random_state(ranks: Ranks | None, stream: mx.Stream | mx.ThreadLocalStream) -> Iterator[None]:
-    """A context in which mlx-lm's plain generation samples the same tokens on all ranks; it ends with the stream."""
-    if ranks is None:
-        yield
-        return
-    with mx.stream(stream):
-        mx.random.seed(ranks.broadcast(seed_of(mx.random.state[0])))  # type: ignore[index]
+    if (ranks := getattr(model, "ranks", None)) is not None:  # all sample the same tokens
+        with mx.stream(stream):
+            mx.random.seed(ranks.broadcast(seed_of(mx.random.state[0])))  # type: ignore[index]
     try:
-        yield
+        for r in plain_stream_generate(model, tokenizer, tokens, options.max_tokens, stream=stream, **kwargs):
+            yield GenerationResponse(**vars(r))
     finally:
-        synchronize(stream)
-
-
-def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
-    """Encode the prompt as in mlx-lm, [T]."""
-    if isinstance(prompt, mx.array):
-        return prompt
-    if isinstance(prompt, str):
-        add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    return mx.array(prompt)  # type: ignore[arg-type]  # mypy cannot tell an array from the rest
+        if ranks is not None:
+            synchronize(stream)
 
 
 def _stream_mtp(
@@ -248,17 +234,12 @@ def print_text(
         if verbose:
             print(paint(response.text, response.source) if show_drafts else response.text, end="", flush=True)
         text += response.text
-    if verbose:
-        print("\n" + "=" * 10)
-        if text:
-            mtp = kwargs.get("mtp")
-            _print_figures(response, has_head(model) if mtp is None else mtp)
-        else:
-            print("No text generated for this prompt")
-    return text, response
-
-
-def _print_figures(response: GenerationResponse, mtp: bool) -> None:
+    if not verbose:
+        return text, response
+    print("\n" + "=" * 10)
+    if not text:
+        print("No text generated for this prompt")
+        return text, response
     print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
     print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
     print(f"Peak memory: {response.peak_memory:.3f} GB")
@@ -268,8 +249,10 @@ def _print_figures(response: GenerationResponse, mtp: bool) -> None:
         drafts.append(f"{sum(response.copies_accepted)} of {sum(response.copied)} copies accepted")
     if response.forced:
         drafts.append(f"{sum(response.forced_accepted)} of {sum(response.forced)} forced tokens accepted")
-    if drafts or mtp:
+    mtp = kwargs.get("mtp")
+    if drafts or (has_head(model) if mtp is None else mtp):
         print(f"Drafts: {', '.join(drafts) or 'none'}, {response.tokens_per_step:.3f} tokens-per-step")
+    return text, response
 
 
 def stored_steps(
@@ -298,7 +281,7 @@ def stored_steps(
     options |= vars(kv)
     entries, n, handle = store.fetch(key[:-1], kv)
     cache = PromptCache(entries, len(model.layers))
-    progress = options.pop("prompt_progress_callback", None) or (lambda *_: None)
+    progress = options.get("prompt_progress_callback") or (lambda *_: None)
     cuts = [cut - n for cut in cuts_of(tokenizer, tokens, store.n_common(key)) if cut > n]
 
     def at_chunk(n_read: int, _: int) -> None:
@@ -314,8 +297,8 @@ def stored_steps(
         "prompt_cuts": cuts,
         "prompt_progress_callback": at_chunk,
     }
-    if image_prompt is not None and (embeddings := image_prompt.embed(model, n)) is not None:
-        options |= {"input_embeddings": embeddings, "images": image_prompt.images}
+    if image_prompt is not None:
+        options |= {"input_embeddings": image_prompt.embed(model, n), "images": image_prompt.images}
     is_sound = True
     try:
         with closing(mtp_generate_step(prompt[n:], model, stream, **options)) as steps:
