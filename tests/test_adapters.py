@@ -26,12 +26,7 @@ random = np.random.default_rng(0).standard_normal
 
 
 class Adapter:
-    """Matrices as peft stores them, and what they add to the weights, in float64.
-
-    Args:
-        model (nn.Module): The model that it is made for.
-        r, alpha (float): The rank, and the numerator of the scale.
-    """
+    """Matrices of rank r as peft stores them, and what they add to a model's weights, scaled by alpha / r, in float64."""
 
     def __init__(self, model, r=4, alpha=6, **config):
         self.config = {"peft_type": "LORA", "r": r, "lora_alpha": alpha, "target_modules": [], **config}
@@ -181,10 +176,6 @@ def with_tensor(name, shape=(64,)):
     return lambda adapter: adapter.tensors.update({name: random(shape)})
 
 
-def named(*targets, **config):
-    return {"target_modules": [*targets], **config}
-
-
 def q_proj(change):
     """An update of q_proj whose tensors are changed."""
 
@@ -208,10 +199,10 @@ REFUSED = {
     "zero": ({}, ZERO_B, r"changes nothing: .*q_proj.lora_A.weight, .*q_proj.lora_B.weight are zero"),
     "scale zero": ({"lora_alpha": 0}, several, "changes nothing"),
     "no B": ({}, without("lora_B"), "not have two matrices for .*q_proj"),
-    "a target lacks": (named("q_proj", "o_proj"), ONLY_Q, r"no tensors for layers\.1\.self_attn\.o_proj, which its"),
+    "a target lacks": ({"target_modules": ["q_proj", "o_proj"]}, ONLY_Q, r"no tensors for layers\.1\.self_attn\.o_proj, which"),
     "a target of a pattern lacks": (
         {"target_modules": r".*self_attn\.[qk]_proj"}, ONLY_Q, r"no tensors for layers\.1\.self_attn\.k_proj, which"),
-    "a saved layer lacks": (named(modules_to_save=["lm_head"]), ONLY_Q, "no tensors for lm_head, which its config"),
+    "a saved layer lacks": ({"modules_to_save": ["lm_head"]}, ONLY_Q, "no tensors for lm_head, which its config"),
     "twice": ({}, TWICE, r"has .*q_proj\.lora_[AB]\.weight twice"),
     "alpha pattern": ({"alpha_pattern": {"q_proj(": 3}}, several, rf"alpha_pattern 'q_proj\(' {NO_PATTERN}"),
     "pattern of targets": ({"target_modules": "(q_proj"}, several, rf"target_modules '\(q_proj' {NO_PATTERN}"),

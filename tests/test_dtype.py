@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 from mlx_mtp import about, load
 from mlx_mtp.__main__ import COMMANDS
 from mlx_mtp.checkpoint import load as loading
+from mlx_mtp.checkpoint.checks import dtype as dtypes
 from mlx_mtp.checkpoint.checks import self_test
-from mlx_mtp.checkpoint.checks.dtype import DTYPES, set_dtype
 from mlx_mtp.checkpoint.checks.self_test import SelfTest
 from mlx_mtp.checkpoint.part import evaluate
 from mlx_mtp.core.distributed import any_rank
@@ -63,9 +63,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def quantized(tiny, tmp_path_factory):
-    return str(
-        converted(tiny, tmp_path_factory.mktemp("quantized") / "model", quantize=True, q_bits=4, q_group_size=32)
-    )
+    return str(converted(tiny, tmp_path_factory.mktemp("4") / "model", quantize=True, q_bits=4, q_group_size=32))
 
 
 CHOICES = [
@@ -80,10 +78,10 @@ CHOICES = [
     (M1, {"lazy": True}, BF16),  # nothing is read, so no value is looked at
     (M3, {"lazy": True, "dtype": "float16"}, F16),
 ]
-BOTH = [choice for choice in CHOICES if LONG or "draft_vocab" in choice[1]]
 CHOICES = [
-    *((*c, i % 2 == 0) for i, c in enumerate(CHOICES)),
-    *((*c, i % 2 > 0) for i, c in enumerate(CHOICES) if c in BOTH),
+    (*choice, is_quantized)
+    for i, choice in enumerate(CHOICES)
+    for is_quantized in ((True, False) if LONG or "draft_vocab" in choice[1] else (i % 2 == 0,))
 ]
 
 
@@ -176,8 +174,8 @@ def test_what_float16_cannot_hold_stays_in_bfloat16(chip, tiny, tmp_path, caplog
 @pytest.mark.parametrize("options", [{}, {"mtp": False}])
 def test_what_failed_in_float16_is_not_tried_again(chip, tiny, tmp_path, monkeypatch, caplog, options):
     """On this machine, until the checkpoint changes."""
-    folder, check, cast = enlarged(tiny, tmp_path, *HUGE), loading.check_float16, []
-    monkeypatch.setattr(loading, "check_float16", lambda *args: cast.append(args) or check(*args))
+    folder, check, cast = enlarged(tiny, tmp_path, *HUGE), dtypes.check_float16, []
+    monkeypatch.setattr(dtypes, "check_float16", lambda *args: cast.append(args) or check(*args))
     chip(M1)
     for _ in range(2):
         caplog.clear()
@@ -313,7 +311,7 @@ def test_one_pass_has_one_type(family, how):
     assert F32 in {dtype for name, _, dtype in operations if name in PRODUCTS}  # the walk finds it
     assert outputs["drafts"] == F32
 
-    set_dtype(model, "auto", False)
+    dtypes.set_dtype(model, "auto", False)
     operations, outputs = one_pass(model)
     assert {*outputs.values()} == {F16}
     found = {(name, shape) for name, shape, dtype in operations if name in PRODUCTS and dtype in (F32, BF16)}
@@ -332,9 +330,9 @@ def test_tables_in_files_serve_any_type(tmp_path, dtype):
     """CPUs multiply experts in float32 only, so nothing is evaluated but the rows of the tokens."""
     folder = write_tiny(tmp_path / "model", FLASH, **VOCAB)
     model, _ = load(str(folder), dtype=dtype, ngram_memory=False)
-    assert types(model) == {DTYPES[dtype]}
+    assert types(model) == {dtypes.DTYPES[dtype]}
     logits, hidden = model(PROMPT[None], return_hidden=True)
-    assert {logits.dtype, hidden.dtype} == {DTYPES[dtype]}
+    assert {logits.dtype, hidden.dtype} == {dtypes.DTYPES[dtype]}
 
 
 def test_a_pack_stays_in_float16(tmp_path):

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx_lm
@@ -11,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import mlx_mtp
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint.heads import acceptance
 from mlx_mtp.checkpoint.heads.acceptance import PARTS
@@ -21,40 +21,15 @@ from mlx_mtp.fit import fit
 from mlx_mtp.generate.__main__ import main as generate
 from tests.support import profiles
 from tests.support.bad_checkpoints import configured
-from tests.support.checkpoints import (
-    WEIGHTS,
-    config_of,
-    configure,
-    converted,
-    differing,
-    edit,
-    parameters,
-    write,
-    write_tiny,
-)
+from tests.support.checkpoints import config_of, converted, differing, edit, loaded, parameters, write, write_tiny
 from tests.support.commands import refusal, report, run_command
 from tests.support.hub_stand_in import HEADER_BYTES
-from tests.support.layouts import (
-    ENCODINGS,
-    EXPERTS,
-    INSIDE,
-    PLACES,
-    PREFIXES,
-    QUANTIZATIONS,
-    Layout,
-    quantized,
-    write_awq,
-    write_fp8,
-    write_layout,
-)
+from tests.support.layouts import PLACES, PREFIXES, Layout, layouts, quantized, write_awq, write_fp8, write_layout
 from tests.support.models import DATA, FAMILIES
 
 HEAD, DELTA = "language_model.mtp.", {"without_one": PARTS}
+STEP = 1 if profiles.LONG else 6
 WIDER = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "vocab_size": 512}  # for groups of 64
-
-
-def loaded(folder, mtp=True, **options):
-    return mlx_mtp.load(str(folder), mtp=mtp, **options)[0]
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +49,13 @@ def head_of(source, folder, layout, **options):
     return parameters(model.mtp)
 
 
-BY_DEFAULT = lambda axis, i, n=3: axis if profiles.LONG else axis[i::n]  # noqa: E731
-
-
 @pytest.mark.parametrize(
     ("prefix", "place"),
-    [(prefix, place) for i, prefix in enumerate(["", *PREFIXES]) for place in BY_DEFAULT(PLACES, i % 6, 6)],
+    [(prefix, place) for i, prefix in enumerate(["", *PREFIXES]) for place in PLACES[i % STEP :: STEP]],
 )
 def test_a_head_is_read_from_any_file_under_any_prefix(place, prefix, tiny, heads, tmp_path, hub, caplog):
     """Also from the hub, where no other file is downloaded, and ``--inspect`` names the file."""
-    layout = Layout(place, prefix or (PREFIXES[0] if place in INSIDE else ""))
+    layout = Layout(place, prefix or (PREFIXES[0] if place in ("inside", "model-mtp") else ""))
     want = heads["qwen3_5"]
     folder = write_layout(tiny["qwen3_5"], tmp_path / "model", layout)
     mx.save_safetensors(str(folder / "adapters.safetensors"), {"layers.0.lora_a": mx.zeros((200, 200))})
@@ -100,26 +72,6 @@ def test_a_head_is_read_from_any_file_under_any_prefix(place, prefix, tiny, head
     hub.reset_counts()
     assert hasattr(loaded(name, "cached"), "mtp")
     assert not [file for file in hub.served if file.endswith("safetensors") and file != "adapters.safetensors"]
-
-
-VALUES = ["delta", "delta_plus_one", "mlx_delta", " Delta "], ["absolute", "plus_one"]  # without 1, and with it
-
-
-@st.composite
-def layouts(draw):
-    place = draw(st.sampled_from(PLACES))
-    told = draw(st.one_of(st.none(), st.sampled_from(ENCODINGS)))
-    is_delta = told is not None and draw(st.booleans())
-    return Layout(
-        place,
-        draw(st.sampled_from([*PREFIXES, *([] if place in INSIDE else [""])])),
-        draw(st.sampled_from(EXPERTS)),
-        draw(st.sampled_from(QUANTIZATIONS)),
-        PARTS if is_delta else (),
-        {"quantization": {"group_size": 64, "bits": 8}}  # of the backbone
-        | (told(draw(st.sampled_from(VALUES[not is_delta]))) if told is not None else {"mtp_norm_encoding": "none"}),
-        draw(st.sampled_from(["config.json", "mtplx_runtime.json"])),
-    )
 
 
 @profiles.examples(20)
@@ -150,11 +102,21 @@ def test_of_two_copies_the_first_is_used(tiny, heads, tmp_path):
         mx.save_safetensors(str(folder / name), other)
     assert not differing(parameters(loaded(folder).mtp), want)
     (folder / "model-a.safetensors").unlink()
-    configure(folder, mlx_lm_extra_tensors=None)
+    configured(mlx_lm_extra_tensors=None)(folder)
     shutil.move(folder / "optiq" / "mtp.safetensors", folder / "model-head.safetensors")
     assert not differing(parameters(loaded(folder).mtp), want)
     shutil.move(folder / "model-head.safetensors", folder / "a-mtp.safetensors")
     assert not differing(parameters(loaded(folder).mtp), want)
+
+
+def test_a_record_decides_the_layout_and_without_one_the_backbone(tiny, heads, tmp_path):
+    raw, shifted = ({"mlx_mtp": {"norms_shifted": is_shifted}} for is_shifted in (False, True))
+    # They would be taken for the other layout.
+    for family, how in (("qwen3_5", dict(told=raw, **DELTA)), ("qwen3_5_moe", dict(told=shifted, experts="each"))):
+        got = head_of(tiny[family], tmp_path / family, Layout("config", **how))
+        assert all(mx.allclose(got[name], w, rtol=0, atol=1e-6) for name, w in heads[family].items())
+    got = head_of(DATA / "dense", tmp_path / "raw", Layout("config", "mtp."))
+    assert not differing(got, parameters(loaded(DATA / "dense").mtp))
 
 
 # Model types
@@ -203,26 +165,21 @@ def moved(name, content):
     return spoil
 
 
-def folder_as_head(folder):
-    (folder / "mtp.safetensors").mkdir()
-    configure(folder, mlx_lm_extra_tensors={"mtp_file": "mtp.safetensors"})
+def named(file):
+    return configured(mlx_lm_extra_tensors={"mtp_file": file})
 
 
-OF_A_HEAD = ("mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight")
-INDEX_OF_A_HEAD = json.dumps({"weight_map": dict.fromkeys(OF_A_HEAD, "mtp-1.safetensors")}).encode()
+INDEX_OF_A_HEAD = b'{"weight_map": {"mtp.pre_fc_norm_hidden.weight": "mtp-1.safetensors"}}'
 UNUSABLE = {
     "unknown tensor": (added({"layers.0.bias": mx.zeros(3)}), "does not fit this model: .*layers.0.bias"),
     "wrong bits": (added(WRONG_BITS), "does not fit this model: .*fc"),
-    "missing file": (
-        configured(mlx_lm_extra_tensors={"mtp_file": "gone/mtp.safetensors"}),
-        "lacks gone/mtp.safetensors, which its config names",
-    ),
+    "missing file": (named("gone/mtp.safetensors"), "lacks gone/mtp.safetensors, which its config names"),
     "missing in index": (
         moved("mtp.safetensors.index.json", INDEX_OF_A_HEAD),
         "lacks mtp-1.safetensors, which its mtp.safetensors.index.json names",
     ),
     "damaged": (moved("mtp.safetensors", b"\x08" + bytes(30)), "mtp.safetensors of .* is truncated or damaged"),
-    "a folder": (folder_as_head, "mtp.safetensors of .* is not a safetensors file but a folder: remove or"),
+    "outside": (named("/tmp/mtp.safetensors"), "names the file '/tmp/mtp.safetensors', which is not in its folder"),
 }
 
 
@@ -263,15 +220,6 @@ def measures(monkeypatch, tmp_path):
     return measured
 
 
-def test_a_head_is_measured_once(trained, measures, caplog):
-    for _ in range(2):
-        model = loaded(trained)
-        assert model.head_acceptance > 0.4
-    assert len(measures) == 1
-    assert caplog.records == []
-    assert re.fullmatch(r"ready, \d\d% of drafts accepted on built-in text", report(inspect(str(trained)))["--mtp"])
-
-
 READINGS = [
     Layout("inside", "mtp.", **DELTA),
     Layout("model-mtp", "model.language_model.mtp.", **DELTA),
@@ -303,7 +251,9 @@ def test_the_norms_are_read_so_that_drafts_are_accepted(layout, trained, measure
     caplog.clear()
     assert loaded(tmp_path / "repaired").head_acceptance == models[0].head_acceptance
     assert caplog.records == []
-    assert (tmp_path / "repaired" / WEIGHTS).samefile(folder / WEIGHTS)
+    lines = report(inspect(str(tmp_path / "repaired")))
+    assert re.fullmatch(r"ready, \d\d% of drafts accepted on built-in text", lines["--mtp"])
+    assert (tmp_path / "repaired" / "model.safetensors").samefile(folder / "model.safetensors")
 
 
 def test_a_head_whose_drafts_are_rejected_is_told(trained, measures, tmp_path, caplog):
@@ -319,10 +269,8 @@ def test_a_head_whose_drafts_are_rejected_is_told(trained, measures, tmp_path, c
 def test_a_model_that_cannot_be_run_is_loaded(trained, measures, monkeypatch, caplog):
     """Such as a mixture of experts in bfloat16 on MLX's CPU backend."""
 
-    def fail(*args):
-        raise RuntimeError("[GatherMM] Only real float32 is supported\non the CPU")
-
-    monkeypatch.setattr(acceptance, "measure_readings", fail)
+    error = RuntimeError("[GatherMM] Only real float32 is supported\non the CPU")
+    monkeypatch.setattr(acceptance, "measure_readings", Mock(side_effect=error))
     assert loaded(trained).head_acceptance is None
     [record] = caplog.records
     assert record.message.endswith("could not be tested: [GatherMM] Only real float32 is supported")
@@ -354,7 +302,7 @@ def test_another_quantization_is_refused_before_the_weights_are_downloaded(hub, 
         others = {f"model.language_model.layers.0.mlp.{n}": mx.zeros(shape) for n, shape in added.items()}
         edit(folder, lambda w, others=others: w.update(others))
         told = {"quantization_config": how}
-        configure(folder, **told if i % 2 else {"text": told})
+        configured(**told if i % 2 else {"text": told})(folder)
         if i == 0:
             (folder / "README.md").write_text("---\nbase_model:\n- org/base\n---\n")
         hub.publish(model := f"org/tiny-{i}-AWQ-int4", folder)
@@ -369,7 +317,7 @@ def test_another_quantization_is_refused_before_the_weights_are_downloaded(hub, 
         assert report(inspect(model))["--mtp"].startswith(message)
         with pytest.raises(ValueError, match=re.escape(message)):
             fit(model, str(tmp_path / "out"), drafts=1)
-    assert hub.served[WEIGHTS] <= 9 * len(CONTAINERS) * HEADER_BYTES
+    assert hub.served["model.safetensors"] <= 9 * len(CONTAINERS) * HEADER_BYTES
 
 
 def test_a_model_in_awq_is_loaded_as_by_mlx_lm(trained, tmp_path):

@@ -49,17 +49,6 @@ def test_fetches_a_revision(hub, tmp_path):
         fetch("org/revised", "v3")
 
 
-def test_resumes_a_broken_download(hub, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", chunk := 1 << 20)
-    size = (DATA / "dense" / "model.safetensors").stat().st_size
-    hub.publish("org/broken", DATA / "dense")
-    hub.break_after = size // 2
-    folder = fetch("org/broken", None)
-    assert (folder / "model.safetensors").read_bytes() == (DATA / "dense" / "model.safetensors").read_bytes()
-    assert hub.served["model.safetensors"] < size + chunk
-    assert any(asked == f"bytes={size // 2 // chunk * chunk}-" for _, _, asked in hub.requests)
-
-
 def test_a_token_opens_a_gated_repository(hub, monkeypatch):
     hub.publish("org/gated", DATA / "dense", gated=True)
     with pytest.raises(FileNotFoundError, match=r"^org/gated is gated: .*hf auth login"):
@@ -86,8 +75,10 @@ def test_offline_uses_the_cache(hub, monkeypatch):
 def test_a_file_that_the_cache_lacks_is_named(hub, monkeypatch):
     hub.publish("org/part", DATA / "moe35")
     fetch("org/part", None, weights=["model-00001-of-00002.safetensors"])
-    for attribute, value in (("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", True)):
-        reason = "no connection to the Hugging Face hub" if attribute == "ENDPOINT" else "HF_HUB_OFFLINE is set"
+    for attribute, value, reason in (
+        ("ENDPOINT", "http://127.0.0.1:9", "no connection to the Hugging Face hub"),
+        ("HF_HUB_OFFLINE", True, "HF_HUB_OFFLINE is set"),
+    ):
         with monkeypatch.context() as patch, pytest.raises(FileNotFoundError) as e:
             patch.setattr(huggingface_hub.constants, attribute, value)
             fetch("org/part", None)

@@ -16,33 +16,16 @@ from mlx_mtp.checkpoint.load import check_family
 from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.convert.__main__ import main as convert
 from mlx_mtp.core.models import drafter_of
-from mlx_mtp.core.models.head_weights import EXPERT_PROJECTIONS, is_raw
+from mlx_mtp.core.models.head_weights import EXPERT_PROJECTIONS, is_raw, split_head
 from tests.support import profiles
 from tests.support.bad_checkpoints import BAD
-from tests.support.checkpoints import (
-    INDEX,
-    config_of,
-    configure,
-    copied,
-    differing,
-    edit,
-    no_head,
-    parameters,
-    tables,
-    write,
-    write_llama,
-    write_tiny,
-)
+from tests.support.checkpoints import INDEX, copied, differing, loaded, parameters, tables, write, write_llama
 from tests.support.commands import report, run_command
 from tests.support.layouts import with_experts
 from tests.support.models import DATA, FAMILIES, FLASH, model_of, tiny_config, tiny_model
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 RAW = "model.language_model."
-
-
-def loaded(folder, mtp=True, **options):
-    return mlx_mtp.load(str(folder), mtp=mtp, **options)[0]
 
 
 def published(model, family, raw=True, fused=False, prefix=RAW):
@@ -172,33 +155,22 @@ def sharded(tmp_path, files=SHARDS, others=None, removed=()):
     return folder, model
 
 
-def of_another():
-    return parameters(tiny_model("qwen3_5", 4))
+def of_another(part=""):
+    return {name: w for name, w in parameters(tiny_model("qwen3_5", 4)).items() if part in name}
 
 
-def of_another_head():
-    return {name: w for name, w in of_another().items() if "mtp." in name}
-
-
-NOT_READ = "Not read, since the index of .*model does not name them: "
-READ = "Not read, since the index of .*model does not name them: "
-STALE = "model.safetensors.index.json of .*model is not that of its files, which are complete: it is not used"
-READ = {  # what is wrong with the files, and the line
-    "another model's file": (dict(others={"model.safetensors": of_another}), NOT_READ + "model.safetensors."),
-    "another's head": (dict(others={"model-mtp.safetensors": of_another_head}), NOT_READ + "model-mtp.safetensors."),
-    "another's head, which mlx-lm does not load": (dict(others={"mtp.safetensors": of_another_head}), None),
-    "other names": (
-        dict(files=["a/weights.safetensors", "b.safetensors"], others={"model.safetensors": of_another}),
-        NOT_READ + "model.safetensors.",
-    ),
+READ = {  # the model's files, a file of another one and what it has, and whether a line names it
+    "another model's file": (SHARDS, "model.safetensors", "", True),
+    "another's head": (SHARDS, "model-mtp.safetensors", "mtp.", True),
+    "another's head, which mlx-lm does not load": (SHARDS, "mtp.safetensors", "mtp.", False),
+    "other names": (["a/weights.safetensors", "b.safetensors"], "model.safetensors", "", True),
 }
 
 
-@pytest.mark.parametrize(("how", "line"), READ.values(), ids=READ)
-def test_the_files_that_the_index_names_are_the_models(how, line, tmp_path, caplog):
+@pytest.mark.parametrize(("files", "other", "part", "is_told"), READ.values(), ids=READ)
+def test_the_files_that_the_index_names_are_the_models(files, other, part, is_told, tmp_path, caplog):
     """In loading with and without the head, in conversions and in grafts; one line names others."""
-    others = {file: tensors() for file, tensors in how.get("others", {}).items()}
-    folder, model = sharded(tmp_path, **how | {"others": others})
+    folder, model = sharded(tmp_path, files, {other: of_another(part)})
     want = parameters(model)
     assert not differing(parameters(loaded(folder)), want)
     assert not differing(parameters(loaded(folder, False)), {n: w for n, w in want.items() if "mtp." not in n})
@@ -206,15 +178,15 @@ def test_the_files_that_the_index_names_are_the_models(how, line, tmp_path, capl
     assert not differing(parameters(loaded(tmp_path / "out")), want)
     mlx_mtp.convert(str(folder), str(tmp_path / "graft"), graft_mtp_from=str(folder), skip_check=True)
     assert not differing(parameters(loaded(tmp_path / "graft")), want)
-    lines = [record.message for record in caplog.records]
-    assert len(lines) == (line is not None)
-    assert all(re.search(line, text) for text in lines)
+    assert len(caplog.records) == is_told
+    line = f"Not read, since the index of .*model does not name them: {other}"
+    assert all(re.search(line, record.message) for record in caplog.records)
 
 
 @pytest.mark.parametrize("mtp", [True, False, "cached"])
 def test_all_files_that_are_missing_are_named(mtp, tmp_path):
     """Also beside a complete model if one of its own files is there."""
-    for others, removed in (({}, SHARDS), ({"model-mtp.safetensors": of_another_head()}, SHARDS)):
+    for others, removed in (({}, SHARDS), ({"model-mtp.safetensors": of_another("mtp.")}, SHARDS)):
         folder, _ = sharded(tmp_path / str(len(others)), others=others, removed=removed)
         with pytest.raises(FileNotFoundError, match=f"lacks {SHARDS[0]}, {SHARDS[1]}, which its index names"):
             loaded(folder, mtp)
@@ -252,7 +224,7 @@ ENDS = ("config", "text_config", "generation_config", "tokenizer_config")
 
 
 def test_every_end_of_text_that_a_file_names_ends_a_text(tmp_path):
-    folder = write_tiny(tmp_path / "model", "qwen3_5")
+    folder = write(tmp_path / "model", tiny_config("qwen3_5"), parameters(tiny_model("qwen3_5")))
     (folder / "generation_config.json").write_text("{}")
     ends = mlx_mtp.load(str(folder))[1].eos_token_ids  # the tokenizer's own
     for form in ("number", "list"):
@@ -323,30 +295,21 @@ def test_returns_what_mlx_lm_returns():
     assert ours[2].items() >= theirs[2].items()
 
 
-# Formats that others publish
+# Drafters
 
 
 def headless(tmp_path, family):
-    """A converted checkpoint without its head, and the tensors: (model, folder, backbone, head)."""
-    weights = parameters(model := tiny_model(family, 3))
-    head = {name: w for name, w in weights.items() if "mtp." in name}
-    backbone = {name: w for name, w in weights.items() if "mtp." not in name}
-    backbone |= tables(model)
-    return model, write(tmp_path / "model", tiny_config(family), backbone), backbone, head
+    """A converted checkpoint without its head: (model, folder, the head's tensors)."""
+    model = tiny_model(family, 3)
+    backbone, head = split_head(parameters(model))
+    return model, write(tmp_path / "model", tiny_config(family), backbone | tables(model)), head
 
 
-def add_file(folder, head, name="mtp.safetensors", metadata=None, **config):
-    (folder / name).parent.mkdir(exist_ok=True)
-    mx.save_safetensors(str(folder / name), head, metadata=metadata)
-    configure(folder, mlx_lm_extra_tensors={"mtp_file": name, "mtp_tensor_count": len(head)}, **config)
-
-
-def make_drafter(tmp_path, model, tensors, **config):
-    """A folder with a head alone, as mlx-vlm writes it."""
-    weights = {name.removeprefix("language_model.").removeprefix("mtp."): w for name, w in tensors.items()}
-    text = (source := config_of(model)).get("text_config", source)
-    own = {"model_type": drafter_of(source["model_type"]), "text_config": text}
-    return write(tmp_path / "drafter", own | {"block_size": 3, "tie_word_embeddings": True} | config, weights)
+def make_drafter(folder, family, head, **config):
+    """A head alone, as mlx-vlm writes it."""
+    source = tiny_config(family)
+    own = {"model_type": drafter_of(family), "text_config": source.get("text_config", source)}
+    return write(folder, own | {"block_size": 3, "tie_word_embeddings": True} | config, head)
 
 
 def assert_same_head(got, want):
@@ -358,49 +321,22 @@ def assert_same_head(got, want):
 
 @pytest.mark.parametrize(("family", "raw"), [*itertools.product(FAMILIES, (False, True))][:: 1 if profiles.LONG else 3])
 def test_loads_a_drafter(family, raw, tmp_path):
-    model, folder, _, head = headless(tmp_path, family)
-    drafter = make_drafter(tmp_path, folder, head)
+    model, folder, head = headless(tmp_path, family)
     if raw:  # names tell, as in mlx-vlm
-        edit(
-            drafter,
-            lambda w: [w.update({f"mtp.{n}": w[n] - (w[n].ndim == 1 and family != FLASH)}) or w.pop(n) for n in [*w]],
-        )
-    assert_same_head(loaded(folder, mtp=str(drafter)), model)
+        head = {f"mtp.{name}": w - (w.ndim == 1 and family != FLASH) for name, w in head.items()}
+    drafter = make_drafter(tmp_path / "drafter", family, head)
+    assert_same_head(loaded(folder, str(drafter)), model)
     if family == "qwen3_5" and not raw:  # beside a raw model it is not shifted either
         write(folder, tiny_config(family), published(model, family))
-        assert_same_head(loaded(folder, mtp=str(drafter)), model)
+        assert_same_head(loaded(folder, str(drafter)), model)
 
 
-def test_head_file_beside_raw_weights_is_raw(tmp_path):
-    want = loaded(folder := copied(tmp_path))
-    head = {n: w for n, w in mx.load(str(folder / "model.safetensors")).items() if n.startswith("mtp.")}
-    add_file(folder, head)
-    no_head(folder)
-    assert_same_head(loaded(folder), want)
-
-
-@pytest.mark.parametrize("shifted", [True, False])
-def test_config_record_decides_the_layout(shifted, tmp_path):
-    model, folder, _, head = headless(tmp_path, "qwen3_5")
-    weights = {name: w if w.ndim > 1 or shifted else w - 1 for name, w in head.items()}
-    add_file(folder, weights, metadata={"format": "pt"}, mlx_mtp={"norms_shifted": shifted})
-    assert_same_head(loaded(folder), model)
-
-
-def test_rejects_a_bad_head_file(tmp_path):
-    _, folder, _, head = headless(tmp_path, "qwen3_5_moe")
-    add_file(folder, head)
-    outside = [(name, "not in its folder") for name in ("../mtp.safetensors", "/tmp/mtp.safetensors", 5)]
-    for name, message in (*outside, ("gone.safetensors", "lacks gone.safetensors, which its config names")):
-        configure(folder, mlx_lm_extra_tensors={"mtp_file": name})
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            loaded(folder)
-    # Nor a drafter that does not fit
-    _, folder, _, head = headless(tmp_path, "qwen3_5")
+def test_rejects_a_drafter_that_does_not_fit(tmp_path):
+    _, folder, head = headless(tmp_path, "qwen3_5")
     for config, message in (
         ({"text_config": {"hidden_size": 128}}, "does not fit .*: hidden_size is 128, not 64"),
         ({"model_type": "llama"}, r"is not a drafter: .* is llama, not qwen3_5_mtp\. .*--graft-mtp-from"),
     ):
-        drafter = make_drafter(tmp_path, folder, head, **config)
+        drafter = make_drafter(tmp_path / "drafter", "qwen3_5", head, **config)
         with pytest.raises(ValueError, match=message):
-            loaded(folder, mtp=str(drafter))
+            loaded(folder, str(drafter))

@@ -124,15 +124,9 @@ def test_times_that_were_not_measured_follow_from_the_others():
     assert StepTimes(dict(zip(self_test.DRAFT_LENGTHS, whole))).estimate[:8] == seconds[:8]
 
 
-ERRORS = [RuntimeError("[metal::malloc] Unable\nto allocate"), MemoryError()]
-
-
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", [RuntimeError("[metal::malloc] Unable\nto allocate"), MemoryError()])
 def test_an_error_of_the_test_ends_no_load(cache_folder, monkeypatch, caplog, error):
-    def fail(*args):
-        raise error
-
-    monkeypatch.setattr(self_test, "_head_copies", fail)
+    monkeypatch.setattr(self_test, "_head_copies", Mock(side_effect=error))
     model, _ = mlx_mtp.load(str(DATA / "dense"))
     [record] = caplog.records
     assert "dense could not be tested on this device: " in record.message
@@ -153,35 +147,34 @@ def test_what_is_wrong_is_off_and_told(cache_folder, untimed, monkeypatch, caplo
     assert (model.drafting.compiled, model.drafting.attention_rows) == (True, 0)
 
 
-def attention(is_wrong, spoil=lambda out: out[..., ::-1]):
+def flipped(out):
+    return out[..., ::-1]
+
+
+def spoiled(module, name, is_wrong, spoil=flipped):
+    """A function that is wrong for some arguments, for ``monkeypatch.setattr``."""
+    right = getattr(module, name)
+
+    def call(*args, **options):
+        out = right(*args, **options)
+        return spoil(out) if is_wrong(*args) else out
+
+    return module, name, call
+
+
+def attention(is_wrong, spoil=flipped):
     """MLX's fused attention, which is wrong for some numbers of queries and keys."""
-    right = mx.fast.scaled_dot_product_attention
-
-    def attend(q, k, v, **options):
-        out = right(q, k, v, **options)
-        return spoil(out) if is_wrong(q.shape[2], k.shape[2]) else out
-
-    return mx.fast, "scaled_dot_product_attention", attend
+    wrong_at = lambda q, k, v: is_wrong(q.shape[2], k.shape[2])  # noqa: E731
+    return spoiled(mx.fast, "scaled_dot_product_attention", wrong_at, spoil)
 
 
 def quantized_attention(is_wrong):
-    right = base.quantized_scaled_dot_product_attention
-
-    def attend(queries, *args, **options):
-        out = right(queries, *args, **options)
-        return out[..., ::-1] if is_wrong(queries.shape[2]) else out
-
-    return base, "quantized_scaled_dot_product_attention", attend
+    return spoiled(base, "quantized_scaled_dot_product_attention", lambda queries, *_: is_wrong(queries.shape[2]))
 
 
 def recurrence(is_wrong):
-    right = mx.fast.gated_delta_update
-
-    def update(q, *inputs):
-        out, state = right(q, *inputs)
-        return [out[..., ::-1], 0.5 * state] if is_wrong(q.shape[1]) else [out, state]
-
-    return mx.fast, "gated_delta_update", update
+    spoil = lambda found: [flipped(found[0]), 0.5 * found[1]]  # noqa: E731
+    return spoiled(mx.fast, "gated_delta_update", lambda q, *_: is_wrong(q.shape[1]), spoil)
 
 
 def compiled_pass(self, function, module, *inputs, **numbers):
@@ -190,16 +183,13 @@ def compiled_pass(self, function, module, *inputs, **numbers):
     return out * mx.nan if isinstance(out, mx.array) else out
 
 
-def fail(out):
-    raise RuntimeError("[metal] The kernel has too many threads.")
-
-
+FAILS = Mock(side_effect=RuntimeError("[metal] The kernel has too many threads."))
 KV = dict(kv_bits=4, kv_group_size=32, quantized_kv_start=0)
 LONG_PROMPT = [i * i % 29 for i in range(1040)]
 # A kernel, what is found wrong, the widest window, the options of a text, and its prompt.
 FAULTS = {
     "zeros": (lambda: attention(lambda T, N: 4 < T <= 9, mx.zeros_like), "passes over more than 4 tokens", 4, {}, PROMPT),
-    "an error": (lambda: attention(lambda T, N: T == 9, fail), "passes over more than 8 tokens", 8, {}, PROMPT),
+    "an error": (lambda: attention(lambda T, N: T == 9, FAILS), "passes over more than 8 tokens", 8, {}, PROMPT),
     "many keys": (lambda: attention(lambda T, N: T <= 8 and N > 1024), "attention kernels", 17, {}, LONG_PROMPT),
     "windows on many keys": (
         lambda: attention(lambda T, N: 1 < T <= 17 and N > 1024), "passes over more than 1 tokens", 1, {}, LONG_PROMPT
@@ -261,7 +251,7 @@ def test_rows_of_which_one_is_quantized_share_its_windows(cache_folder, untimed,
 
 def test_an_interrupt_ends_the_test_and_nothing_is_kept(cache_folder, untimed, monkeypatch):
     model = tiny_model("qwen3_5")
-    monkeypatch.setattr(self_test, "difference", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(kernels, "difference", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         self_test.ensure_tested(model, "NAME")
     assert not (cache_folder / "mlx_mtp" / "self-test.json").exists()

@@ -33,20 +33,17 @@ TUNED = Settings("auto", 8, 4, 1024, 0.3, {0: 0.01, 1: 0.012, 3: 0.02}, attentio
 
 
 @pytest.fixture
-def tuned_model():
+def tuned_model(monkeypatch, tmp_path):
     """Write settings for the trained model to the cache folder."""
-    files = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def write(found, **changes):
         key = settings.key_of(DATA / "dense")
-        files.append(settings.default_file(key))
-        settings.check_writable(files[-1])
-        settings.write(files[-1], {**key, **changes}, "dense", found)
-        return files[-1]
+        settings.check_writable(file := settings.default_file(key))
+        settings.write(file, {**key, **changes}, "dense", found)
+        return file
 
-    yield write
-    for file in files:
-        file.unlink(missing_ok=True)
+    return write
 
 
 def test_load_finds_settings_and_keeps_the_text(tuned_model):
@@ -69,16 +66,6 @@ def test_load_finds_settings_and_keeps_the_text(tuned_model):
         model, _ = mlx_mtp.load(TRAINED, **argument)
         assert model.drafting.tuned is None, argument
         assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {4} & {argument.get("mtp_bits")}
-
-
-def test_settings_of_one_process_are_not_for_several(tuned_model, caplog):
-    caplog.set_level(logging.WARNING)  # a server in the same process logs more
-    file = tuned_model(TUNED)
-    assert settings.find(True, [DATA / "dense"]) == TUNED
-    assert settings.find(True, [DATA / "dense"], n_ranks=2) is None
-    assert caplog.text == ""
-    assert settings.find(file, [DATA / "dense"], n_ranks=2) is None
-    assert "are ignored, because device is 2 times" in caplog.text
 
 
 def test_drafts_follow_settings_unless_given(tuned_model, equal_steps):
@@ -112,14 +99,21 @@ def test_benchmark_ignores_settings_unless_given(monkeypatch, capsys, tuned_mode
 
 
 def test_warns_of_settings_for_something_else(tuned_model, caplog):
+    caplog.set_level(logging.WARNING)  # a server in the same process logs more
     for part in ("checkpoint", "device", "mlx", "mlx-lm", "mlx-mtp"):
-        file = tuned_model(TUNED, **{part: "another"})
-        with caplog.at_level(logging.WARNING):
-            assert settings.find(True, [DATA / "dense"]) is None
-        said = caplog.text
-        assert all(words in said for words in (f"{part} is ", "not another", str(file)))
         caplog.clear()
+        file = tuned_model(TUNED, **{part: "another"})
+        assert settings.find(True, [DATA / "dense"]) is None
+        assert all(words in caplog.text for words in (f"{part} is ", "not another", str(file)))
     assert mlx_mtp.load(TRAINED)[0].drafting.tuned is None
+    # Those of one process are not for several
+    caplog.clear()
+    file = tuned_model(TUNED)
+    assert settings.find(True, [DATA / "dense"]) == TUNED
+    assert settings.find(True, [DATA / "dense"], n_ranks=2) is None
+    assert caplog.text == ""
+    assert settings.find(file, [DATA / "dense"], n_ranks=2) is None
+    assert "are ignored, because device is 2 times" in caplog.text
 
 
 def test_each_checkpoint_has_its_key(tmp_path):
@@ -188,11 +182,8 @@ ASKED = [{"role": "user", "content": "def read(path):"}]
 SAMPLED = Sampling(0.8, 0.95, 20)
 
 
-def advising(folder: Path, advice: dict, source: str = TRAINED) -> str:
-    folder.mkdir()
-    for file in Path(source).iterdir():
-        if file.name != "generation_config.json":
-            (folder / file.name).symlink_to(file)
+def advising(folder: Path, advice: dict) -> str:
+    shutil.copytree(TRAINED, folder)
     (folder / "generation_config.json").write_text(json.dumps(advice))
     return str(folder)
 
@@ -255,20 +246,15 @@ def test_the_chat_samples_as_advised(capsys, tmp_path):
     assert said("--model", model, *seeded, "--temp", 0)[1] == greedy[1] != sampled[1]
 
 
-@pytest.fixture
-def used(monkeypatch):
-    found, make_sampler = [], Admission.make_sampler
+def test_requests_without_sampling_have_the_models(tmp_path, monkeypatch, caplog):
+    """Of the model that they name, and what a request says comes first."""
+    used, make_sampler = [], Admission.make_sampler
 
     def note(self, request):
-        found.append(Sampling(**{name: getattr(request.args.sampling, name) for name in asdict(Sampling())}))
+        used.append(Sampling(**{name: getattr(request.args.sampling, name) for name in asdict(Sampling())}))
         return make_sampler(self, request)
 
     monkeypatch.setattr(Admission, "make_sampler", note)
-    return found
-
-
-def test_requests_without_sampling_have_the_models(tmp_path, used, caplog):
-    """Of the model that they name, and what a request says comes first."""
     model, other = advising(tmp_path / "model", QWEN), advising(tmp_path / "other", {"temperature": 0.6})
     flags = ["--mtp", "--model", model, "--serve-model", other, "--min-p", "0.01"]
     with caplog.at_level(logging.INFO), Engine(*flags) as engine:

@@ -50,6 +50,10 @@ def converted(source, target, **options):
     return target
 
 
+def loaded(folder, mtp=True, **options):
+    return load(str(folder), mtp=mtp, **options)[0]
+
+
 def make_adapter(model: Path, folder: Path) -> Path:
     """An adapter as ``mlx_lm.lora`` writes it, of random numbers."""
     folder.mkdir()

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
+from hypothesis import strategies as st
 
+from mlx_mtp.checkpoint.heads.acceptance import PARTS
 from mlx_mtp.core.models.head_weights import split_head
 
-from .checkpoints import INDEX, WEIGHTS, config_of, configure
+from .checkpoints import INDEX, WEIGHTS, configure
 
 PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.", "language_model.model.mtp.")
 INSIDE = ("inside", "model-mtp")  # files that mlx-lm loads: their tensors have a prefix
@@ -42,6 +44,27 @@ class Layout:
     told_in: str = "config.json"
 
 
+VALUES = ["delta", "delta_plus_one", "mlx_delta", " Delta "], ["absolute", "plus_one"]  # without 1, and with it
+
+
+@st.composite
+def layouts(draw):
+    """Any layout that is read."""
+    place = draw(st.sampled_from(PLACES))
+    told = draw(st.one_of(st.none(), st.sampled_from(ENCODINGS)))
+    is_delta = told is not None and draw(st.booleans())
+    return Layout(
+        place,
+        draw(st.sampled_from([*PREFIXES, *([] if place in INSIDE else [""])])),
+        draw(st.sampled_from(EXPERTS)),
+        draw(st.sampled_from(QUANTIZATIONS)),
+        PARTS if is_delta else (),
+        {"quantization": {"group_size": 64, "bits": 8}}  # of the backbone
+        | (told(draw(st.sampled_from(VALUES[not is_delta]))) if told is not None else {"mtp_norm_encoding": "none"}),
+        draw(st.sampled_from(["config.json", "mtplx_runtime.json"])),
+    )
+
+
 def write_layout(source: Path, target: Path, layout: Layout) -> Path:
     """Copy a converted checkpoint of one file, with its head in another layout."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
@@ -51,12 +74,11 @@ def write_layout(source: Path, target: Path, layout: Layout) -> Path:
     head = with_experts(quantized(head, layout.quantization), layout.experts)
     head = {layout.prefix + name: w for name, w in head.items()}
     _place(target, backbone, head, layout.place)
-    config = config_of(target)
-    config.pop("mlx_mtp", None)
-    (target / "config.json").write_text(json.dumps(config))
-    if layout.told:
-        file = target / layout.told_in
-        file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | layout.told))
+    configure(target, mlx_mtp=None)
+    if layout.told_in == "config.json":
+        configure(target, **layout.told)
+    else:
+        (target / layout.told_in).write_text(json.dumps(layout.told))
     return target
 
 
@@ -87,82 +109,58 @@ def _fp8(w, block=128):
 
 def with_experts(head, how):
     """The experts in one of the forms of ``EXPERTS``."""
-    if not any(".switch_mlp." in name for name in head):
-        return head
     out = {}
     for name, w in head.items():
         mlp, _, rest = name.partition("switch_mlp.")
-        if not rest:
-            out[name] = w
-            continue
         projection, _, part = rest.partition(".")
-        is_quantized = f"{mlp}switch_mlp.{projection}.scales" in head
-        is_bare = (
-            part.startswith("weight") and how in ("fused", "stacked") and not is_quantized
-        )  # as in raw checkpoints
-        owner, end = (
-            "switch_mlp" if "switch" in how else "experts",
-            part.removeprefix("weight") if is_bare else f".{part}",
-        )
-        if how == "switch_mlp":
+        owner, end = f"{mlp}{'switch_mlp' if 'switch' in how else 'experts'}", f".{part}"
+        if how in ("fused", "stacked") and f"{mlp}switch_mlp.{projection}.scales" not in head:
+            end = end.removeprefix(".weight")  # as in raw checkpoints
+        if how == "switch_mlp" or not rest:
             out[name] = w
         elif how == "as dense":
-            out[f"{mlp}{rest}"] = w
+            out[mlp + rest] = w
         elif how == "each":
-            out |= {f"{mlp}experts.{e}.{rest}": w[e] for e in range(len(w))}
+            out |= {f"{owner}.{e}.{rest}": w[e] for e in range(len(w))}
         elif how == "numbers last":
-            out |= {f"{mlp}experts.{projection}.{e}.{part}": w[e] for e in range(len(w))}
+            out |= {f"{owner}.{projection}.{e}.{part}": w[e] for e in range(len(w))}
         elif how == "stacked" or projection == "down_proj":
-            out[f"{mlp}{owner}.{projection}{end}"] = w
+            out[f"{owner}.{projection}{end}"] = w
         elif projection == "gate_proj":
             both = mx.concatenate([w, head[f"{mlp}switch_mlp.up_proj.{part}"]], axis=-2)
-            out[f"{mlp}{owner}.gate_up_proj{end}"] = both
+            out[f"{owner}.gate_up_proj{end}"] = both
     return out
 
 
 def _place(folder, backbone, head, place):
-    if place in INSIDE:
-        file = WEIGHTS if place == "inside" else "model-mtp.safetensors"
-        save(folder, backbone | head if place == "inside" else backbone)
-        if place != "inside":
-            save(folder, head, file)
-        return
-    save(folder, backbone)
-    names = sorted(head)
-    if place == "config":
-        save(folder, head, "optiq/mtp.safetensors")
-        configure(folder, mlx_lm_extra_tensors={"mtp_file": "optiq/mtp.safetensors"})
-    elif place in ("index", "index of two", "other index", "no index"):
-        n = 1 if place == "index" else 2
+    save(folder, backbone | head if place == "inside" else backbone)
+    names, files, n = sorted(head), {}, 1 if place == "index" else 2
+    if "index" in place:
         files = {f"mtp-{i + 1:05d}-of-{n:05d}.safetensors": names[i::n] for i in range(n)}
-        for file, own in files.items():
-            save(folder, {name: head[name] for name in own}, file)
+    elif place != "inside":
+        named = {"model-mtp": "model-mtp.safetensors", "config": "optiq/mtp.safetensors"}
+        files = {named.get(place, place): names}
+    for file, own in files.items():
+        save(folder, {name: head[name] for name in own}, file)
+    if place == "config":
+        configure(folder, mlx_lm_extra_tensors={"mtp_file": "optiq/mtp.safetensors"})
+    if "index" in place and place != "no index":
         weight_map = {name: file for file, own in files.items() for name in own}
         if place != "other index":
             weight_map |= dict.fromkeys(backbone, WEIGHTS)
         index = "mtp.safetensors.index.json" if place == "other index" else INDEX
-        if place != "no index":
-            (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    else:
-        save(folder, head, place)
+        (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def save(folder, tensors, name=WEIGHTS):
     """MLX writes FP8 as bytes, and its type is written over them."""
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / name), tensors)
-    fp8 = {name for name in tensors if f"{name}_scale_inv" in tensors}
-    if not fp8:
-        return
-    data = (folder / name).read_bytes()
-    n = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + n])
-    header.pop("__metadata__", None)
-    for own in fp8:
-        header[own]["dtype"] = "F8_E4M3"
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    (folder / name).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + n :])
+    if any(own.endswith("_scale_inv") for own in tensors):
+        data = (folder / name).read_bytes()
+        n = 8 + struct.unpack("<Q", data[:8])[0]
+        header = data[8:n].replace(b'"U8"', b'"F8_E4M3"')
+        (folder / name).write_bytes(struct.pack("<Q", len(header)) + header + data[n:])
 
 
 def write_fp8(source: Path, target: Path, base_model: str) -> Path:

@@ -36,7 +36,7 @@ VARIANTS = (
 MATRIX = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 EXPERT = re.compile(r"(.+\.mlp)\.experts\.(\d+)\.(\w+)")
 FUSED_INTO = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
-FUSED = re.compile(r"(.+\.mlp)\.experts(\.base_layer)?")
+FUSED = re.compile(r".+\.mlp\.experts(\.base_layer)?")
 LAYERS: dict[Any, tuple[type[nn.Module], ...]] = {
     LoRALinear: (nn.Linear, nn.QuantizedLinear),
     LoRASwitchLinear: (SwitchLinear, QuantizedSwitchLinear),
@@ -56,11 +56,11 @@ class Update(NamedTuple):
 def check_adapter(path: str, name: str = "The adapter") -> None:
     """Raise an error that begins with a name, such as a flag's, for no folder, or an adapter of peft that is not supported."""
     check_folder(folder := Path(path), name)
-    if not is_peft(folder):
+    config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    if "peft_type" not in config:
         if not (folder / OWN_WEIGHTS).exists():
             raise MTPFileNotFoundError(f"The adapter {path} has no {OWN_WEIGHTS}, nor is it one of peft.")
         return
-    config = read_json(folder / CONFIG)
     given = [key for key, value in config.items() if value and (key.startswith("use_") or key in VARIANTS)]
     other = [key for key in given if key != "use_rslora"]
     if config["peft_type"] != "LORA":
@@ -73,17 +73,14 @@ def check_adapter(path: str, name: str = "The adapter") -> None:
         raise MTPFileNotFoundError(f"The adapter {path} has no {WEIGHTS}: save it with peft's safe_serialization.")
 
 
-def is_peft(folder: Path) -> bool:
-    return (folder / CONFIG).exists() and "peft_type" in read_json(folder / CONFIG)
-
-
 def with_adapter(model: Any, path: str) -> Any:
     """Apply an adapter of ``mlx_lm.lora``, ``mlx_mtp fit`` or peft. Raises an MTPError if it does not fit the model."""
     folder = Path(path)
     try:
-        weights: Any = mx.load(str(folder / (WEIGHTS if is_peft(folder) else OWN_WEIGHTS)))
-        apply = _apply if is_peft(folder) else _apply_own
-        is_changed = apply(model, read_json(folder / CONFIG), weights, path)
+        config = read_json(folder / CONFIG)
+        file, apply = (WEIGHTS, _apply) if "peft_type" in config else (OWN_WEIGHTS, _apply_own)
+        weights: Any = mx.load(str(folder / file))
+        is_changed = apply(model, config, weights, path)
         adapted = (m for m in model.modules() if "lora_a" in m)
         if not is_changed and not any(m.scale and mx.any(m.lora_a) and mx.any(m.lora_b) for m in adapted):
             raise MTPError(
@@ -202,8 +199,8 @@ def _updates(matrices: Mapping[str, Mapping[str, mx.array]], config: Config, lay
         if pair.keys() != {"A", "B"} or any(w.ndim != 2 for w in pair.values()):
             wrong = [n for n, own in matrices.items() if own.keys() != {"A", "B"}] or [name]
             raise MTPError(f"it does not have two matrices for {_some(wrong)}.")
-        if found := FUSED.fullmatch(name):
-            updates |= _of_fused_experts(found[1], _parameter(name, matrices, config), pair, config, layers)
+        if FUSED.fullmatch(name):
+            updates |= _of_fused_experts(name, matrices, config, layers)
         elif found := EXPERT.fullmatch(name):
             of_layer = experts.setdefault(f"{found[1]}.switch_mlp.{found[3]}", {})
             of_layer[int(found[2])] = _update(pair["A"], pair["B"], name, config)
@@ -226,23 +223,18 @@ def _update(a: mx.array, b: mx.array, name: str, config: Config) -> Update:
     return Update(a, b, alpha / (math.sqrt(r) if config.get("use_rslora") else r))
 
 
-def _parameter(name: str, matrices: Mapping[str, Any], config: Config) -> str:
-    """The fused tensor that an update is of. peft wraps the second one of a layer around the first."""
-    if name.endswith(".base_layer"):
-        return "gate_up_proj"
-    if f"{name}.base_layer" in matrices:
-        return "down_proj"
-    named = {target.rpartition(".")[2] for target in config.get("target_parameters") or ()}
-    if len(only := [*named & {"gate_up_proj", "down_proj"}]) != 1:
-        raise MTPError(f"its target_parameters do not say what its matrices for {name} change.")
-    return only[0]
-
-
 def _of_fused_experts(
-    mlp: str, parameter: str, pair: Mapping[str, mx.array], config: Config, layers: Layers
+    name: str, matrices: Mapping[str, Mapping[str, mx.array]], config: Config, layers: Layers
 ) -> dict[str, Update]:
     """The updates of ``switch_mlp`` that an update of a fused tensor [E, outputs, inputs] consists of."""
-    projections = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else ("down_proj",)
+    named = {target.rpartition(".")[2] for target in config.get("target_parameters") or ()}
+    parameters = [*named & {"gate_up_proj", "down_proj"}]
+    if name.endswith(".base_layer") or f"{name}.base_layer" in matrices:  # peft wraps the second one around the first
+        parameters = ["gate_up_proj" if name.endswith(".base_layer") else "down_proj"]
+    if len(parameters) != 1:
+        raise MTPError(f"its target_parameters do not say what its matrices for {name} change.")
+    pair, mlp = matrices[name], name.removesuffix(".base_layer").removesuffix(".experts")
+    projections = ("gate_proj", "up_proj") if parameters == ["gate_up_proj"] else ("down_proj",)
     names = [f"{mlp}.switch_mlp.{p}" for p in projections]
     layer: Any = _layer(layers, names[0])[1]
     E = layer.num_experts
@@ -250,7 +242,7 @@ def _of_fused_experts(
     b = pair["B"].reshape(pair["B"].shape[0], -1, E).transpose(2, 0, 1)
     if a.shape[-1] != layer.input_dims:  # earlier versions of peft take [E, outputs, inputs] for [E, inputs, outputs]
         a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
-    a, b, scale = _update(a, b, f"{mlp}.experts.{parameter}", config)
+    a, b, scale = _update(a, b, f"{mlp}.experts.{parameters[0]}", config)
     return {name: Update(a, part, scale) for name, part in zip(names, mx.split(b, len(names), axis=1))}
 
 

@@ -1,7 +1,7 @@
 """Load a checkpoint with its MTP head, or raise an error that explains the problem."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _transform_awq_weights, load_model, load_tokenizer
 
-from ..core.distributed import Ranks, any_rank, from_rank_0, raise_on_all
+from ..core.distributed import any_rank, from_rank_0, raise_on_all
 from ..core.models import MODEL_TYPES, model_module
 from ..core.models.head_weights import is_head, split_head
 from ..core.models.mixin import MTPModel, drop_head
@@ -21,37 +21,18 @@ from ..errors import MTPError
 from ..images.tower import Vision, split_tower
 from ..memory import CONTEXT, Account, gpu_generation, limit_restored_on_error
 from .adapters import check_adapter, with_adapter
-from .checks.dtype import (
-    AUTO,
-    DTYPES,
-    WITHOUT_BFLOAT16,
-    bfloat16_if_needed,
-    check_float16,
-    check_untried,
-    dtype_of,
-    once_in_float16,
-    set_dtype,
-)
+from .checks import dtype as dtypes
 from .checks.memory import check_memory
 from .checks.self_test import ensure_tested
 from .config import Config, check_config, ends_of_text, loading_errors, mlx_lm_has, read_config, skeleton
-from .heads import formats as head_formats
 from .heads.acceptance import FLOOR, key_of, settle
-from .heads.originals import (
-    HEAD,
-    FetchedHead,
-    awq_of,
-    check_method,
-    fetch_missing_head,
-    fetch_tower,
-    fetched_before,
-    forget,
-)
+from .heads.formats import Head, check_head, fetch_drafter, quantization_beside, read_head
+from .heads.originals import FetchedHead, awq_of, check_method, fetch_missing_head, fetch_tower, fetched_before, forget
 from .hub import WEIGHTS, fetch
 from .ngram_files import find_tables, open_tables
 from .output import naming
 from .part import divide, evaluate, files_of, make_ranks, own_weights, shard
-from .reader import CheckpointReader, files_to_fetch, is_tied, model_tensors
+from .reader import CheckpointReader, files_to_fetch, model_tensors
 from .settings import cheapen_drafts, check_bits, find, machine
 from .settings import read as read_settings
 
@@ -64,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 @limit_restored_on_error()
-@bfloat16_if_needed
+@dtypes.bfloat16_if_needed
 def load(
     path_or_hf_repo: str,
     tokenizer_config: dict[str, Any] | None = None,
@@ -82,7 +63,7 @@ def load(
     draft_head_bits: int | None = None,
     vision: bool | str = True,
     ngram_memory: bool | None = None,
-    dtype: str = AUTO,
+    dtype: str = dtypes.AUTO,
     settings: bool | str | Path = True,
     tensor_group: mx.distributed.Group | None = None,
     pipeline_group: mx.distributed.Group | None = None,
@@ -133,72 +114,69 @@ def load(
     ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
     held: Config = {"dtype": dtype, "has_tower": vision == "auto", "ngram_memory": ngram_memory, "context": context}
     check: Any = partial(check_memory, account=None if lazy or ranks else Account(max_memory), **held)
-    prefers_float16 = not lazy and any_rank(ranks, gpu_generation()[0] in WITHOUT_BFLOAT16)
+    prefers_float16 = not lazy and any_rank(ranks, gpu_generation()[0] in dtypes.WITHOUT_BFLOAT16)
     with raise_on_all(ranks):  # before the weights are downloaded
         _check_arguments(mtp, drafting, settings, adapter_path, dtype)
         checkpoint = CheckpointReader(name, revision)
-        mtp, may_be_plain = _ways(checkpoint, mtp, copy_drafts, ranks)
+        mtp, may_be_plain = _ways(checkpoint, mtp, copy_drafts, ranks is None)
         check_method(checkpoint)
         stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
         checkpoint = _download(checkpoint, revision, mtp, may_be_plain and not mtp, stage, check)
     mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint)) if mtp == "cached" else mtp
     is_plain = may_be_plain and not mtp
     _check_drafting(mtp, drafting, settings)
-    key = _float16_key(checkpoint, adapter_path, mtp) if prefers_float16 and dtype == AUTO else None
-    check_untried(name, key, ranks)
+    key = _float16_key(checkpoint, adapter_path, mtp) if prefers_float16 and dtype == dtypes.AUTO else None
+    dtypes.check_untried(name, key, ranks)
     with raise_on_all(ranks):
         source, fetched = _head_of(checkpoint, mtp)
         in_memory = check(checkpoint, source, is_plain=is_plain) and not lazy
-        head = None if source is None else head_formats.read_head(source)
+        head = None if source is None else read_head(source)
         own = _own_config(checkpoint, model_config or {})
         if is_plain:
-            model, config = _load_plain(checkpoint, own, trust_remote_code)
+            with _for_mlx_lm(checkpoint) as folder, loading_errors(checkpoint.name):
+                model, config = load_model(folder, lazy=True, model_config=own, trust_remote_code=trust_remote_code)
         else:
             model, config = _load_model(checkpoint, head, own, trust_remote_code, stage)
             open_tables(model, checkpoint, in_memory)
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
         model = model if adapter_path is None else with_adapter(model, adapter_path)
-        is_cast = set_dtype(model, dtype, prefers_float16) and not lazy
+        is_cast = dtypes.set_dtype(model, dtype, prefers_float16) and not lazy
     if not is_plain:
         model.ranks, model.fetched_head = ranks, fetched
         model.vision = _vision_of(model, checkpoint, config, may_fetch=vision == "auto")
     if head is not None:
-        drafting = _apply_settings(model, drafting, settings, checkpoint, head.source, adapter_path)
+        if drafting == (None, None, None):
+            adapters = [] if adapter_path is None else [Path(adapter_path)]
+            drafting = _apply_settings(model, settings, [checkpoint.path, head.source.path, *adapters])
         cheapen_drafts(model, tokenizer, *drafting)
     with raise_on_all(ranks), loading_errors(name):
         if tensor_group is not None and ranks is not None:
             shard(model, ranks)
         if not lazy:
             evaluate(model)
-    with once_in_float16(key):
+    with dtypes.once_in_float16(key):
         if is_cast:
-            check_float16(model, tokenizer, name)
-        tested = None if is_plain or lazy or ranks else ensure_tested(model, name, is_cast and dtype == AUTO)
+            dtypes.check_float16(model, tokenizer, name)
+        tested = None if is_plain or lazy or ranks else ensure_tested(model, name, is_cast and dtype == dtypes.AUTO)
     if head is not None:
         may_measure = tested is not None or ranks is not None or (fetched is not None and not lazy)
-        settle(model, tokenizer, checkpoint, head, adapter_path, drafting[1], may_measure)
+        acceptance_key = key_of(checkpoint, head.source, adapter_path, drafting[1])
+        settle(model, tokenizer, checkpoint.name, head, acceptance_key, may_measure)
         _check_accepted(model, checkpoint, is_asked)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def _ways(
-    checkpoint: CheckpointReader, mtp: bool | str, copy_drafts: bool, ranks: Ranks | None
-) -> tuple[bool | str, bool]:
+def _ways(checkpoint: CheckpointReader, mtp: bool | str, copy_drafts: bool, is_alone: bool) -> tuple[bool | str, bool]:
     """``mtp``, which is false for a family that only mlx-lm supports, and whether mlx-lm loads the model without a head."""
     model_type = (checkpoint.config or {}).get("model_type")
     runs_here, in_mlx_lm = model_type in MODEL_TYPES, mlx_lm_has(model_type)
     if mtp in ("auto", "cached") and not copy_drafts and in_mlx_lm and not runs_here:
         mtp = False
-    return mtp, not copy_drafts and ranks is None and (in_mlx_lm or not runs_here)
+    return mtp, not copy_drafts and is_alone and (in_mlx_lm or not runs_here)
 
 
 def _download(
-    checkpoint: CheckpointReader,
-    revision: str | None,
-    mtp: bool | str,
-    is_plain: bool,
-    stage: range | None,
-    check: Callable[..., bool],
+    checkpoint: CheckpointReader, revision: str | None, mtp: bool | str, is_plain: bool, stage: range | None, check: Any
 ) -> CheckpointReader:
     """Check the headers of a checkpoint, and download it or the files of a stage."""
     name, own = checkpoint.name, list[str]()
@@ -218,12 +196,13 @@ def _download(
 
 
 def _own_config(checkpoint: CheckpointReader, given: Config) -> Config:
-    """The config values to change when a checkpoint is loaded: those given, its type, and whether it has an output layer."""
+    """The config values to change: those given, its type, and whether an output layer is stored, whatever the config says."""
     config = checkpoint.config or {}
     own = {key: config[key] for key in ("model_type",) if key in config}
     if config.get("model_type") not in MODEL_TYPES:
         return given | own
-    tie: Config = {"tie_word_embeddings": is_tied(checkpoint)}
+    stored = (name.removeprefix("language_model.") for name in model_tensors(checkpoint))
+    tie: Config = {"tie_word_embeddings": not any(name.startswith("lm_head.") for name in stored)}
     if "text_config" in check_config(config, checkpoint.name):
         tie["text_config"] = config["text_config"] | tie
     return tie | given | own
@@ -248,16 +227,14 @@ def _check_arguments(
         read_settings(Path(settings))
     if adapter_path is not None:
         check_adapter(adapter_path)
-    if dtype not in (AUTO, *DTYPES):
-        raise MTPError(f"dtype must be one of {', '.join((AUTO, *DTYPES))}, not {dtype!r}.")
+    if dtype not in (dtypes.AUTO, *dtypes.DTYPES):
+        raise MTPError(f"dtype must be one of {', '.join((dtypes.AUTO, *dtypes.DTYPES))}, not {dtype!r}.")
 
 
 def _check_drafting(mtp: bool | str, drafting: Drafting, settings: bool | str | Path) -> None:
     """Raise an MTPError if an argument requires the head, and there is none."""
     if not mtp and (any(x is not None for x in drafting) or not isinstance(settings, bool)):
-        raise MTPError(
-            "draft_vocab, mtp_bits, draft_head_bits and settings require the MTP head: omit them, or load it."
-        )
+        raise MTPError("draft_vocab, mtp_bits, draft_head_bits, settings require the MTP head: omit them, or load it.")
 
 
 def _cached_head(checkpoint: CheckpointReader) -> bool | str:
@@ -265,12 +242,12 @@ def _cached_head(checkpoint: CheckpointReader) -> bool | str:
     check_config(checkpoint.config, checkpoint.name)
     try:
         if checkpoint.head_map:
-            head_formats.check_head(checkpoint)
+            check_head(checkpoint)
             return True
     except (MTPError, OSError) as e:
         log.warning(f"[WARNING] {checkpoint.name} generates without drafts: {e}")
         return False
-    return "auto" if fetched_before(HEAD, checkpoint) is not None else False
+    return "auto" if fetched_before(checkpoint) is not None else False
 
 
 def _head_of(checkpoint: CheckpointReader, mtp: bool | str) -> tuple[CheckpointReader | None, FetchedHead | None]:
@@ -280,9 +257,9 @@ def _head_of(checkpoint: CheckpointReader, mtp: bool | str) -> tuple[CheckpointR
         fetched = fetch_missing_head(checkpoint)
         mtp = True if fetched is None else str(fetched.folder)
     if isinstance(mtp, str):
-        return head_formats.fetch_drafter(mtp, checkpoint), fetched
+        return fetch_drafter(mtp, checkpoint), fetched
     if mtp:
-        head_formats.check_head(checkpoint)
+        check_head(checkpoint)
     return checkpoint if mtp else None, None
 
 
@@ -299,7 +276,7 @@ def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, is_asked: boo
     )
     if fetched is not None:
         with suppress(OSError):  # a read-only folder
-            forget(HEAD, checkpoint)  # so that mtp="cached" loads without it
+            forget(checkpoint)  # so that mtp="cached" loads without it
         if is_asked:
             raise MTPError(message)
         model.fetched_head = None
@@ -307,18 +284,8 @@ def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, is_asked: boo
     log.warning(f"[WARNING] {message}")
 
 
-def _load_plain(checkpoint: CheckpointReader, own: Config, trust_remote_code: bool) -> tuple[Any, Config]:
-    """As ``mlx_lm.load``."""
-    with _for_mlx_lm(checkpoint) as folder, loading_errors(checkpoint.name):
-        return load_model(folder, lazy=True, model_config=own, trust_remote_code=trust_remote_code)
-
-
 def _load_model(
-    checkpoint: CheckpointReader,
-    head: head_formats.Head | None,
-    changes: Config,
-    trust_remote_code: bool,
-    stage: range | None,
+    checkpoint: CheckpointReader, head: Head | None, changes: Config, trust_remote_code: bool, stage: range | None
 ) -> tuple[Any, Config]:
     config, loaded = check_config(checkpoint.config, checkpoint.name), set[str]()
     awq = awq_of(checkpoint)
@@ -343,7 +310,7 @@ def _load_model(
     if awq is not None:
         changes |= dict.fromkeys(("quantization", "quantization_config"), _transform_awq_weights({}, awq)[1])
     if head is not None:
-        changes |= head_formats.quantization_beside(config | changes, head.weights)
+        changes |= quantization_beside(config | changes, head.weights)
     with _for_mlx_lm(checkpoint) as folder, loading_errors(checkpoint.name):
         model, config = load_model(
             folder,
@@ -381,10 +348,8 @@ def _vision_of(model: MTPModel, checkpoint: CheckpointReader, config: Config, ma
         if may_fetch:
             raise MTPError(model.no_images)
         return None
-    vision = find_vision(checkpoint, config)
-    if vision is None and may_fetch:
-        vision = fetch_tower(checkpoint, config)
-    if vision is not None and (dtype := dtype_of(model)).size == 2:
+    vision = find_vision(checkpoint, config) or (fetch_tower(checkpoint, config) if may_fetch else None)
+    if vision is not None and (dtype := dtypes.dtype_of(model)).size == 2:
         vision.dtype = dtype
     return vision
 
@@ -410,22 +375,11 @@ def _load_tokenizer(checkpoint: CheckpointReader, tokenizer_config: Config | Non
     return tokenizer
 
 
-def _apply_settings(
-    model: MTPModel,
-    given: Drafting,
-    settings: bool | str | Path,
-    checkpoint: CheckpointReader,
-    head: CheckpointReader,
-    adapter: str | None,
-) -> Drafting:
-    """The given draft_vocab, mtp_bits and draft_head_bits or, if none is given, those of ``--tune``, which the model gets."""
-    if given != (None, None, None):
-        return given
-    folders = [checkpoint.path] if head is checkpoint else [checkpoint.path, head.path]
-    folders += [] if adapter is None else [Path(adapter)]
+def _apply_settings(model: MTPModel, settings: bool | str | Path, folders: list[Path]) -> Drafting:
+    """The draft_vocab, mtp_bits and draft_head_bits of ``--tune``, whose other settings the model gets."""
     n_ranks = 1 if model.ranks is None else model.ranks.size
     if (tuned := from_rank_0(model.ranks, lambda: find(settings, folders, n_ranks))) is None:
-        return given
+        return None, None, None
     drafting = model.drafting
     drafting.tuned, drafting.attention_rows = tuned, tuned.attention_rows
     drafting.compiled, drafting.pieces = tuned.compiled, tuned.pieces

@@ -150,8 +150,7 @@ class CheckpointReader:
         """The file of every tensor, from the index, and in a folder or without an index from the headers, which are checked."""
         found, places, files = dict(self.index), _places(self.index), self.model_files
         read, indexed = [] if self.folder is None and self.index else files, {*places}
-        if lost := sorted(n for n, file in found.items() if file in read and n not in self.header(file).tensors):
-            raise _lacking(self.name, lost[0])
+        self.tensors({name: file for name, file in sorted(found.items()) if file in read})  # or raises
         for file in read:
             names = {name: name for name in self.header(file).tensors}
             for place, name in _places(names, is_bare=MARKER in self.index).items():
@@ -184,10 +183,9 @@ class CheckpointReader:
         """Describe tensors in these files. Raises an MTPError if a file lacks one that the index names."""
         found = {}
         for name, file in files.items():
-            tensor = self.header(file).tensors.get(name)
-            if tensor is None:
-                raise _lacking(self.name, name)
-            found[name] = tensor
+            if name not in (tensors := self.header(file).tensors):
+                raise MTPError(f"{self.name} lacks the tensor {name}, which its index names: {AGAIN}.")
+            found[name] = tensors[name]
         return found
 
     def head(self) -> Tensors:
@@ -289,19 +287,9 @@ def _missing_files(checkpoint: CheckpointReader, files: Iterable[str], named_by:
     return MTPFileNotFoundError(f"{checkpoint.name} lacks {lacks}, which its {named_by} names: {again}.")
 
 
-def _lacking(name: str, tensor: str) -> MTPError:
-    return MTPError(f"{name} lacks the tensor {tensor}, which its index names: {AGAIN}.")
-
-
 def model_tensors(checkpoint: CheckpointReader) -> Tensors:
     """Describe the tensors of the model, in the files that exist."""
     return checkpoint.tensors({name: file for name, file in checkpoint.model_map.items() if checkpoint.has(file)})
-
-
-def is_tied(checkpoint: CheckpointReader) -> bool:
-    """Whether the embedding is the output layer: where no ``lm_head`` is stored, whatever the config says."""
-    names = model_tensors(checkpoint)
-    return not any(name.removeprefix("language_model.").startswith("lm_head.") for name in names)
 
 
 def files_to_fetch(checkpoint: CheckpointReader) -> list[str]:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 def key_of(*folders: Path, n_ranks: int = 1) -> dict[str, str]:
     """The machine, and the checkpoint in these folders (with a drafter, an adapter), on which the best settings depend."""
     digest = hashlib.sha256()
-    for folder in folders:
+    for folder in dict.fromkeys(folders):
         digest.update(str(folder.resolve()).encode())
         config = folder / "config.json"
         digest.update(config.read_bytes() if config.exists() else b"")
@@ -47,12 +47,8 @@ def machine(n_ranks: int = 1) -> dict[str, str]:
     """The device, and the versions of the software. Several machines count as another device."""
     device = mx.device_info()
     each = f"{device.get('device_name')}, {device.get('architecture')}, {mx.default_device()}"
-    return {
-        "device": each if n_ranks == 1 else f"{n_ranks} times {each}",
-        "mlx": version("mlx"),
-        "mlx-lm": version("mlx-lm"),
-        "mlx-mtp": __version__,
-    }
+    versions = {package: version(package) for package in ("mlx", "mlx-lm")} | {"mlx-mtp": __version__}
+    return {"device": each if n_ranks == 1 else f"{n_ranks} times {each}"} | versions
 
 
 def default_file(key: Mapping[str, str]) -> Path:
@@ -87,25 +83,21 @@ def read(file: Path) -> tuple[dict[str, str], Settings]:
         content = parse_json(file.read_bytes(), str(file))
         settings = Settings(**content["settings"])
         settings = replace(settings, seconds={int(k): float(t) for k, t in settings.seconds.items()})
-        _check(settings)
+        least = {"mtp_bits": 0, "draft_head_bits": 0, "draft_vocab": 0, "attention_rows": 0, "pieces": 1}
+        given = [(getattr(settings, name), n) for name, n in least.items()]
+        if not (
+            all(value is None or (type(value) is int and value >= n) for value, n in given)
+            and all(t > 0 for t in settings.seconds.values())
+            and 0 <= settings.draft_p_min <= 1
+            and type(settings.compiled) is bool
+            and (settings.num_draft_tokens == "auto" or type(settings.num_draft_tokens) is int)
+        ):
+            raise ValueError
         return dict(content["key"]), settings
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise MTPError(
             f"{file} is not a settings file: write it again with `mlx_mtp benchmark --tune`, or omit it (--settings off)."
         ) from e
-
-
-def _check(settings: Settings) -> None:
-    least = {"mtp_bits": 0, "draft_head_bits": 0, "draft_vocab": 0, "attention_rows": 0, "pieces": 1}
-    given = [(getattr(settings, name), n) for name, n in least.items()]
-    if not (
-        all(value is None or (type(value) is int and value >= n) for value, n in given)
-        and all(t > 0 for t in settings.seconds.values())
-        and 0 <= settings.draft_p_min <= 1
-        and type(settings.compiled) is bool
-        and (settings.num_draft_tokens == "auto" or type(settings.num_draft_tokens) is int)
-    ):
-        raise ValueError
 
 
 def write(file: Path, key: Mapping[str, str], model: str, settings: Settings) -> None:

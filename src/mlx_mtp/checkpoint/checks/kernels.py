@@ -157,9 +157,7 @@ def _inputs_of_recurrence(own: Any, dtype: mx.Dtype, T: int) -> tuple[list[mx.ar
     """Random q, k, v, g, beta of T tokens, a state and, of few tokens, two rows and a mask of which one row is shorter."""
     (Hk, Hv), (Dk, Dv) = (own.num_k_heads, own.num_v_heads), (own.head_k_dim, own.head_v_dim)
     B, shapes = 1 if T == 1 or T > PIECE else 2, ((T, Hk, Dk), (T, Hk, Dk), (T, Hv, Dv), (T, Hv), (T, Hv), (Hv, Dv, Dk))
-    q, k, v, g, beta, state = (
-        mx.random.uniform(0, 1, (B, *shape), key=mx.random.key(i)) for i, shape in enumerate(shapes)
-    )
+    q, k, v, g, beta, state = (mx.random.uniform(0, 1, (B, *s), key=mx.random.key(i)) for i, s in enumerate(shapes))
     q, k = ((x - 0.5) * (12 / Dk) ** 0.5 for x in (q, k))  # of a norm of about 1
     inputs = [*(x.astype(dtype) for x in (q, k, v)), 1 - 0.1 * g, beta.astype(dtype)]
     return inputs, state - 0.5, None if B == 1 else mx.arange(T) < mx.array([[T], [T - 1]])

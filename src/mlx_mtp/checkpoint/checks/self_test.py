@@ -9,7 +9,7 @@ when it drafts as many tokens.
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -35,18 +35,9 @@ from ...files import keep, kept
 from ...memory import TEST_TOKENS
 from ..hub import first_line
 from ..settings import machine
+from . import kernels
 from .dtype import Float16Error, dtype_of
-from .kernels import (
-    N_TIMES,
-    NATIVE,
-    OF_MLX_LM,
-    attention_differences,
-    difference,
-    measured,
-    recurrences,
-    seconds_of_a_key,
-    shortest,
-)
+from .kernels import NATIVE, OF_MLX_LM
 
 # A share of the largest number; wrong kernels miss by more.
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
@@ -216,25 +207,22 @@ def _key_of(model: Any) -> str:
 def run(model: Any) -> SelfTest:
     """Compare and time passes, under a progress bar in a terminal. What is wrong is off in the parts that follow."""
     result = SelfTest(ROUNDING[dtype_of(model)])
-    for part in tqdm(PARTS, desc="Testing this device", leave=False, disable=None):
+    for part in tqdm((_test_kernels, _test_passes, _test_head), desc="Testing this device", leave=False, disable=None):
         part(model, result)
         result.apply(model.drafting)
     return result
 
 
-def _test_attention(model: Any, result: SelfTest) -> None:
+def _test_kernels(model: Any, result: SelfTest) -> None:
     rows = pass_over(MAX_WINDOW, model.drafting, 1, None, None).attention_rows
     for bits in (None, *KV_BITS):
-        differences = partial(attention_differences, _attention_of(model), dtype_of(model), rows, bits)
+        differences = partial(kernels.attention_differences, _attention_of(model), dtype_of(model), rows, bits)
         name = str(bits or UNQUANTIZED)
         result.attention[name] = differences()
         if result._queries(name) < MAX_WINDOW:  # of which number?
             result.attention[name] = differences(range(1, FEW + 2))
-
-
-def _test_recurrence(model: Any, result: SelfTest) -> None:
     if (own := next((layer.linear_attn for layer in model.layers if layer.is_linear), None)) is not None:
-        result.recurrence = recurrences(own, dtype_of(model))
+        result.recurrence = kernels.recurrences(own, dtype_of(model))
 
 
 def _attention_of(model: Any) -> Any:
@@ -256,15 +244,15 @@ def _test_passes(model: Any, result: SelfTest) -> None:
         return rows.run(model, window[:, :n], n_confirmed=1, compiler=compiler)
 
     def of_window(n: int, compiler: Compiler | None = None) -> float:
-        return measured(lambda: difference(logits(n, compiler), alone[:, :n]))
+        return kernels.measured(lambda: kernels.difference(logits(n, compiler), alone[:, :n]))
 
     def compiled_difference(n: int) -> float:
-        return difference(logits(n, Compiler()), logits(n))
+        return kernels.difference(logits(n, Compiler()), logits(n))
 
     try:
         drafting.attention_rows = 0
         for n in {1, min(ROLLED_BACK, result.widest[None])}:
-            result.compiled = max(result.compiled, measured(partial(compiled_difference, n)))
+            result.compiled = max(result.compiled, kernels.measured(partial(compiled_difference, n)))
         n = min(FEW + 1, result.widest[None])
         drafting.attention_rows = group_size(n, own.num_attention_heads, own.num_key_value_heads, own.head_dim)
         result.grouped = of_window(n)
@@ -277,7 +265,7 @@ def _test_passes(model: Any, result: SelfTest) -> None:
         logits(n)
         rows.commit([kept := max(n - 2, 1)])
         after = rows.run(model, window[:, kept : kept + 1])
-        result.rolled_back = difference(after, alone[:, kept : kept + 1])
+        result.rolled_back = kernels.difference(after, alone[:, kept : kept + 1])
 
 
 def _prompt(model: Any) -> mx.array:
@@ -301,9 +289,6 @@ def _test_head(model: Any, result: SelfTest) -> None:
         result.seconds, result.draft_cost = _step_seconds(model, _prompt(model))
 
 
-PARTS: tuple[Callable[[Any, SelfTest], None], ...] = (_test_attention, _test_recurrence, _test_passes, _test_head)
-
-
 def _head_copies(model: Any) -> int:
     """How often drafts in one graph copy the head's keys and values, by the peak of memory. The design page says why."""
     norm, cache, token = model.mtp.pre_fc_norm_hidden.weight, model.head_layer.make_cache(), mx.zeros((1, 1), mx.uint32)
@@ -324,7 +309,7 @@ def _key_seconds(model: Any) -> dict[str, float]:
     """As in ``SelfTest``, without drafts and with ``N_DRAFTS``, each of which the head's layer attends for."""
     drafting, own, n_layers = model.drafting, _attention_of(model), sum(not layer.is_linear for layer in model.layers)
     rows = pass_over(N_DRAFTS + 1, drafting, 1, None, None).attention_rows
-    one, several = seconds_of_a_key(own, dtype_of(model), rows, drafting.fused, (1, N_DRAFTS + 1))
+    one, several = kernels.seconds_of_a_key(own, dtype_of(model), rows, drafting.fused, (1, N_DRAFTS + 1))
     return {"0": n_layers * one, str(N_DRAFTS): n_layers * several + N_DRAFTS * one}
 
 
@@ -335,7 +320,7 @@ class _EveryLength(Depth):
         super().__init__(max_drafts)
         self.shortest: dict[int, float] = {}
         # The first step of a draft length makes traces and is not timed.
-        self.left = [k for k in range(max_drafts + 1) for _ in range(N_TIMES + 1)]
+        self.left = [k for k in range(max_drafts + 1) for _ in range(kernels.N_TIMES + 1)]
 
     def for_text(self) -> "_EveryLength":
         return self
@@ -363,8 +348,9 @@ def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
     for rows in (1, 8, 9, *ROWS):
         sequences = N_SEQUENCES if rows % N_SEQUENCES == 0 else 1
         longest = max((seconds * rows / n for n, seconds in passes.items()), default=0.0)
-        if rows // sequences <= width and perf_counter() + longest * (N_TIMES + 1) < end:
-            passes[rows] = _pass_seconds(model, sequences, rows // sequences)
+        if rows // sequences <= width and perf_counter() + longest * (kernels.N_TIMES + 1) < end:
+            windows = mx.arange(rows).reshape(sequences, -1) % model.vocab_size
+            passes[rows] = kernels.shortest(partial(_prefilled(model, windows).run, model, windows, n_confirmed=1))
     return step_seconds(on_lines(times, MAX_DRAFT_TOKENS), passes)
 
 
@@ -376,10 +362,3 @@ def step_seconds(seconds: Sequence[float], passes: Mapping[int, float]) -> tuple
     # A pass over fewer rows may have been delayed.
     deeper = [seconds[7] + max(passes[n] - passes[8], 0.0) + (n - 8) * draft for n in ROWS if n in passes]
     return [*seconds, *deeper], draft / seconds[0]
-
-
-def _pass_seconds(model: Any, B: int, n: int) -> float:
-    """The shortest of several times of a pass over n tokens of each of B sequences."""
-    windows = mx.arange(B * n).reshape(B, n) % model.vocab_size
-    rows = _prefilled(model, windows)
-    return shortest(lambda: rows.run(model, windows, n_confirmed=1))

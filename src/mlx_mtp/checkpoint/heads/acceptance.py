@@ -45,23 +45,14 @@ class Measured(NamedTuple):
     reading: Reading | None = None  # None: the one that the checkpoint tells
 
 
-def settle(
-    model: MTPModel,
-    tokenizer: TokenizerWrapper,
-    checkpoint: CheckpointReader,
-    head: Head,
-    adapter: str | None,
-    bits: int | None,
-    may_measure: bool,
-) -> None:
-    """Set ``model.head_acceptance``, and read the norms of the head, in memory in ``bits``, so that drafts are accepted."""
-    key = key_of(checkpoint, head.source, adapter, bits)
+def settle(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head, key: str, may_measure: bool) -> None:
+    """Set ``model.head_acceptance``, which is kept under ``key_of``, and read the head's norms so that drafts are accepted."""
     measured = from_rank_0(model.ranks, lambda: known(key))
     if measured is not None and measured.reading is not None:
         read_norms(model, head.norms, measured.reading)
     elif measured is None and may_measure:
         try:
-            measured = _measure(model, tokenizer, checkpoint.name, head)
+            measured = _measure(model, tokenizer, name, head)
         except RuntimeError as e:  # MLX's, such as of a kernel that this device does not have
             log.warning(f"[WARNING] The MTP head of {head.source.name} could not be tested: {first_line(e)}")
             return
@@ -71,7 +62,7 @@ def settle(
 
 
 def _measure(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head) -> Measured:
-    told, source = told_by(head.raw), head.source.name
+    told, source = PARTS if head.raw else (), head.source.name
     rates = measure_readings(model, tokenizer, head.norms, told)
     rates = from_rank_0(model.ranks, lambda: rates)
     best = best_of(rates, told)
@@ -89,10 +80,6 @@ def _measure(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head
 def shifted(reading: Reading) -> str:
     """The norms to which a reading adds 1, in words."""
     return "all" if reading == PARTS else ", ".join(f"{part}*" for part in reading) or "none"
-
-
-def told_by(raw: bool) -> Reading:
-    return PARTS if raw else ()
 
 
 def best_of(rates: Mapping[Reading, float], told: Reading) -> Reading:

@@ -34,7 +34,7 @@ from ...images.tower import CONFIG_FILES, Vision, settings_of
 from ...memory import GB
 from ..catalog import originals_like, published
 from ..config import Config, check_config, first_difference, read_json, text_config_of
-from ..reader import FLOATS, CheckpointReader, Tensors, model_tensors, n_bytes
+from ..reader import FLOATS, CheckpointReader, Tensor, Tensors, model_tensors, n_bytes
 from .formats import check_head, check_shapes, has_raw_head
 
 BASE_MODEL = "BASE_MODEL"  # in commands, where none is known
@@ -76,10 +76,7 @@ def _candidates(checkpoint: CheckpointReader) -> Iterator[str]:
                 with suppress(FileNotFoundError, MTPError):  # reported when its part is tried
                     found += base_models(CheckpointReader(base))
         bases = found
-    for other in _named(checkpoint):
-        if other not in seen:
-            seen.add(other)
-            yield other
+    yield from (other for other in dict.fromkeys(_named(checkpoint)) if other not in seen)
 
 
 def _named(checkpoint: CheckpointReader) -> list[str]:
@@ -308,7 +305,7 @@ TOWER = Part(
 
 def _fetch(part: Part, checkpoint: CheckpointReader) -> Path:
     """Fetch a part of a checkpoint's original, once. Return its folder, whose config.json is written last."""
-    if (known := fetched_before(part, checkpoint)) is not None:
+    if (known := fetched_before(checkpoint, part)) is not None:
         return known
     try:
         original, tensors = find_original(part, checkpoint)
@@ -324,7 +321,7 @@ def _fetch(part: Part, checkpoint: CheckpointReader) -> Path:
     return target
 
 
-def fetched_before(part: Part, checkpoint: CheckpointReader) -> Path | None:
+def fetched_before(checkpoint: CheckpointReader, part: Part = HEAD) -> Path | None:
     """The part that was fetched for a checkpoint, if it still fits: the folder may have another checkpoint now."""
     known = read_own(part.root / OF).get(_key_of(checkpoint))
     if known is None or not (part.root / known / CONFIG).exists():
@@ -333,8 +330,9 @@ def fetched_before(part: Part, checkpoint: CheckpointReader) -> Path | None:
     return None if first_difference(own, text_config_of(checkpoint.config or {})) else part.root / known
 
 
-def forget(part: Part, checkpoint: CheckpointReader) -> None:
-    update_own(part.root / OF, _key_of(checkpoint), None)
+def forget(checkpoint: CheckpointReader) -> None:
+    """Let the head that was fetched for a checkpoint be used no more."""
+    update_own(HEAD.root / OF, _key_of(checkpoint), None)
 
 
 def _key_of(checkpoint: CheckpointReader) -> str:
@@ -352,33 +350,25 @@ def copy_tensors(
     original: CheckpointReader, tensors: Tensors, file: Path, names: Mapping[str, str] | None = None
 ) -> None:
     """Copy tensors to a new file, under ``names`` or their own. An incomplete file has the suffix ``.part``, and is resumed."""
-    order = dict(sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start)))
-    header, n = {}, 0
-    for name, t in order.items():
+    header, runs, n = {}, list[Tensor](), 0
+    for name, t in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start)):
         stop = n + t.stop - t.start
         header[names[name] if names else name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [n, stop]}
         n = stop
+        is_next = runs and (runs[-1].file, runs[-1].stop) == (t.file, t.start)  # they are read in one range
+        runs.append(runs.pop()._replace(stop=t.stop) if is_next else t)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head, part = struct.pack("<Q", len(text)) + text, file.with_name(file.name + ".part")
     done = _resume(part, head, n)
     bar = tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None)
     with writing(file), part.open("ab") as f, bar:
-        for source, start, stop in _runs(order):
+        for source, *_, start, stop in runs:
             for begin in range(start + (skipped := min(done, stop - start)), stop, CHUNK_BYTES):
                 f.write(data := original.read(source, begin, min(begin + CHUNK_BYTES, stop)))
                 bar.update(len(data))
             done -= skipped
     part.replace(file)
-
-
-def _runs(tensors: Tensors) -> list[tuple[str, int, int]]:
-    """The ranges to read, (file, start, stop). Adjacent tensors are joined into one range."""
-    runs: list[tuple[str, int, int]] = []
-    for t in tensors.values():
-        joined = runs and (runs[-1][0], runs[-1][2]) == (t.file, t.start)
-        runs.append((t.file, runs.pop()[1] if joined else t.start, t.stop))
-    return runs
 
 
 def _resume(part: Path, head: bytes, n: int) -> int:
