@@ -177,7 +177,10 @@ class Scheduler:
         running = [s for s in decoder.sequences if s.end is None]
 
         def move() -> None:
-            decoder.filter([s for s in running if self.keeps_ended or _has_more(s)])
+            # Without ``keeps_ended``, a sequence leaves as soon as its last token is committed.
+            decoder.filter(
+                [s for s in running if self.keeps_ended or (s.end is None and not 0 <= s.max_tokens <= s.n_generated)]
+            )
             if ready:
                 decoder.join(ready)
                 self.prompts = deque(s for s in self.prompts if s not in ready)
@@ -242,8 +245,3 @@ class Scheduler:
             s.embeddings, s.pending = pending.array, None
         self.prefill_budget.record(time.perf_counter() - start)
         return [PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), False, False)]
-
-
-def _has_more(s: Sequence) -> bool:
-    """Whether tokens follow those that are committed."""
-    return s.end is None and not 0 <= s.max_tokens <= s.n_generated
