@@ -9,7 +9,7 @@ continues while the text repeats the earlier passage; the longer it is, the like
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import cycle, islice, takewhile
 from math import prod
 from typing import Protocol
 
@@ -105,10 +105,7 @@ class PromptLookup:
 
     def _copy(self, at: int, n: int) -> list[int]:
         """The n tokens from an index on, fewer if an image begins before."""
-        copy = self.text[at : at + n]
-        period = len(self.text) - at
-        while len(copy) < n:
-            copy.append(copy[-period])  # at the end of the text, the copy continues with its own tokens
+        copy = [*islice(cycle(self.text[at : at + n]), n)]  # at the end of the text, it continues with its own tokens
         return copy if min(copy) >= 0 else [*takewhile(lambda token: token >= 0, copy)]
 
     def _match_length(self, at: int) -> int:

@@ -10,6 +10,8 @@ that are already fast: others would end long after them.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 
 from ..layers.drafting import MAX_COPY_TOKENS
 from .step_times import FREE, HEAD, MAX_DRAFT_TOKENS, PLAIN_PLAN, Plan, StepTimes
@@ -17,8 +19,6 @@ from .step_times import FREE, HEAD, MAX_DRAFT_TOKENS, PLAIN_PLAN, Plan, StepTime
 __all__ = ["MAX_COPY_TOKENS", "MAX_DRAFT_TOKENS", "Depth", "Rates"]
 # Numbers of drafts for sources other than the head; few, so that their times are soon known.
 SOURCE_LENGTHS = (1, 2, 4, 8, MAX_COPY_TOKENS)
-
-
 # The probability that each draft of a sequence is accepted, given that the drafts before it are, by source, each [K].
 Offer = Mapping[str, Sequence[float]]
 
@@ -31,11 +31,7 @@ def best_length(tokens: Sequence[float], seconds: Sequence[float]) -> int:
 
 def expected_tokens(acceptance: Sequence[float]) -> list[float]:
     """The mean number of tokens that a step yields at each draft length from 0, [K + 1]."""
-    tokens, accepted = [1.0], 1.0
-    for a in acceptance:
-        accepted *= a
-        tokens.append(tokens[-1] + accepted)
-    return tokens
+    return [*accumulate(accumulate(acceptance, mul), initial=1.0)]
 
 
 def joint_tokens(offers: Sequence[Offer], n: int) -> list[float]:
