@@ -25,15 +25,16 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
-from mlx_mtp import BatchGenerator, DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
+from mlx_mtp import BatchGenerator, TextOptions, make_prompt_cache, make_sampler
 from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.decoding import planner
 from mlx_mtp.core.layers.drafting import DraftLMHead
-from tests.support.batches import Fault, Faulty, Text, faulty
+from tests.support.batches import AT_ONCE, Fault, Faulty, Text, faulty
 from tests.support.decoding import assert_goes_on, mtp, plain
 from tests.support.models import FAMILIES, TRAINED, model_of
 from tests.support.profiles import LONG, examples
 from tests.support.scripted import Scripted, script_copies
+from tests.support.ways import generate_alone
 
 PENALTIES = [
     {},
@@ -45,31 +46,25 @@ PENALTIES = [
 
 @dataclass(frozen=True)
 class Ask:
-    """What a sequence asks for.
-
-    Args:
-        right (List[bool]): Whether the head's draft of token i is right, over and over.
-        fault (Tuple, optional): ``faulty`` or ``Faulty``, and the number of the token for which the processor raises.
-        arrives (int): The step before which it joins; in a batch.
-        leaves (int, optional): The number of tokens after which it is removed or closed. Default: ``None``, it goes on.
-        seen (int, optional): The number of tokens after which its prompt cache is looked at, while it goes on; in a batch.
-        stop_at (int, optional): The position behind the two tokens of its text that stop it, wherever they are; in a batch.
-        n_segments (int): Of the prompt; alone, all but the last are in the prompt cache.
-    """
+    """What a sequence asks for."""
 
     prompt: list[int]
     max_tokens: int
-    right: list[bool]
+    right: list[bool]  # whether the head's draft of token i is right, over and over
     num_draft_tokens: int | str | None = None
     copy_drafts: int | str | None = None
     seed: int | None = None
     penalties: dict[str, Any] | None = None
-    fault: tuple[Any, float] | None = None
-    arrives: int = 0
-    leaves: int | None = None
-    seen: int | None = None
-    stop_at: int | None = None
-    n_segments: int = 1
+    fault: tuple[Any, float] | None = None  # ``faulty`` or ``Faulty``, and the number of the token for which it raises
+    arrives: int = 0  # the step before which it joins; in a batch
+    leaves: int | None = None  # the number of tokens after which it is removed or closed; ``None``: it goes on
+    seen: int | None = (
+        None  # the number of tokens after which its prompt cache is looked at, while it goes on; in a batch
+    )
+    stop_at: int | None = (
+        None  # the position behind the two tokens of its text that stop it, wherever they are; in a batch
+    )
+    n_segments: int = 1  # of the prompt; alone, all but the last are in the prompt cache
 
     @property
     def segments(self):
@@ -80,15 +75,20 @@ class Ask:
         return [] if self.stop_at is None or self.stop_at > len(text) else text[self.stop_at - 2 : self.stop_at]
 
     def options(self, fails):
-        """Its sampler and processors: those of mlx-lm, and the one that ``fails``, or allows the same tokens."""
-        sampler = None if self.seed is None else make_sampler(temp=1.0, top_p=0.9, seed=self.seed)
+        """Its options, with mlx-lm's processors, and the one that ``fails``, or allows the same tokens."""
         own = [] if self.fault is None else [self.fault[0](self.fault[1] if fails else math.inf)]
-        return sampler, [*make_logits_processors(**(self.penalties or {})), *own]
+        return dict(
+            max_tokens=self.max_tokens,
+            sampler=None if self.seed is None else make_sampler(temp=1.0, top_p=0.9, seed=self.seed),
+            logits_processors=[*make_logits_processors(**(self.penalties or {})), *own],
+            num_draft_tokens=self.num_draft_tokens,
+            copy_drafts=self.copy_drafts,
+        )
 
-    def single_run(self, model, **options):
-        sampler, processors = self.options(fails=False)
-        options |= dict(max_tokens=self.max_tokens, sampler=sampler, logits_processors=processors)
-        return plain(self.prompt, model, **options)
+    def single_run(self, model, **kv):
+        options = self.options(fails=False)
+        del options["num_draft_tokens"], options["copy_drafts"]
+        return plain(self.prompt, model, **options, **kv)
 
     def check_counts(self, counts):
         most, copies = self.num_draft_tokens, self.copy_drafts
@@ -172,53 +172,33 @@ def drafting(scenario, model):
 
 def run_alone(scenario, model, truths):
     for ask in scenario.asks:
-        prompt_cache, counts, tokens, fault = make_prompt_cache(model), DraftCounts(), [], None
-        alone, kv, n = dict(scenario.alone), {}, len(ask.prompt) - len(ask.segments[-1])
-        if "kv_bits" in alone:
-            n = 0
-            kv = dict(kv_bits=alone.pop("kv_bits"), kv_group_size=32, quantized_kv_start=len(ask.prompt) + 5)
+        own, kv, n = dict(scenario.alone), {}, len(ask.prompt) - len(ask.segments[-1])
+        if "kv_bits" in own:
+            n, kv = 0, dict(kv_bits=own.pop("kv_bits"), kv_group_size=32, quantized_kv_start=len(ask.prompt) + 5)
         kv["prefill_step_size"] = scenario.prefill_step_size
-        want = ask.single_run(model, **kv)
+        want, prompt_cache = ask.single_run(model, **kv), make_prompt_cache(model)
         truths.append(ask.prompt + want + [0] * 40)
         scripted = Scripted(model, truths[-1], lambda i, right=ask.right: right[i % len(right)])
-        sampler, processors = ask.options(fails=True)
-        alone |= dict(
-            num_draft_tokens=ask.num_draft_tokens, copy_drafts=ask.copy_drafts, prompt_cache=prompt_cache, **kv
-        )
-        alone |= dict(sampler=sampler, logits_processors=processors, max_tokens=ask.max_tokens, counts=counts)
         if n > 0:
             prefill(mx.array(ask.prompt[:n]), model, prompt_cache=prompt_cache)
-        steps = mtp_generate_step(mx.array(ask.prompt[n:]), scripted, all_tokens=ask.prompt[:n], **alone)
-        try:
-            for token, _, _ in steps:
-                tokens.append(token)
-                if len(tokens) == ask.leaves:
-                    scenario.close(steps)
-                    break
-        except Fault as e:
-            fault = e
-        n = len(tokens)
-        assert tokens == want[:n]
+        own |= dict(prompt_cache=prompt_cache, all_tokens=ask.prompt[:n], leaves=ask.leaves, close=scenario.close)
+        text = generate_alone(ask.prompt[n:], scripted, Fault, **own, **kv, **ask.options(fails=True))
+        n = len(text.tokens)
+        assert text.tokens == want[:n]
         most = min(ask.max_tokens, ask.leaves or ask.max_tokens)
         assert n == (most if ask.fault is None else min(most, ask.fault[1])), "a token before the fault was not yielded"
-        assert (fault is None) == (n == most)
-        ask.check_counts(counts)
+        assert (text.last.error is None) == (n == most)
+        ask.check_counts(text.last.counts)
         if n > 0 and "kv_bits" not in kv:
-            assert_goes_on(model, prompt_cache, ask.prompt + tokens)
+            assert_goes_on(model, prompt_cache, ask.prompt + text.tokens)
 
 
 def run_batch(scenario, model, truths):
     """All in a batch, which they join and leave while it generates."""
     asks, texts, wants, removed = {}, {}, {}, {}
     scripted = Scripted(model, {}, lambda uid, i: asks[uid].right[i % len(asks[uid].right)])
-    generator = BatchGenerator(
-        scripted,
-        completion_batch_size=scenario.completion_batch_size,
-        prefill_step_size=scenario.prefill_step_size,
-        max_token_gap=math.inf,  # prompts are read whenever there are some
-        min_decode_share=0.0,
-        return_prompt_caches=True,
-    )
+    sizes = dict(completion_batch_size=scenario.completion_batch_size, prefill_step_size=scenario.prefill_step_size)
+    generator = BatchGenerator(scripted, **sizes, **AT_ONCE)
     scripted.decoder = generator.decoder
 
     def extracted(uid):
@@ -230,16 +210,8 @@ def run_batch(scenario, model, truths):
         for ask in (ask for ask in scenario.asks if ask.arrives == step):
             want = ask.single_run(model)
             truths.append(ask.prompt + want + [0] * 40)
-            sampler, processors = ask.options(fails=True)
-            (uid,) = generator.insert_segments(
-                [ask.segments],
-                max_tokens=[ask.max_tokens],
-                samplers=[sampler],
-                logits_processors=[processors],
-                stop_sequences=[StopSequences([ask.stop(want)])],
-                num_draft_tokens=[ask.num_draft_tokens],
-                copy_drafts=[ask.copy_drafts],
-            )
+            options = TextOptions(stop_sequences=StopSequences([ask.stop(want)]), **ask.options(fails=True))
+            (uid,) = generator.insert_segments([ask.segments], options=[options])
             scripted.texts[uid] = ask.prompt + want
             asks[uid], wants[uid], texts[uid] = ask, want, Text()
         for uid, ask in asks.items():

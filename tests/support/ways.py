@@ -54,7 +54,7 @@ def generate(way: str, prompt, model, *, text=None, right=None, fails=(), **opti
         texts = {uid: text, **{2 * i: t for i, t in enumerate(others)}}
         model = Scripted(model, texts, lambda u, i: right(i) if u == uid else i % 3 > 0)
     if way == "alone":
-        return _alone(prompt, model, fails, options)
+        return generate_alone(prompt, model, fails, **options)
     texts = _batch([COMPANY[0], dict(prompt=prompt, **options), COMPANY[1]], model, options)
     for beside, truth, text in zip(COMPANY, others, (texts[0], texts[2])):
         n = len(beside["prompt"]) + beside["max_tokens"]
@@ -66,14 +66,18 @@ def generate(way: str, prompt, model, *, text=None, right=None, fails=(), **opti
     return texts[uid]
 
 
-def _alone(prompt, model, fails, options) -> Text:
-    cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
+def generate_alone(prompt, model, fails=(), *, prompt_cache=None, leaves=None, close=None, **options) -> Text:
+    """The text up to ``leaves`` tokens, where it is closed by ``close``."""
+    cache = prompt_cache or make_prompt_cache(model)
     text, counts, error = Text(finish_reason="length"), DraftCounts(), None
     steps = mtp_generate_step(mx.array(prompt), model, prompt_cache=cache, counts=counts, **options)
     try:
         for token, _, from_draft in steps:
             text.tokens.append(token)
             text.from_draft.append(from_draft)
+            if len(text.tokens) == leaves:
+                close(steps)
+                break
     except fails as e:
         text.finish_reason, error = "error", e
     text.last = Response(0, -1, None, text.finish_reason, cache, prompt + text.tokens, False, counts, error)
