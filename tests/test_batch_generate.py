@@ -83,12 +83,7 @@ def test_texts_of_equal_samplers_are_drawn_together(depth, monkeypatch):
     noted = lambda self, x, *args: (calls.append((self.temp, len(x))), support(self, x, *args))[1]  # noqa: E731
     monkeypatch.setattr(Sampler, "support", noted)
     generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=depth, copy_drafts="off", **AT_ONCE)
-    samplers = [
-        make_sampler(0.7),
-        None,
-        *(make_sampler(1.5) for _ in range(3)),
-        *(make_sampler(1.5, seed=i) for i in (5, 6)),
-    ]
+    samplers = [make_sampler(0.7), None, *(make_sampler(1.5, seed=seed) for seed in (None, None, None, 5, 6))]
     generator.insert([PROMPT] * 7, max_tokens=[40] * 7, samplers=samplers)
     run(generator, n_steps=4)
     calls.clear()
@@ -128,7 +123,7 @@ def test_memory_is_flat_over_joins_and_leaves():
             gc.collect()
             mx.synchronize(generator.stream)  # passes hold their arrays until they end
             used.append(mx.get_active_memory())
-    assert max(used) - min(used) < 1000  # bytes: less than a layer of one row
+    assert max(used) - used[0] < 1000  # bytes: less than a layer of one row. What other tests held may be freed later
 
 
 @pytest.mark.parametrize("return_prompt_caches", [True, False])
@@ -383,12 +378,10 @@ def test_few_inputs_of_the_head_are_pending(monkeypatch):
 def test_an_error_of_the_device_ends_one_text_and_the_others_begin_again(monkeypatch, n_before):
     """That whose chunk has failed, or the newest of a step. With a stop sequence that began before."""
     model, prompts = model_of("qwen3_5"), [[3, 1, 4, 1], [5, 9, 2], [6, 5, 3]]
-    stop = [plain(prompts[0], model, max_tokens=9)[5:7]]
-    options = dict(max_tokens=12, stop_tokens=stop, num_draft_tokens=2, **AT_ONCE)
-    with closing(BatchGenerator(model, **options)) as generator:
-        generator.insert(prompts)
-        want = [text.tokens for text in run(generator).values()]
+    want = [plain(p, model, max_tokens=12) for p in prompts]
+    want[0], stop = want[0][:7], want[0][5:7]
     error = RuntimeError(f"[METAL] {FAILED_PASS}: Impacting Interactivity")
+    options = dict(max_tokens=12, stop_tokens=[stop], num_draft_tokens=2, **AT_ONCE)
     with closing(BatchGenerator(model, **options)) as generator:
         generator.insert(prompts[:2])
         texts = run(generator, n_steps=4)
