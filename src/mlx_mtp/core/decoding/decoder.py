@@ -228,7 +228,8 @@ def draft_limits(decoder: Decoder) -> list[int]:
     for b, (s, n) in enumerate(zip(decoder.sequences, n_tokens)):
         # The first token of a text alone comes sooner without drafts, and from the pass that mlx-lm runs.
         is_first = len(decoder) == 1 and s.n_generated == 0
-        k = 0 if s.end is not None or is_first or not decoder.head.can_draft(b) else most
+        has_input = not decoder.head.has_head or decoder.head.state.counts[b] > 0
+        k = most if s.end is None and has_input and not is_first else 0
         if s.max_tokens >= 0:
             k = max(min(k, s.max_tokens - s.n_generated - 1), 0)
         if s.kv.kv_bits is not None and n < s.kv.quantized_kv_start:  # after a token, never within a window

@@ -65,10 +65,6 @@ class HeadCache:
         self.cache, self.state = KVRows(empty_head(model)), HeadState()
 
     @property
-    def nbytes(self) -> int:
-        return self.cache.nbytes
-
-    @property
     def states(self) -> list[Any]:
         """The arrays of earlier steps that the last one may have left unevaluated."""
         return [*self.cache.arrays, *((hidden, tokens) for hidden, tokens, _ in self.state.pending[-1:])]
@@ -82,9 +78,6 @@ class HeadCache:
         held = self.state
         pending = [*held.pending, (hidden, tokens, max(counts))]
         self.state = replace(held, counts=tuple(map(sum, zip(held.counts, counts))), pending=pending)
-
-    def can_draft(self, b: int) -> bool:
-        return not self.has_head or self.state.counts[b] > 0
 
     def run(self, hidden: mx.array, tokens: mx.array, ends: Ends) -> mx.array:
         """A pass over hidden states [B, t, H] and tokens [B, t], written after these ends -> the last output, [B, 1, H]"""
