@@ -63,8 +63,9 @@ def prefill_chunk(
 
 def ends_with_token(model: MTPModel, s: Sequence) -> bool:
     """Whether the last position of a prompt is a token with its own embedding, as those of rows are, and not an image's."""
-    own = None if s.embeddings is None else model.model.embed_tokens(mx.array(s.segments[-1]))
-    return s.has_tokens and (own is None or bool(mx.array_equal(s.embeddings, own)))
+    if s.embeddings is None or not s.has_tokens:
+        return s.has_tokens
+    return bool(mx.array_equal(s.embeddings, model.model.embed_tokens(mx.array(s.segments[-1]))))
 
 
 def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:
