@@ -221,10 +221,7 @@ def decode(case: Case, seed: int, depth: Any) -> float:
 
 
 def n_accepted(rates: Sequence[float], right: Sequence[float], n: int, k: int) -> int:
-    for i in range(k):
-        if right[n + i] >= rates[i]:
-            return i
-    return k
+    return next((i for i in range(k) if right[n + i] >= rates[i]), k)
 
 
 @cache
