@@ -95,10 +95,9 @@ def test_learns_how_often_copies_are_right_without_drafting():
 
 
 def test_a_sequence_has_numbers_below_0_for_its_images():
-    images = [ImageSpan(2, 1, 2), ImageSpan(5, 2, 2)]
-    assert without_images([7, 7, 7, 7, 7, 7, 7], 0, images) == [7, 7, -3, -4, 7, -6, -7]
-    assert without_images([7, 7, 7, 7], 3, images) == [-4, 7, -6, -7]
-    assert without_images([7, 7], 9, images) == [7, 7]
+    images, text = [ImageSpan(2, 1, 2), ImageSpan(5, 2, 2)], [7, 7, -3, -4, 7, -6, -7, -8, -9, 7, 7]
+    for first, end in ((0, 7), (3, 7), (9, 11)):
+        assert without_images([7] * (end - first), first, images) == text[first:end]
 
 
 def test_a_saved_cache_keeps_the_text(tmp_path):
@@ -177,17 +176,15 @@ MACHINES = [(0.1, 0.04), (0.25, 0.2), (0.8, 0.7)]
 SHARES = [1.0, 0.8, 0.3, 0.0]  # the part of the answer's lines that are the prompt's
 
 
-def write(share, rng):
-    """A prompt of 60 lines and an answer that repeats some of them, each line of 12 tokens."""
+def decode(choose, machine, share, head_rate, seed):
+    """Seconds for an answer; ``choose.next(rates)`` says what to draft, and ``choose.observe`` learns, as in the loop.
+
+    The prompt has 60 lines of 12 tokens, and the answer repeats some of them.
+    """
+    rng, noise = random.Random(seed), random.Random(seed + 1)
     lines = [[rng.randrange(10_000) for _ in range(12)] for _ in range(60)]
     answer = [line if rng.random() < share else [rng.randrange(10_000) for _ in range(12)] for line in lines]
-    return [t for line in lines for t in line], [t for line in answer for t in line]
-
-
-def decode(choose, machine, share, head_rate, seed):
-    """Seconds for an answer; ``choose.next(rates)`` says what to draft, and ``choose.observe`` learns, as in the loop."""
-    rng, noise = random.Random(seed), random.Random(seed + 1)
-    prompt, answer = write(share, rng)
+    prompt, answer = ([*itertools.chain(*of_lines)] for of_lines in (lines, answer))
     right = [rng.random() < head_rate for _ in range(len(answer) + 10)]
     copies, total, n, before, head = PromptLookup(prompt), 0.0, 0, PLAIN_PLAN, Rates(8)
     while n < len(answer):

@@ -35,13 +35,9 @@ def test_best_length_is_that_of_brute_force(acceptance, data):
 
     def tokens(k):
         """The mean over all patterns of k drafts, each right or wrong."""
-        mean = 0.0
-        for pattern in itertools.product([True, False], repeat=k):
-            weight = 1.0
-            for right, a in zip(pattern, acceptance):
-                weight *= a if right else 1 - a
-            mean += weight * (1 + len(list(itertools.takewhile(bool, pattern))))
-        return mean
+        patterns = [*itertools.product([True, False], repeat=k)]
+        weights = [math.prod(a if right else 1 - a for right, a in zip(p, acceptance)) for p in patterns]
+        return sum(weight * (1 + n_leading(p)) for weight, p in zip(weights, patterns))
 
     by_force = [tokens(k) / t for k, t in enumerate(seconds)]
     assert by_force[best_length(expected_tokens(acceptance), seconds)] >= max(by_force) * (1 - 1e-9)
@@ -308,13 +304,9 @@ def scripted_text(model, i, is_right=True):
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def start(monkeypatch):
+    """Makes generations, timed by ``Timed``, one for each model and its number of drafts, and their counts."""
     monkeypatch.setattr(planner, "perf_counter", lambda: Timed.now)
-
-
-@pytest.fixture
-def start(timed):
-    """Makes generations, one for each model and its number of drafts, and their counts."""
     with contextlib.ExitStack() as stack:
 
         def start(models, numbers):
@@ -382,7 +374,8 @@ def test_two_that_cannot_be_timed_draft_by_a_guess(start):
     assert min(c.tokens_per_step for c in counts) > 3
 
 
-def test_steps_beside_a_prefill_are_not_timed(timed):
+@pytest.mark.usefixtures("start")
+def test_steps_beside_a_prefill_are_not_timed():
     model = scripted_text(tiny_model("qwen3_5"), 0)
     generator = BatchGenerator(model, num_draft_tokens="auto", copy_drafts="off", prefill_step_size=16, **AT_ONCE)
     generator.insert([PROMPTS[0].tolist()], max_tokens=[1000])
