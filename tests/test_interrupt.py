@@ -6,7 +6,6 @@ import functools
 import itertools
 import linecache
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import mlx.core as mx
@@ -27,7 +26,7 @@ from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, he
 from tests.support.models import FLASH, deep_model, tiny_model
 from tests.support.profiles import LONG
 from tests.support.scripted import Scripted, script_copies
-from tests.support.ways import generate_alone
+from tests.support.ways import close_elsewhere, elsewhere, generate_alone
 
 CACHES = (cache, indexed, prompt_cache_module, rows)
 MODULES = (*CACHES, decoder, head, loop, prefill, sequence, scheduler, generate_step)
@@ -182,21 +181,6 @@ def small_model(draft_rows=None):
     return model
 
 
-def elsewhere(function, *args, **kwargs):
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(function, *args, **kwargs).result()
-
-
-def after(model, tokens, kv):
-    """The next tokens of mlx-lm's generation in a cache of the prompt and its own tokens, or of these."""
-    if not kv:
-        return plain([*tokens, 7, 2], model, max_tokens=4)
-    theirs = stock.make_prompt_cache(model)
-    own = plain(START, model, max_tokens=len(tokens) - len(START), prompt_cache=theirs, **kv)
-    assert own == tokens[len(START) :]
-    return plain([7, 2], model, max_tokens=4, prompt_cache=theirs, **kv)
-
-
 # Others, greedy or with a seed or penalties, are closed in another thread in ``test_single_run.py``.
 CLOSED = [*((kind, BOTH, None) for kind in OPTIONS), ("rejection", COPIES, 6)]
 
@@ -211,10 +195,13 @@ def test_closes_in_another_thread(monkeypatch, kind, drafts, draft_rows):
     for n in stops:
         prompt_cache = make_prompt_cache(model)
         asked = dict(max_tokens=-1, prompt_cache=prompt_cache, **drafts, **options)
-        text = generate_alone(START, model, leaves=n, close=lambda steps: elsewhere(steps.close), **asked)
-        tokens = START + text.tokens
-        assert_cache_of(model, prompt_cache, len(tokens))
-        want = after(model, tokens, kv)
+        text = generate_alone(START, model, leaves=n, close=close_elsewhere, **asked)
+        assert_cache_of(model, prompt_cache, len(START) + n)
+        want = plain([*START, *text.tokens, 7, 2], model, max_tokens=4)
+        if kv:  # in mlx-lm's own cache
+            theirs = stock.make_prompt_cache(model)
+            assert plain(START, model, max_tokens=n, prompt_cache=theirs, **kv) == text.tokens
+            want = plain([7, 2], model, max_tokens=4, prompt_cache=theirs, **kv)
         assert elsewhere(mtp, [7, 2], model, max_tokens=4, prompt_cache=copy.deepcopy(prompt_cache), **kv) == want
         assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache, **kv) == want
 
@@ -226,7 +213,7 @@ def test_the_first_token_is_closed_in_another_thread(prompt):
     for k, own in ((0, prompt), (3, [1]), (0, [2]), (3, prompt)):
         steps = mtp_generate_step(mx.array(own), model, num_draft_tokens=k, prompt_cache=prompt_cache)
         text += [*own, next(steps)[0]]
-        elsewhere(steps.close)
+        close_elsewhere(steps)
         assert_cache_of(model, prompt_cache, len(text))
         assert PromptCache(prompt_cache, len(model.layers)).text == text
         got = mtp([7, 2], model, max_tokens=4, prompt_cache=copy.deepcopy(prompt_cache))

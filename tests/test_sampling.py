@@ -241,10 +241,6 @@ class Alternating:
         return mx.where(allowed, logits, -mx.inf)
 
 
-def run(processors, way="alone", model=None, **options):
-    return generate(way, PROMPT, model or model_of("qwen3_5"), logits_processors=processors, **options)
-
-
 @every_way
 @pytest.mark.parametrize(("depth", "penalty"), [(0, 1.4), (3, None), ("auto", 1.4)])
 def test_stateful_processor_is_called_once_a_token_in_order(way, depth, penalty, monkeypatch):
@@ -254,7 +250,7 @@ def test_stateful_processor_is_called_once_a_token_in_order(way, depth, penalty,
     truth = PROMPT + plain(PROMPT, model_of("qwen3_5"), **stock)
     script_copies(monkeypatch, [truth + [0] * 20, *company_of(model_of("qwen3_5"))], lambda i: True)
     options = dict(num_draft_tokens=depth, copy_drafts=5, max_tokens=20, text=truth, right=lambda i: i % 4 > 0)
-    last = run([processor, *others], way, **options).last
+    last = generate(way, PROMPT, model_of("qwen3_5"), logits_processors=[processor, *others], **options).last
     assert (last.all_tokens, last.counts.n_drafted) == (truth, 0)
     assert processor.calls == [truth[: len(PROMPT) + n] for n in range(20)]
 
@@ -262,7 +258,8 @@ def test_stateful_processor_is_called_once_a_token_in_order(way, depth, penalty,
 def test_drafts_pass_the_same_processors():
     """A bias that forbids all but two tokens: unbiased drafts would hardly ever stand."""
     bias = make_logits_processors(logit_bias={t: -100.0 for t in range(32) if t not in (7, 9)})
-    counts = run(bias, num_draft_tokens=1, max_tokens=100).last.counts
+    options = dict(logits_processors=bias, num_draft_tokens=1, max_tokens=100)
+    counts = generate("alone", PROMPT, model_of("qwen3_5"), **options).last.counts
     assert sum(counts.accepted) > 0.3 * sum(counts.drafted)
 
 

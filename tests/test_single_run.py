@@ -9,11 +9,9 @@ of mlx-lm for its prompt alone, up to where it ends, and its prompt cache holds 
 import inspect
 import itertools
 import math
-import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from types import SimpleNamespace
+from types import GeneratorType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -34,7 +32,7 @@ from tests.support.decoding import assert_goes_on, mtp, plain
 from tests.support.models import FAMILIES, TRAINED, model_of
 from tests.support.profiles import LONG, examples
 from tests.support.scripted import Scripted, script_copies
-from tests.support.ways import generate_alone
+from tests.support.ways import close_elsewhere, generate_alone
 
 PENALTIES = [
     {},
@@ -96,19 +94,6 @@ class Ask:
         assert copies is None or len(counts.of("copies").drafted) <= {"auto": 16, "off": 0}.get(copies, copies)
 
 
-# Closing a generation of one sequence
-
-
-def close(steps):
-    steps.close()
-
-
-def close_elsewhere(steps):
-    thread = threading.Thread(target=steps.close)
-    thread.start()
-    thread.join()
-
-
 # Options of ``mtp_generate_step`` that several sequences do not have
 ALONE = dict(draft_p_min=st.sampled_from([0.2, 0.9]), kv_bits=st.just(8))
 ASKS = st.builds(
@@ -139,7 +124,7 @@ SCENARIOS = st.builds(
     asks=st.lists(ASKS, min_size=1, max_size=5),
     prefill_step_size=st.sampled_from([1, 2, 5, 16, 2048]),
     completion_batch_size=st.sampled_from([1, 2, 32]),
-    close=st.sampled_from([close, close_elsewhere]),  # how a sequence leaves; alone
+    close=st.sampled_from([GeneratorType.close, close_elsewhere]),  # how a sequence leaves; alone
     alone=st.fixed_dictionaries({}, optional=ALONE),
     draft_rows=st.sampled_from([None, None, 6, 20]),  # the number of tokens in the draft vocabulary
     # Whether the copy of token i is right, over and over; ``None`` where none is offered. If ``None``, the texts decide.
@@ -148,26 +133,10 @@ SCENARIOS = st.builds(
 # Texts that end within a window of right drafts, of which the last ones are not handed over, or behind it, or fail there.
 ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=6), dict(leaves=8, seen=5), dict(fault=(faulty, 3), arrives=20)]
 WITHIN_A_WINDOW = SimpleNamespace(
-    family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, close=close,
-    alone={}, draft_rows=None, copies=None,
+    family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, alone={},
+    close=GeneratorType.close, draft_rows=None, copies=None,
     asks=[Ask([3, 1, 4], 30, [True], num_draft_tokens=4, copy_drafts="off", n_segments=2, **end) for end in ENDS],
 )  # fmt: skip
-
-
-@contextmanager
-def drafting(scenario, model):
-    """Yields a list for the texts that are known so far, each with its prompt: what copies are made of."""
-    copies, truths = scenario.copies, []
-    if scenario.draft_rows is not None:
-        model.drafting.lm_head = DraftLMHead(model.output_layer, [*range(scenario.draft_rows)])
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            if copies is not None:
-                script_copies(patch, truths, lambda i: copies[i % len(copies)])
-            patch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)  # a failure comes again
-            yield truths
-    finally:
-        model.drafting.lm_head = None
 
 
 def run_alone(scenario, model, truths):
@@ -264,7 +233,13 @@ def check_text(model, ask, want, text, removed):
 @given(scenario=SCENARIOS)
 def test_each_text_is_that_of_a_single_run(run, scenario):
     model = model_of(scenario.family, scenario.seed, num_hidden_layers=scenario.num_hidden_layers)
-    with drafting(scenario, model) as truths:
+    copies, truths = scenario.copies, []  # the texts that are known so far, prompts included: what copies are made of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)  # a failure comes again
+        if scenario.draft_rows is not None:
+            patch.setattr(model.drafting, "lm_head", DraftLMHead(model.output_layer, [*range(scenario.draft_rows)]))
+        if copies is not None:
+            script_copies(patch, truths, lambda i: copies[i % len(copies)])
         run(scenario, model, truths)
 
 

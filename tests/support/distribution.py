@@ -85,21 +85,18 @@ class Case:
             processors[-1].n_prompt = len(self.prompt)
         return processors
 
-    def next_token(self, model, tokens: list[int]) -> np.ndarray:
-        """Plain decoding's distribution of the token after ``tokens``."""
-        logits = model(mx.array([tokens]))[:, -1]
-        for processor in self.processors():
-            logits = processor(mx.array(tokens), logits)
-        p = np.array(by_mlx_lm(logits - mx.logsumexp(logits, keepdims=True), **self.options)[0], np.float64)
-        return p / p.sum()
-
     def expected(self) -> np.ndarray:
-        """The probability of each sequence, [VOCAB] * n_tokens."""
+        """The probability of each sequence in plain decoding, [VOCAB] * n_tokens."""
         model, joint = self.model(), np.ones([VOCAB] * self.n_tokens)
         for length in range(self.n_tokens):
             for tokens in itertools.product(range(VOCAB), repeat=length):
-                p = self.next_token(model, self.prompt + list(tokens))
-                joint[tokens] *= p.reshape([VOCAB] + [1] * (self.n_tokens - 1 - length))
+                text = mx.array(self.prompt + list(tokens))
+                logits = model(text[None])[:, -1]
+                for processor in self.processors():
+                    logits = processor(text, logits)
+                logprobs = logits - mx.logsumexp(logits, keepdims=True)
+                p = np.array(by_mlx_lm(logprobs, **self.options)[0], np.float64)
+                joint[tokens] *= (p / p.sum()).reshape([VOCAB] + [1] * (self.n_tokens - 1 - length))
         return joint
 
     def drafting_model(self, runs: int):
