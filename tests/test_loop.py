@@ -94,19 +94,6 @@ def test_quantizes_keys_and_values_where_mlx_lm_does(start, chunk, monkeypatch):
         assert mx.allclose(logprobs, want_logprobs, rtol=0, atol=0 if start == 1000 else 1e-4)
 
 
-def test_one_token_prompt_reads_an_unquantized_cache():
-    """It quantizes after a pass: the first over an empty or unquantized cache has its keys and values as they are."""
-    model, options = model_of(DENSE), dict(max_tokens=7, kv_bits=4, kv_group_size=32, quantized_kv_start=0)
-    for token in range(0, 32, 10):
-        for prompt in ([], PROMPT):
-            caches = make_prompt_cache(model), model.make_cache()
-            if len(prompt):
-                mtp(prompt, model, max_tokens=0, prompt_cache=caches[0])
-                plain(prompt, model, max_tokens=0, prompt_cache=caches[1])
-            got = mtp([token], model, num_draft_tokens=2, prompt_cache=caches[0], **options)
-            assert got == plain([token], model, prompt_cache=caches[1], **options)
-
-
 def test_progress_is_mlx_lms():
     for prompt, max_tokens in itertools.product((PROMPT, PROMPT[:1]), (0, 1, 3)):
         calls = []
