@@ -26,7 +26,7 @@ from mlx_mtp.core.decoding.decoder import Decoder
 from mlx_mtp.core.layers.drafting import DraftLMHead
 from mlx_mtp.core.sampling.sampler import Sampler
 from mlx_mtp.memory import FAILED_PASS
-from tests.support.batches import AT_ONCE, run
+from tests.support.batches import AT_ONCE, Fault, faulty, run
 from tests.support.decoding import mtp, plain
 from tests.support.distribution import PROMPT
 from tests.support.models import model_of, tiny_model
@@ -83,12 +83,7 @@ def test_texts_of_equal_samplers_are_drawn_together(depth, monkeypatch):
     noted = lambda self, x, *args: (calls.append((self.temp, len(x))), support(self, x, *args))[1]  # noqa: E731
     monkeypatch.setattr(Sampler, "support", noted)
     generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=depth, copy_drafts="off", **AT_ONCE)
-    samplers = [
-        make_sampler(0.7),
-        None,
-        *(make_sampler(1.5) for _ in range(3)),
-        *(make_sampler(1.5, seed=i) for i in (5, 6)),
-    ]
+    samplers = [make_sampler(0.7), None, *(make_sampler(1.5, seed=seed) for seed in (None, None, None, 5, 6))]
     generator.insert([PROMPT] * 7, max_tokens=[40] * 7, samplers=samplers)
     run(generator, n_steps=4)
     calls.clear()
@@ -128,7 +123,7 @@ def test_memory_is_flat_over_joins_and_leaves():
             gc.collect()
             mx.synchronize(generator.stream)  # passes hold their arrays until they end
             used.append(mx.get_active_memory())
-    assert max(used) - min(used) < 1000  # bytes: less than a layer of one row
+    assert max(used) - used[0] < 1000  # bytes: less than a layer of one row. What other tests held may be freed later
 
 
 @pytest.mark.parametrize("return_prompt_caches", [True, False])
@@ -254,17 +249,13 @@ def test_mlx_lms_batch_and_mtp_resume_each_others_caches(trained):
 def test_batch_generate_samples_processes_and_fails_by_prompt(trained):
     model, tokenizer = trained
     penalty, sampler = make_logits_processors(repetition_penalty=1.3), make_sampler(0.8, seed=5)
-
-    def failing(tokens, logits):
-        raise RuntimeError("no")
-
     prompts = [tokenizer.encode(p) for p in ("def read(path):\n", "import os\n", "import re\n")]
-    own = dict(samplers=[sampler, None, None], logits_processors=[[], penalty, [failing]])
+    own = dict(samplers=[sampler, None, None], logits_processors=[[], penalty, [faulty(0)]])
     ours = mlx_mtp.batch_generate(model, tokenizer, prompts, max_tokens=12, return_token_ids=True, **own)
     first = plain(prompts[0], model, max_tokens=12, sampler=sampler)
     penalized = plain(prompts[1], model, max_tokens=12, logits_processors=penalty)
     assert ours.token_ids == [first, penalized, []]
-    assert [str(e) for e in ours.errors] == ["None", "None", "no"]
+    assert [type(e) for e in ours.errors] == [type(None), type(None), Fault]
     assert ours.texts[1:] == [tokenizer.decode(penalized), ""]
     for_all = mlx_mtp.batch_generate(model, tokenizer, prompts[1:], logits_processors=penalty, max_tokens=12)
     assert for_all.texts[0] == ours.texts[1]
@@ -275,7 +266,7 @@ TWO = [[3, 1, 4], [1, 5]]
 DRAFTS = "num_draft_tokens must be auto or from 0 to 8, not"
 COPIES = "copy_drafts must be auto, off or from 1 to 16, not"
 POSITIVE = "must be an integer of 1 or more, not"
-EACH = "must have an entry for each prompt: 2, not"
+LIMIT, EACH = f"max_tokens of prompt 1 {POSITIVE}", "must have an entry for each prompt: 2, not"
 OUT_OF_RANGE = [
     *(("num_draft_tokens", n, f"{DRAFTS} {n}.") for n in (-1, 9, 99, 2.0, 2.5, "3", "off")),
     *(("copy_drafts", n, f"{COPIES} {n}.") for n in (-1, 0, 17, 4.0, "4", "on")),
@@ -299,22 +290,15 @@ def test_refuses_options_out_of_range(demo):
         *((use, dict(max_kv_size=64), "max_kv_size is not supported: the caches of") for use in ("alone", "batch")),
         ("batch", dict(num_draft_tokens=Depth(3)), DRAFTS),  # of one sequence
         *(("insert", {name: [2, value]}, message) for name, value, message in OUT_OF_RANGE),
-        *(("insert", dict(max_tokens=[2, n]), f"max_tokens of prompt 1 {POSITIVE} {n}.") for n in (0, 2.5, None, "3")),
-        *(
-            ("insert", dict(options=[TextOptions(), TextOptions(n)]), f"max_tokens of prompt 1 {POSITIVE} {n}.")
-            for n in (0, 0.0, 2.5, -1.5, "3")
-        ),
+        *(("insert", dict(max_tokens=[2, n]), f"{LIMIT} {n}.") for n in (0, 2.5, None, "3")),
+        *(("insert", dict(options=[TextOptions(), TextOptions(n)]), f"{LIMIT} {n}.") for n in (0, 0.0, 2.5, -1.5, "3")),
         *(("alone", dict(max_tokens=n), f"max_tokens must be an integer, not {n}.") for n in (0.0, 2.5, "3")),
         ("insert", dict(num_draft_tokens=[Depth(3), None]), DRAFTS),
         ("insert", dict(num_draft_tokens=0), f"num_draft_tokens {EACH} 0."),
         *(("insert", dict(copy_drafts=value), f"copy_drafts {EACH} {value}.") for value in (0, "auto")),
         ("insert", dict(max_tokens=5), f"max_tokens {EACH} 5."),
         ("insert", dict(samplers=[None]), f"samplers {EACH} 1."),
-        (
-            "insert",
-            dict(caches=[quantized, None]),
-            "prompt 0 is quantized to 8 bits in groups of 32: give kv_bits=8 and",
-        ),
+        ("insert", dict(caches=[quantized, None]), "prompt 0 is quantized to 8 bits in groups of 32: give kv_bits=8"),
         ("batch_generate", dict(max_tokens=None), f"max_tokens of prompt 0 {POSITIVE} None."),
         ("batch_generate", dict(prompts=[[1], []]), "Prompt 1 is empty."),
         ("batch_generate", dict(max_tokens=[3]), f"max_tokens {EACH} 1."),
@@ -383,12 +367,10 @@ def test_few_inputs_of_the_head_are_pending(monkeypatch):
 def test_an_error_of_the_device_ends_one_text_and_the_others_begin_again(monkeypatch, n_before):
     """That whose chunk has failed, or the newest of a step. With a stop sequence that began before."""
     model, prompts = model_of("qwen3_5"), [[3, 1, 4, 1], [5, 9, 2], [6, 5, 3]]
-    stop = [plain(prompts[0], model, max_tokens=9)[5:7]]
-    options = dict(max_tokens=12, stop_tokens=stop, num_draft_tokens=2, **AT_ONCE)
-    with closing(BatchGenerator(model, **options)) as generator:
-        generator.insert(prompts)
-        want = [text.tokens for text in run(generator).values()]
+    want = [plain(p, model, max_tokens=12) for p in prompts]
+    want[0], stop = want[0][:7], want[0][5:7]
     error = RuntimeError(f"[METAL] {FAILED_PASS}: Impacting Interactivity")
+    options = dict(max_tokens=12, stop_tokens=[stop], num_draft_tokens=2, **AT_ONCE)
     with closing(BatchGenerator(model, **options)) as generator:
         generator.insert(prompts[:2])
         texts = run(generator, n_steps=4)

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+from functools import partial
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -16,6 +18,7 @@ from mlx_mtp.core.decoding.sequence import without_images
 from mlx_mtp.core.drafts.sources import N_GRAM, N_REJOIN, NEAR, PromptLookup
 from mlx_mtp.core.pacing.depth import MAX_COPY_TOKENS, Depth, Rates
 from mlx_mtp.core.pacing.step_times import FREE, PLAIN_PLAN, Plan
+from mlx_mtp.core.sampling.acceptance import n_leading
 from tests.support.batches import run
 from tests.support.decoding import mtp, plain
 from tests.support.models import FAMILIES, model_of
@@ -34,10 +37,8 @@ def last_match(text: list[int]) -> int | None:
 
 def rejoined(text: list[int], left: int | None) -> int | None:
     """By search: the position after the first two tokens like the text's last, up to 32 tokens behind where a match ended."""
-    for start in range(*((left, left + NEAR) if left is not None else (0, 0))):
-        if start + N_REJOIN < len(text) and text[start : start + N_REJOIN] == text[-N_REJOIN:]:
-            return start + N_REJOIN
-    return None
+    ends = range(left + N_REJOIN, left + NEAR + N_REJOIN) if left is not None else ()
+    return next((end for end in ends if end < len(text) and text[end - N_REJOIN : end] == text[-N_REJOIN:]), None)
 
 
 texts = st.lists(st.integers(0, 2), max_size=60)  # of few tokens, so that they repeat themselves
@@ -94,10 +95,9 @@ def test_learns_how_often_copies_are_right_without_drafting():
 
 
 def test_a_sequence_has_numbers_below_0_for_its_images():
-    images = [ImageSpan(2, 1, 2), ImageSpan(5, 2, 2)]
-    assert without_images([7, 7, 7, 7, 7, 7, 7], 0, images) == [7, 7, -3, -4, 7, -6, -7]
-    assert without_images([7, 7, 7, 7], 3, images) == [-4, 7, -6, -7]
-    assert without_images([7, 7], 9, images) == [7, 7]
+    images, text = [ImageSpan(2, 1, 2), ImageSpan(5, 2, 2)], [7, 7, -3, -4, 7, -6, -7, -8, -9, 7, 7]
+    for first, end in ((0, 7), (3, 7), (9, 11)):
+        assert without_images([7] * (end - first), first, images) == text[first:end]
 
 
 def test_a_saved_cache_keeps_the_text(tmp_path):
@@ -176,17 +176,15 @@ MACHINES = [(0.1, 0.04), (0.25, 0.2), (0.8, 0.7)]
 SHARES = [1.0, 0.8, 0.3, 0.0]  # the part of the answer's lines that are the prompt's
 
 
-def write(share, rng):
-    """A prompt of 60 lines and an answer that repeats some of them, each line of 12 tokens."""
+def decode(choose, machine, share, head_rate, seed):
+    """Seconds for an answer; ``choose.next(rates)`` says what to draft, and ``choose.observe`` learns, as in the loop.
+
+    The prompt has 60 lines of 12 tokens, and the answer repeats some of them.
+    """
+    rng, noise = random.Random(seed), random.Random(seed + 1)
     lines = [[rng.randrange(10_000) for _ in range(12)] for _ in range(60)]
     answer = [line if rng.random() < share else [rng.randrange(10_000) for _ in range(12)] for line in lines]
-    return [t for line in lines for t in line], [t for line in answer for t in line]
-
-
-def decode(choose, machine, share, head_rate, seed):
-    """Seconds for an answer; ``choose.next(rates)`` says what to draft, and ``choose.observe`` learns, as in the loop."""
-    rng, noise = random.Random(seed), random.Random(seed + 1)
-    prompt, answer = write(share, rng)
+    prompt, answer = ([*itertools.chain(*of_lines)] for of_lines in (lines, answer))
     right = [rng.random() < head_rate for _ in range(len(answer) + 10)]
     copies, total, n, before, head = PromptLookup(prompt), 0.0, 0, PLAIN_PLAN, Rates(8)
     while n < len(answer):
@@ -196,7 +194,7 @@ def decode(choose, machine, share, head_rate, seed):
             hits = [a == b for a, b in zip(copies.propose(plan.k, 0).tolist(), answer[n:])]
         else:
             hits = right[n : n + plan.k]
-        n_accepted = min(hits.index(False) if False in hits else len(hits), plan.k, len(answer) - n - 1)
+        n_accepted = min(n_leading(hits), plan.k, len(answer) - n - 1)
         seconds = 1 + plan.k * machine[plan.skips_head]
         is_clear = before.k > 0 and plan.k > 0 and before.skips_head <= plan.skips_head
         is_clear |= before == plan == PLAIN_PLAN
@@ -208,17 +206,9 @@ def decode(choose, machine, share, head_rate, seed):
     return total
 
 
-class Fixed:
+def fixed(k, n_copies):
     """Always so many of the head's drafts, or of copies where there are any."""
-
-    def __init__(self, k, n_copies):
-        self.k, self.n_copies = k, n_copies
-
-    def next(self, offers):
-        return Plan(self.n_copies, FREE) if "copies" in offers[0] and self.n_copies else Plan(self.k)
-
-    def observe(self, plan, n_accepted, seconds):
-        pass
+    return Mock(next=lambda offers: Plan(n_copies, FREE) if "copies" in offers[0] and n_copies else Plan(k))
 
 
 # By default each machine, text and head once or more.
@@ -233,10 +223,10 @@ def test_auto_takes_the_better_source(machine, share, head_rate):
     def seconds(make):
         return sum(decode(make(), machine, share, head_rate, seed) for seed in range(3 if LONG else 2))
 
-    auto = seconds(lambda: Depth(8))
-    fixed = {(k, n): seconds(lambda k=k, n=n: Fixed(k, n)) for k in (0, 2, 4) for n in (0, 4, 16)}
-    assert fixed[0, 0] / auto >= 0.98
-    assert min(fixed.values()) / auto >= 0.9
+    auto = seconds(partial(Depth, 8))
+    times = {(k, n): seconds(partial(fixed, k, n)) for k in (0, 2, 4) for n in (0, 4, 16)}
+    assert times[0, 0] / auto >= 0.98
+    assert min(times.values()) / auto >= 0.9
 
 
 def test_copies_begin_short_and_lengthen_and_a_given_number_of_drafts_is_kept_beside_them():

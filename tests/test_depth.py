@@ -3,6 +3,7 @@
 Of generations that are open at once on one model, each drafts what was asked of it, and by what it knows of its own text.
 """
 
+import contextlib
 import itertools
 import math
 import random
@@ -19,6 +20,7 @@ from mlx_mtp.core.decoding import planner
 from mlx_mtp.core.layers.drafting import Settings
 from mlx_mtp.core.pacing.depth import Depth, Rates, best_length, expected_tokens, joint_tokens
 from mlx_mtp.core.pacing.step_times import FREE, HEAD, N_LENGTHS, PLAIN_PLAN, Plan, StepTimes
+from mlx_mtp.core.sampling.acceptance import n_leading
 from tests.support.batches import AT_ONCE, run
 from tests.support.decoding import PROMPT, plain
 from tests.support.depth_simulation import LONG, MOST, cases, ratio
@@ -33,13 +35,9 @@ def test_best_length_is_that_of_brute_force(acceptance, data):
 
     def tokens(k):
         """The mean over all patterns of k drafts, each right or wrong."""
-        mean = 0.0
-        for pattern in itertools.product([True, False], repeat=k):
-            weight = 1.0
-            for right, a in zip(pattern, acceptance):
-                weight *= a if right else 1 - a
-            mean += weight * (1 + len(list(itertools.takewhile(bool, pattern))))
-        return mean
+        patterns = [*itertools.product([True, False], repeat=k)]
+        weights = [math.prod(a if right else 1 - a for right, a in zip(p, acceptance)) for p in patterns]
+        return sum(weight * (1 + n_leading(p)) for weight, p in zip(weights, patterns))
 
     by_force = [tokens(k) / t for k, t in enumerate(seconds)]
     assert by_force[best_length(expected_tokens(acceptance), seconds)] >= max(by_force) * (1 - 1e-9)
@@ -108,7 +106,7 @@ def test_the_time_of_a_copy_says_nothing_about_other_steps(seconds):
 
 
 SEEDS = [
-    *(pytest.param(case, 4, id=case.group) for case in cases()[::38]),
+    *(pytest.param(case, 4, id=case.group) for case in [*cases()][::38]),
     *(pytest.param(case, 24, id=f"{case.group}, many seeds", marks=pytest.mark.slow) for case in cases()),
 ]
 
@@ -174,10 +172,7 @@ def simulate(sequences, n_steps, seconds=linear, depth=None, n_tokens=0):
     for _ in range(n_steps):
         offers = [{"head": [rate] * 8} for rate in sequences]
         asked.append(k := depth.next(offers, n_sequences=B, n_tokens=n_tokens).k)
-        accepted = []
-        for rate in sequences:
-            coin = [coins.random() < rate for _ in range(k)]
-            accepted.append(coin.index(False) if False in coin else k)
+        accepted = [n_leading([coins.random() < rate for _ in range(k)]) for rate in sequences]
         depth.observe(Plan(k), sum(accepted) / B, seconds(B, k), n_sequences=B, n_tokens=n_tokens)
     return asked
 
@@ -309,86 +304,78 @@ def scripted_text(model, i, is_right=True):
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def start(monkeypatch):
+    """Makes generations, timed by ``Timed``, one for each model and its number of drafts, and their counts."""
     monkeypatch.setattr(planner, "perf_counter", lambda: Timed.now)
+    with contextlib.ExitStack() as stack:
 
+        def start(models, numbers):
+            counts = [DraftCounts() for _ in numbers]
+            options = dict(max_tokens=-1, copy_drafts="off")
+            steps = [
+                mtp_generate_step(prompt, model, num_draft_tokens=k, counts=c, **options)
+                for prompt, model, k, c in zip(PROMPTS, models, numbers, counts)
+            ]
+            return [stack.enter_context(contextlib.closing(s)) for s in steps], counts
 
-def start(models, numbers, **options):
-    """Generations, one for each model and its number of drafts, and their counts."""
-    counts = [DraftCounts() for _ in numbers]
-    steps = [
-        mtp_generate_step(prompt, model, max_tokens=-1, num_draft_tokens=k, counts=c, **options)
-        for prompt, model, k, c in zip(PROMPTS, models, numbers, counts)
-    ]
-    return steps, counts
-
-
-def take(steps, n):
-    return [next(steps)[0] for _ in range(n)]
+        yield start
 
 
 def in_turn(steps, n, turn=1):
     """n tokens of each, so many at a turn."""
     tokens = [[] for _ in steps]
     for _ in range(n // turn):
-        for s, t in zip(steps, tokens):
-            t += take(s, turn)
+        for s, own in zip(steps, tokens):
+            own += [token for token, *_ in itertools.islice(s, turn)]
     return tokens
 
 
-def close(steps):
-    for s in steps:
-        s.close()
-
-
 @pytest.mark.parametrize("is_given", [False, True])
-def test_auto_goes_by_its_own_text(timed, is_given):
+def test_auto_goes_by_its_own_text(start, is_given):
     """Also where both were given the same ``Depth``."""
     model, known = tiny_model("qwen3_5"), {k: 1 + DRAFT_COST * k for k in range(9)}
     model.drafting.tuned = Settings(seconds=known)
     number = Depth(8, known) if is_given else "auto"
     models = [scripted_text(model, 0), scripted_text(model, 1, is_right=False)]
-    steps, (right, wrong) = start(models, [number] * 2, copy_drafts="off")
+    steps, (right, wrong) = start(models, [number] * 2)
     assert in_turn(steps, 2 * N) == [t[: 2 * N] for t in truths()]
-    close(steps)
     assert right.tokens_per_step > 4
     assert wrong.drafted[0] <= 10  # of 80 windows: a draft costs a fifth of a plain step here
 
 
 @pytest.mark.parametrize("turn", [1, 20])
 @pytest.mark.parametrize("beside", ["auto", 5, "a batch"])
-def test_steps_are_timed_where_no_other_generation_ran_in_between(timed, turn, beside):
+def test_steps_are_timed_where_no_other_generation_ran_in_between(start, turn, beside):
     model = tiny_model("qwen3_5")
-    (steps, *_), _ = start([scripted_text(model, 0)], ["auto"], copy_drafts="off")
-    take(steps, N)
+    steps, _ = start([scripted_text(model, 0)], ["auto"])
+    in_turn(steps, N)
     if beside == "a batch":
         generator = BatchGenerator(Timed(model), num_draft_tokens=0)
         generator.insert([p.tolist() for p in PROMPTS], max_tokens=[3 * N] * 2)
         other = ((r.token,) for _ in range(3 * N) for r in generator.next_generated()[:1])
     else:
-        (_, other), _ = start([None, scripted_text(model, 1)], [0, beside], copy_drafts="off")
+        (_, other), _ = start([None, scripted_text(model, 1)], [0, beside])
     next(other)
     times = model.drafting.times
     n_before = sum(times.n_counted.values())
-    in_turn([steps, other], 2 * N, turn)
+    in_turn([*steps, other], 2 * N, turn)
     assert times.seconds == pytest.approx({plan: 1 + DRAFT_COST * plan.k for plan in times.seconds})
     if turn == 1:  # few are timed, if any
-        take(steps, N)
+        in_turn(steps, N)
     assert sum(times.n_counted.values()) > n_before + 2
-    close([steps, other])
 
 
-def test_two_that_cannot_be_timed_draft_by_a_guess(timed):
+def test_two_that_cannot_be_timed_draft_by_a_guess(start):
     """They take turns from their first token on."""
     model = tiny_model("qwen3_5")
-    steps, counts = start([scripted_text(model, i) for i in range(2)], ["auto"] * 2, copy_drafts="off")
+    steps, counts = start([scripted_text(model, i) for i in range(2)], ["auto"] * 2)
     assert in_turn(steps, N) == [t[:N] for t in truths()]
-    close(steps)
     assert model.drafting.times.seconds == {}
     assert min(c.tokens_per_step for c in counts) > 3
 
 
-def test_steps_beside_a_prefill_are_not_timed(timed):
+@pytest.mark.usefixtures("start")
+def test_steps_beside_a_prefill_are_not_timed():
     model = scripted_text(tiny_model("qwen3_5"), 0)
     generator = BatchGenerator(model, num_draft_tokens="auto", copy_drafts="off", prefill_step_size=16, **AT_ONCE)
     generator.insert([PROMPTS[0].tolist()], max_tokens=[1000])

@@ -1,10 +1,11 @@
 """Ctrl-C at any point of the loop, or the end in another thread: the prompt cache holds exactly what was handed out."""
 
+import contextlib
 import copy
 import functools
+import itertools
 import linecache
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, he
 from tests.support.models import FLASH, deep_model, tiny_model
 from tests.support.profiles import LONG
 from tests.support.scripted import Scripted, script_copies
+from tests.support.ways import close_elsewhere, elsewhere, generate_alone
 
 CACHES = (cache, indexed, prompt_cache_module, rows)
 MODULES = (*CACHES, decoder, head, loop, prefill, sequence, scheduler, generate_step)
@@ -37,37 +39,32 @@ def may_handle(file: str, line: int) -> bool:
     return not linecache.getline(file, line).strip().startswith(("yield token", "try:"))
 
 
-class Interrupts:
-    """Ctrl-C at the n-th line of the loop, or of ``finalize`` and what it calls."""
+@contextlib.contextmanager
+def interrupted(n: int, in_finalize: bool):
+    """Ctrl-C at the n-th line of the loop, or of ``finalize`` and what it calls -> the line, unless there are fewer."""
+    count, came = itertools.count(1), []
 
-    def __init__(self, n: int, in_finalize: bool):
-        self.n, self.in_finalize = n, in_finalize
-        self.count, self.came = 0, False
-
-    def __enter__(self):
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, kind, *_):
-        sys.settrace(None)
-        return kind is KeyboardInterrupt
-
-    def _call(self, frame, event, arg):
+    def call(frame, event, arg):
         if frame.f_code.co_filename not in FILES:
             return None
-        outer, in_finalize = frame, False
-        while outer is not None and outer.f_code.co_filename != __file__ and not in_finalize:
-            in_finalize = outer.f_code.co_name == "finalize" and outer.f_code.co_filename == generate_step.__file__
+        outer, is_finalize = frame, False
+        while outer is not None and outer.f_code.co_filename != __file__ and not is_finalize:
+            is_finalize = outer.f_code.co_name == "finalize" and outer.f_code.co_filename == generate_step.__file__
             outer = outer.f_back
-        return self._line if in_finalize == self.in_finalize else None
+        return line if is_finalize == in_finalize else None
 
-    def _line(self, frame, event, arg):
-        if event == "line" and may_handle(frame.f_code.co_filename, frame.f_lineno):
-            self.count += 1
-            if self.count == self.n:
-                self.came = True
-                raise KeyboardInterrupt
-        return self._line
+    def line(frame, event, arg):
+        if event == "line" and may_handle(frame.f_code.co_filename, frame.f_lineno) and next(count) == n:
+            came.append(frame.f_lineno)
+            raise KeyboardInterrupt
+        return line
+
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.settrace(call)
+        try:
+            yield came
+        finally:
+            sys.settrace(None)
 
 
 OPEN = "This prompt cache is of a generation that has not ended.*make a new one"
@@ -109,10 +106,10 @@ def test_interrupt_at_any_line_keeps_the_yielded_tokens(family, stride, depth):
     n, came, seen = 1, True, set()
     while came:
         prompt_cache, tokens = make_prompt_cache(model_and_truth(family)[0]), []
-        with Interrupts(n, in_finalize=False) as interrupts:
+        with interrupted(n, in_finalize=False) as came:
             for token, _, _ in begun(prompt_cache, family, max_tokens=12, num_draft_tokens=depth):
                 tokens.append(token)
-        came, n_cached = interrupts.came, len(PROMPT) + len(tokens)
+        n_cached = len(PROMPT) + len(tokens)
         if not tokens:
             n_cached = prompt_cache_module.n_tokens(prompt_cache)
             assert n_cached in (0, 6, 10, 11)
@@ -131,9 +128,8 @@ def test_second_interrupt_at_any_line_of_finalize(n_tokens):
         prompt_cache = make_prompt_cache(model)
         steps = begun(prompt_cache)
         assert [next(steps)[0] for _ in range(n_tokens)] == truth[len(PROMPT) :][:n_tokens]
-        with Interrupts(n, in_finalize=True) as interrupts:
+        with interrupted(n, in_finalize=True) as came:
             steps.close()
-        came = interrupts.came
         assert_holds(prompt_cache, len(PROMPT) + n_tokens)
         n += 1 if LONG else 11
     assert n > 50
@@ -145,8 +141,8 @@ def refused(*caches):
             mtp([7, 2], model_and_truth()[0], prompt_cache=prompt_cache)
 
 
-@pytest.mark.parametrize("interrupted", [True, False])
-def test_an_end_that_is_interrupted_twice_is_known_as_such(interrupted, monkeypatch, tmp_path):
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_an_end_that_is_interrupted_twice_is_known_as_such(is_interrupted, monkeypatch, tmp_path):
     """So is a copy of the cache, one from a file, and one that is copied while the generation is open, however that ends."""
     prompt_cache, file = make_prompt_cache(model_and_truth()[0]), str(tmp_path / "turn.safetensors")
     steps = begun(prompt_cache)
@@ -156,7 +152,7 @@ def test_an_end_that_is_interrupted_twice_is_known_as_such(interrupted, monkeypa
     save_prompt_cache(file, prompt_cache)
     refused(prompt_cache, earlier)
     assert next(steps)[0] == model_and_truth()[1][len(PROMPT) + 3]  # it goes on
-    if not interrupted:
+    if not is_interrupted:
         steps.close()
         refused(earlier)
         assert_holds(prompt_cache, len(PROMPT) + 4)
@@ -185,21 +181,6 @@ def small_model(draft_rows=None):
     return model
 
 
-def elsewhere(function, *args, **kwargs):
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(function, *args, **kwargs).result()
-
-
-def after(model, tokens, kv):
-    """The next tokens of mlx-lm's generation in a cache of the prompt and its own tokens, or of these."""
-    if not kv:
-        return plain([*tokens, 7, 2], model, max_tokens=4)
-    theirs = stock.make_prompt_cache(model)
-    own = plain(START, model, max_tokens=len(tokens) - len(START), prompt_cache=theirs, **kv)
-    assert own == tokens[len(START) :]
-    return plain([7, 2], model, max_tokens=4, prompt_cache=theirs, **kv)
-
-
 # Others, greedy or with a seed or penalties, are closed in another thread in ``test_single_run.py``.
 CLOSED = [*((kind, BOTH, None) for kind in OPTIONS), ("rejection", COPIES, 6)]
 
@@ -214,11 +195,13 @@ def test_closes_in_another_thread(monkeypatch, kind, drafts, draft_rows):
     for n in stops:
         prompt_cache = make_prompt_cache(model)
         asked = dict(max_tokens=-1, prompt_cache=prompt_cache, **drafts, **options)
-        steps = mtp_generate_step(mx.array(START), model, **asked)
-        tokens = START + [next(steps)[0] for _ in range(n)]
-        elsewhere(steps.close)
-        assert_cache_of(model, prompt_cache, len(tokens))
-        want = after(model, tokens, kv)
+        text = generate_alone(START, model, leaves=n, close=close_elsewhere, **asked)
+        assert_cache_of(model, prompt_cache, len(START) + n)
+        want = plain([*START, *text.tokens, 7, 2], model, max_tokens=4)
+        if kv:  # in mlx-lm's own cache
+            theirs = stock.make_prompt_cache(model)
+            assert plain(START, model, max_tokens=n, prompt_cache=theirs, **kv) == text.tokens
+            want = plain([7, 2], model, max_tokens=4, prompt_cache=theirs, **kv)
         assert elsewhere(mtp, [7, 2], model, max_tokens=4, prompt_cache=copy.deepcopy(prompt_cache), **kv) == want
         assert mtp([7, 2], model, max_tokens=4, prompt_cache=prompt_cache, **kv) == want
 
@@ -230,7 +213,7 @@ def test_the_first_token_is_closed_in_another_thread(prompt):
     for k, own in ((0, prompt), (3, [1]), (0, [2]), (3, prompt)):
         steps = mtp_generate_step(mx.array(own), model, num_draft_tokens=k, prompt_cache=prompt_cache)
         text += [*own, next(steps)[0]]
-        elsewhere(steps.close)
+        close_elsewhere(steps)
         assert_cache_of(model, prompt_cache, len(text))
         assert PromptCache(prompt_cache, len(model.layers)).text == text
         got = mtp([7, 2], model, max_tokens=4, prompt_cache=copy.deepcopy(prompt_cache))

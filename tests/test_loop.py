@@ -94,19 +94,6 @@ def test_quantizes_keys_and_values_where_mlx_lm_does(start, chunk, monkeypatch):
         assert mx.allclose(logprobs, want_logprobs, rtol=0, atol=0 if start == 1000 else 1e-4)
 
 
-def test_one_token_prompt_reads_an_unquantized_cache():
-    """It quantizes after a pass: the first over an empty or unquantized cache has its keys and values as they are."""
-    model, options = model_of(DENSE), dict(max_tokens=7, kv_bits=4, kv_group_size=32, quantized_kv_start=0)
-    for token in range(0, 32, 10):
-        for prompt in ([], PROMPT):
-            caches = make_prompt_cache(model), model.make_cache()
-            if len(prompt):
-                mtp(prompt, model, max_tokens=0, prompt_cache=caches[0])
-                plain(prompt, model, max_tokens=0, prompt_cache=caches[1])
-            got = mtp([token], model, num_draft_tokens=2, prompt_cache=caches[0], **options)
-            assert got == plain([token], model, prompt_cache=caches[1], **options)
-
-
 def test_progress_is_mlx_lms():
     for prompt, max_tokens in itertools.product((PROMPT, PROMPT[:1]), (0, 1, 3)):
         calls = []
@@ -131,16 +118,28 @@ def test_prefill_stops_at_cuts_where_the_prompt_cache_can_be_copied():
         mtp(PROMPT, model, prompt_cache=copies[11])
 
 
-def test_p_min_stops_drafting():
+def test_drafts_below_p_min_are_dropped_and_count_as_rejected():
     model, runs, sampler = load_reference(DATA / "dense"), [], mlx_mtp.make_sampler(temp=1.0, seed=1)
+
+    class Watched(Depth):
+        def next(self, *_):
+            return Plan(4)
+
+        def observe(self, plan, n_accepted, seconds, *_, **__):
+            seen.append((plan, n_accepted, seconds))
+
     for p_min in (0.0, 0.5, 1.0):
-        counts = DraftCounts()
-        options = dict(max_tokens=25, num_draft_tokens=4, sampler=sampler, draft_p_min=p_min, counts=counts)
+        seen, counts = [], DraftCounts()
+        options = dict(max_tokens=25, num_draft_tokens=Watched(4), sampler=sampler, draft_p_min=p_min, counts=counts)
         runs.append((mtp(PROMPT, model, **options), sum(counts.drafted), sum(counts.accepted)))
     tokens, drafted, accepted = zip(*runs)
     assert tokens[0] == tokens[1] == tokens[2]
     assert drafted[0] > drafted[1] > drafted[2] == 0
     assert accepted[1] / drafted[1] > accepted[0] / drafted[0]
+    assert len(seen) > 15
+    assert {*seen[:-4]} == {(Plan(4), 0, None)}
+    text = generate("batch of three", PROMPT, model_of(DENSE), max_tokens=24, num_draft_tokens=3, draft_p_min=1.0)
+    assert (text.tokens, text.last.counts.drafted) == (text_of_plain(DENSE)[len(PROMPT) :][:24], [])
 
 
 def test_memory_stays_flat():
@@ -153,24 +152,6 @@ def test_memory_stays_flat():
             active.append(mx.get_active_memory())
     steps.close()
     assert active[1] - active[0] < 200_000  # one window of this model is about that
-
-
-def test_unsure_drafts_count_as_rejected():
-    seen, counts = [], DraftCounts()
-
-    class Watched(Depth):
-        def next(self, *_):
-            return Plan(3)
-
-        def observe(self, plan, n_accepted, seconds, *_, **__):
-            seen.append((plan, n_accepted, seconds))
-
-    mtp(PROMPT, model_of(DENSE), max_tokens=40, num_draft_tokens=Watched(3), draft_p_min=1.0, counts=counts)
-    assert counts.drafted == []
-    assert len(seen) > 30
-    assert {*seen[:-3]} == {(Plan(3), 0, None)}
-    text = generate("batch of three", PROMPT, model_of(DENSE), max_tokens=24, num_draft_tokens=3, draft_p_min=1.0)
-    assert (text.tokens, text.last.counts.drafted) == (text_of_plain(DENSE)[len(PROMPT) :][:24], [])
 
 
 def test_synchronizes_once_a_step_and_clears_the_buffer_cache_every_256_tokens(monkeypatch):

@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock, call
 
 import mlx.core as mx
 import pytest
@@ -160,29 +160,10 @@ def test_ranks_read_alike(machine):
     assert next(told, None) is None
 
 
-class Told:
-    """A budget that is told what to choose, and takes down what it hears."""
-
-    def __init__(self, *sizes):
-        self.sizes, self.asked, self.chunks, self.n_steps = [*sizes], [], [], 0
-
-    def next(self, n_cached, is_running):
-        self.asked.append((n_cached, is_running))
-        return self.sizes.pop(0)
-
-    def record_chunk(self, n, n_cached, seconds):
-        assert seconds > 0
-        self.chunks.append((n, n_cached))
-
-    def record_step(self, seconds):
-        assert seconds > 0
-        self.n_steps += 1
-
-
 def test_batch_reads_what_the_budget_says():
     model = tiny_model("qwen3_5")
     generator = BatchGenerator(model, num_draft_tokens=0)
-    generator.prefill_budget = budget = Told(2, 0, 5, 0, 0, 9)
+    generator.prefill_budget = budget = Mock(next=Mock(side_effect=[2, 0, 5, 0, 0, 9]))
     generator.insert([[1, 2, 3], [5] * 12], max_tokens=[40, 4])
     texts, n_generated = {}, []
     for _ in range(8):
@@ -190,26 +171,15 @@ def test_batch_reads_what_the_budget_says():
         run(generator, texts, 1)
         n_generated.append(sum(len(text.tokens) for text in texts.values()) - before)
     # Turn 0 reads the first prompt's two tokens, so it is ready in turn 1, from which on it waits for no chunk.
-    assert budget.asked == [(0, False), (0, True), (0, True), (5, True), (5, True), (5, True)]
-    assert budget.chunks == [(2, 0), (5, 0), (6, 5)]
+    asked = [(0, False), (0, True), (0, True), (5, True), (5, True), (5, True)]
+    assert budget.next.call_args_list == [call(*each) for each in asked]
+    chunks = [each.args for each in budget.record_chunk.call_args_list]
+    assert [chunk[:2] for chunk in chunks] == [(2, 0), (5, 0), (6, 5)]
     assert n_generated[2:] == [1, 1, 1, 1, 1, 2]
-    assert budget.n_steps == 6
+    seconds = [each.args[0] for each in budget.record_step.call_args_list]
+    assert len(seconds) == 6
+    assert min(*seconds, *(chunk[2] for chunk in chunks)) > 0
     assert run(generator, texts)[1].tokens == plain([5] * 12, model, max_tokens=4)
-
-
-class Pending:
-    """Embeddings that are complete at the n-th call, which notes the tokens that the others have by then."""
-
-    def __init__(self, array, n, texts):
-        self.array, self.n, self.texts, self.calls = array, n, texts, []
-
-    def __len__(self):
-        return len(self.array)
-
-    def advance(self, seconds):
-        assert 0 < seconds <= 0.7
-        self.calls.append(sum(len(text.tokens) for text in self.texts.values()))
-        return len(self.calls) == self.n
 
 
 def test_embeddings_are_computed_between_steps():
@@ -219,16 +189,22 @@ def test_embeddings_are_computed_between_steps():
     run(generator, texts, 6)
     # Others than the tokens', but for the last one's, which is generated from.
     embeddings = model.model.embed_tokens(mx.array(prompt)) * mx.array([0.9, 0.9, 0.9, 1.0])[:, None]
-    pending, left = Pending(embeddings, 5, texts), Pending(embeddings, math.inf, {})
+    n_tokens = []  # of the others, at each piece
+
+    def advance(seconds):
+        assert 0 < seconds <= 0.7
+        n_tokens.append(sum(len(text.tokens) for text in texts.values()))
+        return len(n_tokens) == 5
+
+    pending = MagicMock(array=embeddings, advance=advance, __len__=lambda self: len(prompt))
     generator.insert([prompt], max_tokens=[6], input_embeddings=[pending])
     run(generator, texts)
     # A step of the running sequence is between two pieces.
-    assert all(after == before + 1 for before, after in pairwise(pending.calls))
-    assert len(pending.calls) == 5
+    assert n_tokens == [*range(n_tokens[0], n_tokens[0] + 5)]
     assert texts[0].tokens == plain([1] * 5, model, max_tokens=30)
     assert texts[1].tokens == plain(prompt, model, max_tokens=6, input_embeddings=embeddings)
     # A sequence can leave before they are complete.
-    (uid,) = generator.insert([prompt], max_tokens=[6], input_embeddings=[left])
+    (uid,) = generator.insert([prompt], max_tokens=[6], input_embeddings=[pending])
     run(generator, texts, 3)
     assert len(generator) == 1
     generator.remove([uid])

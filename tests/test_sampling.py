@@ -6,6 +6,7 @@ Logits processors see what plain decoding would show them; those that keep state
 import functools
 import itertools
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import mlx.core as mx
@@ -26,7 +27,7 @@ from mlx_mtp.core.sampling.sampler import BLOCK, Support, draw
 from mlx_mtp.server.engine.admission import _allow_no_end, make_budget, make_penalties
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain
-from tests.support.distribution import CASES, Case, p_value
+from tests.support.distribution import CASES, NUCLEUS, PENALTY, XTC, Case, by_mlx_lm, p_value
 from tests.support.distribution import LEVEL as JOINT_LEVEL
 from tests.support.models import model_of, uncompiled
 from tests.support.profiles import LONG, examples
@@ -61,10 +62,8 @@ def assert_drawn_from(p: np.ndarray, tokens: mx.array):
 def test_accepts_with_probability_p_over_q(p, q):
     drafts, n = np.flatnonzero(q), int(np.count_nonzero(q))
     bound = np.minimum(1.0, p[drafts] / q[drafts])
-    logprobs, proposals = (
-        mx.stack([log(p)] * (n + 1))[None],
-        [(Support(None, mx.array(q)[None]), mx.zeros((1, 1)))] * n,
-    )
+    logprobs = mx.stack([log(p)] * (n + 1))[None]
+    proposals = [(Support(None, mx.array(q)[None]), mx.zeros((1, 1)))] * n
     acceptance = RejectionSampling(make_sampler(temp=1.0))
     texts = [Drafted(acceptance, 0, n)]
     for u, want in ((bound * 0.999, bound > 0), (np.minimum(bound * 1.001, 0.999999), bound == 1)):
@@ -117,17 +116,6 @@ HEADS = dict(
 )
 
 
-def by_mlx_lm(monkeypatch, p: np.ndarray, **options) -> np.ndarray:
-    """What mlx-lm's sampler of these options samples from: the mean over XTC's uniform number."""
-    monkeypatch.setattr(sample_utils, "categorical_sampling", lambda x, temp: mx.softmax(x * (1 / temp), axis=-1))
-    chance = options.pop("xtc_probability", 0.0)
-    mean = 0.0
-    for xtc, weight in ((0.0, 1 - chance), (1.0, chance)):
-        sampler = sample_utils.make_sampler(**options, xtc_probability=xtc)
-        mean += weight * np.array(sampler(log(p)[None])[0], np.float64)
-    return mean / mean.sum()
-
-
 SETTINGS = st.fixed_dictionaries(
     {
         "temp": st.sampled_from([0.3, 1.0, 1.5]), "top_p": st.sampled_from([0.0, 0.3, 0.8, 0.95, 1.0]),
@@ -166,10 +154,7 @@ def test_filters_are_mlx_lms(options, size, spread, step, n_allowed, dtype, seed
     x = mx.array(x.astype(np.float32)).astype(dtype)
     x = x - mx.logsumexp(x, axis=-1, keepdims=True)
     assume(not is_near_the_cut(x, options["top_p"]))
-    softmax = lambda x, temp: mx.softmax(x.astype(mx.float32) * (1 / temp), axis=-1)  # noqa: E731
-    with mock.patch.object(sample_utils, "categorical_sampling", softmax):
-        want = sample_utils.make_sampler(**options)(x)
-    got = probabilities_of(make_sampler(**options), x)
+    got, want = probabilities_of(make_sampler(**options), x), by_mlx_lm(x, **options)
     assert not mx.any(((got > 0) != (want > 0)) & (mx.maximum(got, want) > 1e-30))  # float32 ends below
     assert mx.allclose(got, want, atol=1e-5)
 
@@ -197,12 +182,12 @@ def test_tokens_of_blocks_are_drawn_with_their_probabilities():
 
 
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
-def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch):
+def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options):
     """Draft, accept and replace, then the next token: the target's distribution, and as many drafts accepted as possible.
 
     Of texts that are accepted together, some with a draft of the head, some with a copy, some without.
     """
-    want = by_mlx_lm(monkeypatch, TARGET, **options)
+    want = np.array(by_mlx_lm(log(TARGET)[None], **options)[0], np.float64)
     mx.random.seed(1)
     sampler = make_sampler(**options)
     logprobs = mx.repeat(log(TARGET)[None], 2 * N, axis=0).reshape(N, 2, -1)
@@ -229,12 +214,12 @@ def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options, monkeypatch)
 # Copies, and the head behind a rejected one; and a caller's own sampler, of texts alone. Coupled drafts are those of a single
 # run, see test_seeds.py.
 BRIEF = [
-    Case(2, copies=3, temp=1.0, top_p=0.9, xtc_probability=0.5, penalties={"repetition_penalty": 1.5}),
-    Case(2, "right", acceptance="match", copies=3, n_rows=1, temp=1.0, top_p=0.9),
+    Case(2, NUCLEUS | XTC, copies=3, penalties=PENALTY),
+    Case(2, NUCLEUS, "right", acceptance="match", copies=3, n_rows=1),
 ]
 
 
-@pytest.mark.parametrize("case", CASES if LONG else BRIEF, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES if LONG else BRIEF, ids=str)
 def test_joint_distribution_of_the_first_tokens(case):
     assert case.p_value(runs=5000 if LONG else 60) > JOINT_LEVEL
 
@@ -256,10 +241,6 @@ class Alternating:
         return mx.where(allowed, logits, -mx.inf)
 
 
-def run(processors, way="alone", model=None, **options):
-    return generate(way, PROMPT, model or model_of("qwen3_5"), logits_processors=processors, **options)
-
-
 @every_way
 @pytest.mark.parametrize(("depth", "penalty"), [(0, 1.4), (3, None), ("auto", 1.4)])
 def test_stateful_processor_is_called_once_a_token_in_order(way, depth, penalty, monkeypatch):
@@ -269,7 +250,7 @@ def test_stateful_processor_is_called_once_a_token_in_order(way, depth, penalty,
     truth = PROMPT + plain(PROMPT, model_of("qwen3_5"), **stock)
     script_copies(monkeypatch, [truth + [0] * 20, *company_of(model_of("qwen3_5"))], lambda i: True)
     options = dict(num_draft_tokens=depth, copy_drafts=5, max_tokens=20, text=truth, right=lambda i: i % 4 > 0)
-    last = run([processor, *others], way, **options).last
+    last = generate(way, PROMPT, model_of("qwen3_5"), logits_processors=[processor, *others], **options).last
     assert (last.all_tokens, last.counts.n_drafted) == (truth, 0)
     assert processor.calls == [truth[: len(PROMPT) + n] for n in range(20)]
 
@@ -277,7 +258,8 @@ def test_stateful_processor_is_called_once_a_token_in_order(way, depth, penalty,
 def test_drafts_pass_the_same_processors():
     """A bias that forbids all but two tokens: unbiased drafts would hardly ever stand."""
     bias = make_logits_processors(logit_bias={t: -100.0 for t in range(32) if t not in (7, 9)})
-    counts = run(bias, num_draft_tokens=1, max_tokens=100).last.counts
+    options = dict(logits_processors=bias, num_draft_tokens=1, max_tokens=100)
+    counts = generate("alone", PROMPT, model_of("qwen3_5"), **options).last.counts
     assert sum(counts.accepted) > 0.3 * sum(counts.drafted)
 
 
@@ -306,14 +288,7 @@ def test_a_sampler_is_called_as_in_mlx_lm(way, make):
 
 
 def test_keeps_state(demo):
-    def function(tokens, logits):
-        return logits
-
-    def counting(tokens, logits):
-        return logits
-
-    counting.keeps_state = True
-    tokenizer = demo[1]
+    function, counting, tokenizer = lambda tokens, logits: logits, SimpleNamespace(keeps_state=True), demo[1]
     every = dict(top_p=0.9, min_p=0.1, top_k=5, xtc_probability=0.5)
     samplers = [make(t, **more) for make in (stock_sampler, make_sampler) for t in (0.0, 0.7) for more in ({}, every)]
     samplers += [make_sampler(0.7, acceptance=name) for name in ("rejection", "coupled", "match")]

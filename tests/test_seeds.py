@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import mlx.core as mx
 import mlx_lm
@@ -31,23 +32,17 @@ def words(seed: int, n: int) -> mx.array:
     return mx.array([noise_words(seed, i) for i in range(n)], mx.uint32)
 
 
-def drawn(seed: int, n: int) -> np.ndarray:
-    """The tokens that the noise of n positions samples from P."""
-    return np.array(sample(mx.array(P), noise(words(seed, n)[:, :2], mx.arange(len(P), dtype=mx.uint32))))
-
-
 def test_noise_draws_from_p_and_is_independent():
     """Of that of neighbours, and of the position's uniform number."""
-    tokens, other, n = drawn(7, 4001), drawn(8, 2500), 4000
+    n, ids = 4000, mx.arange(len(P), dtype=mx.uint32)
+    tokens, other = (np.array(sample(mx.array(P), noise(words(s, m)[:, :2], ids))) for s, m in ((7, n + 1), (8, 2500)))
     assert p_value(np.bincount(tokens, minlength=len(P)), P * (n + 1)) > LEVEL
-    for a, b in ((tokens[:-1], tokens[1:]), (tokens[:2500], other)):
-        pairs = np.zeros((len(P), len(P)))
-        np.add.at(pairs, (a, b), 1)
-        assert independence(pairs[:4, :4]) > LEVEL  # cells of the last are too rare
     uniforms = np.array(words(7, n)[:, 2]) / 2.0**32
     assert p_value(np.histogram(uniforms, 20, (0, 1))[0], [n / 20] * 20) > LEVEL
-    table = [[((uniforms < 0.5) == half)[tokens[:-1] == token].sum() for token in range(4)] for half in (True, False)]
-    assert independence(table) > LEVEL
+    halves = (uniforms < 0.5).astype(int)
+    for a, b in ((tokens[:-1], tokens[1:]), (tokens[:2500], other), (tokens[:-1], halves)):
+        is_frequent = (a < 4) & (b < 4)  # cells of the last token are too rare
+        assert independence(a[is_frequent], b[is_frequent]) > LEVEL
     assert len({noise_words(seed, position) for seed in range(20) for position in range(20)}) == 400
 
 
@@ -63,9 +58,7 @@ def test_noise_of_a_token_is_its_own():
         assert p_value(np.bincount(cells.ravel(), minlength=16), [n * size / 16] * 16) > LEVEL
         for apart in (1, 2, 32):
             for a, b in ((cells[:, :-apart], cells[:, apart:]), (cells[:-apart], cells[apart:])):
-                pairs = np.zeros((16, 16))
-                np.add.at(pairs, (a.ravel(), b.ravel()), 1)
-                assert independence(pairs) > LEVEL
+                assert independence(a.ravel(), b.ravel()) > LEVEL
 
 
 def test_noise_is_exact_in_its_tail():
@@ -113,11 +106,6 @@ def test_samplers_are_values():
 @pytest.fixture(scope="module")
 def model():
     return model_of("qwen3_5")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo):
-    return demo[1]
 
 
 def variants(model, sampler, n):
@@ -190,31 +178,26 @@ def test_most_drafts_of_the_target_itself_are_accepted(model):
 # One sampler, any number of texts
 
 
-def uses(model, tokenizer):
-    """Every way to generate a text with a sampler: its name, and the tokens of 8."""
+def test_one_sampler_gives_one_text_at_every_use(model, demo):
+    """One after the other in any order, and twice in a row; but not where one text of it has begun."""
     prompt, options = PROMPT.tolist(), dict(max_tokens=8)
 
     def stream(sampler, **more):
-        return [r.token for r in mlx_mtp.stream_generate(model, tokenizer, prompt, sampler=sampler, **options, **more)]
+        return [r.token for r in mlx_mtp.stream_generate(model, demo[1], prompt, sampler=sampler, **options, **more)]
 
-    def batch(sampler, prompts=(prompt, [5, 2])):
-        chosen = {"samplers": [sampler, make_sampler(0.5)]} if len(prompts) == 2 else {"sampler": sampler}
+    def batch(prompts, **chosen):
         chosen |= dict(return_token_ids=True, **options)
-        return mlx_mtp.batch_generate(model, tokenizer, [*prompts], **chosen).token_ids[0]
+        return mlx_mtp.batch_generate(model, demo[1], prompts, **chosen).token_ids[0]
 
-    return {
-        "plain": lambda sampler: stream(sampler, mtp=False),
+    ways = {
+        "plain": partial(stream, mtp=False),
         "MTP": stream,
-        "copies": lambda sampler: stream(sampler, mtp=False, copy_drafts=4),
+        "copies": partial(stream, mtp=False, copy_drafts=4),
         "loop": lambda sampler: mtp(prompt, model, sampler=sampler, num_draft_tokens=2, **options),
-        "batch": batch,
-        "batch of one": lambda sampler: batch(sampler, [prompt]),
+        "batch": lambda sampler: batch([prompt, [5, 2]], samplers=[sampler, make_sampler(0.5)]),
+        "batch of one": lambda sampler: batch([prompt], sampler=sampler),
     }
-
-
-def test_one_sampler_gives_one_text_at_every_use(model, tokenizer):
-    """One after the other in any order, and twice in a row; but not where one text of it has begun."""
-    sampler, ways = make_sampler(1.0, seed=5), uses(model, tokenizer)
+    sampler = make_sampler(1.0, seed=5)
     texts = [(name, ways[name](sampler)) for name in ["plain", *ways, "batch", "plain", "MTP"]]
     assert [name for name, text in texts if text != texts[0][1]] == []
     assert len(texts[0][1]) == 8
@@ -226,13 +209,13 @@ def test_one_sampler_gives_one_text_at_every_use(model, tokenizer):
             use(begun)
 
 
-def test_mlx_lms_functions_take_a_sampler_for_each_text(model, tokenizer):
-    sampler, prompt = make_sampler(1.0, seed=5), PROMPT.tolist()
+def test_mlx_lms_functions_take_a_sampler_for_each_text(model, demo):
+    sampler, prompt, tokenizer = make_sampler(1.0, seed=5), PROMPT.tolist(), demo[1]
     want, batch = mtp(prompt, model, max_tokens=8, sampler=sampler), dict(max_tokens=8, return_token_ids=True)
     for use in (
         lambda s: mlx_lm.batch_generate(model, tokenizer, [prompt], sampler=s, **batch).token_ids[0],
         lambda s: [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, 8, sampler=s)],
-        lambda s: [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=8, sampler=s)],
+        lambda s: [token for token, _ in generate_step(PROMPT, model, max_tokens=8, sampler=s)],
     ):
         with pytest.raises(ValueError, match=r"give them sampler\.at\(0\), a new one for each text"):
             use(sampler)
@@ -242,8 +225,7 @@ def test_mlx_lms_functions_take_a_sampler_for_each_text(model, tokenizer):
     with pytest.raises(ValueError, match=r"sampler\.at\(0\) is for one text, not for 2: give each its own"):
         mlx_lm.batch_generate(model, tokenizer, prompts, sampler=sampler.at(0), max_tokens=4)
     generator = StockBatchGenerator(model)
-    tokens = {u: [] for u in generator.insert(prompts, max_tokens=[9, 9], samplers=[sampler.at(0), sampler.at(0)])}
-    while responses := generator.next_generated():
-        for r in responses:
-            tokens[r.uid].append(r.token)
-    assert [*tokens.values()] == [mtp(p, model, max_tokens=9, sampler=sampler) for p in prompts]
+    uids = generator.insert(prompts, max_tokens=[9, 9], samplers=[sampler.at(0), sampler.at(0)])
+    tokens = [(r.uid, r.token) for responses in iter(generator.next_generated, []) for r in responses]
+    for uid, p in zip(uids, prompts):
+        assert [token for u, token in tokens if u == uid] == mtp(p, model, max_tokens=9, sampler=sampler)

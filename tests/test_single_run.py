@@ -9,11 +9,9 @@ of mlx-lm for its prompt alone, up to where it ends, and its prompt cache holds 
 import inspect
 import itertools
 import math
-import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from types import SimpleNamespace
+from types import GeneratorType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -25,15 +23,16 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
-from mlx_mtp import BatchGenerator, DraftCounts, make_prompt_cache, make_sampler, mtp_generate_step
+from mlx_mtp import BatchGenerator, TextOptions, make_prompt_cache, make_sampler
 from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.decoding import planner
 from mlx_mtp.core.layers.drafting import DraftLMHead
-from tests.support.batches import Fault, Faulty, Text, faulty
+from tests.support.batches import AT_ONCE, Fault, Faulty, Text, faulty
 from tests.support.decoding import assert_goes_on, mtp, plain
 from tests.support.models import FAMILIES, TRAINED, model_of
 from tests.support.profiles import LONG, examples
 from tests.support.scripted import Scripted, script_copies
+from tests.support.ways import close_elsewhere, generate_alone
 
 PENALTIES = [
     {},
@@ -45,31 +44,25 @@ PENALTIES = [
 
 @dataclass(frozen=True)
 class Ask:
-    """What a sequence asks for.
-
-    Args:
-        right (List[bool]): Whether the head's draft of token i is right, over and over.
-        fault (Tuple, optional): ``faulty`` or ``Faulty``, and the number of the token for which the processor raises.
-        arrives (int): The step before which it joins; in a batch.
-        leaves (int, optional): The number of tokens after which it is removed or closed. Default: ``None``, it goes on.
-        seen (int, optional): The number of tokens after which its prompt cache is looked at, while it goes on; in a batch.
-        stop_at (int, optional): The position behind the two tokens of its text that stop it, wherever they are; in a batch.
-        n_segments (int): Of the prompt; alone, all but the last are in the prompt cache.
-    """
+    """What a sequence asks for."""
 
     prompt: list[int]
     max_tokens: int
-    right: list[bool]
+    right: list[bool]  # whether the head's draft of token i is right, over and over
     num_draft_tokens: int | str | None = None
     copy_drafts: int | str | None = None
     seed: int | None = None
     penalties: dict[str, Any] | None = None
-    fault: tuple[Any, float] | None = None
-    arrives: int = 0
-    leaves: int | None = None
-    seen: int | None = None
-    stop_at: int | None = None
-    n_segments: int = 1
+    fault: tuple[Any, float] | None = None  # ``faulty`` or ``Faulty``, and the number of the token for which it raises
+    arrives: int = 0  # the step before which it joins; in a batch
+    leaves: int | None = None  # the number of tokens after which it is removed or closed; ``None``: it goes on
+    seen: int | None = (
+        None  # the number of tokens after which its prompt cache is looked at, while it goes on; in a batch
+    )
+    stop_at: int | None = (
+        None  # the position behind the two tokens of its text that stop it, wherever they are; in a batch
+    )
+    n_segments: int = 1  # of the prompt; alone, all but the last are in the prompt cache
 
     @property
     def segments(self):
@@ -80,33 +73,25 @@ class Ask:
         return [] if self.stop_at is None or self.stop_at > len(text) else text[self.stop_at - 2 : self.stop_at]
 
     def options(self, fails):
-        """Its sampler and processors: those of mlx-lm, and the one that ``fails``, or allows the same tokens."""
-        sampler = None if self.seed is None else make_sampler(temp=1.0, top_p=0.9, seed=self.seed)
+        """Its options, with mlx-lm's processors, and the one that ``fails``, or allows the same tokens."""
         own = [] if self.fault is None else [self.fault[0](self.fault[1] if fails else math.inf)]
-        return sampler, [*make_logits_processors(**(self.penalties or {})), *own]
+        return dict(
+            max_tokens=self.max_tokens,
+            sampler=None if self.seed is None else make_sampler(temp=1.0, top_p=0.9, seed=self.seed),
+            logits_processors=[*make_logits_processors(**(self.penalties or {})), *own],
+            num_draft_tokens=self.num_draft_tokens,
+            copy_drafts=self.copy_drafts,
+        )
 
-    def single_run(self, model, **options):
-        sampler, processors = self.options(fails=False)
-        options |= dict(max_tokens=self.max_tokens, sampler=sampler, logits_processors=processors)
-        return plain(self.prompt, model, **options)
+    def single_run(self, model, **kv):
+        options = self.options(fails=False)
+        del options["num_draft_tokens"], options["copy_drafts"]
+        return plain(self.prompt, model, **options, **kv)
 
     def check_counts(self, counts):
         most, copies = self.num_draft_tokens, self.copy_drafts
         assert len(counts.drafted) <= (most if isinstance(most, int) else 8)
         assert copies is None or len(counts.of("copies").drafted) <= {"auto": 16, "off": 0}.get(copies, copies)
-
-
-# Closing a generation of one sequence
-
-
-def close(steps):
-    steps.close()
-
-
-def close_elsewhere(steps):
-    thread = threading.Thread(target=steps.close)
-    thread.start()
-    thread.join()
 
 
 # Options of ``mtp_generate_step`` that several sequences do not have
@@ -139,7 +124,7 @@ SCENARIOS = st.builds(
     asks=st.lists(ASKS, min_size=1, max_size=5),
     prefill_step_size=st.sampled_from([1, 2, 5, 16, 2048]),
     completion_batch_size=st.sampled_from([1, 2, 32]),
-    close=st.sampled_from([close, close_elsewhere]),  # how a sequence leaves; alone
+    close=st.sampled_from([GeneratorType.close, close_elsewhere]),  # how a sequence leaves; alone
     alone=st.fixed_dictionaries({}, optional=ALONE),
     draft_rows=st.sampled_from([None, None, 6, 20]),  # the number of tokens in the draft vocabulary
     # Whether the copy of token i is right, over and over; ``None`` where none is offered. If ``None``, the texts decide.
@@ -148,77 +133,41 @@ SCENARIOS = st.builds(
 # Texts that end within a window of right drafts, of which the last ones are not handed over, or behind it, or fail there.
 ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=6), dict(leaves=8, seen=5), dict(fault=(faulty, 3), arrives=20)]
 WITHIN_A_WINDOW = SimpleNamespace(
-    family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, close=close,
-    alone={}, draft_rows=None, copies=None,
+    family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, alone={},
+    close=GeneratorType.close, draft_rows=None, copies=None,
     asks=[Ask([3, 1, 4], 30, [True], num_draft_tokens=4, copy_drafts="off", n_segments=2, **end) for end in ENDS],
 )  # fmt: skip
 
 
-@contextmanager
-def drafting(scenario, model):
-    """Yields a list for the texts that are known so far, each with its prompt: what copies are made of."""
-    copies, truths = scenario.copies, []
-    if scenario.draft_rows is not None:
-        model.drafting.lm_head = DraftLMHead(model.output_layer, [*range(scenario.draft_rows)])
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            if copies is not None:
-                script_copies(patch, truths, lambda i: copies[i % len(copies)])
-            patch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)  # a failure comes again
-            yield truths
-    finally:
-        model.drafting.lm_head = None
-
-
 def run_alone(scenario, model, truths):
     for ask in scenario.asks:
-        prompt_cache, counts, tokens, fault = make_prompt_cache(model), DraftCounts(), [], None
-        alone, kv, n = dict(scenario.alone), {}, len(ask.prompt) - len(ask.segments[-1])
-        if "kv_bits" in alone:
-            n = 0
-            kv = dict(kv_bits=alone.pop("kv_bits"), kv_group_size=32, quantized_kv_start=len(ask.prompt) + 5)
+        own, kv, n = dict(scenario.alone), {}, len(ask.prompt) - len(ask.segments[-1])
+        if "kv_bits" in own:
+            n, kv = 0, dict(kv_bits=own.pop("kv_bits"), kv_group_size=32, quantized_kv_start=len(ask.prompt) + 5)
         kv["prefill_step_size"] = scenario.prefill_step_size
-        want = ask.single_run(model, **kv)
+        want, prompt_cache = ask.single_run(model, **kv), make_prompt_cache(model)
         truths.append(ask.prompt + want + [0] * 40)
         scripted = Scripted(model, truths[-1], lambda i, right=ask.right: right[i % len(right)])
-        sampler, processors = ask.options(fails=True)
-        alone |= dict(
-            num_draft_tokens=ask.num_draft_tokens, copy_drafts=ask.copy_drafts, prompt_cache=prompt_cache, **kv
-        )
-        alone |= dict(sampler=sampler, logits_processors=processors, max_tokens=ask.max_tokens, counts=counts)
         if n > 0:
             prefill(mx.array(ask.prompt[:n]), model, prompt_cache=prompt_cache)
-        steps = mtp_generate_step(mx.array(ask.prompt[n:]), scripted, all_tokens=ask.prompt[:n], **alone)
-        try:
-            for token, _, _ in steps:
-                tokens.append(token)
-                if len(tokens) == ask.leaves:
-                    scenario.close(steps)
-                    break
-        except Fault as e:
-            fault = e
-        n = len(tokens)
-        assert tokens == want[:n]
+        own |= dict(prompt_cache=prompt_cache, all_tokens=ask.prompt[:n], leaves=ask.leaves, close=scenario.close)
+        text = generate_alone(ask.prompt[n:], scripted, Fault, **own, **kv, **ask.options(fails=True))
+        n = len(text.tokens)
+        assert text.tokens == want[:n]
         most = min(ask.max_tokens, ask.leaves or ask.max_tokens)
         assert n == (most if ask.fault is None else min(most, ask.fault[1])), "a token before the fault was not yielded"
-        assert (fault is None) == (n == most)
-        ask.check_counts(counts)
+        assert (text.last.error is None) == (n == most)
+        ask.check_counts(text.last.counts)
         if n > 0 and "kv_bits" not in kv:
-            assert_goes_on(model, prompt_cache, ask.prompt + tokens)
+            assert_goes_on(model, prompt_cache, ask.prompt + text.tokens)
 
 
 def run_batch(scenario, model, truths):
     """All in a batch, which they join and leave while it generates."""
     asks, texts, wants, removed = {}, {}, {}, {}
     scripted = Scripted(model, {}, lambda uid, i: asks[uid].right[i % len(asks[uid].right)])
-    generator = BatchGenerator(
-        scripted,
-        completion_batch_size=scenario.completion_batch_size,
-        prefill_step_size=scenario.prefill_step_size,
-        max_token_gap=math.inf,  # prompts are read whenever there are some
-        min_decode_share=0.0,
-        return_prompt_caches=True,
-    )
+    sizes = dict(completion_batch_size=scenario.completion_batch_size, prefill_step_size=scenario.prefill_step_size)
+    generator = BatchGenerator(scripted, **sizes, **AT_ONCE)
     scripted.decoder = generator.decoder
 
     def extracted(uid):
@@ -230,16 +179,8 @@ def run_batch(scenario, model, truths):
         for ask in (ask for ask in scenario.asks if ask.arrives == step):
             want = ask.single_run(model)
             truths.append(ask.prompt + want + [0] * 40)
-            sampler, processors = ask.options(fails=True)
-            (uid,) = generator.insert_segments(
-                [ask.segments],
-                max_tokens=[ask.max_tokens],
-                samplers=[sampler],
-                logits_processors=[processors],
-                stop_sequences=[StopSequences([ask.stop(want)])],
-                num_draft_tokens=[ask.num_draft_tokens],
-                copy_drafts=[ask.copy_drafts],
-            )
+            options = TextOptions(stop_sequences=StopSequences([ask.stop(want)]), **ask.options(fails=True))
+            (uid,) = generator.insert_segments([ask.segments], options=[options])
             scripted.texts[uid] = ask.prompt + want
             asks[uid], wants[uid], texts[uid] = ask, want, Text()
         for uid, ask in asks.items():
@@ -292,7 +233,13 @@ def check_text(model, ask, want, text, removed):
 @given(scenario=SCENARIOS)
 def test_each_text_is_that_of_a_single_run(run, scenario):
     model = model_of(scenario.family, scenario.seed, num_hidden_layers=scenario.num_hidden_layers)
-    with drafting(scenario, model) as truths:
+    copies, truths = scenario.copies, []  # the texts that are known so far, prompts included: what copies are made of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)  # a failure comes again
+        if scenario.draft_rows is not None:
+            patch.setattr(model.drafting, "lm_head", DraftLMHead(model.output_layer, [*range(scenario.draft_rows)]))
+        if copies is not None:
+            script_copies(patch, truths, lambda i: copies[i % len(copies)])
         run(scenario, model, truths)
 
 

@@ -6,7 +6,7 @@ alone. What a step takes is counted without noise: only ``Depth`` sees the noise
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, product
@@ -66,17 +66,15 @@ class Text:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """
-    A machine whose first ``n_slow`` steps take ``factor`` times as long, or ``busy`` steps of every 2 ``busy``, which pauses at
-    step ``pause``, and whose host reads the clock half a plain step late at every step that ``late`` divides, so that the next
-    one seems as much shorter.
-    """
+    """A machine some of whose steps take longer, or seem to."""
 
-    n_slow: int = 0
+    n_slow: int = 0  # the number of first steps that take ``factor`` times as long
     factor: float = 1.0
-    pause: int | None = None
-    late: int | None = None
-    busy: int | None = None
+    pause: int | None = None  # a step
+    late: int | None = (
+        None  # the host reads the clock half a plain step late at its multiples: the next step seems shorter
+    )
+    busy: int | None = None  # as many steps of every 2 ``busy`` take ``factor`` times as long
 
     def seconds(self, step: int, t: float) -> float:
         if self.busy is not None:
@@ -108,67 +106,53 @@ class Case:
     n_sequences: int = 1
 
 
-def cases() -> list[Case]:
+def texts(rates: Sequence[float], n_tokens: int = LONG) -> list[Text]:
+    return [Text(a, n_tokens=n_tokens) for a in rates]
+
+
+def grid(group: str, costs: Sequence[Cost], texts: Sequence[Text], *bounds: float, **more: Any) -> list[Case]:
+    return [Case(group, c, text, *bounds, **more) for c, text in product(costs, texts)]
+
+
+def known(cost: Cost, depths: Sequence[int], speed: float = 1.0) -> tuple[tuple[int, float], ...]:
+    return tuple((k, speed * seconds(cost, k)) for k in depths)
+
+
+def cases() -> Iterator[Case]:
     rates, accepted = (0.0, 0.5, 0.8, 0.95), (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
     neighbors = [*pairwise(COSTS), *pairwise(COSTS[::-1])]
-
-    def texts(rates: Sequence[float], n_tokens: int = LONG) -> list[Text]:
-        return [Text(a, n_tokens=n_tokens) for a in rates]
-
-    def grid(group: str, costs: Sequence[Cost], texts: Sequence[Text], *bounds: float, **more: Any) -> list[Case]:
-        return [Case(group, c, text, *bounds, **more) for c, text in product(costs, texts)]
-
-    def known(cost: Cost, depths: Sequence[int], speed: float = 1.0) -> tuple[tuple[int, float], ...]:
-        return tuple((k, speed * seconds(cost, k)) for k in depths)
-
-    def each(grids: Iterable[list[Case]]) -> list[Case]:
-        return [case for of_one in grids for case in of_one]
-
-    def disturbed(group: str, disturbances: Sequence[Disturbance]) -> list[Case]:
-        return each(grid(group, COSTS, texts((0.0, 0.5, 0.95)), 0.97, disturbance=d) for d in disturbances)
-
-    return [
-        *grid("never slower", COSTS, texts(rates), 0.98, 0.95),
-        *grid("never slower, short", COSTS, texts(rates, SHORT), 0.98, 0.95),  # mostly beginning
-        # As where a pass over two tokens costs 1.7 times one, and over five not much more.
-        *grid("expensive first draft", [(first, 0.1) for first in (0.7, 0.85, 1.1)], texts(rates), 0.98, 0.93),
-        *grid("changing text", COSTS, [Text(0.95, 0.1), Text(0.1, 0.95), Text(0.9, 0.5)], 0.98, 0.95),
-        *grid("staircase", STAIRCASES[1], texts(accepted, MIDDLE), 0.98, 0.97),
-        *each(
-            grid(f"staircase, {B} sequences", [c], texts(accepted, MIDDLE), 0.98, 0.97, staircase=i, n_sequences=B)
-            for B in (2, 4)
-            for i, c in enumerate(STAIRCASES[B])
-        ),
-        # As of a model that is not tested when it is loaded, such as one of several ranks.
-        *grid("without times", (*COSTS, *STAIRCASES[1]), texts(rates), 0.97, 0.9, known=()),
-        # At the end a step takes two and a half times as long.
-        *grid("growing context", COSTS, [Text(0.8)], 0.98, 0.95, growth=0.001),
-        # Of this machine when it was slower or faster.
-        *each(
-            grid("known times", [c], texts((0.0, 0.8)), 0.98, 0.95, known=known(c, range(5), speed))
-            for c, speed in product(COSTS, (0.6, 1.8))
-        ),
-        # As with another context, where a draft costs half or twice as much.
-        *each(
-            grid("known times of another context", [c], texts((0.5, 0.95)), 0.97, 0.93, known=known(of, (0, 1, 4)))
-            for of, c in neighbors
-        ),
-        *each(
-            grid("next text", [c], texts([b], SHORT), 0.97, 0.95, before=(c, Text(a, n_tokens=SHORT)))
-            for c, (a, b) in product(COSTS, ((0.95, 0.0), (0.5, 0.5), (0.95, 0.95), (0.0, 0.95)))
-        ),
-        *each(
-            grid("after another context", [c], texts((0.0, 0.95)), 0.94, 0.8, before=(of, Text(0.9, n_tokens=n)))
-            for n, (of, c) in product((6, 500), neighbors)
-        ),
-        *each(
-            grid("pause at first", COSTS[2:], [Text(0.5)], 0.98, disturbance=Disturbance(pause=step))
-            for step in range(4)
-        ),
-        *disturbed("slow at first", [Disturbance(*slow) for slow in ((2, 3.0), (6, 3.0), (12, 1.6), (40, 3.0))]),
-        *disturbed("late clock", [Disturbance(late=late) for late in (7, 20)]),
-        *disturbed("busy machine", [Disturbance(busy=busy, factor=1.5) for busy in (10, 60)]),  # beside other programs
-    ]
+    yield from grid("never slower", COSTS, texts(rates), 0.98, 0.95)
+    yield from grid("never slower, short", COSTS, texts(rates, SHORT), 0.98, 0.95)  # mostly beginning
+    # As where a pass over two tokens costs 1.7 times one, and over five not much more.
+    yield from grid("expensive first draft", [(first, 0.1) for first in (0.7, 0.85, 1.1)], texts(rates), 0.98, 0.93)
+    yield from grid("changing text", COSTS, [Text(0.95, 0.1), Text(0.1, 0.95), Text(0.9, 0.5)], 0.98, 0.95)
+    for B in (1, 2, 4):
+        for i, c in enumerate(STAIRCASES[B]):
+            more = {"staircase": i, "n_sequences": B} if B > 1 else {}
+            yield from grid(f"staircase, {B} sequences", [c], texts(accepted, MIDDLE), 0.98, 0.97, **more)
+    # As of a model that is not tested when it is loaded, such as one of several ranks.
+    yield from grid("without times", (*COSTS, *STAIRCASES[1]), texts(rates), 0.97, 0.9, known=())
+    # At the end a step takes two and a half times as long.
+    yield from grid("growing context", COSTS, [Text(0.8)], 0.98, 0.95, growth=0.001)
+    for c, speed in product(COSTS, (0.6, 1.8)):  # of this machine when it was slower or faster
+        yield from grid("known times", [c], texts((0.0, 0.8)), 0.98, 0.95, known=known(c, range(5), speed))
+    for of, c in neighbors:  # as with another context, where a draft costs half or twice as much
+        of_other = known(of, (0, 1, 4))
+        yield from grid("known times of another context", [c], texts((0.5, 0.95)), 0.97, 0.93, known=of_other)
+    for c, (a, b) in product(COSTS, ((0.95, 0.0), (0.5, 0.5), (0.95, 0.95), (0.0, 0.95))):
+        yield from grid("next text", [c], texts([b], SHORT), 0.97, 0.95, before=(c, Text(a, n_tokens=SHORT)))
+    for n, (of, c) in product((6, 500), neighbors):
+        before = of, Text(0.9, n_tokens=n)
+        yield from grid("after another context", [c], texts((0.0, 0.95)), 0.94, 0.8, before=before)
+    for step in range(4):
+        yield from grid("pause at first", COSTS[2:], [Text(0.5)], 0.98, disturbance=Disturbance(pause=step))
+    for group, disturbances in {
+        "slow at first": [Disturbance(*slow) for slow in ((2, 3.0), (6, 3.0), (12, 1.6), (40, 3.0))],
+        "late clock": [Disturbance(late=late) for late in (7, 20)],
+        "busy machine": [Disturbance(busy=busy, factor=1.5) for busy in (10, 60)],  # beside other programs
+    }.items():
+        for disturbance in disturbances:
+            yield from grid(group, COSTS, texts((0.0, 0.5, 0.95)), 0.97, disturbance=disturbance)
 
 
 def seconds(cost: Cost, k: int) -> float:
@@ -237,10 +221,7 @@ def decode(case: Case, seed: int, depth: Any) -> float:
 
 
 def n_accepted(rates: Sequence[float], right: Sequence[float], n: int, k: int) -> int:
-    for i in range(k):
-        if right[n + i] >= rates[i]:
-            return i
-    return k
+    return next((i for i in range(k) if right[n + i] >= rates[i]), k)
 
 
 @cache

@@ -3,6 +3,8 @@
 import itertools
 import zlib
 from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 from unittest import mock
 
 import mlx.core as mx
@@ -33,50 +35,45 @@ def p_value(observed, expected) -> float:
     return float(chdtrc(len(expected) - 1, ((observed - expected) ** 2 / expected).sum()))
 
 
-def independence(table) -> float:
-    """The probability of a table [M, N] as far from that of two independent numbers."""
-    table = np.asarray(table, np.float64)
+def independence(a: np.ndarray, b: np.ndarray) -> float:
+    """The probability of pairs of integers as far from independent ones, [n] each."""
+    table = np.zeros((a.max() + 1, b.max() + 1))
+    np.add.at(table, (a, b), 1)
     expected = table.sum(1, keepdims=True) * table.sum(0, keepdims=True) / table.sum()
     n_free = (table.shape[0] - 1) * (table.shape[1] - 1)
     return float(chdtrc(n_free, ((table - expected) ** 2 / expected).sum()))
 
 
+def by_mlx_lm(logprobs: mx.array, xtc_probability: float = 0.0, **options) -> mx.array:
+    """What mlx-lm's sampler of these options samples from, [B, V]: its filters, and XTC's coin falls both ways."""
+    softmax = lambda x, temp: mx.softmax(x.astype(mx.float32) * (1 / temp), axis=-1)  # noqa: E731
+    coins = [(1 - xtc_probability, 0.0), (xtc_probability, 1.0)][: 1 + (xtc_probability > 0)]
+    with mock.patch.object(sample_utils, "categorical_sampling", softmax):
+        return sum(p * sample_utils.make_sampler(**options, xtc_probability=coin)(logprobs) for p, coin in coins)
+
+
+@dataclass(frozen=True)
 class Case:
-    """One way to sample, with one kind of head.
+    """One way to sample, with one kind of head."""
 
-    Args:
-        depth (int): Of the drafts.
-        head (str): ``own``, random weights; ``right``, sure of the likeliest continuation; ``adversarial``, of another.
-        acceptance (str): ``rejection``; ``coupled``, with another seed each run; ``match``, with mlx-lm's sampler.
-        p_min (float): ``draft_p_min``.
-        copies (int): ``copy_drafts``, on a prompt that repeats itself; after a rejected copy the head drafts. 0 is ``"off"``.
-        lark (str): A grammar over ``TOKENS``; what it forces is drafted, 3 tokens in a step. Empty for none.
-        n_rows (int): The number of texts that generate at once.
-        penalties (dict): Of ``make_logits_processors``.
-        options (dict): Of ``make_sampler``.
-    """
+    depth: int  # of the drafts
+    options: dict[str, Any]  # of ``make_sampler``
+    head: str = "own"  # of random weights; "right", sure of the likeliest continuation; "adversarial", of another
+    acceptance: str = "rejection"  # or "coupled", with another seed each run; "match", with mlx-lm's sampler
+    p_min: float = 0.0
+    copies: int = 0  # on a prompt that repeats itself; after a rejected copy the head drafts; 0 is "off"
+    lark: str = ""  # a grammar over ``TOKENS``; what it forces is drafted, 3 tokens in a step
+    n_rows: int = 32  # texts that generate at once
+    penalties: dict[str, Any] = field(default_factory=dict)  # of ``make_logits_processors``
 
-    n_tokens = 3
+    n_tokens: ClassVar[int] = 3
 
-    def __init__(
-        self,
-        depth=2,
-        head="own",
-        acceptance="rejection",
-        p_min=0.0,
-        copies=0,
-        lark="",
-        n_rows=32,
-        penalties=None,
-        **options,
-    ):
-        self.p_min, self.copies, self.lark, self.n_rows = p_min, copies, lark, n_rows
-        self.prompt = REPEATS if copies else PROMPT
-        self.depth, self.acceptance, self.head = depth, acceptance, head
-        self.penalties, self.options = penalties or {}, options
-        settings = [f"{k}={v}" for k, v in {**options, **self.penalties, "p_min": p_min}.items()]
-        settings += [f"{copies} copies"] * bool(copies) + [lark] * bool(lark)
-        self.name = f"depth {depth}, {head} head, {acceptance}, {', '.join(settings)}"
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
+
+    @property
+    def prompt(self) -> list[int]:
+        return REPEATS if self.copies else PROMPT
 
     def model(self):
         return tiny_model("qwen3_5", vocab_size=VOCAB)
@@ -88,36 +85,18 @@ class Case:
             processors[-1].n_prompt = len(self.prompt)
         return processors
 
-    def next_token(self, model, tokens: list[int]) -> np.ndarray:
-        """Plain decoding's distribution of the token after ``tokens``, from mlx-lm's filters: XTC's coin falls both ways."""
-        logits = model(mx.array([tokens]))[:, -1]
-        for processor in self.processors():
-            logits = processor(mx.array(tokens), logits)
-        logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        options = {"min_tokens_to_keep": 1, "top_p": 0, "min_p": 0, "top_k": 0, "xtc_probability": 0, **self.options}
-        mean = np.zeros(VOCAB)
-        for applies, weight in ((True, options["xtc_probability"]), (False, 1 - options["xtc_probability"])):
-            x = logprobs
-            if 0 < options["top_p"] < 1:
-                x = sample_utils.apply_top_p(x, options["top_p"])
-            if options["min_p"]:
-                x = sample_utils.apply_min_p(x, options["min_p"], options["min_tokens_to_keep"])
-            if applies and weight:
-                x = sample_utils.apply_xtc(x, 1.0, options.get("xtc_threshold", 0.1), [])
-            if options["top_k"]:
-                x = sample_utils.apply_top_k(x, options["top_k"])
-            x = np.array(x[0], np.float64) / options["temp"]
-            p = np.exp(x - x.max())
-            mean += weight * p / p.sum()
-        return mean
-
     def expected(self) -> np.ndarray:
-        """The probability of each sequence, [VOCAB] * n_tokens."""
+        """The probability of each sequence in plain decoding, [VOCAB] * n_tokens."""
         model, joint = self.model(), np.ones([VOCAB] * self.n_tokens)
         for length in range(self.n_tokens):
             for tokens in itertools.product(range(VOCAB), repeat=length):
-                p = self.next_token(model, self.prompt + list(tokens))
-                joint[tokens] *= p.reshape([VOCAB] + [1] * (self.n_tokens - 1 - length))
+                text = mx.array(self.prompt + list(tokens))
+                logits = model(text[None])[:, -1]
+                for processor in self.processors():
+                    logits = processor(text, logits)
+                logprobs = logits - mx.logsumexp(logits, keepdims=True)
+                p = np.array(by_mlx_lm(logprobs, **self.options)[0], np.float64)
+                joint[tokens] *= (p / p.sum()).reshape([VOCAB] + [1] * (self.n_tokens - 1 - length))
         return joint
 
     def drafting_model(self, runs: int):
@@ -131,7 +110,7 @@ class Case:
 
     @mock.patch.object(ForcedTokens, "fixed", 3)
     def sampled(self, runs: int) -> Counter:
-        model, first = self.drafting_model(runs), zlib.crc32(self.name.encode())
+        model, first = self.drafting_model(runs), zlib.crc32(str(self).encode())
         mx.random.seed(first)
         options = dict(num_draft_tokens=self.depth, copy_drafts=self.copies or "off", draft_p_min=self.p_min)
         options |= dict(completion_batch_size=self.n_rows, return_prompt_caches=False)
@@ -163,29 +142,32 @@ class Case:
         return p_value(got, want)
 
 
+ALL = {"temp": 1.0, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "xtc_probability": 0.5, "xtc_threshold": 0.2}
+NUCLEUS, XTC = {"temp": 1.0, "top_p": 0.9}, {"temp": 1.0, "xtc_probability": 0.5}
+BOTH = {"temp": 0.7, "top_p": 0.9, "xtc_probability": 0.5}
+PENALTY, GRAMMAR = {"repetition_penalty": 1.5}, "start: /(ab|bc|ca)+/"
+COLD, PLAIN, HOT = ({"temp": temp} for temp in (0.7, 1.0, 1.5))
 CASES = [
-    *(Case(depth, temp=temp) for depth in (1, 2, 3, 4) for temp in (0.3, 0.7, 1.0, 1.5)),
-    *(Case(depth, head, temp=1.0) for depth in (1, 3) for head in ("right", "adversarial")),
-    *(Case(2, temp=0.7, **f) for f in ({"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}, {"xtc_probability": 0.5})),
-    Case(3, temp=1.0, top_p=0.9, top_k=4, min_p=0.1, xtc_probability=0.5, xtc_threshold=0.2),
-    Case(3, temp=1.0, min_p=0.5, min_tokens_to_keep=3),
-    *(Case(depth, copies=copies, temp=temp) for depth in (0, 2) for copies in (1, 4, 16) for temp in (0.7, 1.5)),
-    Case(2, copies=3, temp=1.0, top_p=0.9, top_k=4, xtc_probability=0.5, penalties={"repetition_penalty": 1.5}),
-    Case(2, acceptance="match", copies=3, n_rows=1, temp=1.0, top_p=0.9),
-    Case(2, acceptance="coupled", copies=3, temp=1.0, xtc_probability=0.5),
-    Case(2, "adversarial", temp=1.0, top_k=2),
-    Case(2, temp=1.0, penalties={"repetition_penalty": 1.5}),
-    Case(3, temp=0.7, penalties={"logit_bias": {2: 2.0}, "presence_penalty": 0.5, "frequency_penalty": 0.4}),
-    Case(3, temp=1.0, p_min=0.4),
-    *(Case(depth, lark="start: /(ab|bc|ca)+/", temp=temp) for depth in (0, 1, 3) for temp in (0.7, 1.5)),
-    Case(2, "adversarial", lark="start: /(ab|bc|ca)+/", temp=1.0, top_p=0.9),
-    Case(2, acceptance="match", lark="start: /(ab|bc|ca)+/", temp=1.0),
-    Case(2, acceptance="coupled", lark="start: /(ab|bc|ca)+/", temp=1.0),
-    *(Case(depth, acceptance="match", temp=1.0) for depth in (1, 3)),
-    Case(2, acceptance="match", temp=0.7, top_p=0.9, xtc_probability=0.5),
-    Case(2, acceptance="match", temp=1.5, penalties={"repetition_penalty": 1.5}),
-    *(Case(depth, acceptance="coupled", temp=temp) for depth in (1, 3) for temp in (0.7, 1.5)),
-    Case(3, "adversarial", acceptance="coupled", temp=1.0, top_p=0.9),
-    Case(2, acceptance="coupled", temp=0.7, top_p=0.9, xtc_probability=0.5),
-    Case(3, acceptance="coupled", temp=1.0, min_p=0.1, penalties={"repetition_penalty": 1.5}),
+    *(Case(depth, {"temp": temp}) for depth in (1, 2, 3, 4) for temp in (0.3, 0.7, 1.0, 1.5)),
+    *(Case(depth, PLAIN, head) for depth in (1, 3) for head in ("right", "adversarial")),
+    *(Case(2, COLD | f) for f in ({"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}, {"xtc_probability": 0.5})),
+    Case(3, ALL),
+    Case(3, PLAIN | {"min_p": 0.5, "min_tokens_to_keep": 3}),
+    *(Case(depth, temp, copies=copies) for depth in (0, 2) for copies in (1, 4, 16) for temp in (COLD, HOT)),
+    Case(2, XTC | {"top_p": 0.9, "top_k": 4}, copies=3, penalties=PENALTY),
+    Case(2, NUCLEUS, acceptance="match", copies=3, n_rows=1),
+    Case(2, XTC, acceptance="coupled", copies=3),
+    Case(2, PLAIN | {"top_k": 2}, "adversarial"),
+    Case(2, PLAIN, penalties=PENALTY),
+    Case(3, COLD, penalties={"logit_bias": {2: 2.0}, "presence_penalty": 0.5, "frequency_penalty": 0.4}),
+    Case(3, PLAIN, p_min=0.4),
+    *(Case(depth, temp, lark=GRAMMAR) for depth in (0, 1, 3) for temp in (COLD, HOT)),
+    Case(2, NUCLEUS, "adversarial", lark=GRAMMAR),
+    *(Case(2, PLAIN, acceptance=acceptance, lark=GRAMMAR) for acceptance in ("match", "coupled")),
+    *(Case(depth, PLAIN, acceptance="match") for depth in (1, 3)),
+    *(Case(2, BOTH, acceptance=acceptance) for acceptance in ("match", "coupled")),
+    Case(2, HOT, acceptance="match", penalties=PENALTY),
+    *(Case(depth, temp, acceptance="coupled") for depth in (1, 3) for temp in (COLD, HOT)),
+    Case(3, NUCLEUS, "adversarial", "coupled"),
+    Case(3, PLAIN | {"min_p": 0.1}, acceptance="coupled", penalties=PENALTY),
 ]

@@ -1,6 +1,7 @@
 """One text, generated alone, a token at a time, or in a batch between two others."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -54,8 +55,22 @@ def generate(way: str, prompt, model, *, text=None, right=None, fails=(), **opti
         texts = {uid: text, **{2 * i: t for i, t in enumerate(others)}}
         model = Scripted(model, texts, lambda u, i: right(i) if u == uid else i % 3 > 0)
     if way == "alone":
-        return _alone(prompt, model, fails, options)
-    texts = _batch([COMPANY[0], dict(prompt=prompt, **options), COMPANY[1]], model, options)
+        return generate_alone(prompt, model, fails, **options)
+    own = ("num_draft_tokens", "copy_drafts", "draft_p_min", "prefill_step_size")
+    generator = BatchGenerator(model, **{name: options[name] for name in own if name in options})
+    if isinstance(model, Scripted):
+        model.decoder = generator.decoder
+    asked = [COMPANY[0], dict(prompt=prompt, **options), COMPANY[1]]
+    generator.insert(
+        [a["prompt"] for a in asked],
+        max_tokens=[a["max_tokens"] for a in asked],
+        caches=[a.get("prompt_cache") for a in asked],
+        samplers=[a.get("sampler") for a in asked],
+        logits_processors=[a.get("logits_processors", []) for a in asked],
+        stop_sequences=[a.get("stop_sequences") or StopSequences() for a in asked],
+        num_draft_tokens=[a.get("num_draft_tokens") for a in asked],
+    )
+    texts = run(generator)
     for beside, truth, text in zip(COMPANY, others, (texts[0], texts[2])):
         n = len(beside["prompt"]) + beside["max_tokens"]
         assert text.last.all_tokens == truth[:n]
@@ -66,32 +81,29 @@ def generate(way: str, prompt, model, *, text=None, right=None, fails=(), **opti
     return texts[uid]
 
 
-def _alone(prompt, model, fails, options) -> Text:
-    cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
+def generate_alone(prompt, model, fails=(), *, prompt_cache=None, leaves=None, close=None, **options) -> Text:
+    """The text up to ``leaves`` tokens, where it is closed by ``close``."""
+    cache = prompt_cache or make_prompt_cache(model)
     text, counts, error = Text(finish_reason="length"), DraftCounts(), None
     steps = mtp_generate_step(mx.array(prompt), model, prompt_cache=cache, counts=counts, **options)
     try:
         for token, _, from_draft in steps:
             text.tokens.append(token)
             text.from_draft.append(from_draft)
+            if len(text.tokens) == leaves:
+                close(steps)
+                break
     except fails as e:
         text.finish_reason, error = "error", e
     text.last = Response(0, -1, None, text.finish_reason, cache, prompt + text.tokens, False, counts, error)
     return text
 
 
-def _batch(asked, model, options) -> dict[int, Text]:
-    own = ("num_draft_tokens", "copy_drafts", "draft_p_min", "prefill_step_size")
-    generator = BatchGenerator(model, **{name: options[name] for name in own if name in options})
-    if isinstance(model, Scripted):
-        model.decoder = generator.decoder
-    generator.insert(
-        [a["prompt"] for a in asked],
-        max_tokens=[a["max_tokens"] for a in asked],
-        caches=[a.get("prompt_cache") for a in asked],
-        samplers=[a.get("sampler") for a in asked],
-        logits_processors=[a.get("logits_processors", []) for a in asked],
-        stop_sequences=[a.get("stop_sequences") or StopSequences() for a in asked],
-        num_draft_tokens=[a.get("num_draft_tokens") for a in asked],
-    )
-    return run(generator)
+def elsewhere(function, *args, **kwargs):
+    """The result of a call in another thread."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def close_elsewhere(steps):
+    elsewhere(steps.close)

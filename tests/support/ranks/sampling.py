@@ -8,7 +8,7 @@ import sys
 import mlx.core as mx
 
 import mlx_mtp
-from tests.support.distribution import Case
+from tests.support.distribution import BOTH, PENALTY, PLAIN, Case
 from tests.support.launch import report
 
 how, folder, runs = sys.argv[1:]
@@ -21,15 +21,15 @@ class OnRanks(Case):
     def model(self):
         return mlx_mtp.load(folder, settings=False)[0]
 
-    def drafting_model(self):
+    def drafting_model(self, runs):
         return mlx_mtp.load(folder, settings=False, **{f"{how}_group": group})[0]
 
 
 for case in (
-    OnRanks(2, temp=1.0),
-    OnRanks(3, temp=0.7, top_p=0.9, xtc_probability=0.5),
-    OnRanks(2, copies=3, temp=1.0),
-    OnRanks(2, acceptance="coupled", temp=1.0),
-    OnRanks(2, acceptance="match", temp=1.0, penalties={"repetition_penalty": 1.5}),
+    OnRanks(2, PLAIN),
+    OnRanks(3, BOTH),
+    OnRanks(2, PLAIN, copies=3),
+    OnRanks(2, PLAIN, acceptance="coupled"),
+    OnRanks(2, PLAIN, acceptance="match", penalties=PENALTY),
 ):
-    report(case.name, case.p_value(int(runs)))
+    report(str(case), case.p_value(int(runs)))

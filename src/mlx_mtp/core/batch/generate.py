@@ -79,11 +79,9 @@ def batch_generate(
     n = len(prompts)
     stop_tokens = [[t] for t in tokenizer.eos_token_ids]
     kwargs = {"max_token_gap": math.inf, "min_decode_share": 0.0, **kwargs}  # no client waits for single tokens
-    kwargs |= {
-        "num_draft_tokens": num_draft_tokens,
-        "copy_drafts": copy_drafts,
-        "return_prompt_caches": return_prompt_caches,
-    }
+    kwargs |= dict(
+        num_draft_tokens=num_draft_tokens, copy_drafts=copy_drafts, return_prompt_caches=return_prompt_caches
+    )
     with closing(BatchGenerator(model, stop_tokens=stop_tokens, **kwargs)) as generator:
         uids = generator.insert(
             prompts,

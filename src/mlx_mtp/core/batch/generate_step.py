@@ -19,7 +19,7 @@ from ..decoding.counts import DraftCounts
 from ..decoding.decoder import DecoderState
 from ..decoding.prefill import check_embeddings, prefill_chunk, prefill_part
 from ..decoding.sequence import Sequence
-from ..decoding.window import Stepped, Token
+from ..decoding.window import Token
 from ..distributed import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..pacing.depth import Depth
@@ -141,7 +141,9 @@ def _generate(scheduler: Scheduler, s: Sequence, progress: Callable[[int, int], 
             progress(s.n_prompt, s.n_prompt)
         while s.max_tokens != 0 and s.end is None:
             before = decoder.state if decoder.sequences else None
-            tokens = _tokens(scheduler.step()[1])
+            tokens = [token for _, own in scheduler.step()[1] for token in own]
+            if isinstance(s.end, Exception):  # of its sampler or a processor
+                raise s.end
             if n_yielded == 0 and tokens:
                 progress(s.n_prompt, s.n_prompt)
             for n_left, token in zip(range(len(tokens) - 1, -1, -1), tokens):
@@ -154,14 +156,6 @@ def _generate(scheduler: Scheduler, s: Sequence, progress: Callable[[int, int], 
         except BaseException:  # users press Ctrl-C twice, and still expect the cache to be kept
             finalize(scheduler, s, before, n_yielded)
             raise
-
-
-def _tokens(stepped: list[Stepped]) -> list[Token]:
-    """The tokens of the only sequence, or the error of its sampler or a processor."""
-    for s, _ in stepped:
-        if isinstance(s.end, Exception):
-            raise s.end
-    return [token for _, tokens in stepped for token in tokens]
 
 
 def finalize(scheduler: Scheduler, s: Sequence, before: DecoderState | None, n_yielded: int) -> None:

@@ -129,7 +129,7 @@ class BatchGenerator(Scheduler):
     def prompt_cache_nbytes(self) -> int:
         """The size of the caches in use."""
         prompts = sum(int(c.nbytes) for s in self.prompts for c in s.cache.entries)
-        return prompts + self.decoder.cache.nbytes + self.decoder.head.nbytes
+        return prompts + self.decoder.cache.nbytes + self.decoder.head.cache.nbytes
 
     # Sequences join and leave
 
@@ -184,12 +184,55 @@ class BatchGenerator(Scheduler):
             "images": images, "options": options,
         }  # fmt: skip
         new = [
-            make_sequence(self.model, i, self._uid_count + i, own, self.options, self.decoder.kv, **entries)
+            self._make_sequence(i, own, **entries)
             for i, (own, entries) in enumerate(zip(segments, entries_of(lists, len(segments))))
         ]
         self._uid_count += len(new)
         self.prompts.extend(new)
         return [s.uid for s in new]
+
+    def _make_sequence(
+        self,
+        i: int,
+        segments: list[list[int]],
+        *,
+        caches: list[Any] | PromptCache | None = None,
+        all_tokens: abc.Sequence[int] = (),
+        counts: DraftCounts | None = None,
+        input_embeddings: mx.array | PendingEmbeddings | None = None,
+        images: abc.Sequence[ImageSpan] = (),
+        options: TextOptions | None = None,
+        **own: Any,
+    ) -> Sequence:
+        """Make the sequence of a call's prompt i, with its entries of the arguments of ``insert_segments``."""
+        if options is None:
+            if "logits_processors" in own:
+                own["logits_processors"] = own["logits_processors"] or ()  # as in mlx-lm, None is for none
+            options = TextOptions(sampler=own.pop("samplers", None), **own)
+        elif own:
+            raise MTPError(f"options and {next(iter(own))} cannot be combined.")
+        limit = options.max_tokens
+        if "max_tokens" in own or (limit is not None and not (isinstance(limit, Integral) and limit < 0)):
+            check_count(f"max_tokens of prompt {i}", limit)
+        model: Any = self.model
+        options, kv = options.resolve(model, self.options), self.decoder.kv
+        n_prompt = sum(map(len, segments))
+        if n_prompt == 0:
+            raise MTPError(f"Prompt {i} is empty.")
+        if input_embeddings is not None:
+            check_embeddings(model, n_prompt, input_embeddings)
+        cache = open_prompt_cache(model, caches if isinstance(caches, PromptCache) else copy.deepcopy(caches))
+        for c in cache.backbone if caches is not None else ():
+            if isinstance(c, QuantizedKVCache) and (c.bits, c.group_size) != (kv.kv_bits, kv.kv_group_size):
+                raise MTPError(
+                    f"The prompt cache of prompt {i} is quantized to {c.bits} bits in groups of {c.group_size}: give "
+                    f"kv_bits={c.bits} and kv_group_size={c.group_size} to the batch."
+                )
+        place_images(model, cache, images, input_embeddings is not None)
+        embeddings = input_embeddings if isinstance(input_embeddings, mx.array) else None
+        pending = None if isinstance(input_embeddings, mx.array) else input_embeddings
+        uid, counts = self._uid_count + i, counts or DraftCounts()
+        return Sequence(cache, options, kv, segments, counts, [*all_tokens], embeddings, pending, uid)
 
     def extract_cache(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """The prompt cache of each sequence at this moment, and the tokens in it."""
@@ -243,13 +286,14 @@ class BatchGenerator(Scheduler):
     ) -> list[Stepped]:
         """After an error of the device, end a sequence: that whose chunk has failed, or of a step the newest.
 
-        The others begin again: a failed pass may have left any values in their caches.
+        The others begin again, if all of their text is known as tokens: a failed pass may have left any values in their caches.
         """
         if advice(error) is None or self.model.ranks is not None:
             raise error
         running = {s: known[s] for s in self.decoder.sequences if s in known}
         failed = failed or next(reversed(running), None) or self.prompts[0]
-        ended = [failed, *(s for s in running if s is not failed and not can_begin_again(s))]
+        unknown = [s for s in running if not s.has_tokens or s.images or s.cached_text or s.text_start != 0]
+        ended = [failed, *(s for s in unknown if s is not failed)]
         for s in ended:
             s.end = error
         self.prompts = deque(s for s in self.prompts if s not in ended)
@@ -257,12 +301,20 @@ class BatchGenerator(Scheduler):
         return [(s, []) for s in ended]
 
     def _begin_again(self, running: dict[Sequence, int]) -> None:
-        """Empty all rows, and let these sequences wait again, in front, each with so many of its tokens."""
+        """Empty all rows, and let these sequences wait again, in front, each with its prompt and its first n tokens."""
         with mx.stream(self.stream):
             self.decoder.clear()
         self.planner.clear()
+        model: Any = self.model
         for s, n in running.items():
-            begin_again(self.model, s, n)
+            tokens = s.tokens[: len(s.tokens) - s.n_observed + n]
+            s.cache, s.tokens, s.end = open_prompt_cache(model, None), [], None
+            s.segments, s.n_prefilled, s.n_prompt = [tokens[:-1], tokens[-1:]], 0, len(tokens)
+            s.n_generated = s.n_observed = n
+            if s.options.stop_sequences is not None:
+                s.stop = s.options.stop_sequences.matcher()
+                for token in tokens[len(tokens) - n :]:
+                    s.stop.advance(token)
         self.prompts.extendleft(reversed(running))
 
     def next_generated(self) -> list[Response]:
@@ -279,7 +331,7 @@ def _set_wired_limit(limit: int | None, stream: mx.Stream | mx.ThreadLocalStream
         mx.set_wired_limit(limit)
 
 
-# The sequence of a prompt
+# The arguments of prompts
 
 
 def check_count(name: str, value: Any) -> int:
@@ -300,72 +352,6 @@ def entries_of(lists: abc.Mapping[str, Any], n: int) -> list[dict[str, Any]]:
     return [{name: values[i] for name, values in given.items()} for i in range(n)]
 
 
-def options_of(i: int, options: TextOptions | None, own: dict[str, Any]) -> TextOptions:
-    """The options of prompt i: those that are given, which may have a limit below 0, or made of its entries."""
-    if options is None:
-        if "logits_processors" in own:
-            own["logits_processors"] = own["logits_processors"] or ()  # as in mlx-lm, None is for none
-        options = TextOptions(sampler=own.pop("samplers", None), **own)
-    elif own:
-        raise MTPError(f"options and {next(iter(own))} cannot be combined.")
-    limit = options.max_tokens
-    if "max_tokens" in own or (limit is not None and not (isinstance(limit, Integral) and limit < 0)):
-        check_count(f"max_tokens of prompt {i}", limit)
-    return options
-
-
-def make_sequence(
-    model: Any,
-    i: int,
-    uid: int,
-    segments: list[list[int]],
-    batch: TextOptions,
-    kv: KVOptions,
-    *,
-    caches: list[Any] | PromptCache | None = None,
-    all_tokens: abc.Sequence[int] = (),
-    counts: DraftCounts | None = None,
-    input_embeddings: mx.array | PendingEmbeddings | None = None,
-    images: abc.Sequence[ImageSpan] = (),
-    options: TextOptions | None = None,
-    **own: Any,
-) -> Sequence:
-    """Make the sequence of a call's prompt i, with its entries of the arguments of ``insert_segments``."""
-    options = options_of(i, options, own).resolve(model, batch)
-    n_prompt = sum(map(len, segments))
-    if n_prompt == 0:
-        raise MTPError(f"Prompt {i} is empty.")
-    if input_embeddings is not None:
-        check_embeddings(model, n_prompt, input_embeddings)
-    cache = open_prompt_cache(model, caches if isinstance(caches, PromptCache) else copy.deepcopy(caches))
-    for c in cache.backbone if caches is not None else ():
-        if isinstance(c, QuantizedKVCache) and (c.bits, c.group_size) != (kv.kv_bits, kv.kv_group_size):
-            raise MTPError(
-                f"The prompt cache of prompt {i} is quantized to {c.bits} bits in groups of {c.group_size}: give "
-                f"kv_bits={c.bits} and kv_group_size={c.group_size} to the batch."
-            )
-    place_images(model, cache, images, input_embeddings is not None)
-    embeddings = input_embeddings if isinstance(input_embeddings, mx.array) else None
-    pending = None if isinstance(input_embeddings, mx.array) else input_embeddings
-    return Sequence(cache, options, kv, segments, counts or DraftCounts(), [*all_tokens], embeddings, pending, uid)
-
-
-def can_begin_again(s: Sequence) -> bool:
-    """Whether all of a text is known as tokens."""
-    return s.has_tokens and not s.images and not s.cached_text and s.text_start == 0
-
-
-def begin_again(model: Any, s: Sequence, n: int) -> None:
-    """Let a sequence wait with its prompt and the first n tokens that it has generated, and an empty cache."""
-    tokens = s.tokens[: len(s.tokens) - s.n_observed + n]
-    s.cache, s.tokens, s.segments, s.end = open_prompt_cache(model, None), [], [tokens[:-1], tokens[-1:]], None
-    s.n_prefilled, s.n_prompt, s.n_generated, s.n_observed = 0, len(tokens), n, n
-    if s.options.stop_sequences is not None:
-        s.stop = s.options.stop_sequences.matcher()
-        for token in tokens[len(tokens) - n :]:
-            s.stop.advance(token)
-
-
 # Its responses
 
 
@@ -381,7 +367,7 @@ def responses_of(stepped: list[Stepped], decoder: Decoder | None) -> list[Respon
             last_token = s.tokens[-1] if s.tokens else 0
             responses.append(Response(s.uid, last_token, None, None, None, None, False, s.counts, s.end))
         last = responses[-1]
-        last.finish_reason, last.all_tokens = s.finish_reason, s.tokens
+        last.finish_reason, last.all_tokens = "error" if isinstance(s.end, Exception) else s.end, s.tokens
         # Nothing of a failed pass is kept.
         last.prompt_cache = None if decoder is None or advice(last.error) is not None else cache_at_end(decoder, s)
     return responses

@@ -22,7 +22,7 @@ from ..decoding.decoder import Decoder
 from ..decoding.loop import step
 from ..decoding.planner import Planner
 from ..decoding.prefill import ends_with_token, prefill_part
-from ..decoding.sequence import PendingEmbeddings, Sequence
+from ..decoding.sequence import Sequence
 from ..decoding.window import Stepped
 from ..distributed import Ranks, synchronize
 from ..layers.passes import on_metal
@@ -177,7 +177,10 @@ class Scheduler:
         running = [s for s in decoder.sequences if s.end is None]
 
         def move() -> None:
-            decoder.filter([s for s in running if self.keeps_ended or _has_more(s)])
+            # Without ``keeps_ended``, a sequence leaves as soon as its last token is committed.
+            decoder.filter(
+                [s for s in running if self.keeps_ended or (s.end is None and not 0 <= s.max_tokens <= s.n_generated)]
+            )
             if ready:
                 decoder.join(ready)
                 self.prompts = deque(s for s in self.prompts if s not in ready)
@@ -205,20 +208,25 @@ class Scheduler:
         waiting, budget = self._waiting(is_prefilled=False), self.prefill_budget
         if not waiting:
             return []
-        is_running = self._n_free < self.completion_batch_size
+        s, is_running, start = waiting[0], self._n_free < self.completion_batch_size, time.perf_counter()
+        responses = list[PromptResponse]()
         with mx.stream(self.stream):
-            if (pending := waiting[0].pending) is not None:
-                responses = self._embed(waiting[0], pending, budget.seconds(is_running))
-            else:
-                n_cached = waiting[0].cache.n_tokens
-                n = budget.next(n_cached, is_running)
-                responses = self._prefill(waiting, n, n_cached)
+            if s.pending is None:
+                responses = self._prefill(waiting, is_running)
+            elif (seconds := budget.seconds(is_running)) > 0:
+                self.at_work = s
+                if s.pending.advance(seconds):
+                    s.embeddings, s.pending = s.pending.array, None
+                budget.record(time.perf_counter() - start)
+                responses = [PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), False, False)]
         if responses:
             self.planner.is_interrupted = True
         return responses
 
-    def _prefill(self, waiting: list[Sequence], n: int, n_cached: int) -> list[PromptResponse]:
-        n_left, start, responses = n, time.perf_counter(), list[PromptResponse]()
+    def _prefill(self, waiting: list[Sequence], is_running: bool) -> list[PromptResponse]:
+        responses, n_cached = list[PromptResponse](), waiting[0].cache.n_tokens
+        n = n_left = self.prefill_budget.next(n_cached, is_running)
+        start = time.perf_counter()  # once all ranks know the number
         for s in waiting:
             if n_left > 0 and s.pending is None:
                 self.at_work, n_before, n_segments = s, s.n_prefilled, len(s.segments)
@@ -232,18 +240,3 @@ class Scheduler:
             self._counters.prompt_tokens += n - n_left
             self._counters.prompt_time += seconds
         return responses
-
-    def _embed(self, s: Sequence, pending: PendingEmbeddings, seconds: float) -> list[PromptResponse]:
-        """Compute the embeddings of a prompt for so many seconds, if any."""
-        if seconds <= 0:
-            return []
-        self.at_work, start = s, time.perf_counter()
-        if pending.advance(seconds):
-            s.embeddings, s.pending = pending.array, None
-        self.prefill_budget.record(time.perf_counter() - start)
-        return [PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), False, False)]
-
-
-def _has_more(s: Sequence) -> bool:
-    """Whether tokens follow those that are committed."""
-    return s.end is None and not 0 <= s.max_tokens <= s.n_generated

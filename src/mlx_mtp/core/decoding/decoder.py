@@ -17,10 +17,10 @@ from ..models.mixin import MTPModel
 from ..pacing.step_times import PLAIN_PLAN, Plan
 from ..sampling.acceptance import n_leading
 from .exchange import Exchange
-from .head import HeadCache, HeadDrafter, HeadState, columns_of, with_drafts
+from .head import HeadCache, HeadDrafter, HeadState, columns_of
 from .prefill import prefill_part
 from .sequence import Sequence
-from .window import Choice, Drafts, Step, Stepped, Window, WindowPlan, choose
+from .window import Choice, Drafts, Step, Stepped, Window, WindowPlan, choose, with_rows
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 # Hidden states [B, T, H], and the row and the column of the token before the last; ``None`` for a text's first token, [B]
@@ -129,7 +129,10 @@ class Decoder:
         for b, (s, plan) in enumerate(zip(self.sequences, planned.plans)):
             if plan.skips_head:
                 plans[b] = plan
-                tokens = with_drafts(tokens, b, s.sources[plan.source].propose(plan.k, s.n_unobserved))
+                own = s.sources[plan.source].propose(plan.k, s.n_unobserved)
+                if (n_more := plan.k - tokens.shape[1]) > 0:
+                    tokens = mx.pad(tokens, [(0, 0), (0, n_more)])
+                tokens = with_rows(tokens, [b], own[None])
         mx.async_eval(tokens)
         return Drafts(tuple(plans), tokens, proposals)
 
@@ -221,17 +224,15 @@ def draft_limits(decoder: Decoder) -> list[int]:
         each = zip(decoder.sequences, n_tokens, cache.bits)
         bits = [held or s.kv.at(n).get("kv_bits") for s, n, held in each]
         most = max(min(map(drafting.max_window, bits), default=1) - 1, 0)
-    return [_draft_limit(decoder, b, n, most) for b, n in enumerate(n_tokens)]
-
-
-def _draft_limit(decoder: Decoder, b: int, n_tokens: int, k: int) -> int:
-    s = decoder.sequences[b]
-    if s.end is not None or not decoder.head.can_draft(b):
-        return 0
-    if len(decoder) == 1 and s.n_generated == 0:  # the first token comes sooner so, and from the pass that mlx-lm runs
-        return 0
-    if s.max_tokens >= 0:
-        k = max(min(k, s.max_tokens - s.n_generated - 1), 0)
-    if s.kv.kv_bits is not None and n_tokens < s.kv.quantized_kv_start:  # after a token, never within a window
-        k = min(k, s.kv.quantized_kv_start - n_tokens - 1)
-    return k
+    limits = []
+    for b, (s, n) in enumerate(zip(decoder.sequences, n_tokens)):
+        # The first token of a text alone comes sooner without drafts, and from the pass that mlx-lm runs.
+        is_first = len(decoder) == 1 and s.n_generated == 0
+        has_input = not decoder.head.has_head or decoder.head.state.counts[b] > 0
+        k = most if s.end is None and has_input and not is_first else 0
+        if s.max_tokens >= 0:
+            k = max(min(k, s.max_tokens - s.n_generated - 1), 0)
+        if s.kv.kv_bits is not None and n < s.kv.quantized_kv_start:  # after a token, never within a window
+            k = min(k, s.kv.quantized_kv_start - n - 1)
+        limits.append(k)
+    return limits

@@ -65,10 +65,6 @@ class HeadCache:
         self.cache, self.state = KVRows(empty_head(model)), HeadState()
 
     @property
-    def nbytes(self) -> int:
-        return self.cache.nbytes
-
-    @property
     def states(self) -> list[Any]:
         """The arrays of earlier steps that the last one may have left unevaluated."""
         return [*self.cache.arrays, *((hidden, tokens) for hidden, tokens, _ in self.state.pending[-1:])]
@@ -82,9 +78,6 @@ class HeadCache:
         held = self.state
         pending = [*held.pending, (hidden, tokens, max(counts))]
         self.state = replace(held, counts=tuple(map(sum, zip(held.counts, counts))), pending=pending)
-
-    def can_draft(self, b: int) -> bool:
-        return not self.has_head or self.state.counts[b] > 0
 
     def run(self, hidden: mx.array, tokens: mx.array, ends: Ends) -> mx.array:
         """A pass over hidden states [B, t, H] and tokens [B, t], written after these ends -> the last output, [B, 1, H]"""
@@ -136,29 +129,23 @@ class HeadCache:
         if not self.has_head:
             return
         self._keep_last_input()
-        held, firsts = self.state, [c.first_position for c in caches]
-        counts = [int(self._waits(*each)) for each in zip(caches, tokens)]
+        held, firsts, counts, shifts = self.state, [c.first_position for c in caches], list[int](), list[int]()
+        for c, first, token in zip(caches, firsts, tokens):
+            positions, waiting = c.positions(first), c.last_hidden
+            if waiting is not None and positions is not None and not positions.are_plain(c.head.offset):
+                # A position in three axes, which rows do not have: run the head over this input now.
+                run_head(self.model, waiting, token[None], c.head, None, positions)
+                waiting = None
+            counts.append(int(waiting is not None))
+            shifts.append(0 if positions is None else positions.shift)
         none = mx.zeros((1, 1, self.model.hidden_size), self.model.model.embed_tokens(tokens[:1]).dtype)
         hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
         for held_hidden, held_tokens, _ in held.pending:
             hidden, tokens = mx.concatenate([held_hidden, hidden]), mx.concatenate([held_tokens, tokens])
         pending = [(hidden, tokens, max([*held.counts, *counts]))]
-        positions = [c.positions(first) for c, first in zip(caches, firsts)]
-        new = Ends(tuple(c.head.offset for c in caches), tuple(0 if p is None else p.shift for p in positions))
         self.cache.join([c.head for c in caches], held.ends)
-        ends = held.ends.joined(new)
+        ends = held.ends.joined(Ends(tuple(c.head.offset for c in caches), tuple(shifts)))
         self.state = HeadState(ends, (*held.firsts, *firsts), (*held.counts, *counts), pending)
-
-    def _waits(self, cache: PromptCache, token: mx.array) -> bool:
-        """Whether the input for a sequence's next token [1] can wait in a row. If not, run the head over it now."""
-        positions, hidden = cache.positions(cache.first_position), cache.last_hidden
-        if hidden is None:
-            return False
-        if positions is None or positions.are_plain(cache.head.offset):
-            return True
-        # At a position in three axes, which rows do not have.
-        run_head(self.model, hidden, token[None], cache.head, None, positions)
-        return False
 
     def filter(self, keep: list[int]) -> None:
         if not self.has_head:
@@ -252,13 +239,3 @@ def _draft(
     texts = [Drafted(sequences[b].acceptance, sequences[b].n_generated + len(before)) for b in members]
     drafts, proposal = s.acceptance.draft(texts, logits)
     return drafts.astype(mx.uint32)[:, None], proposal, logits
-
-
-def with_drafts(tokens: mx.array, b: int, own: mx.array) -> mx.array:
-    """Put the drafts [n] of sequence b into those of all, [B, k] -> [B, max(k, n)]"""
-    if len(tokens) == 1:
-        return own[None]
-    if (n := len(own)) > tokens.shape[1]:
-        tokens = mx.pad(tokens, [(0, 0), (0, n - tokens.shape[1])])
-    tokens[b, :n] = own
-    return tokens

@@ -69,10 +69,6 @@ class Sequence:
         return any(getattr(p, "needs_tokens", False) for p in self.options.logits_processors or ())
 
     @property
-    def finish_reason(self) -> str | None:
-        return "error" if isinstance(self.end, Exception) else self.end
-
-    @property
     def n_unobserved(self) -> int:
         """The number of committed tokens that the host does not know yet."""
         return self.n_generated - self.n_observed

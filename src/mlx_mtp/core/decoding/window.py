@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..pacing.step_times import Plan
-from ..sampling.acceptance import Drafted, Verdict
+from ..sampling.acceptance import Drafted
 from ..sampling.processors import restoring_random_state, until_error
 from .sequence import Sequence
 
@@ -88,6 +88,7 @@ class Step:
 def choose(window: Window) -> Choice:
     """Choose a token at every position of every sequence, in one call for all positions of sequences with equal samplers."""
     sequences, (B, T) = window.sequences, window.logits.shape[:2]
+    plans, drafts = window.drafts.plans, window.drafts.tokens
     is_running = [s.end is None for s in sequences]
     tokens, accepted = mx.zeros((B, T), mx.uint32), mx.zeros((B, T - 1), mx.bool_)
     logprobs, groups = normalized(window.logits), groups_of(sequences)
@@ -101,7 +102,11 @@ def choose(window: Window) -> Choice:
                 (first, *_), own = members, of_members(logprobs, members)
                 if sequences[first].options.logits_processors:
                     own = own_logprobs[first] = _processed(window, first)
-                verdict = _verdict(window, members, own, proposals)
+                n = min(max(plans[b].k for b in members) + 1, own.shape[1])
+                drafted = of_members(drafts, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
+                of_each = [(sequences[b], plans[b]) for b in members]
+                texts = [Drafted(s.acceptance, s.n_generated, plan.k, plan.skips_head) for s, plan in of_each]
+                verdict = sequences[first].acceptance.accept(texts, own[:, :n], drafted, proposals)
                 tokens = with_rows(tokens, members, verdict.tokens)
                 accepted = with_rows(accepted, members, verdict.accepted)
         except Exception as e:  # of a sampler or processor: it ends these sequences, and no other
@@ -117,16 +122,6 @@ def _processed(window: Window, b: int) -> mx.array:
     positions = range(window.drafts.plans[b].k + 1)
     processed = until_error(lambda t: s.process(logits[:, t], drafts[b, :t] if t > 0 else NO_TOKENS), positions)
     return normalized(mx.stack(processed, axis=1))
-
-
-def _verdict(window: Window, members: list[int], logprobs: mx.array, proposals: list[Any]) -> Verdict:
-    """The verdict on the drafts of sequences with equal samplers, by their log probabilities, [G, n, V]."""
-    sequences, plans = window.sequences, window.drafts.plans
-    n = min(max(plans[b].k for b in members) + 1, logprobs.shape[1])
-    drafts = of_members(window.drafts.tokens, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
-    own = [(sequences[b], plans[b]) for b in members]
-    texts = [Drafted(s.acceptance, s.n_generated, plan.k, plan.skips_head) for s, plan in own]
-    return sequences[members[0]].acceptance.accept(texts, logprobs[:, :n], drafts, proposals)
 
 
 def groups_of(sequences: list[Sequence]) -> list[list[int]]:

@@ -1,15 +1,15 @@
 """Sources of drafts other than the head, which need no pass of a model: the text's own repetitions, and a grammar.
 
-To add a source, write a class like ``Source``, and a function in ``SOURCES`` that makes it for a text. A logits processor may
-have a source as well (``draft_source``), such as the tokens that a grammar forces.
+To add a source, write a class like ``Source``, and make it for a text in ``make_sources``. A logits processor may have a source
+as well (``draft_source``), such as the tokens that a grammar forces.
 
 Copy drafts are prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023,
 arXiv:2304.04487): if the text's last ``N_GRAM`` tokens occurred before, the tokens that followed them are drafted. A match
 continues while the text repeats the earlier passage; the longer it is, the likelier is another copy (docs/develop/depth.md).
 """
 
-from collections.abc import Callable, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
+from itertools import cycle, islice, takewhile
 from math import prod
 from typing import Protocol
 
@@ -87,7 +87,8 @@ class PromptLookup:
         n = len(self._copy(self.at, n_unobserved + MAX_COPY_TOKENS))
         if n <= n_unobserved:
             return []
-        rates = [self.rates.estimate[self._bucket(self.length + i)] for i in range(n)]
+        estimate = self.rates.estimate
+        rates = [estimate[self._bucket(self.length + i)] for i in range(n)]
         return [prod(rates[: n_unobserved + 1]), *rates[n_unobserved + 1 :]]
 
     def propose(self, k: int, n_unobserved: int) -> mx.array:
@@ -104,10 +105,7 @@ class PromptLookup:
 
     def _copy(self, at: int, n: int) -> list[int]:
         """The n tokens from an index on, fewer if an image begins before."""
-        copy = self.text[at : at + n]
-        period = len(self.text) - at
-        while len(copy) < n:
-            copy.append(copy[-period])  # at the end of the text, the copy continues with its own tokens
+        copy = [*islice(cycle(self.text[at : at + n]), n)]  # at the end of the text, it continues with its own tokens
         return copy if min(copy) >= 0 else [*takewhile(lambda token: token >= 0, copy)]
 
     def _match_length(self, at: int) -> int:
@@ -126,20 +124,10 @@ class PromptLookup:
         return min(length, LONGEST).bit_length() - N_REJOIN.bit_length()
 
 
-def prompt_lookup(options: TextOptions, text: Sequence[int]) -> Source | None:
-    n = options.copy_drafts
-    return None if n == "off" else PromptLookup(text, None if n == "auto" else n)
-
-
-def of_processors(options: TextOptions, text: Sequence[int]) -> Source | None:
-    return next((p.draft_source() for p in options.logits_processors or () if hasattr(p, "draft_source")), None)
-
-
-# Each makes a source from the options and the prompt of a text; ``None`` if it does not apply.
-SOURCES: list[Callable[[TextOptions, Sequence[int]], Source | None]] = [prompt_lookup, of_processors]
-
-
 def make_sources(options: TextOptions, text: Sequence[int]) -> dict[str, Source]:
     """Make the sources of a text whose prompt is prefilled, by name."""
-    made = [] if options.keeps_state else [make(options, text) for make in SOURCES]
-    return {source.name: source for source in made if source is not None}
+    n, made = options.copy_drafts, list[Source]()
+    if not options.keeps_state:
+        made += [] if n == "off" else [PromptLookup(text, None if n == "auto" else n)]
+        made += [p.draft_source() for p in options.logits_processors or () if hasattr(p, "draft_source")][:1]
+    return {source.name: source for source in made}

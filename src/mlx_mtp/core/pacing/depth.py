@@ -10,6 +10,8 @@ that are already fast: others would end long after them.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 
 from ..layers.drafting import MAX_COPY_TOKENS
 from .step_times import FREE, HEAD, MAX_DRAFT_TOKENS, PLAIN_PLAN, Plan, StepTimes
@@ -17,8 +19,6 @@ from .step_times import FREE, HEAD, MAX_DRAFT_TOKENS, PLAIN_PLAN, Plan, StepTime
 __all__ = ["MAX_COPY_TOKENS", "MAX_DRAFT_TOKENS", "Depth", "Rates"]
 # Numbers of drafts for sources other than the head; few, so that their times are soon known.
 SOURCE_LENGTHS = (1, 2, 4, 8, MAX_COPY_TOKENS)
-
-
 # The probability that each draft of a sequence is accepted, given that the drafts before it are, by source, each [K].
 Offer = Mapping[str, Sequence[float]]
 
@@ -31,23 +31,16 @@ def best_length(tokens: Sequence[float], seconds: Sequence[float]) -> int:
 
 def expected_tokens(acceptance: Sequence[float]) -> list[float]:
     """The mean number of tokens that a step yields at each draft length from 0, [K + 1]."""
-    tokens, accepted = [1.0], 1.0
-    for a in acceptance:
-        accepted *= a
-        tokens.append(tokens[-1] + accepted)
-    return tokens
+    return [*accumulate(accumulate(acceptance, mul), initial=1.0)]
 
 
 def joint_tokens(offers: Sequence[Offer], n: int) -> list[float]:
     """The harmonic mean of the tokens that each sequence's best source yields at each draft length, [n + 1]."""
-    of_each = [[max(own) for own in zip(*(_padded(a, n) for a in ((), *offer.values())))] for offer in offers]
+    of_each = []
+    for offer in offers:
+        of_sources = [expected_tokens([*a[:n], *[0.0] * (n - len(a))]) for a in ((), *offer.values())]
+        of_each.append([*map(max, zip(*of_sources))])
     return [len(of_each) / sum(1 / tokens for tokens in at_k) for at_k in zip(*of_each)]
-
-
-def _padded(acceptance: Sequence[float], n: int) -> list[float]:
-    """``expected_tokens`` up to n drafts, where further ones are not offered."""
-    tokens = expected_tokens(acceptance[:n])
-    return tokens + tokens[-1:] * (n + 1 - len(tokens))
 
 
 class Rates:
@@ -62,13 +55,11 @@ class Rates:
 
     def __init__(self, n: int):
         self.n_verified, self.n_accepted = [0.0] * n, [0.0] * n
-        self.estimate = self._estimate()
 
     def count(self, bucket: int, accepted: bool) -> None:
         """Count one draft; earlier counts of the same bucket decay."""
         self.n_verified[bucket] = self.FADING * self.n_verified[bucket] + 1
         self.n_accepted[bucket] = self.FADING * self.n_accepted[bucket] + accepted
-        self.estimate = self._estimate()
 
     def count_window(self, n_drafted: int, n_accepted: int) -> None:
         """Count a window, whose positions are the buckets; all earlier counts decay.
@@ -81,9 +72,9 @@ class Rates:
         for i in range(min(n_accepted + 1, n_drafted)):  # drafts after the first rejected one carry no information
             self.n_verified[i] += 1
             self.n_accepted[i] += i < n_accepted
-        self.estimate = self._estimate()
 
-    def _estimate(self) -> list[float]:
+    @property
+    def estimate(self) -> list[float]:
         estimates, expected = [], self.PRIOR
         for n_verified, n_accepted in zip(self.n_verified, self.n_accepted):
             expected = (n_accepted + self.WEIGHT * expected) / (n_verified + self.WEIGHT)
@@ -114,7 +105,6 @@ class Depth:
     ):
         self.max_draft_tokens = max_draft_tokens
         self.times = StepTimes(seconds) if times is None else times
-        self.first_rate = 1.0  # the acceptance rate of the head's first draft
         self.elapsed = self.lost = 0.0  # seconds; lost by probing, against plain decoding
         self.is_probing = False  # whether plain decoding was best when the latest step was planned
         self.is_alone = True  # whether no other generation ran during the latest step
@@ -137,19 +127,24 @@ class Depth:
         if chooses_head:
             seconds[0] *= 1 - self.MARGIN
             best = best_length(tokens, seconds)
-            self.is_probing, self.first_rate = best == 0, tokens[1] - 1
-        plan, speed = _faster(times, Plan(best), tokens[best] / seconds[best], offers)
-        if plan == PLAIN_PLAN and chooses_head and self._may_probe(times.estimate[0]):
-            # The best number of drafts costs least, and shows most if the text has changed.
-            return Plan(best_length(tokens, [math.inf, *seconds[1:]]))
+            self.is_probing = best == 0
+        plan, speed = Plan(best), tokens[best] / seconds[best]
+        # Drafts of other sources alone, if they are faster.
+        others: list[Offer] = [{name: a for name, a in offer.items() if name != HEAD} for offer in offers]
+        longest = max((len(a) for offer in others for a in offer.values()), default=0)
+        speeds = [tokens_of_others / t for tokens_of_others, t in zip(joint_tokens(others, longest), times.free)]
+        fastest = max((k for k in SOURCE_LENGTHS if k <= longest), key=speeds.__getitem__, default=0)
+        if speeds[fastest] > speed:
+            k = min(fastest, times.max_free)
+            plan, speed = Plan(k, FREE), speeds[k]
+        if plan == PLAIN_PLAN and chooses_head:
+            rate, plain = tokens[1] - 1, times.estimate[0]  # of the first draft, and seconds of a plain step
+            if self.lost < rate * (self.PROBING * self.elapsed + self.FIRST_LOSS * rate * (1 - rate) * plain):
+                # A probe: the best number of drafts costs least, and shows most if the text has changed.
+                return Plan(best_length(tokens, [math.inf, *seconds[1:]]))
         # Otherwise a plain step is measured first. Beside other generations it cannot be.
         is_safe = min_draft_tokens > 0 or not self.is_alone or times.knows_plain(speed * times.estimate[0])
         return plan if is_safe else PLAIN_PLAN
-
-    def _may_probe(self, plain: float) -> bool:
-        """Whether to draft all the same, where a plain step takes so many seconds."""
-        rate = self.first_rate
-        return self.lost < rate * (self.PROBING * self.elapsed + self.FIRST_LOSS * rate * (1 - rate) * plain)
 
     def observe(
         self,
@@ -177,15 +172,3 @@ class Depth:
             self.lost = max(self.lost + seconds - gained * times.estimate[0], 0.0)
         if plan.skips_head and n_accepted == plan.k == times.max_free:
             times.max_free = min(2 * times.max_free, MAX_COPY_TOKENS)
-
-
-def _faster(times: StepTimes, plan: Plan, speed: float, offers: Sequence[Offer]) -> tuple[Plan, float]:
-    """The plan with drafts of other sources alone if it is faster, or else the given one; and its tokens per second."""
-    others: list[Offer] = [{name: a for name, a in offer.items() if name != HEAD} for offer in offers]
-    longest = max((len(a) for offer in others for a in offer.values()), default=0)
-    speeds = [n / t for n, t in zip(joint_tokens(others, longest), times.free)]
-    best = max((k for k in SOURCE_LENGTHS if k <= longest), key=speeds.__getitem__, default=0)
-    if speeds[best] <= speed:
-        return plan, speed
-    k = min(best, times.max_free)
-    return Plan(k, FREE), speeds[k]

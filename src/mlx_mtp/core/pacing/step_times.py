@@ -67,16 +67,9 @@ class StepTimes:
 
     def observe(self, plan: Plan, seconds: float | None, n_tokens: int = 0) -> None:
         self.plain_age += plan.k > 0
-        if seconds is not None:
-            self.n_tokens = n_tokens
-            self._count(plan, seconds)
-            self._update()
-
-    def of(self, plan: Plan) -> float:
-        return (self.free if plan.skips_head else self.estimate)[plan.k]
-
-    def _count(self, plan: Plan, seconds: float) -> None:
-        expected, n_odd = self.of(plan), self.n_odd.pop(plan, 0)
+        if seconds is None:
+            return
+        self.n_tokens, expected, n_odd = n_tokens, self.of(plan), self.n_odd.pop(plan, 0)
         if expected / self.BEYOND_NOISE < seconds < expected * self.BEYOND_NOISE:
             n = self.n_counted.get(plan, 0) + 1
             difference = seconds - expected
@@ -94,6 +87,10 @@ class StepTimes:
             self.seconds, self.n_counted = self.seconds | {plan: seconds}, self.n_counted | {PLAIN_PLAN: 0, plan: 1}
         if plan == PLAIN_PLAN:
             self.plain_age = 0
+        self._update()
+
+    def of(self, plan: Plan) -> float:
+        return (self.free if plan.skips_head else self.estimate)[plan.k]
 
     def knows_plain(self, gain: float) -> bool:
         """Whether plain steps were measured recently. The more drafting gains, as a factor, the less their time matters."""

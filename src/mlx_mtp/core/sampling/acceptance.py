@@ -92,19 +92,16 @@ class RejectionSampling:
         n, n_copies = mx.array([[t.n, t.n if t.are_copies else 0] for t in texts]).T[..., None]
         is_draft, is_copy = mx.arange(T) < n, mx.arange(T) < n_copies  # [G, T]
         x = mx.pad(drafts, [(0, 0), (0, 1)]).flatten()  # and the following by position, [G * T, ...]
-        q = self._proposed(proposals, is_draft & ~is_copy, V).at[mx.arange(G * T), x].add(is_copy.flatten())
+        # The probabilities of all tokens as drafts of each position that has a draft, else 0, [G * T, V].
+        are = is_draft & ~is_copy
+        of_each = [own._replace(p=own.p * are[:, i, None]).of_all(V) for i, (own, _) in enumerate(proposals)]
+        q = mx.stack([*of_each, *[mx.zeros((G, V))] * (T - len(of_each))], axis=1).reshape(-1, V)
+        q = q.at[mx.arange(G * T), x].add(is_copy.flatten())
         rest = residual(support.p, q if support.ids is None else mx.take_along_axis(q, support.ids, axis=-1))
         others = support._replace(p=rest).draw()
         bound = mx.random.uniform(shape=(G * T,)) * Support(None, q).at(x)
         accepted = is_draft.flatten() & (bound < support.at(x))
         return Verdict(mx.where(accepted, x, others).reshape(G, T), accepted.reshape(G, T)[:, :-1])
-
-    @staticmethod
-    def _proposed(proposals: Sequence[Proposal], are: mx.array, V: int) -> mx.array:
-        """The probabilities of all tokens as drafts of the positions [G, T] that are proposed, else 0, [G * T, V]."""
-        G, T = are.shape
-        q = [own._replace(p=own.p * are[:, i, None]).of_all(V) for i, (own, _) in enumerate(proposals)]
-        return mx.stack([*q, *[mx.zeros((G, V))] * (T - len(q))], axis=1).reshape(-1, V)
 
 
 @dataclass(frozen=True)

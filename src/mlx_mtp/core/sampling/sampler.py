@@ -3,7 +3,6 @@
 import math
 import secrets
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import ClassVar, Literal, NamedTuple, get_args
@@ -170,9 +169,12 @@ class Sampler:
             x = nucleus(x, self.top_p) if x.itemsize == 2 and ids is None else apply_top_p(x, top_p)
         if self.min_p > 0:
             x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
-        if self.xtc_probability > 0:
-            without = exclude_top_choices(x, self.xtc_threshold, self.xtc_special_tokens)
-            x = mx.where(uniforms > self.xtc_probability, x, without)
+        if self.xtc_probability > 0:  # as in mlx-lm's ``apply_xtc`` (0.32.2), which takes a random number itself
+            p = mx.softmax(x, axis=-1)
+            is_top = p > mx.where(p > self.xtc_threshold, p, mx.inf).min(axis=-1, keepdims=True)
+            if self.xtc_special_tokens:
+                is_top[..., list(self.xtc_special_tokens)] = False
+            x = mx.where(is_top & (uniforms <= self.xtc_probability), -mx.inf, x)
         if self.top_k > 0 and ids is None:
             ids, x = largest(x, self.top_k)
         scale = min(max(1 / self.temp, 1e-30), 1e30)  # at any temperature, logits are finite in float32
@@ -238,15 +240,6 @@ def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
             )
         return sampler.sampler.at(sampler.start)
     return sampler
-
-
-def exclude_top_choices(logits: mx.array, threshold: float, special_tokens: Sequence[int]) -> mx.array:
-    """XTC as in mlx-lm's ``apply_xtc`` (0.32.2) with a probability of 1, without taking a random number: [B, V] -> [B, V]."""
-    probs = mx.softmax(logits, -1)
-    mask = probs > mx.where(probs > threshold, probs, mx.inf).min(axis=-1, keepdims=True)
-    if special_tokens:
-        mask[..., list(special_tokens)] = False
-    return mx.where(mask, -mx.inf, logits)
 
 
 def make_sampler(
