@@ -92,17 +92,13 @@ class Layer:
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         this = current_pass()
-        if (
-            cache is not None
-            and self.is_linear
-            and (this.n_confirmed > 0 or ((this.native or this.compiler is not None) and mask is None))
-        ):
-            return self.recur(x, cache, this)
-        is_own = (
-            this.compiler is not None or this.attention_rows != 0 or not this.fused or isinstance(cache, MixedKVRows)
-        )
-        if cache is not None and not self.is_linear and is_own:
-            return self.attend(x, mask, cache, this)
+        if cache is not None and self.is_linear:
+            if this.n_confirmed > 0 or ((this.native or this.compiler is not None) and mask is None):
+                return self.recur(x, cache, this)
+        elif cache is not None:
+            is_plain = this.compiler is None and this.attention_rows == 0 and this.fused
+            if not is_plain or isinstance(cache, MixedKVRows):
+                return self.attend(x, mask, cache, this)
         return super().__call__(x, mask, cache)  # type: ignore[misc]
 
     def recur(self, x: mx.array, cache: Any, this: Pass) -> mx.array:
@@ -287,14 +283,11 @@ def attend(
         return scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask)
     out = []
     for i in range(0, T, n):
-        j, mask_of_group = min(i + n, T), mask
-        n_keys = keys.shape[2]
-        if isinstance(mask, mx.array):
-            mask_of_group = mask[..., i:j, :]  # [..., n, N]
-        elif mask == "causal":
-            n_keys += j - T  # up to the last query of the group
+        j = min(i + n, T)
+        n_keys = keys.shape[2] - (T - j if isinstance(mask, str) else 0)  # causal: up to the last query of the group
         group = queries[:, :, i:j], keys[:, :, :n_keys], values[:, :, :n_keys]
-        out.append(scaled_dot_product_attention(*group, cache, scale=scale, mask=mask_of_group))
+        own_mask = mask[..., i:j, :] if isinstance(mask, mx.array) else mask  # [..., n, N]
+        out.append(scaled_dot_product_attention(*group, cache, scale=scale, mask=own_mask))
     return mx.concatenate(out, axis=2)
 
 
