@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections import defaultdict
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -116,21 +117,18 @@ def test_a_stage_downloads_the_files_of_its_layers(hub, tmp_path):
 
 def split(folder):
     """A file for each layer, one for the head, and one for the rest."""
-    weights = tensors(folder)
+    weights, files = tensors(folder), defaultdict(dict)
     mx.eval(weights)
     (folder / "model.safetensors").unlink()
-    files = {name: f"model-{part_of(name)}.safetensors" for name in weights}
-    for file in set(files.values()):
-        mx.save_safetensors(str(folder / file), {name: w for name, w in weights.items() if files[name] == file})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    for name, w in weights.items():
+        layer = re.search(r"(mtp|layers\.(\d+))\.", name)
+        part = "rest" if layer is None else layer[2] or "mtp"
+        files[f"model-{part}.safetensors"][name] = w
+    for file, own in files.items():
+        mx.save_safetensors(str(folder / file), own)
+    index = {name: file for file, own in files.items() for name in own}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return folder
-
-
-def part_of(name):
-    if "mtp." in name:
-        return "mtp"
-    layer = re.search(r"layers\.(\d+)\.", name)
-    return layer[1] if layer else "rest"
 
 
 def test_collectives_of_a_gpu_stream_are_waited_for(monkeypatch):

@@ -66,7 +66,8 @@ def run_passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits:
 
 
 def assert_equal(model, **options) -> None:
-    assert arrays_equal(run_passes(model, True, **options), run_passes(model, False, **options))
+    moved = "mlx-lm's attention layers compute otherwise, or a compiled layer does: core/layers/layer.py must follow"
+    assert arrays_equal(run_passes(model, True, **options), run_passes(model, False, **options)), moved
 
 
 @pytest.mark.parametrize(("family", "dtype", "bits"), FORMS, ids=str)

@@ -7,6 +7,7 @@ import copy
 import functools
 import math
 import re
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,14 +25,13 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
-from mlx_mtp import MTPError, load, make_prompt_cache, mtp_generate_step
+from mlx_mtp import MTPError, make_prompt_cache, mtp_generate_step
 from mlx_mtp.core.caches import fingerprint, indexed
 from mlx_mtp.core.caches.fingerprint import SIZE, digest
 from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.core.caches.recurrent import RecurrentCache
 from mlx_mtp.core.caches.rows import KVOptions, Rows
 from mlx_mtp.core.layers.compiled import Compiler
-from tests.support.checkpoints import make_adapter, write_tiny
 from tests.support.decoding import PROMPT, WINDOW, filled, mtp, one_by_one, plain, rows_of
 from tests.support.models import FAMILIES, FLASH, PACK, ROPE, arrays_equal, deep_model, model_of, tiny_model
 from tests.support.profiles import LONG, examples
@@ -93,7 +93,7 @@ def test_copies_are_caches_of_their_own():
     assert mtp(TURNS[2], model, max_tokens=9, prompt_cache=earlier) == plain(history + TURNS[2], model, max_tokens=9)
 
 
-def test_each_rank_resumes_its_own_part_alone(tmp_path):
+def test_each_rank_resumes_its_own_part_alone():
     """Another rank's part has the same shapes: nothing else would tell."""
 
     def as_rank(*part):
@@ -101,19 +101,14 @@ def test_each_rank_resumes_its_own_part_alone(tmp_path):
         model.ranks = SimpleNamespace(rank=part[0], size=part[1]) if part else None
         return model
 
-    parts, file = [(), (0, 2), (1, 2), (1, 4)], str(tmp_path / "cache.safetensors")
-    for part in parts:
-        saved = make_prompt_cache(as_rank())
-        mtp(TURNS[0], as_rank(), max_tokens=2, prompt_cache=saved)
-        saved[-1][3] = make_prompt_cache(as_rank(*part))[-1][3]
-        stock.save_prompt_cache(file, saved)
-        for other in parts:
-            loaded = stock.load_prompt_cache(file)
-            if other == part:
-                open_prompt_cache(as_rank(*other), loaded)
-            else:
-                with pytest.raises(ValueError, match=r"cache belongs to (rank|one process).* and this is"):
-                    open_prompt_cache(as_rank(*other), loaded)
+    of_one_process = make_prompt_cache(as_rank())
+    mtp(TURNS[0], as_rank(), max_tokens=2, prompt_cache=of_one_process)
+    for part, other in product([(), (0, 2), (1, 2), (1, 4)], repeat=2):
+        prompt_cache = copy.deepcopy(of_one_process)
+        prompt_cache[-1][3] = make_prompt_cache(as_rank(*part))[-1][3]
+        error = pytest.raises(ValueError, match=r"cache belongs to (rank|one process).* and this is")
+        with nullcontext() if other == part else error:
+            open_prompt_cache(as_rank(*other), prompt_cache)
 
 
 # Files: a damaged one, or another model's, is refused with a sentence that says what is wrong with it
@@ -140,13 +135,8 @@ MISFIT = (
 def test_refuses_entries_of_another_kind():
     model = deep_model_of("qwen3_5")
     padded = RecurrentCache(2, left_padding=[1])
-    for i, entry in [
-        (0, RecurrentCache(3)),
-        (0, padded),
-        (4, RecurrentCache(2)),
-        (5, KVCache()),
-        (5, RecurrentCache(9)),
-    ]:
+    entries = (0, RecurrentCache(3)), (0, padded), (4, RecurrentCache(2)), (5, KVCache()), (5, RecurrentCache(9))
+    for i, entry in entries:
         prompt_cache = make_prompt_cache(model)
         prompt_cache[i] = entry
         with pytest.raises(ValueError, match=MISFIT % i):
@@ -193,18 +183,6 @@ def test_drops_the_rows_of_another_head(tmp_path):
     assert rows[-2].offset == 10
 
 
-def test_an_adapter_of_another_scale_is_another_model(tmp_path):
-    folder = write_tiny(tmp_path / "model", "qwen3_5")
-    adapter = make_adapter(folder, tmp_path / "adapter")
-    load_adapted = lambda: load(str(folder), adapter_path=str(adapter))[0]  # noqa: E731
-    file, text = saved(tmp_path, load_adapted())
-    assert goes_on(load_adapted(), load_prompt_cache(file), text)
-    config = adapter / "adapter_config.json"
-    config.write_text(config.read_text().replace('"scale": 10.0', '"scale": 5.0'))
-    with pytest.raises(ValueError, match=OTHER):
-        mtp([7], load_adapted(), prompt_cache=load_prompt_cache(file))
-
-
 def test_resumes_files_without_a_fingerprint(tmp_path):
     """Of an earlier version, which had fewer arrays in the last entry."""
     model, old = deep_model_of("qwen3_5"), str(tmp_path / "old.safetensors")
@@ -237,6 +215,12 @@ def test_fingerprint(monkeypatch):
     model.head_acceptance = 0.875
     model.load_weights([(name, p)], strict=False)
     assert model.fingerprint() == whole
+    for module, is_head in ((model.layers[0].input_layernorm, False), (model.mtp.norm, True)):
+        module.eps, eps = 0.5, module.eps  # a number, such as the scale of an adapter
+        model.update({})
+        changed = model.fingerprint()
+        assert [changed[:SIZE] == whole[:SIZE], changed[SIZE:] == whole[SIZE:]] == [is_head, not is_head]
+        module.eps = eps
 
 
 SHAPES = [(), (5,), (64,), (300, 40), (301, 7), (4, 30, 16), (6, 4, 1)]
@@ -265,6 +249,7 @@ def test_a_change_of_any_row_is_another_model(shape, dtype):
 # Damage to token ids, counts, shapes and dtypes, not to keys and states: a wrong value cannot be recognized
 
 NUMBERS = (-1, 0, 1, 19, 20, 21, 64, 257, 2**31 - 1)  # of 20 tokens, of which the head has seen 19
+REFUSED = MISFIT % r"\d" + r"|This prompt cache is of a generation that has not ended: [^\n]*\."
 KINDS = {  # the family, options, and the arrays that are damaged by default
     "": ("qwen3_5", {}, ("0.0", "1.", "4.", "5.0")),
     "quantized": ("qwen3_5", KV, ("1.",)),
@@ -274,9 +259,7 @@ KINDS = {  # the family, options, and the arrays that are damaged by default
 
 def damaged(x: mx.array) -> list[mx.array | None]:
     """Other integers, other shapes, other dtypes, and no array."""
-    numbers = (
-        NUMBERS if x.dtype == mx.int32 and x.ndim == 0 else (31, 32) if x.dtype == mx.uint32 and x.ndim == 1 else ()
-    )
+    numbers = {(mx.int32, 0): NUMBERS, (mx.uint32, 1): (31, 32)}.get((x.dtype, x.ndim), ())
     shapes = [x[None], *([x[..., :-1], mx.concatenate([x, x])] if x.ndim > 0 else [])]
     if x.ndim > 2:
         shapes += [x[:, :-1], x[:, :, :8], x[:, :, :64], *([x.reshape(1, 2, 256, 16)] if x.size == 256 * 32 else [])]
@@ -325,11 +308,7 @@ def test_any_damage_is_refused_or_harmless(family, options, names, tmp_path):
             got = mtp([7], deep_model_of(family), prompt_cache=prompt_cache, **how)
         except ValueError as e:
             error = str(e)
-        if error:
-            assert re.fullmatch(
-                MISFIT % r"\d" + r"|This prompt cache is of a generation that has not ended: [^\n]*\.", error
-            )
-        else:
+        if not re.fullmatch(REFUSED, error):
             assert (got, [is_harmless(*each) for each in case.items()]) == (want, [True]), case
 
 
@@ -341,6 +320,7 @@ def kept(cache):
     return [c.cache if isinstance(c, stock.ArraysCache) else arrays_of(c) for c in cache]
 
 
+MOVED = "mlx-lm's recurrent layers compute otherwise, or a window does: core/layers/layer.py must follow"
 EVERY_FORM = [*((family, mx.float32) for family in FAMILIES), ("qwen3_5", mx.bfloat16)]
 
 
@@ -366,7 +346,7 @@ def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
                 want, held, follow_up = wanted[n]
                 assert arrays_equal(kept(ours), held)
                 if dtype == mx.float32:
-                    assert mx.array_equal(logits[:, :n], want)
+                    assert mx.array_equal(logits[:, :n], want), MOVED
                     assert mx.array_equal(model(mx.array([[7]]), cache=ours), follow_up)
 
 
@@ -376,19 +356,14 @@ def test_rows_roll_back_to_ends_of_their_own(family, is_compiled):
     """The cache of each row is that of a prefill of its tokens, with and without drafts that are kept."""
     model, prompts = deep_model(family), [PROMPT, PROMPT[:3], PROMPT[2:]]
     compiler, window = Compiler() if is_compiled else None, mx.stack([mx.roll(WINDOW[:5], b) for b in range(3)])
-    for n_confirmed, all_kept in (
-        (1, ((1, 1, 1), (1, 3, 5), (4, 4, 4))),
-        (2, ((2, 2, 2), (2, 5, 3))),
-        (5, ((5, 5, 5),)),
-    ):
-        for counts in all_kept:
-            rows = rows_of(model, prompts=prompts)
-            rows.run(model, window, n_confirmed=n_confirmed, compiler=compiler)
-            rows.commit(counts)
-            for b, (prompt, n) in enumerate(zip(prompts, counts)):
-                theirs = filled(model, prompt=mx.concatenate([mx.array(prompt), window[b, :n]]))
-                held = zip(tree_flatten(kept(rows.extract(b, len(prompt) + n))), tree_flatten(kept(theirs)))
-                assert all(mx.allclose(x, y, rtol=1e-4, atol=1e-4) for (_, x), (_, y) in held)
+    for n_confirmed, *counts in ((1, 1, 1, 1), (1, 1, 3, 5), (1, 4, 4, 4), (2, 2, 2, 2), (2, 2, 5, 3), (5, 5, 5, 5)):
+        rows = rows_of(model, prompts=prompts)
+        rows.run(model, window, n_confirmed=n_confirmed, compiler=compiler)
+        rows.commit(counts)
+        for b, (prompt, n) in enumerate(zip(prompts, counts)):
+            theirs = filled(model, prompt=mx.concatenate([mx.array(prompt), window[b, :n]]))
+            held = zip(tree_flatten(kept(rows.extract(b, len(prompt) + n))), tree_flatten(kept(theirs)))
+            assert all(mx.allclose(x, y, rtol=1e-4, atol=1e-4) for (_, x), (_, y) in held)
 
 
 def test_a_rollback_to_the_confirmed_tokens_computes_nothing():
