@@ -130,8 +130,14 @@ class Layer:
 
     def attention(self, arrays: Any, mask: Any, cache: Any, this: Pass, *, is_rotated: bool) -> mx.array:
         """Update an attention layer's cache, and attend: by the arrays of ``before_attention``."""
-        if isinstance(cache, MixedKVRows):
-            return attention_in_parts(self, arrays, mask, cache, this, is_rotated=is_rotated)
+        if isinstance(cache, MixedKVRows):  # the rows that are quantized, and the others, each by themselves
+            out = mx.zeros_like(arrays[0])  # [B, Hq, T, D]
+            for rows, part in cache.parts:
+                b, own_mask, part.ends = mx.array(rows), mask, cache.ends.of(rows)
+                if isinstance(mask, mx.array):
+                    own_mask = mask[b, ..., : part.ends.longest + arrays[1].shape[2]]
+                out[b] = self.attention([x[b] for x in arrays], own_mask, part, this, is_rotated=is_rotated)
+            return out
         queries, keys, values, *index = arrays
         offset, rope, skipped = cache.offset, self.self_attn.rope, keys.shape[2] - queries.shape[2]
         if not is_rotated:
@@ -141,19 +147,6 @@ class Layer:
             queries = mx.depends(queries, index_keys)  # otherwise they would not be computed where none are needed
             mask = self.select(mask, index[0][:, :, skipped:], index_keys[0], offset + skipped)
         return attend(queries, keys, values, cache, self.self_attn.scale, mask, this.attention_rows, this.fused)
-
-
-def attention_in_parts(
-    layer: Layer, arrays: Any, mask: Any, cache: MixedKVRows, this: Pass, *, is_rotated: bool
-) -> mx.array:
-    """``Layer.attention`` of the rows that are quantized, and of the others, each by themselves."""
-    out = mx.zeros_like(arrays[0])  # [B, Hq, T, D]
-    for rows, part in cache.parts:
-        b, own_mask, part.ends = mx.array(rows), mask, cache.ends.of(rows)
-        if isinstance(mask, mx.array):
-            own_mask = mask[b, ..., : part.ends.longest + arrays[1].shape[2]]
-        out[b] = layer.attention([x[b] for x in arrays], own_mask, part, this, is_rotated=is_rotated)
-    return out
 
 
 def recurrent_layer(
