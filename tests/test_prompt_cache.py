@@ -118,13 +118,22 @@ deep_model_of = functools.cache(deep_model)  # entries: recurrent, attention, re
 KV = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=0)
 
 
-def saved(tmp_path, model=None, **options) -> tuple[str, list[int]]:
-    """A prompt cache file, and the tokens in it."""
-    file, model = str(tmp_path / "cache.safetensors"), model or deep_model_of("qwen3_5")
-    prompt_cache = make_prompt_cache(model)
-    text = PROMPT.tolist() + mtp(PROMPT, model, max_tokens=9, prompt_cache=prompt_cache, **options)
-    save_prompt_cache(file, prompt_cache)
-    return file, text
+@functools.cache
+def sound(quantized: bool, family: str = "qwen3_5") -> tuple[bytes, list[int]]:
+    """A file as it should be, and what mlx-lm goes on with behind its tokens."""
+    model, options = deep_model_of(family), KV if quantized else {}
+    prompt_cache, theirs = make_prompt_cache(model), model.make_cache()
+    for run, cache in ((mtp, prompt_cache), (plain, theirs)):
+        run(PROMPT, model, max_tokens=9, prompt_cache=cache, **options)
+    with TemporaryDirectory() as folder:
+        save_prompt_cache(f"{folder}/sound.safetensors", prompt_cache)
+        data = Path(f"{folder}/sound.safetensors").read_bytes()
+    return data, plain([7], model, max_tokens=4, prompt_cache=theirs, **options)
+
+
+def saved(tmp_path) -> str:
+    (file := tmp_path / "cache.safetensors").write_bytes(sound(False)[0])
+    return str(file)
 
 
 MISFIT = (
@@ -151,14 +160,13 @@ def test_refuses_entries_of_another_kind():
 OTHER = r"belongs to another model, or to other weights, settings or adapters of this model\. Make a new one"
 
 
-def goes_on(model, prompt_cache, text) -> bool:
-    got = mtp([7], model, max_tokens=4, num_draft_tokens=2, prompt_cache=prompt_cache)
-    return got == plain([*text, 7], model, max_tokens=4)
+def goes_on(model, prompt_cache) -> bool:
+    return mtp([7], model, max_tokens=4, num_draft_tokens=2, prompt_cache=prompt_cache) == sound(False)[1]
 
 
 def test_refuses_another_models_file(tmp_path):
-    file, text = saved(tmp_path)
-    assert goes_on(deep_model("qwen3_5"), load_prompt_cache(file), text)  # loaded again
+    file = saved(tmp_path)
+    assert goes_on(deep_model("qwen3_5"), load_prompt_cache(file))  # loaded again
     quantized = deep_model("qwen3_5")
     nn.quantize(quantized, 32, 4)
     ropes = {"rope_theta": 500.0}, {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
@@ -171,11 +179,10 @@ def test_refuses_another_models_file(tmp_path):
 
 def test_drops_the_rows_of_another_head(tmp_path):
     """As after `mtp_bits` or a fit of the head: the backbone decides the text, and its caches stay."""
-    file, text = saved(tmp_path)
-    model = deep_model("qwen3_5")
+    file, model = saved(tmp_path), deep_model("qwen3_5")
     model.mtp.fc.weight = model.mtp.fc.weight + 1
     prompt_cache = load_prompt_cache(file)
-    assert goes_on(model, prompt_cache, text)
+    assert goes_on(model, prompt_cache)
     assert prompt_cache[-2].offset == 5  # from the last token of the file on
     save_prompt_cache(file, prompt_cache)
     rows = load_prompt_cache(file)
@@ -185,13 +192,12 @@ def test_drops_the_rows_of_another_head(tmp_path):
 
 def test_resumes_files_without_a_fingerprint(tmp_path):
     """Of an earlier version, which had fewer arrays in the last entry."""
-    model, old = deep_model_of("qwen3_5"), str(tmp_path / "old.safetensors")
-    file, text = saved(tmp_path)
+    file, old = saved(tmp_path), str(tmp_path / "old.safetensors")
     for n in (3, 4):
         prompt_cache = load_prompt_cache(file)
         prompt_cache[-1].cache = prompt_cache[-1].cache[:n]
         save_prompt_cache(old, prompt_cache)
-        assert goes_on(model, load_prompt_cache(old), text)
+        assert goes_on(deep_model_of("qwen3_5"), load_prompt_cache(old))
 
 
 def test_fingerprint(monkeypatch):
@@ -272,19 +278,6 @@ def is_harmless(name: str, x: mx.array) -> bool:
     """A number as an array, fewer tokens of the head or of all, other tokens for copies, or less space for index keys."""
     most = {"4.2": 19, "5.0.1": 20, "5.0.2": 31}.get(name, -1)
     return x.shape == (1,) or x.max() <= most or (name[1:] == ".1.1" and x.shape[2:] == (64, 32))
-
-
-@functools.cache
-def sound(quantized: bool, family: str = "qwen3_5") -> tuple[bytes, list[int]]:
-    """A file as it should be, and what mlx-lm goes on with behind its tokens."""
-    model, options = deep_model_of(family), KV if quantized else {}
-    prompt_cache, theirs = make_prompt_cache(model), model.make_cache()
-    for run, cache in ((mtp, prompt_cache), (plain, theirs)):
-        run(PROMPT, model, max_tokens=9, prompt_cache=cache, **options)
-    with TemporaryDirectory() as folder:
-        save_prompt_cache(f"{folder}/sound.safetensors", prompt_cache)
-        data = Path(f"{folder}/sound.safetensors").read_bytes()
-    return data, plain([7], model, max_tokens=4, prompt_cache=theirs, **options)
 
 
 @pytest.mark.parametrize(("family", "options", "names"), KINDS.values(), ids=KINDS)
