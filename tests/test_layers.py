@@ -100,17 +100,13 @@ class Doubled(nn.Linear):
         return 2 * super().__call__(x)
 
 
-def doubled(linear):
-    return Doubled(64, 64, False).update(linear.parameters()).eval()
-
-
 CHANGES = {
     "other weights": lambda model: model.update(tree_map(lambda p: p * 0.9, model.parameters())),
     "an array": lambda model: setattr(model.layers[0].linear_attn, "A_log", model.layers[0].linear_attn.A_log + 1),
     "quantization": lambda model: nn.quantize(model, 32, 8),
     "of the head": lambda model: quantize_head(model.mtp, 4),
     "an adapter": lambda model: with_adapter(model, 2.0),
-    "another class": lambda model: setattr(a := model.layers[1].self_attn, "o_proj", doubled(a.o_proj)),
+    "another class": lambda model: setattr(model.layers[1].self_attn.o_proj, "__class__", Doubled),
     "a norm's eps": lambda model: setattr(model.layers[0].input_layernorm, "eps", 0.5),
     "the base of the head's rope": lambda model: setattr(model.mtp.layers[0].self_attn.rope, "base", 10.0),
 }  # fmt: skip
