@@ -1,15 +1,16 @@
-"""What the package relies on in mlx-lm. A failure here says what changed upstream: fix that first."""
+"""What the package relies on in mlx-lm. A failure here says what changed upstream: fix that first.
+
+``test_layers.py`` compares the attention layer with mlx-lm's, and the rollback in ``test_prompt_cache.py`` the recurrent layer.
+"""
 
 import ast
 import inspect
 import re
 import sys
-from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm import sample_utils, server, utils
 from mlx_lm.models import cache, gated_delta, qwen3_5, qwen3_next
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -20,11 +21,6 @@ from tokenizers import Tokenizer
 import mlx_mtp
 from mlx_mtp.checkpoint.load import DEMO
 from mlx_mtp.core.caches import rows
-from mlx_mtp.core.caches.recurrent import RecurrentCache
-from mlx_mtp.core.layers.compiled import Compiler
-from mlx_mtp.core.layers.passes import Pass, in_pass
-from tests.support.models import tiny_model
-from tests.support.profiles import LONG
 
 # As attributes of mlx_lm these two are functions.
 convert, generate = sys.modules["mlx_lm.convert"], sys.modules["mlx_lm.generate"]
@@ -171,53 +167,3 @@ def test_caches():
         assert kv.offset == 3, f"mlx-lm's {type(kv).__name__} does not count its rows in .offset"
     assert (kv.group_size, kv.bits) == (32, 8), "mlx-lm's QuantizedKVCache has lost group_size or bits"
     assert hasattr(cache.KVCache(), "to_quantized"), "mlx-lm's KVCache is quantized in another way"
-
-
-def stock_of(layer):
-    """mlx-lm's class of a layer."""
-    return next(c for c in type(layer).__mro__ if c.__module__.startswith("mlx_lm"))
-
-
-LAYERS = [*product((False, True), ("qwen3_5", "qwen3_next"), (mx.float32, mx.bfloat16), (0, 7, 2)[: 2 + LONG])]
-
-
-@pytest.mark.parametrize(("compiled", "family", "dtype", "before"), LAYERS if LONG else LAYERS[::3], ids=str)
-def test_a_recurrent_layer_matches_the_stock_layer_bit_for_bit(family, dtype, before, compiled):
-    # Without experts: MLX's CPU backend multiplies gathered matrices in float32 alone.
-    layer = tiny_model(family, 5, dtype, num_experts=0).model.layers[0]
-    stock = stock_of(layer)
-    x = mx.random.normal((2, before + 9, 64), key=mx.random.key(before)).astype(dtype)
-    moved = f"mlx-lm's {stock.__module__}.{stock.__name__} computes otherwise: core/layers/layer.py must follow"
-    for n_tokens in range(1, 10):
-        for n_confirmed in range(min(n_tokens, 3)):
-            ours, theirs = RecurrentCache(size=2), cache.ArraysCache(size=2)
-            if before:
-                layer(x[:, :before], cache=ours)
-                stock.__call__(layer, x[:, :before], cache=theirs)
-            window = x[:, before : before + n_tokens]
-            with in_pass(Pass(Compiler() if compiled else None, n_confirmed=n_confirmed)):
-                got = layer(window, cache=ours)
-            assert mx.array_equal(got, stock.__call__(layer, window, cache=theirs)), moved
-            for a, b in zip(ours.cache, theirs.cache):
-                assert a.dtype == b.dtype, moved
-                assert mx.array_equal(a, b), moved
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-@pytest.mark.parametrize("make_cache", [cache.KVCache, lambda: cache.QuantizedKVCache(group_size=32)])
-def test_an_attention_layer_matches_the_stock_layer(family, make_cache):
-    layer = tiny_model(family, 5, num_attention_heads=4, num_key_value_heads=2).model.layers[1]
-    stock = stock_of(layer)
-    x = mx.random.normal((2, 16, 64), key=mx.random.key(0))
-    moved = f"mlx-lm's {stock.__name__} computes otherwise: core/layers/layer.py must follow"
-    for this, is_exact in ((Pass(Compiler()), True), (Pass(attention_rows=4), False)):
-        ours, theirs = make_cache(), make_cache()
-        for chunk in (x[:, :7], x[:, 7:]):
-            with in_pass(this):
-                got = layer(chunk, "causal", ours)
-            want = stock.__call__(layer, chunk, "causal", theirs)
-            # In groups: a few roundings of float32.
-            assert mx.abs(got - want).max() <= (0 if is_exact else 1e-5) * mx.abs(want).max(), moved
-        for a, b in zip(tree_flatten(ours.state), tree_flatten(theirs.state)):
-            same = mx.array_equal(a[1], b[1]) if isinstance(a[1], mx.array) else a[1] == b[1]
-            assert same, moved

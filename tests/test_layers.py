@@ -53,14 +53,11 @@ def run_passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits:
     compiler = Compiler() if is_compiled else None
     prompts, head = mx.stack([mx.roll(PROMPT, b) for b in range(B)]), KVCache()
     _, hidden = model(prompts, return_hidden=True)
-    rows, seen = (
-        rows_of(model, kv_bits, prompts),
-        [run_head(model, hidden[:, :-1], prompts[:, 1:], head, compiler=compiler)],
-    )
+    rows = rows_of(model, kv_bits, prompts)
+    seen = [run_head(model, hidden[:, :-1], prompts[:, 1:], head, compiler=compiler)]
     for T in lengths:
         window = mx.broadcast_to(WINDOW[:T], (B, T))
-        options = {"n_confirmed": 1, "compiler": compiler}
-        logits, hidden = rows.run(model, window, return_hidden=True, **options)
+        logits, hidden = rows.run(model, window, return_hidden=True, n_confirmed=1, compiler=compiler)
         seen += [logits, hidden, *rows.states, run_head(model, hidden, window, head, compiler=compiler)]
         rows.commit([max(T // 2, 1)] * B)
         seen += rows.state.recurrent
@@ -69,7 +66,8 @@ def run_passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits:
 
 
 def assert_equal(model, **options) -> None:
-    assert arrays_equal(run_passes(model, True, **options), run_passes(model, False, **options))
+    moved = "mlx-lm's attention layers compute otherwise, or a compiled layer does: core/layers/layer.py must follow"
+    assert arrays_equal(run_passes(model, True, **options), run_passes(model, False, **options)), moved
 
 
 @pytest.mark.parametrize(("family", "dtype", "bits"), FORMS, ids=str)
@@ -102,17 +100,13 @@ class Doubled(nn.Linear):
         return 2 * super().__call__(x)
 
 
-def doubled(linear):
-    return Doubled(64, 64, False).update(linear.parameters()).eval()
-
-
 CHANGES = {
     "other weights": lambda model: model.update(tree_map(lambda p: p * 0.9, model.parameters())),
     "an array": lambda model: setattr(model.layers[0].linear_attn, "A_log", model.layers[0].linear_attn.A_log + 1),
     "quantization": lambda model: nn.quantize(model, 32, 8),
     "of the head": lambda model: quantize_head(model.mtp, 4),
     "an adapter": lambda model: with_adapter(model, 2.0),
-    "another class": lambda model: setattr(a := model.layers[1].self_attn, "o_proj", doubled(a.o_proj)),
+    "another class": lambda model: setattr(model.layers[1].self_attn.o_proj, "__class__", Doubled),
     "a norm's eps": lambda model: setattr(model.layers[0].input_layernorm, "eps", 0.5),
     "the base of the head's rope": lambda model: setattr(model.mtp.layers[0].self_attn.rope, "base", 10.0),
 }  # fmt: skip
@@ -128,30 +122,20 @@ def test_what_changes_is_seen(change):
     assert arrays_equal(after, run_passes(model, False, lengths=(1, 3)))
 
 
-def begin_alone(model):
-    return lambda: mtp(PROMPT, model, max_tokens=8)
-
-
-def begin_joining(model):
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_number_that_changes_between_two_generations_is_seen(is_alone):
+    """Also by a text that joins another one."""
+    model = tiny_model("qwen3_5")
+    with_adapter(model, 4.0)
     generator = BatchGenerator(model, num_draft_tokens=2)
-    generator.insert([PROMPT.tolist()], max_tokens=[400])
-    run(generator, n_steps=4)
+    if not is_alone:
+        generator.insert([PROMPT.tolist()], max_tokens=[400])
+        run(generator, n_steps=4)
 
     def generate():
         (uid,) = generator.insert([[3]], max_tokens=[8])
-        texts = {}
-        while uid not in texts or texts[uid].finish_reason is None:
-            run(generator, texts, 1)
-        return texts[uid].tokens
+        return run(generator, n_steps=12)[uid].tokens
 
-    return generate
-
-
-@pytest.mark.parametrize("begin", [begin_alone, begin_joining])
-def test_a_number_that_changes_between_two_generations_is_seen(begin):
-    model = tiny_model("qwen3_5")
-    with_adapter(model, 4.0)
-    generate = begin(model)
     before = generate()
     for module in model.modules():
         if isinstance(module, LoRALinear):
@@ -159,6 +143,7 @@ def test_a_number_that_changes_between_two_generations_is_seen(begin):
     after = generate()
     model.drafting.compiled = False
     assert after == generate() != before
+    assert len(after) == 8
 
 
 def test_modules_cannot_be_replaced_within_a_generation():
@@ -270,9 +255,7 @@ def test_a_step_that_makes_a_trace_is_not_timed(trained, monkeypatch):
     observed = []
     monkeypatch.setattr(planner, "perf_counter", clock)
     monkeypatch.setattr(Depth, "next", lambda *args: Plan(2))
-    monkeypatch.setattr(
-        Depth, "observe", lambda self, plan, n_accepted, seconds, *args, **more: observed.append(seconds)
-    )
+    monkeypatch.setattr(Depth, "observe", lambda self, plan, n, seconds, *args, **more: observed.append(seconds))
     options = dict(max_tokens=24, num_draft_tokens="auto", copy_drafts="off")
     *_, last = stream_generate(model, tokenizer, "def f(x):\n", **options)
     assert 1 <= last.generation_tps <= 3

@@ -141,23 +141,17 @@ def test_copies_end_where_an_image_begins(n_copies):
     assert n_copies == "auto" or 4 <= len(counts.of("copies").drafted) <= p.images[0].start
 
 
-@pytest.fixture
-def drafted(monkeypatch):
-    """The drafts of each proposal, and how many sequences they were for."""
-    proposals, propose = [], HeadDrafter.propose
+@pytest.mark.parametrize("j", ENDING_WITH_TEXT)
+def test_the_drafts_are_those_of_the_definition(j, monkeypatch):
+    """A head that saw other positions or embeddings would draft otherwise."""
+    drafted, propose = [], HeadDrafter.propose  # the drafts of each proposal, and how many sequences they were for
 
     def recorded(self, *args):
         tokens, *others = propose(self, *args)
-        proposals.append((tokens.tolist(), len(self.head.state.counts)))
+        drafted.append((tokens.tolist(), len(self.head.state.counts)))
         return tokens, *others
 
     monkeypatch.setattr(HeadDrafter, "propose", recorded)
-    return proposals
-
-
-@pytest.mark.parametrize("j", ENDING_WITH_TEXT)
-def test_the_drafts_are_those_of_the_definition(j, drafted):
-    """A head that saw other positions or embeddings would draft otherwise."""
     greedy(j, 6, num_draft_tokens=4)
     want = VALUES[f"draft_tokens_{j}"].tolist()
     p, generator = image_prompt(j), BatchGenerator(image_model(), num_draft_tokens=4)

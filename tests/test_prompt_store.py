@@ -3,7 +3,7 @@ those without one."""
 
 import copy
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from unittest.mock import Mock
 
@@ -25,7 +25,8 @@ from mlx_mtp.core.caches.recurrent import RecurrentCache
 from mlx_mtp.memory import FAILED_PASS
 from mlx_mtp.prompt_store import arrays
 from mlx_mtp.prompt_store import store as store_module
-from mlx_mtp.prompt_store.store import OPENING, choose_cuts
+from mlx_mtp.prompt_store.store import EVERY, LAST, LINE, OPENING, choose_cuts, message_ends
+from mlx_mtp.prompt_store.tree import score
 from tests.support.decoding import mtp, plain, text_of
 from tests.support.models import FAMILIES, TRAINED, arrays_equal, tiny_model
 from tests.support.profiles import LONG, examples
@@ -145,10 +146,9 @@ def test_limits():
     assert n_snapshots(few) == 2
     PromptStore(model, 0).insert(TEXT, read(model, TEXT))  # no space at all
     # MLX's caches grow in steps, and a slice holds all of the array that it is cut from
-    model, text = model_of("qwen3_5"), [*range(32)] * 17
-    store, before = new_store(), active_memory()
-    store.insert(text, read(model, text))
-    store.insert(text[:300], read(model, text[:300]))
+    text, store, before = [*range(32)] * 17, new_store(), active_memory()
+    for n in (len(text), 300):
+        store.insert(text[:n], read(model, text[:n]))
     assert n_snapshots(store) == 2
     assert active_memory() - before < 1.1 * store.nbytes
 
@@ -231,24 +231,17 @@ def test_refuses_what_is_not_of_these_tokens_or_this_model():
 
 
 def test_threads_fetch_what_others_inserted():
-    model, store, errors = model_of("qwen3_5"), new_store(), []
+    model, store = model_of("qwen3_5"), new_store()
     want = plain(TEXT, model, max_tokens=3)
 
     def work(i):
-        try:
-            for _ in range(4):
-                prompt_cache = read(model, TEXT[:-1], (i + 1, 8), store)
-                assert mtp(TEXT[-1:], model, max_tokens=3, prompt_cache=prompt_cache) == want
-                store.trim_to(store.nbytes // 2)
-        except BaseException as e:
-            errors.append(e)
+        for _ in range(4):
+            prompt_cache = read(model, TEXT[:-1], (i + 1, 8), store)
+            assert mtp(TEXT[-1:], model, max_tokens=3, prompt_cache=prompt_cache) == want
+            store.trim_to(store.nbytes // 2)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
 
 def answer(model, tokenizer, prompt, store, **options):
@@ -342,14 +335,6 @@ def test_nothing_of_a_failed_pass_is_kept(trained, monkeypatch):
     assert store.fetch([*prompt, 1])[1] < len(prompt)  # up to the last cut
 
 
-class Counting(list):
-    """A processor that keeps state: the tokens of each call."""
-
-    def __call__(self, tokens, logits):
-        self.append(tokens.tolist())
-        return logits
-
-
 @pytest.mark.parametrize("sampled", [False, True])
 def test_processors_see_the_whole_prompt(sampled, trained):
     model, tokenizer = trained
@@ -361,9 +346,9 @@ def test_processors_see_the_whole_prompt(sampled, trained):
         return answer(model, tokenizer, prompt, store, **options)
 
     assert text(None) == text(store) == text(store)
-    counting = Counting()
-    tokens = answer(model, tokenizer, prompt, store, max_tokens=4, logits_processors=[counting])
-    assert counting == [prompt + tokens[:i] for i in range(4)]
+    noting = Mock(side_effect=lambda _, logits: logits)  # an object, which may keep state
+    tokens = answer(model, tokenizer, prompt, store, max_tokens=4, logits_processors=[noting])
+    assert [call.args[0].tolist() for call in noting.call_args_list] == [prompt + tokens[:i] for i in range(4)]
 
 
 def test_what_does_not_go_with_a_store(trained):
@@ -401,3 +386,52 @@ def test_a_prompt_cache_is_evaluated_in_pieces(monkeypatch, what):
     assert arrays_equal(held(evaluated()), held(want))
     assert all(len(own) <= 1 or sum(own) <= 1000 for own in sizes)
     assert sum(map(sum, sizes)) > 5000
+
+
+# Where snapshots are made, and which are kept
+
+
+@given(st.lists(st.integers(1, 30_000)), st.integers(1, 30_000), st.integers(0, 30_000), st.integers(1, 5000))
+def test_cuts(ends, n_tokens, n_common, every):
+    cuts = choose_cuts(ends, n_tokens, n_common, every)
+    known = sorted({end for end in ends if end < n_tokens})
+    assert cuts == sorted({*cuts})
+    assert all(0 < cut < n_tokens for cut in cuts)
+    assert {*known[1:][-LAST:]} <= {*cuts}
+    assert all(b - a <= every for a, b in zip([0, *cuts], cuts))
+    assert n_tokens == 1 or cuts[-1] >= (known[-1] if known else n_tokens - 1)
+
+
+def test_cuts_of_a_prompt():
+    ends = [6000, 6200, 9000, 9100, 9200, 9300, 9400, 9500]
+    assert choose_cuts(ends, 9504) == [EVERY, 6000 - LINE, 9200, 9300, 9400, 9500]
+    assert choose_cuts([*ends, 30_000], 30_004)[-4:] == [9500 + EVERY * i for i in (3, 4, 5)] + [30_000]
+    assert choose_cuts([], 100) == [99]
+    # Where it parts from the texts before
+    assert choose_cuts([3000, 3200], 3204, 2800) == [2800 - LINE, 3000 - LINE, 3200]
+    for n_common in (5, 2990, 3001, 3203):
+        assert choose_cuts([3000, 3200], 3204, n_common) == [3000 - LINE, 3200]
+    assert choose_cuts([100, 3200], 3204) == [3200]  # a short one saves little
+    assert choose_cuts([], 1) == []
+    # The ends of messages, by the tokens that begin one; the text begins with one, too
+    tokens = [1, 5, 6, 1, 7, 1, 1, 8]
+    for opening, message_starts in (([1], [3, 5, 6]), ([1, 7], [3]), ([1, 5], []), ([], [])):
+        assert message_ends(tokens, opening) == message_starts
+    # They stay where they are as a text grows, or one that is resumed in the middle would not be read as before
+    ends = [6000, *(6000 + 900 * i for i in range(1, 40))]
+    long = choose_cuts(ends, ends[-1] + 4)
+    for i in range(2, len(ends)):
+        cuts = choose_cuts(ends[:i], ends[i - 1] + 4)
+        assert [c for c in long if c < cuts[0]] == []
+        assert {c for c in cuts if c not in long} <= {*ends[max(i - LAST, 0) : i]}
+
+
+def test_the_snapshot_that_saves_least_goes_first():
+    for snapshots, order in [
+        ([(300, 1000, 0), (200, 1000, 0), (400, 1000, 0)], [1, 0, 2]),
+        ([(300, 1000, 0), (300, 1000, 5), (300, 1000, 2)], [1, 2, 0]),  # what is older
+        ([(300, 1000, 5, 9), (300, 1000, 5)], [1, 0]),  # what was not used
+        ([(300, 9000, 0), (300, 1000, 0)], [0, 1]),  # what is larger
+        ([(300, 1000, 0, 0, True), (300, 1000, 0)], [0, 1]),  # what is on disk
+    ]:
+        assert sorted(range(len(snapshots)), key=lambda i: score(*snapshots[i])) == order

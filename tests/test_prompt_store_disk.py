@@ -423,9 +423,8 @@ def test_random_operations(data):
                 assert store.nbytes == in_memory(store) == 0
             elif action == "damage":
                 rng = random.Random(draw(st.integers(0, 99)))
-                with suppress(
-                    FileNotFoundError, IndexError, ValueError
-                ):  # it was dropped for space, there is none, or it is empty
+                # It may be dropped for space, there may be none, or it is empty.
+                with suppress(FileNotFoundError, IndexError, ValueError):
                     damage(rng.choice(pieces(path)), rng)
             else:
                 base = draw(st.sampled_from(texts))

@@ -63,13 +63,6 @@ def states(cache: PromptCache, format: Format) -> Arrays:
     return arrays | ({"hidden": cache.last_hidden} if format.head else {})
 
 
-def copied(arrays: Arrays) -> Arrays:
-    """Evaluated copies: a slice would keep its whole array in memory, and another thread could not evaluate it."""
-    arrays = {name: mx.contiguous(x) for name, x in arrays.items()}
-    evaluate(arrays)
-    return arrays
-
-
 def are_equal(a: Arrays, b: Arrays) -> bool:
     """Whether two sets of keys and values are equal bit for bit."""
     if a.keys() != b.keys() or any(a[n].shape != b[n].shape or a[n].dtype != b[n].dtype for n in a):

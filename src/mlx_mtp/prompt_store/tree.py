@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
+from ..core.caches.prompt_cache import evaluate
 from ..core.caches.rows import KVOptions
 from . import arrays
 from .arrays import Arrays, Format, Tokens
@@ -150,8 +152,10 @@ class Forest:
         return max(lengths, default=0)
 
     def hold(self, new: Arrays) -> StoredArrays:
-        """Put copies of these arrays into memory."""
-        self.put(stored := StoredArrays(None, 0), arrays.copied(new))
+        """Put copies of these arrays into memory: a slice would keep its whole array there."""
+        copies = {name: mx.contiguous(x) for name, x in new.items()}
+        evaluate(copies)  # another thread could not
+        self.put(stored := StoredArrays(None, 0), copies)
         return stored
 
     def put(self, stored: StoredArrays, found: Arrays) -> None:

@@ -31,12 +31,6 @@ def load(folder, **kwargs):
     return ours, mlx_mtp.load(folder, settings=False, **kwargs)[0]
 
 
-def tokens_are_the_same(name, model, whole, depths):
-    want = plain(PROMPT, whole, max_tokens=N)
-    for k in depths:
-        report(f"{name}, {k}", mtp(PROMPT, model, max_tokens=N, num_draft_tokens=k) == want)
-
-
 def options_work(name, model, whole):
     want = plain(PROMPT, whole, max_tokens=N)
     report(f"{name}, plain", plain(PROMPT, model, max_tokens=N) == want)
@@ -160,8 +154,9 @@ with nullcontext() if how_much == "all" else uncompiled():
     for i, (how, folder) in enumerate(argument.split(":") for argument in models):
         name = f"{how}, {folder.rpartition('/')[2]}"
         model, whole = load(folder)
-        depths = (0, 1, 2, 3, 4, "auto") if how_much == "all" else (0, 3, "auto") if i == 0 else (2,)
-        tokens_are_the_same(name, model, whole, depths)
+        want = plain(PROMPT, whole, max_tokens=N)
+        for k in (0, 1, 2, 3, 4, "auto") if how_much == "all" else (0, 3, "auto") if i == 0 else (2,):
+            report(f"{name}, {k}", mtp(PROMPT, model, max_tokens=N, num_draft_tokens=k) == want)
         if how_much == "all" or "qwen3_5/" in folder + "/" or how == "pipeline":  # its stage may have no attention
             caches_last(name, model, whole)
         if how_much == "all" or "qwen3_5/" in folder + "/":

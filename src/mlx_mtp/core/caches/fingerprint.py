@@ -42,35 +42,29 @@ def fingerprint(model: Any) -> bytes:
     """
     parameters: Any = [*tree_flatten(model.parameters()), *model.other_weights()]
     args = {name: x for name, x in vars(model.text_args).items() if not name.startswith("mtp_")}
-
-    def part(is_head: bool) -> bytes:
-        own = [(name, p) for name, p in parameters if name.startswith(model.head_prefix) is is_head]
-        of_part = lambda name: bool(name) and f"{name}.".startswith(model.head_prefix) is is_head  # noqa: E731
-        return digest(own, [args, [(name, _numbers(m)) for name, m in model.named_modules() if of_part(name)]])
-
-    return part(False) + part(True)
+    # A module's numbers and names, such as an adapter's scale
+    modules = [
+        (path, {name: x for name, x in vars(m).items() if name[0] != "_" and isinstance(x, int | float | str)})
+        for path, m in model.named_modules()
+        if path
+    ]
+    of = lambda pairs, is_head: [pair for pair in pairs if f"{pair[0]}.".startswith(model.head_prefix) is is_head]  # noqa: E731
+    return b"".join(digest(of(parameters, is_head), [args, of(modules, is_head)]) for is_head in (False, True))
 
 
 def digest(parameters: Iterable[tuple[str, mx.array]], settings: Any = None) -> bytes:
-    """The digest of named tensors and of the settings of their modules, [16]."""
-    parameters = sorted(parameters)
+    """The digest of named tensors and of the settings of their modules, [16].
+
+    Of each tensor's bits, the sums of the columns, and the sum of its rows in their order, modulo 2**32, at memory speed.
+    """
+    parameters, sums = sorted(parameters), list[mx.array]()
     names = json.dumps([[(name, p.shape, str(p.dtype)) for name, p in parameters], settings], sort_keys=True)
-    sums = [_checksums(p) for _, p in parameters]
+    for _, p in parameters:
+        rows = p.reshape(1, -1) if p.ndim < 2 else p
+        kind = {1: mx.uint8, 2: mx.uint16}.get(p.dtype.size, mx.uint32)
+        bits = rows.view(mx.uint32 if rows.shape[-1] * p.dtype.size % 4 == 0 else kind).astype(mx.uint32)
+        by_row = bits.sum(axis=-1).flatten()
+        in_order = by_row * (2 * mx.arange(by_row.size, dtype=mx.uint32) + 1)
+        sums += [bits.sum(axis=tuple(range(bits.ndim - 1))), in_order.sum(keepdims=True)]
     read = bytes(np.array(mx.concatenate(sums))) if sums else b""
     return blake2b(names.encode() + read, digest_size=SIZE).digest()
-
-
-def _checksums(p: mx.array) -> mx.array:
-    """The sums of the columns of a tensor's bits, and the sum of its rows in their order, modulo 2**32, at memory speed."""
-    rows = p.reshape(1, -1) if p.ndim < 2 else p
-    kind = {1: mx.uint8, 2: mx.uint16}.get(p.dtype.size, mx.uint32)
-    bits = rows.view(mx.uint32 if rows.shape[-1] * p.dtype.size % 4 == 0 else kind).astype(mx.uint32)
-    by_row = bits.sum(axis=-1).flatten()
-    in_order = by_row * (2 * mx.arange(by_row.size, dtype=mx.uint32) + 1)
-    return mx.concatenate([bits.sum(axis=tuple(range(bits.ndim - 1))), in_order.sum(keepdims=True)])
-
-
-def _numbers(module: Any) -> dict[str, Any]:
-    """A module's numbers and names, such as an adapter's scale."""
-    own = sorted(vars(module).items())
-    return {name: x for name, x in own if not name.startswith("_") and isinstance(x, int | float | str)}

@@ -126,19 +126,16 @@ class KVRows:
 
     @property
     def nbytes(self) -> int:
-        held = [x for x in self.arrays if x is not None]
-        return tree_reduce(lambda n, x: n + x.nbytes, held, 0)
+        return tree_reduce(lambda n, x: n + (0 if x is None else x.nbytes), self.arrays, 0)
 
     def update_and_fetch(self, *new: mx.array) -> tuple[Any, ...]:
         """Add the arrays of T tokens of each row, [B, H, T, D] each -> those of all tokens, [B, H, n, D]"""
         n = self.ends.longest + new[0].shape[2]
         for name, held, x in zip(self.names, self.arrays, new):
+            parts: Any = x
             if name in NAMES and hasattr(self, "bits"):
-                parts = mx.quantize(x, self.group_size, self.bits)
-                added: Any = [self._added(own, part, n) for own, part in zip(held or [None] * len(parts), parts)]
-            else:
-                added = self._added(held, x, n)
-            setattr(self, name, added)
+                parts, held = mx.quantize(x, self.group_size, self.bits), held or [None] * 3
+            setattr(self, name, tree_map(lambda part, own: self._added(own, part, n), parts, held))
         return tuple(tree_map(lambda x: x[..., :n, :], held) for held in self.arrays)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:

@@ -19,20 +19,19 @@ Shape = tuple[int | None, ...]  # ``None`` for any size
 def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
     """Raise an MTPError if a cache does not fit its layer, or is of another number of tokens than the others."""
     for i, (c, layer) in enumerate(zip(caches, layers)):
-        if not (_are_states(c, layer) if layer.is_linear else are_keys(c, layer)):
+        if layer.is_linear:  # it has all of its states, or none
+            dtypes = [FLOATS if own.dtype is None or own.dtype in FLOATS else (own.dtype,) for own in layer.states]
+            wanted = [((1, *own.shape), types) for own, types in zip(layer.states, dtypes)]
+            fits = are_arrays(c, *wanted) and len({x is None for x in c.cache}) == 1
+        else:
+            fits = are_keys(c, layer)
+        if not fits:
             raise misfit(i)
     # The states of recurrent layers do not have their number of tokens.
     n = max((c.offset for c in caches if hasattr(c, "offset")), default=any(not c.empty() for c in caches))
     for i, c in enumerate(caches):
         if c.offset != n if hasattr(c, "offset") else c.empty() == (n > 0):
             raise misfit(i)
-
-
-def _are_states(entry: Any, layer: Any) -> bool:
-    """Whether an entry has all states of a recurrent layer, or none."""
-    types = [FLOATS if own.dtype is None or own.dtype in FLOATS else (own.dtype,) for own in layer.states]
-    wanted = [((1, *own.shape), dtypes) for own, dtypes in zip(layer.states, types)]
-    return are_arrays(entry, *wanted) and len({x is None for x in entry.cache}) == 1
 
 
 def are_arrays(entry: Any, *wanted: tuple[Shape, Dtypes]) -> bool:

@@ -98,13 +98,23 @@ class DraftLMHead:
         return head
 
     def _rows(self, ids: mx.array | None) -> nn.Module:
-        layer = self._whole
+        layer, bits = self._whole, self._bits
         if ids is not None:
             layer = copy.copy(layer)
             for name in ("weight", "scales", "biases"):
                 if layer.get(name) is not None:
                     layer[name] = layer[name][ids]
-        return layer if self._bits is None else _quantized(layer, self._bits)
+        if bits is None:
+            return layer
+        weight = layer.weight
+        if "scales" in layer:
+            if bits >= layer.bits:
+                raise MTPError(
+                    f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
+                )
+            how = layer.group_size, layer.bits
+            weight = mx.dequantize(weight, layer.scales, layer.get("biases"), *how, mode=layer.mode)
+        return QuantizedRows(weight, bits)
 
 
 def draft_logits(model: Any, lm_head: DraftLMHead | None, hidden: mx.array) -> mx.array:
@@ -123,17 +133,6 @@ class QuantizedRows(nn.QuantizedLinear):
         nn.Module.__init__(self)
         self.group_size, self.bits, self.mode = quantized_group_size(weight), bits, "affine"
         self.weight, self.scales, self.biases = mx.quantize(weight, self.group_size, bits)
-
-
-def _quantized(layer: nn.Module, bits: int) -> QuantizedRows:
-    weight = layer.weight
-    if "scales" in layer:
-        if bits >= layer.bits:
-            raise MTPError(
-                f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
-            )
-        weight = mx.dequantize(weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, mode=layer.mode)
-    return QuantizedRows(weight, bits)
 
 
 def quantized_group_size(weight: mx.array) -> int:

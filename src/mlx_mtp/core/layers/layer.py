@@ -92,17 +92,13 @@ class Layer:
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         this = current_pass()
-        if (
-            cache is not None
-            and self.is_linear
-            and (this.n_confirmed > 0 or ((this.native or this.compiler is not None) and mask is None))
-        ):
-            return self.recur(x, cache, this)
-        is_own = (
-            this.compiler is not None or this.attention_rows != 0 or not this.fused or isinstance(cache, MixedKVRows)
-        )
-        if cache is not None and not self.is_linear and is_own:
-            return self.attend(x, mask, cache, this)
+        if cache is not None and self.is_linear:
+            if this.n_confirmed > 0 or ((this.native or this.compiler is not None) and mask is None):
+                return self.recur(x, cache, this)
+        elif cache is not None:
+            is_plain = this.compiler is None and this.attention_rows == 0 and this.fused
+            if not is_plain or isinstance(cache, MixedKVRows):
+                return self.attend(x, mask, cache, this)
         return super().__call__(x, mask, cache)  # type: ignore[misc]
 
     def recur(self, x: mx.array, cache: Any, this: Pass) -> mx.array:
@@ -134,8 +130,14 @@ class Layer:
 
     def attention(self, arrays: Any, mask: Any, cache: Any, this: Pass, *, is_rotated: bool) -> mx.array:
         """Update an attention layer's cache, and attend: by the arrays of ``before_attention``."""
-        if isinstance(cache, MixedKVRows):
-            return attention_in_parts(self, arrays, mask, cache, this, is_rotated=is_rotated)
+        if isinstance(cache, MixedKVRows):  # the rows that are quantized, and the others, each by themselves
+            out = mx.zeros_like(arrays[0])  # [B, Hq, T, D]
+            for rows, part in cache.parts:
+                b, own_mask, part.ends = mx.array(rows), mask, cache.ends.of(rows)
+                if isinstance(mask, mx.array):
+                    own_mask = mask[b, ..., : part.ends.longest + arrays[1].shape[2]]
+                out[b] = self.attention([x[b] for x in arrays], own_mask, part, this, is_rotated=is_rotated)
+            return out
         queries, keys, values, *index = arrays
         offset, rope, skipped = cache.offset, self.self_attn.rope, keys.shape[2] - queries.shape[2]
         if not is_rotated:
@@ -145,19 +147,6 @@ class Layer:
             queries = mx.depends(queries, index_keys)  # otherwise they would not be computed where none are needed
             mask = self.select(mask, index[0][:, :, skipped:], index_keys[0], offset + skipped)
         return attend(queries, keys, values, cache, self.self_attn.scale, mask, this.attention_rows, this.fused)
-
-
-def attention_in_parts(
-    layer: Layer, arrays: Any, mask: Any, cache: MixedKVRows, this: Pass, *, is_rotated: bool
-) -> mx.array:
-    """``Layer.attention`` of the rows that are quantized, and of the others, each by themselves."""
-    out = mx.zeros_like(arrays[0])  # [B, Hq, T, D]
-    for rows, part in cache.parts:
-        b, own_mask, part.ends = mx.array(rows), mask, cache.ends.of(rows)
-        if isinstance(mask, mx.array):
-            own_mask = mask[b, ..., : part.ends.longest + arrays[1].shape[2]]
-        out[b] = layer.attention([x[b] for x in arrays], own_mask, part, this, is_rotated=is_rotated)
-    return out
 
 
 def recurrent_layer(
@@ -287,14 +276,11 @@ def attend(
         return scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask)
     out = []
     for i in range(0, T, n):
-        j, mask_of_group = min(i + n, T), mask
-        n_keys = keys.shape[2]
-        if isinstance(mask, mx.array):
-            mask_of_group = mask[..., i:j, :]  # [..., n, N]
-        elif mask == "causal":
-            n_keys += j - T  # up to the last query of the group
+        j = min(i + n, T)
+        n_keys = keys.shape[2] - (T - j if isinstance(mask, str) else 0)  # causal: up to the last query of the group
         group = queries[:, :, i:j], keys[:, :, :n_keys], values[:, :, :n_keys]
-        out.append(scaled_dot_product_attention(*group, cache, scale=scale, mask=mask_of_group))
+        own_mask = mask[..., i:j, :] if isinstance(mask, mx.array) else mask  # [..., n, N]
+        out.append(scaled_dot_product_attention(*group, cache, scale=scale, mask=own_mask))
     return mx.concatenate(out, axis=2)
 
 

@@ -51,7 +51,9 @@ class Indexer(nn.Module):
         ``rope`` is that of the layer's attention, and ``offset`` the index of the first query, also [B].
         """
         T, N, size = queries.shape[2], keys.shape[2], self.block_size
-        scores = self._scores(rope(self.q_layernorm(queries), offset=offset), self._summaries(rope, keys))
+        rotated, summaries = rope(self.q_layernorm(queries), offset=offset), self._summaries(rope, keys)
+        products = rotated.astype(mx.float32) @ summaries.astype(mx.float32).swapaxes(-1, -2)  # [B, Hi, T, N / size]
+        scores = mx.maximum(products, 0).sum(axis=1)  # up to a factor
         at = mx.arange(T) + mx.array(offset).reshape(-1, 1)  # the index of each query, [B or 1, T]
         n_complete = (at + 1) // size
         scores = mx.where(mx.arange(N // size) < n_complete[..., None], scores, -mx.inf)  # [B, T, N / size]
@@ -68,11 +70,6 @@ class Indexer(nn.Module):
         starts = mx.tile(size * mx.arange(n), B)
         # Blocks as the rows of a batch, since positions of one row are consecutive.
         return rope(self.k_layernorm(means).reshape(B * n, 1, 1, D), offset=starts).reshape(B, 1, n, D)
-
-    def _scores(self, queries: mx.array, summaries: mx.array) -> mx.array:
-        """[B, Hi, T, D], [B, 1, n, D] -> [B, T, n] in float32, up to a factor"""
-        products = queries.astype(mx.float32) @ summaries.astype(mx.float32).swapaxes(-1, -2)
-        return mx.maximum(products, 0).sum(axis=1)
 
 
 def _largest(scores: mx.array, n: int) -> mx.array:

@@ -42,7 +42,7 @@ class TrimmableCache(RecurrentCache):
         if n > 0:
             (self.cache,) = rewound([self.split], [n_tokens - n])
         self.split = None
-        self.draft.keep(n_tokens - n)
+        self.draft.n_tokens = self.draft.n_final + n_tokens - n
         return n
 
 
@@ -105,10 +105,6 @@ class DraftCache(stock._BaseCache):
             # Now, so that the hidden states of a long prompt are freed.
             self.catch_up(model)
             mx.async_eval(self.kv.state, self.hidden)
-
-    def keep(self, n: int) -> None:
-        """Keep the first ``n`` tokens of the target's last pass."""
-        self.n_tokens = self.n_final + n
 
     def catch_up(self, model: Any) -> None:
         """Run the head over the inputs whose token and hidden state are both known."""

@@ -104,11 +104,6 @@ class Streams(nn.Module):
         return mixed, 2 * mx.sigmoid(self.block_inject_weight(normed) / self.n_streams)
 
 
-def inject(x: mx.array, out: mx.array, injection: mx.array) -> mx.array:
-    """Add the output [B, T, H] of a part to the streams [B, T, n H]."""
-    return x + (injection[..., None] * out[:, :, None]).reshape(x.shape)
-
-
 class SigmoidGatedNorm(Qwen3NextRMSNormGated):
     """mlx-lm's norm, with a sigmoid in place of silu."""
 
@@ -159,11 +154,12 @@ class DecoderLayer(Layer, nn.Module):
         return self.attn_hyper_connection(x)
 
     def join(self, x: mx.array, out: mx.array, *ways: mx.array) -> mx.array:
-        return inject(x, out, *ways)
+        (injection,) = ways
+        return x + (injection[..., None] * out[:, :, None]).reshape(x.shape)
 
     def feed_forward(self, x: mx.array) -> mx.array:
         mixed, injection = self.mlp_hyper_connection(x)
-        return inject(x, self.mlp(mixed), injection)
+        return self.join(x, self.mlp(mixed), injection)
 
     def embed(self, x: mx.array, held: list[mx.array], this: Pass) -> tuple[mx.array, list[mx.array]]:
         if not self.has_ngrams:

@@ -26,18 +26,13 @@ class MRoPE(nn.Module):
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """x [B, H, T, D] -> the same, given the first token's index, or its position, [B]"""
-        if isinstance(offset, int):
-            this = current_pass()
-            position = this.position(offset)
-            if position is None:
-                return self._rotate(x, this.ids(offset, x.shape[2]))
-            offset = position
-        return self.rope(x, offset)  # type: ignore[arg-type]
-
-    def _rotate(self, x: mx.array, position_ids: mx.array) -> mx.array:
-        n = self.rope.dims // 2
+        if isinstance(offset, mx.array):
+            return self.rope(x, offset)  # type: ignore[arg-type]
+        this, n = current_pass(), self.rope.dims // 2
+        if (position := this.position(offset)) is not None:
+            return self.rope(x, position)
         frequencies = self.rope.scale * mx.power(self.rope.base, -mx.arange(n) / n)  # [n]
-        angles = position_ids[mx.array([*self._axes])].T * frequencies  # [T, n]
+        angles = this.ids(offset, x.shape[2])[mx.array([*self._axes])].T * frequencies  # [T, n]
         rotated = rotate(x[..., : 2 * n], mx.cos(angles), mx.sin(angles))
         return mx.concatenate([rotated, x[..., 2 * n :]], axis=-1)
 

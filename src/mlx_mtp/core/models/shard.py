@@ -39,12 +39,8 @@ def shard_recurrent_layer(layer: Any, group: mx.distributed.Group) -> None:
     delta.out_proj = shard_linear(delta.out_proj, "sharded-to-all", group=group)  # it has its own sum
     for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"):
         setattr(delta, name, getattr(delta, name) // n)
-    _shard_mlp(layer.mlp, group)
-
-
-def _shard_mlp(mlp: Any, group: mx.distributed.Group) -> None:
-    """A feed-forward layer or a mixture of experts, as in mlx-lm's ``Model.shard`` of Qwen3.5."""
-    ways = {"gate_proj": "all-to-sharded", "up_proj": "all-to-sharded", "down_proj": "sharded-to-all"}
+    # A feed-forward layer or a mixture of experts, as in mlx-lm's ``Model.shard`` of Qwen3.5
+    mlp, ways = layer.mlp, dict.fromkeys(SPLIT, "all-to-sharded") | {"down_proj": "sharded-to-all"}
     if isinstance(mlp, Qwen3NextMLP):
         for name, way in ways.items():
             mlp[name] = shard_linear(mlp[name], way, group=group)
