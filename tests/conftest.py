@@ -4,16 +4,18 @@ import inspect
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from hypothesis import settings
 
 from tests.support import profiles
 from tests.support.hub_stand_in import Hub
-from tests.support.kernels import compile_header
 
 HUB, HF_HOME, CACHE = Hub(), TemporaryDirectory(prefix="huggingface-"), TemporaryDirectory(prefix="cache-")
 
@@ -40,6 +42,23 @@ def pytest_configure(config):
         HF_ENDPOINT=HUB.url, HF_HOME=HF_HOME.name, XDG_CACHE_HOME=CACHE.name, HF_HUB_DISABLE_PROGRESS_BARS="1"
     )
     compile_header()
+
+
+def compile_header():
+    """MLX's CPU backend compiles a kernel for each kind of fused function: a second each, four fifths of it for one header.
+
+    Compile it beside the kernels, once for each version of MLX: there, g++ looks for it first, if it has MLX's own flags.
+    """
+    header, include = Path("mlx", "backend", "cpu", "compiled_preamble.h"), Path(mx.__file__).parent / "include"
+    target = Path(gettempdir(), "mlx", mx.__version__, "cpu", f"{header}.gch")
+    if sys.platform != "linux" or shutil.which("g++") is None or target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder, target.name)
+        flags = ["-std=c++17", "-O3", "-fPIC", "-w", f"-I{include}", "-x", "c++-header"]
+        subprocess.run(["g++", *flags, include / header, "-o", made], check=True)
+        os.replace(made, target)
 
 
 def pytest_collection_finish():
