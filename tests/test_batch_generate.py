@@ -124,6 +124,10 @@ def test_memory_is_flat_over_joins_and_leaves():
             mx.synchronize(generator.stream)  # passes hold their arrays until they end
             used.append(mx.get_active_memory())
     assert max(used) - used[0] < 1000  # bytes: less than a layer of one row. What other tests held may be freed later
+    generator.insert([[1, 2, 3]])
+    run(generator, {}, 2)
+    generator.close()
+    assert (len(generator), generator.prompt_cache_nbytes) == (0, 0)
 
 
 @pytest.mark.parametrize("return_prompt_caches", [True, False])
