@@ -11,12 +11,12 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.server.api import completions
 from mlx_mtp.server.app import make_app
-from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.frontend import Frontend
 from mlx_mtp.server.request import Delta
 from mlx_mtp.server.serve import make_engine
 
+from .requests import options_of
 from .scripted_server import choose
 
 
@@ -39,7 +39,7 @@ class Engine(AbstractContextManager):
     """
 
     def __init__(self, *flags: str):
-        options = check(make_parser().parse_args(flags))
+        options = options_of(*flags)
         self.engine = make_engine(options, None)
         self.engine.admission.make_sampler = partial(choose, self.engine.admission, make_sampler=Admission.make_sampler)
         self.frontend = Frontend(options, self.engine)
