@@ -23,7 +23,7 @@ from mlx_mtp.errors import MTPError
 from mlx_mtp.generate import GenerationResponse
 from mlx_mtp.memory import FAILED_PASS
 from tests.support.commands import refusal, run_command
-from tests.support.decoding import plain, text_of
+from tests.support.decoding import interrupt_at, plain, text_of
 from tests.support.models import TRAINED
 
 TURNS = ("def read(path):", "class Reader:")
@@ -121,13 +121,8 @@ def test_ctrl_c_before_the_answer_keeps_the_question(trained, monkeypatch):
     model, tokenizer = trained
     long = "\n".join(f"import module_{i}" for i in range(30))
     conversation = started(trained, "--mtp", "--prefill-step-size", "50")
-
-    def interrupt(n_read, _):
-        if n_read == 100:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as m:
-        m.setattr(command, "prompt_progress", lambda: nullcontext(interrupt))
+        m.setattr(command, "prompt_progress", lambda: nullcontext(interrupt_at(100)))
         assert conversation.answer(long, str) is None
     assert n_tokens(conversation.cache) == 100  # two passes, which the next turn does not repeat
     want = plain(tokenizer.encode(f"{long}\n{TURNS[1]}\n"), model, max_tokens=12)
