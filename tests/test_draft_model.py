@@ -354,7 +354,7 @@ def test_special_and_stop_tokens_are_included(tmp_path):
     refused(message, cheapen_drafts, model, tokenizer, len(always) - 1, None, None)
 
 
-def test_load_rejects_bad_arguments():
+def test_load_rejects_bad_arguments(tmp_path):
     for options, message in (
         ({"draft_vocab": 513}, "draft vocabulary of 513 token ids is not possible: this model has 512"),
         *(({"draft_vocab": x}, "draft vocabulary of .* token ids is not possible") for x in (-1, True, [1, 2])),
@@ -362,8 +362,5 @@ def test_load_rejects_bad_arguments():
         *(({"mtp": False, n: 64}, "require the MTP head") for n in ("draft_vocab", "mtp_bits", "draft_head_bits")),
     ):
         refused(message, load, "next", **options, error=(ValueError, FileNotFoundError))
-
-
-def test_load_rejects_mtp_bits_for_a_quantized_head(tmp_path):
     folder = quantize_head(copied(tmp_path), 4)
     refused("already quantized: mtp_bits requires one in 16 bits", mlx_mtp.load, str(folder), mtp_bits=4)
