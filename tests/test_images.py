@@ -34,7 +34,7 @@ from mlx_mtp.images.prompt import PLACEHOLDER, read_images
 from mlx_mtp.images.tower import Vision
 from tests.support.commands import refused, run_command
 from tests.support.image_prompts import FOLDER, PROMPTS, VALUES, image_model, image_prompt
-from tests.support.images import PREPROCESSOR, VISION_CONFIG, picture
+from tests.support.images import PREPROCESSOR, VISION_CONFIG, encoded, picture
 from tests.support.models import tiny_model
 from tests.support.profiles import LONG, examples
 
@@ -42,12 +42,6 @@ PUBLISHED = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
     "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
 }  # fmt: skip
-
-
-def encoded(image, format="PNG", **options):
-    out = io.BytesIO()
-    image.save(out, format, **options)
-    return out.getvalue()
 
 
 def opened(source):

@@ -269,8 +269,6 @@ def test_the_longest_context_that_fits_does():
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
 STORED = [(F32, F32), (BF16, F32), (F32, F16), (BF16, BF16)]
-
-
 TYPES = list(itertools.product(["qwen3_5", FLASH], STORED, ["auto", "bfloat16", "float16"]))
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from prometheus_client import generate_latest
 from starlette.testclient import TestClient
 
 from mlx_mtp.server.api import completions
@@ -77,7 +76,3 @@ class Engine(AbstractContextManager):
         steps = [item async for _, item in self.frontend.generate([request]) if isinstance(item, Delta)]
         tokens, logprobs = [s.token for s in steps], [s.logprobs[0][1] for s in steps if s.logprobs]
         return Answered(request.encoded.tokens, request.n_cached, tokens, logprobs)
-
-    def metrics(self) -> dict[str, float]:
-        lines = generate_latest(self.engine.metrics.registry).decode().splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
