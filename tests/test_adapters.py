@@ -12,8 +12,8 @@ from mlx.utils import tree_unflatten
 
 import mlx_mtp
 from mlx_mtp.convert.__main__ import main as convert
-from tests.support.checkpoints import differing, make_adapter, parameters, write, write_llama, write_tiny
-from tests.support.commands import run_command
+from tests.support.checkpoints import differing, loaded, make_adapter, parameters, write, write_llama, write_tiny
+from tests.support.commands import refused, run_command
 from tests.support.models import PACK, model_of, tiny_config, tiny_model
 from tests.support.profiles import LONG
 
@@ -266,9 +266,7 @@ OWN = {
 def test_an_adapter_of_mlx_lm_is_complete_or_refused(make, message, folder, tmp_path):
     """Nothing that it lacks is drawn at random."""
     make(folder, tmp_path / "adapter")
-    with pytest.raises((ValueError, FileNotFoundError), match=message) as e:
-        mlx_mtp.load(str(folder), adapter_path=str(tmp_path / "adapter"))
-    assert "\n" not in str(e.value)
+    refused(message, loaded, folder, adapter_path=str(tmp_path / "adapter"), error=(ValueError, FileNotFoundError))
 
 
 def test_models_that_take_no_adapter_of_peft(folder, tmp_path):
@@ -276,13 +274,12 @@ def test_models_that_take_no_adapter_of_peft(folder, tmp_path):
     embedding = Adapter(model_of("qwen3_5")).add(EMBEDDING, kind="embedding_").write(tmp_path / "embedding")
     query = Adapter(model_of("qwen3_5")).add(f"{ATTENTION}.q_proj").write(tmp_path / "query")
     tied = write_tiny(tmp_path / "tied", "qwen3_5", tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="changes the embedding, which is also the output layer"):
-        mlx_mtp.load(str(tied), adapter_path=embedding)
-    with pytest.raises(ValueError, match=r"the model is packed\. Use its base model"):
-        mlx_mtp.load(str(write_tiny(tmp_path / "pack", PACK)), adapter_path=query)
+    refused("changes the embedding, which is also the output layer", loaded, tied, adapter_path=embedding)
+    packed = write_tiny(tmp_path / "pack", PACK)
+    refused(r"the model is packed\. Use its base model", loaded, packed, adapter_path=query)
     (tmp_path / "query" / "adapter_model.safetensors").rename(tmp_path / "query" / "adapter_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"has no adapter_model\.safetensors: save it with"):
-        mlx_mtp.load(str(folder), adapter_path=query)
+    lacks = r"has no adapter_model\.safetensors: save it with"
+    refused(lacks, loaded, folder, adapter_path=query, error=FileNotFoundError)
 
 
 def test_models_of_mlx_lm_take_them_as_well(tmp_path):

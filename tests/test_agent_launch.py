@@ -63,13 +63,10 @@ def _client(tmp_path, monkeypatch):
     assert [*home.iterdir()] == []
 
 
-def run(monkeypatch, capfd, *words) -> tuple[int, dict, str]:
+def run(capfd, *words) -> tuple[int, dict, str]:
     """The command in this process -> its exit status, what the client has printed, and stderr."""
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp launch", "claude", *words])
-    with pytest.raises(SystemExit) as end:
-        launch.main()
-    out, err = capfd.readouterr()
-    return end.value.code, json.loads(out) if out else {}, err
+    status, out, err = run_command(launch.main, capfd, "claude", *words)
+    return status, json.loads(out) if out else {}, err
 
 
 COMMAND = [sys.executable, "-m", "mlx_mtp", "launch", "claude", "--model", TRAINED]
@@ -107,13 +104,13 @@ def test_clients_share_a_server_which_ends_with_the_last():
     second.communicate("\n", timeout=60)
 
 
-def test_a_server_is_kept_and_its_death_is_told(monkeypatch, capfd):
+def test_a_server_is_kept_and_its_death_is_told(capfd):
     done = subprocess.run([*COMMAND, "--keep", "--", "a", "--", "-b c"], capture_output=True, text=True)
     said = json.loads(done.stdout)
     pid = server_at(said["url"])
     assert (done.returncode, said["argv"][1:]) == (3, ["a", "--", "-b c"])
     assert done.stderr.endswith(f"The server stays at {said['url']}: `kill {pid}` ends it.\n")
-    status, again, err = run(monkeypatch, capfd, "--model", TRAINED, "--", "kill", str(pid))
+    status, again, err = run(capfd, "--model", TRAINED, "--", "kill", str(pid))
     assert (status, again["url"], again["key"]) == (3, said["url"], said["key"])
     used, death, *log = err.splitlines()
     assert used == f"[INFO] Using the server at {said['url']}"
@@ -140,17 +137,17 @@ def test_a_server_of_the_user_is_found_by_its_model_and_its_flags(server, monkey
     killed = {"url": "http://127.0.0.1:9", "flags": {"model": os.path.realpath(TRAINED)}}
     keep(SERVERS, "999999999", killed)
     for flags in ([], ["--max-tokens", "9"]):
-        status, said, err = run(monkeypatch, capfd, "--model", TRAINED, *flags)
+        status, said, err = run(capfd, "--model", TRAINED, *flags)
         assert (status, said["url"], said["key"]) == (3, found, "Bearer sesame")
         assert err == f"[INFO] Using the server at {found}\n"
     monkeypatch.setattr(launch, "start", lambda *_: sys.exit(9))
     for flags in ([TRAINED, "--max-tokens", "8"], [str(DEMO)], [TRAINED, "--api-key", "b"]):
-        assert run(monkeypatch, capfd, "--model", *flags)[0] == 9
+        assert run(capfd, "--model", *flags)[0] == 9
     assert {"999999999", str(os.getpid())} & read_own(cache_file(SERVERS)).keys() == {str(os.getpid())}
 
 
-def test_what_the_server_cannot_run_is_its_own_sentence(monkeypatch, capfd):
-    status, said, err = run(monkeypatch, capfd, "--model", TRAINED, "--max-memory", "1MB")
+def test_what_the_server_cannot_run_is_its_own_sentence(capfd):
+    status, said, err = run(capfd, "--model", TRAINED, "--max-memory", "1MB")
     assert (status, said) == (2, {})
     assert err.splitlines()[-1].startswith(f"mlx_mtp server: error: {TRAINED} does not fit: it needs ")
 

@@ -23,7 +23,7 @@ from mlx_mtp.errors import MTPError
 from mlx_mtp.generate import GenerationResponse
 from mlx_mtp.memory import FAILED_PASS
 from tests.support.commands import refusal, run_command
-from tests.support.decoding import plain, text_of
+from tests.support.decoding import interrupt_at, plain, text_of
 from tests.support.models import TRAINED
 
 TURNS = ("def read(path):", "class Reader:")
@@ -121,13 +121,8 @@ def test_ctrl_c_before_the_answer_keeps_the_question(trained, monkeypatch):
     model, tokenizer = trained
     long = "\n".join(f"import module_{i}" for i in range(30))
     conversation = started(trained, "--mtp", "--prefill-step-size", "50")
-
-    def interrupt(n_read, _):
-        if n_read == 100:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as m:
-        m.setattr(command, "prompt_progress", lambda: nullcontext(interrupt))
+        m.setattr(command, "prompt_progress", lambda: nullcontext(interrupt_at(100)))
         assert conversation.answer(long, str) is None
     assert n_tokens(conversation.cache) == 100  # two passes, which the next turn does not repeat
     want = plain(tokenizer.encode(f"{long}\n{TURNS[1]}\n"), model, max_tokens=12)
@@ -237,13 +232,15 @@ def test_a_foreign_error_ends_the_chat_with_its_traceback(typed, monkeypatch):
 
 def test_turns_with_a_seed_draw_other_numbers(trained):
     def say(seed):
-        conversation, text = started(trained, "--mtp", "--temp", "1", "--seed", seed, "-m", "6"), ""
+        conversation, answers = started(trained, "--mtp", "--temp", "1", "--seed", seed, "-m", "6"), []
         for _ in range(2):
-            text += said_by(conversation, "x")
+            answers.append(said_by(conversation, "x"))
             conversation.cache = mlx_mtp.make_prompt_cache(conversation.model)  # the same text before each answer
-        return text
+        return answers
 
-    assert say("5") == say("5") != say("6")
+    first, second = say("5")
+    assert first != second
+    assert [first, second] == say("5") != say("6")
 
 
 # The terminal

@@ -34,7 +34,7 @@ from mlx_mtp.errors import MissingExtra, MTPError, MTPFileNotFoundError, MTPOSEr
 from mlx_mtp.files import check_target
 from mlx_mtp.server.engine import models as engine_models
 from tests.support.checkpoints import accepting, configure, copied, no_head
-from tests.support.commands import refusal, run_command
+from tests.support.commands import refusal, refused, run_command
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.models import DATA, TRAINED
 from tests.support.profiles import LONG
@@ -254,8 +254,7 @@ def test_an_unknown_name_suggests_the_nearest():
         ("qwen3.6-72b", r"^qwen3\.6-72b is .* Did you mean qwen3\.6-27b or .* `mlx_mtp models`"),
         ("xyz", r"published model\. `mlx_mtp models` lists them\.$"),
     ):
-        with pytest.raises(FileNotFoundError, match=message):
-            mlx_mtp.load(name)
+        refused(message, mlx_mtp.load, name, error=FileNotFoundError)
 
 
 def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path, capsys, monkeypatch):

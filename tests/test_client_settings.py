@@ -3,30 +3,26 @@
 import json
 import shlex
 import shutil
-import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mlx_mtp.server.__main__ import main
 from mlx_mtp.server.command_line import CLIENTS
+from tests.support.commands import run_command
 from tests.support.models import TRAINED
 
 KEYED = ["--api-key", "it's", "--host", "0.0.0.0", "--port", "9", "--served-model-name", "qwen", "--max-tokens", "500"]
 
 
 @pytest.fixture
-def printed(monkeypatch, capsys, tmp_path):
-    """What a client's settings are, and the line beside them, for a model without weights: it is not loaded."""
+def printed(capsys, tmp_path):
+    """The exit status, a client's settings, and the line beside them, for a model without weights: it is not loaded."""
     shutil.copy(Path(TRAINED) / "config.json", tmp_path)
 
-    def run(client, *flags):
-        monkeypatch.setattr(sys, "argv", ["mlx_mtp.server", "--print-config", client, "--model", str(tmp_path), *flags])
-        main()
-        return capsys.readouterr()
-
-    return run
+    return partial(run_command, main, capsys, "--model", tmp_path, "--print-config")
 
 
 LOCAL, OTHER = "http://127.0.0.1:8080", "http://localhost:9"
@@ -37,7 +33,7 @@ GIVEN = [([], LOCAL, "none", "default_model", 2048), (KEYED, OTHER, "it's", "qwe
 def test_lines_for_a_shell(printed, flags, url, key, model, answer):
     def exported(client) -> dict[str, str]:
         """The variables that a shell exports."""
-        lines = [shlex.split(line) for line in printed(client, *flags).out.splitlines()]
+        lines = [shlex.split(line) for line in printed(client, *flags)[1].splitlines()]
         assert all(len(line) == 2 and line[0] == "export" for line in lines)
         return dict(line[1].split("=", 1) for line in lines)
 
@@ -58,8 +54,8 @@ def test_lines_for_a_shell(printed, flags, url, key, model, answer):
 def test_codex(printed):
     provider = {"name": "mlx-mtp", "base_url": f"{LOCAL}/v1", "wire_api": "responses"}
     want = {"model": "default_model", "model_provider": "mlx-mtp", "model_context_window": 8192}
-    assert tomllib.loads(printed("codex").out) == {**want, "model_providers": {"mlx-mtp": provider}}
-    out, err = printed("codex", *KEYED)
+    assert tomllib.loads(printed("codex")[1]) == {**want, "model_providers": {"mlx-mtp": provider}}
+    _, out, err = printed("codex", *KEYED)
     own = tomllib.loads(out)
     assert own["model"] == "qwen"
     assert own["model_providers"]["mlx-mtp"]["base_url"] == f"{OTHER}/v1"
@@ -69,7 +65,7 @@ def test_codex(printed):
 
 
 def test_zed(printed):
-    out, err = printed("zed", *KEYED)
+    _, out, err = printed("zed", *KEYED)
     provider = json.loads(out)["language_models"]["openai_compatible"]["mlx-mtp"]
     (model,) = provider["available_models"]
     assert (provider["api_url"], model["name"], model["max_tokens"]) == (f"{OTHER}/v1", "qwen", 8192)
@@ -80,24 +76,22 @@ def test_zed(printed):
 def test_without_the_hub_the_context_is_unknown(printed, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
-    assert "model_context_window" not in printed("codex", "--model", "qwen3.5-4b").out
+    assert "model_context_window" not in printed("codex", "--model", "qwen3.5-4b")[1]
     assert "The settings lack the context length: mlx-community/Qwen3.5-4B-MLX-4bit" in caplog.text
-    with pytest.raises(SystemExit):  # a name that is not a model's is an error
-        printed("codex", "--model", "qwen3.5-4x")
+    assert printed("codex", "--model", "qwen3.5-4x")[0] == 2  # a name that is not a model's is an error
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_line_beside_them_says_where_they_belong(printed, capsys, client, tmp_path):
+def test_a_line_beside_them_says_where_they_belong(printed, client, tmp_path):
     """And nothing is said of a context that the model does not say."""
     files = {"codex": ".codex/mlx-mtp.config.toml", "zed": ".config/zed/settings.json"}
-    err = printed(client).err
-    assert err.count("\n") == 1
+    status, _, err = printed(client)
+    assert (status, err.count("\n")) == (0, 1)
     assert (f"put this into ~/{files[client]}" if client in files else "run this in a shell") in err
     config = json.loads((tmp_path / "config.json").read_text())
     del config["text_config"]["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    out = printed(client).out
+    out = printed(client)[1]
     assert not any(word in out for word in ("None", "null", "limit", "MAX_", "context_window"))
-    with pytest.raises(SystemExit, match="2"):
-        printed(client, "--port", "0")
-    assert "--print-config requires a fixed port" in capsys.readouterr().err
+    status, _, err = printed(client, "--port", "0")
+    assert (status, "--print-config requires a fixed port" in err) == (2, True)

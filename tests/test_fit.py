@@ -5,7 +5,6 @@ import json
 import random
 import re
 import shutil
-import sys
 from functools import partial
 from unittest.mock import Mock
 
@@ -26,7 +25,7 @@ from mlx_mtp.fit.fitting import compare
 from mlx_mtp.fit.texts import Document, FitOptions, Split, answer_all, prepare, read_corpus, split
 from mlx_mtp.fit.training import DraftLoss, iterate_batches, make_trainable, record, train_head
 from tests.support.checkpoints import config_of, differing, make_adapter, parameters, quantize_head, write
-from tests.support.commands import refusal
+from tests.support.commands import refusal, run_command
 from tests.support.decoding import mtp, plain
 from tests.support.models import FLASH, PACK, tiny_config, tiny_model
 
@@ -62,13 +61,12 @@ def loaded(folder):
     return load(str(folder / "model"))
 
 
-def run(monkeypatch, folder, name, *flags):
+def run(monkeypatch, capsys, folder, name, *flags):
     """``mlx_mtp fit`` in this process, where all steps take as long: what drafts the answers could round them otherwise."""
     monkeypatch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)
     argv = f"--model {folder}/model --mlx-path {folder}/{name} --prompts {folder}/prompts.txt --drafts 2 --answers 1"
     argv += " --temp 0 --max-tokens 12 --batch-size 8 --steps-per-eval 10"
-    monkeypatch.setattr(sys, "argv", ["mlx_mtp.fit", *argv.split(), *map(str, flags)])
-    command.main()
+    return run_command(command.main, capsys, *argv.split(), *flags)
 
 
 def accepted(model, prompts):
@@ -83,9 +81,9 @@ def accepted(model, prompts):
 TEXTS = ("delta delta beta beta", "gamma alpha", "beta", "alpha beta gamma delta")
 
 
-def test_more_drafts_are_accepted_and_nothing_else_changes(folder, loaded, monkeypatch, tmp_path):
+def test_more_drafts_are_accepted_and_nothing_else_changes(folder, loaded, monkeypatch, capsys, tmp_path):
     weights = (folder / "model" / "model.safetensors").read_bytes()
-    run(monkeypatch, folder, "fitted", "--iters", 20, "--learning-rate", 1e-2)
+    assert run(monkeypatch, capsys, folder, "fitted", "--iters", 20, "--learning-rate", 1e-2)[0] == 0
     fitted, (before, tokenizer) = folder / "fitted", loaded
     after, prompts = load(str(fitted))[0], [tokenizer.encode(text) for text in TEXTS]
     assert accepted(after, prompts) > accepted(before, prompts) + 0.1
@@ -111,28 +109,26 @@ def test_more_drafts_are_accepted_and_nothing_else_changes(folder, loaded, monke
 def test_a_head_that_is_not_better_is_not_written(folder, monkeypatch, capsys):
     """It is ended after the training, and uses the answers and the states again. The log is plain text."""
     flags = ("--iters", 1, "--learning-rate", 1e-9, "--max-tokens", 8)
-    with monkeypatch.context() as ended, pytest.raises(SystemExit):
+    with monkeypatch.context() as ended:
         ended.setattr(fitting, "compare", Mock(side_effect=KeyboardInterrupt))
-        run(ended, folder, "same", *flags)
-    out, err = capsys.readouterr()
-    assert err == ""
+        status, out, err = run(ended, capsys, folder, "same", *flags)
+    assert (status, err) == (130, "")
     assert re.search(r"^\[INFO\] Iteration 0: validation loss \d", out, re.M)
     assert "\x1b" not in out
     monkeypatch.setattr(texts_of_a_fit, "continue_text", None)
     monkeypatch.setattr(training, "_top_k", None)
-    with pytest.raises(SystemExit) as status:
-        run(monkeypatch, folder, "same", *flags)
-    assert status.value.code == 1
+    status, _, err = run(monkeypatch, capsys, folder, "same", *flags)
     line = "The fitted head is not better by more than the uncertainty: nothing was written.\n"
-    assert capsys.readouterr().err.endswith(line)
+    assert (status, err.endswith(line)) == (1, True)
     assert not [*folder.glob("same*")]
 
 
 @pytest.mark.slow
-def test_a_head_on_top_of_an_adapter(folder, monkeypatch):
+def test_a_head_on_top_of_an_adapter(folder, monkeypatch, capsys):
     adapter = str(make_adapter(folder / "model", folder / "tuned"))
     monkeypatch.setattr(fitting, "SURE", 0.0)  # any gain: a surer one takes longer
-    run(monkeypatch, folder, "both", "--adapter-path", adapter, "--learning-rate", 1e-2, "--iters", 26)
+    flags = ("--adapter-path", adapter, "--learning-rate", 1e-2, "--iters", 26)
+    assert run(monkeypatch, capsys, folder, "both", *flags)[0] == 0
     tuned, tokenizer = load(str(folder / "model"), adapter_path=adapter)
     both, _ = load(str(folder / "both"), adapter_path=adapter)
     prompt = tokenizer.encode("alpha beta gamma")

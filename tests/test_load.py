@@ -20,7 +20,7 @@ from mlx_mtp.core.models.head_weights import EXPERT_PROJECTIONS, is_raw, split_h
 from tests.support import profiles
 from tests.support.bad_checkpoints import BAD
 from tests.support.checkpoints import INDEX, copied, differing, loaded, parameters, tables, write, write_llama
-from tests.support.commands import report, run_command
+from tests.support.commands import refused, report, run_command
 from tests.support.layouts import with_experts
 from tests.support.models import DATA, FAMILIES, FLASH, model_of, tiny_config, tiny_model
 
@@ -111,9 +111,7 @@ def test_names_bad_experts(tmp_path):
 def test_rejects_bad_checkpoints(spoil, error, message, loads_without, tmp_path, capsys):
     """A conversion says in one line what load does, and leaves nothing; ``--inspect`` says it without the weights."""
     spoil(folder := copied(tmp_path))
-    with pytest.raises(error, match=message) as e:
-        loaded(folder)
-    assert "\n" not in str(e.value)
+    refusal = refused(message, loaded, folder, error=error)
     if loads_without:
         assert type(loaded(folder, mtp=False)).__module__ == "mlx_lm.models.qwen3_5"
     else:
@@ -129,8 +127,8 @@ def test_rejects_bad_checkpoints(spoil, error, message, loads_without, tmp_path,
         said = report(inspect(str(folder)))["--mtp"]
     except error as inspecting:
         said = str(inspecting)
-    tail = str(e.value).replace(str(folder), "")[-20:]
-    assert tail in said or ("index" in said and "index" in str(e.value)), said
+    tail = refusal.replace(str(folder), "")[-20:]
+    assert tail in said or ("index" in said and "index" in refusal), said
 
 
 # The files of a model

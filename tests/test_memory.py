@@ -25,6 +25,7 @@ from mlx_mtp.memory import STEP, Account, needs_of, sizes_of
 from mlx_mtp.server.request import ApiError
 from tests.support.batches import AT_ONCE
 from tests.support.checkpoints import edit, write_tiny
+from tests.support.commands import refused
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.models import FAMILIES, FLASH, TRAINED, tiny_model
@@ -218,8 +219,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(monkeypatch, unl
         (60_000_000, dict(context=100_000), r"The longest context that fits is \d+ tokens\."),
         (5_000_000, dict(context=100_000), r"End other programs, or give --max-memory more\."),
     ]:
-        with pytest.raises(ValueError, match=message):
-            mlx_mtp.load(str(DEMO), max_memory=Account().held + free, **options)
+        refused(message, mlx_mtp.load, str(DEMO), max_memory=Account().held + free, **options)
     assert mx.set_memory_limit(0) == 123 << 30
 
 
@@ -227,17 +227,16 @@ def test_a_tensor_larger_than_an_array_is_refused_before_it_is_read(monkeypatch)
     info = mx.device_info()
     monkeypatch.setattr(mx, "device_info", lambda: {**info, "max_buffer_length": 1_000_000})
     monkeypatch.setattr(mx, "load", lambda *args, **kwargs: 1 / 0)
+    message = r"embed_tokens.weight takes 1\.0 MB, and an array on this GPU at most 1"
     for mtp in (True, False):
-        with pytest.raises(ValueError, match=r"embed_tokens.weight takes 1\.0 MB, and an array on this GPU at most 1"):
-            mlx_mtp.load(str(DEMO), mtp=mtp)
+        refused(message, mlx_mtp.load, str(DEMO), mtp=mtp)
     # Experts that are stored one by one are one array
     monkeypatch.setattr(mx, "device_info", lambda: {"max_buffer_length": 300})
     tensor = Tensor("model.safetensors", "BF16", [8, 10], 0, 160)
     experts = {f"layers.0.mlp.experts.{i}.up_proj.weight": tensor for i in range(2)}
     given = dict(model_map=dict.fromkeys(experts, "model.safetensors"), has=lambda file: True)
     checkpoint = SimpleNamespace(name="model", folder="", tensors=lambda names: {n: experts[n] for n in names}, **given)
-    with pytest.raises(ValueError, match=r"experts.up_proj.weight takes 0\.3 kB"):
-        check_memory(checkpoint, None, Account(), 0)
+    refused(r"experts.up_proj.weight takes 0\.3 kB", check_memory, checkpoint, None, Account(), 0)
 
 
 def test_a_model_that_barely_fits_is_warned_about(unlimited, caplog, demo):
@@ -248,36 +247,28 @@ def test_a_model_that_barely_fits_is_warned_about(unlimited, caplog, demo):
 
 def test_a_model_that_memory_or_the_disk_has_no_room_for_is_not_downloaded(hub, unlimited, monkeypatch):
     hub.publish("org/large", DEMO)
+    message = r"org/large does not fit: it needs [\d.]+ MB"
     for mtp in (True, "cached", False):
-        with pytest.raises(ValueError, match=r"org/large does not fit: it needs [\d.]+ MB"):
-            mlx_mtp.load("org/large", max_memory=Account().held + 5_000_000, mtp=mtp)
+        refused(message, mlx_mtp.load, "org/large", max_memory=Account().held + 5_000_000, mtp=mtp)
     assert hub.served["model.safetensors"] <= 3 * HEADER_BYTES
     hub.publish("org/no-room", DEMO)
     hub.reset_counts()
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=5_000_000))
-    with pytest.raises(OSError, match=r"org/no-room is not downloaded: it takes .* MB, .* disk of .* 5\.0 MB free"):
-        mlx_mtp.load("org/no-room")
+    message = r"org/no-room is not downloaded: it takes .* MB, .* disk of .* 5\.0 MB free"
+    refused(message, mlx_mtp.load, "org/no-room", error=OSError)
     assert hub.served["model.safetensors"] == 0
 
 
 def test_the_longest_context_that_fits_does():
     account, demo = SimpleNamespace(held=0, limit=20_000_000, left=20_000_000), CheckpointReader(str(DEMO))
-
-    def check(n):
-        check_memory(demo, demo, account, n)
-
-    with pytest.raises(ValueError, match="longest") as e:
-        check(100_000)
-    n = int(re.search(r"(\d+) tokens", str(e.value))[1])
+    check = partial(check_memory, demo, demo, account)
+    n = int(re.search(r"(\d+) tokens", refused("longest", check, 100_000))[1])
     check(n)
-    with pytest.raises(ValueError, match=f"fits is {n} tokens"):
-        check(n + 1)
+    refused(f"fits is {n} tokens", check, n + 1)
 
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
 STORED = [(F32, F32), (BF16, F32), (F32, F16), (BF16, BF16)]
-
-
 TYPES = list(itertools.product(["qwen3_5", FLASH], STORED, ["auto", "bfloat16", "float16"]))
 
 
@@ -295,8 +286,7 @@ def test_a_checkpoint_is_counted_in_the_type_that_it_gets(family, stored, dtype,
     for source, n_bytes in [(checkpoint, found.total)] + [(None, found.weights)] * (family != FLASH):
         check = partial(check_memory, checkpoint, source, dtype=dtype, is_plain=source is None, ngram_memory=False)
         check(SimpleNamespace(held=0, limit=n_bytes, left=n_bytes), 64)
-        with pytest.raises(ValueError, match="does not fit"):
-            check(SimpleNamespace(held=0, limit=n_bytes - 1, left=n_bytes - 1), 64)
+        refused("does not fit", check, SimpleNamespace(held=0, limit=n_bytes - 1, left=n_bytes - 1), 64)
 
 
 # A server

@@ -17,7 +17,8 @@ from mlx_mtp.core.decoding.counts import DraftCounts
 from mlx_mtp.core.decoding.head import HeadDrafter
 from mlx_mtp.core.layers.mtp import run_head
 from tests.support.batches import run
-from tests.support.decoding import difference, mtp, plain
+from tests.support.commands import refused
+from tests.support.decoding import difference, interrupt_at, mtp, plain
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN, PROMPTS, VALUES, image_model, image_prompt, spans
 from tests.support.profiles import LONG
 
@@ -226,12 +227,7 @@ def test_stopped_anywhere_and_gone_on_with(j):
 @pytest.mark.parametrize("n_read", [3, 6, 9])
 def test_an_interrupted_prompt_keeps_the_images_that_were_read(n_read):
     p, model, cache = image_prompt(0), image_model(), make_prompt_cache(image_model())
-
-    def interrupt(n, _):
-        if n >= n_read:
-            raise KeyboardInterrupt
-
-    options = dict(prompt_cache=cache, prefill_step_size=1, prompt_progress_callback=interrupt, **p.options)
+    options = dict(prompt_cache=cache, prefill_step_size=1, prompt_progress_callback=interrupt_at(n_read), **p.options)
     with pytest.raises(KeyboardInterrupt):
         prefill(p.tokens, model, **options)
     held = held_by(cache)
@@ -275,9 +271,7 @@ def test_what_no_text_has_is_refused():
         ([1, 2], dict(prompt_cache=inside), "is not prefilled yet"),  # text may not go on inside an image
         ([1], dict(prompt_cache=damaged), "Entry 5 of the prompt cache is damaged"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            prefill(mx.array(given), model, **options)
+        refused(message, prefill, mx.array(given), model, **options)
         if given == tokens and "images" in options:
             of_batch = {name: [value] for name, value in options.items()}
-            with pytest.raises(ValueError, match=message):
-                BatchGenerator(model).insert([tokens], **of_batch)
+            refused(message, BatchGenerator(model).insert, [tokens], **of_batch)

@@ -32,6 +32,7 @@ from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.core.caches.recurrent import RecurrentCache
 from mlx_mtp.core.caches.rows import KVOptions, Rows
 from mlx_mtp.core.layers.compiled import Compiler
+from tests.support.commands import refused
 from tests.support.decoding import PROMPT, WINDOW, filled, mtp, one_by_one, plain, rows_of
 from tests.support.models import FAMILIES, FLASH, PACK, ROPE, arrays_equal, deep_model, model_of, tiny_model
 from tests.support.profiles import LONG, examples
@@ -148,10 +149,9 @@ def test_refuses_entries_of_another_kind():
     for i, entry in entries:
         prompt_cache = make_prompt_cache(model)
         prompt_cache[i] = entry
-        with pytest.raises(ValueError, match=MISFIT % i):
-            mtp([7], model, prompt_cache=prompt_cache)
-    with pytest.raises(ValueError, match=MISFIT % 0):  # states of no token, and keys of some
-        mtp([7], model, prompt_cache=[RecurrentCache(2), *filled(model)[1:]])
+        refused(MISFIT % i, mtp, [7], model, prompt_cache=prompt_cache)
+    mixed = [RecurrentCache(2), *filled(model)[1:]]  # states of no token, and keys of some
+    refused(MISFIT % 0, mtp, [7], model, prompt_cache=mixed)
 
 
 # Whose cache it is

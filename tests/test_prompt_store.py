@@ -27,7 +27,7 @@ from mlx_mtp.prompt_store import arrays
 from mlx_mtp.prompt_store import store as store_module
 from mlx_mtp.prompt_store.store import EVERY, LAST, LINE, OPENING, choose_cuts, message_ends
 from mlx_mtp.prompt_store.tree import score
-from tests.support.decoding import mtp, plain, text_of
+from tests.support.decoding import interrupt_at, mtp, plain, text_of
 from tests.support.models import FAMILIES, TRAINED, arrays_equal, tiny_model
 from tests.support.profiles import LONG, examples
 from tests.support.prompt_store import KV, KV_OPTIONS, TEXT, assert_same_next, held, model_of, n_snapshots, names, read
@@ -311,13 +311,9 @@ def test_what_is_stopped_is_kept(trained, monkeypatch):
         tokens = [next(responses).token for _ in range(5)]
     assert store.fetch([*other, *tokens])[1] == len(other) + 5
     monkeypatch.setattr(store_module, "choose_cuts", lambda *_: [5])
-
-    def interrupt(n_read, _):
-        if n_read == 9:
-            raise KeyboardInterrupt
-
+    options = dict(max_tokens=5, prompt_progress_callback=interrupt_at(9), prefill_step_size=4)
     with pytest.raises(KeyboardInterrupt):
-        answer(model, tokenizer, prompt, store, max_tokens=5, prompt_progress_callback=interrupt, prefill_step_size=4)
+        answer(model, tokenizer, prompt, store, **options)
     assert store.fetch(prompt[:-1])[1] == 9
     assert answer(model, tokenizer, prompt, store, max_tokens=5) == answer(model, tokenizer, prompt, None, max_tokens=5)
 

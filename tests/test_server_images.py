@@ -1,7 +1,6 @@
 """Images of requests: in each API, in tool results, at once, cached by their content, and from where they may come."""
 
 import base64
-import io
 import re
 import shutil
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from tests.support.checkpoints import config_of, configure
 from tests.support.commands import refusal
 from tests.support.engine import Engine
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN
-from tests.support.images import picture
+from tests.support.images import encoded, picture
 from tests.support.requests import text
 from tests.support.server_process import server_of
 
@@ -28,9 +27,7 @@ FLAGS = ["--model", str(FOLDER), "--mtp", "--chat-template", TEMPLATE, "--served
 
 
 def png(seed: int, width: int = 24, height: int = 16) -> bytes:
-    out = io.BytesIO()
-    picture(width, height, seed).save(out, "PNG")
-    return out.getvalue()
+    return encoded(picture(width, height, seed))
 
 
 def url_of(image: bytes) -> str:

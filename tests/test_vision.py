@@ -15,7 +15,7 @@ from mlx_mtp import stream_generate
 from mlx_mtp.images import tower as vision
 from mlx_mtp.images.prompt import PLACEHOLDER
 from mlx_mtp.images.tower import PATCH_KERNEL, VisionArgs, make_tower, split_tower
-from tests.support.checkpoints import configure, copied
+from tests.support.checkpoints import configure, copied, loaded
 from tests.support.commands import refused
 from tests.support.decoding import mtp
 from tests.support.images import VISION_CONFIG, add_tower, picture, tower_tensors
@@ -130,13 +130,9 @@ def checkpoint(tmp_path):
     return add_tower(copied(tmp_path))
 
 
-def load(folder):
-    return mlx_mtp.load(str(folder))[0]
-
-
 def test_load_finds_the_tower_and_reads_it_when_asked(checkpoint, tmp_path):
     """And its keys tell images of one size apart."""
-    model = load(checkpoint)
+    model = loaded(checkpoint)
     images, encode = model.vision, model.vision.processor.preprocess_image
     assert "tower" not in vars(images)
     assert not any("vision" in name for name, _ in tree_flatten(model.parameters()))
@@ -151,22 +147,22 @@ def test_load_finds_the_tower_and_reads_it_when_asked(checkpoint, tmp_path):
     assert all(-(2**60) <= key < 0 for key in (a, b))
     # A model without a tower has no vision, and text is the same with one
     plain = copied(tmp_path / "plain")
-    texts = [mtp([5, 6, 7], load(folder), max_tokens=8) for folder in (checkpoint, plain)]
+    texts = [mtp([5, 6, 7], loaded(folder), max_tokens=8) for folder in (checkpoint, plain)]
     assert texts[0] == texts[1]
-    assert load(plain).vision is None
+    assert loaded(plain).vision is None
     configure(plain, vision_config=VISION_CONFIG)  # that of the base model of a conversion
-    assert load(plain).vision is None
+    assert loaded(plain).vision is None
 
 
 def test_damage_is_told_with_the_first_image_in_a_line(checkpoint):
-    images = load(checkpoint).vision
+    images = loaded(checkpoint).vision
     other_patches = "have patch_size 8, its vision encoder 4"
     wrong = {"{": "are not usable", '{"size": 3}': "are not usable", '{"patch_size": 8}': other_patches}
     for settings, message in wrong.items():
         (checkpoint / "preprocessor_config.json").write_text(settings)
         refused(f"image settings of .*model {message}", getattr, images, "processor")
     configure(checkpoint, vision_config=VISION_CONFIG | {"out_hidden_size": 8})
-    images = load(checkpoint).vision
+    images = loaded(checkpoint).vision
     refused("makes embeddings of 8, its model takes 192", getattr, images, "processor")
 
 

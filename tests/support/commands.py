@@ -28,11 +28,14 @@ def refusal(main: Callable[[], Any], capsys: Any, *argv: Any, stdin: str = "") -
     return err
 
 
-def refused(message: str, call: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """A call raises a ValueError with this message, in one line."""
-    with pytest.raises(ValueError, match=message) as e:
+def refused(message: str, call: Callable[..., Any], *args: Any, error: Any = ValueError, **options: Any) -> str:
+    """A call raises this error with this message, in one line -> all of it."""
+    with pytest.raises(error, match=message) as e:
         call(*args, **options)
-    assert "\n" not in str(e.value)
+    said = str(e.value)
+    del e  # its frames would hold what was given until the next garbage collection
+    assert "\n" not in said
+    return said
 
 
 def report(text: str) -> dict[str, str]:

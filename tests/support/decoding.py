@@ -51,6 +51,16 @@ def text_alone(model, tokenizer, prompt, max_tokens=12, temperature=0.0, top_p=0
     return text_of(tokenizer, plain(tokens, model, **options), tokens)  # a space at its beginning is kept
 
 
+def interrupt_at(n: int):
+    """A progress callback that presses Ctrl-C once n tokens have been read."""
+
+    def interrupt(n_read, _):
+        if n_read >= n:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
 def filled(model, bits=None, prompt=PROMPT) -> list:
     """The backbone's caches of a prompt, quantized to so many bits."""
     caches = model.make_cache()

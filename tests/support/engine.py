@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from prometheus_client import generate_latest
 from starlette.testclient import TestClient
 
 from mlx_mtp.server.api import completions
 from mlx_mtp.server.app import make_app
-from mlx_mtp.server.command_line import check, make_parser
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.frontend import Frontend
 from mlx_mtp.server.request import Delta
 from mlx_mtp.server.serve import make_engine
 
+from .requests import options_of
 from .scripted_server import choose
 
 
@@ -39,7 +38,7 @@ class Engine(AbstractContextManager):
     """
 
     def __init__(self, *flags: str):
-        options = check(make_parser().parse_args(flags))
+        options = options_of(*flags)
         self.engine = make_engine(options, None)
         self.engine.admission.make_sampler = partial(choose, self.engine.admission, make_sampler=Admission.make_sampler)
         self.frontend = Frontend(options, self.engine)
@@ -77,7 +76,3 @@ class Engine(AbstractContextManager):
         steps = [item async for _, item in self.frontend.generate([request]) if isinstance(item, Delta)]
         tokens, logprobs = [s.token for s in steps], [s.logprobs[0][1] for s in steps if s.logprobs]
         return Answered(request.encoded.tokens, request.n_cached, tokens, logprobs)
-
-    def metrics(self) -> dict[str, float]:
-        lines = generate_latest(self.engine.metrics.registry).decode().splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}

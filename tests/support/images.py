@@ -1,5 +1,6 @@
 """Pictures, and checkpoints with a random vision encoder."""
 
+import io
 import json
 from pathlib import Path
 
@@ -44,3 +45,9 @@ def add_tower(folder: Path, raw: bool = True) -> Path:
 def picture(width: int = 24, height: int = 16, seed: int = 0) -> Image.Image:
     """A random picture, in RGB."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options) -> bytes:
+    out = io.BytesIO()
+    image.save(out, format, **options)
+    return out.getvalue()

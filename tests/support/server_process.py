@@ -22,9 +22,7 @@ from mlx_mtp.server.serve import Server as HTTPServer
 from mlx_mtp.server.serve import listen
 
 from .engine import Engine
-from .launch import connected, free_ports
-
-ROOT = Path(__file__).parents[2]
+from .launch import ROOT, connected, free_ports
 
 
 @dataclass
