@@ -53,11 +53,10 @@ def joined(chunks) -> dict[int, dict]:
 # Streams
 
 
-def test_the_stream_helper_gets_usage_and_one_role_of_each_choice(client):
+def test_the_stream_helper_gets_each_choice_and_usage(client):
     body = said(f"Hm.\n</think>\n\nI add.\n\n{ADD}", True)
     options = dict(**CHAT, n=2, tools=TOOLS, max_tokens=900, extra_body=body)
     with client.chat.completions.stream(**options, stream_options={"include_usage": True}) as stream:
-        chunks = [event.chunk for event in stream if event.type == "chunk"]
         final = stream.get_final_completion()
     whole = client.chat.completions.create(**options)
     for found in (final.choices, whole.choices):
@@ -66,10 +65,6 @@ def test_the_stream_helper_gets_usage_and_one_role_of_each_choice(client):
             assert (message.role, message.content, message.reasoning) == ("assistant", "I add.", "Hm.")
             assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
         assert len({c.message.tool_calls[0].id for c in found}) == 2
-    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
-    for i in range(2):
-        roles = [choice.delta.role for chunk in chunks for choice in chunk.choices if choice.index == i]
-        assert roles == ["assistant"] + [None] * (len(roles) - 1)
     assert final.usage.completion_tokens == whole.usage.completion_tokens > 0
     with client.chat.completions.stream(**CHAT, extra_body=said("")) as stream:  # without text, it has a role
         message = stream.get_final_completion().choices[0].message
