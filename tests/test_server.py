@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -181,11 +180,8 @@ def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
 # Flags and models
 
 
-def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["mlx_lm.server", "--help"])
-    with pytest.raises(SystemExit):
-        stock.main()
-    text = capsys.readouterr().out
+def test_flags_are_those_of_mlx_lm(capsys):
+    _, text, _ = run_command(stock.main, capsys, "--help")
     actions = {flag: a for a in make_parser()._actions for flag in a.option_strings}
     assert set(re.findall(r"--[a-z-]+", text)) - {"--help"} <= actions.keys()
     assert actions["--model"].default == str(DEMO)
