@@ -17,6 +17,7 @@ from mlx_mtp.server.request import ApiError
 from mlx_mtp.server.structured_output import make_output_grammar
 from tests.support.prompts import Prompts
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, body_with, options_of, read, tools_of
+from tests.support.requests import text as part
 from tests.support.scripted_server import said
 from tests.support.sdk_types import values_of
 from tests.support.server_process import server_of
@@ -112,10 +113,6 @@ def test_an_answer_may_have_one_call_only(claude, client):
         options = dict(tools=TOOLS_OF[CHAT], parallel_tool_calls=parallel, extra_body=said(says))
         answer = client.chat.completions.create(model="default_model", messages=ASK, **options)
         assert len(answer.choices[0].message.tool_calls) == 1 + parallel
-
-
-def part(text: str, kind: str = "text") -> dict:
-    return {"type": kind, "text": text}
 
 
 THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}

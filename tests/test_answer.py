@@ -65,6 +65,8 @@ def test_an_answer_is_taken_apart_and_a_stop_word_ends_its_content():
         assert read(text, size, stop=["?", "!"]) == ("A!B", "One", "", "stop")
     for text in ("So:\n```c\nint x;\n</think>\n\nYes.", "So:\n```c\nint x = </think>;"):  # of code that nothing closes
         assert read(text, reason="length") == (text, "", "", "length")
+    # Reasoning that goes on keeps its first line breaks.
+    assert [read("\n\nSo", goes_on=goes_on)[0] for goes_on in (False, True)] == ["So", "\n\nSo"]
 
 
 # Answers that drift
@@ -107,10 +109,6 @@ def test_an_answer_that_drifts(drift):
     for text, want in DRIFTS[drift]:
         for size in (len(text), 1, 2, 5, 9):
             assert read(text, size) == want, (text, size)
-
-
-def test_reasoning_that_goes_on_keeps_its_first_line_breaks():
-    assert [read("\n\nSo", goes_on=goes_on)[0] for goes_on in (False, True)] == ["So", "\n\nSo"]
 
 
 # The tokens of the text

@@ -348,12 +348,8 @@ def test_an_answer_goes_on_with_reasoning_alone(prompts, path):
         assert error.value.status == 400
         calls = dict(tools=tools_of(path, {"name": "f"}), tool_choice={"type": "any"})
         assert prompts.read(path, **body, **calls).in_reasoning  # the grammar begins after it
-
-
-def test_a_template_without_reasoning_continues_none():
-    plain = Prompts("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(ApiError, match="chat template has no reasoning_content"):
-        plain.read(CHAT, messages=[user("q"), ALONE[CHAT][0]])
+        Prompts("{% for m in messages %}{{ m.content }}{% endfor %}").read(path, **body)
 
 
 # What is left out, and what is refused

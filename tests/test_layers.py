@@ -24,17 +24,7 @@ from mlx_mtp.core.pacing.step_times import Plan
 from tests.support.batches import run
 from tests.support.decoding import PROMPT, WINDOW, mtp, plain, rows_of
 from tests.support.graphs import operations
-from tests.support.models import (
-    FAMILIES,
-    GROUPED,
-    PACK,
-    TRAINED,
-    arrays_equal,
-    deep_model,
-    model_of,
-    tiny_model,
-    trace_anew,
-)
+from tests.support.models import FAMILIES, GROUPED, PACK, TRAINED, arrays_equal, deep_model, tiny_model, trace_anew
 
 # The CPU backend multiplies gathered matrices in float32 alone, so experts are in float32. Each form takes kernels of its own.
 SLOW_FORMS = [
@@ -358,7 +348,7 @@ def one_operation(native, inputs, state, mask=None):
 
 def test_a_window_is_two_operations_more_than_a_token_and_a_rollback_two(monkeypatch):
     """The second call of the recurrence, and joining the outputs of both."""
-    layer = model_of("qwen3_5").model.layers[0]
+    layer = tiny_model("qwen3_5").model.layers[0]
     delta, H = layer.linear_attn, layer.input_layernorm.weight.size
     states = [mx.zeros((1, delta.conv_kernel_size - 1, delta.conv_dim))]
     states += [mx.zeros((1, delta.num_v_heads, delta.head_v_dim, delta.head_k_dim))]

@@ -17,7 +17,6 @@ from mlx_mtp.text.tool_calls import Text
 from tests.support.models import TRAINED
 from tests.support.requests import ASK, client_of, tools_of
 from tests.support.requests import CHAT as CHAT_PATH
-from tests.support.requests import TEXT as TEXT_PATH
 from tests.support.scripted_server import said
 from tests.support.server_process import server_of
 from tests.support.tool_texts import FUNCTIONS, model_with, render
@@ -54,11 +53,10 @@ def joined(chunks) -> dict[int, dict]:
 # Streams
 
 
-def test_the_stream_helper_gets_usage_and_one_role_of_each_choice(client):
+def test_the_stream_helper_gets_each_choice_and_usage(client):
     body = said(f"Hm.\n</think>\n\nI add.\n\n{ADD}", True)
     options = dict(**CHAT, n=2, tools=TOOLS, max_tokens=900, extra_body=body)
     with client.chat.completions.stream(**options, stream_options={"include_usage": True}) as stream:
-        chunks = [event.chunk for event in stream if event.type == "chunk"]
         final = stream.get_final_completion()
     whole = client.chat.completions.create(**options)
     for found in (final.choices, whole.choices):
@@ -67,10 +65,6 @@ def test_the_stream_helper_gets_usage_and_one_role_of_each_choice(client):
             assert (message.role, message.content, message.reasoning) == ("assistant", "I add.", "Hm.")
             assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
         assert len({c.message.tool_calls[0].id for c in found}) == 2
-    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
-    for i in range(2):
-        roles = [choice.delta.role for chunk in chunks for choice in chunk.choices if choice.index == i]
-        assert roles == ["assistant"] + [None] * (len(roles) - 1)
     assert final.usage.completion_tokens == whole.usage.completion_tokens > 0
     with client.chat.completions.stream(**CHAT, extra_body=said("")) as stream:  # without text, it has a role
         message = stream.get_final_completion().choices[0].message
@@ -221,13 +215,6 @@ def test_choices_come_in_order_first():
     role = {"role": "assistant"}
     want = [(0, role), (1, role), (2, role | {"content": "a"}), (2, {"content": "b"})]
     assert [(c["index"], c["delta"]) for c in choices] == want
-
-
-def test_one_answer_that_fails_fails_the_request(drafting):
-    status, content = drafting.request(TEXT_PATH, {**TEXT, "prompt": [[1, 2], [3, 10**6]], "n": 2})
-    assert (status, content["error"]["param"]) == (400, "prompt")
-    assert "1000000" in content["error"]["message"]
-    drafting.until_idle()
 
 
 def test_the_bytes_of_each_token(demo):

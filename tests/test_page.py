@@ -35,6 +35,8 @@ def test_page_loads_every_file_that_it_names(client):
         assert (file.status_code, file.headers["content-type"].partition(";")[0]) == (200, kind), name
     assert (client.head("/").status_code, client.head("/").content) == (200, b"")
     assert client.get("/page/%2e%2e/app.py").status_code == 404
+    without = client_of(None, "--no-ui")
+    assert (without.get("/").json()["name"], without.get("/page/main.js").status_code) == ("mlx_mtp", 404)
 
 
 def test_page_runs_its_own_scripts_alone_and_asks_nobody_else(client):
@@ -68,12 +70,6 @@ def test_vendored_libraries_are_those_of_the_list_and_have_licences():
     for path in VENDORED:
         assert "opyright" in path.with_name(path.name.replace(".min.js", ".LICENSE.txt")).read_text()
     assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 400_000
-
-
-def test_no_page_with_no_ui():
-    client = client_of(None, "--no-ui")
-    assert client.get("/").json()["name"] == "mlx_mtp"
-    assert client.get("/page/main.js").status_code == 404
 
 
 def test_what_the_api_says_of_itself_and_of_the_demo(client):

@@ -26,7 +26,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import MTPError, make_prompt_cache, mtp_generate_step
-from mlx_mtp.core.caches import fingerprint, indexed
+from mlx_mtp.core.caches import fingerprint
 from mlx_mtp.core.caches.fingerprint import SIZE, digest
 from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.core.caches.recurrent import RecurrentCache
@@ -36,6 +36,7 @@ from tests.support.commands import refused
 from tests.support.decoding import PROMPT, WINDOW, filled, mtp, one_by_one, plain, rows_of
 from tests.support.models import FAMILIES, FLASH, PACK, ROPE, arrays_equal, deep_model, model_of, tiny_model
 from tests.support.profiles import LONG, examples
+from tests.support.prompt_store import held
 
 TURNS = ([3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9])
 
@@ -308,11 +309,6 @@ def test_any_damage_is_refused_or_harmless(family, options, names, tmp_path):
 # Rollback
 
 
-def kept(cache):
-    arrays_of = lambda c: [getattr(c, name)[..., : c.offset, :] for name in indexed.names_of(c)]  # noqa: E731
-    return [c.cache if isinstance(c, stock.ArraysCache) else arrays_of(c) for c in cache]
-
-
 MOVED = "mlx-lm's recurrent layers compute otherwise, or a window does: core/layers/layer.py must follow"
 EVERY_FORM = [*((family, mx.float32) for family in FAMILIES), ("qwen3_5", mx.bfloat16)]
 
@@ -328,7 +324,7 @@ def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
     for n in range(1, 10):
         theirs = copy.deepcopy(before)
         want = model(WINDOW[None, :n], cache=theirs)
-        wanted[n] = want, kept(theirs), model(mx.array([[7]]), cache=copy.deepcopy(theirs))
+        wanted[n] = want, held(theirs), model(mx.array([[7]]), cache=copy.deepcopy(theirs))
     for n_tokens in range(1, 10) if LONG else (1, 2, 3, 6, 9):
         for n_confirmed in sorted({1, min(2, n_tokens), n_tokens}):
             for n in range(n_confirmed, n_tokens + 1):
@@ -336,8 +332,8 @@ def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
                 logits = rows.run(model, WINDOW[None, :n_tokens], n_confirmed=n_confirmed)
                 rows.commit([n])
                 ours = rows.extract(0, rows.n_tokens[0])
-                want, held, follow_up = wanted[n]
-                assert arrays_equal(kept(ours), held)
+                want, arrays, follow_up = wanted[n]
+                assert arrays_equal(held(ours), arrays)
                 if dtype == mx.float32:
                     assert mx.array_equal(logits[:, :n], want), MOVED
                     assert mx.array_equal(model(mx.array([[7]]), cache=ours), follow_up)
@@ -355,8 +351,8 @@ def test_rows_roll_back_to_ends_of_their_own(family, is_compiled):
         rows.commit(counts)
         for b, (prompt, n) in enumerate(zip(prompts, counts)):
             theirs = filled(model, prompt=mx.concatenate([mx.array(prompt), window[b, :n]]))
-            held = zip(tree_flatten(kept(rows.extract(b, len(prompt) + n))), tree_flatten(kept(theirs)))
-            assert all(mx.allclose(x, y, rtol=1e-4, atol=1e-4) for (_, x), (_, y) in held)
+            pairs = zip(tree_flatten(held(rows.extract(b, len(prompt) + n))), tree_flatten(held(theirs)))
+            assert all(mx.allclose(x, y, rtol=1e-4, atol=1e-4) for (_, x), (_, y) in pairs)
 
 
 def test_a_rollback_to_the_confirmed_tokens_computes_nothing():

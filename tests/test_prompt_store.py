@@ -378,7 +378,6 @@ def test_a_prompt_cache_is_evaluated_in_pieces(monkeypatch, what):
     want = evaluated()
     monkeypatch.setattr(prompt_cache_module, "MAX_BYTES", 1000)
     monkeypatch.setattr(mx, "eval", note)
-    held = lambda entries: [c.cache if hasattr(c, "cache") else [c.keys, c.values] for c in entries]  # noqa: E731
     assert arrays_equal(held(evaluated()), held(want))
     assert all(len(own) <= 1 or sum(own) <= 1000 for own in sizes)
     assert sum(map(sum, sizes)) > 5000

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -181,13 +180,11 @@ def test_a_process_from_its_first_lines_to_its_end(tmp_path, how, streams):
 # Flags and models
 
 
-def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["mlx_lm.server", "--help"])
-    with pytest.raises(SystemExit):
-        stock.main()
-    text = capsys.readouterr().out
+def test_flags_are_those_of_mlx_lm(capsys):
+    _, text, _ = run_command(stock.main, capsys, "--help")
     actions = {flag: a for a in make_parser()._actions for flag in a.option_strings}
     assert set(re.findall(r"--[a-z-]+", text)) - {"--help"} <= actions.keys()
+    assert actions["--model"].default == str(DEMO)
     defaults = re.findall(r"\n  (--[a-z-]+)(?:(?!\n  --).)*?\(default: ([^),]+)", text, re.DOTALL)
     assert len(defaults) > 10
     own = {"--num-draft-tokens", "--allowed-origins", "--max-tokens"}  # --mtp's, of fewer pages, the context
@@ -196,21 +193,15 @@ def test_flags_are_those_of_mlx_lm(monkeypatch, capsys):
     assert [(flag, str(actions[flag].default)) for flag, _ in theirs] == theirs
 
 
-def test_lists_models(server, client):
-    assert [m.id for m in client.models.list()] == ["dense"]  # the folder's name
-    for name in ("dense", TRAINED, "default_model"):
-        model = client.models.retrieve(name)
-        assert (model.id, model.max_model_len) == (name, 8192)
-    assert make_parser().parse_args([]).model == str(DEMO)
-    assert server.request("/health") == (200, {"status": "ok", "loaded": True})
-
-
 def test_requires_the_key_and_serves_another_model(tmp_path):
     (tmp_path / "key").write_text("sesame\n")
     flags = "--model", TRAINED, "--mtp", "--api-key-file", str(tmp_path / "key"), "--serve-model", OTHER
     with serve_here(tmp_path / "log", *flags) as s:
         with OpenAI(base_url=s.url, api_key="sesame") as client:
-            assert [m.id for m in client.models.list()] == ["dense", OTHER]
+            assert [m.id for m in client.models.list()] == ["dense", OTHER]  # the folder's name
+            for name in ("dense", TRAINED, "default_model"):
+                model = client.models.retrieve(name)
+                assert (model.id, model.max_model_len) == (name, 8192)
         for key in ("", "sesam", "sesame2", "sésame"):
             for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
                 status, content = s.request(TEXT, {"prompt": "a"}, headers)

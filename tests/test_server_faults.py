@@ -79,7 +79,8 @@ UNSUPPORTED = (
 )
 INVALID = {
     TEXT: dict(
-        prompt=[None, "", 5, [], [""], [[]], ["a", 1], [["a"]], [-1], [10**6], [[1], "a"], ["a"] * 129, {}], model=[5, ["a"]],
+        prompt=[None, "", 5, [], [""], [[]], ["a", 1], [["a"]], [-1], [10**6], [[1], "a"], ["a"] * 129, {}]
+        + [[[1, 2], [3, 10**6]]], model=[5, ["a"]],
         stream=["yes"], stream_options=[True], max_tokens=[0, -5, 1.5, True, "many", 8192, 10**9, 10**12],  # 8192: the context
         max_completion_tokens=[[1]], n=[0, 9], temperature=[-0.1, "hot", 9], top_p=[1.1, -1], top_k=[-2, 10**6, 2.5], min_p=[2],
         repetition_penalty=[-1], repetition_context_size=[-1], presence_penalty=["x"], frequency_penalty=[{}],
@@ -127,6 +128,7 @@ def test_rejects_invalid_fields(server, path):
     for field, value in ((field, value) for field, values in INVALID[path].items() for value in values):
         body = {**VALID[path], field.partition(".")[0]: value}
         assert_error(server.request(path, body), 400, field, of=(field, str(value)[:100]), path=path)
+    server.until_idle()  # also of other prompts of the request
 
 
 def test_the_reason_of_a_field_of_several_types():

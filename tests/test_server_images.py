@@ -23,7 +23,7 @@ from tests.support.requests import text
 from tests.support.server_process import server_of
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
-FLAGS = ["--model", str(FOLDER), "--mtp", "--chat-template", TEMPLATE, "--served-model-name", "tiny"]
+FLAGS = ["--model", str(FOLDER), "--mtp", "--num-draft-tokens", "2", "--chat-template", TEMPLATE]
 
 
 def png(seed: int, width: int = 24, height: int = 16) -> bytes:
@@ -57,7 +57,7 @@ def text_of():
     return text_of
 
 
-server = server_of(lambda _: FLAGS)
+server = server_of(lambda _: [*FLAGS, "--served-model-name", "tiny"])
 
 
 def test_each_api_takes_images(client, claude, text_of):
@@ -89,12 +89,6 @@ def test_each_api_takes_images(client, claude, text_of):
     assert answer.output_text == text_of(f"u:a{PLACEHOLDER};a:;t:{PLACEHOLDER}b;a:", png(1), png(2))
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(*FLAGS, "--num-draft-tokens", "2") as engine:
-        yield engine
-
-
 BROKEN = [
     "data:image/png;base64,", "data:image/png;base64,AAAAA", "data:image/png;base64,AAAA", "data:image/svg+xml,<svg/>",
     url_of(png(1)[:60]), url_of(png(1)[:-30]), url_of(png(1, 8, 2000)), url_of(b"%PDF-1.7"), "https://a.b/c.png",
@@ -102,25 +96,27 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda url: url[:30])
-def test_a_broken_image_of_an_earlier_turn_is_left_out(engine, caplog, broken):
+def test_a_broken_image_of_an_earlier_turn_is_left_out(server, caplog, broken):
     """The other images stay, and it ends no conversation. In the question it is refused."""
-    tokenizer = engine.frontend.models.tokenizer
+    tokenizer = server.engine.frontend.models.tokenizer
     turns = [user(part(broken), text("a"), part(png(1))), {"role": "assistant", "content": "see"}]
     calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
     shown = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": [part(broken)]}]
-    prompt = engine.ask([*turns, user(text("b"), part(png(2, 16, 32))), *shown], max_tokens=2).prompt
+    prompt = server.engine.ask([*turns, user(text("b"), part(png(2, 16, 32))), *shown], max_tokens=2).prompt
     want = f"u:[image left out]a{PLACEHOLDER};a:see;u:b{PLACEHOLDER};a:;t:[image left out];a:"
     assert [t for t in prompt if t != IMAGE_TOKEN] == [t for t in tokenizer.encode(want) if t != IMAGE_TOKEN]
     assert prompt.count(IMAGE_TOKEN) == 6 + 8
     assert "Left out of the prompt" in caplog.text
-    assert tokenizer.decode(engine.ask([turns[1], user(text("b")), *shown], max_tokens=2).prompt).endswith("out];a:")
+    assert tokenizer.decode(server.engine.ask([turns[1], user(text("b")), *shown], max_tokens=2).prompt).endswith(
+        "out];a:"
+    )
     with pytest.raises((ApiError, MTPError), match=r"Image 3 |data URL") as refused:
-        engine.ask([*turns, user(text("b"), part(broken))], max_tokens=2)
+        server.engine.ask([*turns, user(text("b"), part(broken))], max_tokens=2)
     assert getattr(refused.value, "param", "messages") == "messages"
 
 
-def test_each_way_to_send_an_image(engine):
-    want = engine.ask([user(part(png(1)))], max_tokens=2).prompt
+def test_each_way_to_send_an_image(server):
+    want = server.engine.ask([user(part(png(1)))], max_tokens=2).prompt
     plain = url_of(png(1))[22:]
     for source in (
         {"source": {"type": "base64", "media_type": "image/png", "data": url_of(png(1))}},
@@ -129,42 +125,42 @@ def test_each_way_to_send_an_image(engine):
         {"data": plain, "mimeType": "image/png"},  # MCP's
         {"image_url": {"url": "\n" + url_of(png(1)).rstrip("=")}},
     ):
-        assert engine.ask([user({"type": "image", **source})], max_tokens=2).prompt == want, source.keys()
+        assert server.engine.ask([user({"type": "image", **source})], max_tokens=2).prompt == want, source.keys()
 
 
-def test_quoted_placeholders_are_text(engine):
+def test_quoted_placeholders_are_text(server):
     """With an image and without, and the model sees the same characters as ordinary tokens."""
     quoted = "<|vision_start|><|image_pad|><|vision_end|> is no image, and <|video_pad|> no video"
-    tokenizer = engine.frontend.models.tokenizer
+    tokenizer = server.engine.frontend.models.tokenizer
     special = {tokenizer.convert_tokens_to_ids(t) for t in re.findall(r"<\|\w+\|>", quoted)}
     assert IMAGE_TOKEN in special
-    alone = engine.ask([user(text(quoted))], max_tokens=2)
+    alone = server.engine.ask([user(text(quoted))], max_tokens=2)
     assert tokenizer.decode(alone.prompt) == f"u:{quoted};a:"
     assert not special & {*alone.prompt}
     shown = [user(part(png(1)), text(quoted))]
     for chat in (shown, [*shown, {"role": "assistant", "content": quoted}, user(text(quoted))]):
-        prompt = engine.ask(chat, max_tokens=2).prompt
+        prompt = server.engine.ask(chat, max_tokens=2).prompt
         assert [t for t in prompt if t in special].count(IMAGE_TOKEN) == 6
         said = [t for t in prompt if t not in special]
         assert tokenizer.decode(said) == "".join(f"{m['role'][0]}:{quoted};" for m in chat) + "a:"
-    assert engine.ask([user(text(quoted))], max_tokens=2).prompt == alone.prompt
+    assert server.engine.ask([user(text(quoted))], max_tokens=2).prompt == alone.prompt
 
 
-def test_at_once_and_cached_by_content(engine):
+def test_at_once_and_cached_by_content(server):
     """Answers are the same bits from the cache, and in a batch the same tokens; no picture is taken for another of its size."""
     chats = [[user(text("look: "), part(png(seed)), text("?"))] for seed in range(3)]
-    first = [engine.ask(chat, max_tokens=12) for chat in chats]
+    first = [server.engine.ask(chat, max_tokens=12) for chat in chats]
     before = first[0].prompt.index(IMAGE_TOKEN)
     assert len({tuple(a.tokens) for a in first}) == 3
     assert [a.n_cached <= before for a in first] == [True] * 3
-    again = [engine.ask(chat, max_tokens=12) for chat in chats]
+    again = [server.engine.ask(chat, max_tokens=12) for chat in chats]
     assert [(a.tokens, a.logprobs) for a in again] == [(a.tokens, a.logprobs) for a in first]
     assert all(a.n_read < 8 for a in again)
-    together = engine.ask_all([(chat, None) for chat in [*chats, [user(text("text"))]]], max_tokens=12)
+    together = server.engine.ask_all([(chat, None) for chat in [*chats, [user(text("text"))]]], max_tokens=12)
     assert [a.tokens for a in together[:3]] == [a.tokens for a in first]
     assert all(a.n_read < 8 for a in together[:3])
     longer = [*chats[1], {"role": "assistant", "content": "x"}, user(part(png(7)), part(png(8)))]
-    assert engine.ask(longer, max_tokens=4).n_cached >= len(first[1].prompt) - 3
+    assert server.engine.ask(longer, max_tokens=4).n_cached >= len(first[1].prompt) - 3
 
 
 def test_scaled_positions_take_no_images(tmp_path, capsys):
@@ -173,7 +169,7 @@ def test_scaled_positions_take_no_images(tmp_path, capsys):
     rope = config_of(folder)["text_config"]["rope_parameters"]
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     configure(folder, text={"rope_parameters": rope | scaled})
-    with Engine("--model", str(folder), "--mtp", "--chat-template", TEMPLATE) as engine:
+    with Engine(*FLAGS, "--model", str(folder)) as engine:
         client = engine.client
         assert client.get("/v1/models").json()["data"][0]["takes_images"] is False
         for stream in (False, True):
@@ -190,9 +186,9 @@ def request_of(n: int) -> Request:
     return Request("chat", "", [], None, None, images=[url_of(png(1))] * n, are_asked=[True] * n)
 
 
-def test_the_server_bounds_images_before_it_decodes_one_and_looks_for_its_client(engine, monkeypatch):
+def test_the_server_bounds_images_before_it_decodes_one_and_looks_for_its_client(server, monkeypatch):
     """An error gives back what is decoded, though it has the frame."""
-    tokenizer, account = next(iter(engine.frontend.models.tokenizers.values())), SimpleNamespace(left=1 << 30)
+    tokenizer, account = next(iter(server.engine.frontend.models.tokenizers.values())), SimpleNamespace(left=1 << 30)
     most, decoded, request = 3 * 24 * 16, [], request_of(3)
 
     def note(source, name):

@@ -280,7 +280,7 @@ def write_call(name: str, arguments: dict, forms: list, between: str = "\n") -> 
     return between.join(line for line in lines if line)
 
 
-READ = "read", {"path": "a.py"}
+READ, LIMITED = ("read", {"path": "a.py"}), ("read", {"path": "b", "limit": 5})
 WRITE = "write", {"path": "a.py", "content": "x < 1\n\n    </b>  # `<parameter=mode>`"}
 FILES = {
     "read": {"properties": {"path": STRING, "limit": INTEGER}, "required": ["path"]},
@@ -288,15 +288,23 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("call", [READ, WRITE, ("read", {"path": "b", "limit": 5})], ids=lambda call: "-".join(call[1]))
-def test_a_call_whose_tags_drift_is_the_one_that_is_meant(call):
+NEED_LINES = {"<function={}", "<function {}>", "<parameter={}", '<parameter="{}"', "<parameter {}>"}
+
+
+@pytest.mark.parametrize(
+    ("call", "other", "between"),
+    [(READ, WRITE, "\n"), (WRITE, WRITE, "\n"), (LIMITED, WRITE, "\n"), (LIMITED, READ, "")],
+)
+def test_a_call_whose_tags_drift_is_the_one_that_is_meant(call, other, between):
     """Alone, before and after another, and before text if it has an end. Tests below have pieces of other sizes."""
-    proper, sizes = write_call(*WRITE, PROPER), (4,)
+    proper, sizes = write_call(*other, PROPER, between), (4,)
     for forms in DRIFTS:
-        drifting = write_call(*call, forms)
+        if not between and (NEED_LINES & {*forms} or (forms[2] in ("</parameter", "") and forms[3] == "</function")):
+            continue
+        drifting = write_call(*call, forms, between)
         for text, calls in (
-            (drifting, [call]), (f"{drifting}\n{proper}", [call, WRITE]), (f"{proper}\n{drifting}", [WRITE, call]),
-            (f"{drifting}\n{drifting}\n\n{drifting}", [call] * 3), (f"{proper}{drifting}", [WRITE, call]),
+            (drifting, [call]), (f"{drifting}\n{proper}", [call, other]), (f"{proper}\n{drifting}", [other, call]),
+            (f"{drifting}\n{drifting}\n\n{drifting}", [call] * 3), (f"{proper}{drifting}", [other, call]),
         ):  # fmt: skip
             content, found = calls_of(text, sizes, FILES)
             assert found == calls, text
@@ -305,22 +313,8 @@ def test_a_call_whose_tags_drift_is_the_one_that_is_meant(call):
             assert calls_of(f"{drifting}\n\nIt is so.", sizes, FILES) == ("\n\nIt is so.", [call]), forms
 
 
-NEED_LINES = {"<function={}", "<function {}>", "<parameter={}", '<parameter="{}"', "<parameter {}>"}
-
-
-def test_a_call_on_one_line_whose_tags_drift():
-    call, proper = ("read", {"path": "b", "limit": 5}), write_call(*READ, PROPER, between="")
-    for forms in (f for f in DRIFTS if not NEED_LINES & {*f}):
-        if forms[2] in ("</parameter", "") and forms[3] == "</function":
-            continue
-        text = write_call(*call, forms, between="")
-        assert calls_of(text, schemas=FILES) == ("", [call]), text
-        assert calls_of(text + proper, schemas=FILES) == ("", [call, READ]), text
-
-
 TAG = re.compile(r"</?(?:tool_call|function|parameter)[^<>]*>")
-MORE = ("write", {"path": "a", "content": "x < 1\n\n  </b>\n"}), ("read", {"path": "b", "limit": 5}), ("now", {})
-CALLS = [READ, *MORE]
+CALLS = [READ, ("write", {"path": "a", "content": "x < 1\n\n  </b>\n"}), LIMITED, ("now", {})]
 ALTER = {
     "drop": lambda tag: "", "drop its end": lambda tag: tag[:-1], "drop its beginning": lambda tag: tag[1:],
     "twice": lambda tag: f"{tag}\n{tag}", "open": lambda tag: tag.replace("/", ""), "close": lambda tag: f"</{tag[1:]}",

@@ -4,10 +4,12 @@ import copy
 import functools
 
 import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.models import cache as stock
 
 from mlx_mtp import KVOptions, make_prompt_cache
 from mlx_mtp.core.batch.generate_step import prefill
+from mlx_mtp.core.caches.indexed import names_of
 
 from .models import arrays_equal, deep_model
 
@@ -32,9 +34,12 @@ def read(model, tokens, cuts=(), store=None, kv=None):
 
 def held(prompt_cache) -> list:
     """All that a prompt cache holds, without the space for more tokens."""
-    is_recurrent = [isinstance(c, stock.ArraysCache) for c in prompt_cache]
-    rows = [[] if r or c.keys is None else [*c.keys_and_values()] for c, r in zip(prompt_cache, is_recurrent)]
-    return [c.cache if r else x for c, r, x in zip(prompt_cache, is_recurrent, rows)]
+
+    def rows_of(c):
+        arrays = [] if c.keys is None else [getattr(c, name) for name in names_of(c)]
+        return tree_map(lambda x: x[..., : c.offset, :], arrays)
+
+    return [c.cache if isinstance(c, stock.ArraysCache) else rows_of(c) for c in prompt_cache]
 
 
 def names(prompt_cache) -> list[str]:

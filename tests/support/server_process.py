@@ -30,6 +30,7 @@ class Server:
     processes: list[subprocess.Popen]  # by rank; none where it runs in this one
     port: int
     log: Path
+    engine: Engine | None = None  # where it runs in this process
 
     @property
     def process(self) -> subprocess.Popen:
@@ -185,7 +186,7 @@ def serve_here(log: Path, *flags: str) -> Iterator[Server]:
                 thread = threading.Thread(target=server.run, args=([s],))
                 thread.start()
                 try:
-                    yield Server([], s.getsockname()[1], log)
+                    yield Server([], s.getsockname()[1], log, engine)
                 finally:
                     server.should_exit = True
                     thread.join()

@@ -5,6 +5,7 @@ python -m tests.support.ranks.generation all|some tensor:FOLDER|pipeline:FOLDER 
 
 import sys
 from contextlib import nullcontext
+from unittest.mock import Mock, patch
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -124,29 +125,22 @@ def differences_are_found(name, model):
 
 def counts_collectives(name, model):
     """At most one for each pass more than mlx-lm, and those of the head."""
-    n, passes = [0], [0]
-    for collective in ("all_sum", "all_gather", "send", "recv_like"):
-        count(mx.distributed, collective, n)
-    count(Decoder, "verify", passes)  # the prompt's last token is a pass more
-    plain(PROMPT, model, max_tokens=1)  # a pass for the prompt, one for its last token, one ahead
-    of_a_pass = n[0] // 3
-    mx.synchronize(generation_stream)
-    n[0], counts, n_tokens = 0, DraftCounts(), 40 if how_much == "all" else 24
-    mtp(PROMPT, model, max_tokens=n_tokens, counts=counts, num_draft_tokens="auto", copy_drafts="off")
+    names = ("all_sum", "all_gather", "send", "recv_like")
+    collectives = {name: Mock(wraps=getattr(mx.distributed, name)) for name in names}
+    verify = patch.object(Decoder, "verify", autospec=True, side_effect=Decoder.verify)
+    with patch.multiple(mx.distributed, **collectives), verify as passes:
+        plain(PROMPT, model, max_tokens=1)  # a pass for the prompt, one for its last token, one ahead
+        before = sum(made.call_count for made in collectives.values())
+        mx.synchronize(generation_stream)
+        counts, n_tokens = DraftCounts(), 40 if how_much == "all" else 24
+        mtp(PROMPT, model, max_tokens=n_tokens, counts=counts, num_draft_tokens="auto", copy_drafts="off")
+    n = sum(made.call_count for made in collectives.values()) - before
+    of_a_pass = before // 3
     of_the_head = 3 * sum(counts.drafted) + 2 * 3  # sums and logits; the prompt's rows, twice, and the last ones
     to_begin, prompt = 3, of_a_pass
-    most = (passes[0] + 1) * (of_a_pass + 1) + of_the_head + to_begin + prompt
-    report(f"{name}, collectives", [n[0] <= most, passes[0] > 10, of_a_pass > 1, n[0], most])
-
-
-def count(owner, name, n):
-    original = getattr(owner, name)
-
-    def counted(*args, **kwargs):
-        n[0] += 1
-        return original(*args, **kwargs)
-
-    setattr(owner, name, counted)
+    n_passes = passes.call_count + 1  # the prompt's last token is a pass more
+    most = n_passes * (of_a_pass + 1) + of_the_head + to_begin + prompt
+    report(f"{name}, collectives", [n <= most, n_passes > 11, of_a_pass > 1, n, most])
 
 
 # While a rank compiles kernels, the other one spins.
