@@ -66,14 +66,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@one_line_errors(NAME)
 def main() -> None:
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
-    with one_line_errors(NAME):
-        if not words:
-            return print("\n".join(table([["client", "version", "command"], *map(describe, INSTALL)])))
-        status = launch(words[:end], words[end + 1 :])
-    sys.exit(status)
+    if not words:
+        return print("\n".join(table([["client", "version", "command"], *map(describe, INSTALL)])))
+    sys.exit(launch(words[:end], words[end + 1 :]))
 
 
 def describe(client: str) -> list[str]:
