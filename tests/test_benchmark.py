@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import statistics
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -263,7 +262,6 @@ def test_measures_all_and_leaves_the_model_unchanged():
     assert len(measured) >= 11
     assert all(len(m.ratios) == 2 and m.tps > 0 for m in measured)
     assert measured[0].ratios == [1.0, 1.0]
-    assert all(m.low <= statistics.median(m.ratios) <= m.high for m in measured)
     assert all((m.settings.seconds != {}) == (m.settings.num_draft_tokens == "auto") for m in measured)
     lines = tune.show(measured).splitlines()
     assert all(line.startswith(str(m.settings)) for line, m in zip(lines[1:], measured))

@@ -18,6 +18,7 @@ from mlx_mtp.core.layers import layer as layer_module
 from mlx_mtp.core.layers.compiled import Compiler
 from mlx_mtp.core.layers.layer import attend, group_size
 from mlx_mtp.core.layers.mtp import run_head
+from mlx_mtp.core.layers.passes import Pass
 from mlx_mtp.core.models.head_weights import quantize_head
 from mlx_mtp.core.pacing.depth import Depth
 from mlx_mtp.core.pacing.step_times import Plan
@@ -309,11 +310,11 @@ def test_groups_are_the_whole(calls, most, kind):
     may = mx.arange(N) <= mx.arange(N - T, N)[:, None]
     may = mx.stack([may, may & (mx.arange(N) >= 4)])[:, None]  # the second row is padded
     mask = {"causal": "causal", "bool": may, "float": mx.where(may, 0.0, -mx.inf)}[kind]
-    got = attend(queries, keys, values, KVCache(), 0.125, mask, most)
+    got = attend(queries, keys, values, KVCache(), 0.125, mask, Pass(attention_rows=most))
     n = 4 if most is None else most or T
     ends = [min(i + n, T) for i in range(0, T, n)]
     assert calls == [(j - i * n, N - T + j if kind == "causal" else N) for i, j in enumerate(ends)]
-    want = attend(queries, keys, values, KVCache(), 0.125, mask, 0)
+    want = attend(queries, keys, values, KVCache(), 0.125, mask, Pass())
     # Sums in another order: a few roundings of float32.
     assert mx.abs(got - want).max() < 1e-5 * mx.abs(want).max()
 

@@ -49,13 +49,10 @@ def make_parser() -> argparse.ArgumentParser:
     return finish(parser)
 
 
+@one_line_errors("mlx_mtp chat")
 def main() -> None:
-    with one_line_errors("mlx_mtp chat"):
-        require("chat", "mlx_mtp chat")
-        run(parse(make_parser()))
-
-
-def run(args: argparse.Namespace) -> None:
+    require("chat", "mlx_mtp chat")
+    args = parse(make_parser())
     flags.check_generation_flags(args)
     flags.check_prompt_cache_dir(args)
     flags.check_alone(args, "adapter_path", "prompt_cache_dir", "images")

@@ -66,16 +66,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    words = sys.argv[1:]
-    end = words.index("--") if "--" in words else len(words)
-    with one_line_errors(NAME):
-        if not words:
-            return print("\n".join(table([["client", "version", "command"], *map(describe, INSTALL)])))
-        status = launch(words[:end], words[end + 1 :])
-    sys.exit(status)
-
-
 def describe(client: str) -> list[str]:
     """A row of the list: the client's version and its place, or the command that installs it."""
     if (path := shutil.which(client)) is None:
@@ -87,9 +77,13 @@ def describe(client: str) -> list[str]:
     return [client, "?", path]
 
 
-def launch(words: list[str], arguments: Sequence[str]) -> int:
-    """Run a client with a server for these flags -> the client's exit status."""
-    parser = make_parser()
+@one_line_errors(NAME)
+def main() -> None:
+    """Run a client with a server for the flags, and exit with the client's status. Without words, list the clients."""
+    if not (words := sys.argv[1:]):
+        return print("\n".join(table([["client", "version", "command"], *map(describe, INSTALL)])))
+    end = words.index("--") if "--" in words else len(words)
+    words, arguments, parser = words[:end], words[end + 1 :], make_parser()
     try:
         args = parse(parser, words)
     except MTPError as e:
@@ -114,7 +108,7 @@ def launch(words: list[str], arguments: Sequence[str]) -> int:
         say("\n".join([f"The server at {url} has died.", *log.splitlines()[-SHOWN:]]), sys.stderr)
     elif args.keep:
         say(f"The server stays at {url}: `kill {server.pid}` ends it.", sys.stderr)
-    return status
+    sys.exit(status)
 
 
 def find(given: dict[str, Any], key: str | None) -> Server | None:

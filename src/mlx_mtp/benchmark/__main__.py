@@ -91,12 +91,9 @@ def make_parser() -> argparse.ArgumentParser:
     return finish(parser)
 
 
+@one_line_errors("mlx_mtp benchmark")
 def main() -> None:
-    with one_line_errors("mlx_mtp benchmark"):
-        run(parse(make_parser()))
-
-
-def run(args: argparse.Namespace) -> None:
+    args = parse(make_parser())
     check_flags(args)
     if args.tune:
         run_tune(args)

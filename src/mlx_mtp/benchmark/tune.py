@@ -42,14 +42,6 @@ class Measured:
     tps: float = 0.0  # tokens per second after the first token, the median of the rounds
 
     @property
-    def low(self) -> float:
-        return min(self.ratios)
-
-    @property
-    def high(self) -> float:
-        return max(self.ratios)
-
-    @property
     def ratio(self) -> float:
         return statistics.median(self.ratios)
 
@@ -57,7 +49,7 @@ class Measured:
 def beats(a: Measured, b: Measured) -> bool:
     """Whether ``a`` is faster than ``b`` by more than the spread: its lowest ratio is above the highest of ``b``."""
     fixes_auto = a.settings.num_draft_tokens != "auto" and b.settings.num_draft_tokens == "auto"
-    return a.low > b.high * (1 + FIXED_GAIN if fixes_auto else 1)
+    return min(a.ratios) > max(b.ratios) * (1 + FIXED_GAIN if fixes_auto else 1)
 
 
 def recommend(measured: Sequence[Measured]) -> Measured:
@@ -84,7 +76,7 @@ def show(measured: Sequence[Measured]) -> str:
     rows = [["settings", "ratio", "lowest", "highest", "tokens/s", "accepted first", "tokens/step"]]
     for m in measured:
         drafted, accepted = m.counts.drafted, m.counts.accepted
-        rows.append([str(m.settings), *(f"{x:.2f}" for x in (m.ratio, m.low, m.high)), f"{m.tps:.1f}"])
+        rows.append([str(m.settings), *(f"{x:.2f}" for x in (m.ratio, min(m.ratios), max(m.ratios))), f"{m.tps:.1f}"])
         if drafted:
             rows[-1] += [f"{accepted[0] / drafted[0]:.2f}", f"{1 + sum(accepted) / drafted[0]:.2f}"]
     lines = table(rows)

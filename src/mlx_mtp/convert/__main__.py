@@ -46,32 +46,32 @@ def make_parser() -> argparse.ArgumentParser:
     return finish(parser)
 
 
+@one_line_errors("mlx_mtp convert")
 def main() -> None:
     parser = make_parser()
-    with one_line_errors(parser.prog):
-        if of_head := [word for word in sys.argv[1:] if word.startswith("--mtp-")]:
-            other = "other commands quantize it in memory, with --mtp-bits"
-            raise MTPError(f"The head stays in bfloat16: leave out {of_head[0]}; {other}.")
-        args = vars(parse(parser))
-        if (recipe := args.pop("recipe")) is not None:
-            if (model := recipes().get(recipe)) is None:
-                raise MTPError(f"There is no recipe {recipe}: give one of {', '.join(recipes())}.")
-            needs = f"{model.disk_gb} GB on disk and a machine with {model.memory_gb} GB of memory"
-            print(f"[INFO] {recipe}: the result takes {needs}")
-            folder = f"{model.original.rpartition('/')[2]}-4bit"
-            parser.set_defaults(hf_path=model.original, mlx_path=folder, quantize=True, q_bits=4)
-            args = vars(parser.parse_args())
-            del args["recipe"]
-        if (name := args.pop("inspect")) is not None:
-            print(inspect(name, args["revision"]))
-            return
-        if args["hf_path"] is None:
-            raise MTPError("--hf-path is required: a folder or a Hugging Face repo.")
-        convert(**args)
-        target = Path(args["mlx_path"])
-        n_bytes = sum(file.stat().st_size for file in target.iterdir())
-        print(f"[INFO] Wrote {target}, {size(n_bytes)}")
-        print(f"[INFO] Next: `mlx_mtp chat {'--mtp ' * args['mtp']}--model {quote(str(target))}`")
+    if of_head := [word for word in sys.argv[1:] if word.startswith("--mtp-")]:
+        other = "other commands quantize it in memory, with --mtp-bits"
+        raise MTPError(f"The head stays in bfloat16: leave out {of_head[0]}; {other}.")
+    args = vars(parse(parser))
+    if (recipe := args.pop("recipe")) is not None:
+        if (model := recipes().get(recipe)) is None:
+            raise MTPError(f"There is no recipe {recipe}: give one of {', '.join(recipes())}.")
+        needs = f"{model.disk_gb} GB on disk and a machine with {model.memory_gb} GB of memory"
+        print(f"[INFO] {recipe}: the result takes {needs}")
+        folder = f"{model.original.rpartition('/')[2]}-4bit"
+        parser.set_defaults(hf_path=model.original, mlx_path=folder, quantize=True, q_bits=4)
+        args = vars(parser.parse_args())
+        del args["recipe"]
+    if (name := args.pop("inspect")) is not None:
+        print(inspect(name, args["revision"]))
+        return
+    if args["hf_path"] is None:
+        raise MTPError("--hf-path is required: a folder or a Hugging Face repo.")
+    convert(**args)
+    target = Path(args["mlx_path"])
+    n_bytes = sum(file.stat().st_size for file in target.iterdir())
+    print(f"[INFO] Wrote {target}, {size(n_bytes)}")
+    print(f"[INFO] Next: `mlx_mtp chat {'--mtp ' * args['mtp']}--model {quote(str(target))}`")
 
 
 def recipes() -> dict[str, Published]:

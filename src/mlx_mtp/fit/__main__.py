@@ -34,14 +34,13 @@ def make_parser() -> argparse.ArgumentParser:
     return finish(parser)
 
 
+@one_line_errors("mlx_mtp fit")
 def main() -> None:
-    parser = make_parser()
-    with one_line_errors(parser.prog):
-        args = vars(parse(parser))
-        if not fit(**args).is_better:
-            print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)
-            sys.exit(1)
-        print(f"[INFO] Next: `mlx_mtp chat --mtp --model {quote(args['mlx_path'])}`")
+    args = vars(parse(make_parser()))
+    if not fit(**args).is_better:
+        print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)
+        sys.exit(1)
+    print(f"[INFO] Next: `mlx_mtp chat --mtp --model {quote(args['mlx_path'])}`")
 
 
 if __name__ == "__main__":

@@ -56,12 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
     return finish(parser)
 
 
+@one_line_errors("mlx_mtp generate")
 def main() -> None:
-    with one_line_errors("mlx_mtp generate"):
-        run(parse(make_parser()))
-
-
-def run(args: argparse.Namespace) -> None:
+    args = parse(make_parser())
     check_flags(args)
     caches, saved_for = load_prompt_cache(args)
     model, tokenizer = load_model(args, saved_for)

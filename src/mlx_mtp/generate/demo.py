@@ -43,13 +43,9 @@ def make_parser() -> argparse.ArgumentParser:
     return finish(parser)
 
 
+@one_line_errors("mlx_mtp demo")
 def main() -> None:
-    parser = make_parser()
-    with one_line_errors(parser.prog):
-        run(parse(parser))
-
-
-def run(args: argparse.Namespace) -> None:
+    args = parse(make_parser())
     if args.max_tokens < 2:
         raise MTPError(f"--max-tokens must be 2 or more, not {args.max_tokens}: times start at the first token.")
     model, tokenizer = load(args.model, mtp="auto", dtype=args.dtype)

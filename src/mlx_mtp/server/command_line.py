@@ -184,15 +184,12 @@ class ClientSettings:
     text: str = ""  # the content of the file
     arguments: tuple[str, ...] = ()  # of the client, in place of the file
 
-    @property
-    def note(self) -> str:
-        where = f"put this into ~/{self.file}" if self.file else "run this in a shell"
-        exports = "".join(f" {name}={shlex.quote(value)}" for name, value in self.variables.items() if self.file)
-        return f"# {where}{', export' * bool(exports)}{exports}, then start: {self.command}"
-
-    def as_text(self) -> str:
-        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.variables.items())
-        return self.text if self.file else exports
+    def as_text(self) -> tuple[str, str]:
+        """What the user does with the settings, and the settings."""
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        if not self.file:
+            return f"# run this in a shell, then start: {self.command}", "".join(f"{line}\n" for line in exports)
+        return f"# {', '.join([f'put this into ~/{self.file}', *exports])}, then start: {self.command}", self.text
 
 
 def address_of(options: Options, url: str, context: int | None) -> ServerAddress:

@@ -197,24 +197,24 @@ def url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+@one_line_errors("mlx_mtp server")
 def main(log: Path | None = None) -> None:
     """Run the command. With a file for the log, the terminal gets no more than what is printed before the server answers."""
     group = mx.distributed.init()
     ranks = Ranks(group) if group.size() > 1 else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with one_line_errors("mlx_mtp server"):
-        args = parse(make_parser())
-        args.log, form = log, "%(asctime)s - %(levelname)s - %(message)s"
-        logging.basicConfig(level=args.log_level, format=form, filename=log)
-        if args.print_config is not None:  # stdout is redirected to the client's file
-            options = check(args)
-            if options.port == 0:
-                raise MTPError("--print-config requires a fixed port, such as --port 8080.")
-            address = address_of(options, url(options.host, options.port), context_of(options.model))
-            settings = CLIENTS[args.print_config](address)
-            print(settings.note, file=sys.stderr)
-            return print(settings.as_text(), end="")
-        try:
-            run(args, ranks)
-        except KeyboardInterrupt:  # a second one: do not wait for the generation thread
-            os._exit(INTERRUPTED)
+    args = parse(make_parser())
+    args.log, form = log, "%(asctime)s - %(levelname)s - %(message)s"
+    logging.basicConfig(level=args.log_level, format=form, filename=log)
+    if args.print_config is not None:  # stdout is redirected to the client's file
+        options = check(args)
+        if options.port == 0:
+            raise MTPError("--print-config requires a fixed port, such as --port 8080.")
+        address = address_of(options, url(options.host, options.port), context_of(options.model))
+        note, text = CLIENTS[args.print_config](address).as_text()
+        print(note, file=sys.stderr)
+        return print(text, end="")
+    try:
+        run(args, ranks)
+    except KeyboardInterrupt:  # a second one: do not wait for the generation thread
+        os._exit(INTERRUPTED)

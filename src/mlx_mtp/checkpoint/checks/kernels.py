@@ -16,6 +16,7 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 from ...core.caches.recurrent import has_metal_kernel, inputs_of_recurrence, recur
 from ...core.layers.drafting import quantized_group_size
 from ...core.layers.layer import attend, by_products
+from ...core.layers.passes import Pass
 from ...memory import CHUNK, is_out_of_memory
 
 QUERIES = (1, 2, 5, 9)
@@ -62,10 +63,10 @@ def attention_differences(
 ) -> dict[str, float]:
     """The largest differences of attention by the number of queries, ``n_queries`` in order, of a model's attention layer.
 
-    ``max_queries`` is that of ``attend``, and ``bits`` those of keys and values, ``None`` if they are not quantized.
+    ``max_queries`` are ``attention_rows``, and ``bits`` those of keys and values, ``None`` if they are not quantized.
     """
     Hq, Hkv, D, cache = own.num_attention_heads, own.num_key_value_heads, own.head_dim, SimpleNamespace()
-    key = mx.random.key(0)
+    key, this = mx.random.key(0), Pass(attention_rows=max_queries)
     keys = mx.random.uniform(-LARGEST, LARGEST, (1, Hkv, LONG, D), dtype, key)
     queries = mx.random.uniform(-1, 1, (2, Hq, n_queries[-1], D), dtype, key)
     keys = mx.concatenate([keys, keys[..., ::-1]])  # [2, Hkv, N, D]
@@ -85,7 +86,7 @@ def attention_differences(
         for T in n_queries:  # the last ones
             own_mask = mask[..., -T:, :] if isinstance(mask, mx.array) else None if T == 1 else mask
             # mlx-lm scales quantized attention's queries in place.
-            run = partial(attend, 1 * queries[:B, :, -T:], k, v, cache, D**-0.5, own_mask, max_queries)
+            run = partial(attend, 1 * queries[:B, :, -T:], k, v, cache, D**-0.5, own_mask, this)
             found[str(T)] = max(found[str(T)], measured(lambda: difference(run(), want[:, :, -T:])))  # noqa: B023
     return found
 
@@ -93,15 +94,16 @@ def attention_differences(
 def seconds_of_a_key(
     own: Any, dtype: mx.Dtype, max_queries: int | None, fused: bool, n_queries: Sequence[int]
 ) -> list[float]:
-    """The seconds that a further key adds to attention, for each of ``n_queries``; the options are those of ``attend``."""
+    """The seconds that a further key adds to attention, for each of ``n_queries``; the options are those of a pass."""
     Hq, Hkv, D = own.num_attention_heads, own.num_key_value_heads, own.head_dim
+    this = Pass(attention_rows=max_queries, fused=fused)
     keys, values = (mx.random.uniform(-1, 1, (1, Hkv, FAR, D), dtype, mx.random.key(i)) for i in range(2))
 
     def seconds(T: int, N: int) -> float:
         queries, mask = mx.ones((1, Hq, T, D), dtype), None if T == 1 else "causal"
         of_n = keys[:, :, :N], values[:, :, :N]
         mx.eval(queries, *of_n)
-        return shortest(lambda: attend(queries, *of_n, None, D**-0.5, mask, max_queries, fused))
+        return shortest(lambda: attend(queries, *of_n, None, D**-0.5, mask, this))
 
     return [max(seconds(T, FAR) - seconds(T, SHORT), 0.0) / (FAR - SHORT) for T in n_queries]
 

@@ -146,7 +146,7 @@ class Layer:
         if index:
             queries = mx.depends(queries, index_keys)  # otherwise they would not be computed where none are needed
             mask = self.select(mask, index[0][:, :, skipped:], index_keys[0], offset + skipped)
-        return attend(queries, keys, values, cache, self.self_attn.scale, mask, this.attention_rows, this.fused)
+        return attend(queries, keys, values, cache, self.self_attn.scale, mask, this)
 
 
 def recurrent_layer(
@@ -252,25 +252,18 @@ def group_size(n: int, heads: int, kv_heads: int, head_dim: int) -> int:
 
 
 def attend(
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: mx.array | str | None,
-    max_queries: int | None,
-    fused: bool = True,
+    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: mx.array | str | None, this: Pass
 ) -> mx.array:
-    """mlx-lm's attention, of queries [B, H, T, D] in groups of ``max_queries``; 0 for all, ``None`` for ``group_size``.
+    """mlx-lm's attention, of queries [B, H, T, D] in groups of ``attention_rows``; 0 for all, ``None`` for ``group_size``.
 
     Without a fused kernel, Metal writes the scores of all queries to memory, and may read the keys once for each query head.
     There is none for quantized keys, which are tuples.
     """
     _, H, T, D = queries.shape
-    if not fused and isinstance(keys, mx.array):
+    if not this.fused and isinstance(keys, mx.array):
         return by_products(queries, keys, values, scale, mask)
-    n = max_queries or T
-    if max_queries is None and isinstance(keys, mx.array):
+    n = this.attention_rows or T
+    if this.attention_rows is None and isinstance(keys, mx.array):
         n = group_size(T, H, keys.shape[1], D)
     if n >= T or not isinstance(keys, mx.array):
         return scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask)

@@ -179,6 +179,7 @@ class ThinkingSettings(Part):
     summary: str | None = None
 
 
+TYPES = ("str", "int", "float", "bool", "none", "dict", "list")  # pydantic puts them between the names of fields
 SHORT = {bool: "enabled", str: "effort"}  # the fields that are also the value of a switch by themselves
 Switch = Annotated[ThinkingSettings, BeforeValidator(lambda x: {SHORT[type(x)]: x} if type(x) in SHORT else x)]
 
@@ -274,7 +275,12 @@ class Body(Part):
         try:
             body = cls.model_validate(content)
         except ValidationError as e:
-            raise _api_error(e) from e
+            # In a field of several types, the reason is that of the type that was sent.
+            errors = e.errors(include_url=False, include_context=False, include_input=False)
+            error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
+            names = [x for x in error["loc"] if isinstance(x, int) or (x.isidentifier() and x not in TYPES)]
+            where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in names)[1:]
+            raise ApiError(400, f"{where}: {error['msg']}."[:500], param=str(error["loc"][0])) from e
         request = body.to_request(content)
         body.set_arguments(request, flags)
         return body, request
@@ -332,18 +338,6 @@ class Body(Part):
 
 def _first(values: Sequence[T | None]) -> T | None:
     return next((value for value in values if value is not None), None)
-
-
-TYPES = ("str", "int", "float", "bool", "none", "dict", "list")  # pydantic puts them between the names of fields
-
-
-def _api_error(e: ValidationError) -> ApiError:
-    """In a field of several types, the reason is that of the type that was sent."""
-    errors = e.errors(include_url=False, include_context=False, include_input=False)
-    error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
-    names = [x for x in error["loc"] if isinstance(x, int) or (x.isidentifier() and x not in TYPES)]
-    where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in names)[1:]
-    return ApiError(400, f"{where}: {error['msg']}."[:500], param=str(error["loc"][0]))
 
 
 def function_tool(tool: Tool, name: str | None, parameters: Json | None) -> Json:
