@@ -452,7 +452,7 @@ WORD = re.compile(r"word\d+")
 NOT_TEXT = re.compile("id$|^encrypted|signature|fingerprint|filename|media_type")  # names of fields
 # Kinds without text, for a model that takes no images
 SILENT = {"image", "item_reference", "container_upload", "computer_call_output", "compaction", "configuration_update"}
-SILENT |= {"compaction_trigger", "fallback", "ghost_snapshot"}
+SILENT |= {"compaction_trigger", "fallback", "ghost_snapshot", "image_generation_call"}  # text in a later openai
 QUESTION, THEN = ({"role": "user", "content": text} for text in ("q", "so?"))
 ANSWER = {"role": "assistant", "content": "x"}
 COMMIT = {"id": "word0", "parent": "word1", "preexisting_untracked_files": ["word2"]}

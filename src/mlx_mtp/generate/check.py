@@ -32,6 +32,7 @@ class Check(NamedTuple):
     top_gap: float = 0.0  # between the two largest logits of plain decoding
     gap: float = 0.0  # between its logits of the pair
     rounding: float = 0.0  # r: the largest effect of rounding on a logit
+    windows: str = ""  # what the test of the device says of windows
 
     @property
     def passed(self) -> bool:
@@ -47,7 +48,7 @@ class Check(NamedTuple):
             f"Plain decoding's logits of the two are {self.gap:.4g} apart, its top two logits {self.top_gap:.4g}.\n"
             f"Rounding moves a logit there by up to {self.rounding:.4g}, so two can change places when they are up to "
             f"{2 * self.rounding:.4g} apart.\n"
-            f"The difference is {verdict}."
+            f"The difference is {verdict}.{self.windows}"
         )
 
 
@@ -113,7 +114,11 @@ def check(
                 pass
             rounding = max(rounding, float(mx.abs(row - _run_in_windows(model, caches, same, n, kv)).max()))
     (second, first), (a, b) = mx.sort(row)[-2:], pair
-    return Check(len(same), pair, float(first - second), float(row[a] - row[b]), rounding)
+    windows, same_bits = "", model.drafting.same_bits
+    if same_bits is not None:
+        equal = f"and are equal up to rounding up to {model.drafting.max_window(None)} tokens."
+        windows = f"\nOn this device, windows have the same bits as plain decoding up to {same_bits} tokens, {equal}"
+    return Check(len(same), pair, float(first - second), float(row[a] - row[b]), rounding, windows)
 
 
 def _run_in_windows(model: nn.Module, caches: list[Any], tokens: list[int], size: int, kv: KVOptions) -> mx.array:

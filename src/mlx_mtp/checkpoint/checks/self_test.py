@@ -107,7 +107,7 @@ class SelfTest:
             drafting.attention_rows = 0
         drafting.fused = self._queries(UNQUANTIZED) > 0
         drafting.native_steps, drafting.native_prompts = map(self._uses_native, (False, True))
-        drafting.widest = self.widest
+        drafting.widest, drafting.same_bits = self.widest, up_to(self.windows, 0.0)
 
     def step_times(self, tuned: Mapping[int, float] | None = None) -> StepTimes:
         """The times that "auto" begins with: of steps those of ``--tune``, if any."""

@@ -56,6 +56,7 @@ class DraftConfig:
     native_prompts: bool | None = None
     # The widest window with right logits, by the bits of keys and values; 0 where a single token's are wrong
     widest: Mapping[int | None, int] = field(default_factory=lambda: {None: MAX_WINDOW})
+    same_bits: int | None = None  # the widest window with the bits of plain decoding; ``None`` if unknown
     times: Any = None  # of steps, which all generations share and update
     turn: Any = None  # identifies the generation that last submitted work to the device
 
