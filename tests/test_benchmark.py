@@ -248,18 +248,22 @@ def test_tries_cheaper_forms_and_combines_those_that_gained(monkeypatch):
     assert combine(base, [*one, of(1.15, attention_rows=0)]) == [Settings(2, mtp_bits=4, attention_rows=0)]
 
 
-@pytest.mark.slow
-def test_measures_all_and_leaves_the_model_unchanged():
-    folder = DATA / "dense"
-    model, tokenizer = mlx_mtp.load(str(folder), draft_vocab=0, settings=False)
-    before = dict(model.parameters())
-    measured = tune.tune(model, tokenizer, {"a": mx.array([5, 6, 7])}, max_tokens=12, repeat=2)
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_measures_all_and_leaves_the_model_unchanged(is_whole):
+    model, tokenizer = mlx_mtp.load(str(DATA / "dense"), draft_vocab=0, settings=False)
+    before, prompts = dict(model.parameters()), {"a": mx.array([5, 6, 7])}
+    other = Settings(1, mtp_bits=4, draft_vocab=32, compiled=False)
+    if is_whole:
+        measured = tune.tune(model, tokenizer, prompts, max_tokens=12, repeat=2)
+        assert [m.settings.num_draft_tokens for m in measured[:6]] == [0, "auto", 1, 2, 3, 4]
+        assert len(measured) >= 11
+    else:
+        measured = tune.measure(model, tokenizer, prompts, [OFF, tune.AUTO, other], max_tokens=4, repeat=2)
+        assert measured[2].settings == other
     assert arrays_equal(model.parameters(), before)
     assert model.drafting.lm_head is None
     assert (model.drafting.compiled, model.drafting.pieces, model.drafting.attention_rows) == (True, None, None)
-    assert [m.settings.num_draft_tokens for m in measured[:6]] == [0, "auto", 1, 2, 3, 4]
-    assert [m.counts.drafted != [] for m in measured[:6]] == [False, True, True, True, True, True]
-    assert len(measured) >= 11
+    assert all((m.counts.drafted != []) == (m.settings.num_draft_tokens != 0) for m in measured)
     assert all(len(m.ratios) == 2 and m.tps > 0 for m in measured)
     assert measured[0].ratios == [1.0, 1.0]
     assert all((m.settings.seconds != {}) == (m.settings.num_draft_tokens == "auto") for m in measured)
