@@ -136,7 +136,7 @@ def test_what_ends_those_that_wait(monkeypatch, encoded):
         while f.engine.is_alive and f.engine.clients.arriving.qsize() < 3:
             await asyncio.sleep(0)
         if f.engine.is_alive:
-            await in_thread(f.engine._fail_all, "Rank 1 has died.")
+            await in_thread(f.engine.clients.fail, (), "Rank 1 has died.")
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     for is_alive, message in ((True, "Rank 1 has died."), (False, "The server is stopping.")):

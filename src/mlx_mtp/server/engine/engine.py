@@ -88,7 +88,7 @@ class Engine:
             elif not is_device_error(e):
                 logging.exception("The generation thread has failed.")
             self.error = e
-            self._fail_all(f"The server is stopping: {e}")
+            self.clients.fail((*self.running.values(), *self.waiting), f"The server is stopping: {e}")
         if (self.ranks is None or self.ranks.rank == 0) and not self.clients.is_stopping:
             _thread.interrupt_main()  # the main thread serves HTTP
 
@@ -260,13 +260,8 @@ class Engine:
                 self._advance("length")
         except Exception:
             logging.exception("Generation failed.")
-        self._fail_all("The server is stopping.")
+        self.clients.fail((*self.running.values(), *self.waiting), "The server is stopping.")
         self.admission.end()
-
-    def _fail_all(self, message: str) -> None:
-        arrived, _ = self.clients.look((), wait=False)
-        for request in (*self.running.values(), *self.waiting, *arrived):
-            request.send(ApiError(503, message))
 
 
 def _failure(message: str, error: Exception) -> ApiError:
@@ -329,6 +324,12 @@ class Clients:
             while True:
                 arrived.append(self.arriving.get_nowait())
         return arrived, {request.number for request in (*known, *arrived) if request.is_gone}
+
+    def fail(self, known: Iterable[Request], message: str) -> None:
+        """End these requests, and those that have arrived, as the server stops."""
+        arrived, _ = self.look((), wait=False)
+        for request in (*known, *arrived):
+            request.send(ApiError(503, message))
 
     def changes(self, known: Iterable[Request], is_idle: bool) -> Changes | None:
         """The changes since the last step, ``known`` the requests before it; ``None`` when the server stops."""
