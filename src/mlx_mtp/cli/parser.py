@@ -65,6 +65,9 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -
 
 def _explain(unknown: Sequence[str], flags: Collection[str]) -> str:
     meant: list[str] = []
+    if "--q-bits" in flags and (of_head := [word for word in unknown if word.startswith("--mtp-")]):
+        other = "other commands quantize it in memory, with --mtp-bits"
+        return f"The head stays in bfloat16: leave out {of_head[0]}; {other}."
     for word in (word.partition("=")[0] for word in unknown if word.startswith("-")):
         if word in CONTEXT and "--context" not in flags:
             return (

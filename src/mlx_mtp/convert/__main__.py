@@ -1,7 +1,6 @@
 """The command line of ``mlx_mtp convert``: mlx-lm's flags, those of heads and vision encoders, recipes, and ``--inspect``."""
 
 import argparse
-import sys
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
@@ -49,9 +48,6 @@ def make_parser() -> argparse.ArgumentParser:
 @one_line_errors("mlx_mtp convert")
 def main() -> None:
     parser = make_parser()
-    if of_head := [word for word in sys.argv[1:] if word.startswith("--mtp-")]:
-        other = "other commands quantize it in memory, with --mtp-bits"
-        raise MTPError(f"The head stays in bfloat16: leave out {of_head[0]}; {other}.")
     args = vars(parse(parser))
     if (recipe := args.pop("recipe")) is not None:
         if (model := recipes().get(recipe)) is None:
@@ -85,20 +81,20 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     if config is None:
         raise MTPFileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
     tower, head, told = checkpoint.tower(), Tensors(), "none"
+    with suppress(FileNotFoundError, MTPError):  # told by the verdict
+        head = checkpoint.head()
+    measured = known(key_of(checkpoint, checkpoint)) if head else None
     try:
         check_method(checkpoint)
         find_tables(skeleton(check_config(config, checkpoint.name), checkpoint.name), checkpoint)
         check_head(checkpoint)
-        measured = known(key_of(checkpoint, checkpoint))
         verdict = "ready" if measured is None else f"ready, {measured.rate:.0%} of drafts accepted on built-in text"
     except MTPError as e:
         verdict = str(e)
-    with suppress(FileNotFoundError, MTPError):  # told by the verdict
-        head = checkpoint.head()
     if head:
         where = f" in {', '.join(files)}" if (files := checkpoint.head_files) else ""
         quantized = ", quantized" if any(name.endswith(".scales") for name in head) else ""
-        layout, measured = _layout(checkpoint, has_raw_head(checkpoint)), known(key_of(checkpoint, checkpoint))
+        layout = _layout(checkpoint, has_raw_head(checkpoint))
         if measured is not None and measured.reading is not None:
             layout = f"norms to be shifted: {shifted(measured.reading)}"
         told = f"{len(head)} tensors{where}, {size(n_bytes(head))}{quantized}, {layout}"

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..checkpoint import output
 from ..checkpoint.config import Config, check_config, skeleton
-from ..checkpoint.heads.acceptance import FLOOR, PARTS, Reading, best_of, key_of, known, measure_readings, with_ones
+from ..checkpoint.heads.acceptance import FLOOR, Reading, best_of, key_of, known, measure_readings, told_by, with_ones
 from ..checkpoint.heads.formats import first_tensor, has_raw_head, load_tensors
 from ..checkpoint.heads.originals import check_method, copy_image_settings, copy_tensors, fitting_head, fitting_tower
 from ..checkpoint.hub import HEAD_FILE
@@ -81,7 +81,7 @@ def _head(
     if dtype is not None:
         head = {n: w.astype(getattr(mx, dtype)) if mx.issubdtype(w.dtype, mx.floating) else w for n, w in head.items()}
     if measured is None or measured.reading is None:
-        return head, PARTS if model.shifts_norms and has_raw_head(donor) else ()
+        return head, told_by(model.shifts_norms and has_raw_head(donor))
     return head, measured.reading
 
 

@@ -37,7 +37,6 @@ from ..hub import first_line
 from ..settings import machine
 from . import kernels
 from .dtype import Float16Error, dtype_of
-from .kernels import NATIVE, OF_MLX_LM
 
 # A share of the largest number; wrong kernels miss by more.
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
@@ -88,9 +87,9 @@ class SelfTest:
             own = [found for n, found in by_tokens.items() if (int(n) > MAX_WINDOW) is in_prompts]
             if not any(self._is_wrong(difference) for difference, _ in own):
                 seconds[name] = sum(s for _, s in own)
-        if OF_MLX_LM not in self.recurrence:
-            return None if NATIVE in seconds or not self.recurrence else False
-        return min(seconds, key=seconds.__getitem__, default=OF_MLX_LM) == NATIVE
+        if kernels.OF_MLX_LM not in self.recurrence:
+            return None if kernels.NATIVE in seconds or not self.recurrence else False
+        return min(seconds, key=seconds.__getitem__, default=kernels.OF_MLX_LM) == kernels.NATIVE
 
     @property
     def widest(self) -> dict[int | None, int]:
@@ -145,8 +144,9 @@ class SelfTest:
         ]
         if self._uses_native(in_prompts=True):
             recurrence.append("MLX's is used in prompts, whose bits differ from mlx-lm's")
-        if OF_MLX_LM in self.recurrence:
-            recurrence.append(f"{NATIVE if self._uses_native(in_prompts=False) else OF_MLX_LM}'s is used in steps")
+        if kernels.OF_MLX_LM in self.recurrence:
+            used = kernels.NATIVE if self._uses_native(in_prompts=False) else kernels.OF_MLX_LM
+            recurrence.append(f"{used}'s is used in steps")
         return "\n".join(
             [
                 f"wrong: {', '.join(self.wrong)}" if self.wrong else f"within rounding ({self.rounding:.0%})",

@@ -62,7 +62,7 @@ def settle(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head, 
 
 
 def _measure(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head) -> Measured:
-    told, source = PARTS if head.raw else (), head.source.name
+    told, source = told_by(head.raw), head.source.name
     rates = measure_readings(model, tokenizer, head.norms, told)
     rates = from_rank_0(model.ranks, lambda: rates)
     best = best_of(rates, told)
@@ -80,6 +80,10 @@ def _measure(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head
 def shifted(reading: Reading) -> str:
     """The norms to which a reading adds 1, in words."""
     return "all" if reading == PARTS else ", ".join(f"{part}*" for part in reading) or "none"
+
+
+def told_by(raw: bool) -> Reading:
+    return PARTS if raw else ()
 
 
 def best_of(rates: Mapping[Reading, float], told: Reading) -> Reading:
