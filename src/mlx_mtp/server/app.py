@@ -5,6 +5,7 @@ import gzip
 import hmac
 import json
 import logging
+import math
 import re
 import sys
 import zlib
@@ -95,10 +96,8 @@ def make_app(frontend: Frontend) -> FastAPI:
     app = FastAPI(title="mlx_mtp", version=__version__, **common)
     posts = {path: (api, endpoints.generate(api)) for path, api in APIS.items()}
     posts["/v1/messages/count_tokens"] = MessagesBody, endpoints.count(MessagesBody, {})
-    posts["/v1/responses/input_tokens"] = (
-        ResponsesBody,
-        endpoints.count(ResponsesBody, {"object": "response.input_tokens"}),
-    )
+    counted = {"object": "response.input_tokens"}
+    posts["/v1/responses/input_tokens"] = ResponsesBody, endpoints.count(ResponsesBody, counted)
     for path, (api, post) in posts.items():  # it reads the body itself, to limit its size before its JSON is parsed
         schema = api.model_json_schema(ref_template="#/components/schemas/{model}")
         described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -108,8 +107,9 @@ def make_app(frontend: Frontend) -> FastAPI:
         "/": endpoints.root,
         "/health": endpoints.health,
         "/metrics": endpoints.metrics,
+        "/v1/models": endpoints.models,
+        "/v1/models/{name:path}": endpoints.model,
     }
-    gets |= {"/v1/models": endpoints.models, "/v1/models/{name:path}": endpoints.model}
     for path, get in gets.items():
         app.add_api_route(path, get, methods=["GET"], operation_id=get.__name__)
         app.add_api_route(path, get, methods=["HEAD"], include_in_schema=False)
@@ -277,11 +277,15 @@ def parse_json(raw: bytes | bytearray) -> Json:
                 raise ApiError(413, f"The body has more than {MAX_PARTS:,} messages, tools and parts: make it smaller.")
             parts += [x for x in found if isinstance(x, dict)]
     for name, field in body.items():
-        try:
-            json.dumps(field, allow_nan=False)
-        except ValueError as e:  # an infinity, as which numbers too large for a float are parsed
-            raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100]) from e
+        if _has_infinity(field):  # as which numbers too large for a float are parsed
+            raise ApiError(400, f"{name[:100]!r} has a number that is too large.", param=name[:100])
     return {name: value for name, value in body.items() if value is not None}
+
+
+def _has_infinity(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_infinity, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and math.isinf(value)
 
 
 def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:

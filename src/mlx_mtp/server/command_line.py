@@ -131,8 +131,10 @@ def check(args: argparse.Namespace) -> Options:
     if args.api_key_file is not None:
         check_source(args.api_key_file, "--api-key-file")
         args.api_key = args.api_key_file.read_bytes().decode("latin-1").strip()
-    if (key := args.api_key) is not None and not (key and key.isascii() and key.isprintable()):
-        raise MTPError("The API key is empty, or not printable ASCII, the only characters that all HTTP clients send.")
+    if args.api_key == "":
+        raise MTPError("The API key is empty.")
+    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
+        raise MTPError("The API key must be printable ASCII, the only characters that all HTTP clients send.")
     kv = KVOptions(kv_bits=args.kv_bits, kv_group_size=args.kv_group_size, quantized_kv_start=args.quantized_kv_start)
     trust = {"trust_remote_code": args.trust_remote_code}
     config = trust | ({"chat_template": args.chat_template} if args.chat_template else {})

@@ -80,13 +80,19 @@ def at_most(n: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _not_zero(n: int) -> int:
+    if n == 0:
+        raise ValueError("Input should be at least 1, or -1 for no limit")
+    return n
+
+
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # pydantic otherwise makes an error for each element
 Short = Annotated[str, Field(max_length=1000)]
 Natural = Annotated[int, Ge(0), Le(2**31)]
-Unlimited = BeforeValidator(lambda n: NO_LIMIT if n == -1 else n)  # -1 is no limit, as in llama.cpp
-Budget = Annotated[int, Ge(0), Le(NO_LIMIT), Unlimited]
-Limit = Annotated[int, Ge(1), Le(NO_LIMIT), Unlimited]
+# -1 is no limit, as in llama.cpp
+Budget = Annotated[int, Ge(-1), Le(2**31), AfterValidator(lambda n: NO_LIMIT if n == -1 else n)]
+Limit = Annotated[Budget, AfterValidator(_not_zero)]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
 Stop = Annotated[Many[Short], Field(max_length=64), BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
@@ -257,6 +263,10 @@ class Body(Part):
         """The structured outputs of the API's fields: one at most."""
         return []
 
+    @property
+    def one_call(self) -> bool:
+        return not self.parallel_tool_calls
+
     def conversation(self, content: Json) -> tuple[History, list[Json]]:
         """The history, and the tools in OpenAI's format."""
         raise NotImplementedError
@@ -290,11 +300,9 @@ class Body(Part):
         messages, images, are_asked = history.finish()
         output, tools = from_fields(self.outputs, self.tool_choice, all_tools)
         request = Request("chat", "", messages, images=images, are_asked=are_asked, param=self.NEEDED)
-        request.structured_output = output
+        request.structured_output, request.one_call = output, self.one_call
         if tools:
             request.tools, request.shown_tools = tools, all_tools
-        choice = self.tool_choice if isinstance(self.tool_choice, dict) else {}
-        request.one_call = not self.parallel_tool_calls or bool(choice.get("disable_parallel_tool_use"))  # Anthropic's
         if self.continue_final_message and request.begun is None:
             message = "continue_final_message requires a last message of the assistant, with text and without calls."
             raise ApiError(400, message, param="continue_final_message")

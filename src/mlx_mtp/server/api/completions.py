@@ -243,10 +243,14 @@ class ChatTool(Call):
     function: Json
 
 
+class ChatMessage(Item):
+    role: str
+
+
 class ChatBody(OpenAIBody):
     NEEDED: ClassVar = "messages"
     writer: ClassVar = ChatWriter
-    messages: Annotated[Many[Item], Field(min_length=1)]
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     tools: Many[ChatTool] | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None

@@ -115,6 +115,7 @@ class MessagesBody(Body):
     system: str | Many[Json] | None = None
     messages: Annotated[Many[Item], Field(min_length=1)]
     tools: Many[Tool] | None = None
+    tool_choice: Json = Field(default_factory=lambda: {"type": "auto"})
     output_format: Any = None
     stop_words: Stop = Field([], alias="stop_sequences")
 
@@ -122,6 +123,10 @@ class MessagesBody(Body):
     def outputs(self) -> list[StructuredOutput | None]:
         formats = {"output_config.format": self.output_config.format, "output_format": self.output_format}
         return [from_response_format(value, name) for name, value in formats.items()]
+
+    @property
+    def one_call(self) -> bool:
+        return bool(self.tool_choice.get("disable_parallel_tool_use"))
 
     def conversation(self, content: Json) -> tuple[History, list[Json]]:
         history = History(between="\n")

@@ -46,10 +46,10 @@ class BoundedTokenizer:
     """mlx-lm's tokenizer for prompts of at most ``context_length`` tokens, with the marks of images."""
 
     def __init__(
-        self, tokenizer: Any, context_length: int | None, vision: Any = None, sampling: Sampling | None = None
+        self, tokenizer: Any, context_length: int | None, vision: Vision | None = None, sampling: Sampling | None = None
     ):
         self.tokenizer, self.context_length, self.sampling = tokenizer, context_length, sampling or Sampling()
-        self.vision: Vision | None = vision
+        self.vision = vision
         self.max_tokens: int | None = context_length  # of a text that memory has room for
         self.n_ids = 1 + max(tokenizer.get_vocab().values())
 
