@@ -228,10 +228,11 @@ def _of_fused_experts(
 ) -> dict[str, Update]:
     """The updates of ``switch_mlp`` that an update of a fused tensor [E, outputs, inputs] consists of."""
     named = {target.rpartition(".")[2] for target in config.get("target_parameters") or ()}
-    parameters = [*named & {"gate_up_proj", "down_proj"}]
-    if name.endswith(".base_layer") or f"{name}.base_layer" in matrices:  # peft wraps the second one around the first
-        parameters = ["gate_up_proj" if name.endswith(".base_layer") else "down_proj"]
-    if len(parameters) != 1:
+    if name.endswith(".base_layer"):  # peft wraps the second fused tensor of a layer around the first
+        named = {"gate_up_proj"}
+    elif f"{name}.base_layer" in matrices:
+        named = {"down_proj"}
+    if len(parameters := [*named & {"gate_up_proj", "down_proj"}]) != 1:
         raise MTPError(f"its target_parameters do not say what its matrices for {name} change.")
     pair, mlp = matrices[name], name.removesuffix(".base_layer").removesuffix(".experts")
     projections = ("gate_proj", "up_proj") if parameters == ["gate_up_proj"] else ("down_proj",)

@@ -234,7 +234,9 @@ def _check_arguments(
 def _check_drafting(mtp: bool | str, drafting: Drafting, settings: bool | str | Path) -> None:
     """Raise an MTPError if an argument requires the head, and there is none."""
     if not mtp and (any(x is not None for x in drafting) or not isinstance(settings, bool)):
-        raise MTPError("draft_vocab, mtp_bits, draft_head_bits, settings require the MTP head: omit them, or load it.")
+        raise MTPError(
+            "draft_vocab, mtp_bits, draft_head_bits and settings require the MTP head: omit them, or load it."
+        )
 
 
 def _cached_head(checkpoint: CheckpointReader) -> bool | str:

@@ -180,19 +180,19 @@ class VisionTower(nn.Module):
         cos, sin = self._angles(y, x)
         for block in self.blocks:
             h = yield from block.pieces(h, cos, sin, size)
-        tokens, norm = h.reshape(rows * columns, -1, D), self.merger.norm  # [n, m * m, D]
+        tokens = h.reshape(rows * columns, -1, D)
         cost = self.merged * (self.merged + self.args.out_hidden_size)
-        return (
-            yield from _in_pieces(
-                len(tokens), size, cost, lambda i: self.merger(norm(tokens[i]).reshape(-1, self.merged))
-            )
-        )
+        return (yield from _in_pieces(len(tokens), size, cost, lambda i: self._merge(tokens[i])))
 
     def _embed(self, x: mx.array) -> mx.array:
         """[N, C T h w] -> [N, D]; the kernel covers a patch, so it is a linear layer."""
         proj = self.patch_embed["proj"]
         weight = proj.weight.transpose(0, 4, 1, 2, 3).flatten(1)  # [D, C T h w]
         return mx.addmm(proj.bias, x.astype(weight.dtype), weight.T)
+
+    def _merge(self, x: mx.array) -> mx.array:
+        """The patches of n tokens, [n, m * m, D] -> [n, H of the language model]"""
+        return self.merger(self.merger.norm(x).reshape(-1, self.merged))
 
     def _check(self, pixel_values: mx.array) -> tuple[int, int]:
         shape, merged = pixel_values.shape, self.args.spatial_merge_size**2

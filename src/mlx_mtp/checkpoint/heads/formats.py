@@ -31,7 +31,9 @@ def check_head(checkpoint: CheckpointReader) -> None:
     """Raise an error if a checkpoint has no MTP head, or it cannot be used; the message has the fix."""
     name, text_config = checkpoint.name, text_config_of(checkpoint.config or {})
     if text_config.get("mtp_use_dedicated_embeddings"):
-        raise MTPError(f"The MTP head of {name} has its own embeddings, which is unsupported: generate with --no-mtp.")
+        raise MTPError(
+            f"The MTP head of {name} has its own embeddings, which is not supported: generate with --no-mtp."
+        )
     if head := checkpoint.head():
         check_shapes(checkpoint, head)
         return

@@ -43,13 +43,20 @@ def fingerprint(model: Any) -> bytes:
     parameters: Any = [*tree_flatten(model.parameters()), *model.other_weights()]
     args = {name: x for name, x in vars(model.text_args).items() if not name.startswith("mtp_")}
     # A module's numbers and names, such as an adapter's scale
-    modules = [
+    modules: Any = [
         (path, {name: x for name, x in vars(m).items() if name[0] != "_" and isinstance(x, int | float | str)})
         for path, m in model.named_modules()
         if path
     ]
-    of = lambda pairs, is_head: [pair for pair in pairs if f"{pair[0]}.".startswith(model.head_prefix) is is_head]  # noqa: E731
-    return b"".join(digest(of(parameters, is_head), [args, of(modules, is_head)]) for is_head in (False, True))
+
+    def part(is_head: bool) -> bytes:
+        own, settings = (
+            [pair for pair in pairs if f"{pair[0]}.".startswith(model.head_prefix) is is_head]
+            for pairs in (parameters, modules)
+        )
+        return digest(own, [args, settings])
+
+    return part(False) + part(True)
 
 
 def digest(parameters: Iterable[tuple[str, mx.array]], settings: Any = None) -> bytes:

@@ -134,7 +134,8 @@ class KVRows:
         for name, held, x in zip(self.names, self.arrays, new):
             parts: Any = x
             if name in NAMES and hasattr(self, "bits"):
-                parts, held = mx.quantize(x, self.group_size, self.bits), held or [None] * 3
+                parts = mx.quantize(x, self.group_size, self.bits)
+                held = held or [None] * len(parts)
             setattr(self, name, tree_map(lambda part, own: self._added(own, part, n), parts, held))
         return tuple(tree_map(lambda x: x[..., :n, :], held) for held in self.arrays)
 

@@ -54,19 +54,21 @@ def pass_over(
     T: int, drafting: DraftConfig, n_confirmed: int, compiler: Compiler | None, positions: Positions | None
 ) -> Pass:
     """A pass of the backbone over T tokens of each sequence. Prompts run as in mlx-lm."""
-    this = pass_of_head(T, drafting, compiler, positions)
+    fused = drafting.fused or T > MAX_WINDOW
     if n_confirmed == 0 and T > 1:
-        this.compiler, this.native = None, drafting.native_prompts
-        return this
-    this.native, this.pieces, this.n_confirmed = drafting.native_steps, drafting.pieces, n_confirmed
-    if n_confirmed > 0 and (drafting.attention_rows is not None or on_metal()):
-        this.attention_rows = drafting.attention_rows
-    return this
+        return Pass(positions=positions, fused=fused, native=drafting.native_prompts)
+    rows = drafting.attention_rows if n_confirmed > 0 else 0
+    rows = 0 if rows is None and not on_metal() else rows
+    native = drafting.native_steps
+    return Pass(_compiler(T, drafting, compiler), rows, fused, native, drafting.pieces, positions, n_confirmed)
 
 
 def pass_of_head(T: int, drafting: DraftConfig, compiler: Compiler | None, positions: Positions | None = None) -> Pass:
-    own_compiler = compiler if drafting.compiled and T <= MAX_WINDOW else None
-    return Pass(own_compiler, fused=drafting.fused or T > MAX_WINDOW, positions=positions)
+    return Pass(_compiler(T, drafting, compiler), positions=positions, fused=drafting.fused or T > MAX_WINDOW)
+
+
+def _compiler(T: int, drafting: DraftConfig, compiler: Compiler | None) -> Compiler | None:
+    return compiler if drafting.compiled and T <= MAX_WINDOW else None
 
 
 _pass: ContextVar[Pass | None] = ContextVar("pass", default=None)

@@ -128,15 +128,7 @@ class Depth:
             seconds[0] *= 1 - self.MARGIN
             best = best_length(tokens, seconds)
             self.is_probing = best == 0
-        plan, speed = Plan(best), tokens[best] / seconds[best]
-        # Drafts of other sources alone, if they are faster.
-        others: list[Offer] = [{name: a for name, a in offer.items() if name != HEAD} for offer in offers]
-        longest = max((len(a) for offer in others for a in offer.values()), default=0)
-        speeds = [tokens_of_others / t for tokens_of_others, t in zip(joint_tokens(others, longest), times.free)]
-        fastest = max((k for k in SOURCE_LENGTHS if k <= longest), key=speeds.__getitem__, default=0)
-        if speeds[fastest] > speed:
-            k = min(fastest, times.max_free)
-            plan, speed = Plan(k, FREE), speeds[k]
+        plan, speed = _faster(times, Plan(best), tokens[best] / seconds[best], offers)
         if plan == PLAIN_PLAN and chooses_head:
             rate, plain = tokens[1] - 1, times.estimate[0]  # of the first draft, and seconds of a plain step
             if self.lost < rate * (self.PROBING * self.elapsed + self.FIRST_LOSS * rate * (1 - rate) * plain):
@@ -172,3 +164,15 @@ class Depth:
             self.lost = max(self.lost + seconds - gained * times.estimate[0], 0.0)
         if plan.skips_head and n_accepted == plan.k == times.max_free:
             times.max_free = min(2 * times.max_free, MAX_COPY_TOKENS)
+
+
+def _faster(times: StepTimes, plan: Plan, speed: float, offers: Sequence[Offer]) -> tuple[Plan, float]:
+    """The plan with drafts of other sources alone if it is faster, or else the given one; and its tokens per second."""
+    others: list[Offer] = [{name: a for name, a in offer.items() if name != HEAD} for offer in offers]
+    longest = max((len(a) for offer in others for a in offer.values()), default=0)
+    speeds = [n / t for n, t in zip(joint_tokens(others, longest), times.free)]
+    best = max((k for k in SOURCE_LENGTHS if k <= longest), key=speeds.__getitem__, default=0)
+    if speeds[best] <= speed:
+        return plan, speed
+    k = min(best, times.max_free)
+    return Plan(k, FREE), speeds[k]
