@@ -56,12 +56,10 @@ class Ask:
     fault: tuple[Any, float] | None = None  # ``faulty`` or ``Faulty``, and the number of the token for which it raises
     arrives: int = 0  # the step before which it joins; in a batch
     leaves: int | None = None  # the number of tokens after which it is removed or closed; ``None``: it goes on
-    seen: int | None = (
-        None  # the number of tokens after which its prompt cache is looked at, while it goes on; in a batch
-    )
-    stop_at: int | None = (
-        None  # the position behind the two tokens of its text that stop it, wherever they are; in a batch
-    )
+    # In a batch: the number of tokens after which its prompt cache is looked at, while it goes on
+    seen: int | None = None
+    # In a batch: the position behind the two tokens of its text that stop it, wherever they are
+    stop_at: int | None = None
     n_segments: int = 1  # of the prompt; alone, all but the last are in the prompt cache
 
     @property

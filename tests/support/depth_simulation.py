@@ -71,9 +71,8 @@ class Disturbance:
     n_slow: int = 0  # the number of first steps that take ``factor`` times as long
     factor: float = 1.0
     pause: int | None = None  # a step
-    late: int | None = (
-        None  # the host reads the clock half a plain step late at its multiples: the next step seems shorter
-    )
+    # The host reads the clock half a plain step late at its multiples: the next step seems shorter.
+    late: int | None = None
     busy: int | None = None  # as many steps of every 2 ``busy`` take ``factor`` times as long
 
     def seconds(self, step: int, t: float) -> float:
