@@ -263,7 +263,9 @@ def test_measures_all_and_leaves_the_model_unchanged(is_whole):
     assert arrays_equal(model.parameters(), before)
     assert model.drafting.lm_head is None
     assert (model.drafting.compiled, model.drafting.pieces, model.drafting.attention_rows) == (True, None, None)
-    assert all((m.counts.drafted != []) == (m.settings.num_draft_tokens != 0) for m in measured)
+    # a few tokens of "auto" may all be plain steps, where drafting has cost more
+    fixed = [m for m in measured if m.settings.num_draft_tokens != "auto"]
+    assert all((m.counts.drafted != []) == (m.settings.num_draft_tokens != 0) for m in fixed)
     assert all(len(m.ratios) == 2 and m.tps > 0 for m in measured)
     assert measured[0].ratios == [1.0, 1.0]
     assert all((m.settings.seconds != {}) == (m.settings.num_draft_tokens == "auto") for m in measured)
