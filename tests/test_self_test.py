@@ -77,17 +77,26 @@ def test_runs_once_for_a_model_and_a_version(cache_folder, monkeypatch, caplog):
 
 def test_its_times_serve_the_process_that_measured_them(cache_folder, monkeypatch):
     monkeypatch.setattr(self_test, "MAX_SECONDS", 300)
+    monkeypatch.setattr(kernels, "seconds_of_a_key", lambda *_: [1e-7, 3e-7])
     results, run = [], self_test.run
     monkeypatch.setattr(self_test, "run", lambda model: results.append(run(model)) or results[-1])
     model, _ = mlx_mtp.load(str(write_tiny(cache_folder / "model", "qwen3_5")))
     seconds, estimate = dict(zip(self_test.DRAFT_LENGTHS, results[0].seconds)), times_of(model).estimate
     assert [*seconds] == [*self_test.DRAFT_LENGTHS]
     assert estimate[: len(self_test.ROWS)] == pytest.approx([seconds[k] for k in range(len(self_test.ROWS))])
-    none, several = results[0].key_seconds.values()
-    assert 0 < none < several
+    (none, several), n_layers = results[0].key_seconds.values(), sum(not layer.is_linear for layer in model.layers)
+    assert (none, several) == pytest.approx((n_layers * 1e-7, n_layers * 3e-7 + self_test.N_DRAFTS * 1e-7))
     of_long = times_of(model).of_size(1, 50_000).estimate
     added = [of_long[k] - estimate[k] for k in (0, self_test.N_DRAFTS)]
     assert added == pytest.approx([50_000 * none, 50_000 * several])
+
+
+def test_the_time_of_a_key_is_that_of_the_keys_between_two_numbers(monkeypatch):
+    """Of attention that takes a nanosecond for each query and key."""
+    monkeypatch.setattr(kernels, "attend", lambda queries, keys, *_: mx.array(queries.shape[2] * keys.shape[2]))
+    monkeypatch.setattr(kernels, "shortest", lambda call: 1e-9 * call().item())
+    own = self_test._attention_of(tiny_model("qwen3_5"))
+    assert kernels.seconds_of_a_key(own, mx.float32, None, True, (1, 5)) == pytest.approx([1e-9, 5e-9])
 
 
 @pytest.mark.parametrize("n_calls", [2, 6, 20, 45] if LONG else [2, 20])

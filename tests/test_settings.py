@@ -159,7 +159,8 @@ def test_command_prints_the_settings(capsys, tuned_model):
         _, out, err = run_command(generate.main, capsys, *argv)
         note = "" if said is None else f"Using tuned settings: {said} (--settings off ignores them)\n"
         assert err == note + "stopped at 8 tokens (--max-tokens)\n"
-        assert ("Drafts: none" if said == "off" else "accepted by position") in out
+        if said is not None:  # "auto" looks at the clock, and may draft nothing in so short a text
+            assert ("Drafts: none" if said == "off" else "accepted by position") in out
 
 
 def test_settings_of_a_head_on_the_hub_are_found_from_any_folder(hub, monkeypatch, capsys, tmp_path):

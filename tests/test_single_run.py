@@ -130,11 +130,19 @@ SCENARIOS = st.builds(
 )
 # Texts that end within a window of right drafts, of which the last ones are not handed over, or behind it, or fail there.
 ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=6), dict(leaves=8, seen=5), dict(fault=(faulty, 3), arrives=20)]
-WITHIN_A_WINDOW = SimpleNamespace(
-    family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, alone={},
-    close=GeneratorType.close, draft_rows=None, copies=None,
-    asks=[Ask([3, 1, 4], 30, [True], num_draft_tokens=4, copy_drafts="off", n_segments=2, **end) for end in ENDS],
-)  # fmt: skip
+WITHIN_A_WINDOW = [
+    Ask([3, 1, 4], 30, [True], num_draft_tokens=4, copy_drafts="off", n_segments=2, **end) for end in ENDS
+]
+# Texts that join and leave where the head keeps one input of some and several of others.
+JOINS = [([False], 0), ([False], 3), ([True], 5)]
+WITH_ONE_INPUT = [Ask([3, 1, 4], 12, right, num_draft_tokens=2, copy_drafts="off", arrives=n) for right, n in JOINS]
+
+
+def scenario_of(asks):
+    return SimpleNamespace(
+        family="qwen3_5", seed=0, num_hidden_layers=2, prefill_step_size=2048, completion_batch_size=32, alone={},
+        close=GeneratorType.close, draft_rows=None, copies=None, asks=asks,
+    )  # fmt: skip
 
 
 def run_alone(scenario, model, truths):
@@ -227,7 +235,8 @@ def check_text(model, ask, want, text, removed):
 
 @pytest.mark.parametrize("run", [run_alone, run_batch], ids=["alone", "batch"])
 @examples(6)
-@example(scenario=WITHIN_A_WINDOW)
+@example(scenario=scenario_of(WITHIN_A_WINDOW))
+@example(scenario=scenario_of(WITH_ONE_INPUT))
 @given(scenario=SCENARIOS)
 def test_each_text_is_that_of_a_single_run(run, scenario):
     model = model_of(scenario.family, scenario.seed, num_hidden_layers=scenario.num_hidden_layers)
