@@ -249,7 +249,7 @@ def test_tries_cheaper_forms_and_combines_those_that_gained(monkeypatch):
 
 
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_measures_all_and_leaves_the_model_unchanged(is_whole):
+def test_measures_all_and_leaves_the_model_unchanged(is_whole, equal_steps):
     model, tokenizer = mlx_mtp.load(str(DATA / "dense"), draft_vocab=0, settings=False)
     before, prompts = dict(model.parameters()), {"a": mx.array([5, 6, 7])}
     other = Settings(1, mtp_bits=4, draft_vocab=32, compiled=False)
@@ -258,14 +258,12 @@ def test_measures_all_and_leaves_the_model_unchanged(is_whole):
         assert [m.settings.num_draft_tokens for m in measured[:6]] == [0, "auto", 1, 2, 3, 4]
         assert len(measured) >= 11
     else:
-        measured = tune.measure(model, tokenizer, prompts, [OFF, tune.AUTO, other], max_tokens=4, repeat=2)
+        measured = tune.measure(model, tokenizer, prompts, [OFF, tune.AUTO, other], max_tokens=12, repeat=2)
         assert measured[2].settings == other
     assert arrays_equal(model.parameters(), before)
     assert model.drafting.lm_head is None
     assert (model.drafting.compiled, model.drafting.pieces, model.drafting.attention_rows) == (True, None, None)
-    # a few tokens of "auto" may all be plain steps, where drafting has cost more
-    fixed = [m for m in measured if m.settings.num_draft_tokens != "auto"]
-    assert all((m.counts.drafted != []) == (m.settings.num_draft_tokens != 0) for m in fixed)
+    assert all((m.counts.drafted != []) == (m.settings.num_draft_tokens != 0) for m in measured)
     assert all(len(m.ratios) == 2 and m.tps > 0 for m in measured)
     assert measured[0].ratios == [1.0, 1.0]
     assert all((m.settings.seconds != {}) == (m.settings.num_draft_tokens == "auto") for m in measured)
