@@ -103,6 +103,8 @@ ONE = {"properties": {"n": {"const": [1, 2]}}, "required": ["n"], "additionalPro
         *((dict(regex="a+", after="```"), f"b ```{space}aa", True) for space in ("", "\n", "\n\n", " ", "\n\n ")),
         (dict(json_schema=ONE), '{"n": [1, 2]}', True),
         (dict(json_schema=ONE), '{"n":[1,2]}', False),
+        (dict(json_schema={"type": "array", "maxItems": 1.0}), "[1]", True),
+        (dict(json_schema={"type": "array", "maxItems": 1.0}), "[1, 2]", False),
         # A format that llguidance does not know is an annotation. The date of the other one need not exist.
         (dict(json_schema=dates("password")), '["a"]', True),
         (dict(json_schema=dates("date")), '["2021-02-29"]', True),
@@ -245,7 +247,7 @@ PLACES = [  # schema, arguments that it allows, and others
     ({"type": "object", "properties": {"t": {"$ref": "#"}, "n": INTEGER}}, [{"t": {"t": {"n": 1}}}, {}], [{"t": {"n": "x"}}]),
     ({"properties": {"s": {**STRING, "maxLength": 3, "pattern": "^a|^b"}}}, [{"s": "acc"}, {"s": "b"}], [{"s": "abbb"}, {"s": "c"}]),  # noqa: E501
     ({"anyOf": [{"properties": {"k": {"const": k}, "v": v}, "required": ["k", "v"]} for k, v in (("n", INTEGER), ("l", {"type": "array"}))]}, [{"k": "n", "v": 1}, {"k": "l", "v": [1]}], [{"k": "m", "v": [1]}]),  # noqa: E501
-    ({"properties": {"s": {"type": ["string", "null"], "maxLength": 3}}}, [{"s": "abc"}, {"s": None}], [{"s": "abcd"}]),
+    ({"properties": {"s": {"type": ["string", "null"], "maxLength": 3.0}}}, [{"s": "abc"}, {"s": None}], [{"s": "abcd"}]),
     ({"properties": {"s": {"anyOf": [{**STRING, "maxLength": 1}, {**INTEGER, "maximum": 4}]}}}, [{"s": "x"}, {"s": 3}], []),
     ({"properties": None, "required": None, "$defs": None}, [{}], [{"x": 1}]),
     (None, [{}], [{"x": 1}]),

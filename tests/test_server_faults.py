@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.server import app as application
 from mlx_mtp.server import serve as command
-from mlx_mtp.server.api.common import MAX_BIASES
-from mlx_mtp.server.app import MAX_BODY, decoded, parse_json, zstd
+from mlx_mtp.server.api.common import MAX_BIASES, ThinkingSettings
+from mlx_mtp.server.app import APIS, MAX_BODY, decoded, parse_json, zstd
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from tests.support.models import TRAINED
@@ -139,10 +139,35 @@ def test_the_reason_of_a_field_of_several_types():
         (TEXT, dict(prompt=["a", ""]), "prompt[1]: String should have at least 1 character"),
         (RESPONSES, dict(input=[]), "input: List should have at least 1 item"),
         (CHAT, dict(messages=user([{"type": "text", "text": 5}])), "messages[0].content[0].text: Input should be a"),
+        (CHAT, dict(num_draft_tokens=99), "num_draft_tokens: Input should be less than or equal to 8"),
+        # Or all that may be sent.
+        (CHAT, dict(num_draft_tokens=8.5), "num_draft_tokens: Input should be 'auto' or a valid integer"),
+        (TEXT, dict(prompt=[1.5]), "prompt[0]: Input should be a valid integer or a valid string or a valid list"),
     ):
         with pytest.raises(ApiError) as e:
-            read(path, **body)
+            read(path, **{**VALID[path], **body})
         assert e.value.message.startswith(reason)
+
+
+INTEGERS = [  # the classes of bodies and of their parts, and the fields that may be an integer
+    (part, name)
+    for part in (ThinkingSettings, *APIS.values())
+    for name, schema in part.model_json_schema()["properties"].items()
+    if "integer" in (form.get("type") for form in (schema, *schema.get("anyOf", [])))
+]
+
+
+def test_a_whole_float_is_an_integer():
+    """As JavaScript, Lua and R write it. Other numbers, texts and booleans are none."""
+    for part, name in INTEGERS:
+        assign = partial(part.__pydantic_validator__.validate_assignment, part.model_construct(), name)
+        assert type(getattr(assign(2.0), name)) is int, name
+        for wrong in (2.5, "2", True):
+            with pytest.raises(ValidationError):
+                assign(wrong)
+    assert len(INTEGERS) > 60
+    assert read(TEXT, prompt=[1.0, 2]).prompt == [1, 2]
+    assert read(CHAT, messages=[USER], stop_token_ids=[3.0]).stop_token_ids == [3]
 
 
 def test_a_message_of_the_user_is_not_continued():

@@ -32,13 +32,18 @@ LONGEST_NUMBER = 400  # characters
 WORDS = {"null": ("null", "none"), "boolean": ("true", "false")}
 
 
+def whole(value: Any) -> Any:
+    """A float without a fraction as an integer, which it is in JSON Schema, JavaScript, Lua and R; another value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def standard(schema: Any, root: str = "#") -> Any:
     """A client's schema as the standard has it, with references relative to ``root``: a keyword that is null is absent,
     OpenAPI's ``nullable`` and Python's names of types are types, an unknown ``format`` is dropped.
     """
     if not isinstance(schema, dict):
         return schema
-    found: Json = {key: value for key, value in schema.items() if value is not None or key == "const"}
+    found: Json = {key: whole(value) for key, value in schema.items() if value is not None or key == "const"}
     for key in [key for key, values in NOTHING.items() if found.get(key) in values]:
         del found[key]
     for key in found.keys() & (OF_SCHEMAS | OF_SCHEMA):
@@ -200,8 +205,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
         # Errors of the parsers (ValueError, SyntaxError, RecursionError, MemoryError), or of values that JSON lacks.
         with suppress(Exception):
             value = read(word)
-            if isinstance(value, float) and "number" not in types and value.is_integer():
-                value = int(value)
+            value = value if "number" in types else whole(value)
             if TYPES.get(type(value)) in types - STRING:
                 return json.dumps(value, allow_nan=False)
     return json.dumps(text, ensure_ascii=False)

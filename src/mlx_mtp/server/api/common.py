@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...core.pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ...text.answer import Reasoning
-from ...text.schema import Json
+from ...text.schema import Json, whole
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import NO_LIMIT, VARIABLE, ApiError, Delta, Effort, Request, StructuredOutput
 from ..structured_output import from_fields
@@ -89,9 +89,10 @@ def _not_zero(n: int) -> int:
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # pydantic otherwise makes an error for each element
 Short = Annotated[str, Field(max_length=1000)]
-Natural = Annotated[int, Ge(0), Le(2**31)]
+WHOLE = BeforeValidator(whole)  # behind an integer's bounds, which pydantic then checks without calls of Python
+Natural = Annotated[int, Ge(0), Le(2**31), WHOLE]
 # -1 is no limit, as in llama.cpp
-Budget = Annotated[int, Ge(-1), Le(2**31), AfterValidator(lambda n: NO_LIMIT if n == -1 else n)]
+Budget = Annotated[int, Ge(-1), Le(2**31), WHOLE, AfterValidator(lambda n: NO_LIMIT if n == -1 else n)]
 Limit = Annotated[Budget, AfterValidator(_not_zero)]
 Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
@@ -204,7 +205,7 @@ class Body(Part):
     stream: bool = False
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Ge(-1), Le(2**31), AfterValidator(lambda n: max(n, 0))] | None = None
+    top_k: Annotated[int, Ge(-1), Le(2**31), WHOLE, AfterValidator(lambda n: max(n, 0))] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Ge(0), Le(100)] = 0.0
     repetition_context_size: Natural = 20
@@ -218,7 +219,7 @@ class Body(Part):
     min_tokens: Natural = 0  # vLLM's
     ignore_eos: bool = False
     stop_token_ids: Annotated[Many[Natural], Field(max_length=64)] = []
-    seed: Annotated[int, Ge(-(2**63)), Le(2**64 - 1)] | None = None
+    seed: Annotated[int, Ge(-(2**63)), Le(2**64 - 1), WHOLE] | None = None
     continue_final_message: bool = False
     enable_thinking: bool | None = None
     thinking: Switch | None = None
@@ -233,8 +234,8 @@ class Body(Part):
     stop_words: Stop = Field([], alias="stop")
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
-    num_draft_tokens: Literal["auto"] | Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
-    copy_drafts: Literal["auto", "off"] | Annotated[int, Ge(1), Le(MAX_COPY_TOKENS)] | None = None
+    num_draft_tokens: Literal["auto"] | Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS), WHOLE] | None = None
+    copy_drafts: Literal["auto", "off"] | Annotated[int, Ge(1), Le(MAX_COPY_TOKENS), WHOLE] | None = None
 
     @property
     def reasoning_wanted(self) -> tuple[bool | None, str | None, int | None]:
@@ -285,12 +286,7 @@ class Body(Part):
         try:
             body = cls.model_validate(content)
         except ValidationError as e:
-            # In a field of several types, the reason is that of the type that was sent.
-            errors = e.errors(include_url=False, include_context=False, include_input=False)
-            error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
-            names = [x for x in error["loc"] if isinstance(x, int) or (x.isidentifier() and x not in TYPES)]
-            where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in names)[1:]
-            raise ApiError(400, f"{where}: {error['msg']}."[:500], param=str(error["loc"][0])) from e
+            raise _error_of(e) from e
         request = body.to_request(content)
         body.set_arguments(request, flags)
         return body, request
@@ -342,6 +338,23 @@ class Body(Part):
 
     def _fields_of(self, kind: Any) -> Any:
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
+
+
+def _error_of(e: ValidationError) -> ApiError:
+    """The reason, in a field of several types, is that of the type that was sent, or else names all of them."""
+
+    def place(error: Any) -> list[Any]:
+        return [x for x in error["loc"] if isinstance(x, int) or (x.isidentifier() and x not in TYPES)]
+
+    def rank(error: Any) -> tuple[bool, int]:
+        return not error["type"].endswith(("_type", "literal_error")), len(place(error))
+
+    errors = e.errors(include_url=False, include_context=False, include_input=False)
+    error = max(errors, key=rank)
+    reasons = [x["msg"] for x in errors if (rank(x), place(x)) == (rank(error), place(error))]
+    reason = " or ".join(dict.fromkeys(reasons)).replace(" or Input should be ", " or ")
+    where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place(error))[1:]
+    return ApiError(400, f"{where}: {reason}."[:500], param=str(error["loc"][0]))
 
 
 def _first(values: Sequence[T | None]) -> T | None:

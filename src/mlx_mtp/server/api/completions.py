@@ -18,7 +18,7 @@ from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import LOADING, ApiError, Delta, Request, StructuredOutput
 from ..structured_output import from_fields, from_response_format
 from . import common
-from .common import Body, Call, Item, Limit, Many, Natural, OutputSettings, Short, Usage, Writer, event
+from .common import WHOLE, Body, Call, Item, Limit, Many, Natural, OutputSettings, Short, Usage, Writer, event
 from .history import READ, History
 
 DONE = b"data: [DONE]\n\n"
@@ -31,7 +31,7 @@ GUIDED = {  # fields for structured output, and the arguments of make_grammar
     "guided_regex": "regex",
     "guided_grammar": "lark",
 }
-TopLogprobs = Annotated[int, Ge(0), Le(20)]
+TopLogprobs = Annotated[int, Ge(0), Le(20), WHOLE]
 Prompt = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[Many[Natural], Field(min_length=1)]
 Prompts = Annotated[Many[Prompt] | Many[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -225,7 +225,7 @@ class OpenAIBody(Body):
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     n_predict: Limit | None = None  # llama.cpp's
-    n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1
+    n: Annotated[int, Ge(1), Le(MAX_CHOICES), WHOLE] = 1
     response_format: Any = None
     json_schema: Json | None = None  # llama.cpp's
     guided_json: Json | None = None
