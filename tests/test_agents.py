@@ -151,6 +151,27 @@ def test_messages_become_those_of_a_chat_template():
     assert request.args.chat_template_kwargs == {"enable_thinking": True, "reasoning_effort": "high"}
 
 
+def test_a_runner_of_tools_sends_the_whole_conversation(server, claude):
+    """Whose threads are refused in Anthropic's words: a lone result would be all that the model sees."""
+    body = {"messages": [{"role": "user", "content": [RESULT]}], "max_tokens": 1}
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        status, content = server.request(MESSAGES, {**body, "thread": thread})
+        assert (status, content["error"]["type"]) == (400, "invalid_request_error")
+        assert content["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": []}
+    assert server.request(MESSAGES, {**body, "thread": None})[0] == 200
+    import anthropic
+
+    @anthropic.beta_tool
+    def now() -> str:
+        """The time."""
+        return "It is noon. " * 20
+
+    asked = dict(model="default_model", max_tokens=200, messages=ASK, tools=[now], max_iterations=2)
+    first, second = claude.beta.messages.tool_runner(**asked, extra_body=said(NOW))
+    used = [answer.usage.input_tokens + answer.usage.cache_read_input_tokens for answer in (first, second)]
+    assert used[1] > used[0] + first.usage.output_tokens + 20
+
+
 def test_errors_are_those_that_the_clients_know(claude, client):
     import anthropic  # its import takes seconds, and other workers do without
 

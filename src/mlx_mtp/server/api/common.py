@@ -62,6 +62,7 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "n": ([1], "send one request for each answer"),
     "n_predict": ([-1], "send the API's own limit of tokens"),
     **dict.fromkeys(("previous_response_id", "conversation"), ([], "send the whole conversation as input")),
+    "thread": ([], "send the whole conversation as messages"),
     "prompt": ([], "send the conversation itself"),
     "background": ([False], "leave it out"),
     "include_reasoning": ([True], "turn thinking off, or ignore the reasoning"),

@@ -19,6 +19,8 @@ SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, a
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 ERRORS = {**common.ERRORS, 413: "request_too_large", 503: "overloaded_error"}
 ROLES = ("user", "assistant", *SYSTEM)
+# With these, the clients' runners of tools send the whole conversation again.
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": []}
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -31,7 +33,8 @@ def error_content(error: ApiError) -> Json:
     message = error.message
     if error.too_long is not None:  # Claude Code reads the numbers, and summarizes the conversation
         message = "prompt is too long: {} tokens > {} maximum".format(*error.too_long)
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": NO_THREADS} if error.param == "thread" else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 class MessagesWriter(Writer):
