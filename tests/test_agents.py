@@ -254,6 +254,20 @@ def test_response_has_reasoning_text_and_calls(client):
     assert read(RESPONSES, input=items).messages == [assistant]
 
 
+SUMMARY = [{"type": "summary_text", "text": "Hm."}]
+
+
+@pytest.mark.parametrize("fields", [
+    {"encrypted_content": "SG0u"}, {"summary": SUMMARY}, {"summary": SUMMARY, "encrypted_content": "gAAAA_not-ours"},
+    {"summary": SUMMARY, "encrypted_content": ""}, {"encrypted_content": "SG0u", "summary": [{"text": "Short."}]},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("content", [{}, {"content": []}, {"content": None}, {"content": [{"type": "reasoning_text"}]}])
+def test_reasoning_comes_back_in_each_of_its_forms(fields, content):
+    """The text itself, the one that clients get encoded, or its summary."""
+    items = [{"type": "reasoning", "id": "rs_1", **content, **fields}, {**ANSWER, "content": "Yes."}]
+    assert read(RESPONSES, input=items).messages == [{**ANSWER, "content": "Yes.", "reasoning_content": "Hm."}]
+
+
 def test_response_logprobs_are_those_of_its_text(client):
     body = said("Hm.\n</think>\n\nI add, naïve 日本.", thinking=True)
     options = {"model": "default_model", "input": "a", "extra_body": body}

@@ -282,14 +282,13 @@ def text_in(value: Any) -> str:
 
 
 def _thought_of(item: Json) -> str:
-    given = item.get("thinking") or item.get("content")
+    """The text of reasoning: its own, the one that this server has encoded, or its summary."""
+    given = item.get("thinking") or item.get("content") or ""
     if isinstance(given, list):
         given = "".join(str(part.get("text") or "") for part in given if isinstance(part, dict))
-    if isinstance(given, str):
-        return given
     with suppress(ValueError):
-        return base64.b64decode(str(item.get("encrypted_content") or ""), validate=True).decode()
-    return text_in(item.get("summary"))
+        given = given or base64.b64decode(str(item.get("encrypted_content") or ""), validate=True).decode()
+    return given if isinstance(given, str) and given else text_in(item.get("summary"))
 
 
 def _split_thoughts(message: Json, is_last: bool) -> None:
