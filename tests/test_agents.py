@@ -23,6 +23,8 @@ from tests.support.sdk_types import values_of
 from tests.support.server_process import server_of
 from tests.support.tool_texts import FUNCTIONS, SCHEMAS, model_with, render
 
+QUESTION, THEN = ({"role": "user", "content": text} for text in ("q", "so?"))
+ANSWER = {"role": "assistant", "content": "x"}
 ADD, NOW = render("add", {"a": 1, "b": 2}), render("now", {})
 TOOLS_OF = {path: tools_of(path, *FUNCTIONS) for path in (CHAT, MESSAGES, RESPONSES)}
 server = server_of(lambda _: ["--served-model-name", "tiny", "--model", model_with()])
@@ -385,6 +387,55 @@ def test_tools_of_vendors_that_the_client_runs_are_refused():
             read(path, **body_with(path, tools=[{"type": kind, "name": "a"}]))
 
 
+FREE = {"name": "free", "description": "Frees.", "input_schema": {"type": "object"}}
+
+
+def change(kind, tool, **more):
+    form = {"type": "tool_definition", "definition": tool} if isinstance(tool, dict) else {"name": tool}
+    return {"type": f"tool_{kind}", "tool": {"type": "tool_reference", **form}, **more}
+
+
+@pytest.mark.parametrize(("changes", "names"), [
+    ([], ["read"]), ([change("addition", FREE)], ["read", "free"]), ([change("removal", "read")], []),
+    ([change("addition", FREE), change("removal", "free"), change("removal", "none")], ["read"]),
+    ([change("removal", "read"), change("addition", "read", cache_control=None)], ["read"]),
+    ([change("addition", FREE), change("removal", "free"), change("addition", "free")], ["read", "free"]),
+    ([{"type": "compaction", "content": "So far.", "tool_changes": [change("addition", FREE)]}], ["read", "free"]),
+], ids=str)  # fmt: skip
+def test_a_conversation_changes_its_tools(changes, names):
+    """Their definitions are in the prompt, and a sentence where they change."""
+    request = read(MESSAGES, messages=[QUESTION, {"role": "system", "content": changes or "So."}, THEN], tools=[READ])
+    assert names_of(request.shown_tools) == names
+    assert [tool["function"] for tool in request.tools or [] if tool["function"]["name"] == "free"] == [
+        {"name": "free", "description": "Frees.", "parameters": {"type": "object"}}
+    ] * ("free" in names)
+    for kind in ("is available", "is not available"):
+        n = sum(block["type"] == ("tool_removal" if "not" in kind else "tool_addition") for block in changes)
+        assert request.messages[1]["content"].count(f"This tool {kind} from here on:\n") == n
+
+
+@pytest.mark.parametrize(("block", "message"), [
+    (change("addition", "other"), r"^messages\[1\].content\[0\]: the request defines no tool 'other'"),
+    (change("addition", {"type": "bash_20250124", "name": "bash"}), r"content\[0\]: bash_20250124 is not supported"),
+    (change("addition", {"name": 5}), r"content\[0\].tool.definition.name: Input should be a valid string"),
+    ({"type": "tool_removal"}, r"content\[0\].tool: Field required"),
+], ids=str)  # fmt: skip
+def test_a_tool_that_cannot_be_added_is_refused(block, message):
+    with pytest.raises(ApiError, match=message) as e:
+        read(MESSAGES, messages=[QUESTION, {"role": "system", "content": [block]}])
+    assert (e.value.status, e.value.param) == (400, "messages")
+
+
+def test_calls_of_tools_that_are_added_later_are_calls(claude, client):
+    options, function = dict(model="default_model", extra_body=said(ADD)), TOOLS_OF[MESSAGES][1]
+    added = {"role": "system", "content": [change("addition", function)]}
+    answer = claude.messages.create(**options, messages=[QUESTION, added], max_tokens=200)
+    assert [(block.type, block.input) for block in answer.content] == [("tool_use", {"a": 1, "b": 2})]
+    added = {"type": "additional_tools", "role": "developer", "tools": [TOOLS_OF[RESPONSES][1]]}
+    (item,) = client.responses.create(**options, input=[QUESTION, added]).output
+    assert (item.type, item.name) == ("function_call", "add")
+
+
 def test_an_inner_tool_may_be_chosen_by_its_short_name():
     spaces = [
         {"type": "namespace", "name": s, "tools": [{"type": "function", "name": n} for n in "xy"[: 1 + i]]}
@@ -488,8 +539,6 @@ NOT_TEXT = re.compile("id$|^encrypted|signature|fingerprint|filename|media_type"
 # Kinds without text, for a model that takes no images
 SILENT = {"image", "item_reference", "container_upload", "computer_call_output", "compaction", "configuration_update"}
 SILENT |= {"compaction_trigger", "fallback", "ghost_snapshot", "image_generation_call"}  # text in a later openai
-QUESTION, THEN = ({"role": "user", "content": text} for text in ("q", "so?"))
-ANSWER = {"role": "assistant", "content": "x"}
 COMMIT = {"id": "word0", "parent": "word1", "preexisting_untracked_files": ["word2"]}
 GHOST = {"type": "ghost_snapshot", "ghost_commit": COMMIT}
 
@@ -522,10 +571,15 @@ def words(value, is_text: bool = True) -> Iterator[tuple[str, bool]]:
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_no_kind_of_item_ends_a_session(prompts, caplog, path):
     """It is rendered as text where it has text, and left out with a line in the log otherwise."""
-    kinds, said = set(), set()
+    kinds, said, refused = set(), set(), set()
     for item, body in histories(path):
         caplog.clear()
-        text, kind = prompts.text(path, **body), item.get("type") or item["role"]
+        kind = item.get("type") or item["role"]
+        try:
+            text = prompts.text(path, **body)
+        except ApiError as e:
+            refused.add((kind, e.status, e.param))
+            continue
         assert "\nso?<|im_end|>" in text, item
         shown = {*WORD.findall(text)}
         assert not shown & {word for word, is_text in words(item) if not is_text}, item
@@ -535,3 +589,5 @@ def test_no_kind_of_item_ends_a_session(prompts, caplog, path):
         assert is_seen or kind in REASONING or not any(is_text for _, is_text in words(item)), item
     assert kinds - said <= {*SILENT, *REASONING}  # the template drops the thoughts of earlier turns
     assert len(kinds) >= {CHAT: 6, RESPONSES: 28, MESSAGES: 20}[path]
+    # A tool that nothing defines, or whose calls are of another type
+    assert refused <= {(kind, 400, "messages") for kind in ("tool_addition", "compaction")}

@@ -21,7 +21,7 @@ from ...text.schema import Json, whole
 from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import NO_LIMIT, VARIABLE, ApiError, Delta, Effort, Request, StructuredOutput
 from ..structured_output import from_fields
-from .history import History
+from .history import History, error_at
 
 MAX_BIASES = 10_000  # entries of logit_bias
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -120,6 +120,14 @@ def error_content(error: ApiError) -> Json:
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
+def validated(validate: Callable[[Any], T], value: Any, where: str = "") -> T:
+    """What pydantic makes of a value at this place of a body; an ApiError that names the place within it."""
+    try:
+        return validate(value)
+    except ValidationError as e:
+        raise _error_of(e, where) from e
+
+
 class Part(BaseModel):
     """A part of a body. Unknown fields are ignored."""
 
@@ -159,11 +167,10 @@ class Tool(Part):
     tools: "Many[Tool] | None" = None  # the tools of a namespace
     format: Json | None = None  # of the input of a custom tool
 
-    def check(self) -> None:
+    def check(self, where: str) -> None:
         """Raise an ApiError if the client runs this tool and its calls are of a type that no function has."""
         if self.type and OF_CLIENTS.match(self.type):
-            message = f"tools: {self.type[:50]} is not supported: send a function with its parameters."
-            raise ApiError(400, message, param="tools")
+            raise error_at(where, f"{where}: {self.type[:50]} is not supported: send a function with its parameters.")
 
 
 class OutputSettings(Part):
@@ -284,10 +291,7 @@ class Body(Part):
             if name in content and not is_known and content[name] not in harmless:
                 value = json.dumps(content[name])[:100]
                 raise ApiError(400, f"{name}: {value} is not supported: {fix}.", param=name)
-        try:
-            body = cls.model_validate(content)
-        except ValidationError as e:
-            raise _error_of(e) from e
+        body = validated(cls.model_validate, content)
         request = body.to_request(content)
         body.set_arguments(request, flags)
         return body, request
@@ -341,7 +345,7 @@ class Body(Part):
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
 
-def _error_of(e: ValidationError) -> ApiError:
+def _error_of(e: ValidationError, where: str) -> ApiError:
     """The reason, in a field of several types, is that of the type that was sent, or else names all of them."""
 
     def place(error: Any) -> list[Any]:
@@ -354,8 +358,9 @@ def _error_of(e: ValidationError) -> ApiError:
     error = max(errors, key=rank)
     reasons = [x["msg"] for x in errors if (rank(x), place(x)) == (rank(error), place(error))]
     reason = " or ".join(dict.fromkeys(reasons)).replace(" or Input should be ", " or ")
-    where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place(error))[1:]
-    return ApiError(400, f"{where}: {reason}."[:500], param=str(error["loc"][0]))
+    where += "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place(error))
+    where = where.removeprefix(".")
+    return error_at(where, f"{where}: {reason}."[:500])
 
 
 def _first(values: Sequence[T | None]) -> T | None:

@@ -42,6 +42,12 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of answers, and the
 # The fields of a message that are read
 READ = ("type", "content", "refusal", "audio", *THOUGHTS, "tool_calls", "function_call")
 FACTS = ("exit_code", "return_code", "approve")
+# Changes of the tools within a conversation, and the sentences that tell the model
+CHANGES = {
+    "additional_tools": "These tools are available from here on",
+    "tool_addition": "This tool is available from here on",
+    "tool_removal": "This tool is not available from here on",
+}
 # Types of the parts of a result. An object of another type, or of none, is a tool's own.
 OF_APIS = re.compile(
     "text|image|screenshot|file|document|audio|video|result|output|reference|refusal|call|use|thinking|function|namespace|custom|"
@@ -70,14 +76,14 @@ class History:
         if item.get("type") not in (None, "message"):
             self._add_item(item, where)
         elif role is None:
-            raise _error(f"{where}: a message has a role and content, and any other item a type.", where)
+            raise error_at(where, f"{where}: a message has a role and content, and any other item a type.")
         elif role in ("tool", "function"):
             self._add_result(_id_of(item), content, f"{where}.content")
         else:
             if not (self.joins and role == "assistant"):
                 self._turn = None
             self._think(next((item[x] for x in THOUGHTS if isinstance(item.get(x), str)), ""))
-            for is_item, parts in groupby(_parts_of(content, f"{where}.content"), key=_is_item):
+            for is_item, parts in groupby(parts_of(content, f"{where}.content"), key=_is_item):
                 if is_item:
                     for place, part in parts:
                         self._add_item(part, place)
@@ -90,7 +96,7 @@ class History:
                 self._add_call({**call, **(call.get("custom") or call.get("function") or {})}, kind, where)
             others = {name: x for name, x in item.items() if name not in (*READ, "name")}
             if len(self.messages) == n and content is None and text_in(others):
-                raise _error(f"{where}: a message has content, not {', '.join(others)[:100]}.", where)
+                raise error_at(where, f"{where}: a message has content, not {', '.join(others)[:100]}.")
             if len(self.messages) == n:
                 self._message(role)
 
@@ -175,7 +181,7 @@ class History:
         parts = content if isinstance(content, list) else [content]
         if content not in (None, "", []) and not any(map(_is_part, parts)):
             content = json.dumps(content, ensure_ascii=False)
-        text = self._text_of(message, _parts_of(content, where), self.between)
+        text = self._text_of(message, parts_of(content, where), self.between)
         message["content"] = f"Error: {text}" if is_error else text
         self.messages.append(message)
 
@@ -189,7 +195,7 @@ class History:
             elif kind in TEXTS:
                 name = "refusal" if kind == "refusal" else "text"
                 if not isinstance(part.get(name), str):
-                    raise _error(f"{where}.{name}: Input should be a valid string.", where)
+                    raise error_at(where, f"{where}.{name}: Input should be a valid string.")
                 texts.append(part[name])
             elif kind in IMAGES:
                 url, form = _url_of(part)
@@ -213,7 +219,7 @@ class History:
 def _role_of(item: Json) -> str | None:
     """The role of a message. An item without one that can only be a message of the user is one."""
     role, names = item.get("role"), {name for name, x in item.items() if x is not None} - {"type"}
-    parts = _parts_of(item.get("content"), "")
+    parts = parts_of(item.get("content"), "")
     of_user = not any(_is_item(x) or (isinstance(x[1], dict) and x[1].get("type") in OF_ANSWERS) for x in parts)
     return role if isinstance(role, str) else "user" if of_user and names in ({"content"}, {"text"}) else None
 
@@ -223,7 +229,8 @@ def _id_of(item: Json) -> str:
     return next((id for id in ids if isinstance(id, str)), "")
 
 
-def _parts_of(content: Any, where: str) -> Parts:
+def parts_of(content: Any, where: str) -> Parts:
+    """The parts of a content at this place of a body, each after its own place."""
     if isinstance(content, list):
         return [(f"{where}[{i}]", part) for i, part in enumerate(content)]
     return [] if content is None else [(where, content)]
@@ -256,16 +263,19 @@ def _unsupported(kind: Any, where: str, url: str = "") -> ApiError:
     message = f"{where}: {str(kind or 'no type')[:50]} is not supported: send text, or images as data URLs or base64."
     if url and not is_data_url(url):
         message = f"{where}: the image is not a data URL (data:image/png;base64,...): it begins with {url[:20]!r}."
-    return _error(message, where)
+    return error_at(where, message)
 
 
-def _error(message: str, where: str) -> ApiError:
+def error_at(where: str, message: str) -> ApiError:
+    """The error 400 of what is at this place of a body."""
     return ApiError(400, message, param=re.split(r"[\[.]", where)[0])
 
 
 def _text_of_unknown(part: Json) -> str:
-    kind, source = part.get("type"), part.get("source")
-    if not NO_TEXT.search(str(kind)):
+    kind, source = str(part.get("type")), part.get("source")
+    if kind in CHANGES:
+        return f"{CHANGES[kind]}:\n{text_in(part)}"
+    if not NO_TEXT.search(kind):
         return text_in(part)
     is_text = kind == "document" and isinstance(source, dict) and source.get("type") in ("text", "content")
     return text_in([part.get("title"), part.get("context"), source]) if is_text else ""

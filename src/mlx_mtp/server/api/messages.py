@@ -1,6 +1,7 @@
 """Anthropic's API, ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -11,8 +12,8 @@ from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import LOADING, ApiError, StructuredOutput
 from ..structured_output import from_response_format
 from . import common
-from .common import Body, Item, Limit, Many, Stop, Tool, Usage, Writer, event
-from .history import SYSTEM, History, arguments_of
+from .common import Body, Item, Limit, Many, Part, Stop, Tool, Usage, Writer, event
+from .history import SYSTEM, History, arguments_of, error_at, parts_of
 
 SIGNATURE = "mlx_mtp"  # of thinking blocks: clients drop a block without one, and nothing checks it
 # Claude Code's, in the system prompt: it changes with every request, so no prompt would find its prefix in the prompt cache.
@@ -108,6 +109,17 @@ class MessagesWriter(Writer):
         }
 
 
+class Change(Part):
+    """A block that changes the tools from its place in the conversation on."""
+
+    class Reference(Part):
+        name: str | None = None
+        definition: Tool | None = None
+
+    type: str
+    tool: Reference
+
+
 class MessagesBody(Body):
     NEEDED: ClassVar = "messages"
     writer: ClassVar = MessagesWriter
@@ -141,7 +153,33 @@ class MessagesBody(Body):
             if message.get("role") not in ROLES:
                 raise ApiError(400, f"messages[{i}].role: Input should be {', '.join(ROLES)}.", param="messages")
             history.add(message, f"messages[{i}]")
-        for tool in self.tools or []:
-            tool.check()
-        ours = [tool for tool in self.tools or [] if tool.type in (None, "custom")]
+        ours = [tool for tool in self._tools_at_the_end(content) if tool.type in (None, "custom")]
         return history, [common.function_tool(tool, tool.name, tool.input_schema) for tool in ours]
+
+    def _tools_at_the_end(self, content: Json) -> list[Tool]:
+        """The tools of the request, as the conversation changes them: by blocks that define, name or remove one."""
+        known = {tool.name: tool for tool in self.tools or []}
+        offered = known.copy()
+        for tool in self.tools or []:
+            tool.check("tools")
+        for i, message in enumerate(content["messages"]):
+            for where, block in _changes(message.get("content"), f"messages[{i}].content"):
+                change = common.validated(Change.model_validate, block, where)
+                name, added = change.tool.name, change.tool.definition or known.get(change.tool.name)
+                if change.type == "tool_removal":
+                    offered.pop(name, None)
+                elif added is None:
+                    raise error_at(where, f"{where}: the request defines no tool {str(name)[:50]!r}: define it here.")
+                else:
+                    added.check(where)
+                    known[added.name] = offered[added.name] = added
+        return [*offered.values()]
+
+
+def _changes(content: Any, where: str) -> Iterator[tuple[str, Json]]:
+    """The blocks that change the tools, each after its place: also those within the block that replaces older messages."""
+    for place, block in parts_of(content, where):
+        if isinstance(block, dict) and block.get("type") in ("tool_addition", "tool_removal"):
+            yield place, block
+        elif isinstance(block, dict):
+            yield from _changes(block.get("tool_changes"), f"{place}.tool_changes")

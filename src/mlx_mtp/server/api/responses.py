@@ -195,7 +195,7 @@ class ResponsesBody(Body):
 
     def conversation(self, content: Json) -> tuple[History, list[Json]]:
         for tool in self.tools or []:
-            tool.check()
+            tool.check("tools")
         history = History(joins=True)
         if self.instructions:
             history.add({"role": "system", "content": self.instructions}, "instructions")
