@@ -273,6 +273,21 @@ def test_grammar_and_types_come_from_the_same_places(monkeypatch, tokenizer, sch
         assert allows(tokenizer, grammar, f"<tool_call>\n{text}\n</tool_call>"), arguments
 
 
+PATTERNS = [
+    "^a|b$", "a|^b", "foo$|x", r"a\\$", "(^a|b)c", "^(a|b$)", "x(?:$|y)", "^$|^foo$", r"^[$^\]x]$", r"\^a\$", "(?i)^a", "[^x]$",
+    "a", "^", "$", "",
+]  # fmt: skip
+TEXTS = ["", *"abxy^$]A", "ab", "bax", "foo", "fooz", "xfoo", "a\\", "a\\b", "ac", "xac", "xbc", "xy", "^a$", "xA"]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_may_match_anywhere(tokenizer, pattern):
+    for strict in (False, True):
+        grammar = grammar_for(tokenizer, {"properties": {"s": {**STRING, "pattern": pattern}}}, strict)
+        found = [text for text in TEXTS if allows(tokenizer, grammar, call({"s": text}))]
+        assert found == [text for text in TEXTS if re.search(pattern, text)]
+
+
 # Shapes that are none
 
 MALFORMED = [

@@ -1,8 +1,10 @@
 """Structured output: ``response_format``, a ``tool_choice`` that requires a call, and strict tools."""
 
 import json
+import re
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
@@ -30,6 +32,8 @@ ANY_TEXT = "/(?s:.*)/"
 # Behind what a text must not have: with any text, llguidance would count to its length limit
 ANY_BYTES = "(~(/a/ & /b/))"
 NULL = r"/(?i)\s*(null|none)\s*/"
+# Anchors of a regular expression, and what may have their characters: an escape or a class
+ANCHORS = re.compile(r"(?P<begin>\\A|\^)|(?P<end>\\z|\$)|\\.|\[\^?\]?(?:\\.|[^\]\\])*", re.DOTALL)
 STRUCTURES = frozenset({"object", "array"})
 STRUCTURE = r"/(?s:\s*[{\[(].*)/"  # the texts that are parsed as structures
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"}
@@ -335,10 +339,16 @@ def _is_plain(schema: Any) -> bool:
 
 def _search(pattern: str) -> str:
     """A pattern that may match anywhere, as a terminal in Lark that matches the whole text."""
-    is_ended = pattern.endswith("$") and not pattern.endswith("\\$")
-    begin, end = "" if pattern.startswith("^") else "(?s:.*)", "" if is_ended else "(?s:.*)"
-    body = pattern.removeprefix("^")[: -1 if is_ended else None]
-    return f"/{begin}({regex_to_lark(body, use_ascii='dw')}){end}/"
+    anchors = {m.lastgroup for m in ANCHORS.finditer(pattern)}
+    ways = product({False, "begin" in anchors}, {False, "end" in anchors})
+    return " | ".join(_match(pattern, at_begin, at_end) for at_begin, at_end in ways)
+
+
+def _match(pattern: str, at_begin: bool, at_end: bool) -> str:
+    """A match at the text's beginning and end, or anywhere: there, anchors match nothing."""
+    never = {"begin": not at_begin, "end": not at_end}
+    body = ANCHORS.sub(lambda m: r"[^\s\S]" if never.get(m.lastgroup or "") else m[0], pattern)
+    return f"/{'' if at_begin else '(?s:.*)'}({regex_to_lark(body, use_ascii='dw')}){'' if at_end else '(?s:.*)'}/"
 
 
 def _literal(text: str) -> str:
