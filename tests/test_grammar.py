@@ -288,6 +288,22 @@ def test_a_pattern_may_match_anywhere(tokenizer, pattern):
         assert found == [text for text in TEXTS if re.search(pattern, text)]
 
 
+def test_white_space_of_json_is_bounded(tokenizer, monkeypatch):
+    """As in llama.cpp. Also of a schema that the grammar leaves free, and in calls that are JSON."""
+    allowed, refused = ["", " ", "\n\t", "\n\n" + " " * 20], ["  ", "\n\n\n", "\n" + " " * 21]
+    spaces = dict.fromkeys(allowed, True) | dict.fromkeys(refused, False)
+    schemas = [{"type": "array", "items": INTEGER}, {"type": "array", "contains": INTEGER}]
+    grammars = [grammar_for(tokenizer, {"properties": {"a": schema}}) for schema in schemas]
+    for space, is_allowed in spaces.items():
+        for grammar in grammars:
+            text = f"[{space}1{space},{space}2{space}]"
+            assert allows(tokenizer, grammar, render("f", {"a": text})) == is_allowed, space
+    monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)
+    for space, is_allowed in spaces.items():
+        text = f'<tool_call>\n{{"name": "f", "arguments": {{{space}}}}}\n</tool_call>'
+        assert allows(tokenizer, grammar_for(tokenizer, {}), text) == is_allowed, space
+
+
 # Shapes that are none
 
 MALFORMED = [

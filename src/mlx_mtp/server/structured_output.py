@@ -34,6 +34,7 @@ ANY_BYTES = "(~(/a/ & /b/))"
 NULL = r"/(?i)\s*(null|none)\s*/"
 # Anchors of a regular expression, and what may have their characters: an escape or a class
 ANCHORS = re.compile(r"(?P<begin>\\A|\^)|(?P<end>\\z|\$)|\\.|\[\^?\]?(?:\\.|[^\]\\])*", re.DOTALL)
+BLANKS = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}  # in JSON, as in llama.cpp
 STRUCTURES = frozenset({"object", "array"})
 STRUCTURE = r"/(?s:\s*[{\[(].*)/"  # the texts that are parsed as structures
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"}
@@ -295,13 +296,13 @@ class CallGrammar:
     def _json(self, schema: Any, types: frozenset[str], path: str) -> str:
         """JSON of a schema, limited to these types, in Lark."""
         names = sorted(types - {"integer"} if "number" in types else types)
-        document = {"allOf": [schema, {"type": names}], "x-guidance": {"lenient": not self.is_strict}}
+        document = {"allOf": [schema, {"type": names}], "x-guidance": {"lenient": not self.is_strict, **BLANKS}}
         if '"$ref"' in json.dumps(schema):
             document |= self.schema.definitions
         error = _error(f"start: %json {json.dumps(document)}")
         if error and self.is_strict:
             raise MTPError(f"{path} cannot be enforced: {error}: leave it out, or strict")
-        return f"%json {json.dumps({'type': names} if error else document)}"
+        return f"%json {json.dumps({'type': names, 'x-guidance': BLANKS} if error else document)}"
 
 
 @lru_cache(maxsize=256)
