@@ -8,7 +8,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 
-from ...errors import MTPError
 from ..caches.fingerprint import Fingerprinted
 from ..caches.prompt_cache import PromptCache
 from ..distributed import Ranks
@@ -16,7 +15,6 @@ from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
 from ..layers.mtp import MTPModule, has_head
 from ..layers.passes import in_pass, pass_over
-from .draft_model import DraftModel
 from .head_weights import is_raw, sanitize_head, split_head
 from .rope import MRoPE, add_mrope
 
@@ -124,12 +122,6 @@ class MTPModel(Fingerprinted):
         if all(isinstance(layer.self_attn.rope, MRoPE) for layer in self.layers if not layer.is_linear):
             return None
         return "The model takes no images: its positions have one axis, or are scaled (YaRN)."
-
-    def make_draft_model(self) -> DraftModel:
-        """The head as a draft model for mlx-lm's own speculative loop, see ``draft_model.py``; an MTPError without a head."""
-        if not has_head(self):
-            raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
-        return DraftModel(self)
 
     def sanitize(
         self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
