@@ -117,7 +117,7 @@ def main() -> None:
     flag = (False, "Replace the recurrence by as few operations as on Metal.")
     args = script_parser(__doc__, repeat=(20, "Steps that are timed."), one_kernel=flag).parse_args()
     if args.one_kernel:
-        for module in ("core.layers.layer", "core.caches.recurrent"):
+        for module in ("core.layers.recurrence", "core.caches.recurrent"):
             patch(f"mlx_mtp.{module}.recur", one_kernel).start()
         patch("mlx_lm.models.gated_delta.gated_delta_ops", lambda *x: one_kernel(False, x[:5], *x[5:])).start()
     recurrence = "as few operations as on Metal" if args.one_kernel else "as it is computed here"

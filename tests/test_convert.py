@@ -19,7 +19,6 @@ import mlx_mtp
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.convert import conversion, convert
 from mlx_mtp.convert.__main__ import inspect, main, make_parser
-from mlx_mtp.core.models.head_weights import split_head
 from mlx_mtp.images.tower import PATCH_KERNEL, split_tower
 from mlx_mtp.memory import size
 from tests.support.checkpoints import (
@@ -31,6 +30,7 @@ from tests.support.checkpoints import (
     full_disk,
     parameters,
     quantize_head,
+    split_head,
     tensors,
     write_tiny,
 )

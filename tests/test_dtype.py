@@ -284,7 +284,7 @@ def one_pass(model):
         return [x for _, x in flat]
 
     operations = traced(run, tokens)
-    states = {(1, *layer.states[1].shape) for layer in model.layers if layer.is_linear}  # of recurrences
+    states = {(1, *layer.states[1].shape) for layer in model.recurrent_layers}  # of recurrences
     return operations, {name: x.dtype for name, x in outputs.items() if x.shape not in states}
 
 
@@ -315,7 +315,7 @@ def test_one_pass_has_one_type(family, how):
     operations, outputs = one_pass(model)
     assert {*outputs.values()} == {F16}
     found = {(name, shape) for name, shape, dtype in operations if name in PRODUCTS and dtype in (F32, BF16)}
-    (delta, *_) = (layer.linear_attn for layer in model.layers if layer.is_linear)
+    (delta, *_) = (layer.linear_attn for layer in model.recurrent_layers)
     # The outputs of the recurrence over drafts and over a window; those of a prompt are mlx-lm's, unless it has no such model.
     for T in (2, 3, *([13] if family == FLASH else [])):
         found.remove(("Concatenate", (1, T, delta.num_v_heads, delta.head_v_dim)))

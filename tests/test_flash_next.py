@@ -16,12 +16,21 @@ import pytest
 from mlx_mtp import load
 from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.core.layers.mtp import has_head
-from mlx_mtp.core.models.head_weights import split_head
 from mlx_mtp.core.models.ngrams import NgramHash
 from mlx_mtp.core.models.qwen4_exp import TextModelArgs
 from mlx_mtp.images.prompt import vision_of
 from mlx_mtp.memory import Account, needs_of
-from tests.support.checkpoints import config_of, configure, converted, differing, edit, parameters, tensors, write_tiny
+from tests.support.checkpoints import (
+    config_of,
+    configure,
+    converted,
+    differing,
+    edit,
+    parameters,
+    split_head,
+    tensors,
+    write_tiny,
+)
 from tests.support.commands import refused, report
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.hub_stand_in import HEADER_BYTES

@@ -14,10 +14,19 @@ import mlx_mtp
 from mlx_mtp.checkpoint.heads import acceptance
 from mlx_mtp.checkpoint.heads.acceptance import FLOOR, N_TOKENS
 from mlx_mtp.checkpoint.reader import CheckpointReader
-from mlx_mtp.core.models.head_weights import split_head
 from mlx_mtp.fit.fitting import write_checkpoint
 from tests.support.bad_checkpoints import configured, no_head, removed, written
-from tests.support.checkpoints import INDEX, WEIGHTS, config_of, converted, differing, edit, quantize_head, tensors
+from tests.support.checkpoints import (
+    INDEX,
+    WEIGHTS,
+    config_of,
+    converted,
+    differing,
+    edit,
+    quantize_head,
+    split_head,
+    tensors,
+)
 from tests.support.commands import refused
 from tests.support.images import VISION_CONFIG, add_tower, picture
 from tests.support.models import DATA

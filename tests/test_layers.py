@@ -13,10 +13,9 @@ from mlx_mtp import BatchGenerator, batch_generate, load, mtp_generate_step, str
 from mlx_mtp.core import traces
 from mlx_mtp.core.caches import recurrent
 from mlx_mtp.core.decoding import planner
-from mlx_mtp.core.layers import compiled, passes
-from mlx_mtp.core.layers import layer as layer_module
+from mlx_mtp.core.layers import compiled, passes, recurrence
+from mlx_mtp.core.layers.attention import attend, group_size
 from mlx_mtp.core.layers.compiled import Compiler
-from mlx_mtp.core.layers.layer import attend, group_size
 from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.core.layers.passes import Pass
 from mlx_mtp.core.models.head_weights import quantize_head
@@ -57,7 +56,9 @@ def run_passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits:
 
 
 def assert_equal(model, **options) -> None:
-    moved = "mlx-lm's attention layers compute otherwise, or a compiled layer does: core/layers/layer.py must follow"
+    moved = (
+        "mlx-lm's attention layers compute otherwise, or a compiled layer does: core/layers/attention.py must follow"
+    )
     assert arrays_equal(run_passes(model, True, **options), run_passes(model, False, **options)), moved
 
 
@@ -296,7 +297,7 @@ def calls(monkeypatch):
         calls.append((queries.shape[2], (keys[0] if isinstance(keys, tuple | list) else keys).shape[2]))
         return original(queries, keys, *args, **kwargs)
 
-    for module in ("mlx_mtp.core.layers.layer", "mlx_lm.models.qwen3_next"):
+    for module in ("mlx_mtp.core.layers.attention", "mlx_lm.models.qwen3_next"):
         monkeypatch.setattr(f"{module}.scaled_dot_product_attention", attention)
     return calls
 
@@ -356,11 +357,11 @@ def test_a_window_is_two_operations_more_than_a_token_and_a_rollback_two(monkeyp
     one, four = mx.ones((1, 1, H)), mx.ones((1, 4, H))
     mx.eval(states, one, four)
 
-    monkeypatch.setattr(layer_module, "recur", one_operation)
+    monkeypatch.setattr(recurrence, "recur", one_operation)
     monkeypatch.setattr(recurrent, "recur", one_operation)
     monkeypatch.setattr(recurrent, "_rewound", recurrent.rewind)
-    plain = layer_module.recurrent_layer(layer, one, *states, native=True)
-    window = layer_module.recurrent_layer(layer, four, *states, native=True, n_confirmed=1)
+    plain = recurrence.recurrent_layer(layer, one, *states, native=True)
+    window = recurrence.recurrent_layer(layer, four, *states, native=True, n_confirmed=1)
     assert len(operations(*window)) == len(operations(*plain)) + 2
 
     conv_input, state, *drafts = window[3:]

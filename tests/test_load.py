@@ -15,11 +15,22 @@ import mlx_mtp
 from mlx_mtp.checkpoint.load import check_family
 from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.convert.__main__ import main as convert
-from mlx_mtp.core.models import drafter_of
-from mlx_mtp.core.models.head_weights import EXPERT_PROJECTIONS, is_raw, split_head
+from mlx_mtp.core.models import family_of
+from mlx_mtp.core.models.family import shapes_of
+from mlx_mtp.core.models.head_weights import EXPERT_PROJECTIONS
 from tests.support import profiles
 from tests.support.bad_checkpoints import BAD
-from tests.support.checkpoints import INDEX, copied, differing, loaded, parameters, tables, write, write_llama
+from tests.support.checkpoints import (
+    INDEX,
+    copied,
+    differing,
+    loaded,
+    parameters,
+    split_head,
+    tables,
+    write,
+    write_llama,
+)
 from tests.support.commands import refused, report, run_command
 from tests.support.layouts import with_experts
 from tests.support.models import DATA, FAMILIES, FLASH, model_of, tiny_config, tiny_model
@@ -67,7 +78,7 @@ def test_every_layout_gives_the_same_parameters(family, tied, fused, raw, prefix
         config.pop("mtp_num_hidden_layers")  # the tensors tell
     weights = published(model, family, raw, fused, prefix)
     weights |= tables(model, RAW, "shard_") if raw else tables(model)
-    assert is_raw(weights) == raw
+    assert family_of(family).is_raw(shapes_of(weights)) == raw
     want, got = parameters(model), parameters(loaded(write(tmp_path / "model", config, weights)))
     assert got.keys() == want.keys()
     assert [name for name, w in want.items() if not np.allclose(got[name], w, rtol=0, atol=1e-6)] == []
@@ -306,7 +317,7 @@ def headless(tmp_path, family):
 def make_drafter(folder, family, head, **config):
     """A head alone, as mlx-vlm writes it."""
     source = tiny_config(family)
-    own = {"model_type": drafter_of(family), "text_config": source.get("text_config", source)}
+    own = {"model_type": family_of(family).drafter, "text_config": source.get("text_config", source)}
     return write(folder, own | {"block_size": 3, "tie_word_embeddings": True} | config, head)
 
 

@@ -309,7 +309,7 @@ def test_any_damage_is_refused_or_harmless(family, options, names, tmp_path):
 # Rollback
 
 
-MOVED = "mlx-lm's recurrent layers compute otherwise, or a window does: core/layers/layer.py must follow"
+MOVED = "mlx-lm's recurrent layers compute otherwise, or a window does: core/layers/recurrence.py must follow"
 EVERY_FORM = [*((family, mx.float32) for family in FAMILIES), ("qwen3_5", mx.bfloat16)]
 
 

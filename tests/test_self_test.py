@@ -15,7 +15,7 @@ from mlx_mtp.checkpoint import load, settings
 from mlx_mtp.checkpoint.checks import kernels, self_test
 from mlx_mtp.checkpoint.checks.kernels import WRONG
 from mlx_mtp.core.caches.rows import Rows
-from mlx_mtp.core.layers import layer
+from mlx_mtp.core.layers import attention as attention_module
 from mlx_mtp.core.layers.compiled import Compiler
 from mlx_mtp.core.layers.drafting import DraftConfig
 from mlx_mtp.core.pacing.step_times import TYPICAL, StepTimes, times_of
@@ -84,7 +84,7 @@ def test_its_times_serve_the_process_that_measured_them(cache_folder, monkeypatc
     seconds, estimate = dict(zip(self_test.DRAFT_LENGTHS, results[0].seconds)), times_of(model).estimate
     assert [*seconds] == [*self_test.DRAFT_LENGTHS]
     assert estimate[: len(self_test.ROWS)] == pytest.approx([seconds[k] for k in range(len(self_test.ROWS))])
-    (none, several), n_layers = results[0].key_seconds.values(), sum(not layer.is_linear for layer in model.layers)
+    (none, several), n_layers = results[0].key_seconds.values(), len(model.attention_layers)
     assert (none, several) == pytest.approx((n_layers * 1e-7, n_layers * 3e-7 + self_test.N_DRAFTS * 1e-7))
     of_long = times_of(model).of_size(1, 50_000).estimate
     added = [of_long[k] - estimate[k] for k in (0, self_test.N_DRAFTS)]
@@ -95,8 +95,8 @@ def test_the_time_of_a_key_is_that_of_the_keys_between_two_numbers(monkeypatch):
     """Of attention that takes a nanosecond for each query and key."""
     monkeypatch.setattr(kernels, "attend", lambda queries, keys, *_: mx.array(queries.shape[2] * keys.shape[2]))
     monkeypatch.setattr(kernels, "shortest", lambda call: 1e-9 * call().item())
-    own = self_test._attention_of(tiny_model("qwen3_5"))
-    assert kernels.seconds_of_a_key(own, mx.float32, None, True, (1, 5)) == pytest.approx([1e-9, 5e-9])
+    (layer,) = tiny_model("qwen3_5").attention_layers
+    assert kernels.seconds_of_a_key(layer.heads, mx.float32, None, True, (1, 5)) == pytest.approx([1e-9, 5e-9])
 
 
 @pytest.mark.parametrize("n_calls", [2, 6, 20, 45] if LONG else [2, 20])
@@ -145,8 +145,10 @@ def test_an_error_of_the_test_ends_no_load(cache_folder, monkeypatch, caplog, er
 
 
 def test_what_is_wrong_is_off_and_told(cache_folder, untimed, monkeypatch, caplog):
-    model, original = tiny_model("qwen3_5", **GROUPED), layer.mx.concatenate
-    monkeypatch.setattr(layer.mx, "concatenate", lambda a, axis=0: original(a, axis) * (3 if axis == 2 else 1))
+    model, original = tiny_model("qwen3_5", **GROUPED), attention_module.mx.concatenate
+    monkeypatch.setattr(
+        attention_module.mx, "concatenate", lambda a, axis=0: original(a, axis) * (3 if axis == 2 else 1)
+    )
     caplog.set_level(logging.WARNING)
     result = self_test.ensure_tested(model, "NAME")
     assert [*result.wrong] == ["groups of queries"]

@@ -234,19 +234,18 @@ class Sizes:
 def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
     """The sizes of a model with a head or without. With ``value_bytes``, of a number, no weight is read."""
     n = value_bytes or model.layers[0].dtype.size
-    recurrent = [layer for layer in model.layers if layer.is_linear]
-    attention = [layer for layer in model.layers if not layer.is_linear]
+    recurrent, attention = model.recurrent_layers, model.attention_layers
     head = [] if model.head_layer is None else [model.head_layer]
     args, is_metal = model.text_args, mx.metal.is_available()
     state = 0 if is_metal else max((_state_bytes(layer.states[1], n) for layer in recurrent), default=0)
     passes = [_mlp(args, n)]  # the bytes of a token's activations in the parts of a layer
     if recurrent:  # without Metal, the recurrence is computed token by token
-        own = recurrent[0].linear_attn
-        values = own.num_v_heads * own.head_v_dim
-        passes.append(n * (6 * values + 4 * own.conv_dim) + (0 if is_metal else state + 18 * values))
+        heads, (_, n_inputs) = recurrent[0].heads, recurrent[0].states[0].shape
+        values = heads.values * heads.value_size
+        passes.append(n * (6 * values + 4 * n_inputs) + (0 if is_metal else state + 18 * values))
     if attention:  # queries with gates, normed and rotated queries, the output before and after gates, keys, values
-        own = attention[0].self_attn
-        passes.append(n * (6 * own.num_attention_heads * own.head_dim + 2 * _row_values(attention[0])))
+        heads = attention[0].heads
+        passes.append(n * (6 * heads.queries * heads.size + 2 * _row_values(attention[0])))
     return Sizes(
         value_bytes=n,
         backbone_values=sum(_row_values(layer, "keys", "values") for layer in attention),
@@ -256,9 +255,9 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
         # A layer's input and output, with streams also what mixes them, and the larger of its two parts, which are computed one
         # after the other.
         chunk_bytes=(4 if model.hidden_size > args.hidden_size else 2) * model.hidden_size * n + max(passes),
-        score_bytes=max((_score_bytes(layer, n) for layer in attention + head), default=0),
+        score_bytes=max((layer.score_bytes(n) for layer in attention + head), default=0),
         fixed_bytes=STATES_AT_ONCE * state,
-        max_scored=_max_scored({layer.self_attn.head_dim for layer in attention + head}),
+        max_scored=_max_scored({layer.heads.size for layer in attention + head}),
     )
 
 
@@ -274,14 +273,6 @@ def _max_scored(head_dims: set[int]) -> int | None:
     system = [int(n) for n in re.findall(r"\d+", platform.mac_ver()[0])[:2]]
     has_matrix_units = generation >= (18 if kind == "p" else 17) and system >= [26, 2]
     return FEWEST_FUSED_256 - 1 if has_matrix_units and head_dims.issubset((*FUSED_HEAD_DIMS, 256)) else None
-
-
-def _score_bytes(layer: Any, n: int) -> int:
-    """The bytes of a query and a token before it: the scores and the mask, with an indexer also its scores of blocks."""
-    scores: int = layer.self_attn.num_attention_heads * n + 1
-    if (indexer := getattr(layer.self_attn, "indexer", None)) is not None:
-        scores += 2 + (indexer.n_heads + 2) * mx.float32.size // indexer.block_size
-    return scores
 
 
 def _row_values(layer: Any, *names: str) -> int:

@@ -15,10 +15,12 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_mtp import convert, load
 from mlx_mtp.checkpoint.heads import acceptance
+from mlx_mtp.core.models.family import HeadNames
 
 from .models import DATA, model_of, tiny_config
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+split_head = HeadNames().split  # with the names of Qwen's heads
 
 
 def write(folder, config, weights):

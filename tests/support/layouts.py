@@ -10,9 +10,8 @@ import mlx.core as mx
 from hypothesis import strategies as st
 
 from mlx_mtp.checkpoint.heads.acceptance import PARTS
-from mlx_mtp.core.models.head_weights import split_head
 
-from .checkpoints import INDEX, WEIGHTS, configure
+from .checkpoints import INDEX, WEIGHTS, configure, split_head
 
 PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.", "language_model.model.mtp.")
 INSIDE = ("inside", "model-mtp")  # files that mlx-lm loads: their tensors have a prefix

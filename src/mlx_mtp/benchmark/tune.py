@@ -101,7 +101,7 @@ def tune(
 
 def cheaper(model: Any) -> list[Settings]:
     """The forms that drafts of a model can have, and the other ways to run its passes on this device."""
-    n_attention = sum(not layer.is_linear for layer in model.layers)
+    n_attention = len(model.attention_layers)
     forms = [Settings(compiled=False), *(Settings(pieces=n) for n in PIECES if n < n_attention)]
     if on_metal():
         forms.append(Settings(attention_rows=0))

@@ -18,7 +18,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import load_adapters
 
-from ..core.models import BASES
+from ..core.models.mixin import MTPModel
 from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 from ..files import check_folder
 from .config import Config, read_json
@@ -115,7 +115,7 @@ def _some(names: Iterable[str]) -> str:
 
 def _apply(model: Any, config: Config, weights: Mapping[str, mx.array], path: str) -> bool:
     """Apply an adapter of peft. Return whether it changes whole weights."""
-    if getattr(model, "model_type", None) in BASES:
+    if isinstance(model, MTPModel) and model.family.pack_of is not None:
         raise MTPError("the model is packed. Use its base model.")
     layers: Layers = {_place(path): (path, layer) for path, layer in model.named_modules() if "mtp." not in path}
     changed: Layers = {}

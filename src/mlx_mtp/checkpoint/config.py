@@ -10,7 +10,8 @@ from typing import Any
 
 from mlx_lm.utils import MODEL_REMAPPING
 
-from ..core.models import BASES, MODEL_TYPES, model_module
+from ..core.models import MODULES, family_of, model_module
+from ..core.models.family import Family, HeadNames
 from ..core.models.mixin import MTPModel
 from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 
@@ -48,11 +49,11 @@ def check_config(config: Config | None, name: str) -> Config:
     if not isinstance(config.get("text_config", {}), dict):
         raise MTPError(f"The text_config of {name}'s config.json is not an object.")
     model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if model_type not in MODULES:
         if not mlx_lm_has(model_type):
             raise MTPError(f"Model type {model_type} is supported neither here nor by mlx-lm {version('mlx-lm')}.")
         raise MTPError(
-            f"Model type {model_type} has no MTP head here (supported: {', '.join(MODEL_TYPES)}). mlx-lm runs it without "
+            f"Model type {model_type} has no MTP head here (supported: {', '.join(MODULES)}). mlx-lm runs it without "
             "drafts: give --no-mtp (in Python mtp=False), and serve with `mlx_lm.server`."
         )
     return config
@@ -79,6 +80,17 @@ def canonical(config: Config) -> Config:
 def text_config_of(config: Config) -> Config:
     """The language model's part of a config. In Qwen3-Next it is the top level."""
     return config.get("text_config", config)
+
+
+def family_in(config: Config | None) -> Family | None:
+    """The family of a config's models; ``None`` if only mlx-lm supports them."""
+    family: Family | None = family_of((config or {}).get("model_type"))
+    return family
+
+
+def head_names_in(config: Config | None) -> HeadNames:
+    family = family_in(config)
+    return HeadNames() if family is None else family.names
 
 
 def ends_of_text(folder: Path) -> set[int]:
@@ -109,8 +121,8 @@ def first_difference(config: Config, other: Config) -> str:
     """Describe the first size in which two models differ; empty if all known sizes agree."""
     a, b = (canonical({**c.get("text_config", {}), **c}) for c in (config, other))
     for c in (a, b):
-        if (base := BASES.get(str(c.get("model_type")))) is not None:
-            c["model_type"] = base
+        if (family := family_in(c)) is not None and family.pack_of is not None:
+            c["model_type"] = family.pack_of
     for key in SIZES:
         if key in a and key in b and a[key] != b[key]:
             return f"{key} is {a[key]}, not {b[key]}"

@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _transform_awq_weights, load_model, load_tokenizer
 
 from ..core.distributed import any_rank, from_rank_0, raise_on_all
-from ..core.models import MODEL_TYPES, model_module
-from ..core.models.head_weights import is_head, split_head
+from ..core.models import MODULES, model_module
+from ..core.models.head_weights import is_head
 from ..core.models.mixin import MTPModel, drop_head
 from ..errors import MTPError
 from ..images.tower import Vision, split_tower
@@ -24,7 +24,7 @@ from .adapters import check_adapter, with_adapter
 from .checks import dtype as dtypes
 from .checks.memory import check_memory
 from .checks.self_test import ensure_tested
-from .config import Config, check_config, ends_of_text, loading_errors, mlx_lm_has, read_config, skeleton
+from .config import Config, check_config, ends_of_text, family_in, loading_errors, mlx_lm_has, read_config, skeleton
 from .heads.acceptance import FLOOR, key_of, settle
 from .heads.formats import Head, check_head, fetch_drafter, quantization_beside, read_head
 from .heads.originals import FetchedHead, awq_of, check_method, fetch_missing_head, fetch_tower, fetched_before, forget
@@ -122,7 +122,10 @@ def load(
         check_method(checkpoint)
         stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
         checkpoint = _download(checkpoint, revision, mtp, may_be_plain and not mtp, stage, check)
-    mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint)) if mtp == "cached" else mtp
+    if mtp == "cached":
+        mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
+    elif mtp == "auto" and may_be_plain:
+        mtp = _head_if_any(checkpoint)
     is_plain = may_be_plain and not mtp
     _check_drafting(mtp, drafting, settings)
     key = _float16_key(checkpoint, adapter_path, mtp) if prefers_float16 and dtype == dtypes.AUTO else None
@@ -169,7 +172,7 @@ def load(
 def _ways(checkpoint: CheckpointReader, mtp: bool | str, copy_drafts: bool, is_alone: bool) -> tuple[bool | str, bool]:
     """``mtp``, which is false for a family that only mlx-lm supports, and whether mlx-lm loads the model without a head."""
     model_type = (checkpoint.config or {}).get("model_type")
-    runs_here, in_mlx_lm = model_type in MODEL_TYPES, mlx_lm_has(model_type)
+    runs_here, in_mlx_lm = model_type in MODULES, mlx_lm_has(model_type)
     if mtp in ("auto", "cached") and not copy_drafts and in_mlx_lm and not runs_here:
         mtp = False
     return mtp, not copy_drafts and is_alone and (in_mlx_lm or not runs_here)
@@ -199,7 +202,7 @@ def _own_config(checkpoint: CheckpointReader, given: Config) -> Config:
     """The config values to change: those given, its type, and whether an output layer is stored, whatever the config says."""
     config = checkpoint.config or {}
     own = {key: config[key] for key in ("model_type",) if key in config}
-    if config.get("model_type") not in MODEL_TYPES:
+    if config.get("model_type") not in MODULES:
         return given | own
     stored = (name.removeprefix("language_model.") for name in model_tensors(checkpoint))
     tie: Config = {"tie_word_embeddings": not any(name.startswith("lm_head.") for name in stored)}
@@ -252,6 +255,18 @@ def _cached_head(checkpoint: CheckpointReader) -> bool | str:
     return "auto" if fetched_before(checkpoint) is not None else False
 
 
+def _head_if_any(checkpoint: CheckpointReader) -> bool | str:
+    """What ``mtp="auto"`` stands for. Some families' checkpoints may lack a head, and run as in mlx-lm then."""
+    family = family_in(checkpoint.config)
+    if family is not None and not family.needs_head:
+        try:
+            fetch_missing_head(checkpoint)
+        except FileNotFoundError as e:
+            log.warning(f"[WARNING] {checkpoint.name} generates without drafts: {e}")
+            return False
+    return "auto"
+
+
 def _head_of(checkpoint: CheckpointReader, mtp: bool | str) -> tuple[CheckpointReader | None, FetchedHead | None]:
     """The checkpoint of the head to load, and the base model's if it was fetched. Raises an error if it cannot be used."""
     fetched = None
@@ -296,7 +311,7 @@ def _load_model(
 
     class Model(base):  # loads the head, or only the tensors of a stage
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            own = weights if stage is None else own_weights(weights, stage)
+            own = weights if stage is None else own_weights(weights, stage, self.family)
             separate = () if head is None else (dict(head.weights), head.raw)
             if head is not None:
                 head.weights.clear()  # so that tensors of which others are made are freed
@@ -332,7 +347,7 @@ def _load_model(
 @contextmanager
 def _for_mlx_lm(checkpoint: CheckpointReader) -> Iterator[Path]:
     """A checkpoint's folder for mlx-lm, which reads every ``model*.safetensors``: one of links where others lie beside."""
-    files = sorted({file for file in split_head(checkpoint.model_map)[0].values() if checkpoint.has(file)})
+    files = sorted({file for file in checkpoint.names.split(checkpoint.model_map)[0].values() if checkpoint.has(file)})
     if files == sorted(file.name for file in checkpoint.path.glob(WEIGHTS)):
         yield checkpoint.path
         return
@@ -358,7 +373,7 @@ def _vision_of(model: MTPModel, checkpoint: CheckpointReader, config: Config, ma
 
 def find_vision(checkpoint: CheckpointReader, config: Config) -> Vision | None:
     """The vision of a model with a head, if its checkpoint has a vision encoder. Only names of tensors are read here."""
-    if config.get("model_type") not in MODEL_TYPES or not isinstance(config.get("vision_config"), dict):
+    if config.get("model_type") not in MODULES or not isinstance(config.get("vision_config"), dict):
         return None
     files = sorted({t.file for t in split_tower(model_tensors(checkpoint))[1].values()})
     return Vision(checkpoint.path, config, files) if files else None

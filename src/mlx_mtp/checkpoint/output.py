@@ -14,7 +14,6 @@ import mlx.core as mx
 from huggingface_hub import ModelCard, ModelCardData
 from yaml import YAMLError
 
-from ..core.models.head_weights import split_head
 from ..errors import MTPError, MTPOSError
 from ..files import writing
 from .config import EXTRA_TENSORS, Config, text_config_of
@@ -116,7 +115,7 @@ def write_beside(
     Either may be empty. ``origin`` is that of ``describe_head``, and ``card`` ends the model card.
     """
     linked = receiver.model_map | receiver.head_map
-    linked = split_head(linked)[0] if head else linked
+    linked = receiver.names.split(linked)[0] if head else linked
     weight_map = dict(linked)
     for file, tensors in ((HEAD_FILE, head), (TOWER_FILE, tower)):
         if tensors:

@@ -11,8 +11,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..core.distributed import Ranks
-from ..core.models import MODEL_TYPES
-from ..core.models.head_weights import split_head
+from ..core.models import MODULES, family_of
+from ..core.models.family import Family
 from ..core.models.mixin import MTPModel
 from ..core.models.shard import check_pipeline, check_shard
 from ..errors import MTPError
@@ -43,9 +43,9 @@ def make_ranks(
 def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> range | None:
     """The layers of this rank's stage of a pipeline; ``None`` for a share of each layer. An MTPError if it is impossible."""
     config = checkpoint.config or {}
-    if "model_type" in config and config["model_type"] not in MODEL_TYPES:
+    if "model_type" in config and config["model_type"] not in MODULES:
         raise MTPError(
-            f"Model type {config['model_type']} does not run on several machines (supported: {', '.join(MODEL_TYPES)}): "
+            f"Model type {config['model_type']} does not run on several machines (supported: {', '.join(MODULES)}): "
             "use `mlx_lm.chat` or `mlx_lm.server`."
         )
     model: Any = skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name)
@@ -59,22 +59,23 @@ def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> ran
 
 def files_of(checkpoint: CheckpointReader, layers: range) -> list[str]:
     """The files of a stage with these layers."""
-    names = names_of(checkpoint.index, layers)
-    if not any("conv1d" in name for name in names):
-        names += [name for name in checkpoint.index if "conv1d" in name][:1]  # needed to detect the layout
+    family: Family = family_of((checkpoint.config or {})["model_type"])
+    names = names_of(checkpoint.index, layers, family)
+    if not any(map(family.tells_layout, names)):
+        names += [name for name in checkpoint.index if family.tells_layout(name)][:1]
     return sorted({checkpoint.index[name] for name in names}) or [WEIGHTS]
 
 
-def own_weights(weights: Mapping[str, mx.array], layers: range) -> dict[str, mx.array]:
-    """The tensors that a stage with these layers keeps, and convolutions, which show the layout of the checkpoint."""
-    names = {*names_of(weights, layers)}
-    return {name: w for name, w in weights.items() if name in names or "conv1d" in name}
+def own_weights(weights: Mapping[str, mx.array], layers: range, family: Family) -> dict[str, mx.array]:
+    """The tensors that a stage with these layers keeps, and those that tell the layout of the checkpoint."""
+    names = {*names_of(weights, layers, family)}
+    return {name: w for name, w in weights.items() if name in names or family.tells_layout(name)}
 
 
-def names_of(names: Collection[str], layers: range) -> list[str]:
+def names_of(names: Collection[str], layers: range, family: Family) -> list[str]:
     """The tensors of these layers and those outside of layers, but not the vision encoder's, which no rank needs."""
     language, _ = split_tower(dict.fromkeys(names))
-    backbone, _ = split_head(language)
+    backbone, _ = family.names.split(language)
     elsewhere = {name for name in backbone if (match := LAYER.search(name)) and int(match[1]) not in layers}
     return [name for name in language if name not in elsewhere]
 

@@ -19,11 +19,11 @@ from huggingface_hub import is_offline_mode, parse_local_safetensors_file_metada
 from huggingface_hub.errors import SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 
-from ..core.models.head_weights import MARKER, split_head
+from ..core.models.family import HeadNames
 from ..errors import MTPError, MTPFileNotFoundError
 from ..images.tower import split_tower
 from .catalog import resolve
-from .config import EXTRA_TENSORS, Config, canonical, parse_json
+from .config import EXTRA_TENSORS, Config, canonical, head_names_in, parse_json
 from .hub import WEIGHTS, check_format, check_path, commit_of, download, fetch, is_inside, list_files
 
 T = TypeVar("T")
@@ -91,6 +91,11 @@ class CheckpointReader:
         self.config: Config | None = canonical(self.read_json("config.json")) if has_config else None
 
     @property
+    def names(self) -> HeadNames:
+        """Those of its head's tensors, by its model type."""
+        return head_names_in(self.config)
+
+    @property
     def path(self) -> Path:
         """The folder of a checkpoint that is not read on the hub."""
         assert self.folder is not None
@@ -148,12 +153,12 @@ class CheckpointReader:
     @cached_property
     def model_map(self) -> dict[str, str]:
         """The file of every tensor, from the index, and in a folder or without an index from the headers, which are checked."""
-        found, places, files = dict(self.index), _places(self.index), self.model_files
+        found, places, files = dict(self.index), _places(self.names, self.index), self.model_files
         read, indexed = [] if self.folder is None and self.index else files, {*places}
         self.tensors({name: file for name, file in sorted(found.items()) if file in read})  # or raises
         for file in read:
-            names = {name: name for name in self.header(file).tensors}
-            for place, name in _places(names, is_bare=MARKER in self.index).items():
+            own = {name: name for name in self.header(file).tensors}
+            for place, name in _places(self.names, own, is_bare=self.names.marker in self.index).items():
                 if (other := places.setdefault(place, file)) == file:
                     found[name] = file
                 elif place not in indexed or not place.startswith("mtp."):  # mlx-lm takes any
@@ -167,7 +172,7 @@ class CheckpointReader:
     def head_map(self) -> dict[str, str]:
         """The file of every tensor of the head, of several the first, see ``_places_of_heads``. Raises if one is damaged."""
         for place in _places_of_heads(self):
-            if head := split_head({name: name for name in place})[1]:
+            if head := self.names.split({name: name for name in place})[1]:
                 return {name: place[name] for name in head.values()}
         return {}
 
@@ -208,7 +213,7 @@ def _places_of_heads(checkpoint: CheckpointReader) -> Iterator[Mapping[str, str]
     for file in checkpoint.files:
         if file.endswith(".safetensors.index.json") and file != INDEX_FILE:
             place = _read_index(checkpoint, file)
-            if MARKER in split_head(place)[1]:
+            if checkpoint.names.marker in checkpoint.names.split(place)[1]:
                 if missing := {own for own in place.values() if not checkpoint.has(own)}:
                     raise _missing_files(checkpoint, missing, file)
                 yield place
@@ -230,8 +235,8 @@ def _in_unnamed_files(checkpoint: CheckpointReader) -> dict[str, str]:
             except MTPError as e:
                 if "mtp" in file or isinstance(e, OSError):
                     raise
-        head = split_head({name: name for name in found})[1]
-        if MARKER in head:
+        head = checkpoint.names.split({name: name for name in found})[1]
+        if checkpoint.names.marker in head:
             return {name: found[name] for name in head.values()}
     return {}
 
@@ -249,19 +254,19 @@ def _read_index(checkpoint: CheckpointReader, file: str) -> dict[str, str]:
 
 def _strays(checkpoint: CheckpointReader) -> list[str]:
     """Files that mlx-lm would load as well, although the index does not name them. A head that it lacks is none."""
-    places, strays = _places(checkpoint.index), []
+    places, strays = _places(checkpoint.names, checkpoint.index), []
     for file in {*filter(_is_models, checkpoint.files if places else ())}.difference(checkpoint.model_files):
         own = {"": file}  # a damaged one
         with suppress(MTPError):
-            own = _places(dict.fromkeys(checkpoint.header(file).tensors, file))
+            own = _places(checkpoint.names, dict.fromkeys(checkpoint.header(file).tensors, file))
         if any(name in places or not name.startswith("mtp.") for name in own):
             strays.append(file)
     return sorted(strays)
 
 
-def _places(names: Mapping[str, T], is_bare: bool = False) -> dict[str, T]:
-    """Tensors by names that are the same in all layouts, except experts: a head's begin with ``mtp.``. See ``split_head``."""
-    backbone, head = split_head(names, is_bare)
+def _places(names: HeadNames, tensors: Mapping[str, T], is_bare: bool = False) -> dict[str, T]:
+    """Tensors by names that are the same in all layouts, except experts: a head's begin with ``mtp.``."""
+    backbone, head = names.split(tensors, is_bare)
     return {PREFIX.sub("", name, 1): x for name, x in backbone.items()} | {f"mtp.{n}": x for n, x in head.items()}
 
 

@@ -8,7 +8,7 @@ from shlex import quote
 from mlx_lm.convert import configure_parser
 
 from ..checkpoint.catalog import Published, published
-from ..checkpoint.config import Config, check_config, skeleton
+from ..checkpoint.config import Config, check_config, family_in, skeleton
 from ..checkpoint.heads.acceptance import key_of, known, shifted
 from ..checkpoint.heads.formats import check_head, first_tensor, has_raw_backbone, has_raw_head
 from ..checkpoint.heads.originals import check_method
@@ -16,7 +16,6 @@ from ..checkpoint.ngram_files import find_tables, place_of
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, Tensor, Tensors, n_bytes
 from ..cli.display import one_line_errors
 from ..cli.parser import extend, finish, parse
-from ..core.models import MODEL_TYPES, model_module
 from ..errors import MTPError, MTPFileNotFoundError
 from ..memory import size, sizes_of
 from .conversion import convert
@@ -108,7 +107,7 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     lines = {
         "Model": checkpoint.name + commit,
         "Model type": config.get("model_type"),
-        "Backbone": f"{quantization}, {_layout(checkpoint, has_raw_backbone(checkpoint))}",
+        "Backbone": f"{quantization}, {_layout(checkpoint, bool(has_raw_backbone(checkpoint)))}",
         "Size": size(total),
         **({"N-grams": f"{size(n_table)} of that size, read from the files by row"} if n_table else {}),
         "MTP head": told,
@@ -135,9 +134,8 @@ def _quantization(config: Config, embedding: Tensor | None) -> str:
 
 def _layout(checkpoint: CheckpointReader, raw: bool) -> str:
     name, norms = ("raw", "to be shifted") if raw else ("converted", "shifted")
-    model_type = (checkpoint.config or {}).get("model_type")
-    shifts_norms = model_type not in MODEL_TYPES or model_module(model_type).Model.shifts_norms
-    return f"{name} (norms {norms})" if shifts_norms else name
+    family = family_in(checkpoint.config)
+    return f"{name} (norms {norms})" if family is None or family.shifts_norms else name
 
 
 if __name__ == "__main__":

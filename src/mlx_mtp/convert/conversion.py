@@ -19,13 +19,12 @@ from tqdm import tqdm
 
 from ..checkpoint import output
 from ..checkpoint.adapters import check_adapter
-from ..checkpoint.config import EXTRA_TENSORS, Config, check_config, read_json, text_config_of, with_ends
+from ..checkpoint.config import EXTRA_TENSORS, Config, check_config, family_in, read_json, text_config_of, with_ends
 from ..checkpoint.heads.formats import head_bits
 from ..checkpoint.heads.originals import check_method
 from ..checkpoint.hub import HEAD_FILE, fetch, first_line
 from ..checkpoint.load import find_vision, load
 from ..checkpoint.reader import CheckpointReader
-from ..core.models import BASES
 from ..core.models.head_weights import is_head
 from ..core.models.mixin import MTPModel
 from ..core.models.ngrams import NgramTable, Quantized, floats
@@ -108,10 +107,11 @@ def convert(
         checkpoint = CheckpointReader(hf_path, revision)
         check_method(checkpoint)
         print("[INFO] Loading")
-        if (model_type := check_config(checkpoint.config, hf_path).get("model_type")) in BASES:
+        own = check_config(checkpoint.config, hf_path)
+        if (family := family_in(own)) is not None and family.pack_of is not None:
             raise MTPError(
-                f"{hf_path} is packed, and nothing in a model of type {model_type} can be converted: load it as it is, or add "
-                "its base model's head with --graft-mtp-from or vision encoder with --graft-vision-from."
+                f"{hf_path} is packed, and nothing in a model of type {own['model_type']} can be converted: load it as it "
+                "is, or add its base model's head with --graft-mtp-from or vision encoder with --graft-vision-from."
             )
         commit = checkpoint.revision
         model, tokenizer, config = load(

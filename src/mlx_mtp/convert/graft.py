@@ -16,7 +16,7 @@ from ..checkpoint.heads.originals import check_method, copy_image_settings, copy
 from ..checkpoint.hub import HEAD_FILE
 from ..checkpoint.load import load
 from ..checkpoint.reader import CheckpointReader, Tensors, fetch_checkpoint
-from ..core.models.head_weights import norms_of, sanitize_head, split_head
+from ..core.models.head_weights import norms_of, sanitize_head
 from ..errors import MTPError
 from ..images.tower import PREFIX, Vision, VisionArgs, make_tower, settings_of, split_tower
 
@@ -75,13 +75,13 @@ def _head(
         difference = f"its vocabulary has {theirs.shape[0]} rows, not {ours.shape[0]}"
         raise MTPError(f"{donor.name} does not fit {receiver.name}: {difference}.")
     print("[INFO] Reading the head")
-    weights, measured = split_head(_read(donor, tensors, folder))[1], known(key_of(donor, donor))
+    weights, measured = donor.names.split(_read(donor, tensors, folder))[1], known(key_of(donor, donor))
     model = skeleton(config, receiver.name)
-    head = sanitize_head(model.mtp, weights, raw=False)
+    head = sanitize_head(model, weights, raw=False)
     if dtype is not None:
         head = {n: w.astype(getattr(mx, dtype)) if mx.issubdtype(w.dtype, mx.floating) else w for n, w in head.items()}
     if measured is None or measured.reading is None:
-        return head, told_by(model.shifts_norms and has_raw_head(donor))
+        return head, told_by(model.family.shifts_norms and has_raw_head(donor))
     return head, measured.reading
 
 

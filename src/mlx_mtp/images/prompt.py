@@ -187,8 +187,8 @@ def vision_of(model: Any) -> Vision:
         raise MTPError(
             "Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True; in `mlx_mtp chat`, use --images."
         )
-    if model.text_only is not None:
-        raise MTPError(model.text_only)
+    if model.family.no_images is not None:
+        raise MTPError(model.family.no_images)
     if not isinstance(vision := model.vision, Vision):
         raise MTPError(
             "The model takes no images: its checkpoint has no vision encoder, or its positions are scaled (YaRN). Use its base "

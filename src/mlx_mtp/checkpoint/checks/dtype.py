@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...core.distributed import any_rank, from_rank_0
 from ...core.layers.mtp import has_head
-from ...core.models import BASES
+from ...core.models import family_of
 from ...core.models.head_weights import is_head
 from ...core.models.mixin import MTPModel
 from ...errors import MTPError
@@ -55,7 +55,8 @@ def set_dtype(model: Any, dtype: str, prefers_float16: bool) -> bool:
     """Cast a model's weights when they are read, see ``load``. Return whether a backbone of another type is in float16 now."""
     own = dtype_of(model)
     target = DTYPES.get(dtype, mx.float16 if prefers_float16 and own == mx.bfloat16 else own)
-    if target != own and getattr(model, "model_type", None) in BASES:
+    family = family_of(getattr(model, "model_type", None))
+    if target != own and family is not None and family.pack_of is not None:
         raise MTPError(f"A model of type {model.model_type} computes in float16 only: leave --dtype out.")
     may_cast = getattr(model, "cast_predicate", lambda _: True)  # mlx-lm's, for checkpoints in float32
 

@@ -14,9 +14,10 @@ import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_ops
 
 from ...core.caches.recurrent import has_metal_kernel, inputs_of_recurrence, recur
+from ...core.layers.attention import AttentionHeads, attend, by_products
 from ...core.layers.drafting import quantized_group_size
-from ...core.layers.layer import attend, by_products
 from ...core.layers.passes import Pass
+from ...core.layers.recurrence import RecurrentHeads
 from ...memory import CHUNK, is_out_of_memory
 
 QUERIES = (1, 2, 5, 9)
@@ -59,13 +60,18 @@ def measured(compare: Callable[[], float]) -> float:
 
 
 def attention_differences(
-    own: Any, dtype: mx.Dtype, max_queries: int | None, bits: int | None = None, n_queries: Sequence[int] = QUERIES
+    heads: AttentionHeads,
+    dtype: mx.Dtype,
+    max_queries: int | None,
+    bits: int | None = None,
+    n_queries: Sequence[int] = QUERIES,
 ) -> dict[str, float]:
-    """The largest differences of attention by the number of queries, ``n_queries`` in order, of a model's attention layer.
+    """The largest differences of attention by the number of queries, ``n_queries`` in order, with these heads.
 
     ``max_queries`` are ``attention_rows``, and ``bits`` those of keys and values, ``None`` if they are not quantized.
     """
-    Hq, Hkv, D, cache = own.num_attention_heads, own.num_key_value_heads, own.head_dim, SimpleNamespace()
+    Hq, Hkv, D = heads
+    cache = SimpleNamespace()
     key, this = mx.random.key(0), Pass(attention_rows=max_queries)
     keys = mx.random.uniform(-LARGEST, LARGEST, (1, Hkv, LONG, D), dtype, key)
     queries = mx.random.uniform(-1, 1, (2, Hq, n_queries[-1], D), dtype, key)
@@ -92,10 +98,10 @@ def attention_differences(
 
 
 def seconds_of_a_key(
-    own: Any, dtype: mx.Dtype, max_queries: int | None, fused: bool, n_queries: Sequence[int]
+    heads: AttentionHeads, dtype: mx.Dtype, max_queries: int | None, fused: bool, n_queries: Sequence[int]
 ) -> list[float]:
     """The seconds that a further key adds to attention, for each of ``n_queries``; the options are those of a pass."""
-    Hq, Hkv, D = own.num_attention_heads, own.num_key_value_heads, own.head_dim
+    Hq, Hkv, D = heads
     this = Pass(attention_rows=max_queries, fused=fused)
     keys, values = (mx.random.uniform(-1, 1, (1, Hkv, FAR, D), dtype, mx.random.key(i)) for i in range(2))
 
@@ -122,17 +128,17 @@ def _cases(T: int) -> Iterator[tuple[int, int, Any]]:
     yield 2, SHORT, mx.stack([columns <= at - SHORTER, sparse])[:, None]
 
 
-def recurrences(own: Any, dtype: mx.Dtype) -> dict[str, dict[str, list[float]]]:
-    """MLX's recurrence and, on Metal, mlx-lm's kernel, with the heads of a model's recurrent layer.
+def recurrences(heads: RecurrentHeads, dtype: mx.Dtype) -> dict[str, dict[str, list[float]]]:
+    """MLX's recurrence and, on Metal, mlx-lm's kernel, with these heads.
 
     Returns, by the number of tokens, the largest difference of the output and the state, and the seconds. On Metal also of a
     prompt's chunk: elsewhere simple operations, which mlx-lm has there, take long.
     """
     found: dict[str, dict[str, list[float]]] = {NATIVE: {}}
-    if has_metal_kernel(own.head_k_dim):
+    if has_metal_kernel(heads.key_size):
         found[OF_MLX_LM] = {}
     for T in (*TOKENS, *([CHUNK] if OF_MLX_LM in found else [])):
-        inputs, state, mask = _inputs_of_recurrence(own, dtype, T)
+        inputs, state, mask = _inputs_of_recurrence(heads, dtype, T)
         outs, end = [], state
         for i in range(0, T, PIECE):  # since simple operations hold the state after each token
             of_piece = [x[:, i : i + PIECE].astype(mx.float32) for x in inputs]
@@ -155,9 +161,11 @@ def _difference(call: Any, want: mx.array, want_state: mx.array, mask: mx.array 
     return max(difference(out, want), difference(state, want_state))
 
 
-def _inputs_of_recurrence(own: Any, dtype: mx.Dtype, T: int) -> tuple[list[mx.array], mx.array, mx.array | None]:
+def _inputs_of_recurrence(
+    heads: RecurrentHeads, dtype: mx.Dtype, T: int
+) -> tuple[list[mx.array], mx.array, mx.array | None]:
     """Random q, k, v, g, beta of T tokens, a state and, of few tokens, two rows and a mask of which one row is shorter."""
-    (Hk, Hv), (Dk, Dv) = (own.num_k_heads, own.num_v_heads), (own.head_k_dim, own.head_v_dim)
+    Hk, Hv, Dk, Dv = heads
     B, shapes = 1 if T == 1 or T > PIECE else 2, ((T, Hk, Dk), (T, Hk, Dk), (T, Hv, Dv), (T, Hv), (T, Hv), (Hv, Dv, Dk))
     q, k, v, g, beta, state = (mx.random.uniform(0, 1, (B, *s), key=mx.random.key(i)) for i, s in enumerate(shapes))
     q, k = ((x - 0.5) * (12 / Dk) ** 0.5 for x in (q, k))  # of a norm of about 1

@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 
 from ... import memory
-from ...core.models.head_weights import split_head
 from ...errors import MTPError
 from ...images.tower import split_tower
 from ...memory import CHUNK, Account, Needs, Sizes, check_fits, size, sizes_of
@@ -49,7 +48,7 @@ def check_memory(
             return bool(ngram_memory)  # it is checked after the download
     tensors, name = model_tensors(checkpoint), checkpoint.name
     if is_plain:  # without heads, towers and texts
-        backbone = split_head(split_tower(tensors)[0])[0]
+        backbone = checkpoint.names.split(split_tower(tensors)[0])[0]
         _check_arrays(backbone, name)
         check_fits(name, Needs(weights=_nbytes(backbone, *_types(backbone, dtype))), account)
         return False
@@ -88,7 +87,7 @@ def needs_of_checkpoint(
 ) -> tuple[Needs, Sizes]:
     config, head = check_config(checkpoint.config, checkpoint.name), Tensors()
     language, tower = split_tower(without_tables(model_tensors(checkpoint))[0])
-    backbone, _ = split_head(language)
+    backbone, _ = checkpoint.names.split(language)
     with suppress(MTPError, OSError):  # a head that cannot be used
         head = {} if source is None else source.head()
     own, n = _types(backbone, dtype)

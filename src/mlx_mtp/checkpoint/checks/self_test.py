@@ -24,9 +24,9 @@ from tqdm import tqdm
 from ...core.batch.generate_step import mtp_generate_step
 from ...core.caches.prompt_cache import open_prompt_cache
 from ...core.caches.rows import KVOptions, Rows
+from ...core.layers.attention import FEW, AttentionHeads, group_size
 from ...core.layers.compiled import Compiler
 from ...core.layers.drafting import MAX_WINDOW, DraftConfig, Settings
-from ...core.layers.layer import FEW, group_size
 from ...core.layers.mtp import has_head, run_head
 from ...core.layers.passes import pass_over
 from ...core.pacing.depth import MAX_DRAFT_TOKENS, Depth
@@ -216,23 +216,24 @@ def run(model: Any) -> SelfTest:
 def _test_kernels(model: Any, result: SelfTest) -> None:
     rows = pass_over(MAX_WINDOW, model.drafting, 1, None, None).attention_rows
     for bits in (None, *KV_BITS):
-        differences = partial(kernels.attention_differences, _attention_of(model), dtype_of(model), rows, bits)
+        differences = partial(kernels.attention_differences, _heads_of(model), dtype_of(model), rows, bits)
         name = str(bits or UNQUANTIZED)
         result.attention[name] = differences()
         if result._queries(name) < MAX_WINDOW:  # of which number?
             result.attention[name] = differences(range(1, FEW + 2))
-    if (own := next((layer.linear_attn for layer in model.layers if layer.is_linear), None)) is not None:
-        result.recurrence = kernels.recurrences(own, dtype_of(model))
+    for layer in model.recurrent_layers[:1]:
+        result.recurrence = kernels.recurrences(layer.heads, dtype_of(model))
 
 
-def _attention_of(model: Any) -> Any:
-    return next(layer.self_attn for layer in model.layers if not layer.is_linear)
+def _heads_of(model: Any) -> AttentionHeads:
+    heads: AttentionHeads = model.attention_layers[0].heads
+    return heads
 
 
 def _test_passes(model: Any, result: SelfTest) -> None:
     window = (mx.arange(MAX_WINDOW) * 613 + 7)[None] % model.vocab_size  # [1, 17]
     rows, each, drafting = _prefilled(model, _prompt(model)[None]), list[mx.array](), model.drafting
-    state, before, own = rows.state, drafting.attention_rows, _attention_of(model)
+    state, before = rows.state, drafting.attention_rows
     for t in range(MAX_WINDOW):
         each.append(rows.run(model, window[:, t : t + 1]))
         rows.commit([1])
@@ -254,7 +255,7 @@ def _test_passes(model: Any, result: SelfTest) -> None:
         for n in {1, min(ROLLED_BACK, result.widest[None])}:
             result.compiled = max(result.compiled, kernels.measured(partial(compiled_difference, n)))
         n = min(FEW + 1, result.widest[None])
-        drafting.attention_rows = group_size(n, own.num_attention_heads, own.num_key_value_heads, own.head_dim)
+        drafting.attention_rows = group_size(n, *_heads_of(model))
         result.grouped = of_window(n)
     finally:
         drafting.attention_rows = before
@@ -307,9 +308,9 @@ def _head_copies(model: Any) -> int:
 
 def _key_seconds(model: Any) -> dict[str, float]:
     """As in ``SelfTest``, without drafts and with ``N_DRAFTS``, each of which the head's layer attends for."""
-    drafting, own, n_layers = model.drafting, _attention_of(model), sum(not layer.is_linear for layer in model.layers)
+    drafting, n_layers = model.drafting, len(model.attention_layers)
     rows = pass_over(N_DRAFTS + 1, drafting, 1, None, None).attention_rows
-    one, several = kernels.seconds_of_a_key(own, dtype_of(model), rows, drafting.fused, (1, N_DRAFTS + 1))
+    one, several = kernels.seconds_of_a_key(_heads_of(model), dtype_of(model), rows, drafting.fused, (1, N_DRAFTS + 1))
     return {"0": n_layers * one, str(N_DRAFTS): n_layers * several + N_DRAFTS * one}
 
 

@@ -109,7 +109,7 @@ def measure_readings(
             break
     hidden, choices = (mx.concatenate([*x], axis=1) for x in zip(*read))
     text = tokens[:, : hidden.shape[1]], hidden, choices
-    if not model.shifts_norms:
+    if not model.family.shifts_norms:
         return {told: _rate(model, *text)}
     rates = {}
     for reading in (reading for n in range(len(PARTS) + 1) for reading in combinations(PARTS, n)):
@@ -128,7 +128,7 @@ def _rate(model: MTPModel, tokens: mx.array, hidden: mx.array, choices: mx.array
 
 def read_norms(model: Any, norms: Mapping[str, mx.array], reading: Reading) -> None:
     """Set the norms of a model's head to those stored, read in this way, if its family has several."""
-    if not model.shifts_norms:
+    if not model.family.shifts_norms:
         return
     dtype = model.mtp.norm.weight.dtype
     read = with_ones(norms, reading).items()

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...core.models import drafter_of
-from ...core.models.head_weights import MARKER, check_quantized, is_head, norms_of, sanitize_head, split_head
+from ...core.models.head_weights import check_quantized, is_head, norms_of, sanitize_head
 from ...errors import MTPError
-from ..config import Config, check_config, first_difference, skeleton, text_config_of
+from ..config import Config, check_config, family_in, first_difference, skeleton, text_config_of
 from ..reader import CheckpointReader, Tensor, Tensors, fetch_checkpoint
 
 RUNTIME = "mtplx_runtime.json"  # MTPLX's settings beside config.json
@@ -48,28 +47,33 @@ def check_head(checkpoint: CheckpointReader) -> None:
 
 def check_shapes(checkpoint: CheckpointReader, head: Tensors) -> None:
     """Raise an MTPError if tensors of a head for a checkpoint are missing, unknown or of the wrong shape."""
-    mtp = skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name).mtp
+    model = skeleton(check_config(checkpoint.config, checkpoint.name), checkpoint.name)
     # Zeros that are never evaluated take no memory.
-    zeros = {n: mx.zeros(t.shape, DTYPES.get(str(t.dtype), mx.uint8)) for n, t in split_head(head)[1].items()}
-    check_quantized(mtp, sanitize_head(mtp, zeros, False))
+    own = checkpoint.names.split(head)[1]
+    zeros = {n: mx.zeros(t.shape, DTYPES.get(str(t.dtype), mx.uint8)) for n, t in own.items()}
+    check_quantized(model.mtp, sanitize_head(model, zeros, False))
 
 
 def read_head(source: CheckpointReader) -> Head:
     files = {file: load_tensors(source.path / file) for file in {*source.head_map.values()}}
-    weights = split_head({name: files[file][name] for name, file in source.head_map.items()})[1]
+    weights = source.names.split({name: files[file][name] for name, file in source.head_map.items()})[1]
     return Head(source, weights, has_raw_head(source), norms_of(weights))
 
 
-def first_tensor(checkpoint: CheckpointReader, suffix: str) -> Tensor | None:
-    """Describe the first tensor whose name has this suffix, among the files that exist."""
-    own = checkpoint.model_map.items()
-    first = next(((name, file) for name, file in own if name.endswith(suffix) and checkpoint.has(file)), None)
+def first_tensor(checkpoint: CheckpointReader, suffix: str | None) -> Tensor | None:
+    """Describe the first tensor whose name has this suffix, if any, among the files that exist."""
+    own = checkpoint.model_map.items() if suffix is not None else ()
+    first = next(((name, file) for name, file in own if name.endswith(suffix or "") and checkpoint.has(file)), None)
     return None if first is None else checkpoint.tensors(dict([first]))[first[0]]
 
 
-def has_raw_backbone(checkpoint: CheckpointReader) -> bool:
-    convolution = first_tensor(checkpoint, "conv1d.weight")
-    return convolution is not None and convolution.shape[-1] != 1
+def has_raw_backbone(checkpoint: CheckpointReader) -> bool | None:
+    """Whether it is in the Hugging Face layout; ``None`` if no tensor tells."""
+    family = family_in(checkpoint.config)
+    convolution = None if family is None else first_tensor(checkpoint, family.convolution)
+    return (
+        None if family is None or convolution is None else family.is_raw({str(family.convolution): convolution.shape})
+    )
 
 
 def has_raw_head(checkpoint: CheckpointReader) -> bool:
@@ -80,9 +84,9 @@ def has_raw_head(checkpoint: CheckpointReader) -> bool:
     runtime = checkpoint.read_json(RUNTIME) if RUNTIME in checkpoint.files else None
     if encodings := [*_encodings(checkpoint.config), *_encodings(runtime)]:
         return any(encoding.strip().lower() in WITHOUT_ONE for encoding in encodings)
-    if MARKER in checkpoint.head_map:  # without a prefix, as in mlx-vlm's drafters
+    if checkpoint.names.marker in checkpoint.head_map:  # without a prefix, as in mlx-vlm's drafters
         return False
-    if first_tensor(checkpoint, "conv1d.weight") is None or has_raw_backbone(checkpoint):
+    if has_raw_backbone(checkpoint) is not False:
         return True
     # A head in a file of its own beside a converted backbone may have either layout: this is a guess. The values of the norms
     # can be near 0 or near 1 in both, but only the right ones make drafts that the model accepts, see ``acceptance.py``.
@@ -102,7 +106,8 @@ def fetch_drafter(drafter: str, checkpoint: CheckpointReader) -> CheckpointReade
     """Fetch a drafter for a checkpoint. Raise an MTPError if it is none, or its head cannot be used."""
     name, reader = checkpoint.name, fetch_checkpoint(drafter)
     own = reader.config or {}
-    if own.get("model_type") != (wanted := drafter_of((checkpoint.config or {})["model_type"])):
+    family = family_in(checkpoint.config)
+    if family is None or own.get("model_type") != (wanted := family.drafter):
         raise MTPError(
             f"{drafter} is not a drafter: its model type is {own.get('model_type')}, not {wanted}. To use its head, graft "
             f"it: `mlx_mtp convert --graft-mtp-from {drafter} --model {name} --mlx-path NEW`."

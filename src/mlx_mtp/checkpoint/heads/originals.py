@@ -26,14 +26,12 @@ from huggingface_hub.utils import WeakFileLock
 from tqdm import tqdm
 from yaml import YAMLError
 
-from ...core.models import MODEL_TYPES, drafter_of
-from ...core.models.head_weights import split_head
 from ...errors import MTPError, MTPFileNotFoundError
 from ...files import read_own, update_own, write_atomic, writing
 from ...images.tower import CONFIG_FILES, Vision, settings_of
 from ...memory import GB
 from ..catalog import originals_like, published
-from ..config import Config, check_config, first_difference, read_json, text_config_of
+from ..config import Config, check_config, family_in, first_difference, read_json, text_config_of
 from ..reader import FLOATS, CheckpointReader, Tensor, Tensors, model_tensors, n_bytes
 from .formats import check_head, check_shapes, has_raw_head
 
@@ -106,10 +104,10 @@ def base_models(checkpoint: CheckpointReader) -> list[str]:
 def check_method(checkpoint: CheckpointReader) -> None:
     """Raise an MTPError for a model of this family in another program's quantization, with the model's 16-bit checkpoint."""
     config, names = checkpoint.config or {}, dict[str, str]()
-    if config.get("model_type") not in MODEL_TYPES or (method := _quantization_of(checkpoint)) is None:
+    if family_in(config) is None or (method := _quantization_of(checkpoint)) is None:
         return
     with suppress(MTPError, OSError):  # the error is raised when the model is loaded
-        names = {} if awq_of(checkpoint) else split_head(checkpoint.model_map)[0]
+        names = {} if awq_of(checkpoint) else checkpoint.names.split(checkpoint.model_map)[0]
     if any(not name.endswith(ENDINGS) and "ngram_embedding" not in name for name in names):
         base = base_in_16_bits(checkpoint)
         other = "its 16-bit base model" if base == BASE_MODEL else f"{base}, which has 16 bits"
@@ -123,7 +121,7 @@ def awq_of(checkpoint: CheckpointReader) -> Config | None:
     told = _told_method(checkpoint)
     if not isinstance(told, dict) or told.get("quant_method") not in ("awq", "gptq"):
         return None
-    tensors = split_head(model_tensors(checkpoint))[0]
+    tensors = checkpoint.names.split(model_tensors(checkpoint))[0]
     packed = [name for name in tensors if name.endswith((".qweight", ".g_idx"))]  # the latter of GPTQ
 
     def is_awq(name: str) -> bool:
@@ -237,11 +235,13 @@ def fitting_head(original: CheckpointReader, checkpoint: CheckpointReader) -> Te
 
 def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> Config:
     own = original.config or {}
+    family = family_in(own)
+    assert family is not None  # otherwise it has no head
     prefix = "mtp." if has_raw_head(original) else ""  # the names of a drafter's tensors imply its layout
-    names = {old: prefix + new for new, old in split_head({n: n for n in tensors})[1].items()}
+    names = {old: prefix + new for new, old in original.names.split({n: n for n in tensors})[1].items()}
     copy_tensors(original, tensors, target / WEIGHTS, names)
     record = own.get("mlx_mtp") or {"source": original.name, "revision": original.revision}
-    return {"model_type": drafter_of(own["model_type"]), "text_config": text_config_of(own), "mlx_mtp": record}
+    return {"model_type": family.drafter, "text_config": text_config_of(own), "mlx_mtp": record}
 
 
 def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:

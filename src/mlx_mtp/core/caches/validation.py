@@ -8,6 +8,7 @@ from mlx_lm.models import cache as stock
 
 from ...errors import MTPError
 from .indexed import NAMES
+from .recurrent import State
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's affine quantization
@@ -19,19 +20,20 @@ Shape = tuple[int | None, ...]  # ``None`` for any size
 def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
     """Raise an MTPError if a cache does not fit its layer, or is of another number of tokens than the others."""
     for i, (c, layer) in enumerate(zip(caches, layers)):
-        if layer.is_linear:  # it has all of its states, or none
-            dtypes = [FLOATS if own.dtype is None or own.dtype in FLOATS else (own.dtype,) for own in layer.states]
-            wanted = [((1, *own.shape), types) for own, types in zip(layer.states, dtypes)]
-            fits = are_arrays(c, *wanted) and len({x is None for x in c.cache}) == 1
-        else:
-            fits = are_keys(c, layer)
-        if not fits:
+        if not layer.fits(c):
             raise misfit(i)
     # The states of recurrent layers do not have their number of tokens.
     n = max((c.offset for c in caches if hasattr(c, "offset")), default=any(not c.empty() for c in caches))
     for i, c in enumerate(caches):
         if c.offset != n if hasattr(c, "offset") else c.empty() == (n > 0):
             raise misfit(i)
+
+
+def are_states(entry: Any, states: Sequence[State]) -> bool:
+    """Whether an entry has the states of a recurrent layer: all of them, or none."""
+    dtypes = [FLOATS if own.dtype is None or own.dtype in FLOATS else (own.dtype,) for own in states]
+    wanted = [((1, *own.shape), types) for own, types in zip(states, dtypes)]
+    return are_arrays(entry, *wanted) and len({x is None for x in entry.cache}) == 1
 
 
 def are_arrays(entry: Any, *wanted: tuple[Shape, Dtypes]) -> bool:

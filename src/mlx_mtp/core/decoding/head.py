@@ -16,9 +16,9 @@ from mlx_lm.models.cache import KVCache
 
 from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import Ends, KVRows
+from ..layers.attention import append_to_cache
 from ..layers.compiled import Compiler
 from ..layers.drafting import draft_logits
-from ..layers.layer import append_to_cache
 from ..layers.mtp import has_head, run_head
 from ..layers.passes import in_pass, pass_of_head
 from ..models.mixin import MTPModel

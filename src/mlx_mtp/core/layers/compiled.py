@@ -7,8 +7,10 @@ of its submodules.
 
 import copy
 import functools
+import logging
 import threading
 from collections.abc import Callable, Hashable
+from dataclasses import is_dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,7 +25,13 @@ from ..traces import compiled
 MAX_TRACES = 512
 IN_TRAINING = (nn.Dropout, nn.Dropout2d, nn.Dropout3d, nn.BatchNorm)  # modules that are no pure functions in training
 
+log = logging.getLogger(__name__)
+
 Function = Callable[..., Any]  # (module, *arrays, **numbers) -> arrays; numbers are fixed in the trace
+
+
+class UnknownAttribute(NotImplementedError):
+    """A module has an attribute of which the kind cannot be told."""
 
 
 class Kind:
@@ -88,6 +96,9 @@ class Compiler:
 def _kind_of(module: Any) -> Kind | None:
     try:
         description = _describe(module)
+    except UnknownAttribute as e:
+        _warn(type(module).__name__, type(e.args[0]).__name__)
+        return None
     except NotImplementedError:
         return None
     if (kind := _kinds.get(description)) is None:
@@ -96,6 +107,14 @@ def _kind_of(module: Any) -> Kind | None:
             return None
         kind = _kinds[description] = Kind(module)
     return kind
+
+
+@functools.cache
+def _warn(module: str, attribute: str) -> None:
+    """Warn once of a module that no trace can have."""
+    log.warning(
+        f"[WARNING] {module} is not compiled, since it has an attribute of type {attribute}: its steps take longer."
+    )
 
 
 def _arrays_of(module: Any) -> dict[str, mx.array]:
@@ -112,10 +131,14 @@ def _describe(x: Any) -> Hashable:
             raise NotImplementedError  # it is no pure function
         own = {name: value for name, value in vars(x).items() if name != "_no_grad"}
         return type(x), _describe(own), _describe({**x})
+    if is_dataclass(x):  # such as the arguments of a model
+        return type(x), _describe(vars(x))
     if isinstance(x, dict):
         return tuple((name, _describe(value)) for name, value in x.items())
     if isinstance(x, list | tuple):
         return type(x), *map(_describe, x)
     if x is None or isinstance(x, bool | int | float | str | bytes):
         return type(x), x
-    raise NotImplementedError  # such as a distributed group
+    if isinstance(x, mx.distributed.Group):
+        raise NotImplementedError  # its module is never compiled
+    raise UnknownAttribute(x)

@@ -15,8 +15,8 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from ..caches.positions import Positions
+from .attention import after_attention, before_attention, start_of
 from .compiled import Compiler
-from .layer import after_attention, before_attention, start_of
 from .passes import current_pass, in_pass, pass_of_head
 
 
@@ -48,10 +48,10 @@ class MTPModule(nn.Module):
         start, mask = start_of(cache), create_attention_mask(hidden, cache)
         # The query's start is computed outside, since the CPU backend compiles a kernel for each number in a trace.
         starts = [*start, *(s + (T - 1) if T > 1 else s for s in start)]
-        x, gate, ways, arrays = this.call(_before_attention, self, embeddings, hidden, *starts)
+        x, ways, queries, keys, gates = this.call(_before_attention, self, embeddings, hidden, *starts)
         mask = mask[..., -1:, :] if isinstance(mask, mx.array) else None
-        out = layer.attention(arrays, mask, cache, this, is_rotated=bool(start))
-        return this.call(_after_attention, self, x, out, gate, *ways)
+        out = layer.through_cache(queries, keys, mask, cache, this, is_rotated=bool(start))
+        return this.call(_after_attention, self, x, out, gates, ways)
 
     def combine(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
         """The input of the decoder layer, [B, T, H], from embeddings and hidden states [B, T, H]."""
@@ -70,12 +70,12 @@ class MTPModule(nn.Module):
 
 
 def _before_attention(mtp: Any, embeddings: mx.array, hidden: mx.array, *starts: mx.array) -> tuple[Any, ...]:
-    """The head's part before attention, as ``layer.before_attention``. Only the last position has a query."""
+    """The head's part before attention, as ``attention.before_attention``. Only the last position has a query."""
     return before_attention(mtp.layers[0], mtp.combine(embeddings, hidden), *starts, last=True)
 
 
-def _after_attention(mtp: Any, x: mx.array, out: mx.array, gate: mx.array, *ways: mx.array) -> mx.array:
-    return mtp.norm(after_attention(mtp.layers[0], x, out, gate, *ways))
+def _after_attention(mtp: Any, x: mx.array, out: mx.array, gates: Any, ways: Any) -> mx.array:
+    return mtp.norm(after_attention(mtp.layers[0], x, out, gates, ways))
 
 
 def has_head(model: Any) -> bool:

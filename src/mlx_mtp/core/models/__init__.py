@@ -1,18 +1,19 @@
-"""mlx-lm's models of the Qwen3.5 family, each with its MTP head."""
+"""mlx-lm's models, each with its MTP head. A family is one module: see ``family.py``."""
 
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "prism_hadamard_qwen35")
-# The model type whose heads and vision encoders fit a model, if not its own
-BASES = {"prism_hadamard_qwen35": "qwen3_5"}
-
-
-def drafter_of(model_type: str) -> str:
-    """The model type of a drafter in mlx-vlm's layout: a folder with only a head."""
-    return "qwen4_exp_mtp" if model_type == "qwen4_exp" else "qwen3_5_mtp"
+# The module of each model type, with its ``FAMILY``, ``Model`` and ``ModelArgs``; it is imported when it is used.
+MODULES = {model_type: f"{__name__}.{model_type}" for model_type in MODEL_TYPES}
 
 
 def model_module(model_type: str) -> ModuleType:
-    """The module of a model type, with its ``Model`` and ``ModelArgs``."""
-    return import_module(f".{model_type}", __package__)
+    return import_module(MODULES[model_type])
+
+
+def family_of(model_type: Any) -> Any:
+    """The ``Family`` of a model type, also of a drafter's; ``None`` for a type that has no module here."""
+    model_type = str(model_type).removesuffix("_mtp")
+    return model_module(model_type).FAMILY if model_type in MODULES else None

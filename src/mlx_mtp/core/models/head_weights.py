@@ -1,8 +1,7 @@
-"""The tensors of MTP heads in checkpoints: the names of the head's, and the layouts that its parameters may have there."""
+"""The tensors of MTP heads: their layouts in checkpoints become those of the parameters of ``MTPModule``."""
 
-import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,18 +10,9 @@ from mlx_lm.utils import infer_quant_config
 
 from ...errors import MTPError
 from ..layers.drafting import quantized_group_size
+from .family import HeadNames
 
-T = TypeVar("T")
-
-MARKER = "pre_fc_norm_hidden.weight"  # a tensor that only heads have
-OF_HEAD = re.compile(r"(?:.*?\.)?mtp\.(.+)")  # such as model.language_model.mtp.fc.weight
-BACKBONE = ("model.", "language_model.", "lm_head.", "vision_tower.", "visual.")  # beside a head without a prefix
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# Experts in one array or numbered, with or without gate and up in one, and named as in a dense layer.
-EXPERT = re.compile(
-    r"layers\.0\.mlp\.(?:switch_mlp\.|experts\.)?(?:(\d+)\.)?((?:gate|up|down|gate_up)_proj)(?:\.(\d+))?"
-    r"(?:\.(weight|scales|biases))?"
-)
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 FP8_SCALES = ("_scale_inv", "_scale")  # after the name of a weight in FP8
 
@@ -30,38 +20,18 @@ Shape = tuple[int | None, ...]  # None for any size
 
 
 def is_head(path: str) -> bool:
-    return OF_HEAD.match(path) is not None
+    """Whether a parameter of a model is the head's."""
+    return "mtp" in path.split(".")
 
 
-def split_head(weights: Mapping[str, T], is_bare: bool = False) -> tuple[dict[str, T], dict[str, T]]:
-    """Split a checkpoint's tensors into (backbone, head). The head's names lose their prefix, which ends in ``mtp.``.
-
-    In files of its own a head may have no prefix (``is_bare``), which its ``MARKER`` tells, also in another of these files.
-    """
-    backbone, head, is_bare = {}, {}, is_bare or MARKER in weights
-    for name, w in weights.items():
-        if (found := OF_HEAD.fullmatch(name)) is not None:
-            head[found[1]] = w
-        elif is_bare and not name.startswith(BACKBONE):
-            head[name] = w
-        else:
-            backbone[name] = w
-    return backbone, head
-
-
-def is_raw(weights: Mapping[str, mx.array]) -> bool:
-    """Whether tensors are in the Hugging Face layout, with convolutions [C, 1, K] instead of MLX's [C, K, 1]."""
-    return any("conv1d.weight" in name and w.shape[-1] != 1 for name, w in weights.items())
-
-
-def sanitize_head(mtp: nn.Module, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
-    """A head's tensors with the names and values of ``MTPModule``'s parameters; if ``raw``, 1 is added to every norm.
+def sanitize_head(model: Any, head: Mapping[str, mx.array], raw: bool) -> dict[str, mx.array]:
+    """A head's tensors with the names and values of the parameters of ``model.mtp``; if ``raw``, 1 is added to every norm.
 
     Raises an MTPError that names tensors which are missing or of the wrong shape.
     """
-    parameters: Any = tree_flatten(mtp.parameters())
+    parameters: Any = tree_flatten(model.mtp.parameters())
     expected: dict[str, Shape] = {name: p.shape for name, p in parameters}
-    weights = _with_stacked_experts(_dequantized(head), expected)
+    weights = _with_stacked_experts(model.family.names, _dequantized(head), expected)
     # The shapes of quantized tensors depend on their bits, see ``check_quantized``.
     _check(weights, {n: None if n.removesuffix("weight") + "scales" in weights else s for n, s in expected.items()})
     return weights | {name: w + 1.0 for name, w in norms_of(weights).items() if raw}
@@ -92,7 +62,9 @@ def check_quantized(mtp: nn.Module, weights: Mapping[str, mx.array]) -> None:
         raise MTPError(f"The MTP head does not fit this model: {' '.join(str(e).split())}") from e
 
 
-def _with_stacked_experts(weights: dict[str, mx.array], expected: Mapping[str, Shape]) -> dict[str, mx.array]:
+def _with_stacked_experts(
+    names: HeadNames, weights: dict[str, mx.array], expected: Mapping[str, Shape]
+) -> dict[str, mx.array]:
     """Tensors with experts as in MLX, [E, ...] for each projection; those of a dense layer as they are."""
     mlp = next(name for name in expected if name.endswith("gate_proj.weight") and "shared" not in name)
     mlp = mlp.removesuffix("gate_proj.weight")
@@ -102,18 +74,18 @@ def _with_stacked_experts(weights: dict[str, mx.array], expected: Mapping[str, S
 
     stored: dict[tuple[str, str], tuple[str, ...]] = {}  # names before and after an expert's number, or whole
     for name in weights:
-        if (found := EXPERT.fullmatch(name)) is not None:
+        if (found := names.expert.fullmatch(name)) is not None:
             i, j = max(found.span(1), found.span(3))
             stored[found[2], found[4] or "weight"] = (name,) if i < 0 else (name[:i], name[j:])
-    for (projection, part), names in stored.items():
+    for (projection, part), around in stored.items():
         shape, gate_and_up = shapes[projection], EXPERT_PROJECTIONS[:2]
         if part != "weight" or (projection, "scales") in stored:
             shape = (*shape[:-1], None)
-        if len(names) == 1:
-            _check(weights, {names[0]: shape})
-            w = weights.pop(names[0])
+        if len(around) == 1:
+            _check(weights, {around[0]: shape})
+            w = weights.pop(around[0])
         else:
-            each = [str(e).join(names) for e in range(shape[0] or 0)]
+            each = [str(e).join(around) for e in range(shape[0] or 0)]
             _check(weights, dict.fromkeys(each, shape[1:]))
             w = mx.stack([weights.pop(name) for name in each])
         if projection == "gate_up_proj":

@@ -1,6 +1,6 @@
 """A model with a head: what the loop calls of it, and the common part of the families' construction and loading."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
@@ -11,19 +11,21 @@ from mlx_lm.models.base import gather_last_axis
 from ..caches.fingerprint import Fingerprinted
 from ..caches.prompt_cache import PromptCache
 from ..distributed import Ranks
+from ..layers.attention import AttentionLayer
 from ..layers.compiled import Compiler
 from ..layers.drafting import DraftConfig
-from ..layers.mtp import MTPModule, has_head
+from ..layers.mtp import has_head
 from ..layers.passes import in_pass, pass_over
-from .head_weights import is_raw, sanitize_head, split_head
-from .rope import MRoPE, add_mrope
+from ..layers.recurrence import RecurrentLayer
+from .family import Family, shapes_of
+from .head_weights import sanitize_head
+from .rope import MRoPE
 
 
 class MTPModel(Fingerprinted):
     """A model with its MTP head. List it before mlx-lm's model among the bases."""
 
-    no_shard: str | None = None  # why ranks cannot have a part of each layer, if they cannot
-    text_only: str | None = None  # why a family takes no images, even if its checkpoints have a vision encoder
+    family: Family
     args: Any
     mtp: Any
     model: Any  # the backbone, with ``embed_tokens``
@@ -32,7 +34,7 @@ class MTPModel(Fingerprinted):
     ngrams: Any = None  # the hashes and tables of n-gram embeddings, if the model has any
     ranks: Ranks | None = None  # the ranks that run the model, set by ``mlx_mtp.load``
     vision: Any = None  # the checkpoint's ``images.tower.Vision``, set by ``mlx_mtp.load``
-    shifts_norms = True  # whether checkpoints may store norms with or without 1
+    sharding_group: mx.distributed.Group | None = None  # of the ranks that have a part of the output layer each
     head_acceptance: float | None = None  # of first drafts on built-in text, set by ``mlx_mtp.load``
     fetched_head: Any = None  # the ``heads.originals.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
 
@@ -115,11 +117,19 @@ class MTPModel(Fingerprinted):
         return self.mtp.layers[0] if has_head(self) else None
 
     @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
+
+    @property
+    def recurrent_layers(self) -> list[RecurrentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+
+    @property
     def no_images(self) -> str | None:
         """Why it takes no images, if so: their positions have three axes."""
-        if self.text_only is not None:
-            return self.text_only
-        if all(isinstance(layer.self_attn.rope, MRoPE) for layer in self.layers if not layer.is_linear):
+        if self.family.no_images is not None:
+            return self.family.no_images
+        if all(isinstance(layer.self_attn.rope, MRoPE) for layer in self.attention_layers):
             return None
         return "The model takes no images: its positions have one axis, or are scaled (YaRN)."
 
@@ -127,12 +137,13 @@ class MTPModel(Fingerprinted):
         self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
     ) -> dict[str, mx.array]:
         """mlx-lm's ``sanitize``, which drops the head, and then that of ``head``, by default the one in ``weights``."""
-        weights, inside = split_head(weights)
+        weights, inside = self.family.names.split(weights)
         if head is None:
-            head, raw = inside, is_raw(weights)
+            head = inside
+            raw = self.family.is_raw(shapes_of(weights))
         weights = super().sanitize(weights)  # type: ignore[misc]
         if has_head(self):
-            own = sanitize_head(self.mtp, head, raw and self.shifts_norms)
+            own = sanitize_head(self, head, raw and self.family.shifts_norms)
             weights.update({self.head_prefix + name: w for name, w in own.items()})
         return weights
 
@@ -149,12 +160,8 @@ def without_layers(args: Any) -> Any:
     return args
 
 
-def add_head(model: Any, args: Any, decoder_layer: Callable[..., nn.Module]) -> None:
-    """Give a model layers that can roll back, and the head if its text arguments have one."""
-    model.model.layers = [decoder_layer(args, layer_idx=i) for i in range(args.num_hidden_layers)]
-    attention = [layer.self_attn for layer in model.model.layers if not layer.is_linear]
+def add_layers(model: Any, args: Any, family: Family) -> None:
+    """Give a language model layers that can roll back, and the head if its arguments have one."""
+    model.model.layers = [family.layer(args, i) for i in range(args.num_hidden_layers)]
     if args.mtp_num_hidden_layers > 0:
-        model.mtp = MTPModule(args, decoder_layer(args, layer_idx=args.full_attention_interval - 1))
-        attention.append(model.mtp.layers[0].self_attn)
-    for own in attention:
-        add_mrope(own, getattr(args, "rope_parameters", None))
+        model.mtp = family.make_head(args)

@@ -1,7 +1,7 @@
 """Bonsai 2: the dense model with ternary weights in mlx-lm's 2-bit pack and rotations, and the dense model's head."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from mlx.utils import tree_unflatten
@@ -15,8 +15,11 @@ class ModelArgs(qwen3_5.ModelArgs, stock.ModelArgs):
     pass
 
 
+FAMILY = replace(qwen3_5.FAMILY, pack_of="qwen3_5", no_shard="a rotation mixes the inputs of each layer")
+
+
 class Model(qwen3_5.Model, stock.Model):
-    no_shard = "a rotation mixes the inputs of each layer"
+    family = FAMILY
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)

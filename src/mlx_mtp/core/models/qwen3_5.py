@@ -6,9 +6,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import qwen3_5 as stock
 
-from ..layers.layer import Layer
+from ..layers.attention import GatedAttentionLayer
 from ..layers.mtp import MTPModule, has_head
-from .mixin import MTPModel, add_head, without_layers
+from ..layers.recurrence import RecurrentLayer
+from .family import Family
+from .mixin import MTPModel, add_layers, without_layers
+from .rope import add_mrope
 from .shard import shard_layers
 
 
@@ -28,25 +31,48 @@ class ModelArgs(stock.ModelArgs):
         return args
 
 
-class DecoderLayer(Layer, stock.DecoderLayer):
+class Attention(GatedAttentionLayer, stock.DecoderLayer):
+    def __init__(self, args: TextModelArgs, layer_idx: int):
+        super().__init__(args, layer_idx)
+        add_mrope(self.self_attn, args.rope_parameters)
+
+
+class Recurrence(RecurrentLayer, stock.DecoderLayer):
     pass
 
 
+def is_recurrent(args: Any, i: int) -> bool:
+    return (i + 1) % args.full_attention_interval != 0
+
+
+FAMILY = Family(
+    text_args=TextModelArgs,
+    attention=Attention,
+    recurrence=Recurrence,
+    is_recurrent=is_recurrent,
+    head_index=lambda args: args.full_attention_interval - 1,
+    shifts_norms=True,
+    convolution="conv1d.weight",
+    drafter="qwen3_5_mtp",
+    needs_head=True,
+)
+
+
 class TextModel(stock.TextModel):
-    def __init__(self, args: TextModelArgs):
+    def __init__(self, args: TextModelArgs, family: Family = FAMILY):
         super().__init__(without_layers(args))
         self.args = args
-        add_head(self, args, DecoderLayer)
+        add_layers(self, args, family)
 
 
 class Model(MTPModel, stock.Model):
+    family = FAMILY
     head_prefix = "language_model.mtp."
     text_model: Any = TextModel
-    text_model_args: Any = TextModelArgs
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)
-        self.language_model = self.text_model(self.text_model_args.from_dict(args.text_config))
+        self.language_model = self.text_model(self.family.text_args.from_dict(args.text_config))
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
         group = group or mx.distributed.init()

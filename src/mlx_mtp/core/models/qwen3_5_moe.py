@@ -4,6 +4,7 @@ from mlx_lm.models import qwen3_5_moe as stock
 
 from . import qwen3_5
 
+FAMILY = qwen3_5.FAMILY
 ModelArgs = qwen3_5.ModelArgs
 
 

@@ -7,9 +7,12 @@ import mlx.core as mx
 from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models import qwen3_next as stock
 
-from ..layers.layer import Layer
+from ..layers.attention import GatedAttentionLayer
 from ..layers.mtp import has_head
-from .mixin import MTPModel, add_head, without_layers
+from ..layers.recurrence import RecurrentLayer
+from .family import Family
+from .mixin import MTPModel, add_layers, without_layers
+from .qwen3_5 import is_recurrent
 from .shard import shard_layers, shard_recurrent_layer
 
 
@@ -18,22 +21,39 @@ class ModelArgs(stock.ModelArgs):
     mtp_num_hidden_layers: int = 0
 
 
-class DecoderLayer(Layer, stock.Qwen3NextDecoderLayer):
-    def project_recurrent(self, normed: mx.array) -> tuple[mx.array, ...]:
+class Attention(GatedAttentionLayer, stock.Qwen3NextDecoderLayer):
+    pass
+
+
+class Recurrence(RecurrentLayer, stock.Qwen3NextDecoderLayer):
+    def project(self, normed: mx.array) -> tuple[mx.array, ...]:
         (B, T, _), delta = normed.shape, self.linear_attn
         qkvz, ba = delta.in_proj_qkvz(normed), delta.in_proj_ba(normed)
         q, k, v, z, b, a = delta.fix_query_key_value_ordering(qkvz, ba)
         return mx.concatenate([t.reshape(B, T, -1) for t in (q, k, v)], axis=-1), z, a, b
 
 
+FAMILY = Family(
+    text_args=ModelArgs,
+    attention=Attention,
+    recurrence=Recurrence,
+    is_recurrent=is_recurrent,
+    head_index=lambda args: args.full_attention_interval - 1,
+    shifts_norms=True,
+    convolution="conv1d.weight",
+    drafter="qwen3_5_mtp",
+    needs_head=True,
+)
+
+
 class Model(MTPModel, stock.Model):
-    sharding_group: mx.distributed.Group | None = None
+    family = FAMILY
     lm_head: Any
 
     def __init__(self, args: ModelArgs):
         super().__init__(without_layers(args))
         self.args = args
-        add_head(self, args, DecoderLayer)
+        add_layers(self, args, FAMILY)
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """As of the base, but without input embeddings, which mlx-lm's Qwen3-Next does not support."""

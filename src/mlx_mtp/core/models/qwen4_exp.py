@@ -9,6 +9,7 @@ takes.
         streams += injection of each stream * output
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +21,15 @@ from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
 
 from ...errors import MTPError
 from ..caches.recurrent import State
+from ..layers.attention import Arrays, GatedAttentionLayer
 from ..layers.layer import Layer
 from ..layers.mtp import MTPModule
 from ..layers.passes import Pass, current_pass
+from ..layers.recurrence import RecurrentLayer
 from ..layers.sparse import Indexer, Norm
 from . import qwen3_5, qwen3_5_moe
-from .head_weights import is_raw
-from .mixin import without_layers
+from .family import Family
+from .mixin import add_layers, without_layers
 from .ngrams import NgramEmbedding, NgramHash, NgramTable, add_ngrams
 
 TABLE = ".ple.ple_embedding.ngram_embedding."  # in the names of a table's tensors
@@ -112,39 +115,14 @@ class SigmoidGatedNorm(Qwen3NextRMSNormGated):
         return (normed * mx.sigmoid(gate.astype(mx.float32))).astype(x.dtype)
 
 
-class DecoderLayer(Layer, nn.Module):
-    def __init__(self, args: TextModelArgs, is_linear: bool, has_ngrams: bool = False):
+class StreamsLayer(Layer, nn.Module):
+    """What both kinds of layers have in common: their parts read streams and add to them."""
+
+    def __init__(self, args: TextModelArgs, layer_idx: int):
         super().__init__()
-        self.is_linear, self.n_previous = is_linear, args.ngram_size - 1
-        if has_ngrams:
-            self.ple = NgramEmbedding(args)
-        if is_linear:
-            self.linear_attn = delta = stock.GatedDeltaNet(args)
-            if args.output_gate_type == "sigmoid":
-                delta.norm = SigmoidGatedNorm(delta.head_v_dim, args.rms_norm_eps)
-        else:
-            self.self_attn = own = stock.Attention(args)
-            own.q_norm, own.k_norm = (Norm(own.head_dim, args.rms_norm_eps) for _ in range(2))
-            own.indexer = Indexer(args)
         self.mlp = stock.SparseMoeBlock(args)
-        self.attn_hyper_connection, self.mlp_hyper_connection = Streams(args), Streams(args)
-
-    @property
-    def has_ngrams(self) -> bool:
-        return "ple" in self
-
-    @property
-    def states(self) -> list[State]:
-        if not self.has_ngrams:
-            return super().states
-        size = self.ple.conv1d.weight.shape[0]
-        # Token ids less the end of text: zeros, the states before the first token, stand for it.
-        ids = State((self.n_previous, 1), mx.int32)
-        return [*super().states, State((self.ple.n_last, size)), ids]
-
-    @property
-    def row_sizes(self) -> dict[str, tuple[int, int]]:
-        return {**super().row_sizes, "index_keys": (1, self.self_attn.indexer.head_dim)}
+        self.attn_hyper_connection = Streams(args)
+        self.mlp_hyper_connection = Streams(args)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -161,6 +139,72 @@ class DecoderLayer(Layer, nn.Module):
         mixed, injection = self.mlp_hyper_connection(x)
         return self.join(x, self.mlp(mixed), injection)
 
+    def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
+        if mask is not None and self.is_linear:
+            raise MTPError("This model does not run over padded prompts: use batch_generate of mlx_mtp, not of mlx-lm.")
+        return self.run(x, mask, self.make_cache() if cache is None else cache, current_pass())
+
+
+class Attention(StreamsLayer, GatedAttentionLayer):
+    def __init__(self, args: TextModelArgs, layer_idx: int):
+        super().__init__(args, layer_idx)
+        self.self_attn = stock.Attention(args)
+        self.self_attn.q_norm = Norm(args.head_dim, args.rms_norm_eps)
+        self.self_attn.k_norm = Norm(args.head_dim, args.rms_norm_eps)
+        self.self_attn.indexer = Indexer(args)
+
+    @property
+    def row_sizes(self) -> dict[str, tuple[int, int]]:
+        return {**super().row_sizes, "index_keys": (1, self.self_attn.indexer.head_dim)}
+
+    def score_bytes(self, n: int) -> int:
+        """Also the indexer's scores of blocks."""
+        indexer = self.self_attn.indexer
+        return super().score_bytes(n) + 2 + (indexer.n_heads + 2) * mx.float32.size // indexer.block_size
+
+    def project(self, normed: mx.array, last: bool = False) -> tuple[Arrays, Arrays, Arrays]:
+        """Also the indexer's queries [B, Hi, T, Di] and keys [B, 1, T, Di]."""
+        queries, keys, gates = super().project(normed, last)
+        index, index_keys = self.self_attn.indexer(normed)
+        return [*queries, index[:, :, -1:] if last else index], [*keys, index_keys], gates
+
+    def attend(
+        self, queries: Arrays, held: Sequence[Any], mask: Any, cache: Any, first: int | mx.array, this: Pass
+    ) -> mx.array:
+        query, index = queries
+        keys, values, index_keys = held
+        query = mx.depends(query, [index_keys])  # otherwise they would not be computed where none are needed
+        indexer = self.self_attn.indexer
+        if index_keys.shape[2] // indexer.block_size > indexer.n_blocks:
+            mask = indexer.select(self.self_attn.rope, index, index_keys, first)
+        return super().attend([query], [keys, values], mask, cache, first, this)
+
+
+class Recurrence(StreamsLayer, RecurrentLayer):
+    is_linear = True
+
+    def __init__(self, args: TextModelArgs, layer_idx: int):
+        super().__init__(args, layer_idx)
+        self.n_previous = args.ngram_size - 1
+        if layer_idx + 1 in args.ple_layer_ids:
+            self.ple = NgramEmbedding(args)
+        self.linear_attn = stock.GatedDeltaNet(args)
+        if args.output_gate_type == "sigmoid":
+            self.linear_attn.norm = SigmoidGatedNorm(self.linear_attn.head_v_dim, args.rms_norm_eps)
+
+    @property
+    def has_ngrams(self) -> bool:
+        return "ple" in self
+
+    @property
+    def states(self) -> list[State]:
+        if not self.has_ngrams:
+            return super().states
+        size = self.ple.conv1d.weight.shape[0]
+        # Token ids less the end of text: zeros, the states before the first token, stand for it.
+        ids = State((self.n_previous, 1), mx.int32)
+        return [*super().states, State((self.ple.n_last, size)), ids]
+
     def embed(self, x: mx.array, held: list[mx.array], this: Pass) -> tuple[mx.array, list[mx.array]]:
         if not self.has_ngrams:
             return x, []
@@ -168,32 +212,14 @@ class DecoderLayer(Layer, nn.Module):
         x, inputs = this.call(add_ngrams, self.ple, x, embeddings, held[2])
         return x, [inputs, tokens]
 
-    def index(self, normed: mx.array) -> tuple[mx.array, ...]:
-        return self.self_attn.indexer(normed)
-
-    def select(self, mask: Any, queries: mx.array, keys: mx.array, offset: int | mx.array) -> Any:
-        indexer = self.self_attn.indexer
-        if keys.shape[2] // indexer.block_size <= indexer.n_blocks:
-            return mask
-        return indexer.select(self.self_attn.rope, queries, keys, offset)
-
-    def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
-        cache = self.make_cache() if cache is None else cache
-        if not self.is_linear:
-            return self.attend(x, mask, cache, current_pass())
-        if mask is not None:
-            raise MTPError("This model does not run over padded prompts: use batch_generate of mlx_mtp, not of mlx-lm.")
-        return self.recur(x, cache, current_pass())
-
 
 class Backbone(stock.Qwen3_5TextModel):
     """The layers between the embedding and the last mixer, as in mlx-lm's Qwen3.5, over streams."""
 
     def __init__(self, args: TextModelArgs):
         super().__init__(without_layers(args))
-        self.n_streams, ids = args.hc_count, args.ple_layer_ids
+        self.n_streams = args.hc_count
         kinds = [args.is_linear(i) for i in range(args.num_hidden_layers)]
-        self.layers = [DecoderLayer(args, kind, i + 1 in ids) for i, kind in enumerate(kinds)]
         self.norm = nn.Identity()  # a hidden state is before the mixer
         self.hyper_connection_mixer = Streams(args, injects=False)
         self.ssm_idx, self.fa_idx = (kinds.index(kind) if kind in kinds else None for kind in (True, False))
@@ -202,7 +228,7 @@ class Backbone(stock.Qwen3_5TextModel):
     @property
     def ngram_layers(self) -> list[int]:
         """The layers with n-gram embeddings, of those that this rank has."""
-        return [i for i, layer in enumerate(self.layers) if layer is not None and layer.has_ngrams]
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, Recurrence) and layer.has_ngrams]
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         for i in self.ngram_layers:
@@ -252,26 +278,37 @@ class Head(MTPModule):
         return mixed
 
 
+FAMILY = Family(
+    text_args=TextModelArgs,
+    attention=Attention,
+    recurrence=Recurrence,
+    is_recurrent=TextModelArgs.is_linear,
+    head=Head,
+    convolution="conv1d.weight",
+    drafter="qwen4_exp_mtp",
+    needs_head=True,
+    no_shard="its residual streams are mixed in each layer",
+    no_images="A model of type qwen4_exp takes text only here: leave the images out.",
+)
+
+
 class TextModel(stock.TextModel):
     def __init__(self, args: TextModelArgs):
         super().__init__(without_layers(args))
         self.args, self.model = args, Backbone(args)
-        if args.mtp_num_hidden_layers > 0:
-            self.mtp = Head(args, DecoderLayer(args, is_linear=False))
+        add_layers(self, args, FAMILY)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Convolutions in MLX's layout, and no tables. Norms are as stored in both layouts."""
         weights = {name: w for name, w in weights.items() if TABLE not in name}
         if self.args.tie_word_embeddings:
             weights.pop("lm_head.weight", None)
-        return {name: w.moveaxis(2, 1) if is_raw({name: w}) else w for name, w in weights.items()}
+        return {name: w.moveaxis(2, 1) if FAMILY.is_raw({name: w.shape}) else w for name, w in weights.items()}
 
 
 class Model(qwen3_5_moe.Model):
-    text_model, text_model_args = TextModel, TextModelArgs
-    shifts_norms = False
-    no_shard = "its residual streams are mixed in each layer"
-    text_only = "A model of type qwen4_exp takes text only here: leave the images out."
+    family = FAMILY
+    text_model = TextModel
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """As of the base, but without input embeddings, since n-grams are those of token ids."""

@@ -53,14 +53,16 @@ def shard_recurrent_layer(layer: Any, group: mx.distributed.Group) -> None:
 
 def check_shard(model: Any, n: int) -> None:
     """Raise an MTPError if a model cannot be split among ``n`` ranks. Its weights are not needed."""
-    if model.no_shard is not None:
+    if model.family.no_shard is not None:
         raise MTPError(
-            f"A model of type {model.model_type} cannot be split among processes, because {model.no_shard}: use a pipeline "
-            "(--pipeline)."
+            f"A model of type {model.model_type} cannot be split among processes, because {model.family.no_shard}: use a "
+            "pipeline (--pipeline)."
         )
     args = model.text_args
-    heads, kv_heads = args.num_attention_heads, args.num_key_value_heads
-    sizes = {"attention heads": heads, "key heads of its recurrent layers": args.linear_num_key_heads}
+    kv_heads = args.num_key_value_heads
+    sizes = {"attention heads": args.num_attention_heads}
+    if model.recurrent_layers:
+        sizes["key heads of its recurrent layers"] = args.linear_num_key_heads
     if kv_heads % n > 0 and n % kv_heads > 0:  # heads are repeated if there are fewer than ranks
         sizes["key-value heads"] = kv_heads
     if not args.tie_word_embeddings:

@@ -1,0 +1,113 @@
+"""What differs between families of models. Each module of this folder has the ``FAMILY`` of its model type."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from ..layers.attention import AttentionLayer
+from ..layers.layer import Layer
+from ..layers.mtp import MTPModule
+from ..layers.recurrence import RecurrentLayer
+
+T = TypeVar("T")
+
+BACKBONE = ("model.", "language_model.", "lm_head.", "vision_tower.", "visual.")  # beside a head without a prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNames:
+    """The names of a head's tensors in checkpoints.
+
+    Args:
+        prefix (str): An expression for the beginning of their names, beside tensors of the backbone.
+        marker (str): The name, without the prefix, of a tensor that only heads have.
+        expert (re.Pattern): Those of experts, without the prefix, with groups for their number, projection and part: experts in
+          one array or numbered, with or without gate and up in one, and named as in a dense layer.
+    """
+
+    prefix: str = r"(?:.*?\.)?mtp\."  # such as model.language_model.mtp.fc.weight
+    marker: str = "pre_fc_norm_hidden.weight"
+    expert: re.Pattern[str] = re.compile(
+        r"layers\.0\.mlp\.(?:switch_mlp\.|experts\.)?(?:(\d+)\.)?((?:gate|up|down|gate_up)_proj)(?:\.(\d+))?"
+        r"(?:\.(weight|scales|biases))?"
+    )
+
+    def split(self, weights: Mapping[str, T], is_bare: bool = False) -> tuple[dict[str, T], dict[str, T]]:
+        """Split a checkpoint's tensors into (backbone, head). The head's have the names of ``MTPModule``'s parameters.
+
+        In files of its own a head may have no prefix (``is_bare``), which its marker tells, also in another of these files.
+        """
+        backbone, head = dict[str, T](), dict[str, T]()
+        of_head = re.compile(self.prefix + "(.+)")
+        is_bare = is_bare or self.marker in weights
+        for name, w in weights.items():
+            if (found := of_head.fullmatch(name)) is not None:
+                head[found[1]] = w
+            elif is_bare and not name.startswith(BACKBONE):
+                head[name] = w
+            else:
+                backbone[name] = w
+        return backbone, head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a model type tells of its models, of their checkpoints, and of what they cannot do.
+
+    Args:
+        text_args (type): The arguments of its language model, with ``mtp_num_hidden_layers``.
+        attention (type): Its layer with attention, which takes the arguments and an index; also that of the head.
+        recurrence (type, optional): Its recurrent layer. Default: ``None``, it has none.
+        is_recurrent (Callable): Whether the layer of an index is recurrent, given the arguments.
+        head_index (Callable): The index that the head's layer takes, given the arguments.
+        head (type): Its head, which takes the arguments and the layer.
+        names (HeadNames): The names of a head's tensors in its checkpoints.
+        shifts_norms (bool): Whether Hugging Face's layout stores norms without the 1 that MLX's has.
+        convolution (str, optional): The end of the name of a tensor that tells the layout: [C, 1, K] in Hugging Face's,
+          [C, K, 1] in MLX's. Default: ``None``, both are the same.
+        drafter (str, optional): The model type of a drafter, a folder with only a head, in mlx-vlm's layout.
+        pack_of (str, optional): The model type whose packed weights, in float16, its models are. Heads and vision encoders of
+          that type fit.
+        needs_head (bool): Whether a checkpoint is expected to have a head. If not, one without a head, whose base model's is
+          not found, is loaded as by mlx-lm.
+        no_shard (str, optional): Why ranks cannot have a part of each layer.
+        no_images (str, optional): Why its models take no images, even if checkpoints have a vision encoder.
+    """
+
+    text_args: Any
+    attention: type[AttentionLayer]
+    recurrence: type[RecurrentLayer] | None = None
+    is_recurrent: Callable[[Any, int], bool] = lambda args, i: False
+    head_index: Callable[[Any], int] = lambda args: args.num_hidden_layers
+    head: type[MTPModule] = MTPModule
+    names: HeadNames = HeadNames()
+    shifts_norms: bool = False
+    convolution: str | None = None
+    drafter: str | None = None
+    pack_of: str | None = None
+    needs_head: bool = False
+    no_shard: str | None = None
+    no_images: str | None = None
+
+    def layer(self, args: Any, i: int) -> Layer:
+        """The layer of an index, as mlx-lm makes it."""
+        make: Any = self.recurrence if self.is_recurrent(args, i) else self.attention
+        return make(args, i)
+
+    def make_head(self, args: Any) -> MTPModule:
+        make: Any = self.attention
+        return self.head(args, make(args, self.head_index(args)))
+
+    def is_raw(self, shapes: Mapping[str, Sequence[int]]) -> bool:
+        """Whether tensors of these shapes are in Hugging Face's layout."""
+        return any(self.tells_layout(name) and shape[-1] != 1 for name, shape in shapes.items())
+
+    def tells_layout(self, name: str) -> bool:
+        return self.convolution is not None and name.endswith(self.convolution)
+
+
+def shapes_of(weights: Mapping[str, mx.array]) -> dict[str, tuple[int, ...]]:
+    return {name: w.shape for name, w in weights.items()}
