@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.models.cache import save_prompt_cache
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, TokenizerWrapper
 from PIL import Image
 
 import mlx_mtp
@@ -55,6 +55,20 @@ def test_responses_are_mlx_lms(trained, depth, max_tokens):
     plain = list(mlx_mtp.stream_generate(*trained, PROMPT, max_tokens, mtp=False))
     assert summary(plain) == want
     assert {(r.from_draft, r.drafted, r.accepted) for r in plain} == {(False, (), ())}
+
+
+@pytest.mark.parametrize("options", [{}, {"mtp": False}])
+def test_prompt_and_text_are_the_decoding_of_all_tokens(trained, options):
+    """Also of a text that begins with a space, which mlx-lm drops."""
+    (model, tokenizer), spaces = trained, 0
+    for detokenizer in (BPEStreamingDetokenizer, NaiveStreamingDetokenizer):
+        own = TokenizerWrapper(tokenizer._tokenizer, detokenizer)
+        for prompt in (tokenizer.encode(PROMPT), tokenizer.encode("x =")):
+            responses = list(mlx_mtp.stream_generate(model, own, prompt, 6, **options))
+            text = "".join(r.text for r in responses)
+            assert tokenizer.decode(prompt) + text == tokenizer.decode([*prompt, *(r.token for r in responses)])
+            spaces += text.startswith(" ")
+    assert spaces > 0
 
 
 @pytest.mark.parametrize(("prompt", "copies", "source"), [(PROMPT, "off", "head"), (COPIED, 4, "copies")])

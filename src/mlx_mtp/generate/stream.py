@@ -29,6 +29,7 @@ from ..errors import MTPError
 from ..images.prompt import ImagePrompt, read_images, vision_of
 from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
+from ..text.detokenizer import make_detokenizer, next_text
 
 # The fields of a response with the drafts and the accepted drafts of each source.
 COUNTED = {
@@ -143,8 +144,9 @@ def stream_generate(
         with mx.stream(stream):
             mx.random.seed(ranks.broadcast(seed_of(mx.random.state[0])))  # type: ignore[index]
     try:
+        detokenizer = make_detokenizer(tokenizer)
         for r in plain_stream_generate(model, tokenizer, tokens, options.max_tokens, stream=stream, **kwargs):
-            yield GenerationResponse(**vars(r))
+            yield GenerationResponse(**vars(r) | {"text": next_text(detokenizer, r.token, r.finish_reason)})
     finally:
         if ranks is not None:
             synchronize(stream)
@@ -160,7 +162,7 @@ def _stream_mtp(
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
     """Convert the steps of ``mtp_generate_step`` to responses, as mlx-lm's ``stream_generate``."""
-    detokenizer = tokenizer.detokenizer
+    detokenizer = make_detokenizer(tokenizer)
     counts = DraftCounts()
     # As a stop sequence, so that the steps end with it: no tokens after it are to be removed from the prompt cache.
     options = replace(options, stop_sequences=StopSequences([[token] for token in tokenizer.eos_token_ids]))
@@ -168,7 +170,7 @@ def _stream_mtp(
 
     def response(finish_reason: str | None = None) -> GenerationResponse:
         return GenerationResponse(
-            text=detokenizer.last_segment,
+            text=next_text(detokenizer, token, finish_reason),
             token=token,
             logprobs=logprobs,
             from_draft=from_draft,
@@ -191,13 +193,9 @@ def _stream_mtp(
                 if n == 1:
                     prompt_time = time.perf_counter() - tic
                     tic = time.perf_counter()
-                if token in tokenizer.eos_token_ids:
-                    break
-                detokenizer.add_token(token)
-                if n == options.max_tokens:
+                if token in tokenizer.eos_token_ids or n == options.max_tokens:
                     break
                 yield response()
-        detokenizer.finalize()
         yield response("stop" if token in tokenizer.eos_token_ids else "length")
 
 

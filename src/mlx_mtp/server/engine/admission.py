@@ -21,6 +21,7 @@ from ...core.sampling import sampler as sampling
 from ...images.prompt import ImageEmbeddings
 from ...memory import CACHE_SHARE, STEP, Account, Sizes, size, sizes_of
 from ...text.answer import QwenReader
+from ...text.detokenizer import make_detokenizer
 from ..request import NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar
 from .models import ModelProvider, Stores
@@ -140,9 +141,7 @@ class Admission:
             raise ApiError(507, message, param=request.param, code=NO_MEMORY)
         args, tokenizer, image_prompt = request.args, self.models.tokenizer, prompt.image_prompt
         cache, n_cached = self.caches.fetch(prompt)
-        request.detokenizer = tokenizer.detokenizer
-        request.detokenizer.add_token(tokenizer.eos_token_id)  # only a space at the beginning of a text is dropped
-        request.detokenizer.last_segment  # noqa: B018 (drop the token's own text)
+        request.detokenizer = make_detokenizer(tokenizer)
         request.begin_answer(tokenizer, _patience(tokenizer, request))
         stops = self.stop_sequences
         if request.stop_token_ids:

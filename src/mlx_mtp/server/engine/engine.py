@@ -22,6 +22,7 @@ from ...core.batch.generator import PromptResponse, Response
 from ...core.distributed import LOST, Ranks, differing_ranks, is_loss
 from ...errors import MTPError, is_mendable
 from ...memory import advice, is_device_error, is_out_of_memory, size
+from ...text.detokenizer import next_text
 from ...text.grammar import llguidance_tokenizer
 from ..request import LOADING, NO_MEMORY, STARTED, ApiError, Delta, Metrics, Request, Waiting
 from .admission import Admission
@@ -277,11 +278,8 @@ def make_delta(request: Request, response: Response, finish_reason: str | None) 
     """Add a token to the request's answer; ``finish_reason`` is "stop" or "length" for the last token."""
     request.n_tokens += 1
     request.n_accepted += response.from_draft
-    if finish_reason != "stop":  # the token that ends the text has no text
-        request.detokenizer.add_token(response.token)
-    if finish_reason is not None:
-        request.detokenizer.finalize()
-    events, finish_reason = request.answer.step(request.detokenizer.last_segment, finish_reason)
+    text = next_text(request.detokenizer, response.token, finish_reason)
+    events, finish_reason = request.answer.step(text, finish_reason)
     source = response.counts.source if response.from_draft else "model"
     return Delta(events, response.token, finish_reason, request.answer.stop_word, source)
 
