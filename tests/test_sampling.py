@@ -6,6 +6,7 @@ Logits processors see what plain decoding would show them; those that keep state
 import functools
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -68,7 +69,7 @@ def test_accepts_with_probability_p_over_q(p, q):
     texts = [Drafted(acceptance, 0, n)]
     for u, want in ((bound * 0.999, bound > 0), (np.minimum(bound * 1.001, 0.999999), bound == 1)):
         numbers = iter([mx.full((n + 1, 6), 0.5), mx.array([[*u, 0.5]])])  # for the other tokens, for accepting
-        with mock.patch.object(mx.random, "uniform", lambda shape, numbers=numbers: next(numbers)):
+        with mock.patch.object(mx.random, "uniform", lambda shape, key=None, numbers=numbers: next(numbers)):
             verdict = acceptance.accept(texts, logprobs, mx.array(drafts)[None], proposals)
         assert verdict.accepted.tolist() == [want.tolist()]
         assert mx.array_equal(verdict.tokens[0, :-1] == mx.array(drafts), verdict.accepted[0])
@@ -179,6 +180,29 @@ def test_tokens_of_blocks_are_drawn_with_their_probabilities():
     mx.random.seed(1)
     tokens = mx.concatenate([draw(mx.repeat(mx.array(p, mx.float32)[None], 500, axis=0)) for _ in range(n // 500)])
     assert_drawn_from(p / p.sum(), tokens)
+
+
+def test_threads_draw_other_numbers_unless_one_is_seeded_there():
+    """MLX's random state belongs to a thread, and is the same in all new ones. A trace takes it as it is."""
+    sampler = make_sampler(temp=1.0, xtc_probability=0.5)
+
+    def draw(seed, compile=lambda f, **_: f):
+        if seed is not None:
+            mx.random.seed(seed)
+        state, step = mx.random.state[0].tolist(), compile(sampler, inputs=mx.random.state, outputs=mx.random.state)
+        text = [step(mx.zeros((1, 50))).item() for _ in range(20)]
+        return str(text), mx.random.state[0].tolist() == state
+
+    mx.random.seed(1)
+    texts, are_kept = [], []
+    for args in ((None,), (None,), (None,), (2,), (1,), (1,), (1, mx.compile), (1, mx.compile)):
+        with ThreadPoolExecutor(1) as thread:
+            text, is_kept = thread.submit(draw, *args).result()
+        texts.append(text)
+        are_kept.append(is_kept)
+    assert len({*texts[:5]}) == 5
+    assert (texts[4], texts[6]) == (texts[5], texts[7])
+    assert are_kept == [True] * 3 + [False] * 5
 
 
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)

@@ -23,8 +23,7 @@ from ..core.decoding.window import Token
 from ..core.distributed import synchronize
 from ..core.drafts.options import TextOptions, asks_for_copies
 from ..core.layers.mtp import has_head
-from ..core.sampling.processors import seed_of
-from ..core.sampling.sampler import for_one_text
+from ..core.sampling.sampler import for_one_text, thread_seed
 from ..errors import MTPError
 from ..images.prompt import ImagePrompt, read_images, vision_of
 from ..prompt_store import PromptStore
@@ -142,7 +141,7 @@ def stream_generate(
     kwargs |= {"sampler": for_one_text(options.sampler), "logits_processors": options.logits_processors}
     if (ranks := getattr(model, "ranks", None)) is not None:  # all sample the same tokens
         with mx.stream(stream):
-            mx.random.seed(ranks.broadcast(seed_of(mx.random.state[0])))  # type: ignore[index]
+            mx.random.seed(ranks.broadcast(thread_seed()))
     try:
         detokenizer = make_detokenizer(tokenizer)
         for r in plain_stream_generate(model, tokenizer, tokens, options.max_tokens, stream=stream, **kwargs):

@@ -15,8 +15,7 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 from ...errors import MTPError
 from ..distributed import Ranks, differing_ranks
 from ..pacing.step_times import StepTimes
-from ..sampling.processors import seed_of
-from ..sampling.sampler import SeededSampler, TextSampler
+from ..sampling.sampler import SeededSampler, TextSampler, thread_seed
 
 
 class Exchange:
@@ -37,9 +36,9 @@ class Exchange:
         if others := differing_ranks(by_rank):
             raise MTPError(f"{others} were given other prompts or prompt caches than rank 0.")
         seeded = sampler if isinstance(sampler, SeededSampler | TextSampler) else None
-        agreed: Any = self.ranks.broadcast((seed_of(mx.random.state[0]), seeded, self.times))  # type: ignore[index]
-        state, seeded, times = agreed
-        mx.random.seed(state)
+        agreed: Any = self.ranks.broadcast((thread_seed(), seeded, self.times))
+        seed, seeded, times = agreed
+        mx.random.seed(seed)
         self.times.copy_from(times)
         return sampler if seeded is None else seeded
 

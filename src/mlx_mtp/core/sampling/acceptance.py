@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import greedy_sampler
 
 from .processors import until_error
-from .sampler import Sampler, Support, TextSampler, for_one_text, noise_words
+from .sampler import Sampler, Support, TextSampler, for_one_text, noise_words, uniform
 
 
 class Drafted(NamedTuple):
@@ -99,7 +99,7 @@ class RejectionSampling:
         q = q.at[mx.arange(G * T), x].add(is_copy.flatten())
         rest = residual(support.p, q if support.ids is None else mx.take_along_axis(q, support.ids, axis=-1))
         others = support._replace(p=rest).draw()
-        bound = mx.random.uniform(shape=(G * T,)) * Support(None, q).at(x)
+        bound = uniform(G * T) * Support(None, q).at(x)
         accepted = is_draft.flatten() & (bound < support.at(x))
         return Verdict(mx.where(accepted, x, others).reshape(G, T), accepted.reshape(G, T)[:, :-1])
 

@@ -3,9 +3,12 @@
 import math
 import secrets
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import mlx.core as mx
 from mlx_lm import sample_utils
@@ -13,10 +16,49 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import apply_min_p, apply_top_p, greedy_sampler
 
 from ...errors import MTPError
+from .processors import seed_of
 
 MAX_SEED = 2**64 - 1
 BLOCK = 64  # tokens
 DRAFT_TOP_K = 1024  # tokens that drafts of top-p are sampled from
+
+
+class _OwnRandom(threading.local):
+    """The random numbers of a thread whose MLX state nobody has seeded or drawn from: that state is the same in all of them."""
+
+    is_needed = True
+    key: mx.array | None = None
+
+
+_own = _OwnRandom()
+
+
+@cache
+def _initial_state() -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: mx.random.state[0].tolist()).result()  # type: ignore[index]
+
+
+def _needs_own_random() -> bool:
+    """Whether MLX's state is as in a new thread. One that is not is evaluated once in a thread: a step does not wait for it."""
+    try:
+        _own.is_needed = _own.is_needed and mx.random.state[0].tolist() == _initial_state()  # type: ignore[index]
+    except ValueError:  # in a trace of ``mx.compile``, an argument of which is MLX's state
+        return False
+    return _own.is_needed
+
+
+def uniform(*shape: int) -> mx.array:
+    """Uniform numbers of this shape, by MLX's random state of this thread or by a key of the thread's own."""
+    if not _needs_own_random():
+        return mx.random.uniform(shape=shape)
+    _own.key, key = mx.random.split(mx.random.key(secrets.randbits(64)) if _own.key is None else _own.key)
+    return mx.random.uniform(shape=shape, key=key)
+
+
+def thread_seed() -> int:
+    """The seed of this thread's random numbers, for other ranks; a new one where nobody has seeded it."""
+    return secrets.randbits(64) if _needs_own_random() else seed_of(mx.random.state[0])  # type: ignore[index]
 
 
 def noise_words(seed: int, position: int) -> tuple[int, ...]:
@@ -47,10 +89,10 @@ def sample(p: mx.array, u: mx.array) -> mx.array:
 
 
 def draw(p: mx.array) -> mx.array:
-    """``sample`` by MLX's random state: of many tokens first a block, then a token in it, with fewer random numbers."""
+    """``sample`` by ``uniform``: of many tokens first a block, then a token in it, with fewer random numbers."""
     n, m = p.shape
     if m % BLOCK > 0 or m < BLOCK**2:
-        return sample(p, mx.random.uniform(shape=(n, m)))
+        return sample(p, uniform(n, m))
     blocks = p.reshape(n, -1, BLOCK)
     chosen = draw(blocks.sum(axis=-1))
     return chosen * BLOCK + draw(mx.take_along_axis(blocks, chosen[:, None, None], axis=1).squeeze(1))
@@ -145,7 +187,7 @@ class Sampler:
 
     def uniforms(self, n: int) -> mx.array:
         """n uniform numbers, which decide whether XTC applies to a position, [n, 1]."""
-        return mx.random.uniform(shape=(n, 1)) if self.xtc_probability > 0 else mx.zeros((n, 1))
+        return uniform(n, 1) if self.xtc_probability > 0 else mx.zeros((n, 1))
 
     def support(self, logits: mx.array, uniforms: mx.array, are_drafts: bool = False) -> Support:
         """Apply the filters and the temperature to logits or log probabilities [B, V], with ``uniforms`` [B, 1] of XTC.
