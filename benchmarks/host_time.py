@@ -70,9 +70,9 @@ class Passes:
     def step(self) -> dict[str, tuple[float, float]]:
         """(building, evaluating) of each of ``PARTS``."""
         times = {"plain": self._time(lambda: self._pass(1))}
-        self.rows.commit([1])
+        self.rows.keep([1])
         times["verify"] = self._time(lambda: self._pass(WINDOW, return_hidden=True, n_confirmed=1))
-        times["rollback"] = self._time(lambda: self.rows.commit([KEPT]))
+        times["rollback"] = self._time(lambda: self.rows.keep([KEPT]))
         times["drafts"] = self._time(self._draft)
         self.cache.head.trim(DRAFTS)
         return times

@@ -289,7 +289,7 @@ def test_models_lists_all(capsys, monkeypatch):
 
 def test_doctor_of_models_that_draft_and_that_do_not(hub, capsys, monkeypatch, tmp_path):
     for accepted, verdict in ((0.94, "ready; "), (0.1, "the model rejects most drafts")):
-        monkeypatch.setattr(MTPModel, "head_acceptance", accepted)
+        monkeypatch.setattr(MTPModel, "head_acceptance_rate", accepted)
         status, out, _ = run_command(doctor.main, capsys)
         assert status == 0
         assert "Model:      Demo model: completes Python only" in out

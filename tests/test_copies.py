@@ -69,11 +69,11 @@ def test_drafts_what_followed_up_to_an_image_and_goes_on_in_itself(text, n_unobs
     """Numbers below 0 stand for the tokens of images."""
     copies = PromptLookup(text)
     if copies.at is None:
-        assert copies.acceptance(n_unobserved) == []
+        assert copies.acceptance_rates(n_unobserved) == []
         return
     followed = itertools.takewhile(lambda token: token >= 0, text[copies.at :] * 20)
     want = [*itertools.islice(followed, n_unobserved + MAX_COPY_TOKENS)][n_unobserved:]
-    assert len(copies.acceptance(n_unobserved)) == len(want)
+    assert len(copies.acceptance_rates(n_unobserved)) == len(want)
     for k in range(1, len(want) + 1):
         assert copies.propose(k, n_unobserved).tolist() == want[:k]
 
@@ -83,15 +83,15 @@ def test_learns_how_often_copies_are_right_without_drafting():
     page = [rng.randrange(1000) for _ in range(300)]
     copies = PromptLookup(page)
     copies.observe(page[100:250])
-    assert min(copies.acceptance(0)) > 0.9
+    assert min(copies.acceptance_rates(0)) > 0.9
     for i in range(0, 288, 16):  # sixteen tokens of a match, and then another
         copies.observe([*page[i : i + 16], 2000])
     copies.observe(page[40:56])
-    assert copies.acceptance(0)[0] < 0.5  # after sixteen
+    assert copies.acceptance_rates(0)[0] < 0.5  # after sixteen
     copies.observe(page[120:126])
-    assert copies.acceptance(0)[0] > 0.9  # after six
-    assert copies.acceptance(1)[0] < copies.acceptance(0)[0]  # an unread token must be a copy, too
-    assert len(copies.acceptance(0)) == len(copies.acceptance(1)) == MAX_COPY_TOKENS
+    assert copies.acceptance_rates(0)[0] > 0.9  # after six
+    assert copies.acceptance_rates(1)[0] < copies.acceptance_rates(0)[0]  # an unread token must be a copy, too
+    assert len(copies.acceptance_rates(0)) == len(copies.acceptance_rates(1)) == MAX_COPY_TOKENS
 
 
 def test_a_sequence_has_numbers_below_0_for_its_images():
@@ -188,7 +188,7 @@ def decode(choose, machine, share, head_rate, seed):
     right = [rng.random() < head_rate for _ in range(len(answer) + 10)]
     copies, total, n, before, head = PromptLookup(prompt), 0.0, 0, PLAIN_PLAN, Rates(8)
     while n < len(answer):
-        rates = copies.acceptance(0)
+        rates = copies.acceptance_rates(0)
         plan = choose.next([{"head": head.estimate} | ({"copies": rates} if rates else {})])
         if plan.skips_head:
             hits = [a == b for a, b in zip(copies.propose(plan.k, 0).tolist(), answer[n:])]

@@ -244,12 +244,12 @@ def test_the_norms_are_read_so_that_drafts_are_accepted(layout, trained, measure
     for model in models:
         norms = {n: w for n, w in parameters(model.mtp).items() if w.ndim == 1 and n != "norm.weight"}
         assert all(mx.allclose(w, parameters(want.mtp)[n], rtol=0.01, atol=0.01) for n, w in norms.items())
-    assert models[0].head_acceptance > 0.4
+    assert models[0].head_acceptance_rate > 0.4
     if layout is not READINGS[0] and not profiles.LONG:
         return
     converted(folder, tmp_path / "repaired", graft_mtp_from=str(folder))
     caplog.clear()
-    assert loaded(tmp_path / "repaired").head_acceptance == models[0].head_acceptance
+    assert loaded(tmp_path / "repaired").head_acceptance_rate == models[0].head_acceptance_rate
     assert caplog.records == []
     lines = report(inspect(str(tmp_path / "repaired")))
     assert re.fullmatch(r"ready, \d\d% of drafts accepted on built-in text", lines["--mtp"])
@@ -259,7 +259,7 @@ def test_the_norms_are_read_so_that_drafts_are_accepted(layout, trained, measure
 def test_a_head_whose_drafts_are_rejected_is_told(trained, measures, tmp_path, caplog):
     folder = shutil.copytree(trained, tmp_path / "model")
     edit(folder, lambda w: w.update({n: mx.flip(x, 0) for n, x in w.items() if n.endswith("mtp.fc.weight")}))
-    rates = {loaded(folder).head_acceptance for _ in range(2)}
+    rates = {loaded(folder).head_acceptance_rate for _ in range(2)}
     assert len(measures) == len(rates) == 1
     assert max(rates) < 0.1
     assert len(caplog.records) == 2
@@ -271,7 +271,7 @@ def test_a_model_that_cannot_be_run_is_loaded(trained, measures, monkeypatch, ca
 
     error = RuntimeError("[GatherMM] Only real float32 is supported\non the CPU")
     monkeypatch.setattr(acceptance, "measure_readings", Mock(side_effect=error))
-    assert loaded(trained).head_acceptance is None
+    assert loaded(trained).head_acceptance_rate is None
     [record] = caplog.records
     assert record.message.endswith("could not be tested: [GatherMM] Only real float32 is supported")
 
@@ -347,5 +347,5 @@ def test_a_head_in_fp8_is_grafted_and_fetched(hub, trained, measures, tmp_path):
     plain, models = loaded(trained), (loaded(graft), loaded(bare, "auto"))
     assert not differing(*(parameters(model.mtp) for model in models))
     for model in models:
-        assert model.head_acceptance > plain.head_acceptance - 0.05
+        assert model.head_acceptance_rate > plain.head_acceptance_rate - 0.05
         assert {w.dtype for w in parameters(model.mtp).values()} == {mx.bfloat16}

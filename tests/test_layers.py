@@ -49,7 +49,7 @@ def run_passes(model, is_compiled: bool, B: int = 1, lengths=(1, 2, 5), kv_bits:
         window = mx.broadcast_to(WINDOW[:T], (B, T))
         logits, hidden = rows.run(model, window, return_hidden=True, n_confirmed=1, compiler=compiler)
         seen += [logits, hidden, *rows.states, run_head(model, hidden, window, head, compiler=compiler)]
-        rows.commit([max(T // 2, 1)] * B)
+        rows.keep([max(T // 2, 1)] * B)
         seen += rows.state.recurrent
     mx.eval(seen)
     return seen
@@ -332,7 +332,7 @@ def test_windows_alone_are_grouped_on_metal(calls, monkeypatch, bits, metal):
         rows.run(model, WINDOW[None, :n], n_confirmed=1)
         grouped = [(4, 15), (4, 19), (1, 20)] if metal and not bits and n == 9 else [(n, before + n)]
         assert calls == grouped * 2
-        rows.commit([kept])
+        rows.keep([kept])
     calls.clear()
     plain(PROMPT, model, max_tokens=2)  # keeps its operations
     assert {rows for rows, _ in calls} == {PROMPT.size - 1, 1}

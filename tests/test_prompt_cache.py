@@ -219,7 +219,7 @@ def test_fingerprint(monkeypatch):
         changed, is_head = model.fingerprint(), name.startswith("language_model.mtp.")
         assert [changed[:SIZE] == whole[:SIZE], changed[SIZE:] == whole[SIZE:]] == [is_head, not is_head]
         model.load_weights([(name, p)], strict=False)
-    model.head_acceptance = 0.875
+    model.head_acceptance_rate = 0.875
     model.load_weights([(name, p)], strict=False)
     assert model.fingerprint() == whole
     for module, is_head in ((model.layers[0].input_layernorm, False), (model.mtp.norm, True)):
@@ -330,7 +330,7 @@ def test_rollback_gives_the_state_of_a_forward(family, prompt, dtype):
             for n in range(n_confirmed, n_tokens + 1):
                 rows.state = state
                 logits = rows.run(model, WINDOW[None, :n_tokens], n_confirmed=n_confirmed)
-                rows.commit([n])
+                rows.keep([n])
                 ours = rows.extract(0, rows.n_tokens[0])
                 want, arrays, follow_up = wanted[n]
                 assert arrays_equal(held(ours), arrays)
@@ -348,7 +348,7 @@ def test_rows_roll_back_to_ends_of_their_own(family, is_compiled):
     for n_confirmed, *counts in ((1, 1, 1, 1), (1, 1, 3, 5), (1, 4, 4, 4), (2, 2, 2, 2), (2, 2, 5, 3), (5, 5, 5, 5)):
         rows = rows_of(model, prompts=prompts)
         rows.run(model, window, n_confirmed=n_confirmed, compiler=compiler)
-        rows.commit(counts)
+        rows.keep(counts)
         for b, (prompt, n) in enumerate(zip(prompts, counts)):
             theirs = filled(model, prompt=mx.concatenate([mx.array(prompt), window[b, :n]]))
             pairs = zip(tree_flatten(held(rows.extract(b, len(prompt) + n))), tree_flatten(held(theirs)))
@@ -362,12 +362,12 @@ def test_a_rollback_to_the_confirmed_tokens_computes_nothing():
     mx.eval(rows.run(model, WINDOW[None, :4], n_confirmed=1), rows.snapshots)
     snapshots = rows.snapshots
     for _ in range(2):
-        rows.commit([1])
+        rows.keep([1])
         assert rows.n_tokens == (len(PROMPT) + 1,)
     assert all(own is x for held, arrays in zip(rows.state.recurrent, snapshots) for own, x in zip(held, arrays))
     rows.run(model, WINDOW[None, :4], n_confirmed=2)
     with pytest.raises(MTPError, match="2 tokens of the window are confirmed: they cannot be rolled back to 1"):
-        rows.commit([1])
+        rows.keep([1])
 
 
 def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
@@ -385,7 +385,7 @@ def test_rows_take_the_arrays_of_a_single_prompt_cache_without_a_copy():
     mx.reset_peak_memory()
     for _ in range(3):
         mx.eval(rows.run(model, mx.array([[7]])))
-        rows.commit([1])
+        rows.keep([1])
     assert mx.get_peak_memory() - before < size / 4
     assert rows.extract(0, rows.n_tokens[0])[-1].offset == 8192 + 3
 
@@ -401,7 +401,7 @@ def test_window_over_a_quantized_cache(family, bits):
         for B in (1, 2):
             rows = rows_of(model, bits, prompts[:B])
             logits = rows.run(model, mx.broadcast_to(WINDOW[:n], (B, n)), n_confirmed=1)
-            rows.commit(kept[:B])
+            rows.keep(kept[:B])
             for b, want in enumerate(wants[:B]):
                 assert mx.allclose(logits[b], want[0, :n], **close)
                 rest = one_by_one(model, rows.extract(b, rows.n_tokens[b]), WINDOW[kept[b] : 9])

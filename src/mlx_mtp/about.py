@@ -149,7 +149,7 @@ def _local(name: str, dtype: str) -> Lines:
         yield "Verdict", f"no drafts: its head is {head}"
         return
     yield "Needs", f"{needs_of(model, CONTEXT)} with a text of {CONTEXT} tokens"
-    fetched, accepted = model.fetched_head, model.head_acceptance
+    fetched, accepted = model.fetched_head, model.head_acceptance_rate
     yield "Head", "its own" if fetched is None else f"of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB"
     tuned = model.drafting.tuned
     yield "Settings", "none: `mlx_mtp benchmark --tune` finds the fastest" if tuned is None else str(tuned)

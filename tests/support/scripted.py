@@ -118,7 +118,7 @@ def script_copies(monkeypatch, texts: list[list[int]], offer: Callable[[int], bo
     """
 
     class ScriptedCopies(PromptLookup):
-        def acceptance(self, n_unobserved):
+        def acceptance_rates(self, n_unobserved):
             return [0.9] * MAX_COPY_TOKENS if offer(len(self.text) + n_unobserved) is not None else []
 
         def propose(self, k, n_unobserved):

@@ -282,7 +282,7 @@ def _head_of(checkpoint: CheckpointReader, mtp: bool | str) -> tuple[CheckpointR
 
 def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, is_asked: bool) -> None:
     """Warn of a head that the model rejects. Another checkpoint's is an MTPError or, where nobody has asked for it, dropped."""
-    accepted, name, fetched = model.head_acceptance, checkpoint.name, model.fetched_head
+    accepted, name, fetched = model.head_acceptance_rate, checkpoint.name, model.fetched_head
     if accepted is None or accepted >= FLOOR:
         return
     whose = "its MTP head" if fetched is None else f"the head of {fetched.source}"

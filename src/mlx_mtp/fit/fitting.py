@@ -51,7 +51,7 @@ It was fitted on top of the adapter {adapter}: generate with `--adapter-path {ad
 
 
 class Comparison(NamedTuple):
-    """A head before and after, on the same texts: acceptance by position, and the tokens per step last, [K + 1] each."""
+    """A head before and after, on the same texts: acceptance rates by position, and the tokens per step last, [K + 1] each."""
 
     before: np.ndarray
     after: np.ndarray
@@ -153,7 +153,7 @@ def compare(before: np.ndarray, after: np.ndarray, seed: int = 0) -> Comparison:
 
 
 def rates(counts: np.ndarray, texts: np.ndarray) -> np.ndarray:
-    """The acceptance by position and the tokens per step, over these texts [..., n] -> [..., K + 1]"""
+    """The acceptance rates by position and the tokens per step, over these texts [..., n] -> [..., K + 1]"""
     drafted, accepted = counts[:, texts].sum(axis=-2)  # [..., K] each
     per_step = 1 + accepted.sum(axis=-1) / np.maximum(drafted[..., 0], 1)
     return np.concatenate([accepted / np.maximum(drafted, 1), per_step[..., None]], axis=-1)

@@ -136,7 +136,7 @@ def n_equal(a: Tokens, b: Tokens) -> int:
 
 
 class ForcedTokens:
-    """The tokens that a grammar forces, as a source of drafts, see ``sources.Source``."""
+    """The tokens that a grammar forces, as a free source of drafts, see ``sources.FreeSource``."""
 
     name = "grammar"
     fixed: int | None = None
@@ -164,7 +164,7 @@ class ForcedTokens:
             self.generated = np.append(self.generated, np.uint32(token))
             self._forced = self._forced or None
 
-    def acceptance(self, n_unobserved: int) -> list[float]:
+    def acceptance_rates(self, n_unobserved: int) -> list[float]:
         return [] if n_unobserved > 0 else [self.rates.estimate[0]] * len(self.forced)
 
     def propose(self, k: int, n_unobserved: int) -> mx.array:

@@ -236,7 +236,7 @@ def _test_passes(model: Any, result: SelfTest) -> None:
     state, before = rows.state, drafting.attention_rows
     for t in range(MAX_WINDOW):
         each.append(rows.run(model, window[:, t : t + 1]))
-        rows.commit([1])
+        rows.keep([1])
         mx.eval(each[-1], rows.states)
     alone = mx.concatenate(each, axis=1)  # plain decoding's logits, [1, 17, V]
 
@@ -264,7 +264,7 @@ def _test_passes(model: Any, result: SelfTest) -> None:
     result.windows = {str(n): of_window(n, compiler) for n in WIDTHS}
     if (n := min(ROLLED_BACK, result.widest[None])) > 1:
         logits(n)
-        rows.commit([kept := max(n - 2, 1)])
+        rows.keep([kept := max(n - 2, 1)])
         after = rows.run(model, window[:, kept : kept + 1])
         result.rolled_back = kernels.difference(after, alone[:, kept : kept + 1])
 
@@ -279,7 +279,7 @@ def _prefilled(model: Any, prompts: mx.array) -> Rows:
     rows = Rows(model, kv)
     rows.join([open_prompt_cache(model, None)] * B, [kv] * B)
     mx.eval(rows.run(model, prompts), rows.states)
-    rows.commit([T] * B)
+    rows.keep([T] * B)
     return rows
 
 

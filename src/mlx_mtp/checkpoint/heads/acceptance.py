@@ -46,7 +46,7 @@ class Measured(NamedTuple):
 
 
 def settle(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head, key: str, may_measure: bool) -> None:
-    """Set ``model.head_acceptance``, which is kept under ``key_of``, and read the head's norms so that drafts are accepted."""
+    """Set ``model.head_acceptance_rate``, kept under ``key_of``, and read the head's norms so that drafts are accepted."""
     measured = from_rank_0(model.ranks, lambda: known(key))
     if measured is not None and measured.reading is not None:
         read_norms(model, head.norms, measured.reading)
@@ -58,7 +58,7 @@ def settle(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head, 
             return
         keep(FILE, key, measured)
     if measured is not None:
-        model.head_acceptance = measured.rate
+        model.head_acceptance_rate = measured.rate
 
 
 def _measure(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head) -> Measured:
@@ -98,7 +98,7 @@ def best_of(rates: Mapping[Reading, float], told: Reading) -> Reading:
 def measure_readings(
     model: MTPModel, tokenizer: TokenizerWrapper, norms: Mapping[str, mx.array], told: Reading
 ) -> dict[Reading, float]:
-    """Measure the acceptance with each reading of stored norms. The model has ``told``, that of its files, before and after."""
+    """Measure the acceptance rate with each reading of stored norms. Before and after, the model has ``told``, that of its files."""
     tokens = built_in_tokens(tokenizer, model.vocab_size, N_TOKENS)  # [1, T]
     cache, end, read = model.make_cache(), perf_counter() + MAX_SECONDS, list[tuple[mx.array, mx.array]]()
     for i in range(0, tokens.size, TEST_CHUNK):

@@ -5,7 +5,7 @@
     row 2   i j k l . . . . . .     and the next window overwrites rejected tokens
 
 A pass changes no row: it writes keys and values after the rows' ends, and leaves the states of recurrent layers beside those
-before it. ``Rows.commit`` then keeps the first tokens of each row, by one assignment of an immutable ``RowsState``. So an
+before it. ``Rows.keep`` then keeps the first tokens of each row, by one assignment of an immutable ``RowsState``. So an
 earlier state can be restored by an assignment as well, as long as no row has joined or left.
 """
 
@@ -239,7 +239,7 @@ class RowsState:
 
 
 class Rows:
-    """The caches of the sequences in a pass, which is in flight, over ``in_flight`` tokens of each row, until ``commit``."""
+    """The caches of the sequences in a pass, which is in flight, over ``in_flight`` tokens of each row, until ``keep``."""
 
     def __init__(self, model: Any, kv: KVOptions):
         self.kv, self.in_flight = kv, 0
@@ -291,8 +291,11 @@ class Rows:
         self.in_flight = tokens.shape[1]
         return out
 
-    def commit(self, kept: Sequence[int]) -> None:
-        """Keep the first ``kept[b]`` tokens of the pass in flight in row b, from 1 on. May be interrupted at any line."""
+    def keep(self, kept: Sequence[int]) -> None:
+        """Keep the first ``kept[b]`` tokens of the pass in flight in row b, from 1 on, and roll back the others.
+
+        May be interrupted at any line.
+        """
         if self.in_flight == 0:
             return
         ends, recurrent = self.state.ends.plus(kept), self._after(kept)

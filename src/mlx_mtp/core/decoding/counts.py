@@ -17,7 +17,7 @@ class OfSource(NamedTuple):
 class DraftCounts:
     """The number of drafts made and accepted, by source and by position in the window."""
 
-    by_source: dict[str, OfSource] = field(default_factory=dict)  # "head", "copies", or another in ``sources.py``
+    by_source: dict[str, OfSource] = field(default_factory=dict)  # "head", or the name of a free source
     source: str = HEAD  # of the latest step's drafts
     n_timed: int = 0  # tokens of the steps that are timed: all but the first, and those that made a trace
     seconds: float = 0.0  # of these steps

@@ -1,4 +1,4 @@
-"""The moves of speculative decoding: draft, verify, accept, commit, for any number of sequences.
+"""The moves of a step of speculative decoding (``loop.py``), for any number of sequences.
 
 No move changes the keys, values and states of the tokens before the window, so a ``DecoderState`` can be restored until
 sequences join or leave. The moves do not depend on samplers, layers, the head's architecture or stop conditions.
@@ -79,7 +79,7 @@ class Decoder:
         chosen: Any = choice.tokens.tolist()
         flags: Any = choice.accepted.tolist()
         n_accepted, tokens = [], []
-        for b, (s, plan) in enumerate(zip(window.sequences, window.drafts.plans)):
+        for b, (s, plan) in enumerate(zip(window.sequences, window.drafts.made)):
             is_running = s.end is None
             n_accepted.append(n_leading(flags[b][: plan.k]) if is_running else 0)
             tokens.append(s.take(chosen[b][: n_accepted[b] + 1], plan, n_accepted[b]) if is_running else [])
@@ -111,38 +111,38 @@ class Decoder:
             self.exchange.send(hidden)
         s.start()
         plan = WindowPlan([s], (PLAIN_PLAN,), PLAIN_PLAN, False)
-        choice = choose(Window(plan, Drafts(plan.plans), logits, hidden))
+        choice = choose(Window(plan, Drafts(plan.of_each), logits, hidden))
         stepped = self.read(choice).tokens_of_each()
         s.commit(choice.tokens, 0, 1)
         return stepped
 
     # Draft
 
-    def draft(self, planned: WindowPlan) -> Drafts:
-        if planned.plan.k == 0:
-            return Drafts(planned.plans)
-        limits = [0 if plan.skips_head else plan.k for plan in planned.plans]
+    def draft(self, plan: WindowPlan) -> Drafts:
+        if plan.whole.k == 0:
+            return Drafts(plan.of_each)
+        limits = [0 if own.skips_head else own.k for own in plan.of_each]
         tokens, proposals = mx.zeros((len(limits), 0), mx.uint32), list[list[Any]]()
         if max(limits) > 0:
             tokens, proposals, limits = self.drafter.propose(self.sequences, limits)
-        plans = [Plan(k) for k in limits]
-        for b, (s, plan) in enumerate(zip(self.sequences, planned.plans)):
-            if plan.skips_head:
-                plans[b] = plan
-                own = s.sources[plan.source].propose(plan.k, s.n_unobserved)
-                if (n_more := plan.k - tokens.shape[1]) > 0:
+        made = [Plan(k) for k in limits]
+        for b, (s, own) in enumerate(zip(self.sequences, plan.of_each)):
+            if own.skips_head:
+                made[b] = own
+                drafts = s.free_sources[own.source].propose(own.k, s.n_unobserved)
+                if (n_more := own.k - tokens.shape[1]) > 0:
                     tokens = mx.pad(tokens, [(0, 0), (0, n_more)])
-                tokens = with_rows(tokens, [b], own[None])
+                tokens = with_rows(tokens, [b], drafts[None])
         mx.async_eval(tokens)
-        return Drafts(tuple(plans), tokens, proposals)
+        return Drafts(tuple(made), tokens, proposals)
 
-    # Commit
+    # Roll back
 
-    def commit(self) -> None:
+    def roll_back(self) -> None:
         """Remove the rejected tokens of the window in flight from the caches."""
         if self.kept is None:
             return
-        self.cache.commit(self.kept)
+        self.cache.keep(self.kept)
         self.window = self.kept = None
         if self.n_since_clear >= CLEAR_EVERY:
             mx.clear_cache()
@@ -150,12 +150,12 @@ class Decoder:
 
     # Verify
 
-    def verify(self, planned: WindowPlan, drafts: Drafts) -> None:
-        """Start a pass over the last committed tokens and their drafts. Call ``commit`` first."""
+    def verify(self, plan: WindowPlan, drafts: Drafts) -> None:
+        """Start a pass over the last committed tokens and their drafts. Call ``roll_back`` first."""
         tokens = self.tokens if len(drafts) == 0 else mx.concatenate([self.tokens, drafts.tokens], axis=1)
         options = {"return_hidden": True, "compiler": self.compiler}
         logits, hidden = self.cache.run(self.model, tokens, n_confirmed=1, **options)
-        self.window = Window(planned, drafts, logits, hidden)
+        self.window = Window(plan, drafts, logits, hidden)
         sent = [] if self.exchange is None else self.exchange.send(hidden)
         # Evaluate the states as well: another thread that closes the generator cannot evaluate arrays of this thread's stream.
         mx.async_eval(logits, hidden, self.cache.states, self.cache.snapshots, self.head.states, sent)
@@ -163,7 +163,7 @@ class Decoder:
     # Join and leave
 
     def join(self, sequences: list[Sequence]) -> None:
-        self.commit()
+        self.roll_back()
         self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
         tokens = mx.array([[s.take_last()] for s in sequences], mx.uint32)  # [B, 1]
         self.cache.join([s.cache for s in sequences], [s.kv for s in sequences])
@@ -185,7 +185,7 @@ class Decoder:
         if not keep:
             self._reset()
             return
-        self.commit()
+        self.roll_back()
         self.head.filter(keep)
         self.cache.filter(keep)
         self.tokens, self.hidden = self.tokens[mx.array(keep)], tuple(self.hidden[b] for b in keep)

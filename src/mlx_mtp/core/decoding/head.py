@@ -57,7 +57,7 @@ class HeadState:
 class HeadCache:
     """The head's keys and values, and its pending inputs. An interrupt at any line leaves the state before.
 
-    It stays empty for a model without a head, whose sequences draft from other sources.
+    It stays empty for a model without a head, whose sequences have free drafts alone.
     """
 
     def __init__(self, model: MTPModel, compiler: Compiler):

@@ -1,6 +1,14 @@
-"""A step of speculative decoding, over the moves of ``Decoder``: plan, draft, verify, accept, commit, roll back.
+"""A step of speculative decoding, over the moves of ``Decoder``, in this order:
 
-docs/develop/design.md draws a step: its positions, the target model's choices, and the head's inputs.
+    accept       the tokens of the window in flight, which the call before has submitted: the drafts before the first wrong one,
+                 and the target model's choice after them
+    move         sequences leave and join
+    plan, draft  the next drafts of each sequence
+    roll back    the caches to the accepted tokens, while the device drafts
+    verify       the committed tokens and their drafts in one pass: the next window in flight
+
+A call begins with the window of the call before, so that the device verifies one while the caller handles the tokens before it.
+docs/develop/design.md draws the positions of a window, the target model's choices, and the head's inputs.
 """
 
 from collections.abc import Callable
@@ -11,12 +19,12 @@ from .window import Stepped, choose
 
 
 def step(decoder: Decoder, planner: Planner, move: Callable[[], None]) -> list[Stepped]:
-    """Plan, draft, verify, accept, commit -> the tokens of each sequence.
+    """Make a step of all sequences -> the tokens of each.
 
-    A call begins with the window that the call before has verified, and returns its tokens while the device verifies the next.
-    ``move`` lets sequences leave and join in between. Call it on one stream, as the moves.
+    ``move`` lets sequences leave and join. Call it on one stream, as the moves.
     """
-    window, done = decoder.window, None
+    window = decoder.window
+    done = None
     if window is not None:
         choice = choose(window)
         # The host waits for the choice if it decides on drafts. Otherwise the device runs the next pass first.
@@ -26,11 +34,11 @@ def step(decoder: Decoder, planner: Planner, move: Callable[[], None]) -> list[S
         decoder.accept(choice, done)
     move()
     if len(decoder) > 0:
-        planned = planner.next(decoder)
-        drafts = decoder.draft(planned)
-        decoder.commit()  # after the drafts are submitted, so that the device has work
-        decoder.verify(planned, drafts)
-        planner.start_window(planned, drafts)
+        plan = planner.next(decoder)
+        drafts = decoder.draft(plan)
+        decoder.roll_back()  # after the drafts are submitted, so that the device has work
+        decoder.verify(plan, drafts)
+        planner.start_window(plan, drafts)
     if window is not None and done is None:
         done = decoder.read(choice)
         if len(decoder) > 0:

@@ -46,16 +46,16 @@ class Planner:
         plan, is_chosen = Plan(given), any(s.fixed(name) is None for s, offer in offers for name in offer)
         if is_chosen:
             plan = self.depth.next([offer for s, offer in offers if s.end is None], given, len(sequences), n_tokens)
-        plans = tuple(_own_plan(s, offer, plan, len(sequences) == 1) for s, offer in offers)
-        width = max(own.k for own in plans)
-        uses_head = any(own.k > 0 and not own.skips_head for own in plans)
+        of_each = tuple(_own_plan(s, offer, plan, len(sequences) == 1) for s, offer in offers)
+        width = max(own.k for own in of_each)
+        uses_head = any(own.k > 0 and not own.skips_head for own in of_each)
         whole = Plan(width, HEAD if uses_head or width == 0 else FREE)
-        return WindowPlan(sequences, plans, whole, is_chosen and width <= plan.k, n_tokens)
+        return WindowPlan(sequences, of_each, whole, is_chosen and width <= plan.k, n_tokens)
 
-    def start_window(self, planned: WindowPlan, drafts: Drafts) -> None:
+    def start_window(self, plan: WindowPlan, drafts: Drafts) -> None:
         """Call after submitting a window to the device, before the caller can run another generation."""
         self._take_turn()
-        self.latest = [*self.latest[-2:], (planned, len(drafts))]
+        self.latest = [*self.latest[-2:], (plan, len(drafts))]
 
     def _take_turn(self) -> None:
         self.is_alone = self.is_alone and self.drafting.turn is self.turn
@@ -66,8 +66,8 @@ class Planner:
         now, made, (sequences, before, made_before) = perf_counter(), n_traces(), self.last_end
         has_trace = made > made_before  # a new shape was traced, and its kernels were compiled
         window = step.choice.window
-        planned, drafts, n = window.planned, window.drafts, len(window.sequences)
-        for s, own, n_accepted, count in zip(window.sequences, planned.plans, step.n_accepted, step.counts):
+        planned, drafts, n = window.plan, window.drafts, len(window.sequences)
+        for s, own, n_accepted, count in zip(window.sequences, planned.of_each, step.n_accepted, step.counts):
             if s in sequences and not has_trace:
                 s.counts.n_timed += count
                 s.counts.seconds += now - before
@@ -78,7 +78,7 @@ class Planner:
         if not planned.is_chosen:
             self.is_interrupted = True
             return
-        plan, is_plain = planned.plan, len(drafts) == 0
+        plan, is_plain = planned.whole, len(drafts) == 0
         windows = self.latest[-3:] if is_plain else self.latest[-2:]  # the window after a plain step has begun already
         self._take_turn()
         mean = sum(step.n_accepted) / n
@@ -104,22 +104,22 @@ def _is_clear(windows: list[Planned], is_plain: bool) -> bool:
     if any(planned.sequences != plans[-1].sequences for planned in plans):
         return False
     if is_plain:  # where plain and drafting steps alternate, the device may have run more or less than this pass
-        return all(planned.plan == PLAIN_PLAN for planned in plans)
-    # After a plain step, part of the time may belong to that step. After drafts of another source, the head has more inputs to
-    # catch up with.
-    return len(windows) == 2 and windows[0][1] > 0 and plans[0].plan.skips_head <= plans[1].plan.skips_head
+        return all(planned.whole == PLAIN_PLAN for planned in plans)
+    # After a plain step, part of the time may belong to that step. After free drafts, the head has more inputs to catch up
+    # with.
+    return len(windows) == 2 and windows[0][1] > 0 and plans[0].whole.skips_head <= plans[1].whole.skips_head
 
 
 def _own_plan(s: Sequence, offer: Offer, plan: Plan, is_alone: bool) -> Plan:
     """The plan of one sequence in a window, with the source that is expected to yield the most tokens."""
     best, max_tokens = PLAIN_PLAN, 0.0
-    for name, acceptance in offer.items():
+    for name, rates in offer.items():
         fixed = s.fixed(name)
-        k = min(plan.k if fixed is None else fixed, len(acceptance))
+        k = min(plan.k if fixed is None else fixed, len(rates))
         if name != HEAD and fixed is not None:
             return Plan(k, name)
         # A single sequence drafts from the source that was chosen, and several from the head only if it is used at all.
         is_chosen = (name != HEAD) is plan.skips_head or not (is_alone or plan.skips_head)
-        if is_chosen and k > 0 and (tokens := expected_tokens(acceptance[:k])[-1]) > max_tokens:
+        if is_chosen and k > 0 and (tokens := expected_tokens(rates[:k])[-1]) > max_tokens:
             best, max_tokens = Plan(k, name), tokens
     return best

@@ -9,7 +9,7 @@ from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
 from ..caches.rows import KVOptions
 from ..drafts.options import TextOptions
-from ..drafts.sources import Source, make_sources
+from ..drafts.sources import FreeSource, make_free_sources
 from ..pacing.depth import MAX_DRAFT_TOKENS, Offer, Rates
 from ..pacing.step_times import HEAD, Plan
 from ..sampling.acceptance import make_acceptance
@@ -61,7 +61,7 @@ class Sequence:
         self.context: mx.array | None = None  # [N], for the logits processors
         self.acceptance = make_acceptance(self.options.sampler)
         self.rates = Rates(MAX_DRAFT_TOKENS)  # of the head's drafts
-        self.sources: dict[str, Source] = {}  # other than the head, by name
+        self.free_sources: dict[str, FreeSource] = {}  # by name
 
     @property
     def needs_tokens(self) -> bool:
@@ -95,7 +95,7 @@ class Sequence:
         return self.tokens[-1] if self.tokens else 0
 
     def start(self) -> None:
-        self.sources = make_sources(self.options, without_images(self.text, self.text_start, self.images))
+        self.free_sources = make_free_sources(self.options, without_images(self.text, self.text_start, self.images))
         if self.options.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 
@@ -110,11 +110,11 @@ class Sequence:
 
     def fixed(self, source: str) -> int | None:
         """The number of drafts of a source; ``None`` if it is chosen at every step."""
-        n = self.options.num_draft_tokens if source == HEAD else self.sources[source].fixed
+        n = self.options.num_draft_tokens if source == HEAD else self.free_sources[source].fixed
         return n if isinstance(n, int) else None
 
     def offers(self, limit: int) -> Offer:
-        rates = {name: source.acceptance(self.n_unobserved)[:limit] for name, source in self.sources.items()}
+        rates = {name: source.acceptance_rates(self.n_unobserved)[:limit] for name, source in self.free_sources.items()}
         rates[HEAD] = self.rates.estimate[:limit][: self.fixed(HEAD)]
         return {name: of_each for name, of_each in rates.items() if of_each}
 
@@ -147,7 +147,7 @@ class Sequence:
             if self.end is not None:
                 break
         taken = self.tokens[n_before:]
-        for source in self.sources.values():
+        for source in self.free_sources.values():
             source.observe(taken)
         return taken
 

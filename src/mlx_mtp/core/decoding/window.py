@@ -1,4 +1,4 @@
-"""The records of a step, each made once: plan, drafts, the window that verifies them, the target's choice, tokens."""
+"""The records of a step, each made once: a plan, its drafts, the window that verifies them, the target's choice, tokens."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,15 +20,15 @@ NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
 @dataclass(frozen=True)
 class WindowPlan:
     sequences: list[Sequence]  # [B]
-    plans: tuple[Plan, ...]  # the plan of each
-    plan: Plan  # the largest draft length of any sequence, and whether the drafts need the head
-    is_chosen: bool  # whether ``Depth`` has chosen ``plan``, and observes the step
+    of_each: tuple[Plan, ...]  # [B]
+    whole: Plan  # the largest draft length of any sequence, and whether the drafts need the head
+    is_chosen: bool  # whether ``Depth`` has chosen it, and observes the step
     n_tokens: int = 0  # of the longest sequence, before the window
 
 
 @dataclass(frozen=True)
 class Drafts:
-    plans: tuple[Plan, ...]  # as made: the head may give fewer drafts than planned
+    made: tuple[Plan, ...]  # as planned for each, but the head may give fewer drafts
     tokens: mx.array = NO_DRAFTS  # [B, k]
     proposals: list[list[Any]] = field(default_factory=list)  # of the head's drafts, for each of ``groups_of``
 
@@ -40,14 +40,14 @@ class Drafts:
 class Window:
     """A verify pass in flight."""
 
-    planned: WindowPlan
+    plan: WindowPlan
     drafts: Drafts
     logits: mx.array  # [B, T, V]
     hidden: mx.array  # [B, T, H]
 
     @property
     def sequences(self) -> list[Sequence]:
-        return self.planned.sequences
+        return self.plan.sequences
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Step:
 def choose(window: Window) -> Choice:
     """Choose a token at every position of every sequence, in one call for all positions of sequences with equal samplers."""
     sequences, (B, T) = window.sequences, window.logits.shape[:2]
-    plans, drafts = window.drafts.plans, window.drafts.tokens
+    made, drafts = window.drafts.made, window.drafts.tokens
     is_running = [s.end is None for s in sequences]
     tokens, accepted = mx.zeros((B, T), mx.uint32), mx.zeros((B, T - 1), mx.bool_)
     logprobs, groups = normalized(window.logits), groups_of(sequences)
@@ -102,10 +102,10 @@ def choose(window: Window) -> Choice:
                 (first, *_), own = members, of_members(logprobs, members)
                 if sequences[first].options.logits_processors:
                     own = own_logprobs[first] = _processed(window, first)
-                n = min(max(plans[b].k for b in members) + 1, own.shape[1])
+                n = min(max(made[b].k for b in members) + 1, own.shape[1])
                 drafted = of_members(drafts, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
-                of_each = [(sequences[b], plans[b]) for b in members]
-                texts = [Drafted(s.acceptance, s.n_generated, plan.k, plan.skips_head) for s, plan in of_each]
+                of_each = [(sequences[b], made[b]) for b in members]
+                texts = [Drafted(s.acceptance, s.n_generated, own.k, own.skips_head) for s, own in of_each]
                 verdict = sequences[first].acceptance.accept(texts, own[:, :n], drafted, proposals)
                 tokens = with_rows(tokens, members, verdict.tokens)
                 accepted = with_rows(accepted, members, verdict.accepted)
@@ -119,7 +119,7 @@ def _processed(window: Window, b: int) -> mx.array:
     """The log probabilities of a sequence with logits processors, [1, n, V]: up to a position where one raises."""
     s, logits, drafts = window.sequences[b], window.logits[b : b + 1], window.drafts.tokens
     # [1, V], as mlx-lm hands it to processors, and an array of its own, since penalties write into it.
-    positions = range(window.drafts.plans[b].k + 1)
+    positions = range(window.drafts.made[b].k + 1)
     processed = until_error(lambda t: s.process(logits[:, t], drafts[b, :t] if t > 0 else NO_TOKENS), positions)
     return normalized(mx.stack(processed, axis=1))
 

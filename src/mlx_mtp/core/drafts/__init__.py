@@ -1,1 +1,1 @@
-"""Sources of drafts other than the head, and the draft options."""
+"""Free sources of drafts, and the draft options."""

@@ -1,7 +1,7 @@
-"""Sources of drafts other than the head, which need no pass of a model: the text's own repetitions, and a grammar.
+"""Free sources of drafts, which need no pass of a model, as the head does: the text's own repetitions, and a grammar.
 
-To add a source, write a class like ``Source``, and make it for a text in ``make_sources``. A logits processor may have a source
-as well (``draft_source``), such as the tokens that a grammar forces.
+To add one, write a class like ``FreeSource``, and make it for a text in ``make_free_sources``. A logits processor may also have
+one (``draft_source``), such as the tokens that a grammar forces.
 
 Copy drafts are prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023,
 arXiv:2304.04487): if the text's last ``N_GRAM`` tokens occurred before, the tokens that followed them are drafted. A match
@@ -23,8 +23,11 @@ N_REJOIN, NEAR = 2, 32  # the length of a match that rejoins a passage, and the 
 LONGEST = 64  # longer matches count as this length, since they are not better
 
 
-class Source(Protocol):
-    """A source of drafts. Committed tokens that ``observe`` has not received yet are counted by ``n_unobserved``."""
+class FreeSource(Protocol):
+    """A source of drafts that needs no pass of a model.
+
+    Committed tokens that ``observe`` has not received yet are counted by ``n_unobserved``.
+    """
 
     name: str  # in ``Plan.source``
     fixed: int | None  # the number of tokens to draft whenever it has drafts; ``None`` lets ``Depth`` choose
@@ -32,7 +35,7 @@ class Source(Protocol):
     def observe(self, tokens: Sequence[int]) -> None:
         """Observe committed tokens when the host learns them."""
 
-    def acceptance(self, n_unobserved: int) -> list[float]:
+    def acceptance_rates(self, n_unobserved: int) -> list[float]:
         """The probability that each draft is accepted, given that the drafts before it are; empty without drafts."""
 
     def propose(self, k: int, n_unobserved: int) -> mx.array:
@@ -40,7 +43,7 @@ class Source(Protocol):
 
 
 class PromptLookup:
-    """The text's own repetitions as a source of drafts. Call ``propose`` only if ``acceptance`` is not empty.
+    """The text's own repetitions as a source. Call ``propose`` only if it offers any.
 
     Numbers below 0 in the text so far are not copied. Its repetitions are not counted, since the answer may repeat itself more
     or less.
@@ -80,7 +83,7 @@ class PromptLookup:
                 self.is_lost = True
             self.text.append(token)
 
-    def acceptance(self, n_unobserved: int) -> list[float]:
+    def acceptance_rates(self, n_unobserved: int) -> list[float]:
         """Up to [MAX_COPY_TOKENS]. Unobserved tokens are assumed to be copies as well."""
         if self.at is None:
             return []
@@ -124,9 +127,9 @@ class PromptLookup:
         return min(length, LONGEST).bit_length() - N_REJOIN.bit_length()
 
 
-def make_sources(options: TextOptions, text: Sequence[int]) -> dict[str, Source]:
-    """Make the sources of a text whose prompt is prefilled, by name."""
-    n, made = options.copy_drafts, list[Source]()
+def make_free_sources(options: TextOptions, text: Sequence[int]) -> dict[str, FreeSource]:
+    """Make the free sources of a text whose prompt is prefilled, by name."""
+    n, made = options.copy_drafts, list[FreeSource]()
     if not options.keeps_state:
         made += [] if n == "off" else [PromptLookup(text, None if n == "auto" else n)]
         made += [p.draft_source() for p in options.logits_processors or () if hasattr(p, "draft_source")][:1]

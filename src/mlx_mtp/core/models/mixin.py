@@ -35,7 +35,7 @@ class MTPModel(Fingerprinted):
     ranks: Ranks | None = None  # the ranks that run the model, set by ``mlx_mtp.load``
     vision: Any = None  # the checkpoint's ``images.tower.Vision``, set by ``mlx_mtp.load``
     sharding_group: mx.distributed.Group | None = None  # of the ranks that have a part of the output layer each
-    head_acceptance: float | None = None  # of first drafts on built-in text, set by ``mlx_mtp.load``
+    head_acceptance_rate: float | None = None  # of first drafts on built-in text, set by ``mlx_mtp.load``
     fetched_head: Any = None  # the ``heads.originals.FetchedHead`` that it drafts with, set by ``mlx_mtp.load``
 
     def __init__(self, args: Any):

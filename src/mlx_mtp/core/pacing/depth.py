@@ -17,8 +17,8 @@ from ..layers.drafting import MAX_COPY_TOKENS
 from .step_times import FREE, HEAD, MAX_DRAFT_TOKENS, PLAIN_PLAN, Plan, StepTimes
 
 __all__ = ["MAX_COPY_TOKENS", "MAX_DRAFT_TOKENS", "Depth", "Rates"]
-# Numbers of drafts for sources other than the head; few, so that their times are soon known.
-SOURCE_LENGTHS = (1, 2, 4, 8, MAX_COPY_TOKENS)
+# Numbers of free drafts; few, so that their times are soon known.
+FREE_LENGTHS = (1, 2, 4, 8, MAX_COPY_TOKENS)
 # The probability that each draft of a sequence is accepted, given that the drafts before it are, by source, each [K].
 Offer = Mapping[str, Sequence[float]]
 
@@ -29,9 +29,9 @@ def best_length(tokens: Sequence[float], seconds: Sequence[float]) -> int:
     return rates.index(max(rates))
 
 
-def expected_tokens(acceptance: Sequence[float]) -> list[float]:
+def expected_tokens(rates: Sequence[float]) -> list[float]:
     """The mean number of tokens that a step yields at each draft length from 0, [K + 1]."""
-    return [*accumulate(accumulate(acceptance, mul), initial=1.0)]
+    return [*accumulate(accumulate(rates, mul), initial=1.0)]
 
 
 def joint_tokens(offers: Sequence[Offer], n: int) -> list[float]:
@@ -115,12 +115,12 @@ class Depth:
     def next(self, offers: Sequence[Offer], min_draft_tokens: int = 0, n_sequences: int = 1, n_tokens: int = 0) -> Plan:
         """Choose the next plan, by the offers of the sequences that have not ended, ``n_sequences`` with those that have.
 
-        With ``min_draft_tokens``, the head drafts as many in any case, and the choice is that of other sources. ``n_tokens`` is
+        With ``min_draft_tokens``, the head drafts as many in any case, and the choice is that of free drafts. ``n_tokens`` is
         the length of the longest sequence.
         """
         times = self.times.of_size(n_sequences, n_tokens)
         n = min(self.max_draft_tokens, max((len(offer[HEAD]) for offer in offers if HEAD in offer), default=0))
-        # The head's drafts of a single sequence; several may also draft from other sources in the same window.
+        # The head's drafts of a single sequence; several may also have free drafts in the same window.
         own = [{HEAD: offers[0].get(HEAD, ())}] if len(offers) == 1 else offers
         tokens, seconds = joint_tokens(own, max(n, min_draft_tokens)), [*times.estimate]
         best, chooses_head = min_draft_tokens, min_draft_tokens == 0 and n > 0
@@ -167,11 +167,11 @@ class Depth:
 
 
 def _faster(times: StepTimes, plan: Plan, speed: float, offers: Sequence[Offer]) -> tuple[Plan, float]:
-    """The plan with drafts of other sources alone if it is faster, or else the given one; and its tokens per second."""
-    others: list[Offer] = [{name: a for name, a in offer.items() if name != HEAD} for offer in offers]
-    longest = max((len(a) for offer in others for a in offer.values()), default=0)
-    speeds = [n / t for n, t in zip(joint_tokens(others, longest), times.free)]
-    best = max((k for k in SOURCE_LENGTHS if k <= longest), key=speeds.__getitem__, default=0)
+    """The plan with free drafts alone if it is faster, or else the given one; and its tokens per second."""
+    free: list[Offer] = [{name: a for name, a in offer.items() if name != HEAD} for offer in offers]
+    longest = max((len(a) for offer in free for a in offer.values()), default=0)
+    speeds = [n / t for n, t in zip(joint_tokens(free, longest), times.free)]
+    best = max((k for k in FREE_LENGTHS if k <= longest), key=speeds.__getitem__, default=0)
     if speeds[best] <= speed:
         return plan, speed
     k = min(best, times.max_free)

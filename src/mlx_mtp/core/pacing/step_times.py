@@ -13,12 +13,12 @@ MAX_DRAFT_TOKENS = 8
 N_LENGTHS = 4 * (MAX_DRAFT_TOKENS + 1)  # of drafts with times, from 0: the rows of a pass over four sequences
 LONG = 1024  # tokens from which on, and at each doubling, times are kept apart: those of attention grow with the keys
 TYPICAL = {0: 0.02, 1: 0.024, 2: 0.028}  # seconds, for a model whose steps were not timed when it was loaded
-HEAD = "head"  # the source whose drafts cost passes of the head; others are in ``sources.py``
-FREE = "free"  # in the plan of a window: drafts of other sources alone
+HEAD = "head"  # the source whose drafts cost passes of the head; those of ``drafts/sources.py`` are free
+FREE = "free"  # in the plan of a window: drafts of free sources alone
 
 
 class Plan(NamedTuple):
-    """The number and the source of a step's drafts."""
+    """The number and the source of the drafts of a sequence, or of a window."""
 
     k: int
     source: str = HEAD
@@ -43,7 +43,7 @@ class StepTimes:
     BEYOND_NOISE = 1.4  # the ratio of two times below which the difference may be noise
     N_ODD = 3  # steps in succession, all far shorter or all far longer than expected, that show a change
     FOLLOWS = 0.08  # the weight of a new time in a running time; half of it at the other draft lengths
-    FIRST_FREE = 4  # the most drafts of other sources than the head, at first
+    FIRST_FREE = 4  # the most free drafts, at first
     STALE = 40  # steps with drafts until plain steps are old, times the square of the gain
 
     def __init__(
@@ -52,7 +52,7 @@ class StepTimes:
         draft_cost: float = 0.0,
         key_seconds: Mapping[int, float] | None = None,
     ):
-        self.max_free, self.draft_cost = self.FIRST_FREE, draft_cost  # the most drafts of other sources to try next
+        self.max_free, self.draft_cost = self.FIRST_FREE, draft_cost  # the most free drafts to try next
         self.key_seconds = on_lines(sorted(key_seconds.items()), N_LENGTHS - 1) if key_seconds else []
         first = seconds if seconds and {0} < seconds.keys() else TYPICAL
         self.shape = on_lines(sorted(first.items()), N_LENGTHS - 1)
