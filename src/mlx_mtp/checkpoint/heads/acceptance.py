@@ -98,7 +98,7 @@ def best_of(rates: Mapping[Reading, float], told: Reading) -> Reading:
 def measure_readings(
     model: MTPModel, tokenizer: TokenizerWrapper, norms: Mapping[str, mx.array], told: Reading
 ) -> dict[Reading, float]:
-    """Measure the acceptance rate with each reading of stored norms. Before and after, the model has ``told``, that of its files."""
+    """The acceptance rate with each reading of stored norms. Before and after, the model has ``told``, that of its files."""
     tokens = built_in_tokens(tokenizer, model.vocab_size, N_TOKENS)  # [1, T]
     cache, end, read = model.make_cache(), perf_counter() + MAX_SECONDS, list[tuple[mx.array, mx.array]]()
     for i in range(0, tokens.size, TEST_CHUNK):
