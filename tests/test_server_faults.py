@@ -28,6 +28,7 @@ from tests.support.server_process import serve, serve_here
 GOOD = {"prompt": "import os\n", "max_tokens": 2}
 ASK = {"messages": [{"role": "user", "content": "import os\n"}], "max_tokens": 2}
 USER = {"role": "user", "content": "a"}
+RESULT = {"type": "function_call_output", "call_id": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,20 @@ def test_the_reason_of_a_field_of_several_types():
         (TEXT, dict(prompt=["a", ""]), "prompt[1]: String should have at least 1 character"),
         (RESPONSES, dict(input=[]), "input: List should have at least 1 item"),
         (CHAT, dict(messages=user([{"type": "text", "text": 5}])), "messages[0].content[0].text: Input should be a"),
+        *(
+            (
+                RESPONSES,
+                dict(input=[{**RESULT, name: [{"type": "text"}]}]),
+                f"input[0].{name}[0].text: Input should be a",
+            )
+            for name in ("output", "content", "result")
+        ),
+        (
+            MESSAGES,
+            dict(messages=user([{"type": "tool_result", "content": [{"type": "text"}]}])),
+            "messages[0].content[0].content[0].text: ",
+        ),
+        (MESSAGES, dict(messages=[USER], system=[{"type": "text", "text": "a"}, {"type": "text"}]), "system[1].text: "),
         (CHAT, dict(num_draft_tokens=99), "num_draft_tokens: Input should be less than or equal to 8"),
         # Or all that may be sent.
         (CHAT, dict(num_draft_tokens=8.5), "num_draft_tokens: Input should be 'auto' or a valid integer"),

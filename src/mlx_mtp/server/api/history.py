@@ -68,8 +68,8 @@ class History:
         self.errors: list[ApiError] = []  # of the items that are left out
         self._turn: Json | None = None  # the message that a next part of its role belongs to
 
-    def add(self, item: Json, where: str) -> None:
-        """Add a message, or an item of Responses; ``where`` is its place in the body."""
+    def add(self, item: Json, where: str, within: str = ".content") -> None:
+        """Add a message, or an item of Responses; ``where`` is its place in the body, ``within`` its content's in it."""
         role, content, n = _role_of(item), item.get("content"), len(self.messages)
         if content is None and role == "user":
             content = item.get("text")
@@ -83,7 +83,7 @@ class History:
             if not (self.joins and role == "assistant"):
                 self._turn = None
             self._think(next((item[x] for x in THOUGHTS if isinstance(item.get(x), str)), ""))
-            for is_item, parts in groupby(parts_of(content, f"{where}.content"), key=_is_item):
+            for is_item, parts in groupby(parts_of(content, where + within), key=_is_item):
                 if is_item:
                     for place, part in parts:
                         self._add_item(part, place)
@@ -137,8 +137,8 @@ class History:
         elif kind.endswith(CALLS):
             self._add_call(item, kind, where)
         elif kind.endswith(RESULTS):
-            given = (item[x] for x in ("content", "output", "result", "tools") if item.get(x) is not None)
-            self._add_result(_id_of(item), next(given, item.get("status")), where, item.get("is_error") is True)
+            name = next((x for x in ("content", "output", "result", "tools") if item.get(x) is not None), "status")
+            self._add_result(_id_of(item), item.get(name), f"{where}.{name}", item.get("is_error") is True)
         elif text := _text_of_unknown(item):
             self._turn = None
             self._message("system")["content"] = text

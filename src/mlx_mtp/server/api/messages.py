@@ -145,10 +145,10 @@ class MessagesBody(Body):
 
     def conversation(self, content: Json) -> tuple[History, list[Json]]:
         history = History(between="\n")
-        for block in [self.system] if isinstance(self.system, str) else self.system or []:
+        for where, block in parts_of(self.system, "system"):
             text = block if isinstance(block, str) else block.get("text")
             part = block if not isinstance(text, str) else BILLING.sub("", text).strip()
-            history.add({"role": "system", "content": [part]}, "system")
+            history.add({"role": "system", "content": part}, where, within="")
         for i, message in enumerate(content["messages"]):
             if message.get("role") not in ROLES:
                 raise ApiError(400, f"messages[{i}].role: Input should be {', '.join(ROLES)}.", param="messages")
