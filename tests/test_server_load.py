@@ -22,6 +22,7 @@ from mlx_mtp.server.engine.encode import _errors_of
 from mlx_mtp.server.engine.models import Stores
 from mlx_mtp.server.frontend import in_thread
 from mlx_mtp.server.request import STARTED, ApiError, Delta, Prompt, Waiting
+from mlx_mtp.text.tool_calls import Text
 from tests.support import profiles, requests
 from tests.support.checkpoints import write_tiny
 from tests.support.engine import Engine
@@ -212,7 +213,6 @@ def test_an_error_that_the_client_cannot_mend_is_no_400_and_logged(caplog, error
         caplog.clear()
 
     client = client_of(fail)
-    client._transport.raise_server_exceptions = False
     answer = client.post(requests.TEXT, json={"prompt": "a"})
     assert (answer.status_code, str(error) in answer.text) == (status, True)
     assert_logged()
@@ -227,7 +227,56 @@ def test_an_error_that_the_client_cannot_mend_is_no_400_and_logged(caplog, error
     assert_logged()
 
 
+async def say_and_fail(request):
+    yield STARTED
+    yield Delta([Text("a")], 1, None)
+    raise OSError("The disk is full.")
+
+
+@pytest.mark.parametrize("path", [requests.CHAT, requests.TEXT, requests.MESSAGES, requests.RESPONSES])
+def test_an_unexpected_error_is_an_answer_like_others(caplog, path):
+    """It has the headers for browsers and is counted once; within a stream, it is an event of the API."""
+    client, body = client_of(say_and_fail), body_with(path, "a" if path == requests.TEXT else requests.ASK)
+    with caplog.at_level("INFO"):
+        answer = client.post(path, json=body, headers={"origin": "http://localhost:3000"})
+        stream = client.post(path, json=body | {"stream": True})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (500, "http://localhost:3000")
+    assert answer.json()["error"]["message"] == "The request failed: The disk is full."
+    assert (stream.status_code, stream.headers["x-accel-buffering"]) == (200, "no")
+    (event,) = [event for event in stream.text.split("\n\n") if "The disk is full." in event]
+    names = {requests.MESSAGES: "event: error\n", requests.RESPONSES: "event: response.failed\n"}
+    assert event.startswith(names.get(path, 'data: {"error": '))
+    lines = [message for name, _, message in caplog.record_tuples if name == "root" and "POST" in message]
+    assert [line.partition(f'"POST {path}" ')[2][:5] for line in lines] == ["500: ", "200: "]
+    assert 'mlx_mtp_requests_total{status="500"} 1.0' in client.get("/metrics").text
+    assert sum(record.exc_info is not None for record in caplog.records) == 2
+    assert "disconnected" not in caplog.text
+
+
 # Clients that leave
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_error_of_sending_is_a_client_that_leaves(caplog, is_stream):
+    left = [{"type": "http.request", "body": json.dumps({"prompt": "a", "stream": is_stream}).encode()}]
+
+    async def answer(request):
+        yield STARTED
+        yield Delta([Text("a")], 1, "stop")
+
+    async def receive():
+        if not left:
+            await asyncio.Future()
+        return left.pop()
+
+    async def send(message):
+        raise OSError("The connection is closed.")
+
+    scope = {"type": "http", "method": "POST", "path": requests.TEXT, "headers": [], "query_string": b""}
+    with caplog.at_level("INFO"):
+        asyncio.run(client_of(answer).app(scope, receive, send))
+    assert "The client has disconnected." in caplog.text
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_a_client_that_leaves_before_its_turn_is_dropped():

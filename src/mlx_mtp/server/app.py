@@ -25,6 +25,7 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import FileResponse, Response
@@ -42,7 +43,7 @@ from .api.messages import MessagesBody
 from .api.responses import ResponsesBody
 from .engine.models import DEFAULT
 from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
-from .request import ApiError, Request, Waiting
+from .request import ApiError, Request, Waiting, as_api_error
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -115,6 +116,8 @@ def make_app(frontend: Frontend) -> FastAPI:
         app.add_api_route(path, get, methods=["HEAD"], include_in_schema=False)
     if not options.no_ui:
         app.mount("/page", StaticFiles(directory=FOLDER))
+    # Within the next two: the framework's own layer for errors that nobody expects is around all others.
+    app.add_middleware(ExceptionMiddleware, handlers={Exception: error_response})
     app.add_middleware(Browsers, names=[options.host, *options.allowed_hosts], origins=options.allowed_origins)
     app.add_middleware(counting, frontend=frontend)
     return app
@@ -322,11 +325,7 @@ async def error_response(http: HTTPRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # of the framework, such as for an unknown path or a wrong method
         message = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
         error = ApiError(error.status_code, message)
-    elif isinstance(error, MTPError):
-        error = ApiError(400, str(error))
-    elif not isinstance(error, ApiError):
-        logging.error("A request failed.", exc_info=error)
-        error = ApiError(500, f"The request failed: {error}")
+    error = as_api_error(error)
     theirs = http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers
     api = APIS.get(http.url.path, MessagesBody if theirs else ChatBody)
     return JSONResponse(api.error_content(error), error.status, HEADERS.get(error.status))

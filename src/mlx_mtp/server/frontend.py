@@ -10,13 +10,14 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from .api.common import Usage, Writer
 from .engine.encode import BoundedTokenizer, count_tokens, encode
 from .engine.engine import Engine
-from .request import LOADING, ApiError, Delta, Options, Request, Waiting
+from .request import LOADING, ApiError, Delta, Options, Request, Waiting, as_api_error
 
 KEEP_ALIVE = 5.0  # seconds between two reports of the progress of prefill
 POLL = 1.0  # seconds between two checks of the generation thread
@@ -133,7 +134,11 @@ class Frontend:
             due = time.monotonic() + KEEP_ALIVE
 
 
-STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]  # the headers of a stream
+STREAM_HEADERS = [  # the last one is for nginx, which would collect the events
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 FIGURES = "figures"  # the key in the scope for the figures in the request's line of the log
 
 
@@ -167,15 +172,21 @@ class GeneratedResponse(Response):
         self.waiting, self.number = frontend.waiting, choices[0].number
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_on(message: Message) -> None:
+            try:
+                await send(message)
+            except OSError as e:
+                raise ClientDisconnect from e
+
         try:
             async with watched(self.choices, receive):
                 if self.is_stream:
-                    await self._stream(send)
+                    await self._stream(send_on)
                 else:
                     async for _ in self._pieces():
                         pass
-                    await JSONResponse(self.writer.whole(self._usage()))(scope, receive, send)
-        except OSError:
+                    await JSONResponse(self.writer.whole(self._usage()))(scope, receive, send_on)
+        except ClientDisconnect:
             logging.info("The client has disconnected.")
         finally:
             self.waiting.pop(self.number, None)
@@ -191,10 +202,10 @@ class GeneratedResponse(Response):
                 if piece:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             last = self.writer.end(self._usage())
-        except ApiError as e:
-            if not has_begun:
+        except Exception as e:
+            if not has_begun or isinstance(e, ClientDisconnect):
                 raise
-            last = self.writer.failed(e)
+            last = self.writer.failed(as_api_error(e))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _pieces(self) -> AsyncIterator[bytes]:

@@ -1,5 +1,6 @@
 """A request to the server, the error that ends one, and the metrics of all of them."""
 
+import logging
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ..core.decoding.counts import DraftCounts
 from ..core.drafts.options import CopyDrafts
+from ..errors import MTPError
 from ..images.prompt import ImagePrompt
 from ..prompt_store.tree import Handle
 from ..text.answer import Answer, Event, QwenReader, functions_of, think_marks
@@ -37,6 +39,16 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error: of one that nobody expects, status 500, and the log gets its traceback."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, MTPError):
+        return ApiError(400, str(error))
+    logging.error("A request failed.", exc_info=error)
+    return ApiError(500, f"The request failed: {error}")
 
 
 def too_long(n_tokens: int, max_tokens: int, param: str | None = None) -> ApiError:
