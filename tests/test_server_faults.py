@@ -330,6 +330,24 @@ def test_rejects_invalid_requests(server):
         assert_error((status, json.loads(body)), status)
 
 
+def test_slashes_too_many_change_no_path():
+    """A base URL may end with one, or a path begin with two. Nothing is redirected: behind a proxy, to an address of http."""
+    for path in ("/metrics/", "//metrics", "///metrics//"):
+        answer = client().get(f"http://localhost{path}", follow_redirects=False)
+        assert (answer.status_code, "mlx_mtp_requests_total" in answer.text) == (200, True), path
+    assert client().post(f"http://localhost/{TEXT}/", json={"prompt": 5}).json()["error"]["param"] == "prompt"
+    assert client().post(f"{MESSAGES}/", json={}).json()["type"] == "error"
+    assert client().get("http://localhost//").headers["content-type"].startswith("text/html")
+    answer = client().get("/v1/v1/models")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "There is no /v1/v1/models here.")
+    keyed = client_of(None, "--api-key", "a")
+    assert [keyed.get(f"http://localhost{x}").status_code for x in ("/health/", "//health", "//metrics")] == [
+        200,
+        200,
+        401,
+    ]
+
+
 def test_heads_query_strings_and_compressed_bodies(server):
     for path in ("/health", "/v1/models", "/metrics", "/nowhere"):
         answer = server.talk(b"HEAD %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % path.encode())

@@ -91,9 +91,9 @@ APIS: dict[str, type[Body]] = {
 
 def make_app(frontend: Frontend) -> FastAPI:
     options, endpoints = frontend.options, Endpoints(frontend)
-    errors = dict.fromkeys((ApiError, MTPError, HTTPException, Exception), error_response)
+    errors = dict.fromkeys((ApiError, MTPError, HTTPException), error_response)
     common: dict[str, Any] = {"dependencies": [Depends(endpoints.authorize)], "exception_handlers": errors}
-    common |= {"docs_url": None, "redoc_url": None}  # these pages load from a CDN
+    common |= {"docs_url": None, "redoc_url": None, "redirect_slashes": False}  # these pages load from a CDN
     app = FastAPI(title="mlx_mtp", version=__version__, **common)
     posts = {path: (api, endpoints.generate(api)) for path, api in APIS.items()}
     posts["/v1/messages/count_tokens"] = MessagesBody, endpoints.count(MessagesBody, {})
@@ -295,7 +295,7 @@ def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:
     """Count responses by status, log each request in one line, and add the headers of the page's files."""
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-        status = "no response"
+        status, path = "no response", scope.get("path", "")
 
         async def count(message: Message) -> None:
             nonlocal status
@@ -308,12 +308,12 @@ def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:
 
         if scope["type"] != "http":
             return await app(scope, receive, send)
+        scope["path"] = re.sub("/+", "/", path).rstrip("/") or "/"  # as it stands in a base URL, or is joined to one
         try:
             await app(scope, receive, count)
         finally:
             client = (scope.get("client") or ("unknown",))[0]
-            path = quote(scope["path"])  # a path may have line breaks
-            line = f'{client} - "{scope["method"]} {path}" {status}'
+            line = f'{client} - "{scope["method"]} {quote(path)}" {status}'  # a path may have line breaks
             level = logging.DEBUG if path == "/health" else logging.INFO  # open pages ask for it every two seconds
             logging.log(level, ": ".join([line, *scope.get(FIGURES, ())]))
 
