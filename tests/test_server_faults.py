@@ -511,6 +511,7 @@ def test_origins_of_pages(origins, origin, is_allowed):
     both = [("host", "box:8080"), ("origin", "http://box:8080"), ("origin", origin)]
     assert c.get("/health", headers=both).status_code == (200 if is_allowed else 403)
     asks = {**headers, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    asks |= {"access-control-request-private-network": "true"}  # Chrome's, of pages outside the local network
     preflight, answer = c.options(CHAT, headers=asks), c.get("/health", headers=headers)
     if not is_allowed:  # also what a browser would send without asking first
         assert (preflight.status_code, answer.status_code) == (403, 403)
@@ -521,4 +522,5 @@ def test_origins_of_pages(origins, origin, is_allowed):
     if origin != "http://box:8080":  # a browser asks nothing of a page's own server
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] in (origin, "*")
+        assert preflight.headers["access-control-allow-private-network"] == "true"
         assert answer.headers["access-control-allow-origin"] in (origin, "*")

@@ -338,7 +338,7 @@ class Browsers(CORSMiddleware):
 
     def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] | None):
         pages = LOCAL_PAGES if origins is None else None
-        super().__init__(app, origins or (), allow_methods=("*",), allow_headers=("*",), allow_origin_regex=pages)
+        super().__init__(app, origins or (), ("*",), ("*",), allow_origin_regex=pages, allow_private_network=True)
         self.names = {name.lower() for name in ("localhost", gethostname(), *names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
