@@ -22,6 +22,7 @@ from openai import OpenAI
 
 from mlx_mtp.checkpoint import hub
 from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.errors import MTPError
 from mlx_mtp.memory import Account
 from mlx_mtp.server import serve as command
 from mlx_mtp.server.command_line import make_parser
@@ -285,11 +286,39 @@ def test_what_to_open_in_words_and_who_is_warned(monkeypatch, caplog):
         options.log = None  # as without launch
         with caplog.at_level("INFO"):
             listening = {"box": "192.168.1.7", "": "::"}.get(address, address)
-            command.serve(options, engine, SimpleNamespace(getsockname=lambda at=listening: (at, 80)))
+            command.serve(options, engine, [SimpleNamespace(getsockname=lambda at=listening: (at, 80))])
         assert f"Open http://{name}:80 to chat." in caplog.text
         warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
         assert len(warnings) == (address not in ("127.0.0.1", "::1") and not key), (address, key)
         assert all("--api-key-file" in w for w in warnings)
+
+
+BOTH = [(socket.AF_INET6, *(None,) * 3, ("::1", 0, 0, 0)), (socket.AF_INET, *(None,) * 3, ("127.0.0.1", 0))]
+
+
+def test_a_host_is_all_of_its_addresses(monkeypatch):
+    """At one port; those that the machine lacks do not count, unless they are all."""
+
+    def assert_reached(host):
+        with command.listen(host, 0) as sockets:
+            (port,) = {s.getsockname()[1] for s in sockets}
+            for family, at in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+                with socket.socket(family) as s:
+                    s.connect((at, port))
+
+    assert_reached("::")
+    assert_reached("")
+    lacking = (socket.AF_INET, *(None,) * 3, ("192.0.2.77", 0))  # of no machine
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [lacking, *BOTH, BOTH[0]])
+    assert_reached("localhost")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [lacking])
+    with pytest.raises(MTPError, match="cannot listen at --host box"), command.listen("box", 0):
+        pass
+    monkeypatch.undo()
+    with command.listen("127.0.0.1", 0) as (s,), pytest.raises(MTPError, match="is in use"):
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: BOTH)
+        with command.listen("localhost", s.getsockname()[1]):
+            pass
 
 
 @mock.patch.object(logging.root, "handlers", [])  # it logs to no file of another server

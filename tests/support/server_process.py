@@ -182,11 +182,11 @@ def serve_here(log: Path, *flags: str) -> Iterator[Server]:
             check_model(options, engine.frontend.models)
             server = HTTPServer(options, engine.engine)
             server.capture_signals = nullcontext  # those are the main thread's
-            with listen(options.host, options.port) as s:
-                thread = threading.Thread(target=server.run, args=([s],))
+            with listen(options.host, options.port) as sockets:
+                thread = threading.Thread(target=server.run, args=(sockets,))
                 thread.start()
                 try:
-                    yield Server([], s.getsockname()[1], log, engine)
+                    yield Server([], sockets[0].getsockname()[1], log, engine)
                 finally:
                     server.should_exit = True
                     thread.join()

@@ -10,11 +10,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import h11
 import mlx.core as mx
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     is_first = ranks is None or ranks.rank == 0
-    with listen(options.host, options.port) if is_first else nullcontext() as s:  # a port in use costs no loading
+    with listen(options.host, options.port) if is_first else nullcontext() as sockets:  # a port in use costs no loading
         engine = make_engine(options, ranks)
         try:
             with tqdm(
@@ -65,8 +67,8 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
                     line.refresh()
             engine.loaded.result()
             check_model(args, engine.admission.models)
-            if s is not None:
-                serve(options, engine, s)
+            if sockets is not None:
+                serve(options, engine, sockets)
             else:
                 with suppress(KeyboardInterrupt):  # then it ends the other ranks as well
                     while engine.is_alive:  # Python 3.11 takes a thread for ended if its join is interrupted
@@ -88,12 +90,12 @@ def make_engine(options: Options, ranks: Ranks | None) -> Engine:
     return Engine(admission, metrics, ranks)
 
 
-def serve(options: Options, engine: Engine, s: socket.socket) -> None:
+def serve(options: Options, engine: Engine, sockets: list[socket.socket]) -> None:
     """Answer requests until an interrupt or an error of the generation thread, then end the open ones."""
     server = Server(options, engine)
-    address, port = s.getsockname()[:2]
+    (_, port, *_), *_ = addresses = [s.getsockname() for s in sockets]
     host, models, account = options.host, engine.admission.models, engine.admission.account
-    if options.api_key is None and not ip_address(address).is_loopback:
+    if options.api_key is None and not all(ip_address(address).is_loopback for address, *_ in addresses):
         logging.warning(f"Anyone who can reach {host} can use the server: require a key with --api-key-file.")
     context = models.tokenizers[options.model].context_length or "unknown"
     logging.info(f"Model: {models.name}, {'with' if models.drafts else 'without'} drafts, context of {context} tokens")
@@ -109,7 +111,7 @@ def serve(options: Options, engine: Engine, s: socket.socket) -> None:
             os.dup2(file.fileno(), sys.stderr.fileno())
     keep(SERVERS, str(os.getpid()), {"url": url(host, port), "flags": flags_of(options)})
     try:
-        server.run(sockets=[s])
+        server.run(sockets=sockets)
     finally:
         keep(SERVERS, str(os.getpid()), None)
 
@@ -181,14 +183,33 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except OSError as e:
-        if e.errno == errno.EADDRINUSE:
-            raise MTPOSError(f"Port {port} of {host} is in use: stop the other program, or choose a --port.") from e
-        raise MTPOSError(f"The server cannot listen at --host {host}, --port {port}: {e.strerror}.") from e
+@contextmanager
+def listen(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Sockets with one port at the addresses of a host, but for those that this machine lacks."""
+    found, errors = list[Any](), list[OSError]()
+    with ExitStack() as sockets:
+        opened: list[socket.socket] = []
+        try:
+            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except OSError as e:
+            errors.append(e)
+        for family, (address, *_) in dict.fromkeys((family, address) for family, _, _, _, address in found):
+            both = host == "::" and socket.has_dualstack_ipv6()  # all of IPv6 is all of IPv4 as well
+            try:
+                s = socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+            except OSError as e:
+                errors.append(e)
+            else:
+                opened.append(sockets.enter_context(s))
+                port = s.getsockname()[1]  # the others have the one that the first has found free
+        for error in errors:
+            if error.errno == errno.EADDRINUSE:
+                message = f"Port {port} of {host} is in use: stop the other program, or choose a --port."
+                raise MTPOSError(message) from error
+            if not opened:
+                message = f"The server cannot listen at --host {host}, --port {port}: {error.strerror}."
+                raise MTPOSError(message) from error
+        yield opened
 
 
 def url(host: str, port: int) -> str:
