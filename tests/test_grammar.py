@@ -2,7 +2,10 @@
 
 import json
 import re
+from copy import deepcopy
+from enum import StrEnum
 from types import SimpleNamespace
+from typing import Annotated, Literal
 from unittest.mock import Mock
 
 import jsonschema
@@ -11,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools
+from pydantic import BaseModel, Field, TypeAdapter
 
 import mlx_mtp
 from mlx_mtp import DraftCounts, make_grammar, make_sampler
@@ -366,6 +370,64 @@ def test_strict_tools_are_refused_by_name_and_others_are_free(tokenizer, schema,
     assert e.value.status == 400
 
 
+# As libraries write schemas
+
+
+class Leaf(BaseModel):
+    kind: Literal["leaf"] = "leaf"
+    n: int = Field(deprecated=True)
+
+
+class Pair(BaseModel):
+    kind: Literal["pair"] = "pair"
+    left: "Leaf | Pair" = Field(discriminator="kind")
+    right: "Pair | None" = Field(None, deprecated=True)
+
+
+class Size(StrEnum):
+    SMALL = "s"
+
+
+REFS = {"oneOf": [{"$ref": "#/$defs/a"}, {"title": "B", "allOf": [{"$ref": "#/$defs/b"}]}]}
+NUMBERED = [{"type": "object", "properties": {"v": {"const": i}}, "required": ["v"]} for i in (1, 2)]
+LEAF = {"kind": "leaf", "n": 1}
+OF_LIBRARIES = [  # a schema, values that it allows, and others
+    (
+        TypeAdapter(Annotated[Leaf | Pair, Field(discriminator="kind")]).json_schema(),
+        [LEAF, {"kind": "pair", "left": {"kind": "pair", "left": LEAF, "right": None}}],
+        [{"n": 1}, {"kind": "pair", "left": {"n": 1}}, {"kind": "leaf", "left": LEAF}],
+    ),
+    *(
+        (REFS | {"$defs": dict(zip("ab", options))}, good, bad)
+        for options, good, bad in (
+            ((INTEGER, {"enum": ["x", None]}), [1, "x", None], ["y", 1.5]),
+            (({"enum": ["x", "y"]}, {"enum": ["z", 1]}), ["y", "z", 1], ["a", 2]),
+            (NUMBERED, [{"v": 1}, {"v": 2}], [{"v": 3}, {}]),
+            (({"anyOf": [{**A, "type": "object"}, NUMBERED[0]]}, {"type": ["array", "null"]}), [{"a": 1}, None], [5]),
+        )
+    ),
+    (TypeAdapter(dict[Literal["a", "b"], int]).json_schema(), [{}, {"b": 1}, {"a": 1, "b": 2}], [{"c": 1}, {"a": "x"}]),
+    (TypeAdapter(dict[Size, int]).json_schema(), [{}, {"s": 1}], [{"c": 1}]),
+    ({"type": "object", "propertyNames": {"type": "string", "title": "a"}, "additionalProperties": INTEGER}, [{"c": 1}], [5]),
+    ({"type": "array", "items": {**INTEGER, "x-order": 1}, "unevaluatedItems": {"description": "a"}}, [[1]], ["a"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), OF_LIBRARIES, ids=lambda x: json.dumps(x)[:50])
+def test_schemas_as_libraries_write_them(tokenizer, schema, good, bad):
+    """In an answer, and of a strict tool's parameter; the client's schema stays as it is."""
+    before, valid = deepcopy(schema), jsonschema.Draft202012Validator(schema).is_valid
+    parameters = {"properties": {"a": {"title": "A", **schema}}, "required": ["a"], "$defs": schema.get("$defs", {})}
+    of_answer, of_call = make_grammar(tokenizer, json_schema=schema), grammar_for(tokenizer, parameters, strict=True)
+    for value in (*good, *bad):
+        answer = of_answer.copy()
+        tokens = tokenizer.encode(json.dumps(value), add_special_tokens=False)
+        assert (answer.advance_to(tokens) and answer.matcher.is_accepting()) == (value in good), value
+        assert allows(tokenizer, of_call, call({"a": value})) == (value in good), value
+        assert valid(value) or value in bad
+    assert schema == before
+
+
 NULLS = ["properties", "required", "enum", "type", "anyOf", "$ref", "additionalProperties", "pattern", "minimum"]
 
 
@@ -403,12 +465,13 @@ simple = st.sampled_from([
     {**STRING, "maxLength": 1}, {**STRING, "minLength": 1, "pattern": "^a"}, {"type": ["string", "null"]}, {"type": ["integer", "string"]},  # noqa: E501
     {"enum": ["a", "b"]}, {"enum": ["a", 1, None]}, {"const": "ab"}, {"enum": [1, 5]}, {"type": "array", "items": INTEGER},
     {"type": "array", "items": STRING, "minItems": 1}, {"type": "object", "properties": {"k": INTEGER}, "required": ["k"]},
-    {"$ref": "#/$defs/one"}, {"$ref": "#/$defs/two"},
+    {"$ref": "#/$defs/one"}, {"$ref": "#/$defs/two"}, *NUMBERED,
 ])  # fmt: skip
 schemas = st.recursive(
     simple,
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map(lambda options: {"anyOf": options}),
+        st.lists(inner, min_size=2, max_size=3).map(lambda options: {"oneOf": options}),
         st.lists(inner, min_size=1, max_size=2).map(lambda parts: {"allOf": parts}),
         st.tuples(inner, st.sampled_from([["string"], ["integer", "null"], ["string", "object"]])).map(
             lambda of: {"type": of[1], "anyOf": [of[0], STRING]}

@@ -14,7 +14,7 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 from ..errors import MTPError
 from ..text.answer import functions_of, start_of_calls, think_marks
 from ..text.grammar import SPACE, Grammar, in_deep_stack, make_grammar, reason, rule_of
-from ..text.schema import STRING, Json, Schema, listed
+from ..text.schema import KEYWORDS, STRING, Json, Schema, enforceable, listed
 from ..text.tags import END, LONGEST_KEY, OPEN_FUNCTION, PROPER, START
 from ..text.tool_calls import CallArguments, ToolCallParser
 from .request import ApiError, Request, StructuredOutput
@@ -37,8 +37,17 @@ ANCHORS = re.compile(r"(?P<begin>\\A|\^)|(?P<end>\\z|\$)|\\.|\[\^?\]?(?:\\.|[^\]
 BLANKS = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}  # in JSON, as in llama.cpp
 STRUCTURES = frozenset({"object", "array"})
 STRUCTURE = r"/(?s:\s*[{\[(].*)/"  # the texts that are parsed as structures
-ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"}
-AT_THE_TOP = {"type", "properties", "required", "additionalProperties", "$ref", "$defs", "definitions", "$schema"}
+AT_THE_TOP = {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "$ref",
+    "$defs",
+    "definitions",
+    "$schema",
+    "$id",
+}
 _quote = json.dumps  # writes a string in Lark
 
 
@@ -156,7 +165,7 @@ class CallGrammar:
         for tool in tools:
             self.is_strict = tool.get("strict") is True
             schema = tool.get("parameters") if is_required or self.is_strict else {"additionalProperties": True}
-            self.path, self.schema = f"{tool['name']}.parameters", Schema(schema)
+            self.path, self.schema = f"{tool['name']}.parameters", enforceable(schema)
             self._terminals: dict[int, str] = {}  # of the strings of a schema, by its id
             if not isinstance(self.schema.root, dict) or not self.schema.types(self.schema.root) >= {"object"}:
                 raise MTPError(f"{self.path} allows no object: it is not the schema of an object")
@@ -210,8 +219,8 @@ class CallGrammar:
             elif key in required:
                 raise MTPError(f"{self.path} allows no object: {path} allows no value")
         if self.is_strict:  # the parameters as a whole have no condition other than their names, and no wrong shape
-            for part in self.schema.parts():
-                wrong = sorted(part.keys() - ANNOTATIONS - AT_THE_TOP)
+            for part in self.schema.parts(self.schema.root):
+                wrong = sorted((part.keys() & KEYWORDS) - AT_THE_TOP)
                 if wrong or part.get("additionalProperties") not in (None, False, True, {}):
                     which = next(iter(wrong), "additionalProperties")
                     raise MTPError(f"{self.path}.{which} cannot be enforced: leave it out, or strict")
@@ -335,7 +344,7 @@ def _is_read(text: str, types: frozenset[str]) -> bool:
 def _is_plain(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return True
-    return not schema.keys() - ANNOTATIONS - {"type", "anyOf"} and all(map(_is_plain, schema.get("anyOf", ())))
+    return not schema.keys() - {"type", "anyOf"} and all(map(_is_plain, schema.get("anyOf", ())))
 
 
 def _search(pattern: str) -> str:

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..core.pacing.depth import MAX_COPY_TOKENS, Rates
 from ..errors import MTPError, as_mtp_error, require
 from .reasoning import end_of_reasoning
-from .schema import standard
+from .schema import enforceable
 
 T = TypeVar("T")
 Tokens = NDArray[np.uint32]  # [N]
@@ -33,6 +33,7 @@ MAX_CHARACTERS = 1 << 19  # in a grammar in Lark
 MAX_MULTIPLE = 100_000  # for the least common multiple of all multipleOf, in units of the last decimal
 STACK = 1 << 29  # bytes, enough for a grammar of that size with all rules nested; untouched pages take no memory
 STACK_LOCK = threading.Lock()
+ONE_OF = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 TOO_LARGE = ("too big", "too large", "symbols.len()")  # in llguidance's messages
 SPACE = r"SPACE: /[ \n]{1,3}/"  # a terminal in Lark, for white space after reasoning
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as Python writes JSON
@@ -224,10 +225,11 @@ def rule_of(json_schema: dict[str, Any] | str | None = None, regex: str | None =
         schema = json.loads(json_schema) if isinstance(json_schema, str) else json_schema
     if not isinstance(schema, dict):
         raise MTPError(f"A JSON schema is an object, not {json.dumps(schema)[:40]}.")
+    _check_size(json.dumps(schema))  # before its options are compared, each with each
     own = schema.get("x-guidance")
     if not isinstance(own, dict | None):
         raise MTPError(f"x-guidance is an object, not {json.dumps(own)[:40]}.")
-    return f"%json {json.dumps({**standard(schema), 'x-guidance': {**SEPARATORS, **(own or {})}})}"
+    return f"%json {json.dumps({**enforceable(schema, '#').root, 'x-guidance': {**SEPARATORS, **(own or {})}})}"
 
 
 @functools.lru_cache(maxsize=16)
@@ -251,7 +253,7 @@ def _compile(tokenizer: TokenizerWrapper, lark: str) -> Any:
 def reason(error: str) -> str:
     first, *others = error.splitlines()
     reasons = [first.rpartition("JSON schema: ")[2], *(x.removeprefix("error: ") for x in others if "error: " in x)]
-    return " ".join(reasons)[:500]
+    return " ".join(reasons).replace(ONE_OF, "the options of oneOf may have values in common: use anyOf")[:500]
 
 
 def _check_size(text: str) -> None:

@@ -8,6 +8,8 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
+from itertools import combinations
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -26,8 +28,22 @@ NOTHING: dict[str, tuple[Any, ...]] = {  # values of keywords that say nothing, 
     "unevaluatedItems": (True, {}),
     "propertyNames": (True, {}, {"type": "string"}),
 }
+# The keywords that say something of values, or of the schema. All others are annotations.
+KEYWORDS = {
+    "$anchor", "$defs", "$dynamicRef", "$id", "$recursiveRef", "$ref", "$schema", "additionalItems",
+    "additionalProperties", "allOf", "anyOf", "const", "contains", "definitions", "dependencies", "dependentRequired",
+    "dependentSchemas", "discriminator", "else", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "if", "items",
+    "maxContains", "maximum", "maxItems", "maxLength", "maxProperties", "minContains", "minimum", "minItems", "minLength",
+    "minProperties", "multipleOf", "not", "oneOf", "pattern", "patternProperties", "prefixItems", "properties",
+    "propertyNames", "required", "then", "type", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "x-lark",
+}  # fmt: skip
+MAX_OPTIONS = 64  # of ``oneOf`` that are compared, each with each
+NAMING = {"$ref", "allOf", "const", "enum", "type"}  # the keywords of ``propertyNames`` that list the names
 OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "anyOf", "oneOf", "allOf", "prefixItems"}
-OF_SCHEMA = {"items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not"}
+OF_SCHEMA = {
+    "items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not", "unevaluatedItems",
+    "unevaluatedProperties",
+}  # fmt: skip
 LONGEST_NUMBER = 400  # characters
 WORDS = {"null": ("null", "none"), "boolean": ("true", "false")}
 
@@ -37,24 +53,28 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def standard(schema: Any, root: str = "#") -> Any:
+def standard(schema: Any, root: str = "#", parts: list[Json] | None = None) -> Any:
     """A client's schema as the standard has it, with references relative to ``root``: a keyword that is null is absent,
-    OpenAPI's ``nullable`` and Python's names of types are types, an unknown ``format`` is dropped.
+    OpenAPI's ``nullable`` and Python's names of types are types, an unknown ``format`` is dropped. So are annotations, but for
+    those beside the whole schema, where references may lead. ``parts`` gets the schema and all within it.
     """
     if not isinstance(schema, dict):
         return schema
+    parts = [] if parts is None else parts
     found: Json = {key: whole(value) for key, value in schema.items() if value is not None or key == "const"}
-    for key in [key for key, values in NOTHING.items() if found.get(key) in values]:
-        del found[key]
+    found = {key: value for key, value in found.items() if key in KEYWORDS or not parts}
+    parts.append(found)
     for key in found.keys() & (OF_SCHEMAS | OF_SCHEMA):
         if isinstance(value := found[key], list):
-            found[key] = [standard(part, root) for part in value]
+            found[key] = [standard(part, root, parts) for part in value]
         elif isinstance(value, dict) and key in OF_SCHEMAS:
-            found[key] = {name: standard(part, root) for name, part in value.items() if part is not None}
+            found[key] = {name: standard(part, root, parts) for name, part in value.items() if part is not None}
         else:
-            found[key] = standard(value, root)
+            found[key] = standard(value, root, parts)
+    for key in [key for key, values in NOTHING.items() if found.get(key) in values]:
+        del found[key]
     if (names := _strings(found.get("type"))) and found["type"] != []:
-        names = [PYTHON.get(name, name) for name in names] + ["null"] * (found.get("nullable") is True)
+        names = [PYTHON.get(name, name) for name in names] + ["null"] * (schema.get("nullable") is True)
         found["type"] = names if len(names) > 1 else names[0]
     if isinstance(found.get("format"), str) and found["format"] not in FORMATS:
         del found["format"]
@@ -68,11 +88,14 @@ class Schema:
 
     ROOT = "#/$defs/root"
 
-    def __init__(self, schema: Any):
-        self.root = standard({} if schema is None else schema, self.ROOT)
-        self.definitions = {"$defs": {"root": self.root}}  # beside a part of the schema, for its references
+    def __init__(self, schema: Any, root: str = ROOT):
+        self.all_parts = list[Json]()  # the schema and all within it
+        self.root = standard({} if schema is None else schema, root, self.all_parts)
+        # Beside a part of the schema, for its references
+        self.definitions = {"$defs": {"root": self.root}} if root == self.ROOT else self.root
         self._types: dict[int, frozenset[str]] = {}  # of a part of the schema, by its id
         self._texts: dict[int, list[str] | None] = {}
+        self._apart: dict[tuple[int, int], bool] = {}  # of two parts
 
     def resolve(self, ref: Any) -> Any:
         """The schema that a reference points to; any schema if it points to none."""
@@ -108,9 +131,9 @@ class Schema:
             if options := _as(list, schema.get(key)):
                 yield options
 
-    def parts(self, is_certain: bool = False) -> list[Json]:
-        """The schema and those that it is made of: all that may hold, or all that must hold."""
-        found, todo = dict[int, Json](), [self.root]
+    def parts(self, schema: Any, is_certain: bool = False) -> list[Json]:
+        """A schema and those that it is made of: all that may hold, or all that must hold."""
+        found, todo = dict[int, Json](), [schema]
         for part in todo:  # which grows
             if isinstance(part, dict) and id(part) not in found:
                 found[id(part)] = part
@@ -133,22 +156,42 @@ class Schema:
             self._texts[id(schema)] = [x for x in dict.fromkeys(lists[0]) if x in in_all] if lists else None
         return self._texts[id(schema)]
 
+    def are_apart(self, a: Any, b: Any) -> bool:
+        """Whether no value is valid for both, as far as it is easily seen, also behind references."""
+        if (id(a), id(b)) not in self._apart:
+            self._apart[id(a), id(b)] = False  # within themselves, they add nothing
+            types = self.types(a) & self.types(b)
+            self._apart[id(a), id(b)] = not types or self._is_apart(a, b) or self._is_apart(b, a)
+        return self._apart[id(a), id(b)]
+
+    def _is_apart(self, a: Any, b: Any) -> bool:
+        """Whether they are by listed values, the first one's alternatives, or a property that it requires."""
+        if not (isinstance(a, dict) and isinstance(b, dict)):
+            return False
+        with suppress(TypeError):  # an object or an array is listed
+            if (mine := listed(a)) and (others := listed(b)) and set(mine).isdisjoint(others):
+                return True
+        names = _strings(a.get("required")) if self.types(a) & self.types(b) == {"object"} else []
+        return any(all(self.are_apart(option, b) for option in options) for options in self.factors(a)) or any(
+            self.are_apart(_property(a, name), _property(b, name)) for name in names
+        )
+
     def properties(self) -> dict[str, list[Any]]:
         """The schemas of each property; a value must be valid for one of them at least."""
         found: dict[str, list[Any]] = {}
-        for part in self.parts():
+        for part in self.parts(self.root):
             for name, schema in _as(dict, part.get("properties")).items():
                 found.setdefault(name, []).append(schema)
         return found
 
     def required(self) -> list[str]:
-        names = [name for part in self.parts(is_certain=True) for name in _as(list, part.get("required"))]
+        names = [name for part in self.parts(self.root, is_certain=True) for name in _as(list, part.get("required"))]
         return [name for name in names if isinstance(name, str)]
 
     def undeclared(self) -> list[Any]:
         """The schemas of properties that no schema declares. Those of ``patternProperties`` may have any value."""
-        found = [part["additionalProperties"] for part in self.parts() if "additionalProperties" in part]
-        found += [True for part in self.parts() if _as(dict, part.get("patternProperties"))]
+        found = [part["additionalProperties"] for part in self.parts(self.root) if "additionalProperties" in part]
+        found += [True for part in self.parts(self.root) if _as(dict, part.get("patternProperties"))]
         return [schema for schema in found if schema is not False]
 
     def types_of_property(self, name: str) -> frozenset[str]:
@@ -158,6 +201,38 @@ class Schema:
             return frozenset().union(*map(self.types, schemas)) or STRING
         except RecursionError:  # a chain of references
             return STRING
+
+
+def enforceable(schema: Any, root: str = Schema.ROOT) -> Schema:
+    """A schema as llguidance enforces it: a property that discriminates is required, ``oneOf`` of options without common values
+    is ``anyOf``, and ``propertyNames`` that list the names are properties.
+    """
+    found = Schema(deepcopy(schema), root)
+    for part in found.all_parts:
+        name = _as(dict, part.pop("discriminator", None)).get("propertyName")
+        for option in (x for options in _as(list, part.get("oneOf")) for x in found.parts(options)):
+            if name in _as(dict, option.get("properties")):
+                option["required"] = [*dict.fromkeys([*_as(list, option.get("required")), name])]
+        names = found.texts(of_names := part.get("propertyNames", True))
+        if (
+            names is not None
+            and "patternProperties" not in part
+            and not any(x.keys() - NAMING for x in found.parts(of_names))
+        ):
+            part |= {"properties": {name: _property(part, name) for name in names}, "additionalProperties": False}
+            del part["propertyNames"]
+    for part in found.all_parts:
+        options = [_as(dict, x) for x in _as(list, part.get("oneOf"))]
+        options = [found.resolve(x["$ref"]) if x.keys() == {"$ref"} else x for x in options]
+        is_judged = 0 < len(options) <= MAX_OPTIONS and "anyOf" not in part
+        if is_judged and all(found.are_apart(a, b) for a, b in combinations(options, 2)):
+            part["anyOf"] = part.pop("oneOf")
+    return found
+
+
+def _property(schema: Json, name: str) -> Any:
+    others = True if "patternProperties" in schema else schema.get("additionalProperties", True)
+    return _as(dict, schema.get("properties")).get(name, others)
 
 
 def listed(schema: Json) -> list[Any] | None:
