@@ -297,13 +297,13 @@ LIMITS = {RESPONSES: ["max_output_tokens"], MESSAGES: ["max_tokens"], CHAT: OF_T
 def test_limits_of_answers(path):
     """Without one, and with -1, an answer goes on to the end of the context, unless the operator has set a limit. Agents send
     32,000 to /v1/messages, whatever the model's context is: there, it is the rest of the context."""
-    tokenizer = BoundedTokenizer(SimpleNamespace(get_vocab=lambda: {"a": 0}), context_length=1000)
+    tokenizer = BoundedTokenizer(SimpleNamespace(), n_ids=1, context_length=1000)
     context = "This model's maximum context length is 1000 tokens"
     body = body_with(path, "a" if path == TEXT else ASK)
 
     def completed(flags=("--max-tokens", "5"), n_prompt=300, **fields):
         request = APIS[path].read_request({**body, **fields}, options_of(*flags))[1]
-        tokenizer.complete(n_prompt, request)
+        tokenizer.complete([0] * n_prompt, request)
         return request.args
 
     assert [completed(flags).max_tokens for flags in ((), ("--max-tokens", "-1"))] == [700, 700]

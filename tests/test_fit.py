@@ -286,7 +286,7 @@ def test_no_two_parts_share_a_file(tmp_path, loaded):
     # No more is recorded than is trained on
     train, valid = [Document(str(i), [1] * 8) for i in range(3)], [Document("d", [1] * 6)]
     how = FitOptions(["x"], iters=2, batch_size=1)
-    assert prepare(None, None, Split(train, valid, valid), how, tmp_path) == Split(train[:2], valid, valid)
+    assert prepare(loaded[0], None, Split(train, valid, valid), how, tmp_path) == Split(train[:2], valid, valid)
 
 
 def test_an_answer_that_was_cut_short_is_made_again(tmp_path, loaded):

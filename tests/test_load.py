@@ -187,9 +187,10 @@ def test_the_files_that_the_index_names_are_the_models(files, other, part, is_to
     assert not differing(parameters(loaded(tmp_path / "out")), want)
     mlx_mtp.convert(str(folder), str(tmp_path / "graft"), graft_mtp_from=str(folder), skip_check=True)
     assert not differing(parameters(loaded(tmp_path / "graft")), want)
-    assert len(caplog.records) == is_told
+    told = [record.message for record in caplog.records if "Not read" in record.message]
+    assert len(told) == is_told
     line = f"Not read, since the index of .*model does not name them: {other}"
-    assert all(re.search(line, record.message) for record in caplog.records)
+    assert all(re.search(line, message) for message in told)
 
 
 @pytest.mark.parametrize("mtp", [True, False, "cached"])

@@ -212,13 +212,13 @@ def test_tokenizes_little_of_a_long_prompt(demo):
     _, tokenizer = demo
     counting = Mock(wraps=tokenizer)
     with pytest.raises(ApiError):
-        BoundedTokenizer(counting, 1000).encode("import os\n" * 1_500_000)
+        BoundedTokenizer(counting, 4096, 1000).encode("import os\n" * 1_500_000)
     assert 0 < sum(len(call.args[0]) for call in counting.encode.call_args_list) < 100_000
     # A text that fits is not refused, however few tokens it has.
     text = max(map(tokenizer.decode, range(4096)), key=len) * 10_000
     tokens = tokenizer.encode(text)
     assert len(text) > 5 * len(tokens)
-    assert BoundedTokenizer(tokenizer, len(tokens)).encode(text) == tokens
+    assert BoundedTokenizer(tokenizer, 4096, len(tokens)).encode(text) == tokens
 
 
 def test_failed_generation_affects_no_other(tmp_path):

@@ -24,7 +24,7 @@ class Prompts:
 
     def __init__(self, template: str = STRICT):
         self.tokenizer = load(Path(model_with(*MARKS, *TAGS, *CONTROL, template=template)))
-        self.bounded = BoundedTokenizer(self.tokenizer, 8192)
+        self.bounded = BoundedTokenizer(self.tokenizer, len(self.tokenizer), 8192)
 
     def read(self, path: str, **body: Any) -> Prompt:
         return encode(self.bounded, read(path, **body), OPTIONS, None)

@@ -29,6 +29,7 @@ from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from .._version import __version__
 from ..cli.display import alternate
 from ..core.batch.generate_step import mtp_generate_step
+from ..core.batch.ids import token_ids
 from ..core.decoding.counts import DraftCounts
 from ..core.drafts.sources import N_GRAM
 from ..core.pacing.depth import MAX_DRAFT_TOKENS, Depth
@@ -180,7 +181,7 @@ def generate(
     draft_p_min: float | None = None,
 ) -> Generation:
     """Time one run on one prompt [T] with the ``Depth`` of auto. Raise an MTPError if the text ends with its first token."""
-    counts = DraftCounts()
+    prompt, counts = mx.array(token_ids(prompt, model)), DraftCounts()
     steps: Any
     if run == PLAIN:
         steps = generate_step(prompt, model, max_tokens=max_tokens)

@@ -16,7 +16,7 @@ from mlx_lm.utils import _transform_awq_weights, load_model, load_tokenizer
 from ..core.distributed import any_rank, from_rank_0, raise_on_all
 from ..core.models import MODULES, model_module
 from ..core.models.head_weights import is_head
-from ..core.models.mixin import MTPModel, drop_head
+from ..core.models.mixin import MTPModel, drop_head, n_ids
 from ..errors import MTPError
 from ..images.tower import Vision, split_tower
 from ..memory import CONTEXT, Account, gpu_generation, limit_restored_on_error
@@ -142,6 +142,10 @@ def load(
             model, config = _load_model(checkpoint, head, own, trust_remote_code, stage)
             open_tables(model, checkpoint, in_memory)
         tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
+        if (last := max(tokenizer.get_vocab().values())) >= (n := n_ids(model)):
+            log.warning(
+                f"[WARNING] {name} has no weights for the tokens {n} to {last} of its tokenizer: prompts with them are refused."
+            )
         model = model if adapter_path is None else with_adapter(model, adapter_path)
         is_cast = dtypes.set_dtype(model, dtype, prefers_float16) and not lazy
     if not is_plain:

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from .. import prompts
 from ..cli.display import say
 from ..cli.flags import check_limits
 from ..core.batch.generate_step import mtp_generate_step
+from ..core.batch.ids import token_ids
 from ..core.pacing.depth import MAX_DRAFT_TOKENS
 from ..core.sampling.sampler import make_sampler
 from ..errors import MTPError
@@ -146,6 +148,8 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, how: FitOptio
         train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", how)
         valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", how)
         parts = Split(train, valid, parts.test)
+    for text in chain(*parts):
+        token_ids(text.tokens, model, text.source)
     parts = parts._replace(train=parts.train[: how.iters * how.batch_size])
     n, k, m = (sum(len(text.tokens) for text in part) for part in parts)
     say(f"{n:,} tokens to train on, {k:,} to choose the best head by, and {m:,} to measure it on")

@@ -18,6 +18,7 @@ from ..checkpoint.load import DEMO
 from ..cli import flags
 from ..cli.display import one_line_errors, prompt_progress
 from ..cli.parser import extend, finish, flag_of, json_object, parse
+from ..core.batch.ids import token_ids
 from ..core.caches.prompt_cache import open_prompt_cache
 from ..core.distributed import from_rank_0
 from ..core.models.mixin import MTPModel
@@ -188,7 +189,7 @@ def encode_prompt(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrap
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=not use_chat_template)
     if not tokens:
         raise MTPError("The prompt is empty: give --prompt some text.")
-    return tokens
+    return token_ids(tokens, model)
 
 
 def add_eos_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:

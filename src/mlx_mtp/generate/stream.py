@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..cli.display import paint
 from ..core.batch.generate_step import mtp_generate_step
+from ..core.batch.ids import TokenIds, token_ids
 from ..core.caches.prompt_cache import PromptCache, n_tokens
 from ..core.caches.rows import KVOptions
 from ..core.decoding.counts import DraftCounts
@@ -71,7 +72,7 @@ class GenerationResponse(StockResponse):
 def stream_generate(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    prompt: str | mx.array | list[int],
+    prompt: str | TokenIds,
     max_tokens: int = 256,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
@@ -86,7 +87,7 @@ def stream_generate(
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
         tokenizer (PreTrainedTokenizer): The tokenizer.
-        prompt (Union[str, mx.array, List[int]]): The input prompt string or integer tokens.
+        prompt (Union[str, mx.array, List[int]]): The input prompt string or token ids, as for :func:`mtp_generate_step`.
         max_tokens (int): The maximum number of tokens to generate. Default: ``256``.
         mtp (bool, optional): Draft with the MTP head; ``False`` is plain mlx-lm, unless ``copy_drafts`` is given. Default:
           ``None``, ``True`` if the model has a head.
@@ -121,10 +122,10 @@ def stream_generate(
     if isinstance(prompt, str):  # encoded as in mlx-lm
         add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         tokens = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    tokens, image_prompt = mx.array(tokens), None
+    ids, image_prompt = token_ids(tokens, model), None
     if images:
-        image_prompt = read_images(vision_of(model), tokens.tolist(), images)
-        tokens = mx.array(image_prompt.tokens)
+        image_prompt = read_images(vision_of(model), ids, images)
+        ids = image_prompt.tokens
         if prompt_store is None:
             kwargs["input_embeddings"] = image_prompt.embed(model)
             if drafts:
@@ -136,7 +137,7 @@ def stream_generate(
         steps: Callable[..., Generator[Token, None, None]] = mtp_generate_step
         if prompt_store is not None:
             steps = partial(stored_steps, prompt_store, tokenizer, image_prompt)
-        yield from _stream_mtp(model, tokenizer, tokens, stream, steps, options, **kwargs)
+        yield from _stream_mtp(model, tokenizer, ids, stream, steps, options, **kwargs)
         return
     kwargs |= {"sampler": for_one_text(options.sampler), "logits_processors": options.logits_processors}
     if (ranks := getattr(model, "ranks", None)) is not None:  # all sample the same tokens
@@ -144,7 +145,7 @@ def stream_generate(
             mx.random.seed(ranks.broadcast(thread_seed()))
     try:
         detokenizer = make_detokenizer(tokenizer)
-        for r in plain_stream_generate(model, tokenizer, tokens, options.max_tokens, stream=stream, **kwargs):
+        for r in plain_stream_generate(model, tokenizer, ids, options.max_tokens, stream=stream, **kwargs):
             yield GenerationResponse(**vars(r) | {"text": next_text(detokenizer, r.token, r.finish_reason)})
     finally:
         if ranks is not None:
@@ -154,7 +155,7 @@ def stream_generate(
 def _stream_mtp(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    prompt: mx.array,
+    prompt: list[int],
     stream: mx.Stream | mx.ThreadLocalStream,
     make_steps: Callable[..., Generator[Token, None, None]],
     options: TextOptions,
@@ -173,8 +174,8 @@ def _stream_mtp(
             token=token,
             logprobs=logprobs,
             from_draft=from_draft,
-            prompt_tokens=prompt.size,
-            prompt_tps=prompt.size / prompt_time,
+            prompt_tokens=len(prompt),
+            prompt_tps=len(prompt) / prompt_time,
             generation_tokens=n,
             generation_tps=counts.tokens_per_second or n / (time.perf_counter() - tic),
             peak_memory=mx.get_peak_memory() / 1e9,
@@ -201,7 +202,7 @@ def _stream_mtp(
 def generate(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    prompt: str | list[int],
+    prompt: str | TokenIds,
     verbose: bool = False,
     *,
     show_drafts: bool = False,
@@ -212,7 +213,7 @@ def generate(
     Args:
        model (nn.Module): A model of ``mlx_mtp.load``.
        tokenizer (PreTrainedTokenizer): The tokenizer.
-       prompt (Union[str, List[int]]): The input prompt string or integer tokens.
+       prompt (Union[str, mx.array, List[int]]): The input prompt string or token ids, as for :func:`mtp_generate_step`.
        verbose (bool): If ``True``, print tokens and timing information. Default: ``False``.
        show_drafts (bool): With ``verbose``, color each token by its source if stdout is a terminal. Default: ``False``.
        kwargs: The remaining options get passed to :func:`stream_generate`.
@@ -256,7 +257,7 @@ def stored_steps(
     store: PromptStore,
     tokenizer: TokenizerWrapper,
     image_prompt: ImagePrompt | None,
-    prompt: mx.array,
+    tokens: list[int],
     model: Any,
     stream: Any,
     **options: Any,
@@ -271,7 +272,6 @@ def stored_steps(
         raise MTPError("The prompt store belongs to another model: make one with PromptStore(model).")
     if model.ranks is not None:
         raise MTPError("A prompt store serves one process: omit prompt_store on several machines.")
-    tokens: list[int] = prompt.tolist()  # type: ignore[assignment]  # [T]
     key = tokens[:] if image_prompt is None else image_prompt.key[:]
     # Of the whole text, since its parts are read one by one.
     kv = KVOptions(**{name: options[name] for name in KV_NAMES if name in options}).of_text(0, len(tokens))
@@ -298,7 +298,7 @@ def stored_steps(
         options |= {"input_embeddings": image_prompt.embed(model, n), "images": image_prompt.images}
     is_sound = True
     try:
-        with closing(mtp_generate_step(prompt[n:], model, stream, **options)) as steps:
+        with closing(mtp_generate_step(tokens[n:], model, stream, **options)) as steps:
             for step in steps:
                 key.append(step[0])
                 yield step

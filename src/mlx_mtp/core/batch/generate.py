@@ -1,7 +1,7 @@
 """``batch_generate``: mlx-lm's, with drafts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.counts import DraftCounts
 from ..drafts.options import CopyDrafts, NumDraftTokens
+from ..models.mixin import n_ids
 from .generator import BatchGenerator, Response
+from .ids import TokenIds, each_prompt
 
 
 @dataclass
@@ -34,7 +36,7 @@ class BatchResponse(StockResponse):
 def batch_generate(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    prompts: list[list[int]],
+    prompts: Iterable[TokenIds] | TokenIds,
     prompt_caches: list[list[Any]] | None = None,
     max_tokens: int | list[int] = 128,
     verbose: bool = False,
@@ -56,7 +58,8 @@ def batch_generate(
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
         tokenizer (PreTrainedTokenizer): The tokenizer.
-        prompts (List[List[int]]): The input prompts.
+        prompts (List[List[int]]): The token ids of the input prompts, each as for ``mtp_generate_step``, or a ``BatchEncoding``
+          of transformers without padding.
         prompt_caches (List[List[Any]], optional): Pre-computed prompt caches for each input prompt, of
           ``mlx_mtp.make_prompt_cache`` or of mlx-lm. As in mlx-lm, they are not updated in place.
         max_tokens (Union[int, List[int]]): Maximum number of output tokens, of all or of each prompt. Default: ``128``.
@@ -74,10 +77,12 @@ def batch_generate(
         BatchResponse: mlx-lm's response, with the drafts made and accepted for each prompt.
 
     Raises:
-        MTPError: The model has no MTP head, a prompt is empty, a cache does not fit, or an option is out of range.
+        MTPError: The model has no MTP head, a prompt is empty or no token ids of the model, a cache does not fit, or an option
+          is out of range.
     """
-    n = len(prompts)
-    stop_tokens = [[t] for t in tokenizer.eos_token_ids]
+    prompts = each_prompt(prompts)
+    n, n_model = len(prompts), n_ids(model)
+    stop_tokens = [[t] for t in tokenizer.eos_token_ids if t < n_model]
     kwargs = {"max_token_gap": math.inf, "min_decode_share": 0.0, **kwargs}  # no client waits for single tokens
     kwargs |= dict(
         num_draft_tokens=num_draft_tokens, copy_drafts=copy_drafts, return_prompt_caches=return_prompt_caches

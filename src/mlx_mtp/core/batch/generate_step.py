@@ -23,11 +23,12 @@ from ..decoding.window import Token
 from ..distributed import synchronize
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
 from ..pacing.depth import Depth
+from .ids import TokenIds, token_ids
 from .scheduler import PrefillBudget, Scheduler
 
 
 def mtp_generate_step(
-    prompt: mx.array,
+    prompt: TokenIds,
     model: nn.Module,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
@@ -58,7 +59,8 @@ def mtp_generate_step(
     When it ends, is closed, interrupted or fails, the prompt cache holds the prompt and exactly the tokens it has yielded.
 
     Args:
-        prompt (mx.array): The input prompt, [T].
+        prompt (Union[mx.array, List[int]]): The token ids of the input prompt, [T]: a sequence or array of integers, [1, T] as
+          well, or a ``BatchEncoding`` of transformers.
         model (nn.Module): A model of ``mlx_mtp.load``.
         max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
         num_draft_tokens, copy_drafts, draft_p_min, stop_sequences, sampler, logits_processors (optional): See
@@ -87,20 +89,20 @@ def mtp_generate_step(
 
     Raises:
         MTPError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
-          argument is out of range.
+          argument is out of range, or the prompt is no token ids of the model.
     """
     if options is None:
         options = TextOptions(
             max_tokens, sampler, logits_processors, stop_sequences, num_draft_tokens, copy_drafts, draft_p_min
         )
-    mtp_model = check_model(model, options)
+    mtp_model, ids = check_model(model, options), token_ids(prompt, model)
     if prefill_step_size < 1:
         raise MTPError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
     if max_kv_size is not None:
         raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
     if input_embeddings is not None:
-        check_embeddings(model, len(prompt), input_embeddings)
-    elif len(prompt) == 0:
+        check_embeddings(mtp_model, len(ids), input_embeddings)
+    elif not ids:
         raise MTPError("Either input_embeddings or prompt (or both) must be provided.")
     options = options.resolve(mtp_model)
     cache = open_prompt_cache(model, prompt_cache)
@@ -110,8 +112,8 @@ def mtp_generate_step(
     scheduler = Scheduler(mtp_model, kv, PrefillBudget(prefill_step_size, math.inf, 0.0), stream, depth=depth)
     if (exchange := scheduler.planner.exchange) is not None:
         with mx.stream(stream):
-            options = replace(options, sampler=exchange.agree(prompt, cache.n_tokens, options.sampler))
-    tokens: Any = prompt.tolist() or [0] * len(input_embeddings)  # type: ignore[arg-type]
+            options = replace(options, sampler=exchange.agree(ids, cache.n_tokens, options.sampler))
+    tokens = ids or [0] * len(input_embeddings)  # type: ignore[arg-type]
     ends = [0, *sorted(cut for cut in prompt_cuts if 0 < cut < len(tokens)), len(tokens)]
     sequence = Sequence(
         cache,
@@ -119,9 +121,9 @@ def mtp_generate_step(
         kv,
         [tokens[start:end] for start, end in pairwise(ends)],
         counts or DraftCounts(),
-        [*all_tokens],
+        token_ids([*all_tokens], model, "all_tokens"),
         input_embeddings,
-        has_tokens=len(prompt) > 0,
+        has_tokens=len(ids) > 0,
     )
     yield from _generate(scheduler, sequence, prompt_progress_callback or (lambda *_: None))
 
@@ -178,7 +180,7 @@ def finalize(scheduler: Scheduler, s: Sequence, before: DecoderState | None, n_y
         s.cache.record(s.cache.n_tokens, s.text_of(s.cache.n_tokens))
 
 
-def prefill(prompt: mx.array, model: nn.Module, **kwargs: Any) -> None:
+def prefill(prompt: TokenIds, model: nn.Module, **kwargs: Any) -> None:
     """Prefill a prompt [T] into a prompt cache, with the options of ``mtp_generate_step``."""
     for _ in mtp_generate_step(prompt, model, max_tokens=0, **kwargs):
         pass

@@ -26,6 +26,7 @@ from ..decoding.prefill import check_embeddings
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..decoding.window import Stepped
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
+from .ids import TokenIds, each_prompt, token_ids
 from .scheduler import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget, PromptResponse, Scheduler
 
 __all__ = ["BatchGenerator", "PromptResponse", "Response"]
@@ -98,7 +99,8 @@ class BatchGenerator(Scheduler):
     ):
         if max_kv_size is not None:
             raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
-        n, stops = check_count("max_tokens", max_tokens), StopSequences(stop_tokens or None)
+        n = check_count("max_tokens", max_tokens)
+        stops = StopSequences([token_ids(own, model, "stop_tokens") for own in stop_tokens or ()] or None)
         self.options = TextOptions(n, sampler, logits_processors, stops, num_draft_tokens, copy_drafts, draft_p_min)
         mtp_model = check_model(model, self.options)
         check_count("completion_batch_size", completion_batch_size)
@@ -111,7 +113,7 @@ class BatchGenerator(Scheduler):
         super().__init__(mtp_model, kv, budget, stream, completion_batch_size, return_prompt_caches)
         if self.planner.exchange is not None:
             with mx.stream(stream):
-                self.planner.exchange.agree(mx.zeros(0, mx.uint32), 0, None)  # no sequences yet
+                self.planner.exchange.agree([], 0, None)  # no sequences yet
         self._uid_count = 0
         self._restore = weakref.finalize(self, _set_wired_limit, maybe_set_recommended_wired_limit(), stream)
 
@@ -133,13 +135,13 @@ class BatchGenerator(Scheduler):
 
     # Sequences join and leave
 
-    def insert(self, prompts: list[list[int]], **kwargs: Any) -> list[int]:
+    def insert(self, prompts: abc.Iterable[TokenIds] | TokenIds, **kwargs: Any) -> list[int]:
         """Add sequences as ``insert_segments`` does, with each prompt as one segment."""
-        return self.insert_segments([[prompt] for prompt in prompts], **kwargs)
+        return self.insert_segments([[prompt] for prompt in each_prompt(prompts)], **kwargs)
 
     def insert_segments(
         self,
-        segments: list[list[list[int]]],
+        segments: abc.Iterable[abc.Iterable[TokenIds]],
         max_tokens: list[int] | None = None,
         caches: abc.Sequence[list[Any] | PromptCache | None] | None = None,
         all_tokens: list[list[int]] | None = None,
@@ -157,7 +159,8 @@ class BatchGenerator(Scheduler):
         Add sequences, which start with the next step. Each option has one entry per sequence, as in mlx-lm.
 
         Args:
-            segments (List[List[List[int]]]): The prompts, in segments: ``next`` stops at the end of each.
+            segments (List[List[List[int]]]): The token ids of the prompts, in segments, each as for ``mtp_generate_step``:
+              ``next`` stops at the end of each.
             max_tokens (List[int], optional): The maximum number of tokens of each.
             caches (List[List[Any]], optional): Prompt caches of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, which are copied; a
               ``PromptCache`` is not.
@@ -174,8 +177,8 @@ class BatchGenerator(Scheduler):
             List[int]: Their uids.
 
         Raises:
-            MTPError: A prompt is empty, a cache does not fit, or an option is out of range or has another number of entries.
-              No sequence is then added.
+            MTPError: A prompt is empty or no token ids of the model, a cache does not fit, or an option is out of range or has
+              another number of entries. No sequence is then added.
         """
         lists = {
             "max_tokens": max_tokens, "samplers": samplers, "logits_processors": logits_processors,
@@ -183,9 +186,10 @@ class BatchGenerator(Scheduler):
             "caches": caches, "all_tokens": all_tokens, "counts": counts, "input_embeddings": input_embeddings,
             "images": images, "options": options,
         }  # fmt: skip
+        each = each_prompt(segments)
         new = [
             self._make_sequence(i, own, **entries)
-            for i, (own, entries) in enumerate(zip(segments, entries_of(lists, len(segments))))
+            for i, (own, entries) in enumerate(zip(each, entries_of(lists, len(each))))
         ]
         self._uid_count += len(new)
         self.prompts.extend(new)
@@ -194,7 +198,7 @@ class BatchGenerator(Scheduler):
     def _make_sequence(
         self,
         i: int,
-        segments: list[list[int]],
+        segments: abc.Iterable[TokenIds],
         *,
         caches: list[Any] | PromptCache | None = None,
         all_tokens: abc.Sequence[int] = (),
@@ -216,7 +220,9 @@ class BatchGenerator(Scheduler):
             check_count(f"max_tokens of prompt {i}", limit)
         model: Any = self.model
         options, kv = options.resolve(model, self.options), self.decoder.kv
-        n_prompt = sum(map(len, segments))
+        parts = [token_ids(own, model, f"Prompt {i}") for own in each_prompt(segments)]
+        known = token_ids([*all_tokens], model, f"all_tokens of prompt {i}")
+        n_prompt = sum(map(len, parts))
         if n_prompt == 0:
             raise MTPError(f"Prompt {i} is empty.")
         if input_embeddings is not None:
@@ -232,7 +238,7 @@ class BatchGenerator(Scheduler):
         embeddings = input_embeddings if isinstance(input_embeddings, mx.array) else None
         pending = None if isinstance(input_embeddings, mx.array) else input_embeddings
         uid, counts = self._uid_count + i, counts or DraftCounts()
-        return Sequence(cache, options, kv, segments, counts, [*all_tokens], embeddings, pending, uid)
+        return Sequence(cache, options, kv, parts, counts, known, embeddings, pending, uid)
 
     def extract_cache(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """The prompt cache of each sequence at this moment, and the tokens in it."""

@@ -129,7 +129,9 @@ class Decoder:
         for b, (s, own) in enumerate(zip(self.sequences, plan.of_each)):
             if own.skips_head:
                 made[b] = own
-                drafts = s.free_sources[own.source].propose(own.k, s.n_unobserved)
+                # Any token may be drafted, but only those that the model has can be read.
+                drafts = s.free_sources[own.source].propose(own.k, s.n_unobserved).astype(mx.uint32)
+                drafts = mx.minimum(drafts, self.model.vocab_size - 1)
                 if (n_more := own.k - tokens.shape[1]) > 0:
                     tokens = mx.pad(tokens, [(0, 0), (0, n_more)])
                 tokens = with_rows(tokens, [b], drafts[None])

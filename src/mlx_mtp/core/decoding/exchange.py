@@ -28,10 +28,9 @@ class Exchange:
         self.checksum = 0  # of the tokens received so far; 24 bits, which float32 holds
         self.sent: deque[mx.array] = deque()  # the message of each pass whose tokens are not received yet
 
-    def agree(self, prompt: mx.array, n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
+    def agree(self, prompt: list[int], n_cached: int, sampler: AnySampler | None) -> AnySampler | None:
         """Give all ranks rank 0's random state, seed and times -> the sampler. Raises MTPError if their texts differ."""
-        tokens: Any = prompt.tolist()
-        numbers: list[float] = [_checksum(tokens, 0), n_cached % 2**24]
+        numbers: list[float] = [_checksum(prompt, 0), n_cached % 2**24]
         by_rank: Any = self.ranks.gather(numbers, mx.array(0)).tolist()
         if others := differing_ranks(by_rank):
             raise MTPError(f"{others} were given other prompts or prompt caches than rank 0.")

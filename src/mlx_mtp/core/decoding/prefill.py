@@ -1,10 +1,8 @@
 """Prefill: passes of the model and its head over a prompt, which fill the caches of one sequence."""
 
-from collections.abc import Sized
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.utils import does_model_support_input_embeddings
 
@@ -12,6 +10,7 @@ from ...errors import MTPError
 from ..caches.prompt_cache import PromptCache
 from ..caches.recurrent import restore, snapshot
 from ..caches.rows import KVOptions
+from ..caches.validation import FLOATS
 from ..layers.mtp import has_head, run_head
 from ..models.mixin import MTPModel
 from .sequence import Sequence
@@ -68,9 +67,13 @@ def ends_with_token(model: MTPModel, s: Sequence) -> bool:
     return bool(mx.array_equal(s.embeddings, model.model.embed_tokens(mx.array(s.segments[-1]))))
 
 
-def check_embeddings(model: nn.Module, n_prompt: int, input_embeddings: Sized) -> None:
+def check_embeddings(model: MTPModel, n_prompt: int, input_embeddings: Any) -> None:
     if not does_model_support_input_embeddings(model):
         raise MTPError("Model does not support input embeddings.")
+    shape, dtype = getattr(input_embeddings, "shape", ()), getattr(input_embeddings, "dtype", mx.bool_)
+    is_pending, width = hasattr(input_embeddings, "advance"), model.text_args.hidden_size
+    if not is_pending and (shape[1:] != (width,) or dtype not in FLOATS):
+        raise MTPError(f"input_embeddings must be an array of floating-point numbers [T, {width}].")
     if n_prompt not in (0, len(input_embeddings)):
         raise MTPError(
             f"When providing input_embeddings, their sequence length ({len(input_embeddings)}) must match the sequence "

@@ -1,6 +1,6 @@
 """A model with a head: what the loop calls of it, and the common part of the families' construction and loading."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import Any
 
@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 
+from ...errors import MTPError
 from ..caches.fingerprint import Fingerprinted
 from ..caches.prompt_cache import PromptCache
 from ..distributed import Ranks
@@ -99,7 +100,7 @@ class MTPModel(Fingerprinted):
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids. On several ranks ``output_layer`` may have only some of their weights."""
+        """The number of token ids: the rows of the embedding and of the output layer, of which a rank may have only some."""
         return self.text_args.vocab_size
 
     @property
@@ -146,6 +147,19 @@ class MTPModel(Fingerprinted):
             own = sanitize_head(self, head, raw and self.family.shifts_norms)
             weights.update({self.head_prefix + name: w for name, w in own.items()})
         return weights
+
+
+def n_ids(model: nn.Module) -> int:
+    """The number of token ids of a model, also of mlx-lm's own: the rows of its embedding."""
+    if isinstance(model, MTPModel):
+        return model.vocab_size
+    return max(m.weight.shape[0] for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding))
+
+
+def check_ids(ids: Iterable[int], n: int, name: str) -> None:
+    """Raise an MTPError if an id is not one of a model's ``n``: an array would be read or written beyond its end."""
+    if (wrong := next((i for i in ids if not 0 <= i < n), None)) is not None:
+        raise MTPError(f"{name} has the token {wrong}, and the model's are 0 to {n - 1}.")
 
 
 def drop_head(model: Any) -> None:

@@ -4,6 +4,7 @@ import math
 import secrets
 import struct
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -144,6 +145,11 @@ def largest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
     return mx.take_along_axis(chosen, ids // BLOCK, axis=-1) * BLOCK + ids % BLOCK, values
 
 
+def known_ids(ids: Iterable[int], logits: mx.array) -> list[int]:
+    """The ids for which there are logits [..., V]: a tokenizer may have more tokens than the model."""
+    return [i for i in ids if 0 <= i < logits.shape[-1]]
+
+
 N_VALUES = 2**16  # of a type of 16 bits
 
 
@@ -214,8 +220,8 @@ class Sampler:
         if self.xtc_probability > 0:  # as in mlx-lm's ``apply_xtc`` (0.32.2), which takes a random number itself
             p = mx.softmax(x, axis=-1)
             is_top = p > mx.where(p > self.xtc_threshold, p, mx.inf).min(axis=-1, keepdims=True)
-            if self.xtc_special_tokens:
-                is_top[..., list(self.xtc_special_tokens)] = False
+            if special := known_ids(self.xtc_special_tokens, logits):
+                is_top[..., special] = False
             x = mx.where(is_top & (uniforms <= self.xtc_probability), -mx.inf, x)
         if self.top_k > 0 and ids is None:
             ids, x = largest(x, self.top_k)
@@ -336,7 +342,7 @@ def make_sampler(
     special_tokens = xtc_special_tokens or []
     args = (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
     if acceptance == "match":
-        return sample_utils.make_sampler(*args, special_tokens)
+        return lambda x: sample_utils.make_sampler(*args, known_ids(special_tokens, x))(x)
     sampler = Sampler(*args, tuple(special_tokens))
     if acceptance == "coupled":
         return SeededSampler(sampler, secrets.randbits(64) if seed is None else seed)

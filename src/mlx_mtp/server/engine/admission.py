@@ -236,7 +236,7 @@ def make_penalties(given: Any, n_prompt: int) -> list[LogitsProcessor]:
 def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -> mx.array:
     """Exclude these tokens until a text has ``n`` tokens: tokens [N], logits [1, V]."""
     if tokens.size < n:
-        logits[:, mx.array(ends)] = -mx.inf
+        logits[:, mx.array(sampling.known_ids(ends, logits), mx.uint32)] = -mx.inf
     return logits
 
 
@@ -259,7 +259,7 @@ def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool | None, budget
             return logits
         thought: Any = tokens[n_prompt : n_prompt + budget].tolist()
         end = ending(tuple(thought))
-        if i >= len(end):
+        if i >= len(end) or end[i] >= logits.shape[-1]:
             return logits
         return mx.where(mx.arange(logits.shape[-1]) == end[i], mx.zeros_like(logits), -mx.inf)
 

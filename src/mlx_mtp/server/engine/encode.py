@@ -14,6 +14,7 @@ from mlx_lm.server import convert_chat
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ...checkpoint.settings import Sampling
+from ...core.models.mixin import check_ids
 from ...errors import MTPError, as_mtp_error
 from ...images.open import size_of
 from ...images.prompt import CUT, LEFT_OUT, MARK, encode_marked, leave_out, place_pixels, read_pixels
@@ -46,12 +47,17 @@ class BoundedTokenizer:
     """mlx-lm's tokenizer for prompts of at most ``context_length`` tokens, with the marks of images."""
 
     def __init__(
-        self, tokenizer: Any, context_length: int | None, vision: Vision | None = None, sampling: Sampling | None = None
+        self,
+        tokenizer: Any,
+        n_ids: int,  # of the model
+        context_length: int | None,
+        vision: Vision | None = None,
+        sampling: Sampling | None = None,
     ):
-        self.tokenizer, self.context_length, self.sampling = tokenizer, context_length, sampling or Sampling()
+        self.tokenizer, self.n_ids = tokenizer, n_ids
+        self.context_length, self.sampling = context_length, sampling or Sampling()
         self.vision = vision
         self.max_tokens: int | None = context_length  # of a text that memory has room for
-        self.n_ids = 1 + max(tokenizer.get_vocab().values())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
@@ -63,8 +69,6 @@ class BoundedTokenizer:
             if max_context is not None and len(text) > CHARS * max_context and (n := self.count(text)) > max_context:
                 raise too_long(n, max_context)
             return encode_marked(self.tokenizer, text, **kwargs)
-        if (last := max(text, default=0)) >= self.n_ids:
-            raise ApiError(400, f"The prompt has the token {last}, beyond the vocabulary of {self.n_ids}.")
         return text
 
     def count(self, text: str) -> int:
@@ -90,9 +94,17 @@ class BoundedTokenizer:
         tags = [t.content for t in added if not t.special and t.content.startswith("<") and t.content in template]
         return {True: control, False: [*control, *tags]}
 
-    def complete(self, n_prompt: int, request: Request) -> None:
-        """Fill in the model's sampling parameters where the request sets none, and reduce the limit of tokens to the rest."""
-        args, max_context = request.args, self.context_length
+    def complete(self, prompt: list[int], request: Request) -> None:
+        """Check the token ids of a request, fill in the model's sampling parameters where it sets none, and reduce the limit of
+        tokens to the rest.
+        """
+        args, max_context, n_prompt = request.args, self.context_length, len(prompt)
+        given = {"stop_token_ids": request.stop_token_ids, "logit_bias": args.logits.logit_bias or ()}
+        for param, ids in {request.param: prompt, **given}.items():
+            try:
+                check_ids(ids, self.n_ids, param)
+            except MTPError as e:
+                raise ApiError(400, str(e), param=param) from e
         for field, value in asdict(self.sampling).items():
             if getattr(args.sampling, field) is None:
                 setattr(args.sampling, field, value)
@@ -108,9 +120,6 @@ class BoundedTokenizer:
             args.max_tokens = max_context - n_prompt
         if args.sampling.top_k >= self.n_ids:
             raise ApiError(400, f"top_k must be below the vocabulary's size of {self.n_ids}.", param="top_k")
-        if any(token >= self.n_ids for token in args.logits.logit_bias or ()):
-            message = f"logit_bias names a token beyond the vocabulary of {self.n_ids}."
-            raise ApiError(400, message, param="logit_bias")
 
 
 def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, account: Account) -> Prompt:
@@ -128,7 +137,7 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
             if pixel_values:
                 image_prompt = place_pixels(_vision_of(tokenizer), tokens, pixel_values)
                 tokens = image_prompt.tokens
-    tokenizer.complete(len(tokens), request)
+    tokenizer.complete(tokens, request)
     make_output_grammar(tokenizer.tokenizer, request, in_reasoning)  # what takes long is made here, and then kept
     if request.args.logprobs:
         llguidance_tokenizer(tokenizer.tokenizer)

@@ -77,7 +77,8 @@ class ModelProvider:
             sampling = sampling_defaults(key, self.options.sampling, self.model.ranks)
             logging.info(f"Default sampling: {sampling}")
             vision = self.model.vision if self.model.ranks is None else None
-            bounded = BoundedTokenizer(tokenizer, context_length_of(vars(self.model.args)), vision, sampling)
+            context = context_length_of(vars(self.model.args))
+            bounded = BoundedTokenizer(tokenizer, self.model.vocab_size, context, vision, sampling)
         self.key, self.tokenizer, self.tokenizers[key] = key, bounded.tokenizer, bounded
         if len(self.tokenizers) > MAX_TOKENIZERS:
             self.tokenizers.pop(next(iter(self.tokenizers)))

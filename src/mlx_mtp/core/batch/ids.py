@@ -1,0 +1,52 @@
+"""The token ids that callers pass."""
+
+from collections import UserDict
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import MTPError, as_mtp_error
+from ..models.mixin import check_ids, n_ids
+
+TokenIds = Sequence[int] | mx.array | NDArray[Any] | UserDict[str, Any]  # of one text, see ``token_ids``
+
+
+def token_ids(prompt: TokenIds, model: nn.Module, name: str = "The prompt") -> list[int]:
+    """The token ids of one text: a sequence or an array of integers, [T] or [1, T], or a ``BatchEncoding`` of transformers.
+
+    Raises an MTPError for anything else, and for ids that the model does not have.
+    """
+    given: Any = _ids_of(prompt)
+    array = np.asarray(given.tolist() if isinstance(given, mx.array) else given, object)
+    ids = array[0] if array.ndim == 2 and len(array) == 1 else array
+    wrong = [x for x in array.flat if not isinstance(x, Integral) or isinstance(x, bool)]
+    if ids.ndim != 1 or wrong or isinstance(given, bytes | bytearray | memoryview):
+        kinds = " of ".join(type(x).__name__ for x in (given, *wrong[: min(array.ndim, 1)]))
+        shape = f" of shape {list(array.shape)}" if array.ndim > 1 else ""
+        raise MTPError(
+            f"{name} must be the token ids of one text, a list or an array of integers, not {kinds}{shape}: encode a text with "
+            "tokenizer.encode, messages with tokenizer.apply_chat_template(..., add_generation_prompt=True), and give several "
+            "texts to batch_generate."
+        )
+    check_ids(ids, n_ids(model), name)
+    return [int(i) for i in ids]
+
+
+def each_prompt(prompts: Any) -> list[Any]:
+    """The prompts of a list, an array [B, T] or a ``BatchEncoding``."""
+    with as_mtp_error("The prompts must be a list, with the token ids of each text", TypeError):
+        return [*_ids_of(prompts)]
+
+
+def _ids_of(given: Any) -> Any:
+    """The token ids of a ``BatchEncoding``; anything else as it is."""
+    if not isinstance(given, UserDict) or "input_ids" not in given:
+        return given
+    if not all(np.all(row) for row in given.get("attention_mask", ())):
+        raise MTPError("The token ids must have no padding: tokenize without it.")
+    return given["input_ids"]
