@@ -98,7 +98,7 @@ class Beyond:
 
     def observe(self, tokens): ...
 
-    def acceptance(self, n_unobserved):
+    def acceptance_rates(self, n_unobserved):
         return [1.0] * 3
 
     def propose(self, k, n_unobserved):
