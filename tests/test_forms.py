@@ -98,6 +98,10 @@ def test_each_api_reads_its_own(with_tools):
         output = read(path, **body, **tools).structured_output
         assert (output.grammar, output.is_required) == ({"json_schema": PERSON}, True)
         assert [(c["name"], c["parameters"]) for c in output.calls or ()] == ([("pick", PICK)] if tools else [])
+        if tools:  # a call that is required is made, whatever form texts have
+            choice = {"type": "any"} if path == MESSAGES else "required"
+            alone = read(path, **(body_with(path) | tools), tool_choice=choice).structured_output
+            assert read(path, **body, **tools, tool_choice=choice).structured_output == alone
 
 
 def test_what_is_no_form():
@@ -112,7 +116,6 @@ def test_refuses_by_name():
     for body, message in (
         (dict(response_format="json"), "response_format must be text, json_object or json_schema with a schema"),
         (dict(response_format={"type": "json_object"}, guided_regex="a"), "response_format cannot be combined with"),
-        (dict(tool_choice="required", tools=PICKS, guided_regex="a"), "tool_choice cannot be combined with guided_re"),
         (dict(tool_choice="required"), "requires a call, but the request has no tools"),
         (dict(tool_choice={"type": "function", "function": {"name": "rm"}}, tools=PICKS), "there is no tool 'rm'"),
         *(
@@ -176,7 +179,7 @@ def test_an_answer_with_tools_is_a_call_or_a_text_of_the_form(tokenizer, thought
         ({**body, **form}, [person, ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}"]),
         ({**body, "guided_regex": re.escape(person)}, [person, ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}"]),
         ({**body, **form, "tool_choice": "none"}, [person]),
-        ({**body, "tool_choice": "required"}, [ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}"]),
+        ({**body, **form, "tool_choice": "required"}, [ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}"]),
     ):
         (grammar,) = structured_output.make_output_grammar(tokenizer, read(CHAT, **fields), thought != "")
         texts = [person, ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}", *bad]

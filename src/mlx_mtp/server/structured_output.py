@@ -70,14 +70,14 @@ def from_fields(
     outputs: list[StructuredOutput | None], tool_choice: Any, all_tools: list[Json]
 ) -> tuple[StructuredOutput | None, list[Json]]:
     """The structured output of a request's fields, and the tools that may be called. An answer that may call tools has the
-    requested form, or it calls; a grammar in Lark, which may have any rules, allows no calls.
+    requested form, or it calls; a grammar in Lark, which may have any rules, allows no calls. One that must call has no form.
     """
     required, tools = _from_tool_choice(tool_choice, all_tools)
-    asked = [output for output in (*outputs, required) if output is not None]
+    asked = [output for output in outputs if output is not None]
     if len(asked) > 1:
         first, second, *_ = (output.param for output in asked)
         raise ApiError(400, f"{second} cannot be combined with {first}: send one of them.", param=second)
-    output, functions = asked[0] if asked else None, functions_of(tools)
+    output, functions = required or next(iter(asked), None), functions_of(tools)
     is_strict = any(f.get("strict") is True for f in functions)
     if output is None and (is_strict or 0 < len(tools) < len(all_tools)):
         output = StructuredOutput("strict" if is_strict else "tool_choice", calls=functions, is_required=False)
