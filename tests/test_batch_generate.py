@@ -363,7 +363,7 @@ def test_few_inputs_of_the_head_are_pending(monkeypatch):
     monkeypatch.setattr(head, "MAX_PENDING", 8)
     generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=0, **AT_ONCE)
     generator.insert(PROMPTS, max_tokens=[40] * 3)
-    seen = [max(generator.decoder.head.state.counts, default=0) for _ in range(35) if generator.next()]
+    seen = [max(generator.decoder.drafter.state.counts, default=0) for _ in range(35) if generator.next()]
     assert max(seen) == 8
 
 

@@ -134,7 +134,7 @@ def test_what_a_request_is_admitted_for_is_what_it_takes(n, start):
     admission.batch = generator
     need = admission.need(request, [request])  # in a batch, caches are in whole steps
     generator.insert([request.encoded.tokens] * 2, max_tokens=[40, 40])
-    while len(generator.decoder) < 2 or generator.decoder.head.cache.nbytes == 0:
+    while len(generator.decoder) < 2 or generator.decoder.drafter.cache.nbytes == 0:
         generator.next()
     if start == n:  # the last token of the prompt is there after the first step
         generator.next()

@@ -149,7 +149,7 @@ def test_the_drafts_are_those_of_the_definition(j, monkeypatch):
 
     def recorded(self, *args):
         tokens, *others = propose(self, *args)
-        drafted.append((tokens.tolist(), len(self.head.state.counts)))
+        drafted.append((tokens.tolist(), len(self.state.counts)))
         return tokens, *others
 
     monkeypatch.setattr(HeadDrafter, "propose", recorded)

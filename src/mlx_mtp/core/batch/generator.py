@@ -131,7 +131,7 @@ class BatchGenerator(Scheduler):
     def prompt_cache_nbytes(self) -> int:
         """The size of the caches in use."""
         prompts = sum(int(c.nbytes) for s in self.prompts for c in s.cache.entries)
-        return prompts + self.decoder.cache.nbytes + self.decoder.head.cache.nbytes
+        return prompts + self.decoder.cache.nbytes + self.decoder.drafter.cache.nbytes
 
     # Sequences join and leave
 

@@ -17,7 +17,7 @@ from ..models.mixin import MTPModel
 from ..pacing.step_times import PLAIN_PLAN, Plan
 from ..sampling.acceptance import n_leading
 from .exchange import Exchange
-from .head import HeadCache, HeadDrafter, HeadState, columns_of
+from .head import HeadDrafter, HeadState, columns_of
 from .prefill import prefill_part
 from .sequence import Sequence
 from .window import Choice, Drafts, Step, Stepped, Window, WindowPlan, choose, with_rows
@@ -51,8 +51,7 @@ class Decoder:
     def _reset(self) -> None:
         self.sequences: list[Sequence] = []
         self.cache, self.compiler = Rows(self.model, self.kv), Compiler()
-        self.head = HeadCache(self.model, self.compiler)
-        self.drafter = HeadDrafter(self.model, self.head)
+        self.drafter = HeadDrafter(self.model, self.compiler)
         self.tokens = mx.zeros((0, 1), mx.uint32)
         self.hidden: Hidden = ()
         self.window: Window | None = None  # the verify pass in flight
@@ -61,13 +60,13 @@ class Decoder:
 
     @property
     def state(self) -> DecoderState:
-        return self.cache.state, self.head.state, self.tokens, self.hidden
+        return self.cache.state, self.drafter.state, self.tokens, self.hidden
 
     def restore(self, state: DecoderState) -> None:
         """Restore an earlier state, without a pass in flight, if no sequence has joined or left since."""
         self.window = self.kept = None
         self.cache.in_flight = 0
-        self.cache.state, self.head.state, self.tokens, self.hidden = state
+        self.cache.state, self.drafter.state, self.tokens, self.hidden = state
 
     # Accept
 
@@ -97,7 +96,7 @@ class Decoder:
             mx.async_eval(choice.tokens)
         for b, (s, n) in enumerate(zip(self.sequences, counts)):
             s.commit(choice.tokens, b, n)
-        self.head.extend(choice.window.hidden, choice.tokens, counts)
+        self.drafter.extend(choice.window.hidden, choice.tokens, counts)
         columns = [n - 1 for n in counts]
         self.tokens = columns_of(choice.tokens, columns)
         self.hidden = tuple((choice.window.hidden, b, column) for b, column in enumerate(columns))
@@ -160,7 +159,7 @@ class Decoder:
         self.window = Window(plan, drafts, logits, hidden)
         sent = [] if self.exchange is None else self.exchange.send(hidden)
         # Evaluate the states as well: another thread that closes the generator cannot evaluate arrays of this thread's stream.
-        mx.async_eval(logits, hidden, self.cache.states, self.cache.snapshots, self.head.states, sent)
+        mx.async_eval(logits, hidden, self.cache.states, self.cache.snapshots, self.drafter.states, sent)
 
     # Join and leave
 
@@ -169,7 +168,7 @@ class Decoder:
         self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
         tokens = mx.array([[s.take_last()] for s in sequences], mx.uint32)  # [B, 1]
         self.cache.join([s.cache for s in sequences], [s.kv for s in sequences])
-        self.head.join([s.cache for s in sequences], tokens)
+        self.drafter.join([s.cache for s in sequences], tokens)
         hidden = [None if s.cache.last_hidden is None else (s.cache.last_hidden, 0, 0) for s in sequences]
         self.tokens, self.hidden = mx.concatenate([self.tokens, tokens]), (*self.hidden, *hidden)
         self.sequences = [*self.sequences, *sequences]
@@ -188,7 +187,7 @@ class Decoder:
             self._reset()
             return
         self.roll_back()
-        self.head.filter(keep)
+        self.drafter.filter(keep)
         self.cache.filter(keep)
         self.tokens, self.hidden = self.tokens[mx.array(keep)], tuple(self.hidden[b] for b in keep)
         self.sequences = [self.sequences[b] for b in keep]
@@ -203,7 +202,7 @@ class Decoder:
         if self.cache.in_flight > 0 and n > n_before and (window := self.window) is not None:
             held = window.hidden, b, 0
         n = n_before + (window is not None)
-        cache.entries[:-1] = [*self.cache.extract(b, n), self.head.extract(b, n)]
+        cache.entries[:-1] = [*self.cache.extract(b, n), self.drafter.extract(b, n)]
         cache.begin(n)
         cache.images = sequence.images
         if held is not None:
@@ -230,7 +229,7 @@ def draft_limits(decoder: Decoder) -> list[int]:
     for b, (s, n) in enumerate(zip(decoder.sequences, n_tokens)):
         # The first token of a text alone comes sooner without drafts, and from the pass that mlx-lm runs.
         is_first = len(decoder) == 1 and s.n_generated == 0
-        has_input = not decoder.head.has_head or decoder.head.state.counts[b] > 0
+        has_input = not decoder.drafter.has_head or decoder.drafter.state.counts[b] > 0
         k = most if s.end is None and has_input and not is_first else 0
         if s.max_tokens >= 0:
             k = max(min(k, s.max_tokens - s.n_generated - 1), 0)

@@ -29,7 +29,9 @@ from .window import NO_TOKENS, groups_of, normalized, of_members, with_rows
 
 MAX_PENDING = 512  # inputs that steps without the head's drafts leave pending
 
-Pending = list[tuple[mx.array, mx.array, int]]  # hidden states [B, T, H], tokens [B, T], and the columns that count
+Pending = list[
+    tuple[mx.array, mx.array, int]
+]  # hidden states [B, T, H], tokens [B, T], and the number of columns that count
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class HeadState:
     ends: Ends = field(default_factory=Ends)  # of keys and values from verified hidden states; drafts' come after them
     firsts: tuple[int, ...] = ()  # the index of each first input: 0, unless mlx-lm filled the caches without the head
     counts: tuple[int, ...] = ()  # of pending inputs
-    # Of which the first t columns are inputs of at least one sequence. They are not cut to t here: a slice is lazy, and another
-    # thread that closes the generator could not evaluate it.
+    # The arrays of a step are not cut to the columns that count: a slice is lazy, and another thread that closes the generator
+    # could not evaluate it.
     pending: Pending = field(default_factory=list)
 
     @property
@@ -54,15 +56,19 @@ class HeadState:
         return hidden, mx.concatenate([t[:, :n] for _, t, n in self.pending], axis=1)
 
 
-class HeadCache:
-    """The head's keys and values, and its pending inputs. An interrupt at any line leaves the state before.
+class HeadDrafter:
+    """Drafts by the head, with its keys and values, and its pending inputs. An interrupt at any line leaves the state before.
 
     It stays empty for a model without a head, whose sequences have free drafts alone.
     """
 
     def __init__(self, model: MTPModel, compiler: Compiler):
-        self.model, self.compiler, self.has_head = model, compiler, has_head(model)
-        self.cache, self.state = KVRows(empty_head(model)), HeadState()
+        self.model = model
+        self.compiler = compiler
+        self.has_head = has_head(model)
+        self.cache = KVRows(empty_head(model))
+        self.state = HeadState()
+        self.lm_head = model.drafting.lm_head
 
     @property
     def states(self) -> list[Any]:
@@ -75,9 +81,9 @@ class HeadCache:
             return
         if self.state.pending and (self.state.is_ragged or max(self.state.counts) >= MAX_PENDING):
             self.catch_up()
-        held = self.state
-        pending = [*held.pending, (hidden, tokens, max(counts))]
-        self.state = replace(held, counts=tuple(map(sum, zip(held.counts, counts))), pending=pending)
+        pending = [*self.state.pending, (hidden, tokens, max(counts))]
+        counts = [n + count for n, count in zip(self.state.counts, counts)]
+        self.state = replace(self.state, counts=tuple(counts), pending=pending)
 
     def run(self, hidden: mx.array, tokens: mx.array, ends: Ends) -> mx.array:
         """A pass over hidden states [B, t, H] and tokens [B, t], written after these ends -> the last output, [B, 1, H]"""
@@ -86,18 +92,18 @@ class HeadCache:
 
     def catch_up(self) -> mx.array:
         """Run the head over the pending inputs -> its output for the last one of each sequence, [B, 1, H]"""
-        held = self.state
-        hidden, tokens = held.joined_inputs()
-        if held.is_ragged:
-            before = [max(n - 1, 0) for n in held.counts]
+        state = self.state
+        hidden, tokens = state.joined_inputs()
+        if state.is_ragged:
+            before = [max(n - 1, 0) for n in state.counts]
             with in_pass(pass_of_head(hidden.shape[1], self.model.drafting, self.compiler)):
                 inputs = self._inputs(hidden, tokens)
                 self._append(inputs[:, :-1])
-                self.cache.ends = held.ends.plus(before)
+                self.cache.ends = state.ends.plus(before)
                 out = self.model.mtp.decode(columns_of(inputs, before), self.cache)
         else:
-            out = self.run(hidden, tokens, held.ends)
-        self.state = HeadState(held.ends.plus(held.counts), held.firsts, (0,) * len(held.counts))
+            out = self.run(hidden, tokens, state.ends)
+        self.state = HeadState(state.ends.plus(state.counts), state.firsts, (0,) * len(state.counts))
         return out
 
     def _inputs(self, hidden: mx.array, tokens: mx.array) -> mx.array:
@@ -112,111 +118,108 @@ class HeadCache:
 
     def _keep_last_input(self) -> None:
         """Leave at most one input pending for each sequence, in one column, for sequences to join and leave."""
-        held = self.state
-        if not held.pending:
+        state = self.state
+        if not state.pending:
             return
-        (hidden, tokens), before = held.joined_inputs(), [max(n - 1, 0) for n in held.counts]
+        hidden, tokens = state.joined_inputs()
+        before = [max(n - 1, 0) for n in state.counts]
         if hidden.shape[1] > 1:
             self._append(self._inputs(hidden, tokens)[:, :-1])
             hidden, tokens = columns_of(hidden, before), columns_of(tokens, before)
         elif hidden.shape[1] == 0:
-            hidden, tokens = (x[:, :1] for x in held.pending[0][:2])
-        counts = tuple(min(n, 1) for n in held.counts)
-        self.state = HeadState(held.ends.plus(before), held.firsts, counts, [(hidden, tokens, max(counts))])
+            hidden, tokens = (x[:, :1] for x in state.pending[0][:2])
+        counts = tuple(min(n, 1) for n in state.counts)
+        self.state = HeadState(state.ends.plus(before), state.firsts, counts, [(hidden, tokens, max(counts))])
 
     def join(self, caches: list[PromptCache], tokens: mx.array) -> None:
         """Add a sequence for each prompt cache, with its next token [B, 1]."""
         if not self.has_head:
             return
         self._keep_last_input()
-        held, firsts, counts, shifts = self.state, [c.first_position for c in caches], list[int](), list[int]()
+        state = self.state
+        firsts = [c.first_position for c in caches]
+        counts, shifts = list[int](), list[int]()
         for c, first, token in zip(caches, firsts, tokens):
-            positions, waiting = c.positions(first), c.last_hidden
-            if waiting is not None and positions is not None and not positions.are_plain(c.head.offset):
-                # A position in three axes, which rows do not have: run the head over this input now.
-                run_head(self.model, waiting, token[None], c.head, None, positions)
-                waiting = None
-            counts.append(int(waiting is not None))
+            positions, hidden = c.positions(first), c.last_hidden
             shifts.append(0 if positions is None else positions.shift)
+            if hidden is not None and positions is not None and not positions.are_plain(c.head.offset):
+                # Rows have no positions in three axes, so the head runs over this input now.
+                run_head(self.model, hidden, token[None], c.head, None, positions)
+                hidden = None
+            counts.append(int(hidden is not None))
         none = mx.zeros((1, 1, self.model.hidden_size), self.model.model.embed_tokens(tokens[:1]).dtype)
         hidden = mx.concatenate([none if c.last_hidden is None else c.last_hidden for c in caches])
-        for held_hidden, held_tokens, _ in held.pending:
-            hidden, tokens = mx.concatenate([held_hidden, hidden]), mx.concatenate([held_tokens, tokens])
-        pending = [(hidden, tokens, max([*held.counts, *counts]))]
-        self.cache.join([c.head for c in caches], held.ends)
-        ends = held.ends.joined(Ends(tuple(c.head.offset for c in caches), tuple(shifts)))
-        self.state = HeadState(ends, (*held.firsts, *firsts), (*held.counts, *counts), pending)
+        for hidden_before, tokens_before, _ in state.pending:
+            hidden = mx.concatenate([hidden_before, hidden])
+            tokens = mx.concatenate([tokens_before, tokens])
+        all_counts = (*state.counts, *counts)
+        self.cache.join([c.head for c in caches], state.ends)
+        ends = state.ends.joined(Ends(tuple(c.head.offset for c in caches), tuple(shifts)))
+        self.state = HeadState(ends, (*state.firsts, *firsts), all_counts, [(hidden, tokens, max(all_counts))])
 
     def filter(self, keep: list[int]) -> None:
         if not self.has_head:
             return
         self._keep_last_input()
-        held, rows = self.state, mx.array(keep)
-        ends = held.ends.of(keep)
+        state = self.state
+        rows = mx.array(keep)
+        ends = state.ends.of(keep)
         self.cache.filter(keep, ends.longest)
-        pending = [(hidden[rows], tokens[rows], n) for hidden, tokens, n in held.pending]
-        self.state = HeadState(ends, tuple(held.firsts[b] for b in keep), tuple(held.counts[b] for b in keep), pending)
+        firsts, counts = (tuple(numbers[b] for b in keep) for numbers in (state.firsts, state.counts))
+        pending = [(hidden[rows], tokens[rows], n) for hidden, tokens, n in state.pending]
+        self.state = HeadState(ends, firsts, counts, pending)
 
     def extract(self, b: int, n: int) -> KVCache:
         """The keys and values of sequence b's first n - 1 inputs, pending ones included."""
         if not self.has_head:
             return empty_head(self.model)
-        held, n_inputs = self.state, max(n - 1 - self.state.firsts[b], 0)
-        if n_inputs > held.ends.lengths[b]:
-            self._append(self._inputs(*held.joined_inputs()))  # which stay pending: the next drafts begin with them
+        n_inputs = max(n - 1 - self.state.firsts[b], 0)
+        if n_inputs > self.state.ends.lengths[b]:
+            # The inputs stay pending: the next drafts begin with them.
+            self._append(self._inputs(*self.state.joined_inputs()))
         return self.cache.extract(b, n_inputs)
-
-
-def columns_of(x: mx.array, columns: list[int]) -> mx.array:
-    """One column of x [B, t, ...] for each sequence -> [B, 1, ...]"""
-    if len(set(columns)) == 1:
-        return x[:, columns[0] : columns[0] + 1]
-    index = mx.array(columns).reshape(-1, *[1] * (x.ndim - 1))
-    return mx.take_along_axis(x, index, axis=1)
-
-
-class HeadDrafter:
-    def __init__(self, model: MTPModel, head: HeadCache):
-        self.model, self.head = model, head
-        self.lm_head = model.drafting.lm_head
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[mx.array, list[list[Any]], list[int]]:
         """Draft up to a limit for each sequence -> drafts [B, k], the proposals of ``groups_of``, numbers of drafts [B].
 
         Fewer after an error of a sampler or processor, which ends a text only if a token comes there, or below ``draft_p_min``.
         """
-        head, k, groups, counts = self.head, max(limits), groups_of(sequences), [*limits]
-        proposals, drafts = [list[Any]() for _ in groups], list[mx.array]()  # drafts are each [B, 1]
-        p_min, sure = [s.options.draft_p_min or 0.0 for s in sequences], [list[mx.array]() for _ in sequences]
-        out = head.catch_up()  # [B, 1, H]
-        for i in range(k):
+        B = len(sequences)
+        groups = groups_of(sequences)
+        proposals = [list[Any]() for _ in groups]
+        counts = [*limits]
+        p_min = [s.options.draft_p_min or 0.0 for s in sequences]
+        drafts, likeliest = (
+            list[mx.array](),
+            list[mx.array](),
+        )  # tokens, and the probabilities of the likeliest, each [B, 1]
+        out = self.catch_up()  # [B, 1, H]
+        for i in range(max(limits)):
             if i > 0:
-                out = head.run(out, drafts[-1], head.state.ends.plus([i - 1] * len(sequences)))
+                out = self.run(out, drafts[-1], self.state.ends.plus([i - 1] * B))
             logits = draft_logits(self.model, self.lm_head, out)  # [B, V]
-            tokens = mx.zeros((len(sequences), 1), mx.uint32)
-            for members, own in zip(groups, proposals):
+            tokens, highest = mx.zeros((B, 1), mx.uint32), mx.zeros((B, 1))
+            for members, of_group in zip(groups, proposals):
                 if max(counts[b] for b in members) <= i:
                     continue
                 try:
                     with restoring_random_state():
                         chosen, proposal, processed = _draft(sequences, members, of_members(logits, members), drafts)
-                except Exception:  # no draft, and the target calls them again
+                except Exception:  # The sampler or processor is called again for the target model's choice.
                     for b in members:
                         counts[b] = min(counts[b], i)
                     continue
-                own.append(proposal)
+                of_group.append(proposal)
                 tokens = with_rows(tokens, members, chosen)
-                if any(p_min[b] > 0 for b in members):
-                    # By the likeliest token, not by the drafted one: dropping drafts by their own probability would change
-                    # the distribution of the text.
-                    for b, p in zip(members, mx.exp(normalized(processed).max(axis=-1))):
-                        sure[b].append(p >= p_min[b])
+                if max(p_min) > 0:
+                    highest = with_rows(highest, members, mx.exp(normalized(processed).max(axis=-1, keepdims=True)))
             drafts.append(tokens)
-        for b, of_one in enumerate(sure):
-            if p_min[b] > 0 and counts[b] > 0:
-                is_sure: Any = mx.stack(of_one[: counts[b]]).tolist()
-                counts[b] = n_leading(is_sure)
-        tokens = mx.concatenate(drafts, axis=1) if k > 1 else drafts[0]
+            likeliest.append(highest)
+        if max(p_min) > 0:
+            # A draft is dropped by the likeliest token's probability: its own would change the distribution of the text.
+            is_sure: Any = (mx.concatenate(likeliest, axis=1) >= mx.array(p_min)[:, None]).tolist()
+            counts = [min(n, n_leading(of_one)) for n, of_one in zip(counts, is_sure)]
+        tokens = drafts[0] if len(drafts) == 1 else mx.concatenate(drafts, axis=1)
         return tokens[:, : max(counts)], proposals, counts
 
     def observe(self, tokens: Iterable[int]) -> None:
@@ -229,13 +232,22 @@ class HeadDrafter:
         self.observe(tokens)
 
 
+def columns_of(x: mx.array, columns: list[int]) -> mx.array:
+    """One column of x [B, t, ...] for each sequence -> [B, 1, ...]"""
+    if len(set(columns)) == 1:
+        return x[:, columns[0] : columns[0] + 1]
+    index = mx.array(columns).reshape(-1, *[1] * (x.ndim - 1))
+    return mx.take_along_axis(x, index, axis=1)
+
+
 def _draft(
     sequences: list[Sequence], members: list[int], logits: mx.array, before: list[mx.array]
 ) -> tuple[mx.array, Any, mx.array]:
     """Draft for a group, by logits [G, V] and earlier drafts -> drafts [G, 1], proposal, processed logits [G, V]"""
-    s = sequences[members[0]]
+    first, *_ = members
+    s = sequences[first]
     if s.options.logits_processors:
-        logits = s.process(logits, mx.concatenate([d[members[0]] for d in before]) if before else NO_TOKENS)
+        logits = s.process(logits, mx.concatenate([d[first] for d in before]) if before else NO_TOKENS)
     texts = [Drafted(sequences[b].acceptance, sequences[b].n_generated + len(before)) for b in members]
     drafts, proposal = s.acceptance.draft(texts, logits)
     return drafts.astype(mx.uint32)[:, None], proposal, logits
