@@ -1,6 +1,7 @@
 """What an answer's text says: reasoning, text and calls, up to a stop word; its tokens; how long it thinks; what is code."""
 
 import math
+import re
 from itertools import product
 from types import SimpleNamespace
 
@@ -25,18 +26,22 @@ TOOLS = requests.tools_of(CHAT, *FUNCTIONS)
 CALL = f'{START}\n{{"name": "add", "arguments": {{"a": 1}}}}\n{END}'
 
 
-def told(pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS, goes_on=False) -> tuple[tuple, list[str]]:
-    """Pieces of an answer, a token each -> (reasoning, text, calls, finish reason), and the pieces that the text is made of."""
+def told(pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS, goes_on=False, streams=False) -> tuple:
+    """Pieces of an answer, a token each -> (reasoning, text, calls, finish reason), the pieces of the text, and the number of
+    those of the reasoning.
+    """
     tokenizer = SimpleNamespace(has_tool_calling=True, has_thinking=True, think_start="<think>", think_end="</think>")
-    request = Request("chat", "", [], tools)
+    request = Request("chat", "", [], tools, streams=streams)
     request.args, request.encoded = SimpleNamespace(stop_words=list(stop)), Prompt([], in_reasoning, goes_on)
     request.begin_answer(tokenizer, math.inf)
-    reasoning, text, calls, tokens = "", "", "", []
+    reasoning, text, calls, tokens, n_reasoning = "", "", "", [], 0
     pieces = [*pieces, ""] if reason == "stop" else pieces
     for i, piece in enumerate(pieces, 1):
         events, finish_reason = request.answer.step(piece, reason if i == len(pieces) else None)
         for event in events:
-            reasoning += event.text if isinstance(event, Reasoning) else ""
+            if isinstance(event, Reasoning):
+                reasoning += event.text
+                n_reasoning += event.n_tokens
             calls += event.name if isinstance(event, CallBegins) else ""
             calls += event.text if isinstance(event, CallArguments) else ""
             if isinstance(event, Text):
@@ -45,7 +50,7 @@ def told(pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS, goes_o
         if finish_reason is not None:
             break
     assert tokens == sorted(set(tokens))
-    return (reasoning, text, calls, finish_reason), [pieces[i] for i in tokens]
+    return (reasoning, text, calls, finish_reason), [pieces[i] for i in tokens], n_reasoning
 
 
 def read(text, size=1, **options):
@@ -77,7 +82,7 @@ ADD_1 = 'add{"a": 1}'
 LISTED = "{mark}```xml\n{indent}<function=add>\n{indent}</think>\n{indent}```\n"
 LISTS = [LISTED.format(mark=m, indent=" " * len(m)) for m in ("- ", "* ", "1. ", "1) ")]
 LISTS += [text.replace("```", "~~~") for text in LISTS] + [LISTED.format(mark="- [ ] ", indent="  ")]
-
+UNCLOSED = ["So:\n```c\nint x;", "A\n```\n</think>\n\nB", "So:\n````\na"]
 
 DRIFTS = {
     "fences of list items, in thoughts and in the text": [
@@ -97,8 +102,11 @@ DRIFTS = {
         ("Hm.\n</think>\n\nSo.\n<think>\nWell", ("Hm.\n\n\nSo.\nWell", "", "", "stop")),
     ],
     "a tag in a code block that nothing closes": [
-        (text := "So:\n```c\nint x;\n</think>\n\nYes.", (text, "Yes.", "", "stop")),
-        (text := "So:\n```c\nint x = </think>;", (text, "", "", "stop")),
+        *((f"{thought}\n</think>\n\n{answer}", (thought, *want)) for thought in UNCLOSED for answer, *want in (
+            ("Yes.", "Yes.", "", "stop"), ("```c\nint y;\n```", "```c\nint y;\n```", "", "stop"),
+            (CALLED, "", ADD_1, "tool_calls"), (f"Yes.\n\n{CALLED}", "Yes.", ADD_1, "tool_calls"),
+        )),
+        *((text, (text, "", "", "stop")) for text in ("So:\n```c\nint x = </think>;", "So:\n```\n</think>", "```\n</think> x")),
     ],
 }  # fmt: skip
 
@@ -109,6 +117,17 @@ def test_an_answer_that_drifts(drift):
     for text, want in DRIFTS[drift]:
         for size in (len(text), 1, 2, 5, 9):
             assert read(text, size) == want, (text, size)
+
+
+@pytest.mark.parametrize("thought", UNCLOSED)
+def test_a_stream_has_sent_as_reasoning_what_was_the_answer(thought):
+    text = f"{thought}\n</think>\n\nYes."
+    assert read(text, streams=True) == (text, "Yes.", "", "stop")
+    assert read(text) == (thought, "Yes.", "", "stop")
+    # Reasoning that goes on behind the tag has its tokens in both.
+    tokens = re.findall("</think>|.", f"{text}\n````\nSo.</think>", re.DOTALL)
+    for streams in (True, False):
+        assert told(tokens, in_reasoning=True, streams=streams)[2] == len(tokens) - 1
 
 
 # The tokens of the text

@@ -191,7 +191,8 @@ class Request:
         is_chat, prompt, schemas = self.request_type == "chat", self.encoded, None
         if is_chat and self.tools and tokenizer.has_tool_calling:
             schemas = {function["name"]: function.get("parameters") for function in functions_of(self.tools)}
-        reader = QwenReader(think_marks(tokenizer) if is_chat else None, prompt.in_reasoning, schemas, patience)
+        think = think_marks(tokenizer) if is_chat else None
+        reader = QwenReader(think, prompt.in_reasoning, schemas, patience, not self.streams)
         self.answer = Answer(reader, self.args.stop_words, is_chat, self.one_call, prompt.goes_on)
 
     def choices(self, prompts: list[Any]) -> "list[Request]":

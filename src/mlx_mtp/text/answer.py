@@ -18,6 +18,7 @@ from .tool_calls import CallBegins, CallEnds, Text, ToolCallParser
 @dataclass(frozen=True)
 class Reasoning:
     text: str
+    n_tokens: int = 1
 
 
 Event = Reasoning | tool_calls.Event
@@ -36,6 +37,7 @@ class Answer:
         self.tokens = TextTokens()
         self.has_ended = False  # with a stop word or a call
         self.n_calls = 0
+        self._n_thoughts = 0  # tokens of reasoning that was not told yet, such as a line break at its end
         # The first line breaks of reasoning that goes on are its own.
         self._reasoning, self._text = _LineBreaks(skips=not goes_on), _LineBreaks(holds=is_chat)
 
@@ -62,7 +64,10 @@ class Answer:
                 events += self._before_stop(self._text.skip(event.text), event.start + len(event.text))
             elif isinstance(event, Reasoning):
                 self._text.skips = True
-                events += [Reasoning(text) for text in [self._reasoning.add(self._reasoning.skip(event.text))] if text]
+                self._n_thoughts += event.n_tokens
+                if text := self._reasoning.add(self._reasoning.skip(event.text)):
+                    events.append(Reasoning(text, self._n_thoughts))
+                    self._n_thoughts = 0
             else:
                 if isinstance(event, CallBegins):
                     self.n_calls += 1
@@ -160,14 +165,20 @@ class QwenReader:
 
     ``<think>`` begins reasoning at the start of the answer or in the prompt (``in_reasoning``, ``None`` if that ends with
     neither mark). After its end, a line that is one of the marks makes reasoning of the text before it, which waits for such a
-    line: until a call, the end, or more than ``patience`` characters. If that is ``None``, it is content.
+    line: until a call, the end, or more than ``patience`` characters. If that is ``None``, it is content. In a whole answer,
+    text behind a quoted mark waits as well: if no other ends the reasoning, it is content alone.
     """
 
     def __init__(
-        self, think: Marks, in_reasoning: bool | None, schemas: Json | None, patience: float | None = math.inf
+        self,
+        think: Marks,
+        in_reasoning: bool | None,
+        schemas: Json | None,
+        patience: float | None = math.inf,
+        is_whole: bool = False,
     ):
         self.begin, self.end = think or ("", "")
-        self.schemas, self.patience = schemas, patience
+        self.schemas, self.patience, self.is_whole = schemas, patience, is_whole
         self.reasoning = ReasoningReader(self.end)
         self._calls = ToolCallParser(schemas)  # of the text after the reasoning
         self._read = self._text if think is None else self._thoughts if in_reasoning else self._beginning
@@ -198,10 +209,12 @@ class QwenReader:
             if self.in_reasoning:
                 events += self._thoughts(is_last=True)
             if self.in_reasoning:
-                if cut:
-                    return events
-                if not self.reasoning.unquoted.strip():
-                    return events + self._calls_at_end()
+                if cut or not self.reasoning.unquoted.strip():
+                    return [
+                        *events,
+                        Reasoning(*self.reasoning.tell(waits=False)),
+                        *([] if cut else self._calls_at_end()),
+                    ]
                 self._rest, self._read = self.reasoning.unquoted, self._text
             events += self._text() + self._after_reasoning(self._calls.finish(cut))
             if not self.in_reasoning:
@@ -219,12 +232,13 @@ class QwenReader:
 
     def _thoughts(self, is_last: bool = False) -> list[Event]:
         text, self._rest = self._rest, ""
-        thought, behind = self.reasoning.add(text, is_last)
+        behind = self.reasoning.add(text, is_last)
+        thought = Reasoning(*self.reasoning.tell(waits=self.is_whole and behind is None))
         if behind is None:
-            return [Reasoning(thought)] if thought else []
+            return [thought]
         self._rest, self._read = behind, self._text
         self._end_reasoning(self.patience)
-        return [Reasoning(thought), *self._read()]
+        return [thought, *self._read()]
 
     def _end_reasoning(self, patience: float | None) -> None:
         if patience is not None:

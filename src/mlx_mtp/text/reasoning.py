@@ -24,7 +24,7 @@ def end_of_reasoning(text: str, end: str) -> int | None:
 
 @lru_cache(maxsize=8)  # for the positions of a window after a quoted tag
 def _end_of_reasoning(text: str, end: str) -> int | None:
-    _, behind = ReasoningReader(end).add(text)
+    behind = ReasoningReader(end).add(text)
     return None if behind is None else len(text) - len(behind)
 
 
@@ -32,26 +32,35 @@ class ReasoningReader:
     def __init__(self, end: str):
         self.end, self._tag = end, regex.compile(regex.escape(end))
         self.pieces: list[str] = []  # the reasoning so far
+        self._n_told, self._n_tokens = 0, 0  # the pieces that were told, and the tokens that were not
         self._rest = ""  # the text that is not parsed yet
         self._lines, self._line = Lines(), ""  # the lines so far, and the last one
         self._answer: int | None = None  # the first piece after the last quoted tag that stood alone on a line
 
-    def add(self, text: str, is_last: bool = False) -> tuple[str, str | None]:
-        """Add the next piece. Return its reasoning, and the text after the tag that ends it, or ``None``."""
+    def add(self, text: str, is_last: bool = False) -> str | None:
+        """Add the next piece. Return the text after the tag that ends the reasoning, or ``None``."""
         self._rest += text
-        n = len(self.pieces)
         while (i := self._rest.find(self.end)) >= 0:
             self._take(i)
             behind = self._rest[len(self.end) :]
             if not (behind or is_last) and self._line.endswith("`") and not self._lines.is_code(self._line):
                 break  # the next character decides
             if not self._is_quoted(behind):
-                return "".join(self.pieces[n:]), behind
+                return behind
             self._take(len(self.end))
         else:
             begun = None if is_last else self._tag.search(self._rest, partial=True)
             self._take(begun.start() if begun else len(self._rest))
-        return "".join(self.pieces[n:]), None
+        self._n_tokens += not is_last
+        return None
+
+    def tell(self, waits: bool) -> tuple[str, int]:
+        """The reasoning since the last call, and its tokens; with ``waits``, up to a tag behind which the answer may be."""
+        n = len(self.pieces) if self._answer is None or not waits else self._answer - 1
+        told, self._n_told = "".join(self.pieces[self._n_told : n]), n
+        n_tokens = self._n_tokens if told else 0
+        self._n_tokens -= n_tokens
+        return told, n_tokens
 
     @property
     def unquoted(self) -> str:

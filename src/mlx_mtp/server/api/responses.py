@@ -44,7 +44,7 @@ class ResponsesWriter(Writer):
     def add(self, step: Delta, choice: int = 0) -> bytes:
         if self.body.top is not None:
             self.steps.append(step)
-        self.n_reasoning += any(isinstance(e, Reasoning) for e in step.events)
+        self.n_reasoning += sum(e.n_tokens for e in step.events if isinstance(e, Reasoning))
         return super().add(step, choice)
 
     def say(self, piece: Text | Reasoning) -> bytes:
