@@ -16,7 +16,7 @@ from platformdirs import user_state_path
 from .checkpoint.load import DEMO
 from .checkpoint.settings import sampling_defaults
 from .cli import flags
-from .cli.display import one_line_errors, paint, prompt_progress, sentence
+from .cli.display import one_line_errors, paint, prompt_progress, sentence, typed
 from .cli.parser import extend, finish, parse
 from .core.caches.prompt_cache import make_prompt_cache, n_tokens
 from .core.distributed import Ranks
@@ -206,7 +206,7 @@ def make_reader() -> Callable[[], str]:
     sends it; Alt-Enter, or Enter after a backslash, begins a new line.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return lambda: input(PROMPT)
+        return lambda: typed(lambda: input(PROMPT))
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory, InMemoryHistory

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub.utils import WeakFileLock
 from platformdirs import user_cache_path
 
-from .errors import MTPFileNotFoundError, MTPOSError
+from .errors import MTPFileNotFoundError, MTPOSError, as_mtp_error
 
 SERVERS = "servers.json"  # in the cache folder: the URL and the flags of each running server, by its process
 
@@ -24,6 +24,12 @@ def check_source(file: Path, name: str) -> None:
         file.open("rb").close()
     except OSError as e:
         raise MTPOSError(f"{name}: {file} cannot be read: {e.strerror}.") from e
+
+
+def read_text(file: Path) -> str:
+    """The text of a user's file, without a byte order mark. Raises an MTPError if it is not UTF-8."""
+    with as_mtp_error(f"{file} is not text in UTF-8", UnicodeDecodeError):
+        return file.read_text(encoding="utf-8-sig")
 
 
 def check_folder(folder: Path, name: str) -> None:

@@ -27,7 +27,7 @@ SIZES = (
 
 def parse_json(text: bytes, name: str) -> Config:
     with as_mtp_error(f"{name} is not JSON", ValueError):  # also raised for text that is not UTF-8
-        value = json.loads(text.decode("utf-8"))
+        value = json.loads(text)
     if not isinstance(value, dict):
         raise MTPError(f"{name} is not a JSON object.")
     return value

@@ -392,6 +392,8 @@ def _load_tokenizer(checkpoint: CheckpointReader, tokenizer_config: Config | Non
         raise MTPError(
             f"The tokenizer of {checkpoint.name} is missing or damaged ({e}): download its files again."
         ) from e
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     tokenizer.eos_token_ids |= ends_of_text(checkpoint.path)
     return tokenizer
 

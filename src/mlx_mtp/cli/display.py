@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ..core.distributed import LOST, Ranks, is_loss
 from ..core.traces import n_traces
-from ..errors import MTPError, is_mendable
+from ..errors import MTPError, as_mtp_error, is_mendable
 from ..memory import advice
 
 P = TypeVar("P")
@@ -56,6 +56,14 @@ def paint(text: str, source: str) -> str:
 def say(text: str, file: TextIO | None = None) -> None:
     """Print a line at once, to stdout or a file."""
     print(f"[INFO] {text}", file=file, flush=True)
+
+
+def typed(read: Callable[[], str]) -> str:
+    """Text of standard input, without a byte order mark. Raises an MTPError if it is not UTF-8."""
+    with as_mtp_error("Standard input is not text in UTF-8", UnicodeError):
+        text = read().removeprefix("\ufeff")
+        text.encode()
+    return text
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from ..core.batch.ids import token_ids
 from ..core.pacing.depth import MAX_DRAFT_TOKENS
 from ..core.sampling.sampler import make_sampler
 from ..errors import MTPError
-from ..files import check_source, write_atomic
+from ..files import check_source, read_text, write_atomic
 
 HELD_OUT = 0.1  # the share of sources for validation, and for the test
 MIN_TEST = 4  # sources, unless these are more than a third: with fewer, the uncertainty is unknown
@@ -99,11 +99,11 @@ def read_corpus(files: Sequence[Path], tokenizer: TokenizerWrapper, length: int)
     texts: list[Document] = []
     for file in files:
         try:
-            content = file.read_text(encoding="utf-8")
+            content = read_text(file)
             if file.suffix != ".jsonl":
                 texts += _pieces(str(file), tokenizer.encode(content, verbose=False), length)
                 continue
-            if rows := [json.loads(line) for line in content.splitlines() if line.strip()]:
+            if rows := [json.loads(line) for line in content.split("\n") if line.strip()]:
                 dataset = create_dataset(rows, tokenizer, SimpleNamespace(mask_prompt="text" not in rows[0]))
             for i, row in enumerate(rows, 1):
                 tokens, n_prompt = dataset.process(row)

@@ -16,14 +16,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.load import DEMO
 from ..cli import flags
-from ..cli.display import one_line_errors, prompt_progress
+from ..cli.display import one_line_errors, prompt_progress, typed
 from ..cli.parser import extend, finish, flag_of, json_object, parse
 from ..core.batch.ids import token_ids
 from ..core.caches.prompt_cache import open_prompt_cache
 from ..core.distributed import from_rank_0
 from ..core.models.mixin import MTPModel
 from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error, require
-from ..files import check_source
+from ..files import check_source, read_text
 from ..images.open import size_of
 from ..images.prompt import IMAGE_TOKEN, PLACEHOLDER, read_images, vision_of
 from ..text.answer import ends_in_reasoning, think_marks
@@ -166,7 +166,7 @@ def load_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[
 def encode_prompt(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, is_suffix: bool) -> list[int]:
     """The prompt's token ids; ``is_suffix``: a prompt cache has the beginning of the conversation."""
     text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    text = sys.stdin.read() if text == "-" else text
+    text = typed(sys.stdin.read) if text == "-" else text
     if args.image:
         vision_of(model)  # or an error
         if IMAGE_TOKEN not in text:
@@ -208,7 +208,7 @@ def make_processors(schema: str | None, tokenizer: TokenizerWrapper, prompt: lis
     """The logits processor of ``--json-schema``, which begins after the reasoning."""
     if schema is None:
         return []
-    text = schema if is_json(schema) else Path(schema).read_text(encoding="utf-8")
+    text = schema if is_json(schema) else read_text(Path(schema))
     in_reasoning = ends_in_reasoning(tokenizer.decode(prompt), think_marks(tokenizer), prefill)
     after = tokenizer.think_end if in_reasoning else ""
     try:

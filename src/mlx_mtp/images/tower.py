@@ -343,7 +343,7 @@ class Vision:
     def _settings(self) -> dict[str, Any]:
         for name in CONFIG_FILES:
             if (file := self.folder / name).exists():
-                settings = json.loads(file.read_text(encoding="utf-8"))
+                settings = json.loads(file.read_bytes())
                 settings = settings.get("image_processor") if name == CONFIG_FILES[0] else settings
                 if settings is not None:
                     return dict(settings)

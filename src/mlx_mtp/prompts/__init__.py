@@ -1,5 +1,6 @@
 """Prompts for measurements: kinds of request, some with answers that copy, beginnings of Python files, and the user's."""
 
+import re
 from collections.abc import Iterable, Mapping
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -9,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import MTPError, as_mtp_error
-from ..files import check_source
+from ..files import check_source, read_text
 
 FOLDER = Path(__file__).parent
 KINDS = (
@@ -17,6 +18,7 @@ KINDS = (
     "code_review",
 )  # fmt: skip
 COPYING = ("edit_file", "answer_from_page", "translate_json", "continue_log")  # most of the answer is in the prompt
+SEPARATOR = re.compile(r"(?:\A|\n)---[ \t]*(?:\n|\Z)")
 # Beginnings of Python files for the demo, which is trained only on Python.
 PYTHON = (
     '"""Read and write settings."""\n\nimport json\n\n\ndef read_settings(path):\n',
@@ -51,10 +53,7 @@ def python_beginnings() -> dict[str, str]:
 def read_prompts(file: Path) -> dict[str, str]:
     """The texts of a file, separated by lines of three dashes, named by their position. An MTPError if there are none."""
     check_source(file, "The prompts")
-    try:
-        texts = file.read_text(encoding="utf-8").split("\n---\n")
-    except UnicodeDecodeError as e:
-        raise MTPError(f"{file} is not text in UTF-8: {e}") from e
+    texts = SEPARATOR.split(read_text(file))
     prompts = {f"prompt_{i}": text for i, text in enumerate(texts, 1) if text.strip()}
     if not prompts:
         raise MTPError(f"{file} has no prompts: write texts, separated by lines of three dashes.")

@@ -130,7 +130,7 @@ def check(args: argparse.Namespace) -> Options:
         raise MTPError("--api-key and --api-key-file cannot be combined.")
     if args.api_key_file is not None:
         check_source(args.api_key_file, "--api-key-file")
-        args.api_key = args.api_key_file.read_bytes().decode("latin-1").strip()
+        args.api_key = args.api_key_file.read_bytes().decode("utf-8-sig", errors="replace").strip()
     if args.api_key == "":
         raise MTPError("The API key is empty.")
     if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):

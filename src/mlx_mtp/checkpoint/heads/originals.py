@@ -91,7 +91,7 @@ def base_models(checkpoint: CheckpointReader) -> list[str]:
     """The ``base_model`` of a checkpoint's card: the checkpoints that its model was made from."""
     if CARD not in checkpoint.files:
         return []
-    card = checkpoint.read(CARD).decode("utf-8", errors="replace")
+    card = checkpoint.read(CARD).decode("utf-8-sig", errors="replace")
     if not card.lstrip().startswith("---"):
         return []  # no metadata: huggingface_hub would warn
     try:
