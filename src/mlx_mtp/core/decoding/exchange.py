@@ -41,6 +41,13 @@ class Exchange:
         self.times.copy_from(times)
         return sampler if seeded is None else seeded
 
+    def swap(self, seconds: float) -> list[float]:
+        """Send the seconds of a step with the next pass -> those of rank 0 that have arrived, oldest first."""
+        self.unsent.append(seconds)
+        received = [*self.received]
+        self.received.clear()
+        return received
+
     def send(self, hidden: mx.array) -> list[mx.array]:
         """The message to evaluate with a pass with this output [B, T, H]."""
         seconds = self.unsent.popleft() if self.unsent else 0.0  # 0 for none: every step takes longer
