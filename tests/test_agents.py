@@ -248,12 +248,44 @@ def test_response_has_reasoning_text_and_calls(client):
     assert (text["type"], text["content"][0]["text"]) == ("message", "I add.")
     assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "add", {"a": 1, "b": 2})
     assert answer["status"] == "completed"
-    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
     back = dict(thinking=True, include=["reasoning.encrypted_content"], store=False)
     reasoning, text = response(client, "Hm.\n</think>\n\nYes.", **back)["output"]
     items = [{"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}, text]
     assistant = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
     assert read(RESPONSES, input=items).messages == [assistant]
+
+
+def test_reasoning_is_counted_in_tokens(server, client, claude):
+    """Also where several tokens are a character, or their text waits for the next ones."""
+    thought = "Hm, naïve 日本, in many words.\nA line.\n\nA third."
+    n = len(server.engine.engine.admission.models.tokenizer.encode(thought, add_special_tokens=False))
+    body = said(f"{thought}\n</think>\n\nI add.\n\n{ADD}", thinking=True)
+    options = {"model": "default_model", "extra_body": body}
+    assert client.responses.create(**options, input="a").usage.output_tokens_details.reasoning_tokens == n
+    assert (
+        claude.messages.create(**options, messages=ASK, max_tokens=999).usage.output_tokens_details.thinking_tokens == n
+    )
+    for choices in (1, 2):
+        usage = client.chat.completions.create(**options, messages=ASK, n=choices).usage
+        assert usage.completion_tokens_details.reasoning_tokens == choices * n
+
+
+def test_reasoning_is_its_own_summary(client):
+    """For clients that ask for a summary, and show that alone."""
+    options = {"model": "default_model", "input": "a", "extra_body": said("Hm, so.\n</think>\n\nYes.", thinking=True)}
+    whole = client.responses.create(**options, reasoning={"summary": "auto"}).output[0]
+    events = list(client.responses.create(**options, reasoning={"summary": "auto"}, stream=True))
+    told = [event for event in events if event.type.startswith("response.reasoning_summary_")]
+    kinds = [event.type.removeprefix("response.reasoning_summary_") for event in told]
+    n = kinds.count("text.delta")
+    assert n > 1
+    assert kinds == ["part.added", *["text.delta"] * n, "text.done", "part.done"]
+    assert "".join(event.delta for event in told[1:-2]) == told[-2].text == told[-1].part.text == "Hm, so."
+    (done,) = (event.item for event in events if event.type == "response.output_item.done" and event.output_index == 0)
+    for item in (whole, done):
+        assert [part.text for part in (*item.summary, *item.content)] == ["Hm, so."] * 2
+    events = list(client.responses.create(**options, reasoning={"effort": "high"}, stream=True))
+    assert not any("summary" in event.type for event in events)
 
 
 SUMMARY = [{"type": "summary_text", "text": "Hm."}]

@@ -74,6 +74,21 @@ def test_the_stream_helper_gets_each_choice_and_usage(client):
         assert client.chat.completions.create(**CHAT, stop=stop, extra_body=body).choices[0].message.content == ""
 
 
+def test_each_chunk_may_have_the_usage_so_far(server, client):
+    """As in vLLM."""
+    options = dict(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    for n in (1, 2):
+        *chunks, last = client.chat.completions.create(**CHAT, **options, n=n, extra_body=said("Yes, I do."))
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert (counts[0], counts[-1], counts) == (1, last.usage.completion_tokens, sorted(counts))
+        assert len({*counts}) == counts[-1]
+        for usage in (chunk.usage for chunk in (*chunks, last)):
+            assert usage.prompt_tokens == last.usage.prompt_tokens > 0
+            assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    chunks = client.completions.create(**TEXT, **options, extra_body=said("a b"))
+    assert all(chunk.usage.prompt_tokens > 0 for chunk in chunks)
+
+
 def test_progress_of_a_long_prompt_is_a_chunk_without_text():
     """For OpenAI's client and its stream helper, and for readers that take nothing but events."""
 

@@ -170,6 +170,7 @@ class GeneratedResponse(Response):
         super().__init__()
         self.frontend, self.choices, self.writer, self.is_stream = frontend, choices, writer, is_stream
         self.waiting, self.number = frontend.waiting, choices[0].number
+        writer.usage = self._usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_on(message: Message) -> None:

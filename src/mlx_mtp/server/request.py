@@ -159,6 +159,7 @@ class Request:
     detokenizer: Any = field(init=False)
     n_tokens: int = field(init=False, default=0)
     n_accepted: int = field(init=False, default=0)  # accepted drafts among the tokens
+    n_reasoning: int = field(init=False, default=0)  # those of its reasoning
     counts: DraftCounts = field(init=False, default_factory=DraftCounts)
 
     @property

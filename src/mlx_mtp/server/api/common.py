@@ -177,6 +177,7 @@ class OutputSettings(Part):
     """The fields of ``stream_options`` and ``output_config``."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's
     include_sources: bool = False
     effort: Effort | None = None
     format: Any = None
@@ -381,6 +382,7 @@ class Usage:
         self.n_cached = sum(request.n_cached for request in first)
         self.n_generated = sum(request.n_tokens for request in choices)
         self.n_accepted = sum(request.n_accepted for request in choices)  # drafts among these tokens
+        self.n_reasoning = sum(request.n_reasoning for request in choices)
         self.drafts = [request.counts for request in choices] if drafts else None  # None if the server does not draft
 
 
@@ -389,6 +391,7 @@ class Writer:
 
     finish_reason: str | None = None
     stop_word: str | None = None  # that ended the text
+    usage: Callable[[], Usage]  # so far
     # Of each API: pieces of a stream, but for the block of a call, and the whole answer once its blocks are closed.
     say: Callable[[Any], bytes]  # of a Text or Reasoning
     call: Callable[[CallBegins], Json]

@@ -64,6 +64,7 @@ class OpenAIWriter(Writer):
         super().__init__(body)
         self.id, self.created = f"{self.prefix}-{uuid.uuid4()}", int(time.time())
         self.choices = [Choice(i) for i in range(len(body.prompts) * body.n)]
+        self.n_generated = 0  # tokens in the stream so far
 
     def loading(self) -> bytes:
         empty = {"index": 0, "finish_reason": None, **self.content(None)}
@@ -71,6 +72,7 @@ class OpenAIWriter(Writer):
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         c = self.choices[choice]
+        self.n_generated += 1
         c.finish_reason = step.finish_reason
         c.events += step.events
         if self.body.top is not None:
@@ -117,6 +119,10 @@ class OpenAIWriter(Writer):
             piece = {**piece, "delta": {"role": "assistant", **piece["delta"]}}
         if self.body.stream_options.include_sources:
             piece, c.sources = {**piece, "sources": c.sources}, []
+        if self.body.stream_options.continuous_usage_stats:
+            # More tokens may have been generated than are in the stream.
+            counts = {"prompt_tokens": self.usage().n_prompt, "completion_tokens": self.n_generated}
+            fields["usage"] = {**counts, "total_tokens": sum(counts.values())}
         c.has_begun = True
         choice = {"index": c.index, "finish_reason": finish_reason, **piece}
         return event({**self._head(self.chunk_kind), "choices": [choice], **fields})
@@ -191,12 +197,11 @@ def _usage(usage: Usage) -> Json:
         "completion_tokens": usage.n_generated,
         "total_tokens": usage.n_prompt + usage.n_generated,
         "prompt_tokens_details": {"cached_tokens": usage.n_cached},
+        "completion_tokens_details": (details := {"reasoning_tokens": usage.n_reasoning}),
     }
     if (drafts := usage.drafts) is not None:
-        details = content["completion_tokens_details"] = {
-            "accepted_prediction_tokens": usage.n_accepted,
-            "rejected_prediction_tokens": sum(d.n_drafted for d in drafts) - usage.n_accepted,
-        }
+        details["accepted_prediction_tokens"] = usage.n_accepted
+        details["rejected_prediction_tokens"] = sum(d.n_drafted for d in drafts) - usage.n_accepted
         for source, name in (("copies", "copied_tokens"), ("grammar", "forced_tokens")):
             details[name] = sum(sum(d.of(source).drafted) for d in drafts)
             details[f"accepted_{name}"] = sum(sum(d.of(source).accepted) for d in drafts)

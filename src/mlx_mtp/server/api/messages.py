@@ -105,6 +105,7 @@ class MessagesWriter(Writer):
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": usage.n_cached,
                 "output_tokens": usage.n_generated,
+                "output_tokens_details": {"thinking_tokens": usage.n_reasoning},
             },
         }
 

@@ -26,7 +26,6 @@ class ResponsesWriter(Writer):
     def __init__(self, body: "ResponsesBody"):
         super().__init__(body)
         self.tools = body.named_tools
-        self.n_reasoning = 0
         self.steps: list[Delta] = []  # kept for their log probabilities
         self.numbers = count()  # the numbers of events
         self.is_queued = False  # whether the response was created while its model was loaded
@@ -44,7 +43,6 @@ class ResponsesWriter(Writer):
     def add(self, step: Delta, choice: int = 0) -> bytes:
         if self.body.top is not None:
             self.steps.append(step)
-        self.n_reasoning += sum(e.n_tokens for e in step.events if isinstance(e, Reasoning))
         return super().add(step, choice)
 
     def say(self, piece: Text | Reasoning) -> bytes:
@@ -61,12 +59,14 @@ class ResponsesWriter(Writer):
         begun = b""
         if not self.has_open(item["type"]):
             begun = self.open(item) + self._item_event("content_part.added", content_index=0, part=part)
+            begun += self._summary_event("part.added", part={"type": "summary_text", "text": ""})
             self.blocks[-1]["content"] = [part]
         whole = self.blocks[-1]["content"][0]
         whole["text"] += piece.text
         for name, more in fields.items():
             whole[name] += more
-        return begun + self._item_event(f"{part['type']}.delta", content_index=0, delta=piece.text, **fields)
+        said = self._item_event(f"{part['type']}.delta", content_index=0, delta=piece.text, **fields)
+        return begun + said + self._summary_event("text.delta", delta=piece.text)
 
     def call(self, call: CallBegins) -> Json:
         tool, space = self.tools.get(call.name, (Tool(type="function", name=call.name), None))
@@ -100,6 +100,10 @@ class ResponsesWriter(Writer):
             fields: Json = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
             done = self._item_event(f"{part['type']}.done", content_index=0, text=part["text"], **fields)
             done += self._item_event("content_part.done", content_index=0, part=part)
+            summary = {"type": "summary_text", "text": part["text"]}
+            if events := self._summary_event("text.done", text=part["text"]):
+                item["summary"] = [summary]
+                done += events + self._summary_event("part.done", part=summary)
             if part["type"] == "reasoning_text" and "reasoning.encrypted_content" in (self.body.include or []):
                 # Clients such as Codex send it back, so that the next prompt has the reasoning.
                 item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode()
@@ -111,6 +115,14 @@ class ResponsesWriter(Writer):
 
     def _item_event(self, kind: str, **data: Any) -> bytes:
         return self._event(kind, item_id=self.blocks[-1]["id"], output_index=len(self.blocks) - 1, **data)
+
+    def _summary_event(self, kind: str, **data: Any) -> bytes:
+        """An event of the reasoning's summary, which is its text, for clients that show only that and ask for it."""
+        is_asked = self.body.reasoning is not None and self.body.reasoning.summary is not None
+        is_reasoning = self.blocks[-1]["type"] == "reasoning"
+        return (
+            self._item_event(f"reasoning_summary_{kind}", summary_index=0, **data) if is_asked and is_reasoning else b""
+        )
 
     def end(self, usage: Usage) -> bytes:
         closed = self.close()
@@ -128,7 +140,7 @@ class ResponsesWriter(Writer):
             "input_tokens": usage.n_prompt,
             "input_tokens_details": {"cached_tokens": usage.n_cached},
             "output_tokens": usage.n_generated,
-            "output_tokens_details": {"reasoning_tokens": self.n_reasoning},
+            "output_tokens_details": {"reasoning_tokens": usage.n_reasoning},
             "total_tokens": usage.n_prompt + usage.n_generated,
         }
         return {

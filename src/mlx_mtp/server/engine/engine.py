@@ -22,6 +22,7 @@ from ...core.batch.generator import PromptResponse, Response
 from ...core.distributed import LOST, Ranks, differing_ranks, is_loss
 from ...errors import MTPError, is_mendable
 from ...memory import advice, is_device_error, is_out_of_memory, size
+from ...text.answer import Reasoning
 from ...text.detokenizer import next_text
 from ...text.grammar import llguidance_tokenizer
 from ..request import LOADING, NO_MEMORY, STARTED, ApiError, Delta, Metrics, Request, Waiting
@@ -280,6 +281,7 @@ def make_delta(request: Request, response: Response, finish_reason: str | None) 
     request.n_accepted += response.from_draft
     text = next_text(request.detokenizer, response.token, finish_reason)
     events, finish_reason = request.answer.step(text, finish_reason)
+    request.n_reasoning += sum(event.n_tokens for event in events if isinstance(event, Reasoning))
     source = response.counts.source if response.from_draft else "model"
     return Delta(events, response.token, finish_reason, request.answer.stop_word, source)
 
