@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.timing import ratios, spread, take_turns
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint import DEMO
 from mlx_mtp.cli.display import table
 from mlx_mtp.prompts import PYTHON
 from scripts.shared import script_parser

@@ -21,7 +21,7 @@ from pathlib import Path
 from mlx_lm.utils import load_tokenizer
 
 from benchmarks.timing import seconds, spread
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint import DEMO
 from scripts.shared import script_parser
 from tests.support.server_process import ROOT, Server, serve
 

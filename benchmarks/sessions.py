@@ -22,10 +22,11 @@ from typing import Any
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tqdm import tqdm
 
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint import DEMO
 from mlx_mtp.cli.display import table
 from mlx_mtp.server.api.completions import ChatBody
-from mlx_mtp.server.command_line import check, make_parser
+from mlx_mtp.server.command_line import make_parser
+from mlx_mtp.server.options import check
 from scripts.shared import SOURCES, script_parser
 from tests.support.checkpoints import first_layers
 from tests.support.server_process import Server, serve

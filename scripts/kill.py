@@ -22,7 +22,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint import DEMO
 from scripts.serve_many import ask, plain_text, random_request
 from scripts.shared import script_parser
 from tests.support.checkpoints import first_layers

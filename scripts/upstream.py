@@ -22,7 +22,7 @@ from mlx_lm import utils
 from tqdm import tqdm
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint import DEMO
 from scripts.shared import script_parser
 
 MODULES = ("test_generate", "test_prompt_cache")

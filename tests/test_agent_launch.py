@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from mlx_mtp import launch
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint import DEMO
 from mlx_mtp.files import SERVERS, cache_file, keep, read_own
-from mlx_mtp.server.command_line import flags_of
+from mlx_mtp.server.options import flags_of
 from tests.support.commands import refusal, run_command
 from tests.support.models import TRAINED
 from tests.support.requests import options_of

@@ -25,7 +25,7 @@ from mlx_mtp.core.decoding import head
 from mlx_mtp.core.decoding.decoder import Decoder
 from mlx_mtp.core.layers.drafting import DraftLMHead
 from mlx_mtp.core.sampling.sampler import Sampler
-from mlx_mtp.memory import FAILED_PASS
+from mlx_mtp.errors import FAILED_PASS
 from tests.support.batches import AT_ONCE, Fault, faulty, run
 from tests.support.decoding import mtp, plain
 from tests.support.distribution import PROMPT

@@ -17,11 +17,11 @@ from prompt_toolkit.output import DummyOutput
 import mlx_mtp
 from mlx_mtp import PromptStore
 from mlx_mtp import chat as command
-from mlx_mtp.chat import Conversation, main, make_parser
+from mlx_mtp.chat import Conversation, main
+from mlx_mtp.cli.parsers import chat_parser
 from mlx_mtp.core.caches.prompt_cache import n_tokens
-from mlx_mtp.errors import MTPError
+from mlx_mtp.errors import FAILED_PASS, MTPError
 from mlx_mtp.generate import GenerationResponse
-from mlx_mtp.memory import FAILED_PASS
 from tests.support.commands import refusal, run_command
 from tests.support.decoding import interrupt_at, plain, text_of
 from tests.support.models import TRAINED
@@ -39,7 +39,7 @@ def started(trained, *flags, chat_template=None, store=None) -> Conversation:
     """A conversation with a model that has no chat template of its own."""
     model, tokenizer = trained
     tokenizer = TokenizerWrapper(tokenizer._tokenizer, chat_template=chat_template)
-    args = make_parser().parse_args(["--num-draft-tokens", "2", "-m", "12", *flags])
+    args = chat_parser().parse_args(["--num-draft-tokens", "2", "-m", "12", *flags])
     return Conversation(args, model, tokenizer, store)
 
 

@@ -213,14 +213,51 @@ def test_a_template_that_the_model_cannot_render_ends_the_server(monkeypatch, ca
 
 def test_help_lists_the_commands(capsys):
     _, out, _ = run_command(main, capsys)
-    for name, (module, _) in COMMANDS.items():
+    for name, (_, parser, _) in COMMANDS.items():
         assert f"  {name} " in out
-        assert resolve_name(module).make_parser().prog.replace(".", " ") == f"mlx_mtp {name}"
+        assert resolve_name(parser)().prog.replace(".", " ") == f"mlx_mtp {name}"
         told = run_command(main, capsys, name, "--help")[1]
         assert told.startswith("usage: ")
         assert run_command(main, capsys, "help", name) == (0, told, "")
     assert run_command(main, capsys, "--help") == run_command(main, capsys, "help") == (0, out, "")
     assert run_command(main, capsys, "--version") == (0, f"mlx_mtp {mlx_mtp.__version__}\n", "")
+
+
+IMPORTS = """
+import sys
+{first}
+sys.modules["mlx_mtp.server.serve"] = None  # importing it fails
+before = set(sys.modules)
+import mlx_mtp
+from mlx_mtp import __main__
+assert {{*mlx_mtp.__all__}} <= {{*dir(mlx_mtp)}}
+for argv in {calls!r}:
+    sys.argv = ["mlx_mtp", *argv.split()]
+    try:
+        __main__.main()
+    except (SystemExit, ImportError):
+        pass
+new = set(sys.modules) - before
+print(len(new), *new & {{"mlx_lm", "transformers", "numpy", "pydantic"}}, file=sys.stderr)
+"""
+OF_MLX_LM = ("generate", "chat", "server", "launch", "convert")  # with flags of mlx-lm
+
+
+@pytest.mark.parametrize(
+    ("first", "calls", "most"),
+    [
+        ("", ["", "--version", "genrate", "launch", "server"], 300),
+        ("", [f"{name} --help" for name in COMMANDS if name not in OF_MLX_LM], 300),
+        ("import mlx_lm.chat", [f"{name} --help" for name in OF_MLX_LM], 100),
+    ],
+)
+def test_what_answers_at_once_imports_little(first, calls, most):
+    """No library of models, or those that mlx-lm itself imports, more than 600 modules."""
+    program = IMPORTS.format(first=first, calls=calls)
+    err = subprocess.run([sys.executable, "-c", program], env={"PATH": ""}, capture_output=True, text=True).stderr
+    n, *libraries = err.splitlines()[-1].split()
+    assert (libraries, int(n) <= most) == ([], True), err
+    assert ("[INFO] Importing mlx-lm and the server\n" in err) == ("server" in calls)
 
 
 def test_an_unknown_command_is_one_line(capsys):
@@ -337,7 +374,7 @@ def test_doctor_downloads_no_weights(hub, tmp_path, capsys, monkeypatch):
 ROOT = Path(__file__).parents[1]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 del SCRIPTS["mlx_mtp"]
-PARSERS = {name: resolve_name(module).make_parser() for name, (module, _) in COMMANDS.items()}
+PARSERS = {name: resolve_name(parser)() for name, (_, parser, _) in COMMANDS.items()}
 PATTERNS = "*.md docs/**/*.md convert/*.md examples/* benchmarks/*.py scripts/**/*.py scripts/*.toml src/**/*.py"
 OF_EARLIER_VERSIONS = ("CHANGELOG.md", "compare_versions.py")
 FILES = [file for pattern in PATTERNS.split() for file in ROOT.glob(pattern) if file.is_file()]
@@ -426,7 +463,7 @@ def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
     load, drafting = Mock(side_effect=MTPError("enough")), ("generate", "chat", "benchmark")
     given = {"draft_vocab": 64, "mtp_bits": 4, "draft_head_bits": 8, "dtype": "float16"}
     flags_of_it = " ".join(f"--{option.replace('_', '-')} {n}" for option, n in given.items())
-    for module in ("cli.flags", "benchmark.__main__", "generate.demo"):
+    for module in ("cli.arguments", "benchmark.__main__", "generate.demo"):
         monkeypatch.setattr(resolve_name(f"mlx_mtp.{module}"), "load", load)
     for name, flags, option, want in (
         *((name, f"--mtp {head}", "mtp", head or "auto") for name, head in product(drafting, ("", "a/b"))),

@@ -19,7 +19,7 @@ from mlx_lm.tuner import callbacks, trainer
 from tokenizers import Tokenizer
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint import DEMO
 from mlx_mtp.core.caches import rows
 
 # As attributes of mlx_lm these two are functions.

@@ -17,8 +17,9 @@ from huggingface_hub import ModelCard
 
 import mlx_mtp
 from mlx_mtp.checkpoint.hub import fetch
+from mlx_mtp.cli.parsers import convert_parser
 from mlx_mtp.convert import conversion, convert
-from mlx_mtp.convert.__main__ import inspect, main, make_parser
+from mlx_mtp.convert.__main__ import inspect, main
 from mlx_mtp.images.tower import PATCH_KERNEL, split_tower
 from mlx_mtp.memory import size
 from tests.support.checkpoints import (
@@ -291,10 +292,10 @@ def test_the_command_ends_with_the_result_and_the_next_command(capsys, tmp_path)
     assert re.fullmatch(rf"\[INFO\] Wrote {tmp_path}/my model, [\d.]+ MB", wrote)
     assert following == f"[INFO] Next: `mlx_mtp chat --mtp --model '{tmp_path}/my model'`"
     # Its flags are the function's arguments
-    args = vars(make_parser().parse_args([]))
+    args = vars(convert_parser().parse_args([]))
     assert args.keys() - {"recipe", "inspect"} == signature(convert).parameters.keys()
     assert args["vision"] is True
-    assert make_parser().parse_args(["--no-vision"]).vision is False
+    assert convert_parser().parse_args(["--no-vision"]).vision is False
 
 
 def test_bad_arguments_are_refused_before_loading(monkeypatch, capsys, tmp_path):

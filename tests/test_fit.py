@@ -22,7 +22,8 @@ from mlx_mtp.fit import __main__ as command
 from mlx_mtp.fit import fitting, training
 from mlx_mtp.fit import texts as texts_of_a_fit
 from mlx_mtp.fit.fitting import compare
-from mlx_mtp.fit.texts import Document, FitOptions, Split, answer_all, prepare, read_corpus, split
+from mlx_mtp.fit.options import FitOptions
+from mlx_mtp.fit.texts import Document, Split, answer_all, prepare, read_corpus, split
 from mlx_mtp.fit.training import DraftLoss, iterate_batches, make_trainable, record, train_head
 from tests.support.checkpoints import config_of, differing, make_adapter, parameters, quantize_head, write
 from tests.support.commands import refusal, run_command

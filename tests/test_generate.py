@@ -13,11 +13,12 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetoke
 from PIL import Image
 
 import mlx_mtp
-from mlx_mtp.cli.flags import check_generation_flags, sampler_of
+from mlx_mtp.cli.arguments import check_generation_flags, sampler_of
+from mlx_mtp.cli.parsers import generate_parser
 from mlx_mtp.core.sampling.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
+from mlx_mtp.errors import FAILED_PASS
 from mlx_mtp.generate import __main__ as command
-from mlx_mtp.generate.__main__ import main, make_parser
-from mlx_mtp.memory import FAILED_PASS
+from mlx_mtp.generate.__main__ import main
 from tests.support.checkpoints import copied, no_head
 from tests.support.commands import refusal, run_command
 from tests.support.models import TRAINED
@@ -159,7 +160,7 @@ def test_sampler_of_flags(trained):
         ("--no-mtp --seed 5", TokenMatch),
         ("", RejectionSampling),
     ):
-        args = make_parser().parse_args(["--temp", "1", *flags.split()])
+        args = generate_parser().parse_args(["--temp", "1", *flags.split()])
         assert type(make_acceptance(sampler_of(args, trained[1]))) is acceptance, flags
 
 
@@ -187,7 +188,7 @@ def test_a_head_that_could_be_downloaded_is_named(monkeypatch, capsys, tmp_path)
     no_head(headless := copied(tmp_path))
     cut = "stopped at 5 tokens (--max-tokens)\n"
     for found, note in ((None, ""), (("org/base", 2**30), "--mtp downloads the MTP head of org/base once, 1.07 GB.\n")):
-        monkeypatch.setattr("mlx_mtp.cli.flags.head_to_fetch", lambda name, found=found: found)
+        monkeypatch.setattr("mlx_mtp.cli.arguments.head_to_fetch", lambda name, found=found: found)
         status, out, err = run(capsys, "--model", headless, "-m", 5)
         assert (status, "Generation: 5 tokens" in out, "Drafts" in out) == (0, True, False)
         assert err == (note and f"Generating without drafts: {note}") + cut
@@ -203,14 +204,14 @@ OUT_OF_RANGE = [
 
 
 def test_refuses_a_flag_out_of_range_before_loading(monkeypatch, capsys):
-    monkeypatch.setattr(command.flags, "load", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(command.arguments, "load", lambda *args, **kwargs: pytest.fail("loaded"))
     for flags in OUT_OF_RANGE:
         flag, value = flags.split()
         name = flag.removeprefix("--").replace("-", "_")  # in errors of the library
         pattern = rf"mlx_mtp generate: error: ({flag}|{name}) must be .*, not {value}(\.0)?\.\n"
         assert re.fullmatch(pattern, refused(capsys, flag, value)), flags
     for flags in ("--max-tokens -1", f"--seed {2**64 - 1}", "--top-p 0", "--temp 0", "--kv-bits 3"):
-        check_generation_flags(make_parser().parse_args(flags.split()))
+        check_generation_flags(generate_parser().parse_args(flags.split()))
 
 
 def test_stop_tokens_are_given_by_text_or_by_id(trained):
@@ -230,7 +231,7 @@ def test_a_failure_of_the_gpu_is_one_line_and_nothing_of_it_is_kept(monkeypatch,
     assert err.startswith(f"mlx_mtp generate: error: {error} A pass has failed on this device")
     # The prompt was computed before the first step.
     assert (len([*tmp_path.glob("*.safetensors")]) > 0) == (name == "async_eval")
-    monkeypatch.setattr(command.flags, "load", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(command.arguments, "load", Mock(side_effect=KeyboardInterrupt))
     assert run(capsys) == (130, "", "")
 
 
@@ -290,4 +291,4 @@ def test_the_prompt_has_escapes_and_standard_input_has_none(capsys, monkeypatch)
         assert run(capsys, "--prompt", prompt, "--ignore-chat-template", stdin=text)[0] == 0
     encode = mlx_mtp.load(TRAINED)[1].encode
     assert seen == [encode("\nabla C:\new\table"), encode(text)]
-    assert "use '-' for text as it is" in " ".join(make_parser().format_help().split())
+    assert "use '-' for text as it is" in " ".join(generate_parser().format_help().split())

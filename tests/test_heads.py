@@ -17,7 +17,7 @@ from mlx_mtp.checkpoint.heads import acceptance
 from mlx_mtp.checkpoint.heads.acceptance import PARTS
 from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.convert.__main__ import main as convert
-from mlx_mtp.fit import fit
+from mlx_mtp.fit.fitting import fit
 from mlx_mtp.generate.__main__ import main as generate
 from tests.support import profiles
 from tests.support.bad_checkpoints import configured

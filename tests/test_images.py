@@ -26,7 +26,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mlx_mtp import PromptStore, stream_generate
 from mlx_mtp import chat as command
-from mlx_mtp.chat import Conversation, make_parser, obey
+from mlx_mtp.chat import Conversation, obey
+from mlx_mtp.cli.parsers import chat_parser
 from mlx_mtp.generate import __main__ as generate_command
 from mlx_mtp.images import open as opening
 from mlx_mtp.images.open import MAX_RATIO, Processor, decode_url, open_image
@@ -355,7 +356,7 @@ def test_the_command(files, capsys):
 
 @pytest.mark.parametrize("stored", [False, True], ids=["prompt cache", "prompt store"])
 def test_a_chat_with_pictures(stored, model, tokenizer, files, monkeypatch):
-    args = make_parser().parse_args(["--mtp", "--num-draft-tokens", "2", "-m", "8", "--model", str(FOLDER)])
+    args = chat_parser().parse_args(["--mtp", "--num-draft-tokens", "2", "-m", "8", "--model", str(FOLDER)])
     chat, text = Conversation(args, model, tokenizer, PromptStore(model) if stored else None), []
     for i, (query, file) in enumerate(zip(("a", "b"), files), 1):
         obey(f"/image '{file}'", chat)

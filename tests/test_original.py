@@ -19,8 +19,9 @@ from mlx_mtp.checkpoint.heads import originals
 from mlx_mtp.checkpoint.heads.acceptance import FLOOR
 from mlx_mtp.checkpoint.heads.originals import MAX_STEPS, fetch_missing_head, fetched_heads, head_to_fetch
 from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
-from mlx_mtp.server.command_line import check, make_parser
+from mlx_mtp.server.command_line import make_parser
 from mlx_mtp.server.engine.models import ModelProvider
+from mlx_mtp.server.options import check
 from tests.support.bad_checkpoints import configured, dropped
 from tests.support.checkpoints import WEIGHTS, accepting, config_of, configure, converted, copied, edit, loaded, no_head
 from tests.support.commands import refused

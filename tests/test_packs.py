@@ -19,7 +19,7 @@ from mlx_mtp.checkpoint.part import own_weights
 from mlx_mtp.convert.__main__ import inspect, main
 from mlx_mtp.core.models.prism_hadamard_qwen35 import FAMILY
 from mlx_mtp.core.models.shard import check_shard
-from mlx_mtp.fit import fit
+from mlx_mtp.fit.fitting import fit
 from tests.support.checkpoints import accepting, config_of, configure, converted, edit, parameters, tensors, write_tiny
 from tests.support.commands import report, run_command
 from tests.support.decoding import PROMPT

@@ -22,7 +22,7 @@ from mlx_mtp.core.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.core.caches import rows
 from mlx_mtp.core.caches.prompt_cache import PromptCache, open_prompt_cache
 from mlx_mtp.core.caches.recurrent import RecurrentCache
-from mlx_mtp.memory import FAILED_PASS
+from mlx_mtp.errors import FAILED_PASS
 from mlx_mtp.prompt_store import arrays
 from mlx_mtp.prompt_store import store as store_module
 from mlx_mtp.prompt_store.store import EVERY, LAST, LINE, OPENING, choose_cuts, message_ends

@@ -36,9 +36,9 @@ ARROWS = {
     "drafts": {"caches", "layers", "models", "pacing", "sampling", "text"},
     "decoding": {"caches", "distributed", "drafts", "layers", "models", "pacing", "sampling", "text", "traces"},
     "batch": {"caches", "decoding", "distributed", "drafts", "layers", "memory", "models", "pacing"},
-    "prompt_store": {"caches", "memory"},
+    "prompt_store": {"caches", "files", "memory"},
     # It tries heads that it has fetched.
-    "checkpoint": LIBRARY - {"drafts", "prompt_store", "sampling", "text"} | {"files", "layers", "prompts"},
+    "checkpoint": LIBRARY - {"drafts", "prompt_store", "text"} | {"files", "layers", "prompts"},
     "cli": LIBRARY - {"batch", "decoding", "models", "text"} | {"files", "layers", "traces"},
     **{command: LIBRARY | {"layers"} | SHARED for command in COMMANDS},
     "chat": LIBRARY | SHARED | {"generate"},  # an answer is generated as there
@@ -134,6 +134,10 @@ def test_public_names():
     names += "MTPError MTPModule PromptStore TextOptions __version__ batch_generate convert generate load make_grammar "
     names += "make_prompt_cache make_sampler mtp_generate_step stream_generate"
     assert mlx_mtp.__all__ == names.split()
+    (checked,) = [node for node in tree_of("mlx_mtp").body if isinstance(node, ast.If)]  # what type checkers read
+    read = {a.name: f".{node.module}" for node in checked.body for a in node.names}
+    assert read == mlx_mtp._MODULES
+    assert {*mlx_mtp.__all__} == {*read, "MTPError", "__version__"}
     assert (PACKAGE / "py.typed").exists()
     assert mlx_mtp.DEMO.is_dir()
     assert mlx_mtp.MAX_DRAFT_TOKENS == 8

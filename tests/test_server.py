@@ -20,8 +20,7 @@ from mlx_lm import server as stock
 from mlx_lm.server import convert_chat
 from openai import OpenAI
 
-from mlx_mtp.checkpoint import hub
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint import DEMO, hub
 from mlx_mtp.errors import MTPError
 from mlx_mtp.memory import Account
 from mlx_mtp.server import serve as command

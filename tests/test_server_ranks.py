@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint import DEMO
 from mlx_mtp.core.distributed import LOST
 from mlx_mtp.server.engine.engine import Clients
 from mlx_mtp.server.request import Request, drop

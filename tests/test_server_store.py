@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.core.caches.prompt_cache import PromptCache
-from mlx_mtp.memory import FAILED_PASS
+from mlx_mtp.errors import FAILED_PASS
 from mlx_mtp.prompt_store import PromptStore
 from mlx_mtp.prompt_store.disk import Folder
 from mlx_mtp.prompt_store.store import LINE

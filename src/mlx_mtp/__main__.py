@@ -2,25 +2,40 @@
 
 import sys
 from difflib import get_close_matches
+from itertools import takewhile
 from pkgutil import resolve_name
 
 from ._version import __version__
 from .cli.display import one_line_errors
 from .errors import MTPError
 
+PARSERS = "mlx_mtp.cli.parsers"
+# The place of each command, that of its parser, which imports less, and its use
 COMMANDS = {
-    "demo": ("mlx_mtp.generate.demo", "compare generation with and without drafts"),
-    "generate": ("mlx_mtp.generate.__main__", "generate text"),
-    "chat": ("mlx_mtp.chat", "chat with a model"),
-    "server": ("mlx_mtp.server.__main__", "serve a model to apps and coding agents"),
-    "launch": ("mlx_mtp.launch", "start a coding agent with a server of its own"),
-    "convert": ("mlx_mtp.convert.__main__", "convert a model, and keep or add its MTP head"),
-    "benchmark": ("mlx_mtp.benchmark.__main__", "measure the speed, and find the fastest settings"),
-    "fit": ("mlx_mtp.fit.__main__", "train the MTP head of a fine-tune"),
-    "models": ("mlx_mtp.about:models", "list published models and their names"),
-    "doctor": ("mlx_mtp.about:doctor", "check this machine and a model"),
+    "demo": ("mlx_mtp.generate.demo", f"{PARSERS}:demo_parser", "compare generation with and without drafts"),
+    "generate": ("mlx_mtp.generate.__main__", f"{PARSERS}:generate_parser", "generate text"),
+    "chat": ("mlx_mtp.chat", f"{PARSERS}:chat_parser", "chat with a model"),
+    "server": (
+        "mlx_mtp.server.__main__",
+        "mlx_mtp.server.__main__:make_parser",
+        "serve a model to apps and coding agents",
+    ),
+    "launch": ("mlx_mtp.launch", "mlx_mtp.launch:make_parser", "start a coding agent with a server of its own"),
+    "convert": (
+        "mlx_mtp.convert.__main__",
+        f"{PARSERS}:convert_parser",
+        "convert a model, and keep or add its MTP head",
+    ),
+    "benchmark": (
+        "mlx_mtp.benchmark.__main__",
+        f"{PARSERS}:benchmark_parser",
+        "measure the speed, and find the fastest settings",
+    ),
+    "fit": ("mlx_mtp.fit.__main__", "mlx_mtp.fit.__main__:make_parser", "train the MTP head of a fine-tune"),
+    "models": ("mlx_mtp.about:models", f"{PARSERS}:models_parser", "list published models and their names"),
+    "doctor": ("mlx_mtp.about:doctor", f"{PARSERS}:doctor_parser", "check this machine and a model"),
 }
-USES = "\n".join(f"  {name:<13}{use}" for name, (_, use) in COMMANDS.items())
+USES = "\n".join(f"  {name:<13}{use}" for name, (*_, use) in COMMANDS.items())
 HELP = f"usage: mlx_mtp COMMAND [flags]\n\n{USES}\n\n`mlx_mtp COMMAND --help` lists the flags of a command."
 
 
@@ -34,7 +49,11 @@ def main() -> None:
     elif command == "--version":
         print(f"mlx_mtp {__version__}")
     elif command in COMMANDS:
-        resolve_name(COMMANDS[command][0]).main()
+        place, parser, _ = COMMANDS[command]
+        if {"-h", "--help"} & {*takewhile("--".__ne__, sys.argv)}:
+            resolve_name(parser)().print_help()
+        else:
+            resolve_name(place).main()
     elif command.startswith("-"):
         after = next((word for word in sys.argv[1:] if word in COMMANDS), "COMMAND")
         raise MTPError(f"The command comes first: mlx_mtp {after} {command} ...")

@@ -13,6 +13,7 @@ import mlx.core as mx
 from huggingface_hub import constants
 
 from ._version import __version__
+from .checkpoint import DEMO, DEMO_NOTE
 from .checkpoint.catalog import published
 from .checkpoint.checks.dtype import dtype_of
 from .checkpoint.checks.memory import needs_of_checkpoint
@@ -21,12 +22,12 @@ from .checkpoint.heads.acceptance import FLOOR
 from .checkpoint.heads.formats import check_head
 from .checkpoint.heads.originals import HEAD, check_method, fetched_heads, head_to_fetch
 from .checkpoint.hub import cached_repositories, sizes_to_download
-from .checkpoint.load import DEMO, DEMO_NOTE, load
+from .checkpoint.load import load
 from .checkpoint.output import dtype_name
 from .checkpoint.reader import CheckpointReader, files_to_fetch
 from .cli.display import one_line_errors, table
-from .cli.flags import MODEL_HELP, add_flags
-from .cli.parser import finish, parse
+from .cli.parser import parse
+from .cli.parsers import doctor_parser, models_parser
 from .core.layers.mtp import has_head
 from .core.models.mixin import MTPModel
 from .errors import MTPError
@@ -43,16 +44,6 @@ class Command(NamedTuple):
         parser = self.make_parser()
         with one_line_errors(parser.prog):
             self.run(parse(parser))
-
-
-def models_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mlx_mtp models",
-        description="List the published models by their names for --model: the size of the weights and the head, the memory "
-        "of a context, whether the model fits this machine, and whether it is downloaded.",
-    )
-    parser.add_argument("--context", type=int, default=32_768, help="Length of the context in tokens.")
-    return finish(parser)
 
 
 def show_models(args: argparse.Namespace) -> None:
@@ -73,20 +64,6 @@ def show_models(args: argparse.Namespace) -> None:
         f"MLX may use {account.limit / GB:.0f} GB here. For more bits, add -8bit or -bf16 to a name, where published.\n"
         "`mlx_mtp generate --mtp --model NAME` downloads the weights and the head of the base model, and generates."
     )
-
-
-def doctor_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mlx_mtp doctor",
-        description="Check this machine and a model: chip, memory, versions, tuned settings, caches, and whether the model has "
-        "an MTP head whose drafts it accepts. The last line is the verdict.",
-    )
-    parser.add_argument("--model", help=MODEL_HELP)
-    parser.add_argument(
-        "--json", action="store_true", help="Print one JSON object, with every figure of the self-test."
-    )
-    add_flags(parser, ["--dtype"])
-    return finish(parser)
 
 
 def show_doctor(args: argparse.Namespace) -> None:

@@ -8,25 +8,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_lm.chat import setup_arg_parser
 from mlx_lm.models import cache as stock
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from platformdirs import user_state_path
 
-from .checkpoint.load import DEMO
 from .checkpoint.settings import sampling_defaults
-from .cli import flags
+from .cli import arguments
 from .cli.display import one_line_errors, paint, prompt_progress, sentence, typed
-from .cli.parser import extend, finish, parse
+from .cli.flags import SAMPLING
+from .cli.parser import parse
+from .cli.parsers import chat_parser
 from .core.caches.prompt_cache import make_prompt_cache, n_tokens
 from .core.distributed import Ranks
 from .core.models.mixin import MTPModel
-from .errors import MTPError, as_mtp_error, is_mendable, require
+from .errors import MTPError, advice, as_mtp_error, is_mendable, require
 from .files import make_folder
 from .generate.stream import GenerationResponse, stream_generate
 from .images.open import open_image
 from .images.prompt import PLACEHOLDER, vision_of
-from .memory import advice
 from .prompt_store import PromptStore
 
 if TYPE_CHECKING:
@@ -37,33 +36,21 @@ PROMPT, CONTINUATION = ">> ", ".. "
 HISTORY = user_state_path("mlx_mtp", appauthor=False) / "chat_history"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    description = "Chat with a model, with drafts of its own MTP head."
-    parser = extend(setup_arg_parser(), "mlx_mtp chat", description)
-    flags.add_sampling(parser)
-    flags.add_drafting(parser)
-    parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
-    flags.add_flags(parser, ["--images"])
-    thinking = "Turn thinking on or off (default: on, if the model supports it)."
-    parser.add_argument("--thinking", choices=("on", "off"), help=thinking)
-    return finish(parser)
-
-
 @one_line_errors("mlx_mtp chat")
 def main() -> None:
     require("chat", "mlx_mtp chat")
-    args = parse(make_parser())
-    flags.check_generation_flags(args)
-    flags.check_prompt_cache_dir(args)
-    flags.check_alone(args, "adapter_path", "prompt_cache_dir", "images")
-    model, tokenizer, config = flags.load_model(args, args.images, vision="auto" if args.images else True)
+    args = parse(chat_parser())
+    arguments.check_generation_flags(args)
+    arguments.check_prompt_cache_dir(args)
+    arguments.check_alone(args, "adapter_path", "prompt_cache_dir", "images")
+    model, tokenizer, config = arguments.load_model(args, args.images, vision="auto" if args.images else True)
     ranks = getattr(model, "ranks", None)  # missing in models of plain mlx-lm
-    sampling = sampling_defaults(args.model, flags.given_sampling(args), ranks)
-    for flag, name in flags.SAMPLING.items():
+    sampling = sampling_defaults(args.model, arguments.given_sampling(args), ranks)
+    for flag, name in SAMPLING.items():
         setattr(args, flag, getattr(sampling, name))
-    flags.check_model_flags(args, config)
-    flags.settle_drafts(args, model)
-    with flags.open_prompt_store(args, model) as store:
+    arguments.check_model_flags(args, config)
+    arguments.settle_drafts(args, model)
+    with arguments.open_prompt_store(args, model) as store:
         conversation = Conversation(args, model, tokenizer, store)
         print(f"[INFO] Starting chat session with {args.model}.\n[INFO] Sampling: {sampling}.\n{HELP}")
         read = make_reader()
@@ -147,9 +134,9 @@ class Conversation:
                     self.tokenizer,
                     text,
                     mtp=self.args.mtp,
-                    options=flags.text_options(self.args),
+                    options=arguments.text_options(self.args),
                     prefill_step_size=self.args.prefill_step_size,
-                    sampler=flags.sampler_of(self.args, self.tokenizer, self.turn),
+                    sampler=arguments.sampler_of(self.args, self.tokenizer, self.turn),
                     prompt_cache=self.cache,
                     prompt_store=self.store,
                     images=[*self.shown, *images],

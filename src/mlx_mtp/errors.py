@@ -1,4 +1,4 @@
-"""The errors that a user can mend. Commands print them in one line; every other error keeps its traceback."""
+"""The errors that a user can mend, which commands print in one line, and those of the device. Others keep their traceback."""
 
 import sys
 from collections.abc import Iterator
@@ -12,6 +12,8 @@ EXTRAS = {  # of pip install 'mlx-mtp[server]', with the modules of each that ar
     "image": ("PIL",),
     "plot": ("matplotlib",),
 }
+SHORT = "Unable to allocate", "Insufficient Memory", "out of memory"  # in MLX's errors on Metal and CUDA
+FAILED_PASS = "Command buffer execution failed"  # in Metal's errors, such as those of memory and of time
 
 
 class MTPError(ValueError):
@@ -33,6 +35,26 @@ class MissingExtra(ImportError, MTPError):
 def is_mendable(error: BaseException) -> bool:
     """Whether the user can mend an error: one of this package's, or one of the system, such as a full disk."""
     return isinstance(error, MTPError) or (isinstance(error, OSError) and error.errno is not None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the system has no more memory, which other programs may have taken."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in SHORT)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether a pass has failed on the GPU: arrays that it should have computed have other values."""
+    return isinstance(error, RuntimeError) and FAILED_PASS in str(error)
+
+
+def advice(error: BaseException | None) -> str | None:
+    """What to do about an error of the device, of memory or of a failed pass; ``None`` for other errors."""
+    if not isinstance(error, RuntimeError) or not (is_device_error(error) or is_out_of_memory(error)):
+        return None
+    return (
+        "A pass has failed on this device, for lack of memory or because it took too long: use a shorter context, a smaller "
+        "--prefill-step-size, or a smaller --max-memory."
+    )
 
 
 @contextmanager

@@ -90,7 +90,8 @@ def main() -> None:
         raise MTPError(f"{e} (The client's own arguments follow --.)") from e
     if (path := shutil.which(args.client)) is None:
         raise MTPError(f"{args.client} is not installed: {INSTALL[args.client]}")
-    from .server.command_line import CLIENTS, address_of, check, flags_of
+    from .server.agents import CLIENTS
+    from .server.options import address_of, check, flags_of
 
     options, defaults = check(args), flags_of(parser.parse_args([args.client])) | {"keep": args.keep}
     given = {name: value for name, value in flags_of(args).items() if name == "model" or value != defaults[name]}

@@ -24,8 +24,6 @@ CACHE_SHARE = 0.5  # of the memory left by the model; the rest is for activation
 GROWTH = 50_000_000  # bytes that Python, threads and traces took while 30 requests ran, see scripts/serve_limited.py
 EVERY = 0.05  # seconds between two queries of the system, which are slower than MLX's
 WORKING_SET = "max_recommended_working_set_size", "total_memory", "memory_size"  # on Metal, on CUDA, on either
-SHORT = "Unable to allocate", "Insufficient Memory", "out of memory"  # in MLX's errors on Metal and CUDA
-FAILED_PASS = "Command buffer execution failed"  # in Metal's errors, such as those of memory and of time
 CONTEXT = 2048  # the shortest text that a model must have room for, in tokens
 CHUNK = 2048  # tokens of a prompt that one pass prefills, by default
 NGRAM_SHARE = 0.6  # of the memory, for a model with its n-gram tables, which are otherwise read from their files
@@ -39,26 +37,6 @@ FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
 FEWEST_FUSED, FEWEST_FUSED_256 = 9, 1024
 
 log = logging.getLogger(__name__)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the system has no more memory, which other programs may have taken."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in SHORT)
-
-
-def is_device_error(error: BaseException) -> bool:
-    """Whether a pass has failed on the GPU: arrays that it should have computed have other values."""
-    return isinstance(error, RuntimeError) and FAILED_PASS in str(error)
-
-
-def advice(error: BaseException | None) -> str | None:
-    """What to do about an error of the device, of memory or of a failed pass; ``None`` for other errors."""
-    if not isinstance(error, RuntimeError) or not (is_device_error(error) or is_out_of_memory(error)):
-        return None
-    return (
-        "A pass has failed on this device, for lack of memory or because it took too long: use a shorter context, a smaller "
-        "--prefill-step-size, or a smaller --max-memory."
-    )
 
 
 def check_device() -> None:

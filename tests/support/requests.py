@@ -9,10 +9,11 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.memory import sizes_of
 from mlx_mtp.server.app import APIS, make_app
-from mlx_mtp.server.command_line import Options, check, make_parser
+from mlx_mtp.server.command_line import make_parser
 from mlx_mtp.server.engine.admission import Admission
 from mlx_mtp.server.engine.engine import Clients, Engine
 from mlx_mtp.server.frontend import Frontend, Items
+from mlx_mtp.server.options import Options, check
 from mlx_mtp.server.request import Metrics, Prompt, Request
 
 ASK = [{"role": "user", "content": "a"}]

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mtp.checkpoint import load
-from mlx_mtp.memory import FAILED_PASS
+from mlx_mtp.errors import FAILED_PASS
 from mlx_mtp.server import serve
 from mlx_mtp.server.engine import engine
 from mlx_mtp.server.engine.admission import Admission

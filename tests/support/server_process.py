@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.server.command_line import check_model
+from mlx_mtp.server.options import check_model
 from mlx_mtp.server.serve import Server as HTTPServer
 from mlx_mtp.server.serve import listen
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from mlx.utils import tree_flatten
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mlx_mtp.checkpoint.load import DEMO
+from mlx_mtp.checkpoint import DEMO
 
 from .checkpoints import write
 from .models import DATA, tiny_config, tiny_model

@@ -11,14 +11,15 @@ from typing import Any
 import mlx.core as mx
 
 from .. import prompts
-from ..checkpoint import settings
+from ..checkpoint import DEMO, settings
 from ..checkpoint.heads.originals import check_method, fetch_missing_head
 from ..checkpoint.hub import fetch
-from ..checkpoint.load import DEMO, load
+from ..checkpoint.load import load
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
+from ..cli.arguments import check_alone, check_head, load_options
 from ..cli.display import one_line_errors, table
-from ..cli.flags import LOADING, MODEL_HELP, add_flags, check_alone, check_head, check_limits, load_options
-from ..cli.parser import finish, flag_of, parse
+from ..cli.parser import check_limits, flag_of, parse
+from ..cli.parsers import benchmark_parser
 from ..core.pacing.depth import MAX_DRAFT_TOKENS
 from ..errors import MTPError, require
 from ..files import check_target, write_atomic
@@ -52,48 +53,9 @@ LIMITS = {flag: (low, math.inf) for flag, low in (("max_tokens", 2), ("prefill",
 LIMITS["compare_depths"] = (1, MAX_DRAFT_TOKENS)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mlx_mtp benchmark",
-        description="Compare the speed of MTP and plain mlx-lm, alternating on the same prompts.",
-        conflict_handler="resolve",  # an added flag replaces the flag of the same name
-    )
-    add = parser.add_argument
-    add("--model", help=MODEL_HELP)
-    add(
-        "--prompts",
-        metavar="FILE|KIND",
-        help="A file of prompts, separated by lines of three dashes, or a built-in set: nine (kinds of request), copying "
-        "(four prompts with answers that repeat them), python (beginnings of Python files). Default: nine, or python for the "
-        "demo.",
-    )
-    context = "Lengthen each prompt to about N tokens (default: as it is), and measure each of several lengths."
-    add("--context", type=int, nargs="+", default=[0], metavar="N", help=context)
-    add("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens for each prompt (default: 128).")
-    add("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
-    depths = "Also measure the head at each fixed draft length from 1 to K, or to 4 without K."
-    add("--compare-depths", nargs="?", type=int, const=4, metavar="K", help=depths)
-    prefill = "Also time the prefill of prompts of N tokens (without N: 2048 and 8192)."
-    add("--prefill", type=int, nargs="*", metavar="N", help=prefill)
-    tuned = (
-        "Measure auto, fixed draft lengths, cheaper drafts and other ways to run passes against plain decoding, and write the "
-        "best settings to FILE (default: one in the user's cache folder, where --mtp finds it)."
-    )
-    add("--tune", nargs="?", const=True, default=False, metavar="FILE", help=tuned)
-    add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
-    picture = "Draw speed by draft length into this image; requires --compare-depths."
-    add("--plot", type=Path, metavar="FILE", help=picture)
-    head = "Use the head in HEAD, a folder or Hugging Face repo with only a head (default: the model's own)."
-    add("--mtp", nargs="?", const=True, default=True, metavar="HEAD", help=head)
-    add_flags(parser, (*LOADING, "--pipeline"))
-    # The head is always measured, without tuned settings by default.
-    add("--settings", metavar="FILE", help="Measure with the tuned settings in this file (default: no settings).")
-    return finish(parser)
-
-
 @one_line_errors("mlx_mtp benchmark")
 def main() -> None:
-    args = parse(make_parser())
+    args = parse(benchmark_parser())
     check_flags(args)
     if args.tune:
         run_tune(args)

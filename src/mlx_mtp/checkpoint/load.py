@@ -20,6 +20,7 @@ from ..core.models.mixin import MTPModel, drop_head, n_ids
 from ..errors import MTPError
 from ..images.tower import Vision, split_tower
 from ..memory import CONTEXT, Account, gpu_generation, limit_restored_on_error
+from . import AUTO, DTYPES
 from .adapters import check_adapter, with_adapter
 from .checks import dtype as dtypes
 from .checks.memory import check_memory
@@ -35,9 +36,6 @@ from .part import divide, evaluate, files_of, make_ranks, own_weights, shard
 from .reader import CheckpointReader, files_to_fetch, model_tensors
 from .settings import cheapen_drafts, check_bits, find, machine
 from .settings import read as read_settings
-
-DEMO = Path(__file__).parents[1] / "demo"
-DEMO_NOTE = "Demo model: completes Python only"
 
 Drafting = tuple[int | None, int | None, int | None]  # draft_vocab, mtp_bits, draft_head_bits
 
@@ -63,7 +61,7 @@ def load(
     draft_head_bits: int | None = None,
     vision: bool | str = True,
     ngram_memory: bool | None = None,
-    dtype: str = dtypes.AUTO,
+    dtype: str = AUTO,
     settings: bool | str | Path = True,
     tensor_group: mx.distributed.Group | None = None,
     pipeline_group: mx.distributed.Group | None = None,
@@ -128,7 +126,7 @@ def load(
         mtp = _head_if_any(checkpoint)
     is_plain = may_be_plain and not mtp
     _check_drafting(mtp, drafting, settings)
-    key = _float16_key(checkpoint, adapter_path, mtp) if prefers_float16 and dtype == dtypes.AUTO else None
+    key = _float16_key(checkpoint, adapter_path, mtp) if prefers_float16 and dtype == AUTO else None
     dtypes.check_untried(name, key, ranks)
     with raise_on_all(ranks):
         source, fetched = _head_of(checkpoint, mtp)
@@ -164,7 +162,7 @@ def load(
     with dtypes.once_in_float16(key):
         if is_cast:
             dtypes.check_float16(model, tokenizer, name)
-        tested = None if is_plain or lazy or ranks else ensure_tested(model, name, is_cast and dtype == dtypes.AUTO)
+        tested = None if is_plain or lazy or ranks else ensure_tested(model, name, is_cast and dtype == AUTO)
     if head is not None:
         may_measure = tested is not None or ranks is not None or (fetched is not None and not lazy)
         acceptance_key = key_of(checkpoint, head.source, adapter_path, drafting[1])
@@ -234,8 +232,8 @@ def _check_arguments(
         read_settings(Path(settings))
     if adapter_path is not None:
         check_adapter(adapter_path)
-    if dtype not in (dtypes.AUTO, *dtypes.DTYPES):
-        raise MTPError(f"dtype must be one of {', '.join((dtypes.AUTO, *dtypes.DTYPES))}, not {dtype!r}.")
+    if dtype not in (AUTO, *DTYPES):
+        raise MTPError(f"dtype must be one of {', '.join((AUTO, *DTYPES))}, not {dtype!r}.")
 
 
 def _check_drafting(mtp: bool | str, drafting: Drafting, settings: bool | str | Path) -> None:

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..core.distributed import Ranks, from_rank_0
 from ..core.layers.drafting import DraftLMHead, Settings
 from ..core.models.head_weights import quantize_head
 from ..core.models.mixin import MTPModel
+from ..core.sampling import Sampling
 from ..errors import MTPError, MTPFileNotFoundError
 from ..files import cache_file, check_target, write_atomic
 from .config import parse_json, read_json
@@ -143,20 +144,6 @@ def first_ids(size: int, vocab_size: int, tokenizer: TokenizerWrapper) -> list[i
         )
     others = (i for i in range(vocab_size) if i not in always)
     return sorted(always.union(islice(others, size - len(always))))
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Default sampling parameters, of generation_config.json. Without values they are mlx-lm's: the most likely token."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-
-    def __str__(self) -> str:
-        values = {name: value for name, value in asdict(self).items() if value != getattr(Sampling, name)}
-        return ", ".join(f"{name} {value}" for name, value in values.items()) or "temperature 0"
 
 
 def sampling_defaults(name: str, given: Mapping[str, float | None], ranks: Ranks | None = None) -> Sampling:

@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 from ..core.distributed import LOST, Ranks, is_loss
 from ..core.traces import n_traces
-from ..errors import MTPError, as_mtp_error, is_mendable
-from ..memory import advice
+from ..errors import MTPError, advice, as_mtp_error, is_mendable
 
 P = TypeVar("P")
 R = TypeVar("R")

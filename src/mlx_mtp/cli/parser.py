@@ -2,12 +2,11 @@
 
 import argparse
 import json
+import math
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
-
-from mlx_lm.utils import _parse_size
 
 from .._version import __version__
 from ..errors import MTPError
@@ -63,6 +62,15 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -
     return args
 
 
+def check_limits(values: Mapping[str, Any], limits: Mapping[str, tuple[float, float]]) -> None:
+    """Raise an MTPError if the value of a flag is not within its limits. Missing flags and ``None`` are not checked."""
+    for name, (low, high) in limits.items():
+        value = values.get(name)
+        if value is not None and not (low <= value <= high and value < math.inf):
+            allowed = f"{low} or more" if high == math.inf else f"from {low} to {high}"
+            raise MTPError(f"{flag_of(name)} must be {allowed}, not {value}.")
+
+
 def _explain(unknown: Sequence[str], flags: Collection[str]) -> str:
     meant: list[str] = []
     if "--q-bits" in flags and (of_head := [word for word in unknown if word.startswith("--mtp-")]):
@@ -94,6 +102,8 @@ def number_or(*words: str) -> Callable[[str], str | int]:
 
 
 def byte_size(text: str) -> int:
+    from mlx_lm.utils import _parse_size  # a second
+
     try:
         return int(_parse_size(text))
     except (ArithmeticError, KeyError, ValueError) as e:

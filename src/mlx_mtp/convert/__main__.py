@@ -1,11 +1,8 @@
 """The command line of ``mlx_mtp convert``: mlx-lm's flags, those of heads and vision encoders, recipes, and ``--inspect``."""
 
-import argparse
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-
-from mlx_lm.convert import configure_parser
 
 from ..checkpoint.catalog import Published, published
 from ..checkpoint.config import Config, check_config, family_in, skeleton
@@ -15,38 +12,16 @@ from ..checkpoint.heads.originals import check_method
 from ..checkpoint.ngram_files import find_tables, place_of
 from ..checkpoint.reader import INDEX_FILE, CheckpointReader, Tensor, Tensors, n_bytes
 from ..cli.display import one_line_errors
-from ..cli.parser import extend, finish, parse
+from ..cli.parser import parse
+from ..cli.parsers import convert_parser
 from ..errors import MTPError, MTPFileNotFoundError
 from ..memory import size, sizes_of
 from .conversion import convert
 
 
-def make_parser() -> argparse.ArgumentParser:
-    description = "Convert a Hugging Face model to MLX format, with its MTP head."
-    parser = extend(configure_parser(), "mlx_mtp convert", description)
-    add = parser.add_argument
-    # mlx-lm's flags, whose defaults depend on the mode
-    add("--q-bits", type=int, metavar="BITS", help="Bits per weight for quantization (default: 4, and 8 for mxfp8).")
-    group_size = "Group size for quantization (default: 64 for affine, 16 for nvfp4, 32 for others)."
-    add("--q-group-size", type=int, metavar="N", help=group_size)
-    recipe = "Convert the published model of this name to 4 bits; other flags take precedence."
-    add("--recipe", metavar="NAME", help=recipe)
-    add("--adapter-path", help="Fuse the trained adapter weights in this folder into the model.")
-    add("--revision", help="Branch, tag or commit of the Hugging Face repo.")
-    add("--no-mtp", dest="mtp", action="store_false", help="Convert without the MTP head.")
-    add("--graft-mtp-from", help="Add the MTP head of this original to --model, a conversion without one.")
-    add("--graft-vision-from", help="Add the vision encoder of this original to --model, a conversion without one.")
-    add("--graft-revision", help="Branch, tag or commit of the base model's Hugging Face repo.")
-    add("--no-vision", dest="vision", action="store_false", help="Convert without the vision encoder.")
-    add("--skip-check", action="store_true", help="Do not run the model to check the grafted head.")
-    inspected = "Describe a model and whether --mtp can use its head, without converting it or downloading weights."
-    add("--inspect", metavar="MODEL", help=inspected)
-    return finish(parser)
-
-
 @one_line_errors("mlx_mtp convert")
 def main() -> None:
-    parser = make_parser()
+    parser = convert_parser()
     args = vars(parse(parser))
     if (recipe := args.pop("recipe")) is not None:
         if (model := recipes().get(recipe)) is None:

@@ -1,5 +1,1 @@
 """``mlx_mtp fit``: train only the MTP head, to predict the tokens of its backbone."""
-
-from .fitting import fit
-
-__all__ = ["fit"]

@@ -8,8 +8,7 @@ from shlex import quote
 from ..cli.display import one_line_errors
 from ..cli.flags import FLAGS
 from ..cli.parser import finish, flag_of, parse
-from .fitting import fit
-from .texts import FitOptions
+from .options import FitOptions
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -36,6 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 @one_line_errors("mlx_mtp fit")
 def main() -> None:
+    from .fitting import fit
+
     args = vars(parse(make_parser()))
     if not fit(**args).is_better:
         print("The fitted head is not better by more than the uncertainty: nothing was written.", file=sys.stderr)

@@ -12,8 +12,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
+from ..checkpoint import AUTO
 from ..checkpoint.adapters import check_adapter
-from ..checkpoint.checks.dtype import AUTO, check_float16
+from ..checkpoint.checks.dtype import check_float16
 from ..checkpoint.config import Config, check_config
 from ..checkpoint.heads.formats import head_bits
 from ..checkpoint.heads.originals import check_method, fetch_missing_head
@@ -25,7 +26,8 @@ from ..cli.display import say, table
 from ..core.decoding.counts import DraftCounts
 from ..errors import MTPError
 from ..files import check_folder, write_atomic
-from .texts import FitOptions, continue_text, describe, prepare, read_texts, split
+from .options import FitOptions
+from .texts import continue_text, describe, prepare, read_texts, split
 from .training import train
 
 RESAMPLES = 2000  # resamplings of the texts, for the standard errors

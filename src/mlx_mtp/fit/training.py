@@ -39,7 +39,8 @@ from ..cli.display import say
 from ..core.models.head_weights import ROUTERS
 from ..core.models.mixin import MTPModel
 from ..files import replacing
-from .texts import Document, FitOptions, Split
+from .options import FitOptions
+from .texts import Document, Split
 
 TOP_K = 32  # the likeliest tokens of the backbone's distribution; the others have hardly any mass
 MAX_LOGITS = 1 << 25  # computed at once: 128 MiB of float32

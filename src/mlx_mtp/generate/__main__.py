@@ -9,15 +9,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_caches
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint.load import DEMO
-from ..cli import flags
+from ..checkpoint import DEMO
+from ..cli import arguments
 from ..cli.display import one_line_errors, prompt_progress, typed
-from ..cli.parser import extend, finish, flag_of, json_object, parse
+from ..cli.parser import flag_of, parse
+from ..cli.parsers import generate_parser
 from ..core.batch.ids import token_ids
 from ..core.caches.prompt_cache import open_prompt_cache
 from ..core.distributed import from_rank_0
@@ -34,32 +34,9 @@ from .stream import print_text
 SIZES = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    description = "Generate text, with drafts of the model's own MTP head."
-    parser = extend(setup_arg_parser(), "mlx_mtp generate", description)
-    add = parser.add_argument
-    prompt = (
-        r"Message to be processed by the model ('-' reads from stdin). \n and \t become a line break and a tab, but not in "
-        "stdin: use '-' for text as it is, such as LaTeX or Windows paths."
-    )
-    add("--prompt", "-p", default=parser.get_default("prompt"), help=prompt)
-    temp = (
-        "Sampling temperature (default: 0.0, the most likely token, whatever the model's generation_config.json says)"
-    )
-    add("--temp", type=float, default=0.0, help=temp)
-    add("--chat-template-config", type=json_object, default="{}", help=flags.TEMPLATE_HELP)
-    schema = "Generate JSON that follows this schema, or the schema in this file."
-    add("--json-schema", metavar="FILE|JSON", help=schema)
-    flags.add_drafting(parser)
-    add("--draft-model", help="Not supported: use mlx_lm.generate.")
-    check = "Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding."
-    add("--check", action="store_true", help=check)
-    return finish(parser)
-
-
 @one_line_errors("mlx_mtp generate")
 def main() -> None:
-    args = parse(make_parser())
+    args = parse(generate_parser())
     check_flags(args)
     caches, saved_for = load_prompt_cache(args)
     model, tokenizer = load_model(args, saved_for)
@@ -73,11 +50,11 @@ def main() -> None:
             image_prompt = read_images(vision_of(model), prompt, args.image)
             prompt, options["input_embeddings"] = image_prompt.tokens, image_prompt.embed(model)
             options["prompt_cache"] = image_prompt.cache(model, options["prompt_cache"])
-        text_options, stop_tokens = flags.text_options(args), tokenizer.eos_token_ids
+        text_options, stop_tokens = arguments.text_options(args), tokenizer.eos_token_ids
         result = check(model, mx.array(prompt), text_options, stop_tokens=stop_tokens, **options)
         print(result.report(tokenizer))
         sys.exit(0 if result.passed else 1)
-    with flags.open_prompt_store(args, model) as store, prompt_progress() as progress:
+    with arguments.open_prompt_store(args, model) as store, prompt_progress() as progress:
         text, last = print_text(
             model,
             tokenizer,
@@ -86,8 +63,8 @@ def main() -> None:
             verbose=args.verbose,
             show_drafts=args.show_drafts,
             mtp=args.mtp,
-            options=flags.text_options(args),
-            sampler=flags.sampler_of(args, tokenizer),
+            options=arguments.text_options(args),
+            sampler=arguments.sampler_of(args, tokenizer),
             max_kv_size=args.max_kv_size,
             prompt_store=store,
             images=args.image or (),
@@ -103,10 +80,12 @@ def main() -> None:
 def check_flags(args: argparse.Namespace) -> None:
     if args.draft_model is not None:
         raise MTPError(f"--draft-model runs in mlx-lm's own command: mlx_lm.generate --draft-model {args.draft_model}.")
-    flags.check_generation_flags(args)
-    flags.check_prompt_cache_dir(args, "prompt_cache_file", "check")
+    arguments.check_generation_flags(args)
+    arguments.check_prompt_cache_dir(args, "prompt_cache_file", "check")
     # A prompt cache file is for a whole model.
-    flags.check_alone(args, "prompt_cache_file", "prompt_cache_dir", "adapter_path", "image", "quantize_activations")
+    arguments.check_alone(
+        args, "prompt_cache_file", "prompt_cache_dir", "adapter_path", "image", "quantize_activations"
+    )
     if args.prompt == "-" and mx.distributed.init().size() > 1:
         raise MTPError("--prompt - reads standard input, which mlx.launch does not close: give the text instead.")
     for file in args.image or ():
@@ -132,10 +111,10 @@ def load_model(args: argparse.Namespace, saved_for: dict[str, Any]) -> tuple[nn.
         options["vision"] = "auto"
     options["tokenizer_config"] = saved_for.get("tokenizer_config", {})
     options["model_config"] = {"quantize_activations": args.quantize_activations}
-    model, tokenizer, config = flags.load_model(args, args.image is not None, **options)
-    flags.check_model_flags(args, config)
+    model, tokenizer, config = arguments.load_model(args, args.image is not None, **options)
+    arguments.check_model_flags(args, config)
     add_eos_tokens(tokenizer, args.extra_eos_token)
-    flags.settle_drafts(args, model)
+    arguments.settle_drafts(args, model)
     return model, tokenizer
 
 

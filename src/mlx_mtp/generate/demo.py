@@ -1,17 +1,16 @@
 """The command line of ``mlx_mtp demo``: one prompt without and with drafts, both speeds, and the source of each token."""
 
-import argparse
 from collections import Counter
 
-from ..checkpoint.load import DEMO, DEMO_NOTE, load
+from ..checkpoint import DEMO, DEMO_NOTE
+from ..checkpoint.load import load
 from ..cli.display import alternate, one_line_errors, paint, table
-from ..cli.flags import MODEL_HELP, add_flags
-from ..cli.parser import finish, parse
+from ..cli.parser import parse
+from ..cli.parsers import REQUEST, demo_parser
 from ..errors import MTPError
 from ..prompts import encode
 from .stream import GenerationResponse, stream_generate
 
-REQUEST = "Write a binary search in Python."
 # The demo completes Python. The prompt does not end with white space, since mlx-lm drops white space at the start of a text.
 CODE = '''class Queue:
     """A queue of items."""
@@ -30,22 +29,9 @@ ROUNDS = 3  # the runs of the median speeds are shown
 Run = list[GenerationResponse]
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mlx_mtp demo",
-        description="Generate the same text without and with drafts, and compare: tokens per second, passes of the model, and "
-        "where each token came from. Decoding is greedy, the two runs alternate, and the speeds are medians.",
-    )
-    parser.add_argument("--model", default=str(DEMO), help=MODEL_HELP)
-    parser.add_argument("--prompt", help=f"The prompt (default: {REQUEST!r}; the bundled demo completes a class).")
-    parser.add_argument("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens to generate.")
-    add_flags(parser, ["--dtype"])
-    return finish(parser)
-
-
 @one_line_errors("mlx_mtp demo")
 def main() -> None:
-    args = parse(make_parser())
+    args = parse(demo_parser())
     if args.max_tokens < 2:
         raise MTPError(f"--max-tokens must be 2 or more, not {args.max_tokens}: times start at the first token.")
     model, tokenizer = load(args.model, mtp="auto", dtype=args.dtype)

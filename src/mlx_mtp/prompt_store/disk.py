@@ -32,6 +32,7 @@ from safetensors import safe_open
 
 from ..core.caches.prompt_cache import part_of
 from ..errors import MTPError
+from ..files import MAX_DISK_BYTES
 from .arrays import Arrays, Format, Tokens, nbytes
 from .tree import File, Forest, Node, StoredArrays, above
 
@@ -39,7 +40,6 @@ LAYOUT = "5"  # version of the files; files of another version are removed
 FLUSH = 10.0  # seconds to write the rest when a store is closed
 LAST_FILE = 5.0  # seconds more for the file that is being written at that time
 READ_TIMEOUT = 5.0  # seconds to wait for a file; prefill takes over then
-MAX_DISK_BYTES = 64 * 10**9
 FREE_SHARE, FREE = 0.05, 1 << 30  # a share of the disk, and bytes: the smaller one is left free
 HEADER = 1 << 8  # bytes of a file's header for each array, at most
 OURS = re.compile(r"[0-9a-f]{32}\.safetensors")

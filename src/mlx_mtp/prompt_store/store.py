@@ -14,10 +14,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..core.caches.prompt_cache import make_prompt_cache, open_prompt_cache
 from ..core.caches.rows import KVOptions
 from ..errors import MTPError
+from ..files import MAX_DISK_BYTES
 from ..memory import Account, check_device
 from . import arrays
 from .arrays import Format, Tokens
-from .disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT, Disk, Folder, key_of
+from .disk import FLUSH, READ_TIMEOUT, Disk, Folder, key_of
 from .tree import Forest, Handle, Node, StoredArrays, is_whole
 
 # Where a prompt is cut: at positions where later texts are likely to differ, so that they resume there

@@ -1,8 +1,9 @@
 """The command ``mlx_mtp server``, which first checks that its libraries are installed."""
 
 import argparse
+import sys
 
-from ..cli.display import one_line_errors
+from ..cli.display import one_line_errors, say
 from ..errors import require
 
 NAME = "mlx_mtp server"
@@ -18,6 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     with one_line_errors(NAME):
         require("server", NAME)
+        say("Importing mlx-lm and the server", sys.stderr)  # which takes seconds
     from .serve import main
 
     main()

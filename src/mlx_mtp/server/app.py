@@ -33,15 +33,15 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._version import __version__
+from ..checkpoint import DEMO, DEMO_NOTE
 from ..checkpoint.hub import cached_repositories
-from ..checkpoint.load import DEMO, DEMO_NOTE
 from ..errors import MTPError
 from ..text.schema import Json
+from . import DEFAULT
 from .api.common import Body
 from .api.completions import ChatBody, CompletionBody
 from .api.messages import MessagesBody
 from .api.responses import ResponsesBody
-from .engine.models import DEFAULT
 from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
 from .request import ApiError, Request, Waiting, as_api_error
 

@@ -27,7 +27,7 @@ NO_LIMIT = 2**31 + 1  # max_tokens of an answer that may use the rest of the con
 LOADING = "loading"  # a request's item when its model has to be loaded first
 STARTED = "started"  # a request's item when prefill of the tokens that are not cached begins
 NO_MEMORY = "insufficient_memory"  # the code of an error 507
-Options = Namespace  # the flags of ``mlx_mtp server`` by their names, as ``command_line.check`` returns them
+Options = Namespace  # the flags of ``mlx_mtp server`` by their names, as ``check`` of options.py returns them
 
 
 class ApiError(Exception):

@@ -25,19 +25,21 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from tqdm import tqdm
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..checkpoint.load import DEMO, DEMO_NOTE
+from ..checkpoint import DEMO, DEMO_NOTE
 from ..cli.display import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
 from ..core.distributed import Ranks
 from ..errors import MTPError, MTPOSError
 from ..files import SERVERS, keep
 from ..memory import Account, size
+from .agents import CLIENTS
 from .app import make_app
-from .command_line import CLIENTS, address_of, check, check_model, context_of, flags_of, make_parser
+from .command_line import make_parser
 from .engine.admission import Admission
 from .engine.engine import Engine
 from .engine.models import ModelProvider, Stores
 from .frontend import POLL, Frontend, in_thread
+from .options import address_of, check, check_model, context_of, flags_of
 from .request import Metrics, Options
 
 OPEN_FILES = 4096

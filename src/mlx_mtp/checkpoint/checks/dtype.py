@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ...checkpoint import AUTO, DTYPES
 from ...core.distributed import any_rank, from_rank_0
 from ...core.layers.mtp import has_head
 from ...core.models import family_of
@@ -26,8 +27,6 @@ from ...prompts import built_in_tokens
 
 P = ParamSpec("P")
 T = TypeVar("T")
-AUTO = "auto"
-DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16}
 FILE = "float16.json"  # of models that float16 cannot hold
 N_TOKENS = 8  # of the built-in text for which logits must be finite
 WITHOUT_BFLOAT16 = (13, 14)  # the generations of the GPUs of M1 and M2

@@ -18,7 +18,8 @@ from ...core.layers.attention import AttentionHeads, attend, by_products
 from ...core.layers.drafting import quantized_group_size
 from ...core.layers.passes import Pass
 from ...core.layers.recurrence import RecurrentHeads
-from ...memory import CHUNK, is_out_of_memory
+from ...errors import is_out_of_memory
+from ...memory import CHUNK
 
 QUERIES = (1, 2, 5, 9)
 TOKENS = (1, 4, 9, 64)  # of a recurrence

@@ -14,12 +14,12 @@ from ... import memory
 from ...errors import MTPError
 from ...images.tower import split_tower
 from ...memory import CHUNK, Account, Needs, Sizes, check_fits, size, sizes_of
+from .. import AUTO
 from ..catalog import published
 from ..config import check_config, skeleton
 from ..hub import sizes_to_download
 from ..ngram_files import without_tables
 from ..reader import FLOATS, CheckpointReader, Tensors, model_tensors
-from .dtype import AUTO
 
 # These have the dtype of all unquantized weights.
 NORMS = "layers.0.input_layernorm.weight", "layers.0.attn_hyper_connection.hc_norm.weight"

@@ -15,8 +15,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ...errors import MTPError
-from ...memory import advice
+from ...errors import MTPError, advice
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache, make_head_cache, open_prompt_cache, place_images
 from ..caches.rows import KVOptions
@@ -26,8 +25,9 @@ from ..decoding.prefill import check_embeddings
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..decoding.window import Stepped
 from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
+from . import MAX_TOKEN_GAP, MIN_DECODE_SHARE
 from .ids import TokenIds, each_prompt, token_ids
-from .scheduler import MAX_TOKEN_GAP, MIN_DECODE_SHARE, PrefillBudget, PromptResponse, Scheduler
+from .scheduler import PrefillBudget, PromptResponse, Scheduler
 
 __all__ = ["BatchGenerator", "PromptResponse", "Response"]
 

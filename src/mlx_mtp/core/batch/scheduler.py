@@ -28,9 +28,8 @@ from ..distributed import Ranks, synchronize
 from ..layers.passes import on_metal
 from ..models.mixin import MTPModel
 from ..pacing.depth import Depth
+from . import MAX_TOKEN_GAP, MIN_DECODE_SHARE
 
-MAX_TOKEN_GAP = 0.5  # seconds
-MIN_DECODE_SHARE = 0.33
 PromptResponse: TypeAlias = PromptProcessingBatch.Response  # the progress of a prompt's prefill
 
 

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from ...errors import MTPError
 
+MAX_DRAFT_TOKENS = 8  # of the head in a step
 MAX_COPY_TOKENS = 16  # drafts in a window
 MAX_WINDOW = MAX_COPY_TOKENS + 1  # tokens of a sequence in a window, the first of which is committed
 

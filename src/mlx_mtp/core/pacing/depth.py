@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
-from ..layers.drafting import MAX_COPY_TOKENS
-from .step_times import FREE, HEAD, MAX_DRAFT_TOKENS, PLAIN_PLAN, Plan, StepTimes
+from ..layers.drafting import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from .step_times import FREE, HEAD, PLAIN_PLAN, Plan, StepTimes
 
 __all__ = ["MAX_COPY_TOKENS", "MAX_DRAFT_TOKENS", "Depth", "Rates"]
 # Numbers of free drafts; few, so that their times are soon known.

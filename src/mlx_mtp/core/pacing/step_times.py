@@ -6,10 +6,9 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from ..layers.drafting import Settings
+from ..layers.drafting import MAX_DRAFT_TOKENS, Settings
 from ..models.mixin import MTPModel
 
-MAX_DRAFT_TOKENS = 8
 N_LENGTHS = 4 * (MAX_DRAFT_TOKENS + 1)  # of drafts with times, from 0: the rows of a pass over four sequences
 LONG = 1024  # tokens from which on, and at each doubling, times are kept apart: those of attention grow with the keys
 TYPICAL = {0: 0.02, 1: 0.024, 2: 0.028}  # seconds, for a model whose steps were not timed when it was loaded

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import mlx.core as mx
 from mlx_lm import sample_utils
@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import apply_min_p, apply_top_p, greedy_sampler
 
 from ...errors import MTPError
+from . import AcceptanceName
 from .processors import seed_of
 
 MAX_SEED = 2**64 - 1
@@ -97,9 +98,6 @@ def draw(p: mx.array) -> mx.array:
     blocks = p.reshape(n, -1, BLOCK)
     chosen = draw(blocks.sum(axis=-1))
     return chosen * BLOCK + draw(mx.take_along_axis(blocks, chosen[:, None, None], axis=1).squeeze(1))
-
-
-AcceptanceName = Literal["rejection", "coupled", "match"]
 
 
 class Support(NamedTuple):

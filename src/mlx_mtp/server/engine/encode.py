@@ -13,8 +13,8 @@ from typing import Any
 from mlx_lm.server import convert_chat
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
-from ...checkpoint.settings import Sampling
 from ...core.models.mixin import check_ids
+from ...core.sampling import Sampling
 from ...errors import MTPError, as_mtp_error
 from ...images.open import size_of
 from ...images.prompt import CUT, LEFT_OUT, MARK, encode_marked, leave_out, place_pixels, read_pixels

@@ -20,8 +20,8 @@ import mlx.core as mx
 
 from ...core.batch.generator import PromptResponse, Response
 from ...core.distributed import LOST, Ranks, differing_ranks, is_loss
-from ...errors import MTPError, is_mendable
-from ...memory import advice, is_device_error, is_out_of_memory, size
+from ...errors import MTPError, advice, is_device_error, is_mendable, is_out_of_memory
+from ...memory import size
 from ...text.answer import Reasoning
 from ...text.detokenizer import next_text
 from ...text.grammar import llguidance_tokenizer

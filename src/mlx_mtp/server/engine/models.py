@@ -15,19 +15,20 @@ from ...checkpoint.config import context_length_of
 from ...checkpoint.hub import commit_of, fetch
 from ...checkpoint.load import load
 from ...checkpoint.settings import sampling_defaults
-from ...cli.flags import missing_head_note
+from ...cli.arguments import missing_head_note
 from ...core.distributed import Ranks
 from ...core.drafts.options import asks_for_copies
 from ...core.layers.mtp import has_head
-from ...memory import is_device_error
+from ...errors import is_device_error
+from ...files import MAX_DISK_BYTES
 from ...prompt_store import PromptStore
-from ...prompt_store.disk import FLUSH, MAX_DISK_BYTES, READ_TIMEOUT
+from ...prompt_store.disk import FLUSH, READ_TIMEOUT
 from ...prompt_store.store import cuts_of, open_folder
+from .. import DEFAULT
 from ..request import ApiError, Options, Prompt
 from .encode import BoundedTokenizer
 
 MAX_TOKENIZERS = 8
-DEFAULT = "default_model"  # mlx-lm's name for the model of --model
 
 
 class ModelProvider:

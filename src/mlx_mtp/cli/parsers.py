@@ -1,0 +1,150 @@
+"""The parsers of the commands, without the imports of what runs."""
+
+import argparse
+from pathlib import Path
+
+from ..checkpoint import DEMO
+from .flags import LOADING, MODEL_HELP, TEMPLATE_HELP, add_drafting, add_flags, add_sampling
+from .parser import extend, finish, json_object
+
+REQUEST = "Write a binary search in Python."  # of the demo
+
+
+def demo_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp demo",
+        description="Generate the same text without and with drafts, and compare: tokens per second, passes of the model, and "
+        "where each token came from. Decoding is greedy, the two runs alternate, and the speeds are medians.",
+    )
+    parser.add_argument("--model", default=str(DEMO), help=MODEL_HELP)
+    parser.add_argument("--prompt", help=f"The prompt (default: {REQUEST!r}; the bundled demo completes a class).")
+    parser.add_argument("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens to generate.")
+    add_flags(parser, ["--dtype"])
+    return finish(parser)
+
+
+def generate_parser() -> argparse.ArgumentParser:
+    from mlx_lm.generate import setup_arg_parser
+
+    description = "Generate text, with drafts of the model's own MTP head."
+    parser = extend(setup_arg_parser(), "mlx_mtp generate", description)
+    add = parser.add_argument
+    prompt = (
+        r"Message to be processed by the model ('-' reads from stdin). \n and \t become a line break and a tab, but not in "
+        "stdin: use '-' for text as it is, such as LaTeX or Windows paths."
+    )
+    add("--prompt", "-p", default=parser.get_default("prompt"), help=prompt)
+    temp = (
+        "Sampling temperature (default: 0.0, the most likely token, whatever the model's generation_config.json says)"
+    )
+    add("--temp", type=float, default=0.0, help=temp)
+    add("--chat-template-config", type=json_object, default="{}", help=TEMPLATE_HELP)
+    schema = "Generate JSON that follows this schema, or the schema in this file."
+    add("--json-schema", metavar="FILE|JSON", help=schema)
+    add_drafting(parser)
+    add("--draft-model", help="Not supported: use mlx_lm.generate.")
+    check = "Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding."
+    add("--check", action="store_true", help=check)
+    return finish(parser)
+
+
+def chat_parser() -> argparse.ArgumentParser:
+    from mlx_lm.chat import setup_arg_parser
+
+    description = "Chat with a model, with drafts of its own MTP head."
+    parser = extend(setup_arg_parser(), "mlx_mtp chat", description)
+    add_sampling(parser)
+    add_drafting(parser)
+    parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
+    add_flags(parser, ["--images"])
+    thinking = "Turn thinking on or off (default: on, if the model supports it)."
+    parser.add_argument("--thinking", choices=("on", "off"), help=thinking)
+    return finish(parser)
+
+
+def convert_parser() -> argparse.ArgumentParser:
+    from mlx_lm.convert import configure_parser
+
+    description = "Convert a Hugging Face model to MLX format, with its MTP head."
+    parser = extend(configure_parser(), "mlx_mtp convert", description)
+    add = parser.add_argument
+    # mlx-lm's flags, whose defaults depend on the mode
+    add("--q-bits", type=int, metavar="BITS", help="Bits per weight for quantization (default: 4, and 8 for mxfp8).")
+    group_size = "Group size for quantization (default: 64 for affine, 16 for nvfp4, 32 for others)."
+    add("--q-group-size", type=int, metavar="N", help=group_size)
+    recipe = "Convert the published model of this name to 4 bits; other flags take precedence."
+    add("--recipe", metavar="NAME", help=recipe)
+    add("--adapter-path", help="Fuse the trained adapter weights in this folder into the model.")
+    add("--revision", help="Branch, tag or commit of the Hugging Face repo.")
+    add("--no-mtp", dest="mtp", action="store_false", help="Convert without the MTP head.")
+    add("--graft-mtp-from", help="Add the MTP head of this original to --model, a conversion without one.")
+    add("--graft-vision-from", help="Add the vision encoder of this original to --model, a conversion without one.")
+    add("--graft-revision", help="Branch, tag or commit of the base model's Hugging Face repo.")
+    add("--no-vision", dest="vision", action="store_false", help="Convert without the vision encoder.")
+    add("--skip-check", action="store_true", help="Do not run the model to check the grafted head.")
+    inspected = "Describe a model and whether --mtp can use its head, without converting it or downloading weights."
+    add("--inspect", metavar="MODEL", help=inspected)
+    return finish(parser)
+
+
+def benchmark_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp benchmark",
+        description="Compare the speed of MTP and plain mlx-lm, alternating on the same prompts.",
+        conflict_handler="resolve",  # an added flag replaces the flag of the same name
+    )
+    add = parser.add_argument
+    add("--model", help=MODEL_HELP)
+    add(
+        "--prompts",
+        metavar="FILE|KIND",
+        help="A file of prompts, separated by lines of three dashes, or a built-in set: nine (kinds of request), copying "
+        "(four prompts with answers that repeat them), python (beginnings of Python files). Default: nine, or python for the "
+        "demo.",
+    )
+    context = "Lengthen each prompt to about N tokens (default: as it is), and measure each of several lengths."
+    add("--context", type=int, nargs="+", default=[0], metavar="N", help=context)
+    add("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens for each prompt (default: 128).")
+    add("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
+    depths = "Also measure the head at each fixed draft length from 1 to K, or to 4 without K."
+    add("--compare-depths", nargs="?", type=int, const=4, metavar="K", help=depths)
+    prefill = "Also time the prefill of prompts of N tokens (without N: 2048 and 8192)."
+    add("--prefill", type=int, nargs="*", metavar="N", help=prefill)
+    tuned = (
+        "Measure auto, fixed draft lengths, cheaper drafts and other ways to run passes against plain decoding, and write the "
+        "best settings to FILE (default: one in the user's cache folder, where --mtp finds it)."
+    )
+    add("--tune", nargs="?", const=True, default=False, metavar="FILE", help=tuned)
+    add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
+    picture = "Draw speed by draft length into this image; requires --compare-depths."
+    add("--plot", type=Path, metavar="FILE", help=picture)
+    head = "Use the head in HEAD, a folder or Hugging Face repo with only a head (default: the model's own)."
+    add("--mtp", nargs="?", const=True, default=True, metavar="HEAD", help=head)
+    add_flags(parser, (*LOADING, "--pipeline"))
+    # The head is always measured, without tuned settings by default.
+    add("--settings", metavar="FILE", help="Measure with the tuned settings in this file (default: no settings).")
+    return finish(parser)
+
+
+def models_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp models",
+        description="List the published models by their names for --model: the size of the weights and the head, the memory "
+        "of a context, whether the model fits this machine, and whether it is downloaded.",
+    )
+    parser.add_argument("--context", type=int, default=32_768, help="Length of the context in tokens.")
+    return finish(parser)
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp doctor",
+        description="Check this machine and a model: chip, memory, versions, tuned settings, caches, and whether the model has "
+        "an MTP head whose drafts it accepts. The last line is the verdict.",
+    )
+    parser.add_argument("--model", help=MODEL_HELP)
+    parser.add_argument(
+        "--json", action="store_true", help="Print one JSON object, with every figure of the self-test."
+    )
+    add_flags(parser, ["--dtype"])
+    return finish(parser)
