@@ -10,17 +10,17 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from mlx_mtp import launch
 from mlx_mtp.checkpoint import DEMO
-from mlx_mtp.files import SERVERS, cache_file, keep, read_own
+from mlx_mtp.files import SERVERS, cache_file, keep, kept, read_own
 from mlx_mtp.server.options import flags_of
 from tests.support.commands import refusal, run_command
 from tests.support.models import TRAINED
-from tests.support.requests import options_of
 from tests.support.server_process import serve_here
 
 CLIENT = f"""#!{sys.executable} -S
@@ -125,7 +125,8 @@ def server(tmp_path_factory):
     (folder / "key").write_text("sesame")
     flags = ["--model", TRAINED, "--api-key-file", str(folder / "key"), "--max-tokens", "9"]
     with serve_here(folder / "log", *flags) as server:
-        entry = {"url": f"http://127.0.0.1:{server.port}", "flags": flags_of(options_of(*flags))}
+        options, started = server.engine.frontend.options, psutil.Process().create_time()
+        entry = {"url": f"http://127.0.0.1:{server.port}", "flags": flags_of(options), "started": started}
         keep(SERVERS, str(os.getpid()), entry)
         yield server
         keep(SERVERS, str(os.getpid()), None)
@@ -144,6 +145,21 @@ def test_a_server_of_the_user_is_found_by_its_model_and_its_flags(server, monkey
     for flags in ([TRAINED, "--max-tokens", "8"], [str(DEMO)], [TRAINED, "--api-key", "b"]):
         assert run(capfd, "--model", *flags)[0] == 9
     assert {"999999999", str(os.getpid())} & read_own(cache_file(SERVERS)).keys() == {str(os.getpid())}
+
+
+@pytest.mark.parametrize("wrong", ["started", "instance"])
+def test_a_record_is_of_the_process_and_of_the_server_at_its_url(server, monkeypatch, capfd, wrong):
+    """Not of a process that had its number before a reboot, nor of a server that had its port; the first goes."""
+    entry = kept(SERVERS, str(os.getpid()))
+    old = entry | {"started": entry["started"] - 1} if wrong == "started" else entry
+    keep(
+        SERVERS, str(os.getpid()), old | {"flags": entry["flags"] | ({"instance": "b"} if wrong == "instance" else {})}
+    )
+    stranger = SimpleNamespace(pid=os.getpid(), poll=lambda: 9)  # has ended, and its number is that of the record
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda *_, **__: stranger)
+    assert run(capfd, "--model", TRAINED)[0] == (9 if wrong == "started" else 2)
+    assert (kept(SERVERS, str(os.getpid())) is None) == (wrong == "started")
+    keep(SERVERS, str(os.getpid()), entry)
 
 
 def test_what_the_server_cannot_run_is_its_own_sentence(capfd):

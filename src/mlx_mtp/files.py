@@ -13,7 +13,9 @@ from platformdirs import user_cache_path
 from .errors import MTPFileNotFoundError, MTPOSError, as_mtp_error
 
 MAX_DISK_BYTES = 64 * 10**9  # of a folder of prompt caches
-SERVERS = "servers.json"  # in the cache folder: the URL and the flags of each running server, by its process
+SERVERS = (
+    "servers.json"  # in the cache folder: the URL, the flags and the start time of each running server, by its process
+)
 
 
 def check_source(file: Path, name: str) -> None:

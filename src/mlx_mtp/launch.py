@@ -116,12 +116,19 @@ def find(given: dict[str, Any], key: str | None) -> Server | None:
     """A server of this user with these flags."""
     for pid, entry in read_own(cache_file(SERVERS)).items():
         is_same = all(entry["flags"].get(name) == value for name, value in given.items())
-        if not psutil.pid_exists(int(pid)):
+        if not is_of(int(pid), entry):
             keep(SERVERS, pid, None)
         elif is_same and (server := connect(int(pid), entry, key)) is not None:
             say(f"Using the server at {entry['url']}", sys.stderr)
             return server
     return None
+
+
+def is_of(pid: int, entry: dict[str, Any]) -> bool:
+    """Whether a record is of the process that has its number now, and not of one before it."""
+    with suppress(psutil.Error):
+        return bool(psutil.Process(pid).create_time() == entry.get("started"))
+    return False
 
 
 def connect(pid: int, entry: dict[str, Any], key: str | None) -> Server | None:
@@ -135,7 +142,7 @@ def connect(pid: int, entry: dict[str, Any], key: str | None) -> Server | None:
         request = Request(f"{entry['url']}/v1/models/default_model", headers={"Authorization": f"Bearer {key}"})
         with LOCAL.open(request, timeout=LIMIT) as answer:
             model = json.load(answer)
-        if model.get("owned_by") == "mlx_mtp":  # no other program at this port
+        if model.get("instance") == entry["flags"]["instance"]:  # no other server at this port
             return Server(pid, entry, key, model["max_input_tokens"], lease)
     return None
 
@@ -158,7 +165,7 @@ def start(words: Sequence[str], key: str | None) -> Server:
     program = [sys.executable, "-P", "-c", "from mlx_mtp.launch import serve; serve()"]
     command = [*program, "--port", "0", *words, "--api-key-file", str(lease)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
-    while (entry := kept(SERVERS, str(process.pid))) is None:
+    while not is_of(process.pid, entry := kept(SERVERS, str(process.pid)) or {}):
         if (status := process.poll()) is not None:
             sys.exit(status)
         time.sleep(0.1)

@@ -209,6 +209,7 @@ class Endpoints:
         created, path = self.frontend.created, self.frontend.models.resolve(name)
         about = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp"}
         about |= {"type": "model", "display_name": name, "lifecycle": "active"}
+        about["instance"] = self.frontend.options.instance  # by which ``mlx_mtp launch`` finds it again
         about |= {"created_at": datetime.fromtimestamp(created, UTC).isoformat()}
         about |= dict.fromkeys(("max_model_len", "max_input_tokens"))
         if path == str(DEMO):

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +30,7 @@ from .request import NO_LIMIT, Options
 
 def check(args: argparse.Namespace) -> Options:
     """Check the flags before the model is loaded, and read the API key. Return them with ``load``, the arguments of
-    ``mlx_mtp.load``, ``sampling``, the given flags of ``Sampling``, and ``kv``.
+    ``mlx_mtp.load``, ``sampling``, the given flags of ``Sampling``, ``kv``, and ``instance``, a random name of this server.
     """
     if args.draft_model is not None:
         raise MTPError(f"--draft-model runs in mlx-lm's own server: mlx_lm.server --draft-model {args.draft_model}.")
@@ -67,6 +68,7 @@ def check(args: argparse.Namespace) -> Options:
     load |= ({"vision": "auto"} if args.images else {}) | arguments.load_options(args)
     options = Options(**vars(args), load=load, sampling=arguments.given_sampling(args), kv=kv)
     options.max_tokens = NO_LIMIT if args.max_tokens == -1 else args.max_tokens
+    options.instance = token_urlsafe()
     return options
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import h11
 import mlx.core as mx
+import psutil
 import uvicorn
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 from tqdm import tqdm
@@ -111,7 +112,8 @@ def serve(options: Options, engine: Engine, sockets: list[socket.socket]) -> Non
         with options.log.open("a") as file:
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
-    keep(SERVERS, str(os.getpid()), {"url": url(host, port), "flags": flags_of(options)})
+    started = psutil.Process().create_time()
+    keep(SERVERS, str(os.getpid()), {"url": url(host, port), "flags": flags_of(options), "started": started})
     try:
         server.run(sockets=sockets)
     finally:
