@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 import mlx_mtp
 from mlx_mtp import DraftCounts, make_grammar, make_sampler
+from mlx_mtp.core.layers.drafting import DraftLMHead
 from mlx_mtp.errors import MTPError
 from mlx_mtp.server.request import ApiError, StructuredOutput
 from mlx_mtp.server.structured_output import make_output_grammar
@@ -87,10 +88,25 @@ def test_what_is_forced_is_drafted(monkeypatch):
     assert counts.n_drafted == sum(counts.of("grammar").drafted)
 
 
-def test_a_draft_vocabulary_without_allowed_tokens_drafts_wrong_ones():
-    grammar = grammar_of(TOKENS, 'start: "z"')
-    logits = mx.where(mx.arange(32) < 5, mx.arange(32), -mx.inf)[None]
-    assert mx.array_equal(grammar(mx.array(PROMPT), logits), logits)
+@pytest.mark.parametrize("sampler", [None, make_sampler(1.0, seed=3), make_sampler(1.0, top_p=0.9)])
+def test_a_draft_vocabulary_without_allowed_tokens_drafts_wrong_ones(monkeypatch, sampler):
+    model, lark = model_of("qwen3_5"), "start: /[k-z]+/"
+    monkeypatch.setattr(model.drafting, "lm_head", DraftLMHead(model.output_layer, [1, 2, 3]))
+    options = dict(max_tokens=9, sampler=sampler, num_draft_tokens=2, counts=(counts := DraftCounts()))
+    text = mtp([1, 2], model, logits_processors=[grammar_of(TOKENS, lark)], **options)
+    assert follows(lark, text)
+    assert len(text) == 9
+    assert counts.accepted[0] < counts.drafted[0]
+
+
+def test_a_grammar_that_no_token_of_the_model_continues_ends_its_text():
+    """Of a tokenizer with more tokens than the model, which would otherwise write any text."""
+    grammar = grammar_of([*TOKENS, "!"], 'start: "ab!"')
+    text = generate(
+        "batch of three", PROMPT, model_of("qwen3_5"), max_tokens=9, logits_processors=[grammar], fails=MTPError
+    )
+    assert text.tokens == [TOKENS.index("ab")]
+    assert str(text.last.error).startswith("The model's output is not a number")
 
 
 def dates(name):

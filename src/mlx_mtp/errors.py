@@ -20,6 +20,16 @@ class MTPError(ValueError):
     """A wrong argument, flag, checkpoint, file or prompt cache. The message names the remedy."""
 
 
+class NotANumberError(MTPError):
+    """The model has no distribution of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The model's output is not a number: a weight, an embedding or a prompt cache has none, a value is too large for "
+            "their type (load the model with another dtype), or a logits processor allows no token."
+        )
+
+
 class MTPOSError(OSError, MTPError):
     """A file, a folder, the disk, a port or the hub cannot be used."""
 

@@ -25,7 +25,7 @@ from ..core.distributed import synchronize
 from ..core.drafts.options import TextOptions, asks_for_copies
 from ..core.layers.mtp import has_head
 from ..core.sampling.sampler import for_one_text, thread_seed
-from ..errors import MTPError
+from ..errors import MTPError, NotANumberError
 from ..images.prompt import ImagePrompt, read_images, vision_of
 from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
@@ -146,6 +146,8 @@ def stream_generate(
     try:
         detokenizer = make_detokenizer(tokenizer)
         for r in plain_stream_generate(model, tokenizer, ids, options.max_tokens, stream=stream, **kwargs):
+            if mx.isnan(r.logprobs.sum()):
+                raise NotANumberError
             yield GenerationResponse(**vars(r) | {"text": next_text(detokenizer, r.token, r.finish_reason)})
     finally:
         if ranks is not None:
@@ -302,7 +304,7 @@ def stored_steps(
             for step in steps:
                 key.append(step[0])
                 yield step
-    except RuntimeError:  # of the device: the last steps may have computed nothing
+    except (RuntimeError, NotANumberError):  # of the device: the last steps may have computed nothing
         is_sound = False
         raise
     finally:

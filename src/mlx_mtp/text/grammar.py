@@ -94,9 +94,8 @@ class Grammar:
         allowed = bits.reshape(-1)[: logits.shape[-1]] == 1  # with end-of-text tokens where the text may end
         # A model's output layer may be larger than its vocabulary.
         allowed = mx.pad(allowed, (0, logits.shape[-1] - allowed.size))
-        masked = mx.where(allowed, logits, -mx.inf)
-        # The draft vocabulary may have none of the allowed tokens. Then all of it is allowed, and the draft will be rejected.
-        return mx.where(masked.max(axis=-1, keepdims=True) == -mx.inf, logits, masked)
+        # The draft vocabulary may have none of the allowed tokens: any draft will then be rejected.
+        return mx.where(allowed, logits, -mx.inf)
 
     def draft_source(self) -> "ForcedTokens":
         return ForcedTokens(self)

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ...errors import MTPError, advice
+from ...errors import MTPError, NotANumberError, advice
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache, make_head_cache, open_prompt_cache, place_images
 from ..caches.rows import KVOptions
@@ -375,7 +375,8 @@ def responses_of(stepped: list[Stepped], decoder: Decoder | None) -> list[Respon
         last = responses[-1]
         last.finish_reason, last.all_tokens = "error" if isinstance(s.end, Exception) else s.end, s.tokens
         # Nothing of a failed pass is kept.
-        last.prompt_cache = None if decoder is None or advice(last.error) is not None else cache_at_end(decoder, s)
+        has_failed = advice(last.error) is not None or isinstance(last.error, NotANumberError)
+        last.prompt_cache = None if decoder is None or has_failed else cache_at_end(decoder, s)
     return responses
 
 

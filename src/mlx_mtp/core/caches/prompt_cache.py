@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
-from ...errors import MTPError
+from ...errors import MTPError, NotANumberError
 from .fingerprint import SIZE
 from .indexed import adopted
 from .positions import ImageSpan, Positions, check_images
@@ -193,6 +193,8 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
             raise misfit(n_layers)
     entries[-1][FINGERPRINT], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
     evaluate([vars(c) for c in entries])  # those of a file are read now, and not while a pass waits
+    if cache.last_hidden is not None and not mx.isfinite(cache.last_hidden).all():  # it depends on all of the others
+        raise NotANumberError
     return cache
 
 

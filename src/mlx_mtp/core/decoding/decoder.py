@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...errors import MTPError
+from ...errors import MTPError, NotANumberError
 from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import KVOptions, Rows, RowsState
 from ..layers.compiled import Compiler
@@ -20,7 +20,7 @@ from .exchange import Exchange
 from .head import HeadDrafter, HeadState, columns_of
 from .prefill import prefill_part
 from .sequence import Sequence
-from .window import Choice, Drafts, Step, Stepped, Window, WindowPlan, choose, with_rows
+from .window import NO_NUMBER, Choice, Drafts, Step, Stepped, Window, WindowPlan, choose, with_rows
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
 # Hidden states [B, T, H], and the row and the column of the token before the last; ``None`` for a text's first token, [B]
@@ -74,11 +74,14 @@ class Decoder:
         """Wait for the tokens that the target model has chosen, and let the sequences take them."""
         window, every = choice.window, list[int]()
         if len(window.drafts) > 0:
-            mx.eval(choice.tokens, choice.accepted)
-        chosen: Any = choice.tokens.tolist()
+            mx.eval(choice.chosen, choice.accepted)
+        chosen: Any = choice.chosen.tolist()
         flags: Any = choice.accepted.tolist()
         n_accepted, tokens = [], []
         for b, (s, plan) in enumerate(zip(window.sequences, window.drafts.made)):
+            if s.end is None and (token := chosen[b][0]) >= (n := self.model.vocab_size):
+                wrong = f"The sampler chose the token {token}, and the model's are 0 to {n - 1}."
+                s.end = NotANumberError() if token == NO_NUMBER else MTPError(wrong)
             is_running = s.end is None
             n_accepted.append(n_leading(flags[b][: plan.k]) if is_running else 0)
             tokens.append(s.take(chosen[b][: n_accepted[b] + 1], plan, n_accepted[b]) if is_running else [])
@@ -93,7 +96,7 @@ class Decoder:
         counts = [1] * len(self) if step is None else step.counts
         if step is None:
             # Before the next pass is queued: otherwise the host would wait for both passes to read the choice.
-            mx.async_eval(choice.tokens)
+            mx.async_eval(choice.chosen)
         for b, (s, n) in enumerate(zip(self.sequences, counts)):
             s.commit(choice.tokens, b, n)
         self.drafter.extend(choice.window.hidden, choice.tokens, counts)

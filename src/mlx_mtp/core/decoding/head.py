@@ -212,7 +212,7 @@ class HeadDrafter:
                 of_group.append(proposal)
                 tokens = with_rows(tokens, members, chosen)
                 if max(p_min) > 0:
-                    highest = with_rows(highest, members, mx.exp(normalized(processed).max(axis=-1, keepdims=True)))
+                    highest = with_rows(highest, members, mx.exp(normalized(processed)[0].max(axis=-1, keepdims=True)))
             drafts.append(tokens)
             likeliest.append(highest)
         if max(p_min) > 0:

@@ -13,6 +13,7 @@ from .sequence import Sequence
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
 Stepped = tuple[Sequence, list[Token]]  # a sequence, and its tokens of a step
 
+NO_NUMBER = 1 << 31  # in place of a token where the logits are no distribution
 NO_TOKENS = mx.array([], mx.uint32)
 NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
 
@@ -55,7 +56,8 @@ class Choice:
     """The target model's tokens at the positions of a window, which the host does not know yet."""
 
     window: Window
-    tokens: mx.array  # [B, T]
+    chosen: mx.array  # [B, T]: also tokens of a caller's sampler that the model does not have, and ``NO_NUMBER``
+    tokens: mx.array  # [B, T], those that the model can read
     accepted: mx.array  # whether each draft is accepted, given those before it, [B, k]
     logprobs: mx.array  # of the sequences without logits processors, [B, T, V]
     own_logprobs: dict[int, mx.array]  # of the other sequences, by index, each [1, n, V]
@@ -87,11 +89,11 @@ class Step:
 
 def choose(window: Window) -> Choice:
     """Choose a token at every position of every sequence, in one call for all positions of sequences with equal samplers."""
-    sequences, (B, T) = window.sequences, window.logits.shape[:2]
+    sequences, (B, T, V) = window.sequences, window.logits.shape
     made, drafts = window.drafts.made, window.drafts.tokens
     is_running = [s.end is None for s in sequences]
     tokens, accepted = mx.zeros((B, T), mx.uint32), mx.zeros((B, T - 1), mx.bool_)
-    logprobs, groups = normalized(window.logits), groups_of(sequences)
+    (logprobs, are_numbers), groups = normalized(window.logits), groups_of(sequences)
     own_logprobs: dict[int, mx.array] = {}
     for members, proposals in zip(groups, window.drafts.proposals or [[]] * len(groups)):
         running = [sequences[b] for b in members if sequences[b].end is None]
@@ -101,7 +103,8 @@ def choose(window: Window) -> Choice:
             with restoring_random_state():
                 (first, *_), own = members, of_members(logprobs, members)
                 if sequences[first].options.logits_processors:
-                    own = own_logprobs[first] = _processed(window, first)
+                    own, own_numbers = _processed(window, first)
+                    own_logprobs[first], are_numbers = own, with_rows(are_numbers, members, own_numbers)
                 n = min(max(made[b].k for b in members) + 1, own.shape[1])
                 drafted = of_members(drafts, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
                 of_each = [(sequences[b], made[b]) for b in members]
@@ -112,11 +115,14 @@ def choose(window: Window) -> Choice:
         except Exception as e:  # of a sampler or processor: it ends these sequences, and no other
             for s in running:
                 s.end = e
-    return Choice(window, tokens, accepted, logprobs, own_logprobs, is_running)
+    chosen = mx.where(are_numbers, tokens, NO_NUMBER)
+    # A draft is not accepted before a position without a token: the next window begins with that.
+    accepted = accepted & (chosen[:, 1:] < V)
+    return Choice(window, chosen, mx.minimum(chosen, V - 1), accepted, logprobs, own_logprobs, is_running)
 
 
-def _processed(window: Window, b: int) -> mx.array:
-    """The log probabilities of a sequence with logits processors, [1, n, V]: up to a position where one raises."""
+def _processed(window: Window, b: int) -> tuple[mx.array, mx.array]:
+    """As ``normalized`` of a sequence with logits processors, [1, n, V] and [1, n]: up to a position where one raises."""
     s, logits, drafts = window.sequences[b], window.logits[b : b + 1], window.drafts.tokens
     # [1, V], as mlx-lm hands it to processors, and an array of its own, since penalties write into it.
     positions = range(window.drafts.made[b].k + 1)
@@ -145,6 +151,7 @@ def with_rows(x: mx.array, members: list[int], own: mx.array) -> mx.array:
     return x
 
 
-def normalized(logits: mx.array) -> mx.array:
-    """Logits [..., V] -> log probabilities, as in mlx-lm."""
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+def normalized(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Logits [..., V] -> log probabilities, as in mlx-lm, and whether these are numbers, [...]."""
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)  # not finite if a logit is NaN or infinite, or all are -inf
+    return logits - total, mx.isfinite(total).squeeze(-1)

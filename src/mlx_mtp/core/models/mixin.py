@@ -153,7 +153,7 @@ def n_ids(model: nn.Module) -> int:
     """The number of token ids of a model, also of mlx-lm's own: the rows of its embedding."""
     if isinstance(model, MTPModel):
         return model.vocab_size
-    return max(m.weight.shape[0] for m in model.modules() if hasattr(m, "as_linear"))
+    return max(m.weight.shape[0] for m in model.modules() if hasattr(m, "as_linear") and "weight" in m)
 
 
 def check_ids(ids: Iterable[int], n: int, name: str) -> None:

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ...core.batch.generator import PromptResponse, Response
 from ...core.distributed import LOST, Ranks, differing_ranks, is_loss
-from ...errors import MTPError, advice, is_device_error, is_mendable, is_out_of_memory
+from ...errors import MTPError, NotANumberError, advice, is_device_error, is_mendable, is_out_of_memory
 from ...memory import size
 from ...text.answer import Reasoning
 from ...text.detokenizer import next_text
@@ -226,9 +226,10 @@ class Engine:
         """Send a token to the client; ``last`` is the sequence's last response, if it ends in this step."""
         uid, request, metrics = response.uid, self.running[response.uid], self.metrics
         if response.error is not None:
-            if not isinstance(response.error, MTPError):
+            failure = _failure(f"Generation failed: {response.error}", response.error)
+            if failure.status >= 500:
                 logging.error("Generation failed.", exc_info=response.error)
-            self.running.pop(uid).send(_failure(f"Generation failed: {response.error}", response.error))
+            self.running.pop(uid).send(failure)
             self._count_failure(response.error)
             return
         if request.n_tokens == 0:
@@ -272,7 +273,8 @@ def _failure(message: str, error: Exception) -> ApiError:
         message = f"{message.rstrip('.')}. {remedy}"
     if is_out_of_memory(error):
         return ApiError(507, message, code=NO_MEMORY)
-    return ApiError(400 if isinstance(error, MTPError) else 500, message)
+    is_clients = isinstance(error, MTPError) and not isinstance(error, NotANumberError)
+    return ApiError(400 if is_clients else 500, message)
 
 
 def make_delta(request: Request, response: Response, finish_reason: str | None) -> Delta:
