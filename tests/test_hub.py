@@ -8,8 +8,10 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 import mlx_mtp
+from mlx_mtp.checkpoint import hub as of_hub
 from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.convert.__main__ import main as convert
@@ -71,17 +73,40 @@ def test_offline_uses_the_cache(hub, monkeypatch):
     assert hub.requests == []
 
 
-def test_a_file_that_the_cache_lacks_is_named(hub, monkeypatch):
+NOWHERE = {"ENDPOINT": "http://127.0.0.1:9"}
+UNREACHABLE = [
+    (NOWHERE, None, "there is no connection to the Hugging Face hub"),
+    ({"HF_HUB_OFFLINE": True}, None, "HF_HUB_OFFLINE is set"),
+    *(({}, status, f"the Hugging Face hub answers {status} ") for status in (403, 429, 500, 503)),
+]
+
+
+@pytest.mark.parametrize(("constants", "status", "reason"), UNREACHABLE)
+def test_without_the_hub_the_cache_must_have_what_is_needed(hub, tmp_path, monkeypatch, constants, status, reason):
+    """Not the model card, which mlx-lm does not download. An error has the file that is missing, and the hub's status."""
+    (folder := copied(tmp_path)).joinpath("README.md").write_text("# A model")
+    hub.publish("org/of_mlx_lm", folder)
+    huggingface_hub.snapshot_download("org/of_mlx_lm", allow_patterns=DEFAULT_ALLOW_PATTERNS)
     hub.publish("org/part", DATA / "moe35")
     fetch("org/part", None, weights=["model-00001-of-00002.safetensors"])
-    for attribute, value, reason in (
-        ("ENDPOINT", "http://127.0.0.1:9", "no connection to the Hugging Face hub"),
-        ("HF_HUB_OFFLINE", True, "HF_HUB_OFFLINE is set"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(huggingface_hub.constants, attribute, value)
-            message = f"^org/part .*model-00002-of-00002.safetensors.*{reason}"
-            refused(message, fetch, "org/part", None, error=FileNotFoundError)
+    hub.status = status
+    for name, value in constants.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    assert mlx_mtp.load("org/of_mlx_lm", lazy=True)[0].mtp is not None
+    message = f"^org/part .*the cache lacks model-00002-of-00002.safetensors, and {reason}"
+    refused(message, fetch, "org/part", None, error=FileNotFoundError)
+    for read in (partial(fetch, revision=None), CheckpointReader):
+        refused(f"^org/model is not a folder, and {reason}.*In the cache: ", read, "org/model", error=FileNotFoundError)
+
+
+def test_a_hub_that_is_silent_is_waited_for_with_a_line_and_not_forever(hub, monkeypatch, caplog):
+    hub.publish("org/silent", DATA / "dense")
+    folder = fetch("org/silent", None)
+    monkeypatch.setattr(of_hub, "PATIENCE", 0.0)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    with hub.silence():
+        assert CheckpointReader("org/silent").folder == folder
+    assert caplog.messages == [f"[INFO] org/silent: waiting for an answer of {hub.url}"]
 
 
 @pytest.mark.parametrize("name", ["qwen3.6-27B-Q4_K_M", "some-model"])
@@ -95,7 +120,7 @@ def test_gguf_is_refused_by_name(hub, tmp_path, name):
         assert sum(hub.served.values()) == hub.served["api"]
 
 
-def test_missing_repository_and_unreachable_hub_are_one_line(hub, monkeypatch):
+def test_a_missing_repository_is_one_line(hub):
     def assert_refused(name, message, *reads):
         for read in reads:
             refused(f"^{name} is {message}", read, name, error=FileNotFoundError)
@@ -105,9 +130,6 @@ def test_missing_repository_and_unreachable_hub_are_one_line(hub, monkeypatch):
     assert_refused("org/missing", unseen, *loads)
     for name in ("/no/such/folder", "no/such/folder"):
         assert_refused(name, "neither a folder nor the name of a repository", *loads)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    unreachable = "not a folder, and there is no connection to the Hugging Face hub to download it. In the cache: "
-    assert_refused("org/model", unreachable, partial(fetch, revision=None), CheckpointReader)
 
 
 def test_a_read_that_broke_off_is_tried_again(hub):

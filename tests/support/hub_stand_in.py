@@ -5,6 +5,8 @@ import json
 import re
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,8 +33,11 @@ class Hub:
     break_after: int | None = None  # truncate the next file response after this many bytes
     answers: dict[str, bytes] = field(default_factory=dict)  # other answers of the API, by the repository's name
     headers: dict[str, str] = field(default_factory=dict)  # other headers of files
+    status: int | None = None  # of all answers, if it is no other
+    speaks: threading.Event = field(default_factory=threading.Event)  # answers wait until it is set
 
     def __post_init__(self):
+        self.speaks.set()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -51,7 +56,17 @@ class Hub:
         self.break_after = None
         self.answers.clear()
         self.headers.clear()
+        self.status = None
         self.reset_counts()
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Answers wait for the end of this context."""
+        self.speaks.clear()
+        try:
+            yield
+        finally:
+            self.speaks.set()
 
     def reset_counts(self) -> None:
         self.served.clear()
@@ -68,6 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
+        self.hub.speaks.wait()
+        if self.hub.status is not None:
+            return self.fail(self.hub.status, "")
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
             name, kind, revision = match[1], match[2] or "revision", match[3] or "main"
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):

@@ -1,11 +1,13 @@
 """The Hugging Face hub: downloads with errors in one line, and the contents of its cache."""
 
+import logging
 import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from threading import Timer
 from typing import Any
 
 import huggingface_hub as hf
@@ -21,8 +23,13 @@ from .catalog import conversion_like, resolve
 WEIGHTS = "model*.safetensors"
 SHOWN = 5  # models of the cache in an error
 TRIES = 5  # for a body that breaks off
+PATIENCE = 5.0  # seconds without an answer of the hub, after which a line says so
+CARD = "README.md"
+SMALL_FILES = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != WEIGHTS]  # of mlx-lm
 HEAD_FILE = "mtp.safetensors"
 TOWER_FILE = "model-vision.safetensors"  # of a grafted tower; other programs read it as a file of the model
+
+log = logging.getLogger(__name__)
 
 
 def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequence[str] | None = None) -> Path:
@@ -34,20 +41,32 @@ def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequ
         if folder.is_dir():
             check_format(name, [file.name for file in folder.iterdir()])
         return folder
-    patterns = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != WEIGHTS]
-    patterns += ["README.md", *files, *([WEIGHTS] if weights is None else weights)]
-    is_cached = False
+    needed = [*SMALL_FILES, *files, *([WEIGHTS] if weights is None else weights)]
+    patterns = [*needed, CARD]
     try:
         commit, missing = _not_cached(name, revision, patterns)
-    except FileNotFoundError:
-        pass  # the cache may have the files
+    except FileNotFoundError as e:
+        return cached_folder(name, revision, e, needed)
+    if missing:
+        check_download(name, commit, missing)
     else:
-        if missing:
-            check_download(name, commit, missing)
-        else:
-            is_cached, revision = True, commit
+        revision = commit
     with hub_errors(name, revision):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=is_cached))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=not missing))
+
+
+def cached_folder(name: str, revision: str | None, why: OSError, patterns: Sequence[str] = SMALL_FILES) -> Path:
+    """The folder of a repository in the cache, which mlx-lm may have downloaded, without the card. Raises the error ``why`` of
+    the hub if there is none, or an error that tells which files it lacks.
+    """
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns], local_files_only=True))
+    except errors.IncompleteSnapshotError as e:
+        missing = re.search(r"missing \((.*?)\)", str(e))
+        lacks = f"the cache lacks {missing[1]}" if missing else first_line(e)
+        raise MTPFileNotFoundError(f"{name} is not complete: {lacks}, and {_unreachable(why)[0]}.") from why
+    except (OSError, ValueError, errors.EntryNotFoundError):
+        raise why from why.__cause__
 
 
 def sizes_to_download(name: str, revision: str | None, patterns: Sequence[str]) -> dict[str, int]:
@@ -72,8 +91,8 @@ def _not_cached(name: str, revision: str | None, patterns: Sequence[str]) -> tup
 
 def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
     """The commit of a revision of a repository, and the names of its files, from the hub."""
-    with hub_errors(name, revision):
-        info = hf.HfApi().model_info(name, revision=revision)
+    with hub_errors(name, revision), _waiting(name):
+        info = hf.HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         files = [file.rfilename for file in info.siblings or ()]
         if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
             raise MTPError(f"the commit is {info.sha!r}")
@@ -81,6 +100,18 @@ def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
             if not is_inside(file):
                 raise MTPError(f"a file is {file!r}")
         return str(info.sha), files
+
+
+@contextmanager
+def _waiting(name: str) -> Iterator[None]:
+    """A context that says in a line that the hub lets it wait."""
+    timer = Timer(PATIENCE, log.warning, [f"[INFO] {name}: waiting for an answer of {constants.ENDPOINT}"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_inside(file: Any) -> bool:
@@ -164,27 +195,29 @@ def _reason(error: Exception, name: str, revision: str | None) -> str:
             f"{name} is not a folder, and the hub has no repository of that name or you may not see it: "
             "correct the name, or log in with `hf auth login`."
         )
-    unreachable = "HF_HUB_OFFLINE is set" if is_offline_mode() else "there is no connection to the Hugging Face hub"
-    if isinstance(error, errors.IncompleteSnapshotError):
-        missing = re.search(r"missing \((.*?)\)", str(error))
-        lacks = f"the cache lacks {missing[1]}" if missing else first_line(error)
-        return f"{name} is not complete: {lacks}, and {unreachable}."
-    if not is_offline_mode() and not _is_connection_error(error):
+    if not is_offline_mode() and _http_error(error) is None:
         return f"{name} is not a folder, and it could not be downloaded: {first_line(error)}"
-    remedy = " and the cache does not have it: unset it to download" if is_offline_mode() else " to download it"
     names = sorted(cached_repositories())
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     cache = f"In the cache: {', '.join(names[:SHOWN])}{more}." if names else "The cache is empty."
-    return f"{name} is not a folder, and {unreachable}{remedy}. {cache}"
+    return f"{name} is not a folder, and {''.join(_unreachable(error))}. {cache}"
 
 
-def _is_connection_error(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, is that a server was not reached."""
-    while error is not None:
-        if isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError):
-            return True
+def _unreachable(error: BaseException) -> tuple[str, str]:
+    """Why nothing can be downloaded, and what to do about it."""
+    if is_offline_mode():
+        return "HF_HUB_OFFLINE is set", " and the cache does not have it: unset it to download"
+    if isinstance(cause := _http_error(error), errors.HfHubHTTPError):
+        answer = cause.response
+        return f"the Hugging Face hub answers {answer.status_code} {answer.reason_phrase}", ": try again later"
+    return "there is no connection to the Hugging Face hub", " to download it"
+
+
+def _http_error(error: BaseException | None) -> BaseException | None:
+    """The first error of HTTP among an error and its causes: an answer of the hub, or that there was none."""
+    while error is not None and not isinstance(error, errors.HTTPError):
         error = error.__cause__
-    return False
+    return error
 
 
 def first_line(error: BaseException) -> str:

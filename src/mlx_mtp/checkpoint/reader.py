@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeVar
 
-from huggingface_hub import is_offline_mode, parse_local_safetensors_file_metadata, try_to_load_from_cache
+from huggingface_hub import parse_local_safetensors_file_metadata, try_to_load_from_cache
 from huggingface_hub.errors import SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 
@@ -24,7 +24,7 @@ from ..errors import MTPError, MTPFileNotFoundError
 from ..images.tower import split_tower
 from .catalog import resolve
 from .config import EXTRA_TENSORS, Config, canonical, head_names_in, parse_json
-from .hub import WEIGHTS, check_format, check_path, commit_of, download, fetch, is_inside, list_files
+from .hub import WEIGHTS, cached_folder, check_format, check_path, commit_of, download, fetch, is_inside, list_files
 
 T = TypeVar("T")
 FLOATS = "F32", "F16", "BF16", "F8_E4M3"  # dtypes of tensors that are not quantized
@@ -76,12 +76,14 @@ class CheckpointReader:
         self.revision: str | None
         self.files: list[str] = []
         if folder is None:
-            with suppress(FileNotFoundError):  # the cache may have the files
-                if not Path(self.name).exists() and not is_offline_mode():
+            try:
+                if Path(self.name).exists():
+                    self.folder = fetch(self.name, revision)
+                else:
                     self.revision, self.files = list_files(self.name, revision)
                     check_format(self.name, self.files)
-            if not self.files:
-                self.folder = fetch(self.name, revision, weights=())
+            except FileNotFoundError as e:
+                self.folder = cached_folder(self.name, revision, e)
         if self.folder is not None:
             levels = ["/".join(["*"] * n) for n in range(1, DEPTH + 1)]
             found = [file.relative_to(self.folder) for level in levels for file in self.folder.glob(level)]

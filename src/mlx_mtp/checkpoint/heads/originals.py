@@ -32,13 +32,13 @@ from ...images.tower import CONFIG_FILES, Vision, settings_of
 from ...memory import GB
 from ..catalog import originals_like, published
 from ..config import Config, check_config, family_in, first_difference, read_json, text_config_of
+from ..hub import CARD
 from ..reader import FLOATS, CheckpointReader, Tensor, Tensors, model_tensors, n_bytes
 from .formats import check_head, check_shapes, has_raw_head
 
 BASE_MODEL = "BASE_MODEL"  # in commands, where none is known
 MAX_STEPS = 4  # from a checkpoint to its base model
 PATIENCE = 5  # seconds to wait for the hub's answer about a head that the user has not asked for
-CARD = "README.md"
 WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
 # The ends of the names of tensors that are not quantized, or quantized by MLX
 ENDINGS = (".weight", ".bias", ".A_log", ".dt_bias", "_proj", ".scales", ".biases", ".signs")
