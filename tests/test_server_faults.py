@@ -113,10 +113,10 @@ INVALID = {
         structured_outputs=[{"choice": ["a"]}], thinking=[{"type": "deep"}], n=[2],
     ),
     RESPONSES: {
-        "input": [[], user([{"type": "input_image", "image_url": "x"}]), [{"type": "item_reference", "id": "1"}]],
+        "input": [[], user([{"type": "input_image", "image_url": "x"}]), [{"type": "item_reference"}]],
         "tool_choice": ["required", {"type": "function", "name": "rm"}], "guided_choice": [["a"]], "top_logprobs": [21],
         "text.format": [{"format": {"type": "json_schema"}}], "response_format": [{"type": "json_object"}],
-        **dict.fromkeys(("previous_response_id", "conversation", "background", "modalities"), ("x", True, ["audio"])),
+        "previous_response_id": [True, ["x"]], "background": [True], "modalities": [["audio"]], "conversation": ["x"],
     },
 }  # fmt: skip
 # It changes nothing.

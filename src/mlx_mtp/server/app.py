@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime
+from functools import partial
 from io import BytesIO
 from ipaddress import ip_address
 from pathlib import Path
@@ -42,6 +43,7 @@ from .api.common import Body
 from .api.completions import ChatBody, CompletionBody
 from .api.messages import MessagesBody
 from .api.responses import ResponsesBody
+from .api.stored import StoredResponses
 from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
 from .request import ApiError, Request, Waiting, as_api_error
 
@@ -110,7 +112,12 @@ def make_app(frontend: Frontend) -> FastAPI:
         "/metrics": endpoints.metrics,
         "/v1/models": endpoints.models,
         "/v1/models/{name:path}": endpoints.model,
+        "/v1/responses/{id}": endpoints.response,
+        "/v1/responses/{id}/input_items": endpoints.input_items,
     }
+    app.add_api_route(
+        "/v1/responses/{id}", endpoints.delete_response, methods=["DELETE"], operation_id="delete_response"
+    )
     for path, get in gets.items():
         app.add_api_route(path, get, methods=["GET"], operation_id=get.__name__)
         app.add_api_route(path, get, methods=["HEAD"], include_in_schema=False)
@@ -125,14 +132,15 @@ def make_app(frontend: Frontend) -> FastAPI:
 
 class Endpoints:
     def __init__(self, frontend: Frontend):
-        self.frontend = frontend
+        self.frontend, self.responses = frontend, StoredResponses(frontend.options.response_memory)
 
     async def authorize(self, http: HTTPRequest) -> None:
+        bearer = re.sub("^bearer +", "", http.headers.get("Authorization", ""), flags=re.IGNORECASE)
+        given = bearer, http.headers.get("x-api-key", "")
+        http.state.key = bearer or given[1]  # of whose responses a request may be about, also where none is required
         key = self.frontend.options.api_key
         if key is None or http.scope["path"] in OPEN:  # not that of its URL, which has the client's Host
             return
-        bearer = re.sub("^bearer +", "", http.headers.get("Authorization", ""), flags=re.IGNORECASE)
-        given = bearer, http.headers.get("x-api-key", "")
         if not any(hmac.compare_digest(k.encode(), key.encode()) for k in given):
             message = "The API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY."
             raise ApiError(401, message)
@@ -144,7 +152,10 @@ class Endpoints:
             if max_queue is not None and len(waiting) >= max_queue:
                 raise ApiError(429, f"{max_queue} requests are waiting: try again later.", code="rate_limit_exceeded")
             waiting[request.number] = Waiting(0, 0)
-            return GeneratedResponse(self.frontend, request.choices(body.prompts), api.writer(body), body.stream)
+            writer = api.writer(body)
+            if isinstance(body, ResponsesBody) and body.store:
+                writer.keep = partial(self.responses.keep, http.state.key, body.items)
+            return GeneratedResponse(self.frontend, request.choices(body.prompts), writer, body.stream)
 
         return endpoint
 
@@ -169,9 +180,13 @@ class Endpoints:
             raise ApiError(400, "The body is shorter than its Content-Length.") from e
 
         def parse() -> tuple[Any, Request]:
-            return api.read_request(parse_json(decoded(raw, encoding)), self.frontend.options)
+            content = parse_json(decoded(raw, encoding))
+            if recalls:
+                content = self.responses.recall(http.state.key, content)
+            return api.read_request(content, self.frontend.options)
 
-        return parse() if len(raw) <= LARGE_BODY and not encoding else await in_thread(parse)
+        recalls = api is ResponsesBody  # items that may be large
+        return parse() if len(raw) <= LARGE_BODY and not (encoding or recalls) else await in_thread(parse)
 
     async def root(self) -> Response:
         if self.frontend.options.no_ui:
@@ -200,6 +215,19 @@ class Endpoints:
             if known.strip("/") == wanted:
                 return JSONResponse(self._describe(known))
         raise ApiError(404, f"The model {wanted!r} is not served here.", param="model", code="model_not_found")
+
+    async def response(self, http: HTTPRequest, id: str) -> Response:
+        if http.query_params.get("stream") == "true":
+            raise ApiError(400, "stream: a stored response is sent as a whole.", param="stream")
+        return JSONResponse((await in_thread(self.responses.get, (http.state.key, id)))["response"])
+
+    async def delete_response(self, http: HTTPRequest, id: str) -> Response:
+        await in_thread(self.responses.delete, (http.state.key, id))
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+    async def input_items(self, http: HTTPRequest, id: str) -> Response:
+        order = http.query_params.get("order", "desc")
+        return JSONResponse(await in_thread(self.responses.list_items, (http.state.key, id), order))
 
     def _names(self) -> list[str]:
         downloaded = sorted(cached_repositories()) if self.frontend.options.allow_any_model else []

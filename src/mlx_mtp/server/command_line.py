@@ -45,6 +45,13 @@ VALUES: tuple[tuple[str, Any, Any, str | None, str], ...] = (  # flag, type, def
     ("--prompt-concurrency", int, 8, None, "Ignored: prompts are prefilled one after the other"),
     ("--max-token-gap", float, MAX_TOKEN_GAP, "SECONDS", "Longest time between tokens of an answer during prefill"),
     ("--min-decode-share", float, MIN_DECODE_SHARE, "SHARE", "Least share of time for answers during prefill, below 1"),
+    (
+        "--response-memory",
+        byte_size,
+        "256MB",
+        "SIZE",
+        "Limit of the stored responses of /v1/responses (0: store none).",
+    ),
     ("--prompt-cache-size", int, None, None, "Maximum number of snapshots in the prompt cache (default: no limit)."),
     ("--prompt-cache-bytes", byte_size, None, "SIZE", "Limit of all caches (default: half of what the model leaves)."),
     ("--prompt-cache-disk-bytes", byte_size, None, "SIZE", f"Limit of --prompt-cache-dir (default: {DISK_SIZE})."),

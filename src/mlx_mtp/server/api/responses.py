@@ -1,17 +1,18 @@
-"""OpenAI's Responses API, ``/v1/responses``, without stored responses: each request has the whole conversation."""
+"""OpenAI's Responses API, ``/v1/responses``: its bodies with all items of the conversation, and its answers."""
 
 import base64
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import NO_LIMIT, ApiError, Delta, StructuredOutput
+from ..request import NO_LIMIT, ApiError, Delta, StructuredOutput, drop
 from ..structured_output import LARK, from_response_format
 from . import common
 from .common import Body, Item, Limit, Many, Short, ThinkingSettings, Tool, Usage, Writer, event, new_id
@@ -30,6 +31,7 @@ class ResponsesWriter(Writer):
         self.numbers = count()  # the numbers of events
         self.is_queued = False  # whether the response was created while its model was loaded
         self.id, self.created = new_id("resp"), int(time.time())
+        self.keep: Callable[[Json], None] = drop  # stores the whole response
 
     def loading(self) -> bytes:
         self.is_queued, response = True, self.message(None, "queued")
@@ -143,7 +145,7 @@ class ResponsesWriter(Writer):
             "output_tokens_details": {"reasoning_tokens": usage.n_reasoning},
             "total_tokens": usage.n_prompt + usage.n_generated,
         }
-        return {
+        response = {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
@@ -153,9 +155,9 @@ class ResponsesWriter(Writer):
             **{name: getattr(body, name) for name in SHOWN},
             "max_output_tokens": None if body.max_output_tokens == NO_LIMIT else body.max_output_tokens,
             "output": self.blocks,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": (body.reasoning or ThinkingSettings()).model_dump(include={"effort", "summary"}),
-            "store": False,
+            "store": body.store,
             "text": {"format": {"type": "text"}, **(body.text or {})},
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or []],
             "top_logprobs": body.top_logprobs or 0,
@@ -163,6 +165,9 @@ class ResponsesWriter(Writer):
             "usage": counts,
             "metadata": body.metadata or {},
         }
+        if usage is not None:
+            self.keep(response)
+        return response
 
 
 class ResponsesBody(Body):
@@ -177,6 +182,14 @@ class ResponsesBody(Body):
     include: Many[str] | None = None
     top_logprobs: TopLogprobs | None = None
     metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
+    store: bool = True
+    previous_response_id: str | None = None
+    _earlier: list[Json] = PrivateAttr([])  # the items of the stored conversation
+    _items: list[Json] = PrivateAttr([])  # those of the input
+
+    @property
+    def items(self) -> list[Json]:
+        return self._items
 
     @property
     def top(self) -> int | None:
@@ -189,10 +202,10 @@ class ResponsesBody(Body):
         added in the conversation, by the client or as results of its tool search.
         """
         named, tools = dict[str, tuple[Tool, str | None]](), [*(self.tools or [])]
-        for item in [] if isinstance(self.input, str) else self.input:
-            if item.type in ("additional_tools", "tool_search_output"):
+        for item in (*self._earlier, *self._items):
+            if item.get("type") in ("additional_tools", "tool_search_output"):
                 with suppress(ValidationError):
-                    added = TOOLS.validate_python((item.model_extra or {}).get("tools"))
+                    added = TOOLS.validate_python(item.get("tools"))
                     tools += [tool.model_copy(update={"strict": None}) for tool in added]
         for tool in tools:
             space = tool.name if tool.type == "namespace" else None
@@ -212,7 +225,11 @@ class ResponsesBody(Body):
         if self.instructions:
             history.add({"role": "system", "content": self.instructions}, "instructions")
         given = content["input"]
-        for i, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
+        self._earlier = content.get("earlier", [])
+        self._items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        for item in self._earlier:
+            history.add(item, "previous_response_id")
+        for i, item in enumerate(self._items):
             history.add(item, f"input[{i}]")
         return history, [
             _custom_tool(t, name) if t.type == "custom" else common.function_tool(t, name, t.parameters)
