@@ -9,13 +9,15 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.tool_parsers import qwen3_coder
 
 from mlx_mtp import load, mtp_generate_step
 from mlx_mtp.server.engine.admission import make_budget
 from mlx_mtp.server.request import ApiError, Prompt, Request
 from mlx_mtp.text.answer import Reasoning, ends_in_reasoning
+from mlx_mtp.text.formats import END, START
 from mlx_mtp.text.reasoning import Lines, end_of_reasoning
-from mlx_mtp.text.tool_calls import END, START, CallArguments, CallBegins, Text
+from mlx_mtp.text.tool_calls import CallArguments, CallBegins, Text
 from tests.support import requests
 from tests.support.decoding import plain
 from tests.support.profiles import examples
@@ -30,7 +32,8 @@ def told(pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS, goes_o
     """Pieces of an answer, a token each -> (reasoning, text, calls, finish reason), the pieces of the text, and the number of
     those of the reasoning.
     """
-    tokenizer = SimpleNamespace(has_tool_calling=True, has_thinking=True, think_start="<think>", think_end="</think>")
+    marks = dict(has_thinking=True, think_start="<think>", think_end="</think>")
+    tokenizer = SimpleNamespace(has_tool_calling=True, tool_parser=qwen3_coder.parse_tool_call, **marks)
     request = Request("chat", "", [], tools, streams=streams)
     request.args, request.encoded = SimpleNamespace(stop_words=list(stop)), Prompt([], in_reasoning, goes_on)
     request.begin_answer(tokenizer, math.inf)

@@ -17,7 +17,8 @@ from ..core.drafts.options import CopyDrafts
 from ..errors import MTPError
 from ..images.prompt import ImagePrompt
 from ..prompt_store.tree import Handle
-from ..text.answer import Answer, Event, QwenReader, functions_of, think_marks
+from ..text.answer import Answer, AnswerReader, Event, functions_of, think_marks
+from ..text.formats import QWEN, format_of
 from ..text.grammar import Grammar
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -188,12 +189,12 @@ class Request:
         return next((name for name in names if (last.get(name) or "").strip()), None)
 
     def begin_answer(self, tokenizer: Any, patience: float | None) -> None:
-        """Make the parser of the answer, see ``QwenReader``. Without tools, calls are text; of a text, all is."""
+        """Make the parser of the answer, see ``AnswerReader``. Without tools, calls are text; of a text, all is."""
         is_chat, prompt, schemas = self.request_type == "chat", self.encoded, None
         if is_chat and self.tools and tokenizer.has_tool_calling:
             schemas = {function["name"]: function.get("parameters") for function in functions_of(self.tools)}
-        think = think_marks(tokenizer) if is_chat else None
-        reader = QwenReader(think, prompt.in_reasoning, schemas, patience, not self.streams)
+        think, format = think_marks(tokenizer) if is_chat else None, format_of(tokenizer) or QWEN
+        reader = AnswerReader(think, prompt.in_reasoning, schemas, patience, not self.streams, format)
         self.answer = Answer(reader, self.args.stop_words, is_chat, self.one_call, prompt.goes_on)
 
     def choices(self, prompts: list[Any]) -> "list[Request]":

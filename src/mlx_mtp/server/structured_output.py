@@ -9,23 +9,15 @@ from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ..errors import MTPError
 from ..text.answer import functions_of, start_of_calls, think_marks
+from ..text.formats import END, LONGEST_KEY, QWEN, Format, format_of
 from ..text.grammar import SPACE, Grammar, in_deep_stack, make_grammar, reason, rule_of
 from ..text.schema import KEYWORDS, STRING, Json, Schema, enforceable, listed
-from ..text.tags import END, LONGEST_KEY, OPEN_FUNCTION, PROPER, START
 from ..text.tool_calls import CallArguments, ToolCallParser
 from .request import ApiError, Request, StructuredOutput
 
-# Behind a text, as the parser reads it: the next parameter, the end of the call, or a next function, which no grammar has
-NEXT, LAST = rf"{PROPER}\s*<parameter=", rf"{PROPER}\s*</function>\s*{END}"
-AGAIN = rf"{PROPER}\s*</function>\s*{OPEN_FUNCTION}"
-# A call that a text quotes: its beginning and end, and one without parameters, whose end the parser may not count
-QUOTED = rf"{OPEN_FUNCTION}[^\s<>]+>\s*<parameter=[^\n<>]+>"
-QUOTED_END = rf"(?s:.*){PROPER}\s*</(function|tool_call)>"
-EMPTY = rf"{OPEN_FUNCTION}[^\s<>]+>\s*</(function|tool_call)>[^\s<]"
 LARK = "x-lark"  # the keyword of a string's grammar, which no client's schema has: of a custom tool
 KEY = rf"/[^\n<>]{{1,{LONGEST_KEY}}}/"
 ANY_TEXT = "/(?s:.*)/"
@@ -131,7 +123,8 @@ def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reason
         return []
     after: Any = tokenizer.think_end if in_reasoning else ""
     if not output.is_required:
-        after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning)
+        format = format_of(tokenizer) or QWEN
+        after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning, format=format)
     if request.grammar is None:
         grammar, calls = output.grammar, output.calls
         try:
@@ -153,13 +146,13 @@ class CallGrammar:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, tools: list[Json], is_required: bool = True, text: str = ""):
-        writers = {qwen3_coder.parse_tool_call: self._xml_call, json_tools.parse_tool_call: self._json_call}
-        write = writers.get(tokenizer.tool_parser)
-        if write is None:
+        if (format := format_of(tokenizer)) is None:
             raise MTPError("no grammar describes the calls of this model: leave it out")
-        is_xml = write == self._xml_call
+        self.format = format
+        write, written = self._json_call if format.is_json else self._xml_call, format.written
+        tag, end = ("", _quote(END)) if format.is_json else (written.function and _quote(written.function), "")
         start = r"/\n{0,2}/ calls" if is_required else "calls"
-        first = "(call | function)" if is_xml and not is_required else "call"
+        first = "(call | function)" if tag and not is_required else "call"
         self._rules: dict[str, str] = {}  # the names of rules by their texts
         functions = []
         for tool in tools:
@@ -173,11 +166,11 @@ class CallGrammar:
         rules = [
             f"start: {start} | {text}" if text else f"start: {start}",
             rf"calls: {first} (/\n{{0,2}}/ call)* /\n?/",
-            f"call: {_quote(START + chr(10))} function" + ("" if is_xml else f" {_quote(END)}"),
-            f"function: {_quote(OPEN_FUNCTION) if is_xml else ''} named",
+            f"call: {_quote(written.begin)} function {end}",
+            f"function: {tag} named",
             f"named: {' | '.join(functions)}",
-            f"end: {_quote('</function>' + chr(10) + END)}",
-            f"quoted_end[lazy]: {_regex(QUOTED_END)}",
+            f"end: {_quote(written.end)}",
+            f"quoted_end[lazy]: {_regex(format.quoted_end)}",
             SPACE,
         ]
         self.lark = "\n".join([*rules, *(f"{name}{text}" for text, name in self._rules.items())])
@@ -195,7 +188,8 @@ class CallGrammar:
         return f"{_quote(opening)} {arguments} {_quote('}' + chr(10))}"
 
     def _xml_call(self, name: str) -> str:
-        """A call in the format of Qwen3-Coder and Qwen3.5: each value on lines of its own, strings without quotes."""
+        """A call with a tag for each parameter, and strings without quotes."""
+        written = self.format.written
         properties, others = self.schema.properties(), self.schema.undeclared()
         required = self.schema.required()
         more, can_end = "", True  # what may follow the parameters: a rule for further ones, or the end of the call
@@ -205,7 +199,7 @@ class CallGrammar:
             more = f"others_{len(self._rules)}"
             value = self._value(schema, f"{self.path}.additionalProperties", "", more, can_end)
             other = self._add("KEY", f"{KEY}{f' & ~/({known})/' if known else ''}")
-            self._rules[f": {other} {_quote('>' + chr(10))} {value} "] = more
+            self._rules[f": {other} {_quote(written.keyed)} {value} "] = more
         for key in reversed(dict.fromkeys((*properties, *sorted(required)))):
             path = f"{self.path}.properties.{key}"
             schemas = properties.get(key) or others or [True]
@@ -214,7 +208,7 @@ class CallGrammar:
             if can_be_written and self.schema.types(schema):
                 value = self._value(schema, path, key, more, can_end)
                 skipped = f" | {more}" if more and key not in required else ""
-                more = self._add("more", f"{_quote(f'{key}>' + chr(10))} {value}{skipped}")
+                more = self._add("more", f"{_quote(key + written.keyed)} {value}{skipped}")
                 can_end &= key not in required
             elif key in required:
                 raise MTPError(f"{self.path} allows no object: {path} allows no value")
@@ -225,7 +219,7 @@ class CallGrammar:
                     which = next(iter(wrong), "additionalProperties")
                     raise MTPError(f"{self.path}.{which} cannot be enforced: leave it out, or strict")
             self._json({"$ref": Schema.ROOT}, frozenset({"object"}), self.path)
-        return f"{_quote(f'{name}>' + chr(10))} {_rest(more, can_end)}"
+        return f"{_quote(name + written.named)} {self._rest(more, can_end)}"
 
     # Values
 
@@ -237,7 +231,7 @@ class CallGrammar:
             rule = f"%lark {{\n{schema[LARK]}\n}}"
             if error := _error(f"start: {rule}"):
                 raise MTPError(f"{path} cannot be enforced: {error}")
-            return f"({rule} {_quote(f'{chr(10)}{PROPER}{chr(10)}')} {_rest(more, can_end)})"
+            return f"({rule} {_quote(self.format.written.valued)} {self._rest(more, can_end)})"
         types = self.schema.types(schema)
         text, texts, others = self._strings(schema), self.schema.texts(schema), types - STRING
         if self.is_strict:
@@ -250,7 +244,7 @@ class CallGrammar:
             return self._text(ANY_TEXT, key, more, can_end)
         ways = []
         if text and texts is not None:
-            texts = [x for x in texts if _is_read(x, types)]
+            texts = [x for x in texts if _is_read(x, types, self.format)]
             text = f"({' | '.join(map(_quote, texts))}) & {text}" if texts else ""
         elif text and others:
             text = f"({text} & ~{STRUCTURE})" + f" | {NULL}" * ("null" in others)
@@ -258,26 +252,30 @@ class CallGrammar:
         if text:
             ways.append(self._text(text, key, more, can_end, is_listed=texts is not None))
         if others:
-            end = _quote(f"\n{PROPER}\n")
-            ways.append(f"{self._json(schema, others, path)} {end} {_rest(more, can_end)}")
+            end = _quote(self.format.written.valued)
+            ways.append(f"{self._json(schema, others, path)} {end} {self._rest(more, can_end)}")
         return f"({' | '.join(ways)})"
 
     def _text(self, text: str, key: str, more: str, can_end: bool, is_listed: bool = False) -> str:
         """The rule of a text and what follows it. Only a text without conditions may quote calls."""
-        is_free = text == ANY_TEXT
-        ends = ({NEXT: more} if more else {}) | ({LAST: ""} if can_end else {})
+        format, is_free = self.format, text == ANY_TEXT
+        ends = ({format.next_tags: more} if more else {}) | ({format.last_tags: ""} if can_end else {})
         if not is_listed:
-            never = [tags for tags in (NEXT, LAST, AGAIN, EMPTY, QUOTED) if not is_free or tags not in (*ends, QUOTED)]
-            # On a line of its own, the parser may take it for the next parameter.
+            never = [x for x in format.never if not is_free or x not in (*ends, format.quoted)]
             others = "|".join(_literal(name) for name in self.schema.properties() if name != key)
-            opened = [rf"((?s:.*)\n)?[ \t]*<parameter=({others})>"] if others else []
+            opened = [format.opened % others] if others else []
             patterns = "|".join([f"(?s:.*)({'|'.join(never)})", *opened])
             text = f"({text}) & ~({_regex(patterns)} {ANY_BYTES})" + r" & ~/(?s:.*)\r/" * (not is_free)
-        suffixes = {tags: tags if is_free else r"\n" + tags.replace(r"\s*", r"\n") for tags in ends}
-        rules = {tags: self._add("text", text, f"[suffix={_regex(suffix)}]") for tags, suffix in suffixes.items()}
-        ways = [f"{rules[tags]} {then}" for tags, then in ends.items()]
-        quoted = f"({self._add('quoted', text, f'[suffix={_regex(QUOTED)}]')} quoted_end)* " if is_free else ""
+        suffixes = {x: _regex(x) if is_free else _quote(format.exact[x]) for x in ends}
+        rules = {x: self._add("text", text, f"[suffix={suffix}]") for x, suffix in suffixes.items()}
+        ways = [f"{rules[x]} {then}" for x, then in ends.items()]
+        quoted = f"({self._add('quoted', text, f'[suffix={_regex(format.quoted)}]')} quoted_end)* " if is_free else ""
         return self._add("value", f"{quoted}({' | '.join(ways)})")
+
+    def _rest(self, more: str, can_end: bool) -> str:
+        """What follows a parameter, or the name of a function."""
+        ways = [f"{_quote(self.format.written.parameter)} {more}"] * bool(more) + ["end"] * can_end
+        return f"({' | '.join(ways)})"
 
     def _strings(self, schema: Any) -> str:
         """A terminal for the strings that a schema allows, in Lark; ``""`` if it allows none."""
@@ -321,21 +319,16 @@ def _error(lark: str) -> str:
     return error and reason(error)
 
 
-def _rest(more: str, can_end: bool) -> str:
-    """What follows a parameter, or the name of a function."""
-    ways = [f"{_quote('<parameter=')} {more}"] * bool(more) + ["end"] * can_end
-    return f"({' | '.join(ways)})"
-
-
 def _regex(pattern: str) -> str:
     return f"/{pattern.replace('/', chr(92) + '/')}/"
 
 
-def _is_read(text: str, types: frozenset[str]) -> bool:
+def _is_read(text: str, types: frozenset[str], format: Format) -> bool:
     """Whether the parser reads this text of a parameter of these types as it is, before another parameter and at the end."""
-    value, more = f"<parameter=p>\n{text}\n{PROPER}\n", f"<parameter=q>\n{PROPER}\n"
-    calls = [f"{START}\n<function=f>\n{parameters}</function>\n{END}" for parameters in (value + more, value)]
-    parser = ToolCallParser({"f": {"properties": {"p": {"type": sorted(types)}, "q": {"type": "string"}}}})
+    begin, function, named, parameter, keyed, valued, end, _ = format.written
+    value, more = f"{parameter}p{keyed}{text}{valued}", f"{parameter}q{keyed}{valued}"
+    calls = [f"{begin}{function}f{named}{parameters}{end}" for parameters in (value + more, value)]
+    parser = ToolCallParser({"f": {"properties": {"p": {"type": sorted(types)}, "q": {"type": "string"}}}}, format)
     found = parser.add("\n".join(calls)) + parser.finish(cut=False)
     read = "".join(event.text for event in found if isinstance(event, CallArguments))
     return read == "".join(json.dumps(x, ensure_ascii=False) for x in ({"p": text, "q": ""}, {"p": text}))

@@ -9,9 +9,9 @@ from typing import Any
 import regex
 
 from . import tool_calls
+from .formats import QWEN, START, Format
 from .reasoning import ReasoningReader
 from .schema import Json
-from .tags import OPEN_FUNCTION, START
 from .tool_calls import CallBegins, CallEnds, Text, ToolCallParser
 
 
@@ -28,7 +28,7 @@ Marks = tuple[str, str] | None  # around the reasoning of a model that thinks
 class Answer:
     """Converts the tokens of one answer into events. Stop words end its text, but not its reasoning and calls."""
 
-    def __init__(self, reader: "QwenReader", stop_words: list[str], is_chat: bool, one_call: bool, goes_on: bool):
+    def __init__(self, reader: "AnswerReader", stop_words: list[str], is_chat: bool, one_call: bool, goes_on: bool):
         self.reader, self.one_call = reader, one_call
         # A pattern without words matches nothing.
         self._stops = regex.compile("|".join(map(regex.escape, sorted(filter(None, stop_words)))) or "(?!)")
@@ -160,8 +160,8 @@ class TextTokens:
         return found
 
 
-class QwenReader:
-    """Splits a text by Qwen's marks: ``<think>``, and the tool calls of ``ToolCallParser``, which takes ``schemas``.
+class AnswerReader:
+    """Splits a text by its marks: ``<think>``, and the calls of ``ToolCallParser``, which takes ``schemas`` and ``format``.
 
     ``<think>`` begins reasoning at the start of the answer or in the prompt (``in_reasoning``, ``None`` if that ends with
     neither mark). After its end, a line that is one of the marks makes reasoning of the text before it, which waits for such a
@@ -176,11 +176,12 @@ class QwenReader:
         schemas: Json | None,
         patience: float | None = math.inf,
         is_whole: bool = False,
+        format: Format = QWEN,
     ):
         self.begin, self.end = think or ("", "")
-        self.schemas, self.patience, self.is_whole = schemas, patience, is_whole
+        self.schemas, self.patience, self.is_whole, self.format = schemas, patience, is_whole, format
         self.reasoning = ReasoningReader(self.end)
-        self._calls = ToolCallParser(schemas)  # of the text after the reasoning
+        self._calls = ToolCallParser(schemas, format)  # of the text after the reasoning
         self._read = self._text if think is None else self._thoughts if in_reasoning else self._beginning
         self._rest = ""  # the text that is not parsed yet
         self._n = 0  # characters so far
@@ -269,7 +270,7 @@ class QwenReader:
 
     def _calls_at_end(self) -> list[Event]:
         """The calls after the last words of the reasoning, valid if the turn ends with them, though sent as such."""
-        parser = ToolCallParser(self.schemas)
+        parser = ToolCallParser(self.schemas, self.format)
         found = parser.add("".join(self.reasoning.pieces)) + parser.finish(cut=False)
         words = [i for i, event in enumerate(found) if isinstance(event, Text) and event.text.strip()]
         calls = [event for event in found[max(words, default=-1) + 1 :] if isinstance(event, tool_calls.Call)]
@@ -289,23 +290,24 @@ def ends_in_reasoning(prompt: str, think: Marks, prefill: str = "") -> bool | No
     opens, ends = (prompt[:n].rstrip().endswith(mark) for mark in think)
     if not opens and begun.split("\n", 1)[0].strip() != think[0]:
         return False if ends else None
-    reader = QwenReader(think, opens, None, patience=None)
+    reader = AnswerReader(think, opens, None, patience=None)
     reader.add(prompt[n:])
     return reader.in_reasoning
 
 
-def start_of_calls(text: str, think: Marks, in_reasoning: bool | None) -> int | None:
+def start_of_calls(text: str, think: Marks, in_reasoning: bool | None, format: Format) -> int | None:
     """The position of the first call's opening tag, even if the call is incomplete."""
-    end = max(i + len(tag) if (i := text.rfind(tag)) >= 0 else 0 for tag in (START, OPEN_FUNCTION))
-    return _start_of_calls(text[: end + 1], think, in_reasoning) if end > 0 else None
+    end = max(i + len(tag) if (i := text.rfind(tag)) >= 0 else 0 for tag in (START, format.written.function) if tag)
+    return _start_of_calls(text[: end + 1], think, in_reasoning, format) if end > 0 else None
 
 
 @lru_cache(maxsize=8)  # for the positions of a window after a quoted tag
-def _start_of_calls(text: str, think: Marks, in_reasoning: bool | None) -> int | None:
-    reader, n = QwenReader(think, in_reasoning, {}), 0
-    for m in re.finditer(f"{START}|{OPEN_FUNCTION}", text):
+def _start_of_calls(text: str, think: Marks, in_reasoning: bool | None, format: Format) -> int | None:
+    reader, n = AnswerReader(think, in_reasoning, {}, format=format), 0
+    for m in re.finditer("|".join(filter(None, (START, format.written.function))), text):
         reader.add(text[n : m.end()])
-        if reader.is_at_call and (m[0] == OPEN_FUNCTION or text[m.end() : m.end() + 1] in ("", "\n")):
+        is_free = m[0] != START or not format.has_lines  # what may follow
+        if reader.is_at_call and (is_free or text[m.end() : m.end() + 1] in ("", "\n")):
             return m.start()
         n = m.end()
     return None

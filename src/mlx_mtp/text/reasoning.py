@@ -67,15 +67,17 @@ class ReasoningReader:
         answer = "" if self._answer is None else "".join(self.pieces[self._answer :])
         return answer if answer.startswith("\n") else ""
 
-    @property
-    def closing(self) -> str:
-        """The text that would end the reasoning here, as in a chat template; it closes an open code block first."""
+    def closing(self, before: str, behind: str) -> str:
+        """The text that would end the reasoning here, as in a chat template that writes these line breaks before the tag and
+        behind it; it closes an open code block first.
+        """
         if self._rest.startswith(self.end):
-            return "\n\n"  # then no backtick follows
+            return behind or "\n"  # then no backtick follows
         line = self._line + self._rest
-        lines, breaks = (self._lines.add(line), "\n") if line else (self._lines, "")
+        lines = self._lines.add(line) if line else self._lines
         fence = f"{lines.marks}\n" if lines.is_code(self.end) else ""
-        return f"{breaks}{fence}{self.end}\n\n"
+        breaks = "\n" if fence or line.endswith("`") else before
+        return f"{breaks if line else ''}{fence}{self.end}{behind}"
 
     def _take(self, n: int) -> None:
         text, self._rest = self._rest[:n], self._rest[n:]

@@ -1,6 +1,6 @@
-"""The tags of a call, as the format has them and as models write them, and the search for the end of a value.
+"""The search for the end of a value in a call, with the tags of its format, as they should be and as models write them.
 
-The proper end is ``</parameter>`` before the next parameter or the end of the function, outside of quotations. Where the value
+The proper end is the closing tag before the next parameter or the end of the function, outside of quotations. Where the value
 would end if tags were missing or malformed, the following text is held back until a proper end follows, or none.
 """
 
@@ -10,42 +10,15 @@ from typing import Any
 
 import regex
 
-# Bounded, so that little text is held back, and matched again with each piece.
-SPACE = r"\s{0,64}"
-LONGEST_KEY = 256  # characters of a parameter's name
-START, END = "<tool_call>", "</tool_call>"
-OPEN_FUNCTION = "<function="
-LINE_END = r"\r?\n"
-_IS = rf"(?: ?[=:] ?| name ?= ?| (?=[^\s<>=]{{1,256}}>{LINE_END}))"
-_KEY = rf"[^\r\n<>]{{1,{LONGEST_KEY}}}"
-_OPENED = rf"(?:>|(?={LINE_END}))"  # the end of an opening tag
-_CLOSED = rf"[^\n<>]{{0,{LONGEST_KEY}}}(?:>|(?=[\n<]))"  # the end of a closing tag
-PARAMETER = rf"<parameter{_IS}(?P<key>{_KEY}){_OPENED}"
-CLOSE_FUNCTION = rf"</ ?function{_CLOSED}"
-_FUNCTION = rf"<function{_IS}[\"']?(?P<name>[^\s<>\"']{{1,256}}?)[\"']? ?/?{_OPENED}"
-FUNCTION = rf"{_FUNCTION}(?={SPACE}(?:<parameter{_IS}{_KEY}{_OPENED}|{CLOSE_FUNCTION}|{END}))"
-NEXT = regex.compile(
-    rf"{SPACE}(?:{PARAMETER}|(?P<start>{START}{SPACE})?{FUNCTION}|(?P<json>{START}{SPACE}[\[{{])|(?P<last>\Z))"
-)
-PROPER = "</parameter>"
-AFTER_VALUE = regex.compile(rf"{SPACE}(?:<parameter=(?P<key>{_KEY})>|</function>{SPACE}(?:{END}|{FUNCTION}))")
-BEGIN_LINE, END_LINE = regex.compile(rf"\A{LINE_END}"), regex.compile(rf"{LINE_END}\Z", regex.REVERSE)  # around a value
-LAST_LINE = regex.compile(rf"{LINE_END}{PROPER}")
-END_OF_TEXT = regex.compile(
-    rf"(?:{LINE_END}[ \t]*)?(?:</(?:parameter|function|tool_call)[^\n<>]*>?\s*)*\Z", regex.REVERSE
-)
-# Behind a value that is no string: also tags of other names, and those without their beginning.
-BEHIND_VALUE = regex.compile(r"(?:(?:</[^\n<>]*|<?/{0,2}(?:parameter|function|tool_call))>?\s*)*\Z", regex.REVERSE)
+from .formats import CLOSED, LINE_END, SPACE, Format
 
 
 @lru_cache(maxsize=512)
-def _tags_in_value(function: str, key: str) -> tuple[Any, Any]:
+def _tags_in_value(format: Format, function: str, key: str) -> tuple[Any, Any]:
     """Patterns of the tags in a value of this function's parameter, and of the closing tags alone."""
     function, key = regex.escape(function), regex.escape(key)
-    names = rf"(?:param|function)\b[^\s<>/]{{0,{LONGEST_KEY}}}|parameters?|functions|tool_call|{function}|{key}"
-    close = rf"</ ?(?P<closed>{names}){_CLOSED}>?"
-    begin = rf"(?P<begin>(?P<start>{START}{SPACE})?{FUNCTION})"
-    tags = rf"(?P<parameter>{PARAMETER})|{begin}|{close}|(?P<own><{key}[\s>])"
+    close = rf"</ ?(?P<closed>{format.closed}|(?:{function}|{key})(?!\w)){CLOSED}>?"
+    tags = rf"{format.opening}|{close}|(?P<own><{key}[\s>])"
     return regex.compile(rf"(?P<break>(?:{LINE_END}[ \t]{{0,64}}){{1,64}})?(?:{tags})"), regex.compile(SPACE + close)
 
 
@@ -54,9 +27,10 @@ class EndOfValue:
     ``declared`` those in the function's schema, and ``names`` the functions that the request offers.
     """
 
-    def __init__(self, function: str, key: str, keys: Set[str], declared: Set[str], names: Set[str]):
-        self.function, self.key, self.keys, self.declared, self.names = function, key, keys, declared, names
-        self.tag, self.closing = _tags_in_value(function, key)
+    def __init__(self, format: Format, function: str, key: str, keys: Set[str], declared: Set[str], names: Set[str]):
+        self.format, self.function, self.key, self.keys = format, function, key, keys
+        self.declared, self.names = declared, names
+        self.tag, self.closing = _tags_in_value(format, function, key)
         self.n_own = 0  # open tags in the value that are named like it
         self.is_inline: bool | None = None  # whether the value begins on the line of its tag
         # The open quotations: None is a function, a key is a parameter that may be the call's next, "" is any other.
@@ -74,7 +48,7 @@ class EndOfValue:
         after them the number of those of its closing tags, and whether these end the function.
         """
         if self.is_inline is None and (text not in ("", "\r") or is_last):
-            self.is_inline = not BEGIN_LINE.match(text)
+            self.is_inline = not (self.format.has_lines and self.format.begin_line.match(text))
         lines = text + "\n" * is_last  # which ends a tag without ">"
         while (m := self.tag.search(lines, self.n_read, partial=not is_last)) is not None:
             self._move(m.start())
@@ -82,15 +56,15 @@ class EndOfValue:
             if m.partial or (ended := self._read(lines, m, kind, is_last)) is None:
                 break
             if ended:
-                n = m.end() - len(PROPER)
-                n = line.start() if (line := END_LINE.search(text, 0, n)) else n
+                n = m.end() - len(self.format.proper)
+                n = line.start() if (line := self.format.end_line.search(text, 0, n)) else n
                 return n, m.end() - n, False
             self._move(m.end(), "close" if kind else "open" if m["parameter"] or m["begin"] else "")
             self.n_own += bool(m["own"]) - (m["closed"] == self.key and not kind)
         if m is None:
             self._move(len(text))
         if is_last:
-            n, end, is_function = self.end or (*END_OF_TEXT.search(text).span(), True)
+            n, end, is_function = self.end or (*self.format.end_of_text.search(text).span(), True)
             return n, end - n, is_function
         n = self.n_read if self.end is None else self.end[0]
         self.n_read -= n
@@ -103,9 +77,9 @@ class EndOfValue:
 
     def _read(self, text: str, m: Any, kind: str, is_last: bool) -> bool | None:
         """Read a tag of the value. Return whether the value properly ends with it, or ``None`` to wait for more text."""
-        is_apart = m["break"] is not None or bool(self.is_inline) or self.behind != ""
         if kind:
-            return self._read_closing(text, m, kind, is_apart, is_last)
+            return self._read_closing(text, m, kind, is_last)
+        is_apart = m["break"] is not None or bool(self.is_inline) or self.behind != ""
         if m["parameter"] and is_apart:
             return self._read_parameter(text, m, is_last)
         if m["begin"]:
@@ -120,16 +94,16 @@ class EndOfValue:
             self._may_end(text, m, m.start(), "", 2)
             self.quoted.append(key)
             return False
-        last_line = LAST_LINE.match(text, m.end(), partial=not is_last)
+        last_line = self.format.last_line.match(text, m.end(), partial=not is_last)
         if last_line is not None and last_line.partial:
             return None
-        if None in self.quoted or (last_line is None and BEGIN_LINE.match(text[m.end() : m.end() + 2])):
+        if None in self.quoted or (last_line is None and self.format.begin_line.match(text[m.end() : m.end() + 2])):
             self.quoted.append("")
         return False
 
-    def _read_closing(self, text: str, m: Any, kind: str, is_apart: bool, is_last: bool) -> bool | None:
-        is_proper = m[0].endswith(PROPER)
-        if is_proper and (after := AFTER_VALUE.match(text, m.end(), partial=not is_last)) is not None:
+    def _read_closing(self, text: str, m: Any, kind: str, is_last: bool) -> bool | None:
+        is_proper = m[0].endswith(self.format.proper)
+        if is_proper and (after := self.format.after_value.match(text, m.end(), partial=not is_last)) is not None:
             if after.partial:
                 return None
             if self._ends(after):
@@ -141,6 +115,8 @@ class EndOfValue:
             if run is None:
                 return None
             kinds, end, opening = run
+            is_apart = m["break"] is not None or self.behind != ""
+            is_apart = is_apart or (bool(self.is_inline) and text[end:].lstrip(" \t")[:1] in ("", "\r", "\n"))
             is_run = opening or len({*kinds}) > 1 or (kind == "t" and is_apart)
             if self._is_plain and self.behind != "close" and (is_run or (kind == "f" and is_apart)):
                 self._may_end(text, m, end, kinds, 1 + is_run + (is_run and "p" in kinds and not self.quoted))
@@ -151,7 +127,8 @@ class EndOfValue:
             is_empty = self.behind == "open"  # the quotation
             if not behind and not is_last and not is_empty:
                 return None
-            if is_empty or behind[:1] in ("", "\r", "\n", "<"):  # otherwise it is in the middle of a line
+            # In the middle of a line, it ends only what began there.
+            if is_empty or not self.format.has_lines or behind[:1] in ("", "\r", "\n", "<"):
                 self.quoted.pop()
         return False
 
@@ -194,7 +171,7 @@ class EndOfValue:
             if not (kind := self._kind(m["closed"])):
                 break
             kinds, end = kinds + kind, m.end()
-        m = NEXT.match(text, end, partial=not is_last)
+        m = self.format.next.match(text, end, partial=not is_last)
         if m is None:
             return kinds, end, False
         if m.partial or (m["last"] is not None and not is_last):
@@ -213,7 +190,8 @@ def key_of(raw: str, declared: Collection[str]) -> str:
     return next((key for key in (raw, clean, *clean.split()[:1]) if key in declared), clean)
 
 
-def bare_value(text: str, key: str) -> str:
+def bare_value(text: str, key: str, format: Format) -> str:
     """The text of a parameter's value that is no string, without tags at its beginning and end."""
-    text = text.strip().removeprefix(f"<parameter={key}>")
-    return text[: BEHIND_VALUE.search(text).start()]
+    opening = f"{format.written.parameter}{key}{format.written.keyed.strip()}"
+    text = text.strip().removeprefix(opening[opening.rindex("<") :])
+    return text[: format.behind_value.search(text).start()]

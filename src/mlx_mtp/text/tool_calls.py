@@ -1,7 +1,4 @@
-"""Streaming parser of tool calls in a model's text, by the rules of docs/develop/tool-calls.md.
-
-The format is that of Qwen3.5 and Qwen3-Coder. In older Qwen models and Qwen3-Next, the block has JSON.
-"""
+"""Streaming parser of tool calls in a model's text, by the rules of docs/develop/tool-calls.md."""
 
 import json
 import re
@@ -11,21 +8,10 @@ from typing import Any
 
 import regex
 
+from .formats import END, QWEN, SPACE, START, Format
 from .reasoning import Lines
 from .schema import Schema, is_string, parse_json, to_json
-from .tags import (
-    BEGIN_LINE,
-    CLOSE_FUNCTION,
-    END,
-    FUNCTION,
-    OPEN_FUNCTION,
-    PARAMETER,
-    SPACE,
-    START,
-    EndOfValue,
-    bare_value,
-    key_of,
-)
+from .tags import EndOfValue, bare_value, key_of
 
 
 @dataclass(frozen=True)
@@ -56,11 +42,6 @@ class CallEnds:
 Call = CallBegins | CallArguments | CallEnds
 Event = Text | Call
 
-BLOCK = regex.compile(
-    rf" {{0,3}}(?:(?P<start>(?:{START}\n?)?{START}{SPACE})?{FUNCTION}|(?P<json>{START}{SPACE}(?:\[{SPACE})?\{{{SPACE}\"))"
-)
-PART = regex.compile(rf"{SPACE}(?:{PARAMETER}|{FUNCTION}|(?P<close>{CLOSE_FUNCTION})|{END})")
-AFTER_FUNCTION = regex.compile(rf"{SPACE}(?:(?P<end>{END})|{FUNCTION})")
 AFTER_BLOCK = regex.compile(rf"{SPACE}(?P<end>{END})")  # a model may write it twice
 BLOCK_TAG = re.compile(f"{START}|{END}")
 PLACE = regex.compile(rf"(?<=\n)|{START}")
@@ -122,8 +103,8 @@ class _Buffer:
 class _Value:
     """Converts a parameter's value to JSON: a string piece by piece, another value when it is complete."""
 
-    def __init__(self, key: str, types: frozenset[str]):
-        self.key, self.types = key, types
+    def __init__(self, key: str, types: frozenset[str], format: Format):
+        self.key, self.types, self.format = key, types, format
         self.text = ""  # until it is known to be a string
         self.is_string = self.has_begun = False
 
@@ -134,7 +115,7 @@ class _Value:
             if text in ("", "\r"):  # the line end of the tag, or a part of it
                 self.text = text
                 return ""
-            self.has_begun, text = True, BEGIN_LINE.sub("", text)
+            self.has_begun, text = True, self.format.begin_line.sub("", text)
         if self.is_string:
             return _escape(text)
         self.text += text
@@ -145,14 +126,18 @@ class _Value:
         written = self.write("")
         if self.is_string:
             return f'{written}"'
-        return written + to_json(self.text if "string" in self.types else bare_value(self.text, self.key), self.types)
+        text = self.text if "string" in self.types else bare_value(self.text, self.key, self.format)
+        return written + to_json(text, self.types)
 
 
 class ToolCallParser(_Buffer):
-    """Makes events of a text. ``schemas`` has the JSON schema of each tool's parameters by name; ``None``: calls are text."""
+    """Makes events of a text with calls in a format, and in JSON. ``schemas`` has the JSON schema of each tool's parameters by
+    name; ``None``: calls are text.
+    """
 
-    def __init__(self, schemas: Mapping[str, Any] | None):
+    def __init__(self, schemas: Mapping[str, Any] | None, format: Format = QWEN):
         super().__init__()
+        self.format = format
         self.reads_calls, self.schemas = schemas is not None, schemas or {}
         self.marks: Sequence[str] = ()  # lines of content that the parser stops behind, outside of code blocks
         self.mark = ""  # the one behind the events that were returned last
@@ -175,8 +160,8 @@ class ToolCallParser(_Buffer):
     def is_at_start(self) -> bool:
         """Whether the text ends with a tag that may begin a block."""
         tag = self.rest.lstrip(" ")
-        may_begin = tag == START or (tag == OPEN_FUNCTION and self.is_after_blank)
-        return self._read == self._content and may_begin and self.is_text_line(self.rest)
+        may_begin = tag == START or (tag != "" and tag == self.format.written.function and self.is_after_blank)
+        return self._read == self._content and may_begin and self._is_place(self.rest)
 
     # Content
 
@@ -190,12 +175,12 @@ class ToolCallParser(_Buffer):
             if not is_whole and not self.is_last and any(mark.startswith(tag) for mark in self.marks):
                 return False
         is_place = self.reads_calls and not (self.line and self.rest.startswith(" "))
-        m = self.match(BLOCK) if is_place else None
+        m = self.match(self.format.block) if is_place else None
         if m is not None and m.partial:
             return False
         has_tag = m is not None and (m["json"] or m["start"])
         is_offered = m is not None and self.is_after_blank and m["name"] in self.schemas
-        if m is not None and (has_tag or is_offered) and self.is_text_line(m[0]):
+        if m is not None and (has_tag or is_offered) and self._is_place(m[0]):
             if m["json"]:
                 self.start = self.searched = self.rest.index(START) + len(START)
                 self._read = self._json
@@ -203,11 +188,16 @@ class ToolCallParser(_Buffer):
                 self.take(m.end())
                 self._begin_function(m["name"])
         elif has_tag and self._may_end_text():
-            self.tail, self.tail_events, self.n_tail = ToolCallParser(self.schemas), list[Any](), 0
+            self.tail, self.tail_events, self.n_tail = ToolCallParser(self.schemas, self.format), list[Any](), 0
             self._read = self._tail
         else:
             self.take_content(self._next_place())
         return bool(self.rest)
+
+    def _is_place(self, start: str) -> bool:
+        """Whether a call may begin here: a line that begins with this text, or behind words if the format has no lines."""
+        is_inline = not self.format.has_lines and self.line != "" and self._may_end_text()
+        return is_inline or self.is_text_line(start)
 
     def _may_end_text(self) -> bool:
         """Whether a block here counts if the text ends with it: in a code block, or behind words that do not quote it."""
@@ -242,7 +232,7 @@ class ToolCallParser(_Buffer):
         self.take(len(self.rest))
         return False
 
-    # A block in Qwen's format, with one function or several
+    # A block with one function or several
 
     def _begin_function(self, name: str) -> None:
         self.name = name
@@ -255,7 +245,7 @@ class ToolCallParser(_Buffer):
         self._read = self._part
 
     def _part(self) -> bool:
-        m = self.match(PART)
+        m = self.match(self.format.part)
         if m is not None and m.partial:
             return False
         if m is None or not m["key"]:
@@ -267,8 +257,8 @@ class ToolCallParser(_Buffer):
         key = key_of(m["key"], declared)
         self.add_arguments(("{" if not self.keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         self.keys.add(key)
-        self.value = _Value(key, self.schema.types_of_property(key))
-        self.end = EndOfValue(self.name, key, self.keys, declared, self.schemas.keys())
+        self.value = _Value(key, self.schema.types_of_property(key), self.format)
+        self.end = EndOfValue(self.format, self.name, key, self.keys, declared, self.schemas.keys())
         self._read = self._in_value
         return True
 
@@ -293,7 +283,7 @@ class ToolCallParser(_Buffer):
         return True
 
     def _after_function(self) -> bool:
-        m = self.match(AFTER_BLOCK if self.has_ended else AFTER_FUNCTION)
+        m = self.match(AFTER_BLOCK if self.has_ended else self.format.after_function)
         if m is not None and m.partial:
             return False
         self.take(0 if m is None else m.end())

@@ -20,8 +20,9 @@ from ...core.layers.mtp import has_head
 from ...core.sampling import sampler as sampling
 from ...images.prompt import ImageEmbeddings
 from ...memory import CACHE_SHARE, STEP, Account, Sizes, size, sizes_of
-from ...text.answer import QwenReader
+from ...text.answer import AnswerReader
 from ...text.detokenizer import make_detokenizer
+from ...text.formats import QWEN, format_of
 from ..request import NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar
 from .models import ModelProvider, Stores
@@ -212,7 +213,7 @@ def _make_processors(tokenizer: TokenizerWrapper, request: Request, prompt: Prom
 
 
 def _patience(tokenizer: TokenizerWrapper, request: Request) -> float | None:
-    """The characters of text after reasoning that may wait, see ``QwenReader``."""
+    """The characters of text after reasoning that may wait, see ``AnswerReader``."""
     if (output := request.structured_output) is not None and output.is_required:
         return None
     if request.args.stop_words:  # they end the text at once
@@ -242,14 +243,15 @@ def _allow_no_end(ends: list[int], n: int, tokens: mx.array, logits: mx.array) -
 
 def make_budget(tokenizer: Any, n_prompt: int, in_reasoning: bool | None, budget: int) -> LogitsProcessor:
     """A logits processor without a state that ends reasoning after ``budget`` tokens, as in the chat template."""
+    breaks = (format_of(tokenizer) or QWEN).written.thought
 
     @lru_cache(maxsize=1)  # consecutive positions have the same reasoning
     def ending(thought: tuple[int, ...]) -> list[int]:
         """The tokens that end the reasoning after these; none if it has ended."""
         marks = tokenizer.think_start, tokenizer.think_end
-        reader = QwenReader(marks, in_reasoning, None)
+        reader = AnswerReader(marks, in_reasoning, None)
         reader.add(tokenizer.decode([*thought]))
-        text = reader.reasoning.closing if reader.in_reasoning else ""
+        text = reader.reasoning.closing(*breaks) if reader.in_reasoning else ""
         return list(tokenizer.encode(text, add_special_tokens=False))[:MAX_FORCED]
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from mlx_lm.server import convert_chat
-from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from ...core.models.mixin import check_ids
 from ...core.sampling import Sampling
@@ -21,12 +20,12 @@ from ...images.prompt import CUT, LEFT_OUT, MARK, encode_marked, leave_out, plac
 from ...images.tower import Vision
 from ...memory import Account, size
 from ...text.answer import ends_in_reasoning, think_marks
+from ...text.formats import format_of
 from ...text.grammar import llguidance_tokenizer
 from ...text.schema import Json
 from ..request import NO_MEMORY, ApiError, Options, Prompt, Request, too_long
 from ..structured_output import make_output_grammar
 
-QWEN_PARSERS = qwen3_coder.parse_tool_call, json_tools.parse_tool_call
 CHARS = 4  # per token; longer texts are counted before they are tokenized
 PIECE = 1 << 16  # characters that are counted at a time
 LINES = re.compile(r".*\n(?=\S)", re.DOTALL)  # up to a line that begins with no white space, where tokens end
@@ -176,7 +175,7 @@ def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> 
         return convert_chat(messages, request.role_mapping), None
     if request.tools and not tokenizer.has_tool_calling:
         logging.warning("The request has tools, but the model's chat template does not support them.")
-    elif request.tools and tokenizer.tool_parser not in QWEN_PARSERS:
+    elif request.tools and format_of(tokenizer) is None:
         raise ApiError(400, "The model does not write tool calls in Qwen's formats: use mlx_lm.server.", param="tools")
     prefill = ""
     marks = tokenizer.marks[False]
