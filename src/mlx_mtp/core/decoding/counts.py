@@ -15,10 +15,14 @@ class OfSource(NamedTuple):
 
 @dataclass
 class DraftCounts:
-    """The number of drafts made and accepted, by source and by position in the window."""
+    """The number of drafts made and accepted, by source and by position in the window.
+
+    Accepted are those that are tokens of the text: a window may go on behind its end.
+    """
 
     by_source: dict[str, OfSource] = field(default_factory=dict)  # "head", or the name of a free source
     source: str = HEAD  # of the latest step's drafts
+    n_latest: int = 0  # of these, the accepted ones
     n_timed: int = 0  # tokens of the steps that are timed: all but the first, and those that made a trace
     seconds: float = 0.0  # of these steps
 
@@ -26,11 +30,16 @@ class DraftCounts:
         return self.by_source.setdefault(source, OfSource([], []))
 
     def add(self, n_drafted: int, n_accepted: int, source: str = HEAD) -> None:
-        self.source = source
+        self.source, self.n_latest = source, n_accepted
         for numbers, n in zip(self.of(source), (n_drafted, n_accepted)):
             numbers += [0] * (n_drafted - len(numbers))
             for i in range(n):
                 numbers[i] += 1
+
+    def retract(self, n: int) -> None:
+        """Uncount the last n accepted drafts of the latest step, which are behind a text's end that only its text shows."""
+        for i in range(self.n_latest - n, self.n_latest):
+            self.of(self.source).accepted[i] -= 1
 
     @property
     def drafted(self) -> list[int]:

@@ -135,7 +135,6 @@ class Sequence:
 
     def take(self, tokens: list[int], plan: Plan, n_accepted: int) -> list[int]:
         """Add a step's tokens, now that the host knows them -> the tokens up to the one that ends the sequence."""
-        self.counts.add(plan.k, n_accepted, plan.source)
         n_before = len(self.tokens)
         for token in tokens:
             self.tokens.append(token)
@@ -147,6 +146,7 @@ class Sequence:
             if self.end is not None:
                 break
         taken = self.tokens[n_before:]
+        self.counts.add(plan.k, min(n_accepted, len(taken)), plan.source)
         for source in self.free_sources.values():
             source.observe(taken)
         return taken

@@ -135,7 +135,7 @@ class Engine:
         self._count_failure(error)
         logging.error("Generation failed.", exc_info=error)
         for uid in [*self.running]:
-            self.running.pop(uid).send(_failure(f"Generation failed: {error}", error))
+            self._leave(uid).send(_failure(f"Generation failed: {error}", error))
         reseed(self.ranks)  # an error in a compiled function invalidates the random state
         self.admission.restart()
 
@@ -164,7 +164,7 @@ class Engine:
                 f"The answer was stopped after {request.n_tokens} tokens: the server has reached its memory limit of "
                 f"{size(admission.account.limit)}. Try again later, or start it with a larger --max-memory."
             )
-            self.running.pop(uid).send(ApiError(507, message, code=NO_MEMORY))
+            self._leave(uid).send(ApiError(507, message, code=NO_MEMORY))
 
     def _drop(self, gone: set[int]) -> None:
         for request in [request for request in self.waiting if request.number in gone]:
@@ -229,7 +229,7 @@ class Engine:
             failure = _failure(f"Generation failed: {response.error}", response.error)
             if failure.status >= 500:
                 logging.error("Generation failed.", exc_info=response.error)
-            self.running.pop(uid).send(failure)
+            self._leave(uid).send(failure)
             self._count_failure(response.error)
             return
         if request.n_tokens == 0:
@@ -248,11 +248,17 @@ class Engine:
             prompt_cache, tokens = self.admission.batch.remove([uid], return_prompt_caches=True)[uid]
         else:
             prompt_cache, tokens = last.prompt_cache, last.all_tokens
-        request = self.running.pop(uid)
+        request = self._leave(uid)
         request.send(None)
-        self.metrics.finish(request.counts)
         self.admission.keep(request, prompt_cache, tokens)
         self.n_failures = 0
+
+    def _leave(self, uid: int) -> Request:
+        """Take a request out of the running ones, however it ends, and count its drafts."""
+        request = self.running.pop(uid)
+        request.counts.retract(request.counts.n_accepted - request.n_accepted)  # behind a stop word
+        self.metrics.finish(request.counts)
+        return request
 
     def _end(self) -> None:
         for uid in [uid for uid, request in self.running.items() if request.n_tokens == 0]:
