@@ -225,7 +225,7 @@ def test_the_settings_are_those_faster_beyond_the_spread():
         assert tune.show(measured).endswith(f": {best}")
 
 
-def test_tries_cheaper_forms_and_combines_those_that_gained(monkeypatch):
+def test_tries_cheaper_forms_and_combines_those_that_gained():
     model = tiny_model("qwen3_5", vocab_size=64)
     vocab, uncompiled = Settings(draft_vocab=16), Settings(compiled=False)
     heads, outputs = ([Settings(**{name: bits}) for bits in (8, 4)] for name in ("mtp_bits", "draft_head_bits"))
@@ -235,9 +235,6 @@ def test_tries_cheaper_forms_and_combines_those_that_gained(monkeypatch):
     assert cheaper(model) == [uncompiled, *heads, outputs[1], vocab, *surer]
     nn.quantize(model.mtp, 64, 4)
     assert cheaper(model) == [uncompiled, outputs[1], vocab, *surer]
-    monkeypatch.setattr(tune, "on_metal", lambda: True)
-    model = tiny_model("qwen3_5", num_hidden_layers=18)  # nine of attention
-    assert cheaper(model)[:4] == [uncompiled, Settings(pieces=4), Settings(pieces=8), Settings(attention_rows=0)]
     base = Measured(FIXED[1], [1.0, 1.1])
 
     def of(gain, **form):
@@ -245,7 +242,7 @@ def test_tries_cheaper_forms_and_combines_those_that_gained(monkeypatch):
 
     one = [of(1.2, mtp_bits=8), of(1.3, mtp_bits=4), of(1.05, draft_vocab=9)]
     assert combine(base, one) == []
-    assert combine(base, [*one, of(1.15, attention_rows=0)]) == [Settings(2, mtp_bits=4, attention_rows=0)]
+    assert combine(base, [*one, of(1.15, compiled=False)]) == [Settings(2, mtp_bits=4, compiled=False)]
 
 
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -262,7 +259,7 @@ def test_measures_all_and_leaves_the_model_unchanged(is_whole, equal_steps):
         assert measured[2].settings == other
     assert arrays_equal(model.parameters(), before)
     assert model.drafting.lm_head is None
-    assert (model.drafting.compiled, model.drafting.pieces, model.drafting.attention_rows) == (True, None, None)
+    assert model.drafting.compiled
     assert all((m.counts.drafted != []) == (m.settings.num_draft_tokens != 0) for m in measured)
     assert all(len(m.ratios) == 2 and m.tps > 0 for m in measured)
     assert measured[0].ratios == [1.0, 1.0]

@@ -262,18 +262,6 @@ def test_a_step_that_makes_a_trace_is_not_timed(trained, monkeypatch):
     assert only.generation_tps > 3  # of all of the time
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_pieces_are_the_whole(monkeypatch, pieces):
-    model, sent = deep_model("qwen3_5"), []
-    want = [mtp(PROMPT, model, max_tokens=10, num_draft_tokens=k) for k in (0, 3)]
-    model.drafting.pieces = pieces
-    assert [mtp(PROMPT, model, max_tokens=10, num_draft_tokens=k) for k in (0, 3)] == want
-    original = mx.async_eval
-    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(arrays), original(*arrays)))
-    model(WINDOW[None, :3], cache=model.make_cache(), n_confirmed=1, compiler=Compiler())
-    assert len(sent) == 2 // pieces  # of two attention layers
-
-
 # Attention in groups of queries: what it is in one call, by the rule of Metal's fused kernels
 
 

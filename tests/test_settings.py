@@ -29,7 +29,7 @@ from tests.support.engine import Engine
 from tests.support.models import DATA, TRAINED
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n"  # a text that goes on
-TUNED = Settings("auto", 8, 4, 1024, 0.3, {0: 0.01, 1: 0.012, 3: 0.02}, attention_rows=3, compiled=False, pieces=2)
+TUNED = Settings("auto", 8, 4, 1024, 0.3, {0: 0.01, 1: 0.012, 3: 0.02}, compiled=False)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_load_finds_settings_and_keeps_the_text(tuned_model):
     model, _ = mlx_mtp.load(TRAINED)
     drafting = model.drafting
     assert drafting.tuned == TUNED
-    assert (drafting.attention_rows, drafting.compiled, drafting.pieces) == (3, False, 2)
+    assert drafting.compiled is False
     assert times_of(model).estimate[:4] == pytest.approx([0.01, 0.012, 0.016, 0.02])
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {8}
     assert model.drafting.lm_head.ids.size == 1024
@@ -129,10 +129,17 @@ def test_each_checkpoint_has_its_key(tmp_path):
 
 
 WRONG = [
-    '"unknown": 1', '"mtp_bits": "4"', '"num_draft_tokens": null', '"seconds": {"0": 0}', '"seconds": [1]', '"pieces": 0',
-    '"draft_p_min": "high"', '"attention_rows": -1', '"attention_rows": true', '"compiled": 1',
+    '"unknown": 1', '"mtp_bits": "4"', '"num_draft_tokens": null', '"seconds": {"0": 0}', '"seconds": [1]',
+    '"draft_p_min": "high"', '"draft_vocab": -1', '"draft_vocab": true', '"compiled": 1',
 ]  # fmt: skip
 DAMAGED = ["", "{", "[]", "{}", '{"key": 5, "settings": {}}', *(f'{{"key": {{}}, "settings": {{{w}}}}}' for w in WRONG)]
+
+
+def test_what_is_no_longer_tuned_is_ignored(tmp_path):
+    (tmp_path / "s.json").write_text(
+        '{"key": {}, "settings": {"num_draft_tokens": 2, "attention_rows": 0, "pieces": 4}}'
+    )
+    assert settings.read(tmp_path / "s.json") == ({}, Settings(2))
 
 
 def test_rejects_a_file_that_is_damaged_or_missing_and_a_model_without_its_head(tmp_path):

@@ -1,7 +1,7 @@
 """``mlx_mtp benchmark --tune``: measure settings on this machine, for these prompts.
 
-Plain decoding alternates with auto and fixed draft lengths, then with each cheaper form of the drafts and each other way to run
-passes, and then with a combination of those that gained.
+Plain decoding alternates with auto and fixed draft lengths, then with each cheaper form of the drafts and passes that are not
+compiled, and then with a combination of those that gained.
 """
 
 import copy
@@ -19,7 +19,6 @@ from ..checkpoint.settings import cheapen_drafts
 from ..cli.display import alternate, table
 from ..core.decoding.counts import DraftCounts
 from ..core.layers.drafting import Settings
-from ..core.layers.passes import on_metal
 from ..core.pacing.depth import MAX_DRAFT_TOKENS, Depth
 from ..core.pacing.step_times import times_of
 from .measure import NO_COPIES, PLAIN, Generation, Run, generate, speed, sum_counts
@@ -30,8 +29,6 @@ HEAD_BITS = (8, 4)
 DRAFT_VOCAB = 32768  # tokens
 P_MIN = (0.3, 0.6)
 FIXED_GAIN = 0.05  # required of a fixed draft length over auto, since only auto adapts to other kinds of text
-PIECES = (4, 8)  # attention layers
-WAY = ("compiled", "pieces", "attention_rows")  # fields of settings about passes
 
 
 @dataclass
@@ -64,7 +61,7 @@ def combine(base: Measured, measured: Sequence[Measured]) -> list[Settings]:
     """Combine the fastest form of each kind, if two or more kinds have a form that beats ``base``."""
     best: dict[str, Measured] = {}
     for m in measured:
-        for name in ("mtp_bits", "draft_head_bits", "draft_vocab", "draft_p_min", *WAY):
+        for name in ("mtp_bits", "draft_head_bits", "draft_vocab", "draft_p_min", "compiled"):
             faster = beats(m, base) and (name not in best or m.ratio > best[name].ratio)
             if getattr(m.settings, name) != getattr(Settings, name) and faster:
                 best[name] = m
@@ -100,11 +97,8 @@ def tune(
 
 
 def cheaper(model: Any) -> list[Settings]:
-    """The forms that drafts of a model can have, and the other ways to run its passes on this device."""
-    n_attention = len(model.attention_layers)
-    forms = [Settings(compiled=False), *(Settings(pieces=n) for n in PIECES if n < n_attention)]
-    if on_metal():
-        forms.append(Settings(attention_rows=0))
+    """The forms that drafts of a model can have, and passes that are not compiled."""
+    forms = [Settings(compiled=False)]
     if not any(hasattr(m, "bits") for _, m in model.mtp.named_modules()):
         forms += [Settings(mtp_bits=bits) for bits in HEAD_BITS]
     layer = model.output_layer
@@ -135,13 +129,11 @@ def measure(
             cheapen_drafts(model, tokenizer, settings.draft_vocab, settings.mtp_bits, settings.draft_head_bits)
             lm_head = model.drafting.lm_head
             mx.eval(model.mtp.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
-            for name in WAY:
-                setattr(model.drafting, name, getattr(settings, name))
+            model.drafting.compiled = settings.compiled
             return generate(model, prompts[prompt], max_tokens, run, depths[settings], **options)
         finally:
             model.mtp.update_modules(layers)
-            for name in ("lm_head", *WAY):
-                setattr(model.drafting, name, getattr(before, name))
+            model.drafting.lm_head, model.drafting.compiled = before.lm_head, before.compiled
 
     by_length = sorted(prompts, key=lambda prompt: prompts[prompt].size)
     rounds = alternate(chosen, by_length, repeat, one)

@@ -402,6 +402,5 @@ def _apply_settings(model: MTPModel, settings: bool | str | Path, folders: list[
     if (tuned := from_rank_0(model.ranks, lambda: find(settings, folders, n_ranks))) is None:
         return None, None, None
     drafting = model.drafting
-    drafting.tuned, drafting.attention_rows = tuned, tuned.attention_rows
-    drafting.compiled, drafting.pieces = tuned.compiled, tuned.pieces
+    drafting.tuned, drafting.compiled = tuned, tuned.compiled
     return tuned.draft_vocab, tuned.mtp_bits, tuned.draft_head_bits

@@ -29,6 +29,8 @@ from .hub import fetch
 # The lowest and the highest value of each field of generation_config.json.
 RANGES = {"temperature": (0, math.inf), "top_p": (0, 1), "top_k": (0, math.inf), "min_p": (0, 1)}
 
+REMOVED = {"attention_rows", "pieces"}  # settings that an earlier version tuned
+
 log = logging.getLogger(__name__)
 
 
@@ -82,9 +84,9 @@ def read(file: Path) -> tuple[dict[str, str], Settings]:
         raise MTPFileNotFoundError(f"There is no settings file {file}: write it with `mlx_mtp benchmark --tune`.")
     try:
         content = parse_json(file.read_bytes(), str(file))
-        settings = Settings(**content["settings"])
+        settings = Settings(**{name: x for name, x in content["settings"].items() if name not in REMOVED})
         settings = replace(settings, seconds={int(k): float(t) for k, t in settings.seconds.items()})
-        least = {"mtp_bits": 0, "draft_head_bits": 0, "draft_vocab": 0, "attention_rows": 0, "pieces": 1}
+        least = {"mtp_bits": 0, "draft_head_bits": 0, "draft_vocab": 0}
         given = [(getattr(settings, name), n) for name, n in least.items()]
         if not (
             all(value is None or (type(value) is int and value >= n) for value, n in given)

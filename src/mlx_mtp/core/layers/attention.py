@@ -100,11 +100,7 @@ class AttentionLayer(Layer):
         start = start_of(cache)
         x, ways, queries, keys, gates = this.call(before_attention, self, x, *start)
         out = self.through_cache(queries, keys, mask, cache, this, is_rotated=bool(start))
-        x = this.call(after_attention, self, x, out, gates, ways)
-        this.n_attended += 1
-        if this.pieces is not None and this.n_attended % this.pieces == 0:
-            mx.async_eval(x)
-        return x
+        return this.call(after_attention, self, x, out, gates, ways)
 
     def through_cache(
         self, queries: Arrays, keys: Arrays, mask: Any, cache: Any, this: Pass, *, is_rotated: bool

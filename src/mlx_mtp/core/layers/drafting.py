@@ -29,9 +29,7 @@ class Settings:
     draft_p_min: float = 0.0
     # Of steps by draft length, with which "auto" begins
     seconds: Mapping[int, float] = field(default_factory=dict, hash=False)
-    attention_rows: int | None = None  # this and the following fields as in DraftConfig
-    compiled: bool = True
-    pieces: int | None = None
+    compiled: bool = True  # as in ``DraftConfig``
 
     def __str__(self) -> str:
         n = self.num_draft_tokens
@@ -50,7 +48,6 @@ class DraftConfig:
     # The most tokens of a verify pass that attention takes at a time, 0 for all; ``None``: as many as Metal's fused attention
     attention_rows: int | None = None
     compiled: bool = True  # whether passes over a few tokens are
-    pieces: int | None = None  # as in ``Pass``
     fused: bool = True  # whether attention of few queries is MLX's fused one
     # Whether the recurrence of steps and windows, and of prompts, is MLX's own; ``None``: where mlx-lm has no kernel of Metal
     native_steps: bool | None = None

@@ -19,11 +19,8 @@ class Pass:
     attention_rows: int | None = 0  # this and ``fused`` as in ``DraftConfig``
     fused: bool = True
     native: bool | None = None  # whether the recurrence is MLX's own, as ``DraftConfig.native_steps``
-    # The number of attention layers after which the graph so far is submitted, while the host builds the rest
-    pieces: int | None = None
     positions: Positions | None = None  # of a text with images, into which the offset of ``MRoPE`` is an index
     n_confirmed: int = 0  # tokens before the drafts, which may be rejected; 0: no drafts
-    n_attended: int = 0  # attention layers built so far
     arrays: dict[Any, Any] = field(default_factory=dict)  # by ``ids`` and of n-gram embeddings, which all layers share
 
     def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int | None) -> Any:
@@ -60,7 +57,7 @@ def pass_over(
     rows = drafting.attention_rows if n_confirmed > 0 else 0
     rows = 0 if rows is None and not on_metal() else rows
     native = drafting.native_steps
-    return Pass(_compiler(T, drafting, compiler), rows, fused, native, drafting.pieces, positions, n_confirmed)
+    return Pass(_compiler(T, drafting, compiler), rows, fused, native, positions, n_confirmed)
 
 
 def pass_of_head(T: int, drafting: DraftConfig, compiler: Compiler | None, positions: Positions | None = None) -> Pass:
