@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -102,7 +103,7 @@ def measure(model: Any, repeat: int) -> tuple[dict[tuple[str, bool], list[tuple[
     passes, times, longest, before = Passes(model), defaultdict(list), 0.0, n_traces()
     for i in range(repeat + 2):
         for compiled in (True, False):
-            model.drafting.compiled = compiled
+            model.device = replace(model.device, compiled=compiled)
             start = time.perf_counter()
             step = passes.step()
             if compiled:

@@ -23,7 +23,8 @@ from mlx_mtp.core.batch.generator import BatchGenerator
 from mlx_mtp.core.caches import rows
 from mlx_mtp.core.decoding import head
 from mlx_mtp.core.decoding.decoder import Decoder
-from mlx_mtp.core.layers.drafting import DraftLMHead
+from mlx_mtp.core.drafts.lm_head import DraftLMHead
+from mlx_mtp.core.drafts.settings import DraftSettings
 from mlx_mtp.core.sampling.sampler import Sampler
 from mlx_mtp.errors import FAILED_PASS
 from tests.support.batches import AT_ONCE, Fault, faulty, run
@@ -94,7 +95,7 @@ def test_texts_of_equal_samplers_are_drawn_together(depth, monkeypatch):
 
 def test_draft_vocabulary_of_a_batch():
     model = tiny_model("qwen3_5")
-    model.drafting.lm_head = DraftLMHead(model.output_layer, [0, 1, 2])
+    model.draft_settings = DraftSettings(lm_head=DraftLMHead(model.output_layer, [0, 1, 2]))
     generator = BatchGenerator(model, num_draft_tokens=2)
     generator.insert(PROMPTS, max_tokens=[20] * 3)
     texts = run(generator, n_steps=8)

@@ -19,7 +19,7 @@ from mlx_mtp.benchmark import tune
 from mlx_mtp.benchmark.measure import AUTO, COPIED, COPIES, HEAD, NO_COPIES, NO_DRAFTS, OVERALL, PLAIN, TARGET
 from mlx_mtp.benchmark.tune import FIXED, OFF, Measured, cheaper, combine, recommend
 from mlx_mtp.checkpoint import settings
-from mlx_mtp.core.layers.drafting import Settings
+from mlx_mtp.core.drafts.settings import Settings
 from tests.support.checkpoints import first_layers
 from tests.support.commands import run_command
 from tests.support.models import DATA, TRAINED, arrays_equal, tiny_model
@@ -258,8 +258,8 @@ def test_measures_all_and_leaves_the_model_unchanged(is_whole, equal_steps):
         measured = tune.measure(model, tokenizer, prompts, [OFF, tune.AUTO, other], max_tokens=12, repeat=2)
         assert measured[2].settings == other
     assert arrays_equal(model.parameters(), before)
-    assert model.drafting.lm_head is None
-    assert model.drafting.compiled
+    assert model.draft_settings.lm_head is None
+    assert model.device.compiled
     assert all((m.counts.drafted != []) == (m.settings.num_draft_tokens != 0) for m in measured)
     assert all(len(m.ratios) == 2 and m.tps > 0 for m in measured)
     assert measured[0].ratios == [1.0, 1.0]
@@ -281,6 +281,6 @@ def test_command_writes_its_recommendation(monkeypatch, capsys, tmp_path, gains)
     file = tmp_path / "new" / "s.json"
     assert str(file) in run_command(benchmark.main, capsys, "--tune", file, "--json", tmp_path / "m.json")[1]
     assert settings.read(file) == (settings.key_of(mlx_mtp.DEMO), best)
-    drafting = mlx_mtp.load(str(mlx_mtp.DEMO), settings=file)[0].drafting
-    assert (drafting.tuned, drafting.compiled) == (best, not gains)
+    model, _ = mlx_mtp.load(str(mlx_mtp.DEMO), settings=file)
+    assert (model.draft_settings.tuned, model.device.compiled) == (best, not gains)
     assert json.loads((tmp_path / "m.json").read_text())[0]["ratios"] == [1.0, 1.0]

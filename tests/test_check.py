@@ -11,6 +11,7 @@ import pytest
 from mlx_mtp import DEMO, TextOptions, make_prompt_cache
 from mlx_mtp.core.caches import rows
 from mlx_mtp.core.caches.recurrent import RecurrentCache
+from mlx_mtp.core.layers.device import DevicePasses
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, check
 from tests.support.commands import run_command
@@ -103,7 +104,7 @@ def test_command_exits_0_for_equal_tokens_or_rounding_and_1_for_a_fault(monkeypa
     assert run(capsys) == (0, "Identical: plain decoding and MTP generated the same 10 tokens.\n", "")
     with monkeypatch.context() as patch:
         round_otherwise(patch, 0.1)
-        found = lambda model, *_: setattr(model.drafting, "same_bits", 4)  # noqa: E731
+        found = lambda model, *_: setattr(model, "device", DevicePasses(same_bits=4))  # noqa: E731
         patch.setattr("mlx_mtp.checkpoint.load.ensure_tested", found)
         status, out, _ = run(capsys, "--num-draft-tokens", 4)
         said = "The difference is within rounding.\nOn this device, windows have the same bits as plain decoding up to 4 tokens"

@@ -16,7 +16,8 @@ from mlx_mtp.core.caches.positions import ImageSpan
 from mlx_mtp.core.decoding.counts import DraftCounts
 from mlx_mtp.core.decoding.sequence import without_images
 from mlx_mtp.core.drafts.sources import N_GRAM, N_REJOIN, NEAR, PromptLookup
-from mlx_mtp.core.pacing.depth import MAX_COPY_TOKENS, Depth, Rates
+from mlx_mtp.core.pacing import MAX_COPY_TOKENS
+from mlx_mtp.core.pacing.depth import Depth, Rates
 from mlx_mtp.core.pacing.step_times import FREE, PLAIN_PLAN, Plan
 from mlx_mtp.core.sampling.acceptance import n_leading
 from tests.support.batches import run

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from mlx_mtp import BatchGenerator, DraftCounts, mtp_generate_step
 from mlx_mtp.core.decoding import planner
-from mlx_mtp.core.layers.drafting import Settings
 from mlx_mtp.core.pacing.depth import Depth, Rates, best_length, expected_tokens, joint_tokens
 from mlx_mtp.core.pacing.step_times import FREE, HEAD, N_LENGTHS, PLAIN_PLAN, Plan, StepTimes
 from mlx_mtp.core.sampling.acceptance import n_leading
@@ -226,7 +225,7 @@ def test_texts_of_other_lengths_do_not_change_the_times_of_a_length():
 def test_the_times_of_a_step_are_those_of_the_longest_text(equal_steps):
     model = tiny_model("qwen3_5")
     run(scripted(model, [[5] * 1000, [3]], [90, 90], lambda uid, i: True, "auto", **AT_ONCE)[0])
-    assert {size for size, times in model.drafting.times.by_size.items() if times.seconds} == {(2, 0), (2, 1)}
+    assert {size for size, times in model.pace.times.by_size.items() if times.seconds} == {(2, 0), (2, 1)}
 
 
 @pytest.mark.parametrize("slower", [1, 3])
@@ -256,12 +255,12 @@ def test_a_pause_in_a_new_size_does_not_make_it_draft(pause):
 def test_times_are_kept_from_one_batch_to_the_next(equal_steps, monkeypatch):
     """The first step, which follows prompts, tells what was accepted, and not how long it took."""
     model, kept, seen, observe = tiny_model("qwen3_5"), [], [], Depth.observe
-    model.drafting.times = StepTimes(dict.fromkeys(range(9), 1.0))
+    model.pace.times = StepTimes(dict.fromkeys(range(9), 1.0))
     monkeypatch.setattr(Depth, "observe", lambda *args, **how: (seen.append(args[1:4]), observe(*args, **how)))
     for _ in range(2):
         seen.clear()
         run(scripted(model, [[1, 2], [3]], [80, 80], lambda uid, i: True, "auto")[0])
-        kept.append(dict(model.drafting.times.by_size))
+        kept.append(dict(model.pace.times.by_size))
     assert kept[0].keys() == {(1, 0), (2, 0)}
     assert kept[0] == kept[1]  # the same objects
     assert seen[0] == (Plan(8), 8, None)
@@ -334,7 +333,7 @@ def in_turn(steps, n, turn=1):
 def test_auto_goes_by_its_own_text(start, is_given):
     """Also where both were given the same ``Depth``."""
     model, known = tiny_model("qwen3_5"), {k: 1 + DRAFT_COST * k for k in range(9)}
-    model.drafting.tuned = Settings(seconds=known)
+    model.pace.times = StepTimes(known)
     number = Depth(8, known) if is_given else "auto"
     models = [scripted_text(model, 0), scripted_text(model, 1, is_right=False)]
     steps, (right, wrong) = start(models, [number] * 2)
@@ -356,7 +355,7 @@ def test_steps_are_timed_where_no_other_generation_ran_in_between(start, turn, b
     else:
         (_, other), _ = start([None, scripted_text(model, 1)], [0, beside])
     next(other)
-    times = model.drafting.times
+    times = model.pace.times
     n_before = sum(times.n_counted.values())
     in_turn([*steps, other], 2 * N, turn)
     assert times.seconds == pytest.approx({plan: 1 + DRAFT_COST * plan.k for plan in times.seconds})
@@ -370,7 +369,7 @@ def test_two_that_cannot_be_timed_draft_by_a_guess(start):
     model = tiny_model("qwen3_5")
     steps, counts = start([scripted_text(model, i) for i in range(2)], ["auto"] * 2)
     assert in_turn(steps, N) == [t[:N] for t in truths()]
-    assert model.drafting.times.seconds == {}
+    assert model.pace.times.seconds == {}
     assert min(c.tokens_per_step for c in counts) > 3
 
 
@@ -384,6 +383,6 @@ def test_steps_beside_a_prefill_are_not_timed():
     generator.insert([[7] * 200], max_tokens=[1])
     while not generator.prompts[0].is_prefilled:
         generator.next()
-    times = model.drafting.times
+    times = model.pace.times
     assert len(generator) == 2
     assert times.seconds == pytest.approx({plan: 1 + DRAFT_COST * plan.k for plan in times.seconds})

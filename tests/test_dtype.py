@@ -93,8 +93,9 @@ def test_all_weights_have_one_type(chip, tiny, quantized, architecture, options,
     model, _ = load(quantized if is_quantized else tiny, **options)
     assert types(model) == {want}
     if "draft_vocab" in options:
-        assert types(model.drafting.lm_head.layers[0]) == {want}
-        assert model.draft_logits(mx.zeros((1, 1, model.hidden_size), want)).dtype == want
+        lm_head = model.draft_settings.lm_head
+        assert types(lm_head.layers[0]) == {want}
+        assert model.draft_logits(mx.zeros((1, 1, model.hidden_size), want), lm_head).dtype == want
 
 
 def test_float32_stays_where_a_checkpoint_has_it(chip, tmp_path):
@@ -204,12 +205,12 @@ def test_the_self_test_decides(chip, tiny, tmp_path, monkeypatch, caplog):
     for _ in range(2):  # the second time the result is known
         caplog.clear()
         model, _ = load(tiny)
-        assert (types(model), model.drafting.compiled) == ({BF16}, True)
+        assert (types(model), model.device.compiled) == ({BF16}, True)
         (record,) = caplog.records
         assert "does not run in float16 (compiled passes are wrong)" in record.message
     caplog.clear()
     model, _ = load(tiny, dtype="float16")
-    assert (types(model), model.drafting.compiled) == ({F16}, False)
+    assert (types(model), model.device.compiled) == ({F16}, False)
     assert "are wrong on this device" in caplog.text
 
 

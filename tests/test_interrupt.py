@@ -21,7 +21,8 @@ from mlx_mtp.core.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.core.caches import recurrent as cache
 from mlx_mtp.core.caches.prompt_cache import PromptCache
 from mlx_mtp.core.decoding import decoder, head, loop, prefill, sequence
-from mlx_mtp.core.layers.drafting import DraftLMHead
+from mlx_mtp.core.drafts.lm_head import DraftLMHead
+from mlx_mtp.core.drafts.settings import DraftSettings
 from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, head_rows, mtp, plain
 from tests.support.models import FLASH, deep_model, tiny_model
 from tests.support.profiles import LONG
@@ -177,7 +178,7 @@ COPIES, BOTH = dict(num_draft_tokens=0, copy_drafts=16), dict(num_draft_tokens=3
 def small_model(draft_rows=None):
     model = tiny_model("qwen3_5", 1)
     if draft_rows is not None:
-        model.drafting.lm_head = DraftLMHead(model.output_layer, [*range(draft_rows)])
+        model.draft_settings = DraftSettings(lm_head=DraftLMHead(model.output_layer, [*range(draft_rows)]))
     return model
 
 

@@ -64,7 +64,7 @@ def unlimited():
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_used_is_what_was_estimated(name):
     (model, *_), n, chunk = MODELS[name](), 80, 48
-    model.drafting.compiled = False
+    model.device = replace(model.device, compiled=False)
     mx.clear_cache()
     mx.reset_peak_memory()
     before, needs = mx.get_active_memory(), needs_of(model, n, chunk)

@@ -13,7 +13,8 @@ from mlx_lm.generate import generate_step
 
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
-from mlx_mtp.core.layers.drafting import DraftLMHead
+from mlx_mtp.core.drafts.lm_head import DraftLMHead
+from mlx_mtp.core.drafts.settings import DraftSettings
 from mlx_mtp.core.sampling.sampler import MAX_SEED, noise, noise_words, sample
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.distribution import LEVEL, independence, p_value
@@ -119,9 +120,9 @@ def variants(model, sampler, n):
             yield generate(way, PROMPT, model, num_draft_tokens=depth, **options).tokens
     yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=3, sampler=sampler, draft_p_min=0.3)
     for lm_head in (DraftLMHead(model.output_layer, [*range(10)]), DraftLMHead(model.output_layer, None, 4)):
-        model.drafting.lm_head = lm_head
+        model.draft_settings = DraftSettings(lm_head=lm_head)
         yield mtp(PROMPT, model, max_tokens=n, num_draft_tokens=2, sampler=sampler)
-    model.drafting.lm_head = None
+    model.draft_settings = DraftSettings()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,8 @@ def test_one_text_for_each_seed(family, options):
 def test_random_state_is_neither_read_nor_written(model, draft_bits, monkeypatch):
     """Nor where new tokens of the text join a quantized draft vocabulary."""
     if draft_bits is not None:
-        monkeypatch.setattr(model.drafting, "lm_head", DraftLMHead(model.output_layer, [*range(6)], draft_bits))
+        lm_head = DraftLMHead(model.output_layer, [*range(6)], draft_bits)
+        monkeypatch.setattr(model, "draft_settings", DraftSettings(lm_head=lm_head))
     sampler = make_sampler(temp=1.0, top_p=0.9, min_p=0.1, top_k=10, xtc_probability=0.5, seed=4)
     texts = []
     for seed in (1, 2):

@@ -17,8 +17,7 @@ from mlx_mtp.checkpoint.checks.kernels import WRONG
 from mlx_mtp.core.caches.rows import Rows
 from mlx_mtp.core.layers import attention as attention_module
 from mlx_mtp.core.layers.compiled import Compiler
-from mlx_mtp.core.layers.drafting import DraftConfig
-from mlx_mtp.core.pacing.step_times import TYPICAL, StepTimes, times_of
+from mlx_mtp.core.pacing.step_times import TYPICAL, StepTimes
 from tests.support.batches import AT_ONCE, run
 from tests.support.checkpoints import DATA, write_tiny
 from tests.support.decoding import PROMPT, mtp, plain
@@ -63,8 +62,8 @@ def test_runs_once_for_a_model_and_a_version(cache_folder, monkeypatch, caplog):
     monkeypatch.setattr(self_test, "run", lambda model: ran.append(model) or result)
     for _ in range(2):
         model, _ = mlx_mtp.load(str(DATA / "dense"))
-    assert (len(ran), model.drafting.compiled, model.drafting.attention_rows) == (1, True, None)
-    assert [times_of(model).draft_cost, *times_of(model).estimate[:3]] == pytest.approx([0.1, 1.0, 1.2, 1.4])
+    assert (len(ran), model.device.compiled, model.device.attention_rows) == (1, True, None)
+    assert [model.pace.times.draft_cost, *model.pace.times.estimate[:3]] == pytest.approx([0.1, 1.0, 1.2, 1.4])
     monkeypatch.setattr(settings, "version", lambda package: "9.9")
     mlx_mtp.load(str(DATA / "dense"))
     assert len(ran) == 2
@@ -81,12 +80,12 @@ def test_its_times_serve_the_process_that_measured_them(cache_folder, monkeypatc
     results, run = [], self_test.run
     monkeypatch.setattr(self_test, "run", lambda model: results.append(run(model)) or results[-1])
     model, _ = mlx_mtp.load(str(write_tiny(cache_folder / "model", "qwen3_5")))
-    seconds, estimate = dict(zip(self_test.DRAFT_LENGTHS, results[0].seconds)), times_of(model).estimate
+    seconds, estimate = dict(zip(self_test.DRAFT_LENGTHS, results[0].seconds)), model.pace.times.estimate
     assert [*seconds] == [*self_test.DRAFT_LENGTHS]
     assert estimate[: len(self_test.ROWS)] == pytest.approx([seconds[k] for k in range(len(self_test.ROWS))])
     (none, several), n_layers = results[0].key_seconds.values(), len(model.attention_layers)
     assert (none, several) == pytest.approx((n_layers * 1e-7, n_layers * 3e-7 + self_test.N_DRAFTS * 1e-7))
-    of_long = times_of(model).of_size(1, 50_000).estimate
+    of_long = model.pace.times.of_size(1, 50_000).estimate
     added = [of_long[k] - estimate[k] for k in (0, self_test.N_DRAFTS)]
     assert added == pytest.approx([50_000 * none, 50_000 * several])
 
@@ -111,7 +110,7 @@ def test_it_ends_when_its_time_is_over(cache_folder, monkeypatch, n_calls):
     result = self_test.ensure_tested(model, "NAME")
     assert result.wrong == {}
     assert len(n_steps) <= n_calls + 1  # the step after which it ends
-    times = times_of(model).estimate
+    times = model.pace.times.estimate
     assert times == sorted(times)
     assert bool(result.seconds) == (n_calls > 10)
     assert (cache_folder / "mlx_mtp" / "self-test.json").exists() == bool(result.seconds)
@@ -140,7 +139,7 @@ def test_an_error_of_the_test_ends_no_load(cache_folder, monkeypatch, caplog, er
     [record] = caplog.records
     assert "dense could not be tested on this device: " in record.message
     assert "\n" not in record.message
-    assert model.drafting.times is None
+    assert model.pace.times.estimate[0] == TYPICAL[0]
     assert mlx_mtp.generate(model, mlx_mtp.load(str(DATA / "dense"), lazy=True)[1], "def", max_tokens=4)
 
 
@@ -155,7 +154,7 @@ def test_what_is_wrong_is_off_and_told(cache_folder, untimed, monkeypatch, caplo
     assert str(result).startswith("wrong: groups of queries\n")
     assert caplog.text.count("\n") == 1
     assert "Please report it with the output of `mlx_mtp doctor --model NAME --json`" in caplog.text
-    assert (model.drafting.compiled, model.drafting.attention_rows) == (True, 0)
+    assert (model.device.compiled, model.device.attention_rows) == (True, 0)
 
 
 def flipped(out):
@@ -232,7 +231,7 @@ def test_a_wrong_kernel_is_found_and_avoided(cache_folder, untimed, monkeypatch,
             got = str(e)
         assert (got == want) is is_avoided
     assert f"{what}: " in caplog.text
-    assert model.drafting.max_window(None) == widest
+    assert model.device.max_window(None) == widest
 
 
 def test_bits_of_keys_that_are_wrong_for_one_token_are_refused(cache_folder, untimed, monkeypatch):
@@ -280,11 +279,11 @@ def test_the_faster_recurrence_that_is_right_is_used():
     for kernel, tokens, steps, prompts in cases:
         found = {name: {**of} for name, of in METAL.items()}
         found[kernel][tokens] = [WRONG if tokens != "9" else 0.0, 0.0]
-        self_test.SelfTest(0.01, recurrence=found).apply(drafting := DraftConfig())
-        assert (drafting.native_steps, drafting.native_prompts) == (steps, prompts)
+        device = self_test.SelfTest(0.01, recurrence=found).device
+        assert (device.native_steps, device.native_prompts) == (steps, prompts)
     for difference, native in ((0.0, None), (1.0, False)):
-        self_test.SelfTest(0.01, recurrence={"MLX": {"1": [difference, 1.0]}}).apply(drafting := DraftConfig())
-        assert drafting.native_steps is native
+        found = {"MLX": {"1": [difference, 1.0]}}
+        assert self_test.SelfTest(0.01, recurrence=found).device.native_steps is native
 
 
 def test_copies_of_the_heads_cache_are_counted(untimed, monkeypatch):

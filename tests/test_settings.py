@@ -18,8 +18,7 @@ from mlx_mtp.benchmark.tune import Measured
 from mlx_mtp.chat import main
 from mlx_mtp.checkpoint import settings
 from mlx_mtp.checkpoint.settings import Sampling, sampling_defaults
-from mlx_mtp.core.layers.drafting import Settings
-from mlx_mtp.core.pacing.step_times import times_of
+from mlx_mtp.core.drafts.settings import Settings
 from mlx_mtp.generate import __main__ as generate
 from mlx_mtp.server.engine.admission import Admission
 from tests.support.checkpoints import configure, copied, edit
@@ -48,23 +47,22 @@ def tuned_model(monkeypatch, tmp_path):
 
 def test_load_finds_settings_and_keeps_the_text(tuned_model):
     untuned, tokenizer = mlx_mtp.load(TRAINED)
-    assert untuned.drafting.tuned is None
+    assert not untuned.draft_settings.are_tuned
     tuned_model(TUNED)
     model, _ = mlx_mtp.load(TRAINED)
-    drafting = model.drafting
-    assert drafting.tuned == TUNED
-    assert drafting.compiled is False
-    assert times_of(model).estimate[:4] == pytest.approx([0.01, 0.012, 0.016, 0.02])
+    assert model.draft_settings.tuned == TUNED
+    assert model.device.compiled is False
+    assert model.pace.times.estimate[:4] == pytest.approx([0.01, 0.012, 0.016, 0.02])
     assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {8}
-    assert model.drafting.lm_head.ids.size == 1024
-    assert model.drafting.lm_head.layers[0].bits == 4
+    assert model.draft_settings.lm_head.ids.size == 1024
+    assert model.draft_settings.lm_head.layers[0].bits == 4
     prompt = tokenizer.encode(PROMPT)
     tokens = [token for token, _, _ in mlx_mtp.mtp_generate_step(mx.array(prompt), model, max_tokens=16)]
     assert tokens == plain(prompt, untuned, max_tokens=16)
     # Each overrides.
     for argument in ({"mtp_bits": 4}, {"draft_head_bits": 8}, {"draft_vocab": 0}, {"settings": False}):
         model, _ = mlx_mtp.load(TRAINED, **argument)
-        assert model.drafting.tuned is None, argument
+        assert not model.draft_settings.are_tuned, argument
         assert {m.bits for _, m in model.mtp.named_modules() if hasattr(m, "bits")} == {4} & {argument.get("mtp_bits")}
 
 
@@ -77,7 +75,7 @@ def test_drafts_follow_settings_unless_given(tuned_model, equal_steps):
             assert len(last.drafted) == drafted
     *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, 60, num_draft_tokens="auto", copy_drafts="off")
     assert last.drafted[0] >= 2  # the argument overrides
-    assert times_of(model).seconds
+    assert model.pace.times.seconds
     tuned_model(Settings(2, draft_p_min=1.0))
     model, tokenizer = mlx_mtp.load(TRAINED)
     for given, drafts in ((None, False), (0.0, True)):
@@ -89,13 +87,13 @@ def test_benchmark_ignores_settings_unless_given(monkeypatch, capsys, tuned_mode
     file, measured = tuned_model(Settings(0)), []
 
     def measure(model, *_, name, **__):
-        measured.append((name, model.drafting.tuned))
+        measured.append((name, model.draft_settings.tuned))
         raise SystemExit
 
     monkeypatch.setattr(benchmark, "measure", measure)
     for flags in ((), ("--settings", file)):
         run_command(benchmark.main, capsys, "--model", TRAINED, *flags)
-    assert measured == [("dense", None), ("dense with off", Settings(0))]
+    assert measured == [("dense", Settings()), ("dense with off", Settings(0))]
 
 
 def test_warns_of_settings_for_something_else(tuned_model, caplog):
@@ -105,7 +103,7 @@ def test_warns_of_settings_for_something_else(tuned_model, caplog):
         file = tuned_model(TUNED, **{part: "another"})
         assert settings.find(True, [DATA / "dense"]) is None
         assert all(words in caplog.text for words in (f"{part} is ", "not another", str(file)))
-    assert mlx_mtp.load(TRAINED)[0].drafting.tuned is None
+    assert not mlx_mtp.load(TRAINED)[0].draft_settings.are_tuned
     # Those of one process are not for several
     caplog.clear()
     file = tuned_model(TUNED)
@@ -178,8 +176,8 @@ def test_settings_of_a_head_on_the_hub_are_found_from_any_folder(hub, monkeypatc
     monkeypatch.setattr(tune, "tune", lambda *_, **__: [Measured(TUNED, [1.0])])
     assert run_command(benchmark.main, capsys, "--model", TRAINED, "--mtp", "me/head", "--tune")[0] == 0
     monkeypatch.chdir(tmp_path)
-    assert mlx_mtp.load(TRAINED, mtp="me/head")[0].drafting.tuned == TUNED
-    assert mlx_mtp.load(TRAINED)[0].drafting.tuned is None
+    assert mlx_mtp.load(TRAINED, mtp="me/head")[0].draft_settings.tuned == TUNED
+    assert not mlx_mtp.load(TRAINED)[0].draft_settings.are_tuned
 
 
 # Sampling that a model advises

@@ -26,7 +26,8 @@ import mlx_mtp
 from mlx_mtp import BatchGenerator, TextOptions, make_prompt_cache, make_sampler
 from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.decoding import planner
-from mlx_mtp.core.layers.drafting import DraftLMHead
+from mlx_mtp.core.drafts.lm_head import DraftLMHead
+from mlx_mtp.core.drafts.settings import DraftSettings
 from tests.support.batches import AT_ONCE, Fault, Faulty, Text, faulty
 from tests.support.decoding import assert_goes_on, mtp, plain
 from tests.support.models import FAMILIES, TRAINED, model_of
@@ -244,7 +245,11 @@ def test_each_text_is_that_of_a_single_run(run, scenario):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "perf_counter", itertools.count(0.0).__next__)  # a failure comes again
         if scenario.draft_rows is not None:
-            patch.setattr(model.drafting, "lm_head", DraftLMHead(model.output_layer, [*range(scenario.draft_rows)]))
+            patch.setattr(
+                model,
+                "draft_settings",
+                DraftSettings(lm_head=DraftLMHead(model.output_layer, [*range(scenario.draft_rows)])),
+            )
         if copies is not None:
             script_copies(patch, truths, lambda i: copies[i % len(copies)])
         run(scenario, model, truths)

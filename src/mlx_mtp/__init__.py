@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .core.caches.rows import KVOptions
     from .core.decoding.counts import DraftCounts
     from .core.drafts.options import TextOptions
-    from .core.layers.drafting import MAX_DRAFT_TOKENS
     from .core.layers.mtp import MTPModule
+    from .core.pacing import MAX_DRAFT_TOKENS
     from .core.pacing.depth import Depth
     from .core.sampling.sampler import make_sampler
     from .generate import GenerationResponse, generate, stream_generate
@@ -55,7 +55,7 @@ __all__ = [
 # The module of each public name that is loaded when it is used: mlx-lm and transformers take a second.
 _MODULES = {
     "DEMO": ".checkpoint",
-    "MAX_DRAFT_TOKENS": ".core.layers.drafting",
+    "MAX_DRAFT_TOKENS": ".core.pacing",
     "BatchGenerator": ".core.batch.generator",
     "BatchResponse": ".core.batch.generate",
     "Depth": ".core.pacing.depth",

@@ -128,8 +128,8 @@ def _local(name: str, dtype: str) -> Lines:
     yield "Needs", f"{needs_of(model, CONTEXT)} with a text of {CONTEXT} tokens"
     fetched, accepted = model.fetched_head, model.head_acceptance_rate
     yield "Head", "its own" if fetched is None else f"of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB"
-    tuned = model.drafting.tuned
-    yield "Settings", "none: `mlx_mtp benchmark --tune` finds the fastest" if tuned is None else str(tuned)
+    settings = model.draft_settings
+    yield "Settings", settings.tuned if settings.are_tuned else "none: `mlx_mtp benchmark --tune` finds the fastest"
     verdict = "ready; `mlx_mtp benchmark` measures the speed"
     if accepted is not None:
         yield "Accepted", f"{accepted:.0%} of first drafts on built-in text"

@@ -9,7 +9,7 @@ from mlx_mtp.core.batch.generator import BatchGenerator
 from mlx_mtp.core.caches.prompt_cache import n_tokens
 from mlx_mtp.core.drafts import sources
 from mlx_mtp.core.drafts.sources import PromptLookup
-from mlx_mtp.core.pacing.depth import MAX_COPY_TOKENS
+from mlx_mtp.core.pacing import MAX_COPY_TOKENS
 
 from .decoding import plain
 
@@ -55,9 +55,9 @@ class Scripted:
         logits = _sure(logits, [[self._token(uid, n + 1 + t) for t in range(T)] for uid, n in ends])
         return (logits, *hidden) if hidden else logits
 
-    def draft_logits(self, hidden: mx.array) -> mx.array:
-        logits = self._model.draft_logits(hidden)
-        if self._right is None:
+    def draft_logits(self, hidden: mx.array, lm_head: Any = None) -> mx.array:
+        logits = self._model.draft_logits(hidden, lm_head)
+        if self._right is None or (lm_head is not None and lm_head.ids is not None):
             return logits
         # A row whose last pair is (hidden state n - 1, token n) guesses token n + 1.
         ends = self._ends([self.mtp.cache], self.mtp.T)

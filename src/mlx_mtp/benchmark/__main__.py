@@ -20,7 +20,7 @@ from ..cli.arguments import check_alone, check_head, load_options
 from ..cli.display import one_line_errors, table
 from ..cli.parser import check_limits, flag_of, parse
 from ..cli.parsers import benchmark_parser
-from ..core.pacing.depth import MAX_DRAFT_TOKENS
+from ..core.pacing import MAX_DRAFT_TOKENS
 from ..errors import MTPError, require
 from ..files import check_target, write_atomic
 from . import tune
@@ -64,8 +64,8 @@ def main() -> None:
     model, tokenizer = load(args.model or str(DEMO), **options)
     name = args.model or "demo"
     name = Path(name).resolve().name if Path(name).exists() else name  # without the path of a folder
-    if model.drafting.tuned is not None:
-        name += f" with {model.drafting.tuned}"
+    if model.draft_settings.are_tuned:
+        name += f" with {model.draft_settings.tuned}"
     runs = (NO_DRAFTS, *range(1, (args.compare_depths or 0) + 1), NO_COPIES, AUTO)
     sizes = {"max_tokens": args.max_tokens, "repeat": args.repeat}
     several = len(args.context) > 1

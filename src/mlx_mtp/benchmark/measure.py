@@ -32,8 +32,8 @@ from ..core.batch.generate_step import mtp_generate_step
 from ..core.batch.ids import token_ids
 from ..core.decoding.counts import DraftCounts
 from ..core.drafts.sources import N_GRAM
-from ..core.pacing.depth import MAX_DRAFT_TOKENS, Depth
-from ..core.pacing.step_times import times_of
+from ..core.pacing import MAX_DRAFT_TOKENS
+from ..core.pacing.depth import Depth
 from ..errors import MTPError
 from ..memory import GB, needs_of
 
@@ -128,7 +128,7 @@ def measure(
     turns: list[Run] = [PLAIN, *runs]
     # Each run keeps the times of its steps from one text to the next, as in normal use.
     depths: dict[Run, Depth] = {
-        run: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(times_of(model))) for run in (NO_COPIES, AUTO)
+        run: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(model.pace.times)) for run in (NO_COPIES, AUTO)
     }
 
     def one(prompt: str, run: Run) -> Generation:

@@ -18,9 +18,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.settings import cheapen_drafts
 from ..cli.display import alternate, table
 from ..core.decoding.counts import DraftCounts
-from ..core.layers.drafting import Settings
-from ..core.pacing.depth import MAX_DRAFT_TOKENS, Depth
-from ..core.pacing.step_times import times_of
+from ..core.drafts.settings import Settings
+from ..core.pacing import MAX_DRAFT_TOKENS
+from ..core.pacing.depth import Depth
 from .measure import NO_COPIES, PLAIN, Generation, Run, generate, speed, sum_counts
 
 OFF, AUTO = Settings(0), Settings("auto")
@@ -117,9 +117,9 @@ def measure(
     repeat: int,
 ) -> list[Measured]:
     """Measure settings, alternating. The first are those of plain decoding."""
-    before, layers = copy.copy(model.drafting), model.mtp.leaf_modules()
+    device, draft_settings, layers = model.device, model.draft_settings, model.mtp.leaf_modules()
     # Each auto run begins with the times of the run before, as in normal use.
-    depths = {settings: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(times_of(model))) for settings in chosen}
+    depths = {settings: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(model.pace.times)) for settings in chosen}
 
     def one(prompt: str, settings: Settings) -> Generation:
         k = settings.num_draft_tokens
@@ -127,13 +127,13 @@ def measure(
         options: dict[str, Any] = {"stop": tokenizer.eos_token_ids, "draft_p_min": settings.draft_p_min}
         try:
             cheapen_drafts(model, tokenizer, settings.draft_vocab, settings.mtp_bits, settings.draft_head_bits)
-            lm_head = model.drafting.lm_head
+            lm_head = model.draft_settings.lm_head
             mx.eval(model.mtp.parameters(), [] if lm_head is None else lm_head.layers[0].parameters())
-            model.drafting.compiled = settings.compiled
+            model.device = replace(device, compiled=device.compiled and settings.compiled)
             return generate(model, prompts[prompt], max_tokens, run, depths[settings], **options)
         finally:
             model.mtp.update_modules(layers)
-            model.drafting.lm_head, model.drafting.compiled = before.lm_head, before.compiled
+            model.device, model.draft_settings = device, draft_settings
 
     by_length = sorted(prompts, key=lambda prompt: prompts[prompt].size)
     rounds = alternate(chosen, by_length, repeat, one)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,9 +15,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _transform_awq_weights, load_model, load_tokenizer
 
 from ..core.distributed import any_rank, from_rank_0, raise_on_all
+from ..core.drafts.settings import DraftSettings
 from ..core.models import MODULES, model_module
 from ..core.models.head_weights import is_head
 from ..core.models.mixin import MTPModel, drop_head, n_ids
+from ..core.pacing.step_times import Pace, StepTimes
 from ..errors import MTPError
 from ..images.tower import Vision, split_tower
 from ..memory import CONTEXT, Account, gpu_generation, limit_restored_on_error
@@ -401,6 +404,7 @@ def _apply_settings(model: MTPModel, settings: bool | str | Path, folders: list[
     n_ranks = 1 if model.ranks is None else model.ranks.size
     if (tuned := from_rank_0(model.ranks, lambda: find(settings, folders, n_ranks))) is None:
         return None, None, None
-    drafting = model.drafting
-    drafting.tuned, drafting.compiled = tuned, tuned.compiled
+    model.draft_settings = DraftSettings(tuned)
+    model.device = replace(model.device, compiled=tuned.compiled)
+    model.pace = Pace(StepTimes(tuned.seconds))
     return tuned.draft_vocab, tuned.mtp_bits, tuned.draft_head_bits

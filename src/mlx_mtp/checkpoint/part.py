@@ -92,6 +92,6 @@ def evaluate(model: Any) -> None:
     others: Any = tree_flatten(model.parameters())
     for _, p in others:
         mx.eval(p)
-    lm_head = model.drafting.lm_head if isinstance(model, MTPModel) else None
+    lm_head = model.draft_settings.lm_head if isinstance(model, MTPModel) else None
     # The graph of the random numbers of new layers, which their weights have replaced, would grow with each model.
     mx.eval([] if lm_head is None else lm_head.layers[0].parameters(), mx.random.state)

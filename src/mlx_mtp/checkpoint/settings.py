@@ -17,7 +17,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .._version import __version__
 from ..core.caches.validation import BITS
 from ..core.distributed import Ranks, from_rank_0
-from ..core.layers.drafting import DraftLMHead, Settings
+from ..core.drafts.lm_head import DraftLMHead
+from ..core.drafts.settings import Settings
 from ..core.models.head_weights import quantize_head
 from ..core.models.mixin import MTPModel
 from ..core.sampling import Sampling
@@ -132,7 +133,8 @@ def cheapen_drafts(
         quantize_head(model.mtp, mtp_bits)
     ids = first_ids(draft_vocab, model.vocab_size, tokenizer) if draft_vocab else None
     if ids is not None or draft_head_bits is not None:
-        model.drafting.lm_head = DraftLMHead(model.output_layer, ids, draft_head_bits)
+        lm_head = DraftLMHead(model.output_layer, ids, draft_head_bits)
+        model.draft_settings = replace(model.draft_settings, lm_head=lm_head)
 
 
 def first_ids(size: int, vocab_size: int, tokenizer: TokenizerWrapper) -> list[int]:

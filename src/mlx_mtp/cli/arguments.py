@@ -127,9 +127,11 @@ def settle_drafts(args: argparse.Namespace, model: Any) -> None:
         print(f"MTP head: of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB, in {fetched.folder}", file=sys.stderr)
         if model.head_acceptance_rate is not None:
             print(f"Drafts accepted on built-in text: {model.head_acceptance_rate:.0%}", file=sys.stderr)
-    if args.mtp and model.drafting.tuned is not None:
+    if args.mtp and model.draft_settings.are_tuned:
         given = {name: getattr(args, name) for name in ("num_draft_tokens", "draft_p_min")}
-        used = replace(model.drafting.tuned, **{name: value for name, value in given.items() if value is not None})
+        used = replace(
+            model.draft_settings.tuned, **{name: value for name, value in given.items() if value is not None}
+        )
         print(f"Using tuned settings: {used} (--settings off ignores them)", file=sys.stderr)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from ..checkpoint import AUTO, DTYPES
-from ..core.layers.drafting import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ..core.pacing import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ..core.sampling import AcceptanceName, Sampling
 from .parser import byte_size, flag_of, number_or
 

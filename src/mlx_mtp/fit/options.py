@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli.parser import check_limits
-from ..core.layers.drafting import MAX_DRAFT_TOKENS
+from ..core.pacing import MAX_DRAFT_TOKENS
 from ..errors import MTPError
 from ..files import check_source
 

@@ -23,7 +23,8 @@ from ..core.batch.ids import token_ids
 from ..core.caches.rows import KVOptions
 from ..core.drafts.options import MAX_TOKENS, TextOptions
 from ..core.layers.compiled import Compiler
-from ..core.pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ..core.layers.mtp import has_head
+from ..core.pacing import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from .stream import KV_NAMES
 
 
@@ -104,21 +105,21 @@ def check(
     row = recent[len(same)].astype(mx.float32)
     rounding = 0.0  # the token after the prompt comes from one pass in both
     if same:
-        resolved = text.resolve(model)
+        resolved = text.resolve(model.draft_settings.tuned, has_head(model))
         k, copies = resolved.num_draft_tokens, resolved.copy_drafts
         n_copies = MAX_COPY_TOKENS if copies == "auto" else copies if isinstance(copies, int) else 0
         size = min(
-            1 + max(k if isinstance(k, int) else MAX_DRAFT_TOKENS, n_copies), model.drafting.max_window(kv.kv_bits) or 1
+            1 + max(k if isinstance(k, int) else MAX_DRAFT_TOKENS, n_copies), model.device.max_window(kv.kv_bits) or 1
         )
-        for n in {size, 1} if model.drafting.compiled else {size}:  # one by one they are compiled
+        for n in {size, 1} if model.device.compiled else {size}:  # one by one they are compiled
             caches = backbone_caches()
             for _ in generate_step(prompt, model, prompt_cache=caches, max_tokens=0, **of_plain):
                 pass
             rounding = max(rounding, float(mx.abs(row - _run_in_windows(model, caches, same, n, kv)).max()))
     (second, first), (a, b) = mx.sort(row)[-2:], pair
-    windows, same_bits = "", model.drafting.same_bits
+    windows, same_bits = "", model.device.same_bits
     if same_bits is not None:
-        equal = f"and are equal up to rounding up to {model.drafting.max_window(None)} tokens."
+        equal = f"and are equal up to rounding up to {model.device.max_window(None)} tokens."
         windows = f"\nOn this device, windows have the same bits as plain decoding up to {same_bits} tokens, {equal}"
     return Check(len(same), pair, float(first - second), float(row[a] - row[b]), rounding, windows)
 

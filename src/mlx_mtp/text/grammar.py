@@ -21,7 +21,8 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import ArrayLike, NDArray
 
-from ..core.pacing.depth import MAX_COPY_TOKENS, Rates
+from ..core.pacing import MAX_COPY_TOKENS
+from ..core.pacing.depth import Rates
 from ..errors import MTPError, as_mtp_error, require
 from .reasoning import end_of_reasoning
 from .schema import enforceable

@@ -6,12 +6,11 @@ Then the steps that "auto" chooses from are timed, for a few seconds. Other time
 when it drafts as many tokens.
 """
 
-import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from time import perf_counter
@@ -26,11 +25,12 @@ from ...core.caches.prompt_cache import open_prompt_cache
 from ...core.caches.rows import KVOptions, Rows
 from ...core.layers.attention import FEW, AttentionHeads, group_size
 from ...core.layers.compiled import Compiler
-from ...core.layers.drafting import MAX_WINDOW, DraftConfig, Settings
+from ...core.layers.device import DevicePasses
 from ...core.layers.mtp import has_head, run_head
 from ...core.layers.passes import pass_over
-from ...core.pacing.depth import MAX_DRAFT_TOKENS, Depth
-from ...core.pacing.step_times import Plan, StepTimes, on_lines
+from ...core.pacing import MAX_DRAFT_TOKENS, MAX_WINDOW
+from ...core.pacing.depth import Depth
+from ...core.pacing.step_times import Pace, Plan, StepTimes, on_lines
 from ...files import keep, kept
 from ...memory import TEST_TOKENS
 from ..hub import first_line
@@ -93,20 +93,23 @@ class SelfTest:
 
     @property
     def widest(self) -> dict[int | None, int]:
-        """As in ``DraftConfig``."""
+        """As in ``DevicePasses``."""
         of_windows = 1 if self._is_wrong(self.rolled_back) else up_to(self.windows, self.rounding) or 1
         n = min(self._queries(UNQUANTIZED) or MAX_WINDOW, of_windows)
         return {None: n} | {bits: min(self._queries(str(bits)), n) for bits in KV_BITS}
 
-    def apply(self, drafting: DraftConfig) -> None:
-        """Let passes use what is right."""
-        if self._is_wrong(self.compiled):
-            drafting.compiled = False
-        if self._is_wrong(self.grouped):
-            drafting.attention_rows = 0
-        drafting.fused = self._queries(UNQUANTIZED) > 0
-        drafting.native_steps, drafting.native_prompts = map(self._uses_native, (False, True))
-        drafting.widest, drafting.same_bits = self.widest, up_to(self.windows, 0.0)
+    @property
+    def device(self) -> DevicePasses:
+        """What was found right so far."""
+        return DevicePasses(
+            attention_rows=0 if self._is_wrong(self.grouped) else None,
+            compiled=not self._is_wrong(self.compiled),
+            fused=self._queries(UNQUANTIZED) > 0,
+            native_steps=self._uses_native(in_prompts=False),
+            native_prompts=self._uses_native(in_prompts=True),
+            widest=self.widest,
+            same_bits=up_to(self.windows, 0.0),
+        )
 
     def step_times(self, tuned: Mapping[int, float] | None = None) -> StepTimes:
         """The times that "auto" begins with: of steps those of ``--tune``, if any."""
@@ -171,15 +174,14 @@ def _at_most(n_tokens: int) -> str:
 
 def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | None:
     """The result of a model's test on this machine, made once; ``None`` if it fails. What is wrong is off, or an error."""
-    file, key, drafting = "self-test.json", _key_of(model), model.drafting
-    before = copy.copy(drafting)
+    file, key, before = "self-test.json", _key_of(model), model.device
     try:
         result = SelfTest(**kept(file, key))
     except TypeError:  # none, or that of another version
         try:
             result = run(model)
         except Exception as e:  # MLX's, such as of memory, or of a kernel that this device does not have
-            vars(drafting).update(vars(before))
+            model.device = before
             log.warning(f"[WARNING] The passes of {name} could not be tested on this device: {first_line(e)}")
             return None
         # Otherwise kernels were compiled while steps were timed: the next load has times.
@@ -187,8 +189,10 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
             keep(file, key, asdict(result))
     if result.wrong and must_pass:
         raise Float16Error(name, f"{', '.join(result.wrong)} are wrong")
-    result.apply(drafting)
-    drafting.times = result.step_times((drafting.tuned or Settings()).seconds)
+    model.device = replace(
+        result.device, compiled=result.device.compiled and before.compiled
+    )  # ``--tune`` may turn it off
+    model.pace = Pace(result.step_times(model.draft_settings.tuned.seconds))
     if result.wrong:
         remedies = "; ".join(f"{what}: {remedy}" for what, remedy in result.wrong.items())
         log.warning(
@@ -207,14 +211,15 @@ def _key_of(model: Any) -> str:
 def run(model: Any) -> SelfTest:
     """Compare and time passes, under a progress bar in a terminal. What is wrong is off in the parts that follow."""
     result = SelfTest(ROUNDING[dtype_of(model)])
+    model.device = DevicePasses()
     for part in tqdm((_test_kernels, _test_passes, _test_head), desc="Testing this device", leave=False, disable=None):
         part(model, result)
-        result.apply(model.drafting)
+        model.device = result.device
     return result
 
 
 def _test_kernels(model: Any, result: SelfTest) -> None:
-    rows = pass_over(MAX_WINDOW, model.drafting, 1, None, None).attention_rows
+    rows = pass_over(MAX_WINDOW, model.device, 1, None, None).attention_rows
     for bits in (None, *KV_BITS):
         differences = partial(kernels.attention_differences, _heads_of(model), dtype_of(model), rows, bits)
         name = str(bits or UNQUANTIZED)
@@ -232,8 +237,8 @@ def _heads_of(model: Any) -> AttentionHeads:
 
 def _test_passes(model: Any, result: SelfTest) -> None:
     window = (mx.arange(MAX_WINDOW) * 613 + 7)[None] % model.vocab_size  # [1, 17]
-    rows, each, drafting = _prefilled(model, _prompt(model)[None]), list[mx.array](), model.drafting
-    state, before = rows.state, drafting.attention_rows
+    rows, each = _prefilled(model, _prompt(model)[None]), list[mx.array]()
+    state = rows.state
     for t in range(MAX_WINDOW):
         each.append(rows.run(model, window[:, t : t + 1]))
         rows.keep([1])
@@ -250,16 +255,13 @@ def _test_passes(model: Any, result: SelfTest) -> None:
     def compiled_difference(n: int) -> float:
         return kernels.difference(logits(n, Compiler()), logits(n))
 
-    try:
-        drafting.attention_rows = 0
-        for n in {1, min(ROLLED_BACK, result.widest[None])}:
-            result.compiled = max(result.compiled, kernels.measured(partial(compiled_difference, n)))
-        n = min(FEW + 1, result.widest[None])
-        drafting.attention_rows = group_size(n, *_heads_of(model))
-        result.grouped = of_window(n)
-    finally:
-        drafting.attention_rows = before
-    result.apply(drafting)
+    model.device = replace(model.device, attention_rows=0)
+    for n in {1, min(ROLLED_BACK, result.widest[None])}:
+        result.compiled = max(result.compiled, kernels.measured(partial(compiled_difference, n)))
+    n = min(FEW + 1, result.widest[None])
+    model.device = replace(model.device, attention_rows=group_size(n, *_heads_of(model)))
+    result.grouped = of_window(n)
+    model.device = result.device
     compiler = Compiler()
     result.windows = {str(n): of_window(n, compiler) for n in WIDTHS}
     if (n := min(ROLLED_BACK, result.widest[None])) > 1:
@@ -308,9 +310,9 @@ def _head_copies(model: Any) -> int:
 
 def _key_seconds(model: Any) -> dict[str, float]:
     """As in ``SelfTest``, without drafts and with ``N_DRAFTS``, each of which the head's layer attends for."""
-    drafting, n_layers = model.drafting, len(model.attention_layers)
-    rows = pass_over(N_DRAFTS + 1, drafting, 1, None, None).attention_rows
-    one, several = kernels.seconds_of_a_key(_heads_of(model), dtype_of(model), rows, drafting.fused, (1, N_DRAFTS + 1))
+    device, n_layers = model.device, len(model.attention_layers)
+    rows = pass_over(N_DRAFTS + 1, device, 1, None, None).attention_rows
+    one, several = kernels.seconds_of_a_key(_heads_of(model), dtype_of(model), rows, device.fused, (1, N_DRAFTS + 1))
     return {"0": n_layers * one, str(N_DRAFTS): n_layers * several + N_DRAFTS * one}
 
 
@@ -336,7 +338,7 @@ class _EveryLength(Depth):
 
 def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
     """See ``step_seconds``. None if plain steps, or all others, were not timed in ``MAX_SECONDS``."""
-    width = model.drafting.max_window(None)
+    width = model.device.max_window(None)
     depth, end = _EveryLength(min(MAX_DRAFT_TOKENS, width - 1)), perf_counter() + MAX_SECONDS
     steps = mtp_generate_step(prompt, model, max_tokens=1000, num_draft_tokens=depth, copy_drafts="off")
     with closing(steps):

@@ -21,7 +21,9 @@ from ..decoding.prefill import check_embeddings, prefill_chunk, prefill_part
 from ..decoding.sequence import Sequence
 from ..decoding.window import Token
 from ..distributed import synchronize
-from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
+from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions
+from ..layers.mtp import has_head
+from ..models.mixin import check_model
 from ..pacing.depth import Depth
 from .ids import TokenIds, token_ids
 from .scheduler import PrefillBudget, Scheduler
@@ -104,7 +106,7 @@ def mtp_generate_step(
         check_embeddings(mtp_model, len(ids), input_embeddings)
     elif not ids:
         raise MTPError("Either input_embeddings or prompt (or both) must be provided.")
-    options = options.resolve(mtp_model)
+    options = options.resolve(mtp_model.draft_settings.tuned, has_head(model))
     cache = open_prompt_cache(model, prompt_cache)
     place_images(mtp_model, cache, images, input_embeddings is not None)
     kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)

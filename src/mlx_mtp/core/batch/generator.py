@@ -24,7 +24,9 @@ from ..decoding.decoder import Decoder
 from ..decoding.prefill import check_embeddings
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..decoding.window import Stepped
-from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions, check_model
+from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions
+from ..layers.mtp import has_head
+from ..models.mixin import check_model
 from . import MAX_TOKEN_GAP, MIN_DECODE_SHARE
 from .ids import TokenIds, each_prompt, token_ids
 from .scheduler import PrefillBudget, PromptResponse, Scheduler
@@ -108,14 +110,17 @@ class BatchGenerator(Scheduler):
             check_count("prefill_step_size", prefill_step_size), max_token_gap, min_decode_share, mtp_model.ranks
         )
         kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
-        TextOptions().resolve(mtp_model, self.options)  # raises an error for invalid options
         stream = stream or generation_stream
         super().__init__(mtp_model, kv, budget, stream, completion_batch_size, return_prompt_caches)
+        self._resolve(TextOptions())  # raises an error for invalid options
         if self.planner.exchange is not None:
             with mx.stream(stream):
                 self.planner.exchange.agree([], 0, None)  # no sequences yet
         self._uid_count = 0
         self._restore = weakref.finalize(self, _set_wired_limit, maybe_set_recommended_wired_limit(), stream)
+
+    def _resolve(self, options: TextOptions) -> TextOptions:
+        return options.resolve(self.model.draft_settings.tuned, has_head(self.model), self.options)
 
     def close(self) -> None:
         """Remove all sequences, and restore the wired limit."""
@@ -219,7 +224,7 @@ class BatchGenerator(Scheduler):
         if "max_tokens" in own or (limit is not None and not (isinstance(limit, Integral) and limit < 0)):
             check_count(f"max_tokens of prompt {i}", limit)
         model: Any = self.model
-        options, kv = options.resolve(model, self.options), self.decoder.kv
+        options, kv = self._resolve(options), self.decoder.kv
         parts = [token_ids(own, model, f"Prompt {i}") for own in each_prompt(segments)]
         known = token_ids([*all_tokens], model, f"all_tokens of prompt {i}")
         n_prompt = sum(map(len, parts))

@@ -12,8 +12,8 @@ from ...errors import MTPError, NotANumberError
 from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import KVOptions, Rows, RowsState
 from ..layers.compiled import Compiler
-from ..layers.drafting import MAX_COPY_TOKENS, MAX_WINDOW
 from ..models.mixin import MTPModel
+from ..pacing import MAX_COPY_TOKENS, MAX_WINDOW
 from ..pacing.step_times import PLAIN_PLAN, Plan
 from ..sampling.acceptance import n_leading
 from .exchange import Exchange
@@ -33,7 +33,7 @@ class Decoder:
     """The sequences that generate, and their caches, between two moves. Call all moves on one stream."""
 
     def __init__(self, model: MTPModel, kv: KVOptions, exchange: Exchange | None):
-        if kv.kv_bits is not None and model.drafting.max_window(kv.kv_bits) == 0:
+        if kv.kv_bits is not None and model.device.max_window(kv.kv_bits) == 0:
             raise MTPError(
                 f"kv_bits={kv.kv_bits} is refused: attention to quantized keys and values is wrong on this device. Omit it."
             )
@@ -221,13 +221,13 @@ def draft_limits(decoder: Decoder) -> list[int]:
 
     No window is wider than those that the test of the device found right for any row: all rows have the columns of the longest.
     """
-    cache, drafting = decoder.cache, decoder.model.drafting
+    cache, device = decoder.cache, decoder.model.device
     n_tokens = cache.n_tokens if decoder.kept is None else cache.state.ends.plus(decoder.kept).lengths
     most = MAX_COPY_TOKENS
-    if min(drafting.widest.values()) < MAX_WINDOW:
+    if min(device.widest.values()) < MAX_WINDOW:
         each = zip(decoder.sequences, n_tokens, cache.bits)
         bits = [held or s.kv.at(n).get("kv_bits") for s, n, held in each]
-        most = max(min(map(drafting.max_window, bits), default=1) - 1, 0)
+        most = max(min(map(device.max_window, bits), default=1) - 1, 0)
     limits = []
     for b, (s, n) in enumerate(zip(decoder.sequences, n_tokens)):
         # The first token of a text alone comes sooner without drafts, and from the pass that mlx-lm runs.

@@ -18,7 +18,6 @@ from ..caches.prompt_cache import PromptCache, empty_head
 from ..caches.rows import Ends, KVRows
 from ..layers.attention import append_to_cache
 from ..layers.compiled import Compiler
-from ..layers.drafting import draft_logits
 from ..layers.mtp import has_head, run_head
 from ..layers.passes import in_pass, pass_of_head
 from ..models.mixin import MTPModel
@@ -68,7 +67,7 @@ class HeadDrafter:
         self.has_head = has_head(model)
         self.cache = KVRows(empty_head(model))
         self.state = HeadState()
-        self.lm_head = model.drafting.lm_head
+        self.lm_head = model.draft_settings.lm_head
 
     @property
     def states(self) -> list[Any]:
@@ -96,7 +95,7 @@ class HeadDrafter:
         hidden, tokens = state.joined_inputs()
         if state.is_ragged:
             before = [max(n - 1, 0) for n in state.counts]
-            with in_pass(pass_of_head(hidden.shape[1], self.model.drafting, self.compiler)):
+            with in_pass(pass_of_head(hidden.shape[1], self.model.device, self.compiler)):
                 inputs = self._inputs(hidden, tokens)
                 self._append(inputs[:, :-1])
                 self.cache.ends = state.ends.plus(before)
@@ -197,7 +196,7 @@ class HeadDrafter:
         for i in range(max(limits)):
             if i > 0:
                 out = self.run(out, drafts[-1], self.state.ends.plus([i - 1] * B))
-            logits = draft_logits(self.model, self.lm_head, out)  # [B, V]
+            logits = self.model.draft_logits(out, self.lm_head)[:, -1]  # [B, V]
             tokens, highest = mx.zeros((B, 1), mx.uint32), mx.zeros((B, 1))
             for members, of_group in zip(groups, proposals):
                 if max(counts[b] for b in members) <= i:
@@ -228,7 +227,7 @@ class HeadDrafter:
 
     def forget(self, tokens: Iterable[int]) -> None:
         """Reduce the draft vocabulary to the loaded one and these tokens, after sequences have left."""
-        self.lm_head = self.model.drafting.lm_head
+        self.lm_head = self.model.draft_settings.lm_head
         self.observe(tokens)
 
 

@@ -6,8 +6,9 @@ from time import perf_counter
 from typing import NamedTuple
 
 from ..models.mixin import MTPModel
-from ..pacing.depth import MAX_DRAFT_TOKENS, Depth, Offer, expected_tokens
-from ..pacing.step_times import FREE, HEAD, PLAIN_PLAN, Plan, times_of
+from ..pacing import MAX_DRAFT_TOKENS
+from ..pacing.depth import Depth, Offer, expected_tokens
+from ..pacing.step_times import FREE, HEAD, PLAIN_PLAN, Plan
 from ..traces import n_traces
 from .decoder import Decoder, draft_limits
 from .exchange import Exchange
@@ -44,16 +45,16 @@ class Observation(NamedTuple):
 class Planner:
     """Plans the drafts of each window by a ``Depth``, and passes it the time of each step. Ranks use rank 0's seconds.
 
-    A step may also wait for a pass of another generation: ``model.drafting.turn`` is the one that last submitted work.
+    A step may also wait for a pass of another generation: ``Pace.turn`` is the one that last submitted work.
     """
 
     def __init__(self, model: MTPModel, given: Depth | None = None):
-        self.depth = Depth(MAX_DRAFT_TOKENS, times=times_of(model)) if given is None else given.for_text()
+        self.depth = Depth(MAX_DRAFT_TOKENS, times=model.pace.times) if given is None else given.for_text()
         self.exchange = None if model.ranks is None else Exchange(model.ranks, self.depth.times)
         self.unseen: deque[Observation] = deque()  # steps whose seconds rank 0 has not sent yet
         self.latest: deque[Submitted] = deque(maxlen=3)
-        self.drafting, self.turn = model.drafting, object()
-        self.drafting.turn = self.turn  # the prefill of this generation submits work first
+        self.pace = model.pace
+        self.pace.turn = self.turn = object()  # the prefill of this generation submits work first
         self.is_alone = True  # no other generation has submitted work since the latest step
         self.clear()
 
@@ -83,8 +84,8 @@ class Planner:
         self.latest.append(Submitted(plan, len(drafts)))
 
     def _take_turn(self) -> None:
-        self.is_alone = self.is_alone and self.drafting.turn is self.turn
-        self.drafting.turn = self.turn
+        self.is_alone = self.is_alone and self.pace.turn is self.turn
+        self.pace.turn = self.turn
 
     def record(self, step: Step) -> None:
         """Call when the host knows the tokens of a step: those of a plain one while the device runs the next step."""

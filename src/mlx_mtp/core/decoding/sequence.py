@@ -10,7 +10,8 @@ from ..caches.prompt_cache import PromptCache
 from ..caches.rows import KVOptions
 from ..drafts.options import TextOptions
 from ..drafts.sources import FreeSource, make_free_sources
-from ..pacing.depth import MAX_DRAFT_TOKENS, Offer, Rates
+from ..pacing import MAX_DRAFT_TOKENS
+from ..pacing.depth import Offer, Rates
 from ..pacing.step_times import HEAD, Plan
 from ..sampling.acceptance import make_acceptance
 from .counts import DraftCounts

@@ -3,18 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import mlx.nn as nn
 from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from ...errors import MTPError
-from ..layers.drafting import Settings
-from ..layers.mtp import has_head
-from ..models.mixin import MTPModel
-from ..pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, Depth
+from ..pacing import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ..pacing.depth import Depth
 from ..sampling.processors import keeps_state
+from .settings import Settings
 
 MAX_TOKENS = 256  # as mlx-lm
 NumDraftTokens = int | Literal["auto"] | Depth
@@ -56,15 +54,15 @@ class TextOptions:
     copy_drafts: CopyDrafts | None = None
     draft_p_min: float | None = None
 
-    def resolve(self, model: MTPModel, batch: "TextOptions | None" = None) -> "TextOptions":
+    def resolve(self, tuned: Settings, has_head: bool, batch: "TextOptions | None" = None) -> "TextOptions":
         """Complete the options by those of the batch, whose number of drafts is also the limit, and by the tuned settings."""
-        tuned, options = model.drafting.tuned or Settings(), self if batch is None else self._or(batch)
+        options = self if batch is None else self._or(batch)
         copies: CopyDrafts = "off" if isinstance(options.num_draft_tokens, int) else "auto"
-        n: NumDraftTokens | None = tuned.num_draft_tokens if has_head(model) else 0
+        n: NumDraftTokens | None = tuned.num_draft_tokens if has_head else 0
         options = options._or(TextOptions(MAX_TOKENS, None, None, None, n, copies, tuned.draft_p_min))
         options.check(in_batch=batch is not None)
         n, limit = options.num_draft_tokens, None if batch is None else batch.num_draft_tokens
-        if not has_head(model) and n != 0:
+        if not has_head and n != 0:
             raise MTPError(f"num_draft_tokens must be 0 for a model without an MTP head, not {n}.")
         if options.keeps_state:
             return replace(options, num_draft_tokens=0, copy_drafts="off")
@@ -100,15 +98,3 @@ def _is_number(value: Any, low: int, high: int) -> bool:
 
 def asks_for_copies(copy_drafts: CopyDrafts | None) -> bool:
     return copy_drafts not in (None, "off")
-
-
-def check_model(model: nn.Module, options: TextOptions) -> MTPModel:
-    """Return the model, or raise an MTPError if it cannot make such drafts."""
-    if not has_head(model):
-        if not asks_for_copies(options.copy_drafts) and options.num_draft_tokens != 0:
-            raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
-        if not isinstance(model, MTPModel):
-            raise MTPError(
-                "Copy drafts require a model that can roll back: load it with mlx_mtp.load(..., copy_drafts=True)."
-            )
-    return cast(MTPModel, model)

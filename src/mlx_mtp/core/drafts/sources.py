@@ -15,7 +15,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..pacing.depth import MAX_COPY_TOKENS, Rates
+from ..pacing import MAX_COPY_TOKENS
+from ..pacing.depth import Rates
 from .options import TextOptions
 
 N_GRAM = 5  # the length of a new match; shorter matches are often chance, and replace better drafts of the head

@@ -96,7 +96,7 @@ def run_head(
 
     ``embeddings`` [B, T, H] are used in place of the tokens', and ``positions`` are those of a text with images.
     """
-    this = pass_of_head(hidden.shape[1], model.drafting, compiler, positions)
+    this = pass_of_head(hidden.shape[1], model.device, compiler, positions)
     if embeddings is None:
         # Not compiled: the CPU backend would compile a kernel for each place of a weight in a word of quantized weights.
         embeddings = model.model.embed_tokens(tokens)

@@ -9,16 +9,17 @@ from typing import Any
 import mlx.core as mx
 
 from ..caches.positions import Positions
+from ..pacing import MAX_WINDOW
 from .compiled import Compiler
-from .drafting import MAX_WINDOW, DraftConfig
+from .device import DevicePasses
 
 
 @dataclass
 class Pass:
     compiler: Compiler | None = None  # compiles the layers; ``None``: they run as in mlx-lm
-    attention_rows: int | None = 0  # this and ``fused`` as in ``DraftConfig``
+    attention_rows: int | None = 0  # this and ``fused`` as in ``DevicePasses``
     fused: bool = True
-    native: bool | None = None  # whether the recurrence is MLX's own, as ``DraftConfig.native_steps``
+    native: bool | None = None  # whether the recurrence is MLX's own, as ``DevicePasses.native_steps``
     positions: Positions | None = None  # of a text with images, into which the offset of ``MRoPE`` is an index
     n_confirmed: int = 0  # tokens before the drafts, which may be rejected; 0: no drafts
     arrays: dict[Any, Any] = field(default_factory=dict)  # by ``ids`` and of n-gram embeddings, which all layers share
@@ -48,24 +49,24 @@ def on_metal() -> bool:
 
 
 def pass_over(
-    T: int, drafting: DraftConfig, n_confirmed: int, compiler: Compiler | None, positions: Positions | None
+    T: int, device: DevicePasses, n_confirmed: int, compiler: Compiler | None, positions: Positions | None
 ) -> Pass:
     """A pass of the backbone over T tokens of each sequence. Prompts run as in mlx-lm."""
-    fused = drafting.fused or T > MAX_WINDOW
+    fused = device.fused or T > MAX_WINDOW
     if n_confirmed == 0 and T > 1:
-        return Pass(positions=positions, fused=fused, native=drafting.native_prompts)
-    rows = drafting.attention_rows if n_confirmed > 0 else 0
+        return Pass(positions=positions, fused=fused, native=device.native_prompts)
+    rows = device.attention_rows if n_confirmed > 0 else 0
     rows = 0 if rows is None and not on_metal() else rows
-    native = drafting.native_steps
-    return Pass(_compiler(T, drafting, compiler), rows, fused, native, positions, n_confirmed)
+    native = device.native_steps
+    return Pass(_compiler(T, device, compiler), rows, fused, native, positions, n_confirmed)
 
 
-def pass_of_head(T: int, drafting: DraftConfig, compiler: Compiler | None, positions: Positions | None = None) -> Pass:
-    return Pass(_compiler(T, drafting, compiler), positions=positions, fused=drafting.fused or T > MAX_WINDOW)
+def pass_of_head(T: int, device: DevicePasses, compiler: Compiler | None, positions: Positions | None = None) -> Pass:
+    return Pass(_compiler(T, device, compiler), positions=positions, fused=device.fused or T > MAX_WINDOW)
 
 
-def _compiler(T: int, drafting: DraftConfig, compiler: Compiler | None) -> Compiler | None:
-    return compiler if drafting.compiled and T <= MAX_WINDOW else None
+def _compiler(T: int, device: DevicePasses, compiler: Compiler | None) -> Compiler | None:
+    return compiler if device.compiled and T <= MAX_WINDOW else None
 
 
 _pass: ContextVar[Pass | None] = ContextVar("pass", default=None)

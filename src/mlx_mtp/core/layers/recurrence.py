@@ -8,7 +8,7 @@ from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from ..caches.recurrent import RecurrentCache, Split, State, inputs_of_recurrence, is_native, recur
 from ..caches.validation import are_states
-from .drafting import MAX_WINDOW
+from ..pacing import MAX_WINDOW
 from .layer import Layer
 from .passes import Pass
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,12 +12,16 @@ from ...errors import MTPError
 from ..caches.fingerprint import Fingerprinted
 from ..caches.prompt_cache import PromptCache
 from ..distributed import Ranks
+from ..drafts.lm_head import DraftLMHead
+from ..drafts.options import TextOptions, asks_for_copies
+from ..drafts.settings import DraftSettings
 from ..layers.attention import AttentionLayer
 from ..layers.compiled import Compiler
-from ..layers.drafting import DraftConfig
+from ..layers.device import DevicePasses
 from ..layers.mtp import has_head
 from ..layers.passes import in_pass, pass_over
 from ..layers.recurrence import RecurrentLayer
+from ..pacing.step_times import Pace
 from .family import Family, shapes_of
 from .head_weights import sanitize_head
 from .rope import MRoPE
@@ -41,7 +45,9 @@ class MTPModel(Fingerprinted):
 
     def __init__(self, args: Any):
         super().__init__(args)  # type: ignore[call-arg]
-        self.drafting = DraftConfig()
+        self.device = DevicePasses()
+        self.draft_settings = DraftSettings()
+        self.pace = Pace()
 
     def __call__(
         self,
@@ -64,7 +70,7 @@ class MTPModel(Fingerprinted):
         n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
         positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
         T = inputs.shape[1]
-        this = pass_over(T, self.drafting, n_confirmed if n_confirmed < T else 0, compiler, positions)
+        this = pass_over(T, self.device, n_confirmed if n_confirmed < T else 0, compiler, positions)
         with in_pass(this):
             # Only the layers' entries: in a pipeline, mlx-lm's backbone writes to the last one.
             hidden = self.model(inputs, None if cache is None else cache[:n], **embeddings)
@@ -75,10 +81,10 @@ class MTPModel(Fingerprinted):
         """The backbone's hidden states [B, T, H] -> logits [B, T, V]."""
         return self.project(hidden)
 
-    def draft_logits(self, out: mx.array) -> mx.array:
-        """The head's output [B, T, H] -> logits of ``drafting.lm_head.ids``, or of all [B, T, n]."""
-        hidden, lm_head = self.mtp.output(out), self.drafting.lm_head
-        return self.project(hidden) if lm_head is None else lm_head(hidden)
+    def draft_logits(self, out: mx.array, lm_head: DraftLMHead | None = None) -> mx.array:
+        """The head's output [B, T, H] -> logits [B, T, V], by the model's own output layer or that of cheaper drafts."""
+        hidden = self.mtp.output(out)
+        return self.project(hidden) if lm_head is None else lm_head(hidden, self.vocab_size)
 
     def project(self, hidden: mx.array) -> mx.array:
         if self._text.args.tie_word_embeddings:
@@ -147,6 +153,18 @@ class MTPModel(Fingerprinted):
             own = sanitize_head(self, head, raw and self.family.shifts_norms)
             weights.update({self.head_prefix + name: w for name, w in own.items()})
         return weights
+
+
+def check_model(model: nn.Module, options: TextOptions) -> MTPModel:
+    """Return the model, or raise an MTPError if it cannot make such drafts."""
+    if not has_head(model):
+        if not asks_for_copies(options.copy_drafts) and options.num_draft_tokens != 0:
+            raise MTPError("The model has no MTP head: load it with mlx_mtp.load, or generate without MTP.")
+        if not isinstance(model, MTPModel):
+            raise MTPError(
+                "Copy drafts require a model that can roll back: load it with mlx_mtp.load(..., copy_drafts=True)."
+            )
+    return cast(MTPModel, model)
 
 
 def n_ids(model: nn.Module) -> int:

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
-from ..layers.drafting import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from . import MAX_COPY_TOKENS
 from .step_times import FREE, HEAD, PLAIN_PLAN, Plan, StepTimes
 
-__all__ = ["MAX_COPY_TOKENS", "MAX_DRAFT_TOKENS", "Depth", "Rates"]
 # Numbers of free drafts; few, so that their times are soon known.
 FREE_LENGTHS = (1, 2, 4, 8, MAX_COPY_TOKENS)
 # The probability that each draft of a sequence is accepted, given that the drafts before it are, by source, each [K].

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
-from ..layers.drafting import MAX_DRAFT_TOKENS, Settings
-from ..models.mixin import MTPModel
+from . import MAX_DRAFT_TOKENS
 
 N_LENGTHS = 4 * (MAX_DRAFT_TOKENS + 1)  # of drafts with times, from 0: the rows of a pass over four sequences
 LONG = 1024  # tokens from which on, and at each doubling, times are kept apart: those of attention grow with the keys
@@ -145,12 +144,12 @@ class StepTimes:
         return times
 
 
-def times_of(model: MTPModel) -> StepTimes:
-    """The times of a model's steps. If ``load`` has not tested the device, they begin with those of ``--tune``, if any."""
-    drafting = model.drafting
-    if drafting.times is None:
-        drafting.times = StepTimes((drafting.tuned or Settings()).seconds)
-    return cast(StepTimes, drafting.times)
+class Pace:
+    """What all generations of a model share, ``model.pace``: ``Planner`` reads and changes it."""
+
+    def __init__(self, times: StepTimes | None = None):
+        self.times = StepTimes() if times is None else times
+        self.turn = object()  # of the generation that last submitted work to the device
 
 
 def on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ...core.pacing.depth import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ...core.pacing import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 from ...text.answer import Reasoning
 from ...text.schema import Json, whole
 from ...text.tool_calls import CallArguments, CallBegins, Text
