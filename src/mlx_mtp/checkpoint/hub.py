@@ -91,8 +91,13 @@ def _not_cached(name: str, revision: str | None, patterns: Sequence[str]) -> tup
 
 def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
     """The commit of a revision of a repository, and the names of its files, from the hub."""
-    with hub_errors(name, revision), _waiting(name):
-        info = hf.HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    silence = Timer(PATIENCE, log.warning, [f"[INFO] {name}: waiting for an answer of {constants.ENDPOINT}"])
+    with hub_errors(name, revision):
+        silence.start()
+        try:
+            info = hf.HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        finally:
+            silence.cancel()
         files = [file.rfilename for file in info.siblings or ()]
         if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
             raise MTPError(f"the commit is {info.sha!r}")
@@ -100,18 +105,6 @@ def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
             if not is_inside(file):
                 raise MTPError(f"a file is {file!r}")
         return str(info.sha), files
-
-
-@contextmanager
-def _waiting(name: str) -> Iterator[None]:
-    """A context that says in a line that the hub lets it wait."""
-    timer = Timer(PATIENCE, log.warning, [f"[INFO] {name}: waiting for an answer of {constants.ENDPOINT}"])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def is_inside(file: Any) -> bool:

@@ -161,10 +161,8 @@ def encode_prompt(args: argparse.Namespace, model: Any, tokenizer: TokenizerWrap
             if is_suffix:  # the prefix is in the prompt cache
                 messages[-1]["content"] = "<query>"
                 text = text[tokenizer.apply_chat_template(messages, **how).index("<query>") :]
-    try:
+    with as_mtp_error("The prompt is not text in UTF-8", UnicodeError):
         text.encode()
-    except UnicodeEncodeError as e:
-        raise MTPError("The prompt is not text in UTF-8.") from e
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=not use_chat_template)
     if not tokens:
         raise MTPError("The prompt is empty: give --prompt some text.")

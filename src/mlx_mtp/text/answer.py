@@ -18,7 +18,6 @@ from .tool_calls import CallBegins, CallEnds, Text, ToolCallParser
 @dataclass(frozen=True)
 class Reasoning:
     text: str
-    n_tokens: int = 1
 
 
 Event = Reasoning | tool_calls.Event
@@ -37,7 +36,6 @@ class Answer:
         self.tokens = TextTokens()
         self.has_ended = False  # with a stop word or a call
         self.n_calls = 0
-        self._n_thoughts = 0  # tokens of reasoning that was not told yet, such as a line break at its end
         # The first line breaks of reasoning that goes on are its own.
         self._reasoning, self._text = _LineBreaks(skips=not goes_on), _LineBreaks(holds=is_chat)
 
@@ -64,10 +62,7 @@ class Answer:
                 events += self._before_stop(self._text.skip(event.text), event.start + len(event.text))
             elif isinstance(event, Reasoning):
                 self._text.skips = True
-                self._n_thoughts += event.n_tokens
-                if text := self._reasoning.add(self._reasoning.skip(event.text)):
-                    events.append(Reasoning(text, self._n_thoughts))
-                    self._n_thoughts = 0
+                events += [Reasoning(text) for text in [self._reasoning.add(self._reasoning.skip(event.text))] if text]
             else:
                 if isinstance(event, CallBegins):
                     self.n_calls += 1
@@ -213,7 +208,7 @@ class AnswerReader:
                 if cut or not self.reasoning.unquoted.strip():
                     return [
                         *events,
-                        Reasoning(*self.reasoning.tell(waits=False)),
+                        Reasoning(self.reasoning.tell(waits=False)),
                         *([] if cut else self._calls_at_end()),
                     ]
                 self._rest, self._read = self.reasoning.unquoted, self._text
@@ -234,7 +229,7 @@ class AnswerReader:
     def _thoughts(self, is_last: bool = False) -> list[Event]:
         text, self._rest = self._rest, ""
         behind = self.reasoning.add(text, is_last)
-        thought = Reasoning(*self.reasoning.tell(waits=self.is_whole and behind is None))
+        thought = Reasoning(self.reasoning.tell(waits=self.is_whole and behind is None))
         if behind is None:
             return [thought]
         self._rest, self._read = behind, self._text

@@ -32,7 +32,7 @@ class ReasoningReader:
     def __init__(self, end: str):
         self.end, self._tag = end, regex.compile(regex.escape(end))
         self.pieces: list[str] = []  # the reasoning so far
-        self._n_told, self._n_tokens = 0, 0  # the pieces that were told, and the tokens that were not
+        self._n_told = 0  # of these
         self._rest = ""  # the text that is not parsed yet
         self._lines, self._line = Lines(), ""  # the lines so far, and the last one
         self._answer: int | None = None  # the first piece after the last quoted tag that stood alone on a line
@@ -51,16 +51,13 @@ class ReasoningReader:
         else:
             begun = None if is_last else self._tag.search(self._rest, partial=True)
             self._take(begun.start() if begun else len(self._rest))
-        self._n_tokens += not is_last
         return None
 
-    def tell(self, waits: bool) -> tuple[str, int]:
-        """The reasoning since the last call, and its tokens; with ``waits``, up to a tag behind which the answer may be."""
+    def tell(self, waits: bool) -> str:
+        """The reasoning since the last call; with ``waits``, up to a tag behind which the answer may be."""
         n = len(self.pieces) if self._answer is None or not waits else self._answer - 1
         told, self._n_told = "".join(self.pieces[self._n_told : n]), n
-        n_tokens = self._n_tokens if told else 0
-        self._n_tokens -= n_tokens
-        return told, n_tokens
+        return told
 
     @property
     def unquoted(self) -> str:

@@ -25,42 +25,35 @@ BLOCK = 64  # tokens
 DRAFT_TOP_K = 1024  # tokens that drafts of top-p are sampled from
 
 
-class _OwnRandom(threading.local):
-    """The random numbers of a thread whose MLX state nobody has seeded or drawn from: that state is the same in all of them."""
-
-    is_needed = True
-    key: mx.array | None = None
-
-
-_own = _OwnRandom()
+_thread = threading.local()
 
 
 @cache
-def _initial_state() -> Any:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(lambda: mx.random.state[0].tolist()).result()  # type: ignore[index]
+def _new_state() -> Any:
+    return ThreadPoolExecutor(1).submit(lambda: mx.random.state[0].tolist()).result()  # type: ignore[index]
 
 
-def _needs_own_random() -> bool:
-    """Whether MLX's state is as in a new thread. One that is not is evaluated once in a thread: a step does not wait for it."""
+def _has_new_state() -> bool:
+    """Whether nobody has seeded MLX's random state in this thread or drawn from it. One that has changed is evaluated once in a
+    thread, so that no step waits for it.
+    """
     try:
-        _own.is_needed = _own.is_needed and mx.random.state[0].tolist() == _initial_state()  # type: ignore[index]
+        _thread.is_new = getattr(_thread, "is_new", True) and mx.random.state[0].tolist() == _new_state()  # type: ignore[index]
     except ValueError:  # in a trace of ``mx.compile``, an argument of which is MLX's state
         return False
-    return _own.is_needed
+    return bool(_thread.is_new)
 
 
 def uniform(*shape: int) -> mx.array:
-    """Uniform numbers of this shape, by MLX's random state of this thread or by a key of the thread's own."""
-    if not _needs_own_random():
-        return mx.random.uniform(shape=shape)
-    _own.key, key = mx.random.split(mx.random.key(secrets.randbits(64)) if _own.key is None else _own.key)
-    return mx.random.uniform(shape=shape, key=key)
+    """Uniform numbers of this shape by MLX's random state of this thread or, while it is the same as in other new threads, by
+    random keys, which leave it as it is.
+    """
+    return mx.random.uniform(shape=shape, key=mx.random.key(secrets.randbits(64)) if _has_new_state() else None)
 
 
 def thread_seed() -> int:
-    """The seed of this thread's random numbers, for other ranks; a new one where nobody has seeded it."""
-    return secrets.randbits(64) if _needs_own_random() else seed_of(mx.random.state[0])  # type: ignore[index]
+    """The seed of this thread's random numbers, for other ranks; a random one where nobody has seeded it."""
+    return secrets.randbits(64) if _has_new_state() else seed_of(mx.random.state[0])  # type: ignore[index]
 
 
 def noise_words(seed: int, position: int) -> tuple[int, ...]:

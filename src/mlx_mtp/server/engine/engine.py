@@ -289,7 +289,8 @@ def make_delta(request: Request, response: Response, finish_reason: str | None) 
     request.n_accepted += response.from_draft
     text = next_text(request.detokenizer, response.token, finish_reason)
     events, finish_reason = request.answer.step(text, finish_reason)
-    request.n_reasoning += sum(event.n_tokens for event in events if isinstance(event, Reasoning))
+    if any(isinstance(event, Reasoning) for event in events):  # a whole answer's may wait
+        request.n_reasoning = request.n_tokens
     source = response.counts.source if response.from_draft else "model"
     return Delta(events, response.token, finish_reason, request.answer.stop_word, source)
 
