@@ -15,6 +15,7 @@ from mlx_mtp import BatchGenerator, TextOptions, make_prompt_cache
 from mlx_mtp.core.caches.positions import ImageSpan
 from mlx_mtp.core.decoding.counts import DraftCounts
 from mlx_mtp.core.decoding.sequence import without_images
+from mlx_mtp.core.drafts.settings import Settings
 from mlx_mtp.core.drafts.sources import N_GRAM, N_REJOIN, NEAR, PromptLookup
 from mlx_mtp.core.pacing import MAX_COPY_TOKENS
 from mlx_mtp.core.pacing.depth import Depth, Rates
@@ -155,7 +156,7 @@ def test_a_model_without_a_head(family):
 
 def test_copies_are_off_where_the_number_of_drafts_is_given():
     for asked, copies in (({"num_draft_tokens": 2}, "off"), ({"num_draft_tokens": "auto"}, "auto"), ({}, "auto")):
-        assert TextOptions(20, **asked).resolve(model_of("qwen3_5")).copy_drafts == copies
+        assert TextOptions(20, **asked).resolve(Settings(), has_head=True).copy_drafts == copies
 
 
 @every_way

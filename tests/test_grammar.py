@@ -18,7 +18,8 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 import mlx_mtp
 from mlx_mtp import DraftCounts, make_grammar, make_sampler
-from mlx_mtp.core.layers.drafting import DraftLMHead
+from mlx_mtp.core.drafts.lm_head import DraftLMHead
+from mlx_mtp.core.drafts.settings import DraftSettings
 from mlx_mtp.errors import MTPError
 from mlx_mtp.server.request import ApiError, StructuredOutput
 from mlx_mtp.server.structured_output import make_output_grammar
@@ -91,7 +92,7 @@ def test_what_is_forced_is_drafted(monkeypatch):
 @pytest.mark.parametrize("sampler", [None, make_sampler(1.0, seed=3), make_sampler(1.0, top_p=0.9)])
 def test_a_draft_vocabulary_without_allowed_tokens_drafts_wrong_ones(monkeypatch, sampler):
     model, lark = model_of("qwen3_5"), "start: /[k-z]+/"
-    monkeypatch.setattr(model.drafting, "lm_head", DraftLMHead(model.output_layer, [1, 2, 3]))
+    monkeypatch.setattr(model, "draft_settings", DraftSettings(lm_head=DraftLMHead(model.output_layer, [1, 2, 3])))
     options = dict(max_tokens=9, sampler=sampler, num_draft_tokens=2, counts=(counts := DraftCounts()))
     text = mtp([1, 2], model, logits_processors=[grammar_of(TOKENS, lark)], **options)
     assert follows(lark, text)
