@@ -211,7 +211,7 @@ REFUSED = {
     "another method": ({"peft_type": "IA3"}, several, "has peft_type IA3"),
     "changed base": ({"init_lora_weights": "pissa_niter_4"}, several, "has init_lora_weights pissa_niter_4"),
     "norm": ({}, with_tensor(f"{LAYER}.0.input_layernorm.weight"), "its tensor .*layernorm.weight is neither"),
-    "head": ({}, with_layer("mtp.layers.0.self_attn.q_proj"), f"mtp.layers.0.self_attn.q_proj, {OTHER_LAYER}"),
+    "another layer": ({}, with_layer(f"{LAYER}.9.self_attn.q_proj"), f"9.self_attn.q_proj, {OTHER_LAYER}"),
     "other sizes": ({}, with_layer(f"{LAYER}.0.mlp.up_proj", (4, 63)), r"up_proj, \[4, 63\] and \[64, 4\], do not fit"),
     "convolution": ({}, with_layer(f"{RECURRENT}.conv1d"), "conv1d, which is neither a linear layer nor an emb"),
     "rank": ({"r": 8}, with_layer(f"{LAYER}.0.mlp.up_proj"), "up_proj have rank 4, and its config says 8"),
@@ -234,6 +234,22 @@ def test_what_cannot_be_applied_exactly_is_refused_in_a_sentence(config, change,
     assert (status, err.count("\n")) == (2, 1)
     assert re.search(f"The adapter {path} .*{message}", err)
     assert not (tmp_path / "out").exists()
+
+
+def test_parts_for_the_vision_encoder_and_the_head_are_left_out_with_a_line(folder, tmp_path, caplog):
+    """As trainers name them by default; an adapter of these parts alone changes nothing."""
+    names = "model.visual.blocks.0.attn.qkv", "visual.merger.linear_fc1", "mtp.layers.0.self_attn.q_proj"
+    own, whole, others = (several(Adapter(model_of("qwen3_5"))) for _ in range(3))
+    whole.tensors = dict(own.tensors)
+    others.tensors.clear()
+    for name in names:
+        whole.put(name, (4, 64), (64, 4))
+        others.put(name, (4, 64), (64, 4))
+    plain, changed = (loaded(folder, adapter_path=a.write(tmp_path / n)) for a, n in ((own, "own"), (whole, "whole")))
+    assert not differing(parameters(plain), parameters(changed))
+    (said,) = [message for message in caplog.messages if "are left out" in message]
+    assert all(f"base_model.model.{name}.lora_A.weight" in said for name in names)
+    refused("changes nothing", loaded, folder, adapter_path=others.write(tmp_path / "others"))
 
 
 def lora(change):

@@ -15,6 +15,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.load import check_family
 from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.convert.__main__ import main as convert
+from mlx_mtp.core.caches.prompt_cache import n_tokens
 from mlx_mtp.core.models import family_of
 from mlx_mtp.core.models.family import shapes_of
 from mlx_mtp.core.models.head_weights import EXPERT_PROJECTIONS
@@ -33,7 +34,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.commands import refused, report, run_command
 from tests.support.layouts import with_experts
-from tests.support.models import DATA, FAMILIES, FLASH, model_of, tiny_config, tiny_model
+from tests.support.models import DATA, FAMILIES, FLASH, TRAINED, model_of, tiny_config, tiny_model
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 RAW = "model.language_model."
@@ -297,6 +298,15 @@ def test_loads_any_model_without_a_head(tmp_path):
     model, tokenizer = mlx_mtp.load(str(folder))
     texts = [f(model, tokenizer, prompt=[1, 2, 3], max_tokens=4) for f in (mlx_mtp.generate, mlx_lm.generate)]
     assert texts[0] == texts[1]
+
+
+def test_a_model_that_mlx_lm_runs_has_its_prompt_caches_and_no_store(tmp_path):
+    for folder in (str(write_llama(tmp_path / "model")[0]), TRAINED):
+        model, tokenizer = mlx_mtp.load(folder, mtp=False)
+        cache = mlx_mtp.make_prompt_cache(model)
+        mlx_mtp.generate(model, tokenizer, [1, 2, 3], max_tokens=1, prompt_cache=cache)
+        assert (len(cache), n_tokens(cache) >= 3) == (len(model.layers), True)
+        refused("A prompt store requires drafts", mlx_mtp.PromptStore, model)
 
 
 def test_returns_what_mlx_lm_returns():

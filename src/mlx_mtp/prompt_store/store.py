@@ -52,6 +52,7 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         max_disk_bytes (int): The maximum size of the folder.
 
     Raises:
+        MTPError: mlx-lm runs the model, without drafts.
         OSError: The folder cannot be used.
     """
 
@@ -64,6 +65,8 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         folder: str | Path | Folder | None = None,
         max_disk_bytes: int = MAX_DISK_BYTES,
     ):
+        if not hasattr(model, "fingerprint"):
+            raise MTPError("A prompt store requires drafts: load the model with its head or with copy_drafts=True.")
         self.model = model
         self.max_bytes = Account().cache_budget if max_bytes is None else max_bytes
         self.max_snapshots = max_snapshots

@@ -131,8 +131,11 @@ def make_prompt_cache(model: nn.Module) -> list[Any]:
         model (nn.Module): A model of ``mlx_mtp.load``.
 
     Returns:
-        List[Any]: A cache for each layer, then the head's keys and values, then the last token's hidden state.
+        List[Any]: A cache for each layer, then the head's keys and values, then the last token's hidden state; for a model that
+        mlx-lm runs without drafts, mlx-lm's.
     """
+    if not hasattr(model, "head_layer"):
+        return stock.make_prompt_cache(model)
     return model.make_cache() + make_head_cache(model)
 
 
