@@ -1,9 +1,11 @@
-"""Writing of checkpoints: folders that appear when complete, and heads or vision encoders beside another's linked files."""
+"""Writing of checkpoints: folders that appear when complete, and heads or vision encoders beside another's files."""
 
 import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +22,8 @@ from .config import EXTRA_TENSORS, Config, text_config_of
 from .heads.formats import load_tensors, quantization_beside
 from .hub import HEAD_FILE, TOWER_FILE, check_path
 from .reader import INDEX_FILE, CheckpointReader, n_bytes
+
+CLONE = ["cp", "-c"] if sys.platform == "darwin" else ["cp", "--reflink=always"]
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +114,7 @@ def write_beside(
     origin: Config,
     card: str,
 ) -> None:
-    """Write a head and a vision encoder beside links to the receiver's files, with an index of all, and the config.
+    """Write a head and a vision encoder beside clones of the receiver's files or links, with an index of all, and the config.
 
     Either may be empty. ``origin`` is that of ``describe_head``, and ``card`` ends the model card.
     """
@@ -137,19 +141,31 @@ def write_beside(
 
 
 def _link_files(source: CheckpointReader, folder: Path, weights: Collection[str]) -> None:
-    """Link these of a checkpoint's weights, and copy its other files. Existing files stay."""
+    """Clone or link these of a checkpoint's weights, and copy its other files. Existing files stay."""
+    are_linked = False
     for name in {name for name in source.files if "/" not in name and not name.endswith(".safetensors")}.union(weights):
         file, target = source.path / name, folder / name
         if not file.is_file() or target.exists():
             continue
         target.parent.mkdir(exist_ok=True)
         if file.suffix == ".safetensors":
-            try:
-                os.link(file.resolve(), target)  # files of the hub's cache are links
+            if clone(file.resolve(), target):  # files of the hub's cache are links
                 continue
-            except OSError:
-                pass  # another disk, or no support for links
+            with suppress(OSError):  # another disk, or no support for links
+                os.link(file.resolve(), target)
+                are_linked = True
+                continue
         shutil.copy(file, target)
+    if are_linked:
+        print(f"[INFO] The weights are hard links: a program that writes into these files also changes {source.name}")
+
+
+def clone(file: Path, target: Path) -> bool:
+    """Copy a file on write, which takes no space. Return whether the file system can; a file that exists is lost."""
+    is_cloned = subprocess.run([*CLONE, str(file), str(target)], capture_output=True).returncode == 0
+    if not is_cloned:
+        target.unlink(missing_ok=True)
+    return is_cloned
 
 
 # The model card

@@ -33,7 +33,7 @@ def graft(
     skip_check: bool = False,
     name: str | None = None,  # in the card
 ) -> None:
-    """Add the head, the vision encoder or both of an original to a conversion, whose weights are hard-linked or copied."""
+    """Add the head, the vision encoder or both of an original to a conversion, whose weights are cloned, linked or copied."""
     check_method(CheckpointReader(model, revision))
     receiver = fetch_checkpoint(model, revision)
     config, origin = check_config(receiver.config, model), Config()

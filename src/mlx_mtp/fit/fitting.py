@@ -183,7 +183,7 @@ def open_work(work: Path, source: Any) -> None:
 def write_checkpoint(
     target: Path, source: CheckpointReader, model: Any, adapter_path: str | None, record: dict[str, Any], table: str
 ) -> None:
-    """Write a folder with links to the model's files in ``source``, the head, and a card with ``record`` and ``table``."""
+    """Write a folder with the model's files of ``source``, the head, and a card with ``record`` and ``table``."""
     name, fetched = source.name, model.fetched_head
     config: Config = check_config(source.config, name)
     own = {"source": name, "revision": source.revision}
