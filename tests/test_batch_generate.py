@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as stock_sampler
 
 import mlx_mtp
-from mlx_mtp import Depth, TextOptions, batch_generate, make_prompt_cache, make_sampler
+from mlx_mtp import Depth, DraftCounts, TextOptions, batch_generate, make_prompt_cache, make_sampler
 from mlx_mtp.core.batch import scheduler
 from mlx_mtp.core.batch.generator import BatchGenerator
 from mlx_mtp.core.caches import rows
@@ -323,6 +323,22 @@ def test_refuses_options_out_of_range(demo):
     assert generator.insert([[8]], max_tokens=[2]) == [first + 1]
     texts = run(generator, texts)
     assert [text.tokens for text in texts.values()] == [plain([t], model, max_tokens=n) for t, n in ((9, 8), (8, 2))]
+
+
+def test_a_keyword_replaces_the_option_of_its_name():
+    """Options may be given whole, by keywords, or both: alone, for a batch, and for each of its prompts."""
+    model, whole, counts = model_of("qwen3_5"), TextOptions(9, num_draft_tokens=2), DraftCounts()
+    truth = plain([1, 2], model, max_tokens=9)
+    assert mtp([1, 2], model, options=whole, counts=counts) == truth
+    assert len(counts.drafted) == 2
+    assert mtp([1, 2], model, options=whole, max_tokens=3) == truth[:3]
+    for options, most in (({}, 9), (dict(max_tokens=5), 5)):
+        with closing(BatchGenerator(model, options=whole, **options)) as generator:
+            generator.insert([[1, 2]] * 2, options=[TextOptions(4, num_draft_tokens=1)] * 2, max_tokens=[3, 2])
+            generator.insert([[1, 2]], draft_p_min=[0.0])
+            texts = run(generator)
+        assert [text.tokens for text in texts.values()] == [truth[:n] for n in (3, 2, most)]
+        assert [len(text.last.counts.drafted) for text in texts.values()] == [1, 1, 2]
 
 
 CACHES = [(0, True), (2, False), ("auto", True), *[(0, False), (2, True), ("auto", False)] * LONG]

@@ -191,7 +191,7 @@ def generate(
             prompt,
             model,
             max_tokens=max_tokens,
-            num_draft_tokens=n_drafts,  # type: ignore[arg-type]  # mypy takes "auto" for any text
+            num_draft_tokens=n_drafts,
             copy_drafts="auto" if run in (AUTO, COPIES) else "off",
             draft_p_min=draft_p_min,
             counts=counts,

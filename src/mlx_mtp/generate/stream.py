@@ -102,10 +102,8 @@ def stream_generate(
     Yields:
         GenerationResponse: mlx-lm's response, with the drafts made and accepted.
     """
-    own = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-    options = replace(options or TextOptions(max_tokens), **own)
-    if options.max_tokens is None:
-        options = replace(options, max_tokens=max_tokens)
+    keywords = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    options = TextOptions.given(options, keywords).completed_by(TextOptions(max_tokens))
     mtp = has_head(model) if mtp is None else mtp
     drafts = mtp or asks_for_copies(options.copy_drafts)
     if kwargs.pop("draft_model", None) is not None:

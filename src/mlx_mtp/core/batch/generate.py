@@ -12,7 +12,6 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.counts import DraftCounts
-from ..drafts.options import CopyDrafts, NumDraftTokens
 from ..models.mixin import n_ids
 from .generator import BatchGenerator, Response
 from .ids import TokenIds, each_prompt
@@ -44,8 +43,6 @@ def batch_generate(
     return_token_ids: bool = False,
     return_logprobs: bool = False,
     *,
-    num_draft_tokens: NumDraftTokens | None = None,
-    copy_drafts: CopyDrafts | None = None,
     samplers: Sequence[Sampler | None] | None = None,
     logits_processors: Sequence[LogitsProcessor] | Sequence[Sequence[LogitsProcessor]] | None = None,
     **kwargs: Any,
@@ -67,11 +64,10 @@ def batch_generate(
         return_prompt_caches (bool): Return the prompt caches in the response. Default: ``False``.
         return_token_ids (bool): Return the generated token IDs in the response. Default: ``False``.
         return_logprobs (bool): Return the log-probability of each generated token. Default: ``False``.
-        num_draft_tokens, copy_drafts (optional): See ``mlx_mtp.TextOptions``.
         samplers (List[Sampler], optional): A sampler for each prompt. Default: ``None``, ``sampler`` for all.
         logits_processors (List, optional): Logits processors for all prompts, or a list of them for each. Objects with state
           must not be shared. Default: ``None``.
-        kwargs: The remaining options get passed to :obj:`BatchGenerator`, such as ``sampler``.
+        kwargs: The remaining options get passed to :obj:`BatchGenerator`, such as ``sampler`` and ``num_draft_tokens``.
 
     Returns:
         BatchResponse: mlx-lm's response, with the drafts made and accepted for each prompt.
@@ -84,10 +80,8 @@ def batch_generate(
     n, n_model = len(prompts), n_ids(model)
     stop_tokens = [[t] for t in tokenizer.eos_token_ids if t < n_model]
     kwargs = {"max_token_gap": math.inf, "min_decode_share": 0.0, **kwargs}  # no client waits for single tokens
-    kwargs |= dict(
-        num_draft_tokens=num_draft_tokens, copy_drafts=copy_drafts, return_prompt_caches=return_prompt_caches
-    )
-    with closing(BatchGenerator(model, stop_tokens=stop_tokens, **kwargs)) as generator:
+    kwargs |= {"stop_tokens": stop_tokens, "return_prompt_caches": return_prompt_caches}
+    with closing(BatchGenerator(model, **kwargs)) as generator:
         uids = generator.insert(
             prompts,
             max_tokens=max_tokens if isinstance(max_tokens, Sequence) else [max_tokens] * n,

@@ -8,8 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, StopSequences, generation_stream
-from mlx_lm.sample_utils import LogitsProcessor, Sampler
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 
 from ...errors import MTPError
 from ..caches.positions import ImageSpan
@@ -21,7 +20,7 @@ from ..decoding.prefill import check_embeddings, prefill_chunk, prefill_part
 from ..decoding.sequence import Sequence
 from ..decoding.window import Token
 from ..distributed import synchronize
-from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions
+from ..drafts.options import TextOptions
 from ..layers.mtp import has_head
 from ..models.mixin import check_model
 from ..pacing.depth import Depth
@@ -34,13 +33,7 @@ def mtp_generate_step(
     model: nn.Module,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
-    max_tokens: int = 256,
-    num_draft_tokens: NumDraftTokens | None = None,
-    copy_drafts: CopyDrafts | None = None,
-    draft_p_min: float | None = None,
-    stop_sequences: StopSequences | None = None,
-    sampler: Sampler | None = None,
-    logits_processors: list[LogitsProcessor] | None = None,
+    options: TextOptions | None = None,
     max_kv_size: int | None = None,
     prompt_cache: list[Any] | PromptCache | None = None,
     all_tokens: Iterable[int] = (),
@@ -53,7 +46,7 @@ def mtp_generate_step(
     input_embeddings: mx.array | None = None,
     images: Iterable[ImageSpan] = (),
     counts: DraftCounts | None = None,
-    options: TextOptions | None = None,
+    **keywords: Any,
 ) -> Generator[Token, None, None]:
     """
     A generator producing the tokens of mlx-lm's ``generate_step``, with the model's MTP head as the draft model.
@@ -64,9 +57,7 @@ def mtp_generate_step(
         prompt (Union[mx.array, List[int]]): The token ids of the input prompt, [T]: a sequence or array of integers, [1, T] as
           well, or a ``BatchEncoding`` of transformers.
         model (nn.Module): A model of ``mlx_mtp.load``.
-        max_tokens (int): The maximum number of tokens. Use ``-1`` for an infinite generator. Default: ``256``.
-        num_draft_tokens, copy_drafts, draft_p_min, stop_sequences, sampler, logits_processors (optional): See
-          ``mlx_mtp.TextOptions``.
+        options (TextOptions, optional): The options of the text in one object. Default: ``None``.
         max_kv_size (int, optional): Must be ``None``: the caches of these models do not rotate.
         prompt_cache (List[Any], optional): A pre-computed cache of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, updated
           in place.
@@ -83,8 +74,8 @@ def mtp_generate_step(
         images (Iterable[ImageSpan]): The spans of the text's images, counted from the first token in the prompt cache; their
           embeddings are among ``input_embeddings``. Images that are in the prompt cache may be left out.
         counts (DraftCounts, optional): Counts drafts as the steps go.
-        options (TextOptions, optional): The options of the text in one object, in place of the arguments above. Default:
-          ``None``.
+        keywords: Options by the names of ``mlx_mtp.TextOptions``, which replace those of ``options``, such as ``max_tokens=-1``
+          for an infinite generator.
 
     Yields:
         Tuple[int, mx.array, bool]: One token, a vector of log probabilities [V], and whether it was drafted.
@@ -93,11 +84,9 @@ def mtp_generate_step(
         MTPError: The model has no MTP head and ``copy_drafts`` is not given, the prompt cache does not fit it, or an
           argument is out of range, or the prompt is no token ids of the model.
     """
-    if options is None:
-        options = TextOptions(
-            max_tokens, sampler, logits_processors, stop_sequences, num_draft_tokens, copy_drafts, draft_p_min
-        )
-    mtp_model, ids = check_model(model, options), token_ids(prompt, model)
+    options = TextOptions.given(options, keywords)
+    mtp_model = check_model(model, options)
+    ids = token_ids(prompt, model)
     if prefill_step_size < 1:
         raise MTPError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
     if max_kv_size is not None:

@@ -24,7 +24,7 @@ from ..decoding.decoder import Decoder
 from ..decoding.prefill import check_embeddings
 from ..decoding.sequence import PendingEmbeddings, Sequence
 from ..decoding.window import Stepped
-from ..drafts.options import CopyDrafts, NumDraftTokens, TextOptions
+from ..drafts.options import TextOptions
 from ..layers.mtp import has_head
 from ..models.mixin import check_model
 from . import MAX_TOKEN_GAP, MIN_DECODE_SHARE
@@ -57,10 +57,9 @@ class BatchGenerator(Scheduler):
 
     Args:
         model (nn.Module): A model of ``mlx_mtp.load``.
-        max_tokens (int): The maximum number of tokens of sequences without their own. Default: ``128``.
+        options (TextOptions, optional): The options of sequences without their own, in one object. A number of drafts is the
+          limit of all. Processors with state must not be shared. Default: ``None``, 128 tokens.
         stop_tokens (Sequence[Sequence[int]], optional): Stop sequences of sequences without their own.
-        sampler, logits_processors, num_draft_tokens, copy_drafts, draft_p_min (optional): Of sequences without their own, see
-          ``mlx_mtp.TextOptions``. A number of drafts is the limit of all. Processors with state must not be shared.
         completion_batch_size (int): The maximum number of sequences that generate at once. Default: ``32``.
         prefill_step_size (int): The maximum number of prompt tokens to prefill between two steps. Default: ``2048``.
         max_token_gap (float): The maximum time between two tokens of a sequence while prompts are prefilled, in seconds. It
@@ -72,6 +71,7 @@ class BatchGenerator(Scheduler):
         kv_bits, kv_group_size, quantized_kv_start (optional): The quantization of the keys and values of each text, as in
           ``mtp_generate_step``. Default: none.
         stream (mx.Stream, optional): The stream to run on. Default: ``None``, mlx-lm's generation stream.
+        keywords: Options by the names of ``mlx_mtp.TextOptions``, such as ``max_tokens``, which replace those of ``options``.
 
     Raises:
         MTPError: The model has no MTP head, or an argument is out of range.
@@ -81,13 +81,8 @@ class BatchGenerator(Scheduler):
         self,
         model: nn.Module,
         *,
-        max_tokens: int = 128,
+        options: TextOptions | None = None,
         stop_tokens: abc.Sequence[abc.Sequence[int]] | None = None,
-        sampler: Sampler | None = None,
-        logits_processors: list[LogitsProcessor] | None = None,
-        num_draft_tokens: NumDraftTokens | None = None,
-        copy_drafts: CopyDrafts | None = None,
-        draft_p_min: float | None = None,
         completion_batch_size: int = 32,
         prefill_step_size: int = 2048,
         max_token_gap: float = MAX_TOKEN_GAP,
@@ -98,12 +93,16 @@ class BatchGenerator(Scheduler):
         kv_group_size: int = 64,
         quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
         stream: mx.Stream | mx.ThreadLocalStream | None = None,
+        **keywords: Any,
     ):
         if max_kv_size is not None:
             raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
-        n = check_count("max_tokens", max_tokens)
-        stops = StopSequences([token_ids(own, model, "stop_tokens") for own in stop_tokens or ()] or None)
-        self.options = TextOptions(n, sampler, logits_processors, stops, num_draft_tokens, copy_drafts, draft_p_min)
+        if stop_tokens is not None:
+            stops = [token_ids(own, model, "stop_tokens") for own in stop_tokens]
+            keywords["stop_sequences"] = StopSequences(stops or None)
+        defaults = TextOptions(max_tokens=128, stop_sequences=StopSequences(None))
+        self.options = TextOptions.given((options or TextOptions()).completed_by(defaults), keywords)
+        check_count("max_tokens", self.options.max_tokens)
         mtp_model = check_model(model, self.options)
         check_count("completion_batch_size", completion_batch_size)
         budget = PrefillBudget(
@@ -153,12 +152,11 @@ class BatchGenerator(Scheduler):
         samplers: abc.Sequence[Sampler | None] | None = None,
         logits_processors: abc.Sequence[abc.Sequence[LogitsProcessor] | None] | None = None,
         stop_sequences: list[StopSequences] | None = None,
-        num_draft_tokens: abc.Sequence[NumDraftTokens | None] | None = None,
-        copy_drafts: abc.Sequence[CopyDrafts | None] | None = None,
+        options: abc.Sequence[TextOptions] | None = None,
         counts: list[DraftCounts] | None = None,
         input_embeddings: abc.Sequence[mx.array | PendingEmbeddings | None] | None = None,
         images: abc.Sequence[abc.Sequence[ImageSpan]] | None = None,
-        options: abc.Sequence[TextOptions] | None = None,
+        **keywords: abc.Sequence[Any] | None,
     ) -> list[int]:
         """
         Add sequences, which start with the next step. Each option has one entry per sequence, as in mlx-lm.
@@ -170,13 +168,15 @@ class BatchGenerator(Scheduler):
             caches (List[List[Any]], optional): Prompt caches of ``mlx_mtp.make_prompt_cache`` or of mlx-lm, which are copied; a
               ``PromptCache`` is not.
             all_tokens (List[List[int]], optional): The tokens in the caches, for logits processors.
-            samplers, logits_processors, stop_sequences, num_draft_tokens, copy_drafts (optional): See ``mlx_mtp.TextOptions``.
-              The number of drafts is at most the generator's; ``None`` in place of processors is for none.
-            options (List[TextOptions], optional): The options of each, in place of those above.
+            samplers, logits_processors, stop_sequences (optional): As in mlx-lm; ``None`` in place of processors is for none.
+            options (List[TextOptions], optional): The options of each, in one object. The number of drafts is at most the
+              generator's.
             counts (List[DraftCounts], optional): Count the drafts of each as the steps go.
             input_embeddings (List[Union[mx.array, PendingEmbeddings]], optional): The embeddings of each, [T, H], or embeddings
               to compute between steps; ``None`` for those of the tokens.
             images (List[List[ImageSpan]], optional): The images of each text, as for ``mtp_generate_step``.
+            keywords: Other options of each by the names of ``mlx_mtp.TextOptions``. They and those above replace options of
+              ``options``.
 
         Returns:
             List[int]: Their uids.
@@ -185,11 +185,10 @@ class BatchGenerator(Scheduler):
             MTPError: A prompt is empty or no token ids of the model, a cache does not fit, or an option is out of range or has
               another number of entries. No sequence is then added.
         """
-        lists = {
+        lists = keywords | {
             "max_tokens": max_tokens, "samplers": samplers, "logits_processors": logits_processors,
-            "stop_sequences": stop_sequences, "num_draft_tokens": num_draft_tokens, "copy_drafts": copy_drafts,
-            "caches": caches, "all_tokens": all_tokens, "counts": counts, "input_embeddings": input_embeddings,
-            "images": images, "options": options,
+            "stop_sequences": stop_sequences, "options": options, "caches": caches, "all_tokens": all_tokens,
+            "counts": counts, "input_embeddings": input_embeddings, "images": images,
         }  # fmt: skip
         each = each_prompt(segments)
         new = [
@@ -211,17 +210,16 @@ class BatchGenerator(Scheduler):
         input_embeddings: mx.array | PendingEmbeddings | None = None,
         images: abc.Sequence[ImageSpan] = (),
         options: TextOptions | None = None,
-        **own: Any,
+        **keywords: Any,
     ) -> Sequence:
         """Make the sequence of a call's prompt i, with its entries of the arguments of ``insert_segments``."""
-        if options is None:
-            if "logits_processors" in own:
-                own["logits_processors"] = own["logits_processors"] or ()  # as in mlx-lm, None is for none
-            options = TextOptions(sampler=own.pop("samplers", None), **own)
-        elif own:
-            raise MTPError(f"options and {next(iter(own))} cannot be combined.")
+        if "samplers" in keywords:
+            keywords["sampler"] = keywords.pop("samplers")
+        if "logits_processors" in keywords:
+            keywords["logits_processors"] = keywords["logits_processors"] or ()  # as in mlx-lm, None is for none
+        options = TextOptions.given(options, keywords)
         limit = options.max_tokens
-        if "max_tokens" in own or (limit is not None and not (isinstance(limit, Integral) and limit < 0)):
+        if "max_tokens" in keywords or (limit is not None and not (isinstance(limit, Integral) and limit < 0)):
             check_count(f"max_tokens of prompt {i}", limit)
         model: Any = self.model
         options, kv = self._resolve(options), self.decoder.kv

@@ -1,6 +1,6 @@
 """The options of a text, for the library, the commands and the server."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal
@@ -54,12 +54,17 @@ class TextOptions:
     copy_drafts: CopyDrafts | None = None
     draft_p_min: float | None = None
 
+    @classmethod
+    def given(cls, options: "TextOptions | None", keywords: Mapping[str, Any]) -> "TextOptions":
+        """Options that are given whole, by keywords, or both: a keyword replaces the option of its name."""
+        return replace(options or cls(), **keywords)
+
     def resolve(self, tuned: Settings, has_head: bool, batch: "TextOptions | None" = None) -> "TextOptions":
         """Complete the options by those of the batch, whose number of drafts is also the limit, and by the tuned settings."""
-        options = self if batch is None else self._or(batch)
+        options = self if batch is None else self.completed_by(batch)
         copies: CopyDrafts = "off" if isinstance(options.num_draft_tokens, int) else "auto"
         n: NumDraftTokens | None = tuned.num_draft_tokens if has_head else 0
-        options = options._or(TextOptions(MAX_TOKENS, None, None, None, n, copies, tuned.draft_p_min))
+        options = options.completed_by(TextOptions(MAX_TOKENS, None, None, None, n, copies, tuned.draft_p_min))
         options.check(in_batch=batch is not None)
         n, limit = options.num_draft_tokens, None if batch is None else batch.num_draft_tokens
         if not has_head and n != 0:
@@ -70,7 +75,7 @@ class TextOptions:
             return replace(options, num_draft_tokens=limit)
         return options
 
-    def _or(self, defaults: "TextOptions") -> "TextOptions":
+    def completed_by(self, defaults: "TextOptions") -> "TextOptions":
         return replace(defaults, **{name: value for name, value in vars(self).items() if value is not None})
 
     def check(self, in_batch: bool = False) -> None:
