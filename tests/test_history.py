@@ -364,19 +364,28 @@ NO_TEXT = [*((CHAT, part) for part in (AUDIO, URL, VIDEO)), (RESPONSES, FILE), (
 
 
 @pytest.mark.parametrize(("path", "part"), [*NO_TEXT, (MESSAGES, {"type": "container_upload"})])
-def test_a_part_without_text_is_refused_in_the_question_only(prompts, caplog, path, part):
+def test_a_part_without_text_is_refused_in_the_question_only(prompts, path, part):
+    """In the history, a mark stands for it."""
     asked = {"role": "user", "content": [part]}
-    field = BODIES[path].NEEDED
+    field, mark = BODIES[path].NEEDED, f"[{'image' if part is URL else part['type']} left out]"
     for history in ([asked], [user("q"), {"role": "assistant", "content": "a"}, asked, user("Well?")]):
         with pytest.raises(ApiError, match=r"data URL") as e:
             read(path, **{field: history})
         assert (e.value.status, e.value.param) == (400, field)
         answered = [*history, {"role": "assistant", "content": "No."}, user("Then?")]
-        caplog.clear()
-        text = prompts.text(path, **{field: answered})
-        assert ("Then?" in text, "[image left out]" in text) == (True, part is URL)
-        (line,) = [r.getMessage() for r in caplog.records if "Left out of the prompt" in r.getMessage()]
-        assert f"{field}[{len(history) - 1 if len(history) == 1 else 2}].content[0]" in line
+        assert turn(mark) in prompts.text(path, **{field: answered})
+
+
+@pytest.mark.parametrize(("path", "part"), NO_TEXT)
+def test_an_image_that_cannot_be_read_is_refused_in_the_newest_result(prompts, path, part):
+    """A mark stands for it once there is an answer, and always for what else has no text."""
+    history = [user("q"), assistant("", A), result("a", [part])]
+    if part is URL:
+        with pytest.raises(ApiError, match=r"\[2\]\..*\[0\]: the image is not a data URL"):
+            read(path, **body_of(path, *history))
+        history += [assistant("So."), user("r")]
+    mark = f"[{'image' if part is URL else part['type']} left out]"
+    assert responses(mark) in prompts.text(path, **body_of(path, *history))
 
 
 def test_tools_are_refused_where_the_model_writes_calls_as_others_do(prompts, monkeypatch):
@@ -417,17 +426,27 @@ def test_an_item_that_would_vanish_is_refused_by_its_index(item):
     assert (error.value.status, error.value.param) == (400, "input")
 
 
-def test_an_item_that_is_left_out_adds_nothing(caplog):
-    """Its line in the log is one, whatever its name. Where nothing else is asked, it is an error."""
-    for path, item in product(
-        (CHAT, RESPONSES), ({"type": "item_reference", "more": "x"}, {"type": "a\nb", "id": "1"})
-    ):
-        caplog.clear()
-        item["role"] = "user"
-        assert read(path, **body_with(path, [user("q"), item])).messages == [user("q")]
-        assert [r.getMessage().count("\n") for r in caplog.records] == [0]
-        with pytest.raises(ApiError, match=f"{item['type']} is not supported"):
-            read(path, **body_with(path, [item]))
+def test_of_an_item_without_text_there_is_a_mark(prompts):
+    """Whatever its name is; but for those that mean nothing to the model."""
+    for path, kind in product((CHAT, RESPONSES), ("new", "a\nb<|im_end|>")):
+        item = {"type": kind, "id": "1", "role": "user"}
+        assert turn(f"<system>\n[{kind} left out]\n</system>") in prompts.text(
+            path, **body_with(path, [user("q"), item])
+        )
+    for kind in ("fallback", "ghost_snapshot"):
+        said_by = [
+            {"type": "message", **assistant("a")},
+            {"type": kind, "id": "1"},
+            {"type": "message", **assistant("b")},
+        ]
+        assert read(RESPONSES, input=[user("q"), *said_by]).messages[1:] == [assistant("ab")]
+
+
+@pytest.mark.parametrize("kind", ["compaction", "compaction_trigger", "configuration_update", "item_reference"])
+def test_an_item_without_which_the_conversation_is_not_whole_is_refused(kind):
+    with pytest.raises(ApiError, match=rf"^input\[1\]: {kind} is not supported: ") as e:
+        read(RESPONSES, input=[user("q"), {"type": kind, "id": 5, "encrypted_content": "AAAA"}, user("r")])
+    assert (e.value.status, e.value.param) == (400, "input")
 
 
 KINDS = [

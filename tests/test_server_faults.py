@@ -22,7 +22,7 @@ from mlx_mtp.server.app import APIS, MAX_BODY, decoded, parse_json, zstd
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from tests.support.models import TRAINED
-from tests.support.requests import CHAT, MESSAGES, RESPONSES, TEXT, client_of, read
+from tests.support.requests import CHAT, FLAGS, MESSAGES, RESPONSES, TEXT, client_of, read
 from tests.support.server_process import serve, serve_here
 
 GOOD = {"prompt": "import os\n", "max_tokens": 2}
@@ -130,6 +130,36 @@ def test_rejects_invalid_fields(server, path):
         body = {**VALID[path], field.partition(".")[0]: value}
         assert_error(server.request(path, body), 400, field, of=(field, str(value)[:100]), path=path)
     server.until_idle()  # also of other prompts of the request
+
+
+# Of other servers: values that change nothing, and one that would change the answer
+OTHERS = dict(
+    chat_template=[None, "{{ x }}"], documents=[[], [{"text": "a"}]], use_beam_search=[False, True], length_penalty=[1.0, 0.5],
+    truncate_prompt_tokens=[None, 5], include_stop_str_in_output=[False, True], skip_special_tokens=[True, False],
+    return_token_ids=[False, True], mirostat=[0, 2], typical_p=[1, 0.5], dynatemp_range=[0, 0.0, 0.5], lora=[[], [{"id": 0}]],
+    dry_multiplier=[0.0, 0.8], samplers=[[], ["top_k"]], t_max_predict_ms=[0, -1, 500], repeat_penalty=[1, 1.1],
+    stream_options=[{}, {"include_usage": False}, {"include_usage": True}],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", VALID)
+def test_fields_of_other_servers_are_refused_if_they_would_change_the_answer(path):
+    for name, (*harmless, wrong) in OTHERS.items():
+        for value in harmless:
+            application.APIS[path].read_request(parse_json(json.dumps({**VALID[path], name: value}).encode()), FLAGS)
+        with pytest.raises(ApiError, match=rf"^{name}\b") as e:
+            read(path, **{**VALID[path], name: wrong})
+        assert (e.value.status, e.value.param) == (400, name)
+
+
+def test_the_prompt_of_an_answer_is_either_generated_or_continued():
+    messages = [USER, {"role": "assistant", "content": "The answer is"}]
+    for goes_on in (True, False):
+        fields = {"messages": messages, "continue_final_message": goes_on}
+        assert read(CHAT, **fields, add_generation_prompt=not goes_on).begun == "content"
+        with pytest.raises(ApiError, match=r"^add_generation_prompt must be the opposite") as e:
+            read(CHAT, **fields, add_generation_prompt=goes_on)
+        assert (e.value.status, e.value.param) == (400, "add_generation_prompt")
 
 
 def test_the_reason_of_a_field_of_several_types():

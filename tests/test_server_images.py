@@ -96,22 +96,21 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda url: url[:30])
-def test_a_broken_image_of_an_earlier_turn_is_left_out(server, caplog, broken):
-    """The other images stay, and it ends no conversation. In the question it is refused."""
+def test_a_mark_stands_for_a_broken_image_of_an_earlier_turn(server, broken):
+    """The other images stay, and it ends no conversation. In the question, and in the newest result, it is refused."""
     tokenizer = server.engine.frontend.models.tokenizer
     turns = [user(part(broken), text("a"), part(png(1))), {"role": "assistant", "content": "see"}]
     calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
     shown = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": [part(broken)]}]
-    prompt = server.engine.ask([*turns, user(text("b"), part(png(2, 16, 32))), *shown], max_tokens=2).prompt
-    want = f"u:[image left out]a{PLACEHOLDER};a:see;u:b{PLACEHOLDER};a:;t:[image left out];a:"
+    question, answer = user(text("b"), part(png(2, 16, 32))), {"role": "assistant", "content": "no"}
+    prompt = server.engine.ask([*turns, question, *shown, answer, user(text("c"))], max_tokens=2).prompt
+    want = f"u:[image left out]a{PLACEHOLDER};a:see;u:b{PLACEHOLDER};a:;t:[image left out];a:no;u:c;a:"
     assert [t for t in prompt if t != IMAGE_TOKEN] == [t for t in tokenizer.encode(want) if t != IMAGE_TOKEN]
     assert prompt.count(IMAGE_TOKEN) == 6 + 8
-    assert "Left out of the prompt" in caplog.text
-    shorter = server.engine.ask([turns[1], user(text("b")), *shown], max_tokens=2).prompt
-    assert tokenizer.decode(shorter).endswith("out];a:")
-    with pytest.raises((ApiError, MTPError), match=r"Image 3 |data URL") as refused:
-        server.engine.ask([*turns, user(text("b"), part(broken))], max_tokens=2)
-    assert getattr(refused.value, "param", "messages") == "messages"
+    for newest in ([user(text("b"), part(broken))], [user(text("b")), *shown]):
+        with pytest.raises((ApiError, MTPError), match=r"Image 3 |data URL") as refused:
+            server.engine.ask([*turns, *newest], max_tokens=2)
+        assert getattr(refused.value, "param", "messages") == "messages"
 
 
 def test_each_way_to_send_an_image(server):
@@ -182,7 +181,7 @@ def test_scaled_positions_take_no_images(tmp_path, capsys):
 
 
 def request_of(n: int) -> Request:
-    return Request("chat", "", [], None, None, images=[url_of(png(1))] * n, are_asked=[True] * n)
+    return Request("chat", "", [], None, None, images=[url_of(png(1))] * n, askers=["user"] * n)
 
 
 def test_the_server_bounds_images_before_it_decodes_one_and_looks_for_its_client(server, monkeypatch):

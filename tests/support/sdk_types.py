@@ -1,7 +1,7 @@
 """Values of the types that OpenAI's and Anthropic's Python packages declare for requests."""
 
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin
 
@@ -32,3 +32,34 @@ def values_of(t: Any, depth: int = 0) -> list[Any]:
         fields["definition"] = ['start: "a"']  # a grammar
     n = max(map(len, fields.values()), default=0)
     return [{name: values[i % len(values)] for name, values in fields.items()} for i in range(n)]
+
+
+def names_of(t: Any, is_read: Callable[[str], bool], within: tuple[Any, ...] = ()) -> Iterator[str]:
+    """The names of all fields and types in a type of requests, within those that are read."""
+    if not is_typeddict(t):
+        if not (isinstance(origin := get_origin(t), type) and issubclass(origin, dict)):
+            for inner in get_args(t):
+                yield from names_of(inner, is_read, within)
+    elif t not in within:
+        hints = get_type_hints(t)
+        kinds = literals(hints.get("type"))
+        yield from kinds
+        for name, hint in hints.items() if not kinds or any(map(is_read, kinds)) else ():
+            yield name
+            if is_read(name):
+                yield from names_of(hint, is_read, (*within, t))
+
+
+def literals(t: Any) -> list[str]:
+    """The strings that a type allows."""
+    return [t] if isinstance(t, str) else [x for inner in get_args(t) for x in literals(inner)]
+
+
+def kinds_of(t: Any) -> list[str]:
+    """The types of the alternatives of a union of pydantic's models."""
+    fields = getattr(t, "model_fields", {})
+    return (
+        literals(fields["type"].annotation)
+        if "type" in fields
+        else [x for inner in get_args(t) for x in kinds_of(inner)]
+    )

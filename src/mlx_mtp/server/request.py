@@ -137,7 +137,7 @@ class Request:
     structured_output: StructuredOutput | None = None
     grammar: Grammar | None = None  # the compiled structured output; each sequence gets a copy
     images: list[str] = field(default_factory=list)  # URLs in the order of their marks; empty once read
-    are_asked: list[bool] = field(default_factory=list)  # whether each is in the user's messages after the last answer
+    askers: list[str] = field(default_factory=list)  # the role that sent each of them, or "" if an answer follows
     min_tokens: int = 0  # before an end-of-text token or one of stop_token_ids
     stop_token_ids: list[int] = field(default_factory=list)  # further tokens that end the text
     one_call: bool = False  # whether the answer ends with its first call

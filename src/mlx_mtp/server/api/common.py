@@ -29,7 +29,10 @@ NEVER = 2**31  # min_tokens of a text that no token of the model ends
 
 OUTPUTS = "docs/server.md#structured-output lists those that are supported"
 # Types of tools that the vendors define and clients run
-OF_CLIENTS = re.compile("(local_shell|shell|apply_patch|computer|bash|text_editor|memory)(_(use_preview|[0-9]+))?$")
+OF_CLIENTS = re.compile(
+    "(local_shell|shell|apply_patch|computer|computer_toolset|browser_toolset|bash|text_editor|memory)(_(use_preview|[0-9]+))?$"
+)
+SAMPLING = "send temperature, top_p, top_k, min_p or xtc_probability"
 THINKING = "docs/server.md#thinking lists the fields of each API"
 NO_THINKING = ("none", "minimal")  # efforts
 # The fields for thinking, besides ``enable_thinking``
@@ -40,7 +43,10 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "modalities": ([["text"]], "answers are texts"),
     "audio": ([], "answers are texts"),
     "web_search_options": ([], "let the client search"),
+    "plugins": ([[]], "let the client call the tools"),
     "mcp_servers": ([[]], "let the client call the tools"),
+    "container": ([], "let the client run the tools"),
+    "moderation": ([], "moderate the texts yourself"),
     "structured_outputs": ([{}], OUTPUTS),
     "guided_choice": ([[]], OUTPUTS),
     "grammar": ([""], OUTPUTS),
@@ -48,9 +54,25 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     **dict.fromkeys(("json_schema", "guided_json", "guided_regex", "guided_grammar"), ([], OUTPUTS)),
     "allowed_token_ids": ([[]], "send logit_bias"),
     "bad_words": ([[]], "send logit_bias"),
-    "adapters": ([], "start a server with --adapter-path"),
+    **dict.fromkeys(("regex", "ebnf"), ([""], OUTPUTS)),
+    **dict.fromkeys(("adapters", "lora"), ([[]], "start a server with --adapter-path")),
     "draft_model": (["default_model"], "the draft models of mlx-lm run in mlx_lm.server"),
     "prompt_logprobs": ([], "only the tokens of an answer have log probabilities"),
+    "n_probs": ([0], "send logprobs"),
+    **dict.fromkeys(("return_token_ids", "return_tokens", "return_tokens_as_token_ids"), ([False], "send logprobs")),
+    **dict.fromkeys(
+        ("skip_special_tokens", "spaces_between_special_tokens"), ([True], "an answer has no control tokens")
+    ),
+    "include_stop_str_in_output": ([False], "add it yourself"),
+    "use_beam_search": ([False], "send n, and choose"),
+    "length_penalty": ([1], "it is of beam search"),
+    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "top_a"), ([0], SAMPLING)),
+    **dict.fromkeys(("typical_p", "tfs_z"), ([1], SAMPLING)),
+    "top_n_sigma": ([0, -1], SAMPLING),
+    "samplers": ([[]], SAMPLING),
+    "repeat_penalty": ([1], "send repetition_penalty"),
+    "logits_processors": ([[]], "send logit_bias"),
+    "t_max_predict_ms": ([0, -1], "send max_tokens, or hang up"),
     "top_logprobs": ([], "send logprobs, a number, to /v1/completions"),
     "functions": ([[]], "send tools"),
     "function_call": (["auto", "none"], "send tools"),
@@ -64,6 +86,11 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "previous_response_id": ([], "send it to /v1/responses, or the whole conversation"),
     "conversation": ([], "send previous_response_id, or the whole conversation as input"),
     "thread": ([], "send the whole conversation as messages"),
+    "compaction": ([], "let the client summarize the conversation"),
+    "documents": ([[]], "send them as messages"),
+    "image_data": ([[]], "send the images in messages"),
+    "chat_template": ([], "start a server with --chat-template"),
+    "truncate_prompt_tokens": ([], "shorten the prompt"),
     "prompt": ([], "send the conversation itself"),
     "background": ([False], "leave it out"),
     "include_reasoning": ([True], "turn thinking off, or ignore the reasoning"),
@@ -163,6 +190,7 @@ class Tool(Part):
     name: str | None = None
     description: str | None = None
     input_schema: Json | None = None
+    input_examples: Many[Json] = []
     parameters: Json | None = None
     strict: bool | None = None
     tools: "Many[Tool] | None" = None  # the tools of a namespace
@@ -213,6 +241,7 @@ class Body(Part):
 
     model: str = "default_model"
     stream: bool = False
+    stream_options: OutputSettings = OutputSettings()
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Ge(-1), Le(2**31), WHOLE, AfterValidator(lambda n: max(n, 0))] | None = None
@@ -231,6 +260,7 @@ class Body(Part):
     stop_token_ids: Annotated[Many[Natural], Field(max_length=64)] = []
     seed: Annotated[int, Ge(-(2**63)), Le(2**64 - 1), WHOLE] | None = None
     continue_final_message: bool = False
+    add_generation_prompt: bool | None = None  # vLLM's
     enable_thinking: bool | None = None
     thinking: Switch | None = None
     reasoning: Switch | None = None  # OpenRouter's and that of Responses
@@ -294,18 +324,23 @@ class Body(Part):
                 value = json.dumps(content[name])[:100]
                 raise ApiError(400, f"{name}: {value} is not supported: {fix}.", param=name)
         body = validated(cls.model_validate, content)
+        if not body.stream and body.stream_options != OutputSettings():
+            raise ApiError(400, "stream_options requires stream: true.", param="stream_options")
         request = body.to_request(content)
         body.set_arguments(request, flags)
         return body, request
 
     def to_request(self, content: Json) -> Request:
         history, all_tools = self.conversation(content)
-        messages, images, are_asked = history.finish()
+        messages, images, askers = history.finish()
         output, tools = from_fields(self.outputs, self.tool_choice, all_tools)
-        request = Request("chat", "", messages, images=images, are_asked=are_asked, param=self.NEEDED)
+        request = Request("chat", "", messages, images=images, askers=askers, param=self.NEEDED)
         request.structured_output, request.one_call = output, self.one_call
         if tools:
             request.tools, request.shown_tools = tools, all_tools
+        if self.add_generation_prompt is self.continue_final_message:
+            message = "add_generation_prompt must be the opposite of continue_final_message."
+            raise ApiError(400, message, param="add_generation_prompt")
         if self.continue_final_message and request.begun is None:
             message = "continue_final_message requires a last message of the assistant, with text and without calls."
             raise ApiError(400, message, param="continue_final_message")
@@ -372,7 +407,8 @@ def _first(values: Sequence[T | None]) -> T | None:
 def function_tool(tool: Tool, name: str | None, parameters: Json | None) -> Json:
     if name is None:
         raise ApiError(400, "tools: a tool has no name.", param="tools")
-    function = {"name": name, "description": tool.description or "", "parameters": parameters or {"type": "object"}}
+    schema = (parameters or {"type": "object"}) | ({"examples": tool.input_examples} if tool.input_examples else {})
+    function = {"name": name, "description": tool.description or "", "parameters": schema}
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 

@@ -18,7 +18,7 @@ from ...text.tool_calls import CallArguments, CallBegins, Text
 from ..request import LOADING, ApiError, Delta, Request, StructuredOutput
 from ..structured_output import from_fields, from_response_format
 from . import common
-from .common import WHOLE, Body, Call, Item, Limit, Many, Natural, OutputSettings, Short, Usage, Writer, event
+from .common import WHOLE, Body, Call, Item, Limit, Many, Natural, Short, Usage, Writer, event
 from .history import READ, History
 
 DONE = b"data: [DONE]\n\n"
@@ -226,7 +226,6 @@ def _name(piece: bytes) -> str:
 
 class OpenAIBody(Body):
     LIMITS: ClassVar = ("max_completion_tokens", "max_tokens", "n_predict")
-    stream_options: OutputSettings = OutputSettings()
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     n_predict: Limit | None = None  # llama.cpp's
@@ -287,7 +286,13 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     NEEDED: ClassVar = "prompt"
     writer: ClassVar = CompletionWriter
-    UNUSED: ClassVar = ("tool_choice", "continue_final_message", "enable_thinking", *common.SWITCHES)
+    UNUSED: ClassVar = (
+        "tool_choice",
+        "continue_final_message",
+        "add_generation_prompt",
+        "enable_thinking",
+        *common.SWITCHES,
+    )
     prompt: Prompt | Tokens | Prompts
     logprobs: TopLogprobs | None = None
 

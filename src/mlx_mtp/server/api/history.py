@@ -1,12 +1,11 @@
 """One translation of the messages and items of all APIs to the messages of the chat template.
 
-Items that a template has no form for, such as search results, are rendered as text, or left out with a line in the log. Only
-parts of the question are refused: the user's messages after the last answer.
+Items that a template has no form for, such as search results, are rendered as text. A mark stands for what has none, such as a
+recording: it is refused in the question, the user's messages after the last answer.
 """
 
 import base64
 import json
-import logging
 import re
 from collections import defaultdict
 from contextlib import suppress
@@ -35,13 +34,21 @@ FIELDS = ("actions", "code", "queries", "revised_prompt")  # further arguments o
 NO_TEXT = re.compile("image|video|audio|file|document|upload|snapshot|item_reference|configuration|trigger|fallback")
 # Fields of unknown items that are not for the model, and those that are, though they are not strings
 HIDDEN = re.compile(
-    "type|(.*_)?id|encrypted_.*|status|role|index|caller|execution|signature|fingerprint|filename|media_type|cache_control|"
+    "type|(.*_)?id|encrypted_.*|tool_changes|status|role|index|caller|execution|signature|fingerprint|filename|media_type|cache_control|"
     "citations|annotations|logprobs|parameters|.*_schema"
 )
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of answers, and their clients
 # The fields of a message that are read
 READ = ("type", "content", "refusal", "audio", *THOUGHTS, "tool_calls", "function_call")
 FACTS = ("exit_code", "return_code", "approve")
+# Types without text: those that mean nothing to the model, and those without which the conversation is not whole
+MEANINGLESS = "compaction", "fallback", "ghost_snapshot"  # the first where it has failed
+REFUSED = {
+    "compaction": "its summary is encrypted, so send the conversation itself",
+    "compaction_trigger": "let the client summarize the conversation",
+    "configuration_update": "send the settings with the request",
+    "item_reference": "send the item itself",
+}
 # Changes of the tools within a conversation, and the sentences that tell the model
 CHANGES = {
     "additional_tools": "These tools are available from here on",
@@ -64,8 +71,8 @@ class History:
 
     def __init__(self, between: str = "", joins: bool = False):
         self.between, self.joins = between, joins
-        self.messages: list[Json] = []  # with their "images", as URLs, and "errors", of the parts that are left out
-        self.errors: list[ApiError] = []  # of the items that are left out
+        self.messages: list[Json] = []  # with their "images", as URLs, and "errors", of parts for which marks stand
+        self.changes: Parts = []  # of the tools
         self._turn: Json | None = None  # the message that a next part of its role belongs to
 
     def add(self, item: Json, where: str, within: str = ".content") -> None:
@@ -89,8 +96,9 @@ class History:
                         self._add_item(part, place)
                 else:
                     self._say(role, [*parts])
-            if content is None and item.get("refusal"):
-                self._say(role, [(where, {"type": "refusal", **item})])
+            for name in ("refusal", "audio") if content is None else ():
+                if item.get(name):
+                    self._say(role, [(where, {**item, "type": name})])
             for call in filter(None, [item.get("function_call"), *(item.get("tool_calls") or [])]):
                 kind = "custom_tool_call" if call.get("custom") else "function_call"
                 self._add_call({**call, **(call.get("custom") or call.get("function") or {})}, kind, where)
@@ -100,29 +108,25 @@ class History:
             if len(self.messages) == n:
                 self._message(role)
 
-    def finish(self) -> tuple[list[Json], list[str], list[bool]]:
-        """The messages for the chat template, the URLs of their images, and whether each is one of the question's."""
+    def finish(self) -> tuple[list[Json], list[str], list[str]]:
+        """The messages for the chat template, the URLs of their images, and the role of each, or ``""`` before an answer."""
         _sort_results(self.messages)
-        urls, are_asked = list[str](), list[bool]()
+        urls, askers = list[str](), list[str]()
         answered = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=-1)
         for i, message in enumerate(self.messages):
             errors, images = message.pop("errors", []), message.pop("images", [])
-            is_question = i > answered and message["role"] == "user"
-            if is_question and errors:
+            asker = message["role"] if i > answered else ""
+            if asker in ("user", "tool") and errors:
                 raise errors[0]
             urls += images
-            are_asked += [is_question] * len(images)
-            self.errors += errors
+            askers += [asker] * len(images)
         messages = fold_roles(self.messages)
         if not messages:
-            raise next(iter(self.errors), ApiError(400, "The conversation is empty."))
-        if self.errors:
-            names = ", ".join(str(error).partition(" is not")[0] for error in self.errors)
-            logging.warning(f"Left out of the prompt: {names[:1000]!r}")
+            raise ApiError(400, "The conversation is empty.")
         for message in self.messages:
             if message["role"] == "assistant":
                 _split_thoughts(message, is_last=message is self.messages[-1])
-        return messages, urls, are_asked
+        return messages, urls, askers
 
     def _message(self, role: str) -> Json:
         if self._turn is None or self._turn["role"] != role:
@@ -139,11 +143,18 @@ class History:
         elif kind.endswith(RESULTS):
             name = next((x for x in ("content", "output", "result", "tools") if item.get(x) is not None), "status")
             self._add_result(_id_of(item), item.get(name), f"{where}.{name}", item.get("is_error") is True)
-        elif text := _text_of_unknown(item):
+        elif text := self._shown(item, where):
             self._turn = None
             self._message("system")["content"] = text
-        else:
-            self.errors.append(_unsupported(kind, where))
+
+    def _shown(self, part: Json, where: str) -> str:
+        """The text of a part or an item of any other type, or a mark."""
+        kind, text, changes = part.get("type"), _text_of_unknown(part), part.get("tool_changes")
+        inner = changes if isinstance(changes, list) else []
+        self.changes += [(where, x) for x in (part, *inner) if isinstance(x, dict) and x.get("type") in CHANGES]
+        if not text and kind in REFUSED and "content" not in part:
+            raise error_at(where, f"{where}: {kind} is not supported: {REFUSED[kind]}.")
+        return text or ("" if kind in MEANINGLESS else _mark(kind))
 
     def _say(self, role: str, parts: Parts) -> None:
         message, between = self._message(role), "" if role == "assistant" else self.between
@@ -164,9 +175,11 @@ class History:
         elif arguments is None:
             arguments = {x: item[x] for x in FIELDS if item.get(x)}
         result = text_in([item.get(x) for x in ("output", "outputs", "results", "error")])
+        result = result or LEFT_OUT * bool(item.get("result"))  # of an image that was generated
         if not isinstance(name, str):
-            if is_own or not (arguments or result):
-                self.errors.append(_unsupported(kind, where))
+            if is_own:
+                raise error_at(where, f"{where}: a call has the name of a tool.")
+            if not (arguments or result):  # nothing is known of it
                 return
             name = kind.removesuffix("_call")
         name = full_name(space, name) if isinstance(space, str) else name
@@ -204,15 +217,15 @@ class History:
                     texts.append(MARK)
                 else:
                     message.setdefault("errors", []).append(_unsupported(form, where, url))
-                    texts += [LEFT_OUT] * (message["role"] != "assistant")
+                    texts.append(LEFT_OUT)
             elif message["role"] == "tool" and not _is_part(part):
                 texts.append(json.dumps(part, ensure_ascii=False))
                 between = between or "\n"
-            elif isinstance(part, dict) and (text := _text_of_unknown(part)):
+            elif text := self._shown(part if isinstance(part, dict) else {}, where):
+                if text == _mark(kind) and message["role"] != "tool":
+                    message.setdefault("errors", []).append(_unsupported(kind, where))
                 texts.append(text)
                 between = between or "\n"
-            else:
-                message.setdefault("errors", []).append(_unsupported(kind, where))
         return between.join(texts)
 
 
@@ -264,6 +277,10 @@ def _unsupported(kind: Any, where: str, url: str = "") -> ApiError:
     if url and not is_data_url(url):
         message = f"{where}: the image is not a data URL (data:image/png;base64,...): it begins with {url[:20]!r}."
     return error_at(where, message)
+
+
+def _mark(kind: Any) -> str:
+    return f"[{str(kind or 'part')[:50]} left out]"
 
 
 def error_at(where: str, message: str) -> ApiError:

@@ -1,7 +1,6 @@
 """Anthropic's API, ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 import re
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -111,14 +110,10 @@ class MessagesWriter(Writer):
 
 
 class Change(Part):
-    """A block that changes the tools from its place in the conversation on."""
+    """The tool of a block that adds or removes one, by its name or its definition."""
 
-    class Reference(Part):
-        name: str | None = None
-        definition: Tool | None = None
-
-    type: str
-    tool: Reference
+    name: str | None = None
+    definition: Tool | None = None
 
 
 class MessagesBody(Body):
@@ -150,37 +145,35 @@ class MessagesBody(Body):
             text = block if isinstance(block, str) else block.get("text")
             part = block if not isinstance(text, str) else BILLING.sub("", text).strip()
             history.add({"role": "system", "content": part}, where, within="")
+        asked = max((i for i, message in enumerate(content["messages"]) if message.get("role") == "user"), default=-1)
         for i, message in enumerate(content["messages"]):
+            where = f"messages[{i}]"
             if message.get("role") not in ROLES:
-                raise ApiError(400, f"messages[{i}].role: Input should be {', '.join(ROLES)}.", param="messages")
-            history.add(message, f"messages[{i}]")
-        ours = [tool for tool in self._tools_at_the_end(content) if tool.type in (None, "custom")]
+                raise error_at(where, f"{where}.role: Input should be {', '.join(ROLES)}.")
+            if message.get("output_config"):
+                raise error_at(where, f"{where}.output_config is not supported: send output_config with the request.")
+            if message.get("clear_at") != "next_user_message" or i > asked:
+                history.add(message, where)
+        offered = self._changed_tools(history)
+        ours = [tool for tool in offered if tool.type in (None, "custom")]
         return history, [common.function_tool(tool, tool.name, tool.input_schema) for tool in ours]
 
-    def _tools_at_the_end(self, content: Json) -> list[Tool]:
-        """The tools of the request, as the conversation changes them: by blocks that define, name or remove one."""
+    def _changed_tools(self, history: History) -> list[Tool]:
+        """The tools of the request as the conversation changes them: by blocks that define, name or remove one."""
         known = {tool.name: tool for tool in self.tools or []}
         offered = known.copy()
         for tool in self.tools or []:
             tool.check("tools")
-        for i, message in enumerate(content["messages"]):
-            for where, block in _changes(message.get("content"), f"messages[{i}].content"):
-                change = common.validated(Change.model_validate, block, where)
-                name, added = change.tool.name, change.tool.definition or known.get(change.tool.name)
-                if change.type == "tool_removal":
-                    offered.pop(name, None)
-                elif added is None:
-                    raise error_at(where, f"{where}: the request defines no tool {str(name)[:50]!r}: define it here.")
-                else:
-                    added.check(where)
-                    known[added.name] = offered[added.name] = added
+        for where, block in history.changes:
+            change = common.validated(Change.model_validate, block.get("tool"), f"{where}.tool")
+            added = change.definition or known.get(change.name)
+            if block["type"] == "tool_removal":
+                offered.pop(change.name, None)
+            elif added is None:
+                raise error_at(
+                    where, f"{where}: the request defines no tool {str(change.name)[:50]!r}: define it here."
+                )
+            else:
+                added.check(where)
+                known[added.name] = offered[added.name] = added
         return [*offered.values()]
-
-
-def _changes(content: Any, where: str) -> Iterator[tuple[str, Json]]:
-    """The blocks that change the tools, each after its place: also those within the block that replaces older messages."""
-    for place, block in parts_of(content, where):
-        if isinstance(block, dict) and block.get("type") in ("tool_addition", "tool_removal"):
-            yield place, block
-        elif isinstance(block, dict):
-            yield from _changes(block.get("tool_changes"), f"{place}.tool_changes")

@@ -205,8 +205,8 @@ def _messages_of(tokenizer: BoundedTokenizer, request: Request) -> list[Json]:
     messages = [_cut(m, tokenizer.marks[m["role"] == "assistant"]) for m in request.messages]
     for message in messages:
         message["content"] = message.get("content") or ""
-    if request.images and tokenizer.vision is None and not any(request.are_asked):
-        logging.warning("The model takes no images: those of the history are left out of the prompt.")
+    if request.images and tokenizer.vision is None and "user" not in request.askers:
+        logging.warning("The model takes no images: marks stand for those of the history.")
         request.images = []
         for message in messages:
             message["content"] = message["content"].replace(MARK, LEFT_OUT)
@@ -250,15 +250,15 @@ def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int
 
 @contextmanager
 def _reading(request: Request, i: int) -> Iterator[None]:
-    """Read image i, unless the client has gone. One of an earlier turn may be broken: it is left out."""
+    """Read image i, unless the client has gone. One with an answer may be broken: a mark stands for it."""
     if request.is_gone:
         raise ApiError(400, "The client has disconnected.")
     try:
         yield
     except MTPError as e:
-        if request.are_asked[i]:
+        if request.askers[i]:
             raise
-        logging.warning(f"Left out of the prompt: {e}")
+        logging.warning(f"A mark stands for an image: {e}")
 
 
 def _vision_of(tokenizer: BoundedTokenizer) -> Vision:
