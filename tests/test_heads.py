@@ -21,7 +21,17 @@ from mlx_mtp.fit.fitting import fit
 from mlx_mtp.generate.__main__ import main as generate
 from tests.support import profiles
 from tests.support.bad_checkpoints import configured
-from tests.support.checkpoints import config_of, converted, differing, edit, loaded, parameters, write, write_tiny
+from tests.support.checkpoints import (
+    config_of,
+    configure,
+    converted,
+    differing,
+    edit,
+    loaded,
+    parameters,
+    write,
+    write_tiny,
+)
 from tests.support.commands import refusal, report, run_command
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.layouts import PLACES, PREFIXES, Layout, layouts, quantized, write_awq, write_fp8, write_layout
@@ -106,6 +116,28 @@ def test_of_two_copies_the_first_is_used(tiny, heads, tmp_path):
     shutil.move(folder / "optiq" / "mtp.safetensors", folder / "model-head.safetensors")
     assert not differing(parameters(loaded(folder).mtp), want)
     shutil.move(folder / "model-head.safetensors", folder / "a-mtp.safetensors")
+    assert not differing(parameters(loaded(folder).mtp), want)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_head_may_repeat_the_models_embedding_and_output_layer(tie, bits, tmp_path):
+    """Whatever its config says: they are left out."""
+    write_tiny(folder := tmp_path / "model", "qwen3_5", tie_word_embeddings=tie)
+    if bits is not None:
+        folder = converted(folder, tmp_path / "quantized", quantize=True, q_bits=bits, q_group_size=32)
+    want = parameters(loaded(folder).mtp)
+
+    def repeat(weights):
+        own = {name.rpartition("model.")[2]: w for name, w in weights.items() if "mtp." not in name}
+        parts = ("weight", "scales", "biases") if bits else ("weight",)
+        for part in parts:
+            embedding = own[f"embed_tokens.{part}"]
+            weights[f"mtp.embed_tokens.{part}"] = embedding
+            weights[f"mtp.lm_head.{part}"] = own.get(f"lm_head.{part}", embedding)
+
+    edit(folder, repeat)
+    configure(folder, text={"mtp_use_dedicated_embeddings": True})
     assert not differing(parameters(loaded(folder).mtp), want)
 
 

@@ -42,6 +42,11 @@ def no_head_no_claim(folder):
     configure(folder, text={"mtp_num_hidden_layers": 0})
 
 
+def own_embeddings(folder):
+    embedding = "model.language_model.embed_tokens.weight"
+    edit(folder, lambda weights: weights.update({"mtp.embed_tokens.weight": weights[embedding] + 1}))
+
+
 def cut_short(folder):
     file = folder / WEIGHTS
     file.write_bytes(file.read_bytes()[:-100])
@@ -56,8 +61,7 @@ BAD = {
     "no head, no claim": (no_head_no_claim, ValueError, "model has no MTP head: .*convert.*, or generate with --no-mtp", True),
     "part of a head": (PART, ValueError, r"lacks mtp\.(fc|layers\.0\.self_attn\.q_proj)\.weight, mtp\.", True),
     "wrong shape": (narrow_fc, ValueError, r"mtp\.fc\.weight is \[192, 383\], not \[192, 384\]", True),
-    "own embeddings": (
-        configured(text={"mtp_use_dedicated_embeddings": True}), ValueError, "its own embeddings", True),
+    "own embeddings": (own_embeddings, ValueError, r"its own mtp\.embed_tokens\.weight, other than the model's", True),
     "cut short": (cut_short, ValueError, "truncated or damaged", False),
     "folder": (lambda folder: (folder / "model-2.safetensors").mkdir(), ValueError, "model-2.* but a folder: remove or", False),
     "missing shard": (written(INDEX, TWO_SHARDS), MISSING, "lacks model-00002-of-00002.s.*, or delete the index", False),

@@ -30,6 +30,8 @@ T = TypeVar("T")
 FLOATS = "F32", "F16", "BF16", "F8_E4M3"  # dtypes of tensors that are not quantized
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES = 100_000  # requested at first, enough for most headers
+PIECE_BYTES = 16 << 20  # that are compared at once
+OWN_LAYER = re.compile(r".*?((?:embed_tokens|lm_head)\.(weight|scales|biases))")  # of a head that repeats the model's
 DEPTH = 3  # of the folders in which a head may be
 AGAIN = "download it again, or delete the index"
 PREFIX = re.compile(r"(?:model\.|language_model\.)*")  # which differs between layouts
@@ -172,10 +174,13 @@ class CheckpointReader:
 
     @cached_property
     def head_map(self) -> dict[str, str]:
-        """The file of every tensor of the head, of several the first, see ``_places_of_heads``. Raises if one is damaged."""
+        """The file of every tensor of the head, of several the first, see ``_places_of_heads``. Raises if one is damaged.
+
+        Without the model's own embedding and output layer, which some heads repeat.
+        """
         for place in _places_of_heads(self):
             if head := self.names.split({name: name for name in place})[1]:
-                return {name: place[name] for name in head.values()}
+                return {name: place[name] for name in head.values() if not _repeats(self, name, place[name])}
         return {}
 
     @property
@@ -220,6 +225,21 @@ def _places_of_heads(checkpoint: CheckpointReader) -> Iterator[Mapping[str, str]
                     raise _missing_files(checkpoint, missing, file)
                 yield place
     yield _in_unnamed_files(checkpoint)
+
+
+def _repeats(checkpoint: CheckpointReader, name: str, file: str) -> bool:
+    """Whether a tensor of a head is one of the model, by its bytes; on the hub, by its type and shape."""
+    if (found := OWN_LAYER.fullmatch(name)) is None:
+        return False
+    own = {PREFIX.sub("", n, 1): n for n in checkpoint.names.split(checkpoint.model_map)[0]}
+    if (same := own.get(found[1], own.get(f"embed_tokens.{found[2]}"))) is None:  # the latter where they are tied
+        return False
+    a, b = checkpoint.tensors({name: file})[name], checkpoint.tensors({same: checkpoint.model_map[same]})[same]
+    steps = range(0, a.stop - a.start if checkpoint.folder is not None else 0, PIECE_BYTES)
+    pieces = (
+        (checkpoint.read(t.file, t.start + i, min(t.start + i + PIECE_BYTES, t.stop)) for t in (a, b)) for i in steps
+    )
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(one == other for one, other in pieces)
 
 
 def _in_unnamed_files(checkpoint: CheckpointReader) -> dict[str, str]:

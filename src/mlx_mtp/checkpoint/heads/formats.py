@@ -10,7 +10,7 @@ import mlx.nn as nn
 from ...core.models.head_weights import check_quantized, is_head, norms_of, sanitize_head
 from ...errors import MTPError
 from ..config import Config, check_config, family_in, first_difference, skeleton, text_config_of
-from ..reader import CheckpointReader, Tensor, Tensors, fetch_checkpoint
+from ..reader import OWN_LAYER, CheckpointReader, Tensor, Tensors, fetch_checkpoint
 
 RUNTIME = "mtplx_runtime.json"  # MTPLX's settings beside config.json
 # The keys of config.json and RUNTIME that tell the encoding of the head's norms, and the values that mean without the 1.
@@ -29,10 +29,8 @@ class Head(NamedTuple):
 def check_head(checkpoint: CheckpointReader) -> None:
     """Raise an error if a checkpoint has no MTP head, or it cannot be used; the message has the fix."""
     name, text_config = checkpoint.name, text_config_of(checkpoint.config or {})
-    if text_config.get("mtp_use_dedicated_embeddings"):
-        raise MTPError(
-            f"The MTP head of {name} has its own embeddings, which is not supported: generate with --no-mtp."
-        )
+    if own := next(filter(OWN_LAYER.fullmatch, checkpoint.head_map), None):
+        raise MTPError(f"The MTP head of {name} has its own {own}, other than the model's: generate with --no-mtp.")
     if head := checkpoint.head():
         check_shapes(checkpoint, head)
         return
